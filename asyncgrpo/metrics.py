@@ -114,7 +114,7 @@ GROUP_OUTCOMES = ("leased", "accepted", "duplicate", "refused", "trained",
                   "dropped_stale", "dropped_cancelled", "dropped_always_stale",
                   "dropped_failed", "dropped_incomplete", "dropped_unscored", "dropped_lineage",
                   "dropped_lease_timeout", "filtered_zero_signal", "requeued",
-                  "recovered", "dropped_superseded", "dropped_resume", "dropped_incompatible", "dropped_ahead",
+                  "recovered", "dropped_superseded", "dropped_incompatible", "dropped_ahead",
                   "dropped_damaged", "accepted_short", "dropped_poison", "dropped_quarantined",
                   "dropped_too_long")
 TOKEN_FATES = ("generated", "recovered", "trained", "masked", "filtered", "stale", "aborted", "failed", "duplicate",
@@ -144,7 +144,7 @@ max_lag_steps = _gauge("max_lag_steps", "The bound on group_lag_steps that is in
 bias_distance = _gauge(
     "bias_distance", "Distance of trained from generated groups in one respect, 0 to 1; 0 before enough are settled.",
     "buffer", of=("length", "reward", "source", "age"))
-bias_threshold = _gauge("bias_threshold", "The distance above which is warned, as configured.", "buffer")
+bias_threshold = _gauge("bias_threshold", "Distance above which the buffer warns.", "buffer")
 rejected_frames_total = _counter(
     "rejected_frames_total", "Messages that the buffer refused, by reason.", "buffer",
     reason=("size", "decode", "schema", "not_finite", "vocabulary", "version", "lease", "checksum", "sender"))
@@ -160,8 +160,8 @@ journal_bytes_total = _counter("journal_bytes_total", "Bytes written to the jour
 journal_sync_seconds = _histogram(
     "journal_sync_seconds", "Time to put what was written of the journal on the disk.", "buffer", buckets=SECONDS)
 completions_discarded_total = _counter(
-    "completions_discarded_total", "Completions that are in no group: sampled again, failed, in reserve, or cut at a deadline.",
-    "buffer", why=("retried", "failed", "spare", "censored"))
+    "completions_discarded_total", "Completions that are in no group, because they were cut at its deadline.",
+    "buffer", why=("censored",))
 lease_deadline_seconds = _gauge(
     "lease_deadline_seconds", "Time that a lease granted now is given, if it is not its prompt's last.", "buffer")
 quarantined_prompts = _gauge(

@@ -226,17 +226,11 @@ class Rollout:
     """In an evaluation the completion without special tokens; else empty, since whoever trains can decode."""
 
 
-class Discarded(Frozen):
-    """Completions that were sampled for a group and are not in it, by reason."""
+class Discarded(Frozen, forbid_unknown_fields=False):  # journals of older releases have further counts
+    """Completions that were sampled for a group and are not in it."""
 
     tokens: int = 0
     """Tokens sampled in all of them."""
-    retried: int = 0
-    """Completions that were sampled again, because their request or their reward had failed."""
-    failed: int = 0
-    """Completions that failed at every try, and were replaced by a spare one."""
-    spare: int = 0
-    """Completions beyond those wanted that were not needed."""
     censored: int = 0
     """Completions not finished when the group was cut. Most are long ones, so the group's lengths are biased."""
 

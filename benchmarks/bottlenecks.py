@@ -37,7 +37,7 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
 from asyncgrpo.learner.record import figures
-from asyncgrpo.learner.service import Stopwatch
+from asyncgrpo.learner.report import PhaseClock
 from asyncgrpo.planner import simulation
 from asyncgrpo.planner.simulation import VirtualRun
 from asyncgrpo.planner.stand_ins import Silent
@@ -315,7 +315,7 @@ class Recorded(VirtualRun):
 
     def _build(self) -> None:
         super()._build()
-        self._learner._clock = Stopwatch(self._loop.time)
+        self._learner._clock = PhaseClock(now=self._loop.time)
         self._learner._recorder = self.recorder = Recorder(self._loop.time)  # type: ignore[assignment]
 
 

@@ -69,7 +69,7 @@ def branch(settings: list[str], device: str) -> dict[str, str]:
     from asyncgrpo.learner.model import choose_kernel
 
     dtype = "bfloat16" if "model.dtype=bfloat16" in settings else "float32"
-    return {"dtype": dtype, "kernel": choose_kernel("auto", torch.device(device), getattr(torch, dtype))}
+    return {"dtype": dtype, "kernel": choose_kernel(torch.device(device), getattr(torch, dtype))}
 
 
 def run(folder: Path, steps: int, settings: list[str]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from asyncgrpo.config.memory import learner_rank
+from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.schema import Config
-from asyncgrpo.config.shapes import shape_at
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import Group
 from benchmarks.gpu_models import write_model
@@ -88,10 +88,10 @@ def measure(config: Config, groups: list[Group], device: str) -> dict[str, Any]:
 
 
 def predicted_gib(config: Config) -> dict[str, float]:
-    """What each part is to take, in GiB."""
-    shape = shape_at(config.model.path)
-    assert shape is not None, "the model's folder is there"
-    return {name: gib(size) for name, size in learner_rank(shape, config).parts.items()}
+    """Predicted memory of each part, in GiB."""
+    size = size_at(config.model.path)
+    assert size is not None, "the model's folder is there"
+    return {name: gib(held) for name, held in learner_rank(size, config).parts.items()}
 
 
 def gib(num_bytes: float) -> float:

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from math import ceil
 from typing import Any
 
-from asyncgrpo.config.fit import changed, choose, estimate, refuse, share_one_gpu
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import GIB, GPUS_PER_NODE, Card, fullest_host, fullest_shared_memory, shared_memory_size
+from asyncgrpo.config.model_size import PUBLISHED, ModelSize, size_of
+from asyncgrpo.config.placement import changed, choose, estimate, refuse, share_one_gpu
 from asyncgrpo.config.schema import Config
-from asyncgrpo.config.shapes import PUBLISHED, ModelShape, shape_of
 from asyncgrpo.errors import ConfigError
 from benchmarks.measuring import ROOT
 
@@ -70,23 +70,23 @@ def sized(manifest: str) -> str:
     (entrypoint,) = re.findall(r"entrypoint: >-\n(.*?)\n  \w", manifest, re.DOTALL)
     name, *settings = shlex.split(entrypoint)[2:]
     config = load_config(name, settings)
-    shape = shape_of(PUBLISHED[config.model.path.rpartition("/")[2]])
-    shared = shared_memory_size(shape, config)
-    beside = fullest_host(shape, config).total - fullest_shared_memory(shape, config).total
-    memory, shm = (f"{10 * ceil(size / GIB / 10)}Gi" for size in (1.25 * (beside + shared), shared))
+    size = size_of(PUBLISHED[config.model.path.rpartition("/")[2]])
+    shared = shared_memory_size(size, config)
+    beside = fullest_host(size, config).total - fullest_shared_memory(size, config).total
+    memory, shm = (f"{10 * ceil(held / GIB / 10)}Gi" for held in (1.25 * (beside + shared), shared))
     manifest = re.sub(r"(cpu: \"\d+\", memory: )\w+", rf"\g<1>{memory}", manifest)
     return re.sub(r"(medium: Memory, sizeLimit: )\w+", rf"\g<1>{shm}", manifest)
 
 
 def _row(name: str, rank: int, n_gpus: int) -> str:
-    shape, config = shape_of(PUBLISHED[name]), _config(rank)
+    size, config = size_of(PUBLISHED[name]), _config(rank)
     trained = f"LoRA {rank}" if rank else "all"
     try:
-        chosen = fitting(shape, config, n_gpus)
+        chosen = fitting(size, config, n_gpus)
     except ConfigError:
         return f"| {name} | {trained} | {n_gpus} | does not fit | | | | | |"
     run = changed(config, chosen | {"cluster.ray_address": "auto" if n_gpus > GPUS_PER_NODE else None})
-    fit = estimate(shape, run, Card.of(run))
+    fit = estimate(size, run, Card.of(run))
     assert fit.learner is not None and fit.engine is not None
     cells = [
         "1, shared" if run.cluster.share_gpu else f"{run.generators.count} x {run.generators.gpus_each}",
@@ -108,27 +108,27 @@ def _beside(chosen: dict[str, Any]) -> Iterator[str]:
 
 
 def _fewest(name: str, rank: int) -> str:
-    shape, config = shape_of(PUBLISHED[name]), _config(rank)
-    here = next((str(n) for n in range(1, MOST_GPUS + 1) if _fits(shape, config, n)), f"more than {MOST_GPUS}")
+    size, config = size_of(PUBLISHED[name]), _config(rank)
+    here = next((str(n) for n in range(1, MOST_GPUS + 1) if _fits(size, config, n)), f"more than {MOST_GPUS}")
     return f"| {name} | {f'LoRA {rank}' if rank else 'all'} | {here} | {VERL[name, rank]} |"
 
 
-def _fits(shape: ModelShape, config: Config, n_gpus: int) -> bool:
+def _fits(size: ModelSize, config: Config, n_gpus: int) -> bool:
     try:
-        fitting(shape, config, n_gpus)
+        fitting(size, config, n_gpus)
     except ConfigError:
         return False
     return True
 
 
-def fitting(shape: ModelShape, config: Config, n_gpus: int) -> dict[str, Any]:
+def fitting(size: ModelSize, config: Config, n_gpus: int) -> dict[str, Any]:
     """What `--n-gpus` chooses. Raises ConfigError if it does not fit."""
     card = Card.of(config)
     if n_gpus == 1:
         shared = {"cluster.share_gpu": True, "generators.count": 1, "generators.gpus_each": 1, "learner.ranks": 1}
-        return shared | share_one_gpu(shape, config, card)
-    chosen = choose(shape, config, card, n_gpus, {})
-    refuse(shape, changed(config, chosen), card)
+        return shared | share_one_gpu(size, config, card)
+    chosen = choose(size, config, card, n_gpus, {})
+    refuse(size, changed(config, chosen), card)
     return chosen
 
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from asyncgrpo.buffer.groups import group_seed
+from asyncgrpo.buffer.buffer import group_seed
 from asyncgrpo.cluster.wiring import sampling_of
 from asyncgrpo.config.schema import Config
-from asyncgrpo.data.curriculum import Curriculum
 from asyncgrpo.data.demo import demo_rules
+from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, load_prompts
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from asyncgrpo.engines.build import build_engine

@@ -14,7 +14,7 @@ import argparse
 import itertools
 from typing import Any
 
-from asyncgrpo.learner.packing import PackedRow, StepBatch, pack, row_tokens, rows_for_ranks
+from asyncgrpo.learner.packing import PackedRow, StepBatch, pack, rows_for_ranks
 from asyncgrpo.types import Group
 from benchmarks.measuring import cpu_seconds, line, rounded, show
 from benchmarks.rollouts import VERSION, Lengths, make_groups, reasoning_lengths
@@ -70,7 +70,7 @@ def fills(rows: list[PackedRow], lengths: Lengths, budget: int, share: bool) -> 
 def _computed(row: PackedRow, lengths: Lengths, share: bool) -> int:
     """Tokens of a row. Without shared prompts each piece is one completion with its own prompt."""
     assert share or all(len(piece.rollouts) == 1 for piece in row)
-    return row_tokens(row, lengths.prompts, lengths.completions)
+    return sum(lengths.prompts[group] + sum(lengths.completions[group][a] for a in chosen) for group, chosen in row)
 
 
 def _in_ms(what: str, seconds: list[float], seed: int, **fields: Any) -> dict:

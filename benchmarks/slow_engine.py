@@ -120,7 +120,7 @@ def _phase(steps: list[Event], since: float, until: float) -> dict[str, Any]:
 
 def _elsewhere(run: Path, since: float, until: float) -> float:
     """Seconds until others went on with the leases of a generator, by the logs; NaN: they did not."""
-    line = re.compile(r"^(\S+)Z .*: others go on with", re.MULTILINE)
+    line = re.compile(r"^(\S+)Z .*: reassigned ", re.MULTILINE)
     texts = (path.read_text() for path in sorted((run / "logs").glob("*.log")))
     times = [datetime.fromisoformat(f"{when}+00:00").timestamp() for text in texts for when in line.findall(text)]
     return min((when - since for when in times if since < when <= until), default=float("nan"))

@@ -44,7 +44,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from asyncgrpo.buffer.admission import Eager
-from asyncgrpo.buffer.groups import State
+from asyncgrpo.buffer.buffer import State
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.types import Group, PolicyVersion
 from asyncgrpo.wire.codec import encode

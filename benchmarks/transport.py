@@ -29,9 +29,8 @@ from typing import Any
 
 import zmq
 
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.service import BURST, BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource

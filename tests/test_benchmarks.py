@@ -20,8 +20,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from asyncgrpo.data.reading import read_rows
 from asyncgrpo.data.rows import recognise
+from asyncgrpo.data.sources import read_rows
 from asyncgrpo.journal.format import BatchIssued, delivered
 from asyncgrpo.learner.packing import pack
 from benchmarks import (

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from asyncgrpo.data.curriculum import Round
 from asyncgrpo.data.demo import make_demo_model
+from asyncgrpo.data.order import Round
 from asyncgrpo.journal.history import History, read_history
 from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
 

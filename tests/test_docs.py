@@ -1,7 +1,7 @@
 """The pages name only what exists: commands, files, links, settings, messages, names in code; and their tables are today's.
 
-`python -m tests.test_docs` writes the tables of `docs/configuration.md` and `docs/metrics-file.md` anew. A strict build
-by mkdocs is one of the tests where mkdocs is installed; without it the others say nearly the same.
+`python -m tests.test_docs` writes the tables of `docs/configuration.md`, `docs/metrics-file.md` and `docs/removed.md` anew.
+A strict build by mkdocs is one of the tests where mkdocs is installed; without it the others say nearly the same.
 """
 
 import ast
@@ -23,7 +23,7 @@ from msgspec import inspect
 
 from asyncgrpo import metrics
 from asyncgrpo.cli import app
-from asyncgrpo.config.explain import knobs, sections, type_in_words, value_in_words
+from asyncgrpo.config.explain import knobs, removed, sections, type_in_words, value_in_words
 from asyncgrpo.config.verl import VERL
 from asyncgrpo.recording.events import KINDS
 from asyncgrpo.wire import codec
@@ -39,6 +39,7 @@ PAGES = [
 ]
 CONFIGURATION = DOCS / "configuration.md"
 EVENTS = DOCS / "metrics-file.md"
+REMOVED = DOCS / "removed.md"
 LONGEST_README = 160
 FIRST = "<!-- TABLE: written by `python -m tests.test_docs`; do not edit by hand -->\n"
 LAST = "<!-- END OF TABLE -->"
@@ -94,7 +95,16 @@ def events_table() -> str:
     return "\n".join(lines) + "\n\n"
 
 
-TABLES = {CONFIGURATION: keys_table, EVENTS: events_table}
+def removed_table() -> str:
+    """Every removed key and feature, as Markdown."""
+    lines: list[str] = []
+    for what, rows in (("key", removed().keys), ("feature", removed().features)):
+        lines += ["", f"| {what} | instead |", "|---|---|"]
+        lines += [f"| {f'`{name}`' if what == 'key' else name} | {instead} |" for name, instead in sorted(rows.items())]
+    return "\n".join(lines) + "\n\n"
+
+
+TABLES = {CONFIGURATION: keys_table, EVENTS: events_table, REMOVED: removed_table}
 
 
 def with_table(path: Path) -> str:
@@ -291,7 +301,8 @@ def test_a_page_names_only_what_exists(page: Path):
     assert unknown_commands(text) + refused_commands(text) + unknown_options(text) == []
     assert missing_files(text) == []
     assert wrong_links(text, page) == []
-    assert unknown_settings(text) == []
+    past = removed().keys if page in (REMOVED, ROOT / "CHANGELOG.md") else ()
+    assert [key for key in unknown_settings(text) if key not in past] == []
     assert unknown_names(text) == []
     assert unknown_metrics(text) == []
     assert wrong_translations(text) == []
@@ -335,7 +346,7 @@ def test_a_heading_that_github_and_mkdocs_call_otherwise_is_no_anchor(tmp_path: 
 
 def test_a_name_that_nothing_defines_is_found():
     assert (
-        unknown_names("`Buffer.outcomes`, `corrections.normalise`, `asyncgrpo.errors.ConfigError`, `lineage.version`")
+        unknown_names("`Buffer.outcomes`, `corrections.combine`, `asyncgrpo.errors.ConfigError`, `lineage.version`")
         == []
     )
     assert unknown_names(

@@ -52,8 +52,8 @@ OWNERS = {
     "prometheus_client": ("metrics",),
     "omegaconf": ("config",),
     "aiohttp": ("control", "rewards.http", "environments.gateway", "environments.openenv"),
-    "datasets": ("data.hub",),
-    "reasoning_gym": ("data.gym", "rewards.gym"),
+    "datasets": ("data.sources",),
+    "reasoning_gym": ("data.sources", "rewards.gym"),
 }
 
 # Packages that start without torch, which takes seconds and hundreds of MiB to import.

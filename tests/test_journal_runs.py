@@ -23,7 +23,7 @@ ARGUMENTS = ["demo", "--engine", "torch", "--max-lag", "2", "--out", "run", "--s
 ARGUMENTS += ["run.checkpoint_every=4", "run.eval_every=100", f"buffer.prompts_per_step={PROMPTS}"]
 ARGUMENTS += ["algorithm.group_size=64"]
 # What the guard skips depends on the gradients before the kill, which the run and the replay read from a checkpoint.
-ARGUMENTS += ["learner.spike_factor=1.02", "learner.grad_clip=0.001", "learner.max_skips=1000"]
+ARGUMENTS += ["learner.spike_factor=1.02", "learner.grad_clip=0.001"]
 
 
 class Killed(NamedTuple):

@@ -51,7 +51,10 @@ import asyncgrpo.cluster.ray_session, asyncgrpo.cluster.run, asyncgrpo.cli.obser
 from asyncgrpo.cluster.wiring import uses_cuda
 from asyncgrpo.config.load import load_config
 from asyncgrpo.engines.installed import why_sglang_cannot_run
-assert not uses_cuda(load_config(None, ["model.path=x", "data.train=y", "learner.device=cpu"]))
+config = load_config(None, ["model.path=model", "data.train=y", "learner.device=cpu", "generators.gpus_each=0"])
+assert not uses_cuda(config)
+asyncgrpo.cli.running.check_host(config)
+assert asyncgrpo.cli.running.memory_table(config) == ""
 why_sglang_cannot_run()
 """
 
@@ -85,6 +88,7 @@ def test_a_command_that_only_looks_imports_nothing_heavy(tmp_path, arguments):
 
 
 def test_a_driver_without_gpus_leaves_what_is_heavy_to_the_warm_process(tmp_path):
+    make_demo_model(tmp_path / "model", seed=0)
     assert heavy_in(DRIVER, tmp_path) == []
 
 

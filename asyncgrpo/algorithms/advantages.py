@@ -1,21 +1,20 @@
-"""From the rewards of a group to the advantage of each of its completions.
+"""Advantage estimators: from the rewards of a group to the advantage of each completion.
 
-Every estimator is a baseline times a scale, or one thin step away from that. The edge cases are part of the formula
-and the same for all:
+Every estimator is a baseline and a scale, or a small variation. The edge cases are part of the formula and equal for all:
 
-- A completion without a reward (NaN) takes part in no statistic and gets exactly 0.
-- A group with fewer than two rewards gets exactly 0; it never trains on the raw reward.
-- A group whose rewards are all equal gets exactly 0, compared in float64, where rounding of the mean would otherwise
-  be divided by eps: in float32, fifteen rewards of 0.98 give 0.19.
+- A completion without a reward (NaN) is in no statistic and gets exactly 0.
+- A group with fewer than two rewards gets exactly 0. It never trains on the raw reward.
+- A group with equal rewards gets exactly 0. Equality is tested in float64, because eps would amplify the rounding of the
+  mean: in float32, fifteen rewards of 0.98 give 0.19.
 
-Only `remax` has no group in its formula: there, a missing baseline takes the place of the last two.
+`remax` does not use the group: there a missing baseline gives 0 instead of the last two rules.
 
-Arguments, everywhere:
-    rewards: [S] one reward per completion, finite, or NaN where the completion has none. Up to 1e300 nothing overflows.
-    group_ids: [S] integers; completions of one prompt have the same. Any order, any values.
+Common arguments:
+    rewards: [S] one reward per completion, finite or NaN if missing. No overflow up to 1e300.
+    group_ids: [S] integers, equal for completions of one prompt. Any order, any values.
     lengths: [S] trained tokens of each completion; may be 0.
-Returns, everywhere: [S] float64, no gradient. In formulas, `mean`, `std` (n - 1 in the denominator) and `n` are over
-the scored completions of the group.
+Returns [S] float64 without gradient. In formulas, `mean`, `std` (n - 1 in the denominator) and `n` are over the scored
+completions of the group.
 """
 
 import inspect
@@ -25,14 +24,14 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-# -- statistics over groups of any size, in any order, under any ids ---------------------------------------------------
+# -- statistics over groups --------------------------------------------------------------------------------------------
 
 
 class Groups:
-    """Who is in a group with whom. Every statistic is [S]: what each completion sees of its own group."""
+    """Partition of completions into groups. Every statistic is [S], the value of each completion's group."""
 
     number: Tensor
-    """[S] the completion's group, counted from 0."""
+    """[S] group number of each completion, from 0."""
 
     def __init__(self, group_ids: Tensor) -> None:
         distinct, self.number = torch.unique(group_ids, return_inverse=True)
@@ -53,17 +52,17 @@ class Groups:
 
 
 def has_signal(rewards: Tensor, groups: Groups) -> Tensor:
-    """[S] bool: the group has two different rewards. `rewards` is float64, NaN where a completion has none.
+    """Return [S] bool, True in groups with two different rewards. `rewards` is float64, NaN if missing.
 
-    Largest and smallest are compared because that is exact, where a standard deviation of equal numbers is not: in
-    float32, fifteen rewards of 0.98 have one of 6e-8.
+    Compares largest and smallest, which is exact. A standard deviation of equal numbers is not: in float32, fifteen rewards
+    of 0.98 have 6e-8.
     """
     missing = rewards.isnan()
     return groups.max(rewards.masked_fill(missing, -torch.inf)) > groups.min(rewards.masked_fill(missing, torch.inf))
 
 
 class Signal(NamedTuple):
-    """Numbers of groups by what they have to say. The others are hopeless: they teach nothing, and are not all right."""
+    """Numbers of groups by kind. The remaining groups are hopeless: no signal, and not all completions are right."""
 
     groups: int
     with_signal: int
@@ -71,23 +70,23 @@ class Signal(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of the groups with a signal among those that are solved or have one; 1 where there are neither."""
+        """Share of groups with a signal among groups that are solved or have a signal; 1 without either."""
         good = self.with_signal + self.solved
         return self.with_signal / good if good else 1.0
 
     @property
     def not_hopeless(self) -> float:
-        """Share of the groups that are solved or have a signal; 1 without groups."""
+        """Share of groups that are solved or have a signal; 1 without groups."""
         return (self.with_signal + self.solved) / self.groups if self.groups else 1.0
 
 
 def signal_of(scores: Tensor, group_ids: Tensor, teaches: Tensor, *, success: float) -> Signal:
-    """Count the groups of a minibatch. A group is solved if none of its completions teaches and all of them are right.
+    """Count the groups of a minibatch. A group is solved if no completion has a signal and all are right.
 
     Args:
-        scores: [S] float64, finite: rewards before any shaping.
-        group_ids: [S] integers; completions of one prompt have the same.
-        teaches: [S] bool, the completion is trained and its advantage is not 0.
+        scores: [S] float64, finite: rewards before shaping.
+        group_ids: [S] integers, equal for completions of one prompt.
+        teaches: [S] bool, True if the completion is trained and its advantage is not 0.
         success: score from which a completion is right.
     """
     groups = Groups(group_ids)
@@ -114,21 +113,21 @@ def group_advantages(
     eps: float = 1e-6,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """Advantage of each completion: A = (R - baseline) / scale.
+    """Return the advantage of each completion: A = (R - baseline) / scale.
 
         baseline  none             0
                   group_mean       mean
                   leave_one_out    mean of the other scored completions of the group
-                  length_weighted  Σ length R / Σ length over the group; a completion's own reward where all are empty
+                  length_weighted  Σ length R / Σ length over the group; a completion's own reward if all are empty
         scale     none             1
                   group_std        std + eps
                   batch_std        std of all scored completions of the batch + eps
-                  group_mean       mean, and A = 0 where mean <= 0: made for rewards that are never negative
+                  group_mean       mean, and A = 0 where mean <= 0; for rewards that are never negative
                   nonzero_share    share of the batch's scored completions whose reward is not 0
 
     Args:
-        eps: added to a standard deviation, and to nothing else.
-        lengths: see the module; only "length_weighted" reads it.
+        eps: added to standard deviations only.
+        lengths: see the module; used by "length_weighted".
     """
     scores = _scores(rewards, group_ids)
     centre = _baseline(baseline, scores, lengths)
@@ -136,17 +135,17 @@ def group_advantages(
 
 
 class _Scores(NamedTuple):
-    """What the formulas are made of: [S] each, float64 but for the two bools."""
+    """Terms of the formulas, [S] each, float64 except for the two bools."""
 
     groups: Groups
     rewards: Tensor
-    """0 where a completion has none."""
+    """0 if missing."""
     scored: Tensor
-    """The completion has a reward."""
+    """True if the completion has a reward."""
     trains: Tensor
-    """It has one, and the group has two that differ."""
+    """True if the completion has a reward and its group has two different ones."""
     num_scored: Tensor
-    """n: scored completions of the group."""
+    """Scored completions of the group, n."""
     mean: Tensor
 
 
@@ -196,7 +195,7 @@ def _group_std(scores: _Scores) -> Tensor:
 
 @torch.no_grad()
 def groups_with_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Which completions are in a group with two different rewards: [S] bool. Arguments as in the module."""
+    """Return [S] bool, True in groups with two different rewards. Arguments as in the module."""
     return has_signal(rewards.to(torch.float64), Groups(group_ids))
 
 
@@ -216,7 +215,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def lite(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """A = (R - mean) / (std of the batch + eps), over every scored completion of the batch, singletons included.
+    """A = (R - mean) / (std of the batch + eps), over all scored completions of the batch, singletons included.
 
     Source: Lite PPO in "Tricks or Traps", arXiv:2508.08221.
     """
@@ -224,9 +223,9 @@ def lite(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
 
 
 def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """A = (R - mean) / mean, and 0 where mean <= 0: hard prompts weigh more.
+    """A = (R - mean) / mean, and 0 where mean <= 0: hard prompts get a larger weight.
 
-    For rewards >= 0 only: mixed signs can have a mean just above 0, and that divides.
+    For rewards >= 0 only, because the mean of mixed signs can be close to 0.
 
     Source: MaxRL, arXiv:2602.02710; the rule for mean <= 0 as in prime-rl.
     """
@@ -234,15 +233,15 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
-    """A = R - Σ length R / Σ length over the group; 0 where all scored completions of the group are empty.
+    """A = R - Σ length R / Σ length over the group; 0 if all scored completions of the group are empty.
 
-    Source: OPO, arXiv:2505.23585: the baseline of least variance when a gradient's norm grows as its length.
+    Source: OPO, arXiv:2505.23585: the minimum-variance baseline if the gradient norm grows with the length.
     """
     return group_advantages(rewards, group_ids, baseline="length_weighted", scale="none", lengths=lengths)
 
 
 def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """A = alpha (R - mean), alpha = B / number of rewards that are not 0, both over the batch's scored completions.
+    """A = alpha (R - mean), alpha = B / number of nonzero rewards, both over the scored completions of the batch.
 
     Source: GPG, arXiv:2504.02546; alpha as in verl.
     """
@@ -251,10 +250,10 @@ def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def pass_at_k(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Only the best completion of a group: A = (R_max - R_2nd) / (std + eps); all others 0.
+    """The best completion of a group: A = (R_max - R_2nd) / (std + eps); all others 0.
 
-    R_2nd is the second reward counted with repetition. So where two share the best reward, R_2nd = R_max and the whole
-    group gets 0: had either of them failed, the group would have passed no less.
+    R_2nd is the second reward, counted with repetition. If two completions share the best reward, R_2nd = R_max and the
+    group gets 0, because the group would have passed without either of them.
 
     Source: pass@k policy optimisation, arXiv:2503.19595; as in verl.
     """
@@ -268,16 +267,16 @@ def pass_at_k(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tenso
 
 @torch.no_grad()
 def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, lengths: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """R - mean, then whitened over all trained tokens of the batch.
+    """R - mean, whitened over all trained tokens of the batch.
 
         x = R - mean                           0 in a group with fewer than two rewards, or with equal ones
         A = (x - m) / sqrt(v + eps)            m, v (N - 1 in the denominator) over N tokens; A = 0 if N < 2
 
-    A sequence's tokens share one x, so m and v are mean and variance over the scored sequences, weighted by length.
+    The tokens of a sequence share one x, so m and v are mean and variance over the scored sequences, weighted by length.
 
-    Whitening would give a group without signal the value -m / sqrt(v + eps), the same push for each of its completions. The
-    groups' means are already gone from x, so m is only how length goes with reward on *other* prompts. Here such a
-    group counts in m and v but keeps its exact 0: nothing is known about its completions, and nothing is trained.
+    Whitening would give a group without signal the value -m / sqrt(v + eps), an equal push for all its completions. With
+    group means removed from x, m is only the correlation of length and reward on other prompts. So such a group counts in m
+    and v but keeps its exact 0.
 
     Source: REINFORCE++, arXiv:2501.03262; denominators and eps as in verl.
     """
@@ -291,11 +290,11 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, lengths: Te
 def remax(rewards: Tensor, group_ids: Tensor, baseline_rewards: Tensor) -> Tensor:
     """A = R - R_greedy; 0 where either is NaN.
 
-    The baseline is not made of the group's completions, so one completion is enough and equal completions may differ from it.
+    The baseline is independent of the group, so one completion is enough, and equal rewards may differ from it.
 
     Args:
-        group_ids: unused; every estimator has it.
-        baseline_rewards: [S] the reward of the greedy completion of the same prompt; NaN where it has none.
+        group_ids: unused; part of the common signature.
+        baseline_rewards: [S] reward of the greedy completion of the same prompt; NaN if missing.
     Source:
         ReMax, arXiv:2310.10505.
     """
@@ -306,15 +305,15 @@ def remax(rewards: Tensor, group_ids: Tensor, baseline_rewards: Tensor) -> Tenso
 
 @torch.no_grad()
 def standardised(values: Tensor, weights: Tensor, *, eps: float) -> Tensor:
-    """(x - mean) / sqrt(variance + eps), where each value stands for `weights` tokens.
+    """Return (x - mean) / sqrt(variance + eps), where each value counts for `weights` tokens.
 
         mean = Σ w x / N        variance = Σ w (x - mean)² / (N - 1)        N = Σ w
 
     Args:
-        values: [*] any float; what it holds where the weight is 0 does not enter the statistics.
+        values: [*] any float; values of weight 0 are not in the statistics.
         weights: [*] number of tokens, 0 or more.
     Returns:
-        [*] float64. 0 everywhere if N < 2, when there is no variance.
+        [*] float64; 0 everywhere if N < 2.
     """
     values, weights = values.to(torch.float64), weights.to(torch.float64)
     counted = torch.where(weights > 0, values, 0.0)
@@ -327,12 +326,12 @@ def standardised(values: Tensor, weights: Tensor, *, eps: float) -> Tensor:
 
 
 def _peak(deviations: Tensor) -> Tensor:
-    """[] what to divide by before squaring, lest the square of a huge number overflow: the largest, at least 1."""
+    """Return [] the largest deviation, at least 1: dividing by it before squaring prevents overflow."""
     return torch.cat([deviations.abs().flatten(), deviations.new_ones(1)]).max()
 
 
 class Estimator(Protocol):
-    """How all estimators can be called: with what their formula reads, or with everything."""
+    """Common signature of all estimators. Arguments that a formula does not use are ignored."""
 
     def __call__(
         self,
@@ -377,4 +376,4 @@ ESTIMATORS: dict[str, Estimator] = {
         remax,
     )
 }
-"""Name to estimator, each with its paper's constants: `ESTIMATORS["grpo"](rewards, group_ids)`."""
+"""Estimators by name, with the constants of their papers: `ESTIMATORS["grpo"](rewards, group_ids)`."""

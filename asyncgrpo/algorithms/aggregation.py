@@ -1,14 +1,14 @@
-"""How the losses of tokens become the loss of a step, and what every formula here shares: sums by sequence, precision.
+"""Aggregation of token losses to the loss of a step, and helpers of all formulas: sums by sequence, precision.
 
-A log-prob in bfloat16 has three significant digits, and a log-ratio is a small difference of two of them: so everything
-is upcast before the first subtraction.
+A log-prob in bfloat16 has three significant digits, and a log-ratio is a small difference of two of them. So everything is
+upcast before the first subtraction.
 
-Packed: the tokens of all sequences one after the other, [T], and `cu_seqlens` [S+1], where each begins; the last entry
-is T. A sequence may be empty. Nothing here waits for the device.
+Packed layout: the tokens of all sequences in order, [T], and `cu_seqlens` [S+1], the start of each; the last entry is T. A
+sequence may be empty. No function synchronizes with the device.
 
-The denominators are arguments. They count the whole step, over all micro-batches and ranks, before any rejection: so
-the weighted sums of any split add up to the same loss (a mean of means would not), and dropping tokens does not make
-the gradients of the others larger.
+The denominators are arguments. They count the full step, over all micro-batches and ranks, before rejection. So the weighted
+sums of any split add up to the same loss (a mean of means would not), and rejected tokens do not enlarge the gradients of the
+rest.
 """
 
 from typing import Literal
@@ -16,18 +16,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# -- what every formula here shares ------------------------------------------------------------------------------------
-
-
 # -- floating point ----------------------------------------------------------------------------------------------------
 
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are cut to ±20 before exp (as in verl), where float32 is still far from its end."""
+"""Log-ratios are cut to ±20 before exp, as in verl, far below the float32 overflow."""
 
 
 def upcast(values: Tensor) -> Tensor:
-    """float64 as it is, everything else in float32."""
+    """Convert to float32, unless the values are float64."""
     return values if values.dtype == torch.float64 else values.to(torch.float32)
 
 
@@ -35,27 +32,27 @@ def upcast(values: Tensor) -> Tensor:
 
 
 def sequence_of_token(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """[T] int64: the number of each token's sequence, from 0. `num_tokens` is T, the last entry of `cu_seqlens`."""
+    """Return [T] int64 sequence numbers of the tokens, from 0. `num_tokens` is T, the last entry of `cu_seqlens`."""
     positions = torch.arange(num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:], positions, right=True)  # the first sequence that ends after the token
 
 
 def sum_by_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] to [S], in the dtype of `values`; 0 for an empty sequence."""
+    """Sum [T] values to [S], in their dtype; 0 for an empty sequence."""
     sums = values.new_zeros(cu_seqlens.numel() - 1)
     return sums.index_add(0, sequence_of_token(cu_seqlens, values.numel()), values)
 
 
 def trained_sum(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[S] float64: sum over those tokens of each sequence where `mask` is true.
+    """Sum values over the trained tokens of each sequence to [S] float64.
 
-    In float64, since a mean over 30 000 tokens is compared with bounds like 1 ± 0.001. What other positions hold, even
-    NaN, has no part in it.
+    Float64, because a mean over 30 000 tokens is compared with bounds like 1 ± 0.001. Values at other positions, even NaN,
+    are ignored.
     """
     return sum_by_sequence(torch.where(mask, values.to(torch.float64), 0.0), cu_seqlens)
 
 
-# -- a weight for every token ------------------------------------------------------------------------------------------
+# -- weights -----------------------------------------------------------------------------------------------------------
 
 
 Aggregation = Literal[
@@ -75,7 +72,7 @@ def token_weights(
     tokens_in_group: Tensor | None = None,
     num_groups: int | None = None,
 ) -> Tensor:
-    """Weight of every token's loss in the loss of the step.
+    """Return the weight of every token's loss in the loss of the step.
 
         token-mean                 w = mask / num_tokens                                     DAPO's default in verl, TRL
         seq-mean-token-sum         w = mask / num_sequences
@@ -83,19 +80,18 @@ def token_weights(
         seq-mean-token-sum-norm    w = mask / (num_sequences * max_length)                   Dr. GRPO
         prompt-mean                w = mask / (trained tokens of the group * num_groups)     ScaleRL; DAPO as written
 
-    The division is exact: no epsilon stands beside a count. A count of 0, where there is nothing to weigh, is taken
-    as 1.
+    The division is exact, without epsilon. A count of 0 is replaced by 1.
 
     Args:
-        mask: [T] bool, true on tokens to train, before rejection.
-        cu_seqlens: [S+1] where each packed sequence starts; None will do where all tokens weigh alike.
-        num_tokens: trained tokens of the whole step.
-        num_sequences: trained completions of the whole step; one without tokens counts.
-        max_length: longest completion that may be sampled, tokens: a constant of the run, not of the batch.
-        tokens_in_group: [S] trained tokens of the whole group to which each sequence belongs, over the whole step.
-        num_groups: groups of the whole step.
+        mask: [T] bool, True on tokens to train, before rejection.
+        cu_seqlens: [S+1] start of each packed sequence; None is allowed if all tokens have equal weights.
+        num_tokens: trained tokens of the full step.
+        num_sequences: trained completions of the full step, including those without tokens.
+        max_length: longest completion that may be sampled, tokens; a constant of the run.
+        tokens_in_group: [S] trained tokens of each sequence's group in the full step.
+        num_groups: groups of the full step.
     Returns:
-        [T] float64, 0 where mask is false.
+        [T] float64, 0 where mask is False.
     Source:
         GRPO: arXiv:2402.03300. DAPO: arXiv:2503.14476. Dr. GRPO: arXiv:2503.20783. ScaleRL: arXiv:2510.13786.
     """
@@ -117,5 +113,5 @@ def token_weights(
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """`Σ w_t x_t`, [T] and [T] to []. What `values` holds where the weight is 0, even NaN, has no part in it."""
+    """Return [] `Σ w_t x_t` of [T] tensors. Values of weight 0, even NaN, are ignored."""
     return (torch.where(weights != 0, values, 0.0) * weights).sum()

@@ -1,15 +1,14 @@
-"""Off-policy corrections: which tokens count, and how much, when older weights or another kernel sampled them.
+"""Off-policy corrections: weights and rejections of tokens that older weights or another kernel sampled.
 
-Every correction is a function of `log ρ`, the log-prob of a token under the policy that is corrected to (proximal or
-current) minus the log-prob with which it was sampled. Bounds are on ρ itself. A correction never edits the mask: it
-returns a weight and a verdict for each token, and several are put together by `combine`.
+Every correction is a function of `log ρ`, the log-prob of a token under the target policy (proximal or current) minus the
+log-prob with which it was sampled. Bounds are on ρ. A correction leaves the mask unchanged and returns a weight and a
+verdict per token; `combine` merges several.
 
     log_rho       [T] log π_num - log μ of the sampled tokens, nats
-    mask          [T] bool, true on tokens to train; what the other positions hold, even NaN, reaches nothing
-    cu_seqlens    [S+1] where each sequence begins; None will do at level "token", which is elementwise
+    mask          [T] bool, True on tokens to train. Values at other positions, even NaN, are ignored
+    cu_seqlens    [S+1] start of each sequence; None is allowed at level "token", which is elementwise
 
-Only whole-sequence weights without truncation are unbiased. A token's own weight, a geometric mean and every bound
-trade that for variance: they are choices, not corrections in the strict sense.
+Only sequence weights without truncation are unbiased. Token weights, geometric means and bounds trade bias for variance.
 """
 
 from collections.abc import Sequence
@@ -27,21 +26,21 @@ from asyncgrpo.algorithms.aggregation import MAX_LOG_RATIO, sequence_of_token, t
 def interpolated(
     policy_logprobs: Tensor, behaviour_logprobs: Tensor, token_versions: Tensor, version: int | Tensor
 ) -> Tensor:
-    """The proximal policy's log-probs without its forward pass, on the line between two that are known.
+    """Approximate the proximal policy's log-probs without its forward pass, by interpolation.
 
         log prox = log μ + a (log π - log μ)
         a        = clip((v_prox - v_t) / (v - v_t), 0, 1),    v_prox = v - 1
 
-    The older the token, the nearer its anchor is to the present policy; lag 1 gives μ itself, and so does lag 0, where
-    the formula is 0/0 (as in AReaL). Per token, so a sequence may mix versions.
+    The older the token, the closer its anchor to the current policy. Lag 1 gives μ, and so does lag 0, where the formula is
+    0/0 (as in AReaL). Elementwise, so a sequence may mix versions.
 
     Args:
-        policy_logprobs: [T] of the sampled tokens under the learner's present weights, nats.
+        policy_logprobs: [T] of the sampled tokens under the learner's current weights, nats.
         behaviour_logprobs: [T] as sampled.
-        token_versions: [T] integers, the weights that sampled each token. Negative (a prompt, an observation): a = 0.
-        version: the learner's.
+        token_versions: [T] integers, version that sampled each token. Negative (a prompt, an observation): a = 0.
+        version: of the learner.
     Returns:
-        [T] float32 (float64 of float64), no gradient. Elementwise.
+        [T] float32 (float64 for float64), without gradient.
     Source:
         A-3PO, arXiv:2512.06547; AReaL's `loglinear`.
     """
@@ -57,17 +56,15 @@ def interpolated(
 Level = Literal["token", "sequence", "geometric"]
 Action = Literal["truncate", "clip", "mask", "reject"]
 Estimator = Literal["k2", "k3"]
-Reduction = Literal["sum", "mean", "max"]
 
 
 class Correction(NamedTuple):
-    """What to do with every token. Nothing here has a gradient."""
+    """Weight and verdict of every token, without gradient."""
 
     weight: Tensor
-    """[T] to multiply the token's loss by; 0 where the mask is false."""
+    """[T] factor of the token's loss; 0 where the mask is False."""
     keep: Tensor
-    """[T] bool: the token counts; False where the mask is false. Denominators are not to shrink by those that do
-    not."""
+    """[T] bool, True if the token is kept; False where the mask is False. Denominators still count rejected tokens."""
 
 
 @torch.no_grad()
@@ -121,7 +118,7 @@ def veto(
     low_ratio: float | None = 1e-4,
     high_ratio: float | None = None,
 ) -> Correction:
-    """Drop every sequence that has a token with ρ outside the bounds: such a token says that the record is broken.
+    """Reject every sequence with a token whose ρ is outside the bounds, which indicates a corrupt record.
 
     Source: slime's and SkyRL's veto (the latter with high_ratio = 100).
     """
@@ -133,7 +130,7 @@ def veto(
 
 @torch.no_grad()
 def opsm(log_rho: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor, *, max_nats: float) -> Correction:
-    """Drop bad sequences that the policy has left: A < 0 and mean(log μ - log π) > max_nats.
+    """Reject bad sequences that the policy has moved away from: A < 0 and mean(log μ - log π) > max_nats.
 
     Args:
         advantages: [T] of each token's sequence.
@@ -147,10 +144,10 @@ def opsm(log_rho: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor, 
 
 @torch.no_grad()
 def m2po(log_rho: Tensor, mask: Tensor, *, max_mean_square: float = 0.04) -> Correction:
-    """Drop the tokens with the largest (log ρ)² until the mean of those that stay is less than `max_mean_square`.
+    """Reject the tokens with the largest (log ρ)² until the mean of the rest is less than `max_mean_square`.
 
-    Over the whole batch: give it all tokens of the step, or another micro-batch changes what is dropped. All tokens
-    are candidates, as in AReaL; of equal ones the later are dropped first.
+    Needs all tokens of the step, so that the result does not depend on micro-batches. All tokens are candidates, as in
+    AReaL. Among equal tokens the later ones are rejected first.
 
     Source:
         M2PO: arXiv:2510.01161.
@@ -172,9 +169,8 @@ def divergence(
     estimator: Estimator,
     level: Literal["token", "sequence"],
     max_nats: float,
-    reduction: Reduction = "mean",
 ) -> Correction:
-    """Drop tokens, or sequences, whose estimated divergence from the behaviour policy exceeds `max_nats`.
+    """Reject tokens or sequences whose estimated divergence from the behaviour policy exceeds `max_nats`.
 
         k2    (log ρ)² / 2
         k3    ρ - 1 - log ρ
@@ -182,9 +178,8 @@ def divergence(
     log ρ is cut to ±20, as in verl.
 
     Args:
-        level: judge each token by its own estimate, or all trained tokens of a sequence together.
+        level: "token" compares each estimate; "sequence" compares the mean over the trained tokens of a sequence.
         max_nats: largest estimate that is kept.
-        reduction: at level "sequence": of the estimates of its tokens.
     Source:
         verl's rejection sampling; estimators: http://joschu.net/blog/kl-approx.html.
     """
@@ -193,26 +188,14 @@ def divergence(
     estimate = x.square() / 2 if estimator == "k2" else torch.expm1(x) - x
     if level == "sequence":
         assert cu_seqlens is not None
-        estimate = _reduce(estimate, mask, cu_seqlens, reduction)[sequence_of_token(cu_seqlens, x.numel())]
+        total, count = (trained_sum(values, mask, cu_seqlens) for values in (estimate, mask))
+        estimate = (total / count.clamp(min=1))[sequence_of_token(cu_seqlens, x.numel())]
     return Correction(mask.to(x.dtype), mask & (estimate <= max_nats))
 
 
 @torch.no_grad()
-def normalise(weight: Tensor, mask: Tensor, *, mean: Tensor | None = None) -> Tensor:
-    """[T] weights divided by their mean over the mask, so that a correction does not change the size of a step.
-
-    Args:
-        mean: [] of the whole step, where `weight` is one micro-batch of it; None: of `weight`.
-    """
-    weight = torch.where(mask, upcast(weight), 0.0)
-    if mean is None:
-        mean = weight.sum(dtype=torch.float64) / mask.sum().clamp(min=1)
-    return weight / torch.where(mean > 0, mean, 1.0).to(weight.dtype)
-
-
-@torch.no_grad()
 def combine(corrections: Sequence[Correction]) -> Correction:
-    """All of them, one or more, at once: weights multiply, and a token is kept if all keep it."""
+    """Merge one or more corrections: weights multiply, and a token is kept if all keep it."""
     weight, keep = corrections[0]
     for other in corrections[1:]:
         weight, keep = weight * other.weight, keep & other.keep
@@ -221,7 +204,7 @@ def combine(corrections: Sequence[Correction]) -> Correction:
 
 @torch.no_grad()
 def at_level(log_rho: Tensor, mask: Tensor, cu_seqlens: Tensor | None, *, level: Level) -> Tensor:
-    """[T] log ρ of each token, of its sequence, or of its sequence per trained token; 0 where the mask is false."""
+    """Return [T] log ρ of each token, its sequence, or its sequence per trained token; 0 where the mask is False."""
     assert level in ("token", "sequence", "geometric"), level
     x = upcast(log_rho)
     if level == "token":
@@ -234,18 +217,8 @@ def at_level(log_rho: Tensor, mask: Tensor, cu_seqlens: Tensor | None, *, level:
 
 
 def _is_inside(rho: Tensor, low: float | None, high: float | None) -> Tensor:
-    """[T] bool; NaN is nowhere."""
+    """Return [T] bool; False for NaN."""
     inside = ~rho.isnan()
     if low is not None:
         inside &= rho >= low
     return inside if high is None else inside & (rho <= high)
-
-
-def _reduce(values: Tensor, mask: Tensor, cu_seqlens: Tensor, reduction: Reduction) -> Tensor:
-    """[T] not negative to [S]; 0 for a sequence without trained tokens."""
-    assert reduction in ("sum", "mean", "max"), reduction
-    if reduction == "max":
-        nothing = values.new_zeros(cu_seqlens.numel() - 1)
-        return nothing.scatter_reduce(0, sequence_of_token(cu_seqlens, values.numel()), values, "amax")
-    total = trained_sum(values, mask, cu_seqlens)
-    return total if reduction == "sum" else total / trained_sum(mask, mask, cu_seqlens).clamp(min=1)

@@ -1,9 +1,8 @@
-"""What a step reports about its tokens, as sums and counts.
+"""Diagnostics of a step, as sums and counts over its tokens.
 
-Each function returns named scalars over the tokens of a mask. `merge` adds them over micro-batches and ranks (names
-that end in `_max` take the larger, in `_min` the smaller), and only the merged sums are divided: so a report does not
-depend on how a step was split. All take the mask before any rejection; under an edited one, what was rejected would be
-invisible. A new diagnostic is one more function here.
+Each function returns named scalars over the tokens of a mask. `merge` adds them over micro-batches and ranks (names that end
+in `_max` or `_min` take the extreme). Only merged sums are divided, so a report does not depend on the split of a step. All
+functions take the mask before rejection, because rejected tokens must be visible. A new diagnostic is one more function here.
 """
 
 import math
@@ -16,11 +15,11 @@ from asyncgrpo.algorithms.aggregation import MAX_LOG_RATIO, sequence_of_token, t
 from asyncgrpo.algorithms.corrections import Level, at_level
 
 Sums = dict[str, Tensor]
-"""Name to a scalar float64 tensor, on the device of the tokens."""
+"""Scalar float64 tensors by name, on the device of the tokens."""
 
 
 def merge(parts: Iterable[Sums]) -> Sums:
-    """Sums of several micro-batches or ranks as one: added, or the extreme for names that end in `_max` or `_min`."""
+    """Merge the sums of micro-batches or ranks: add, or take the extreme for names that end in `_max` or `_min`."""
     merged: Sums = {}
     for part in parts:
         for name, value in part.items():
@@ -36,10 +35,10 @@ def merge(parts: Iterable[Sums]) -> Sums:
 
 
 def report(parts: Iterable[Sums]) -> dict[str, float]:
-    """What the sums of one or several micro-batches say, divided once.
+    """Merge the sums of micro-batches and divide them.
 
-    The reports of `ratio_sums`, `update_sums`, `lag_sums` and `share_sums`, and the shares of every `kept_sums` and
-    `outside_sums`, as far as these are there; other sums are left to the caller.
+    Covers the reports of `ratio_sums`, `update_sums`, `lag_sums` and `share_sums`, and the shares of every `kept_sums` and
+    `outside_sums`, if present. Other sums are left to the caller.
     """
     sums = {name: total.item() for name, total in merge(parts).items()}
     found: dict[str, float] = {}
@@ -59,30 +58,15 @@ def report(parts: Iterable[Sums]) -> dict[str, float]:
 
 @torch.no_grad()
 def mean_sums(mask: Tensor, **values: Tensor) -> Sums:
-    """`tokens` (the count of the mask) and the sum over them of each named [T] tensor, bool or float."""
+    """Return `tokens` (the count of the mask) and the sum of each named [T] tensor, bool or float."""
     return {"tokens": _count(mask)} | {name: _total(value, mask) for name, value in values.items()}
 
 
 @torch.no_grad()
-def importance_sums(log_rho: Tensor, mask: Tensor, *, cap: float) -> Sums:
-    """Sums of the ratio ρ = proximal / behaviour policy, before truncation.
-
-    Names: `importance` Σρ and `importance_squares` Σρ² (for the effective sample size), log ρ cut to ±20;
-    `importance_capped` how many exceed `cap`.
-    """
-    rho = _ratio(log_rho)
-    return {
-        "importance": _total(rho, mask),
-        "importance_squares": _total(rho.square(), mask),
-        "importance_capped": _total(rho > cap, mask),
-    }
-
-
-@torch.no_grad()
 def gap_sums(policy_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) -> Sums:
-    """Sums of |log π - log μ|, nats, over tokens that the learner's own weights sampled: what engine and learner disagree by.
+    """Sum |log π - log μ|, nats, over tokens that the learner's own weights sampled: the mismatch of engine and learner.
 
-    Names: `gap` the sum, `gap_tokens` the count, `gap_max` the largest (0 where there are none).
+    Names: `gap` the sum, `gap_tokens` the count, `gap_max` the largest (0 without tokens).
     """
     gap = torch.where(mask, policy_logprobs.to(torch.float64) - behaviour_logprobs.to(torch.float64), 0.0).abs()
     return {"gap": gap.sum(), "gap_tokens": _count(mask), "gap_max": _largest(gap, mask, 0.0)}
@@ -90,12 +74,12 @@ def gap_sums(policy_logprobs: Tensor, behaviour_logprobs: Tensor, mask: Tensor) 
 
 @torch.no_grad()
 def ratio_sums(log_rho: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Sums:
-    """What `ratio_report` needs of ρ = π_num/μ: names that begin with `rho_`. log ρ is cut to ±20 in exp alone.
+    """Sum the terms of `ratio_report` for ρ = π_num/μ, named `rho_...`. log ρ is cut to ±20 in exp only.
 
     Args:
         log_rho: [T] log π_num - log μ of the sampled tokens, nats.
-        mask: [T] bool, true on trained tokens, before rejection.
-        cu_seqlens: [S+1] where each sequence begins; those without trained tokens take no part.
+        mask: [T] bool, True on trained tokens, before rejection.
+        cu_seqlens: [S+1] start of each sequence. Sequences without trained tokens are ignored.
     """
     x = log_rho.to(torch.float64)
     bounded = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -129,21 +113,21 @@ def ratio_sums(log_rho: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Sums:
 
 
 def ratio_report(sums: Mapping[str, float]) -> dict[str, float]:
-    """Divide merged `ratio_sums`, once. With x = log ρ on trained tokens and X its sum over a sequence:
+    """Divide merged `ratio_sums`. With x = log ρ on trained tokens and X its sum over a sequence:
 
         kl_k1, kl_k3              mean(-x), mean(e^x - 1 - x)    KL(μ ‖ num), the second never negative
         kl_k3_reverse             mean(e^-x - 1 + x)             KL(num ‖ μ); explodes on one bad token
         js                        Jensen-Shannon, each half by k3 to the mixture
-        mult_prob_error           mean e^|x|                     < 1.02 when engine and learner agree (NeMo)
+        mult_prob_error           mean e^|x|                     < 1.02 if engine and learner agree (NeMo)
         abs_mean, abs_max         mean |x|, max |x|              nats
         m2                        mean x²                        M2PO's threshold is 0.04
         ratio_mean, _min, _max    of e^x
         chi2_token, _sequence     mean e^2x - 1, mean e^2X - 1
-        ess_token, _sequence      (Σw)² / (n Σw²) of w = e^x, e^X, not truncated; a falling sequence-level one
-                                  comes before a collapse (VCPO)
+        ess_token, _sequence      (Σw)² / (n Σw²) of w = e^x, e^X, not truncated; a falling sequence-level share
+                                  precedes a collapse (VCPO)
         log_ppl_gap_mean, _abs, _max, _min     of mean(log μ) - mean(log num) by sequence, nats
 
-    Of no token at all it is what agreement gives: ratios and sample shares 1, the others 0.
+    Without tokens the report is that of agreement: ratios and sample shares 1, the rest 0.
     """
     tokens, sequences = sums["rho_tokens"], sums["rho_sequences"]
     if not tokens:
@@ -189,10 +173,10 @@ def outside_sums(
     low_ratio: float | None = None,
     high_ratio: float | None = None,
 ) -> Sums:
-    """What a correction's bounds cut off (truncated, masked, rejected or vetoed), each side by itself.
+    """Count tokens outside the bounds of a correction (truncated, masked, rejected or vetoed), by side.
 
-    Names, after `name` and an underscore: `tokens` and `sequences` with trained tokens; `below` and `above`: tokens
-    with ρ at its level outside the bound; `sequences_below`, `sequences_above`: sequences with such a token.
+    Names, prefixed with `name_`: `tokens` and `sequences` with trained tokens; `below` and `above`: tokens with ρ at its
+    level outside the bound; `sequences_below`, `sequences_above`: sequences with such a token.
     """
     rho = at_level(log_rho.to(torch.float64), mask, cu_seqlens, level=level).exp()
     nowhere = torch.zeros_like(mask)
@@ -211,9 +195,9 @@ def outside_sums(
 
 @torch.no_grad()
 def kept_sums(name: str, keep: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Sums:
-    """What is left after rejection: `{name}_tokens`, `{name}_sequences` before, and `_dropped`, `_sequences_dropped`.
+    """Count rejections: `{name}_tokens` and `{name}_sequences` before, `_dropped` and `_sequences_dropped`.
 
-    A sequence is dropped when none of its trained tokens is kept.
+    A sequence is dropped if none of its trained tokens is kept.
     """
     tokens, sequences = _count(mask), _with_any(mask, cu_seqlens)
     kept = keep & mask
@@ -226,7 +210,7 @@ def kept_sums(name: str, keep: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Sums
 
 
 def shares(name: str, sums: Mapping[str, float]) -> dict[str, float]:
-    """Divide merged `outside_sums` or `kept_sums` of that name, once: each count as a share of tokens or sequences."""
+    """Divide merged `outside_sums` or `kept_sums` of that name: each count as a share of tokens or sequences."""
     totals = (f"{name}_tokens", f"{name}_sequences")
     counts = [key for key in sums if key.startswith(f"{name}_") and key not in totals]
     return {key: sums[key] / max(sums[totals[key.startswith(f"{name}_sequences_")]], 1.0) for key in counts}
@@ -236,14 +220,14 @@ def shares(name: str, sums: Mapping[str, float]) -> dict[str, float]:
 def update_sums(
     log_ratio: Tensor, advantages: Tensor, clipped: Tensor, mask: Tensor, *, dual_ratio: float | None = None
 ) -> Sums:
-    """Sums of the ratio r = policy / anchor that a surrogate clips: names that begin with `update_`.
+    """Sum the terms of `update_report` for the ratio r = policy / anchor that a surrogate clips, named `update_...`.
 
-    `update_max`, `update_min` of r; clipped tokens: `update_high` with A > 0, `update_low` with A < 0, and of those
-    `update_dual` beyond the dual clip instead.
+    `update_max`, `update_min` of r; clipped tokens: `update_high` with A > 0, `update_low` with A < 0, `update_dual` with
+    A < 0 beyond the dual clip.
 
     Args:
         clipped: [T] bool of the surrogate.
-        dual_ratio: of `ppo_clip`, where it is used.
+        dual_ratio: of `ppo_clip`, if used.
     """
     ratio = _ratio(log_ratio)
     clipped = clipped & mask
@@ -260,8 +244,8 @@ def update_sums(
 
 
 def update_report(sums: Mapping[str, float]) -> dict[str, float]:
-    """Divide merged `update_sums`, once: `ratio_min`, `ratio_max` (1 of nothing), and as shares of the tokens
-    `clipped_high`, `clipped_low`, `clipped_dual`; all after `update_`."""
+    """Divide merged `update_sums`: `update_ratio_min`, `update_ratio_max` (1 without tokens), and as shares of tokens
+    `update_clipped_high`, `update_clipped_low`, `update_clipped_dual`."""
     tokens = sums["update_tokens"]
     return {
         "update_ratio_min": sums["update_min"] if tokens else 1.0,
@@ -274,10 +258,10 @@ def update_report(sums: Mapping[str, float]) -> dict[str, float]:
 
 @torch.no_grad()
 def lag_sums(token_versions: Tensor, version: int | Tensor, mask: Tensor, cu_seqlens: Tensor) -> Sums:
-    """Sums of the lag, in optimizer steps, of the weights that sampled each token: names that begin with `lag_`.
+    """Sum the lag of the weights that sampled each token, in optimizer steps, named `lag_...`.
 
-    `lag_sum` over tokens, `lag_max`; `lag_oldest`: sum over sequences of their oldest token's; `lag_mixed`: sequences
-    that several versions sampled; `lag_span`: sum over sequences of oldest minus newest.
+    `lag_sum` over tokens, `lag_max`; over sequences `lag_oldest`, the sum of the lags of their oldest tokens, `lag_mixed`,
+    the number with several versions, and `lag_span`, the sum of oldest minus newest.
     """
     lag = (version - token_versions).to(torch.float64)
     oldest, newest = _largest_of_each(lag, mask, cu_seqlens), -_largest_of_each(-lag, mask, cu_seqlens)
@@ -294,8 +278,8 @@ def lag_sums(token_versions: Tensor, version: int | Tensor, mask: Tensor, cu_seq
 
 
 def lag_report(sums: Mapping[str, float]) -> dict[str, float]:
-    """Divide merged `lag_sums`, once: `lag_mean` over tokens, `lag_max`; over sequences `lag_oldest_mean`,
-    `lag_mixed_share`, `lag_span_mean`. 0 of nothing."""
+    """Divide merged `lag_sums`: `lag_mean` over tokens, `lag_max`; over sequences `lag_oldest_mean`, `lag_mixed_share`,
+    `lag_span_mean`. 0 without tokens."""
     tokens, sequences = max(sums["lag_tokens"], 1.0), max(sums["lag_sequences"], 1.0)
     return {
         "lag_mean": sums["lag_sum"] / tokens,
@@ -307,19 +291,19 @@ def lag_report(sums: Mapping[str, float]) -> dict[str, float]:
 
 
 LAGS = (0, 1, 2, 4, 8, 16, 32)
-"""Largest lag of each class of completions in `share_sums`; what is older is one class more."""
+"""Largest lag of each class of completions in `share_sums`. Older completions are one more class."""
 
 
 @torch.no_grad()
 def share_sums(
     log_rho: Tensor, token_versions: Tensor, version: int | Tensor, mask: Tensor, cu_seqlens: Tensor
 ) -> Sums:
-    """Sums of ρ by the lag of a completion, which is that of its oldest trained token.
+    """Sum ρ by the lag of a completion, which is that of its oldest trained token.
 
     Names: `share_tokens_i`, `share_sum_i`, `share_squares_i` for class i of `LAGS`, log ρ cut to ±20.
     """
     oldest = _largest_of_each((version - token_versions).to(torch.float64), mask, cu_seqlens)
-    of_sequence = torch.stack([oldest > largest for largest in LAGS]).sum(0)  # so the edges need no copy to a GPU
+    of_sequence = torch.stack([oldest > largest for largest in LAGS]).sum(0)  # no copy of the bounds to a GPU
     lag_class = of_sequence[sequence_of_token(cu_seqlens, mask.numel())]
     rho = _ratio(log_rho)
     sums: Sums = {}
@@ -334,17 +318,17 @@ def share_sums(
 
 
 def share_report(sums: Mapping[str, float]) -> dict[str, float]:
-    """Divide merged `share_sums`, once: the effective sample share of the completions of each class that is there,
-    `ess_lag_0` to `ess_lag_32` by its largest lag, `ess_lag_more` beyond."""
+    """Divide merged `share_sums`: the effective sample share of each class with completions, `ess_lag_0` to `ess_lag_32` by
+    its largest lag, `ess_lag_more` beyond."""
     names = [*map(str, LAGS), "more"]
     found = {name: [sums[f"share_{of}_{i}"] for of in ("sum", "squares", "tokens")] for i, name in enumerate(names)}
     return {f"ess_lag_{name}": effective_sample_share(*one) for name, one in found.items() if one[2]}
 
 
 def shares_within(sums: Mapping[str, float]) -> dict[int, float]:
-    """By lag: the effective sample share of the completions of at most that lag, from merged `share_sums` and `lag_sums`.
+    """Return the effective sample share of completions up to each lag, from merged `share_sums` and `lag_sums`.
 
-    The largest lag is that of the oldest token, so its share is that of the step. Empty of nothing.
+    The largest lag is that of the oldest token, so its share is that of the step. Empty without tokens.
     """
     total, squares, tokens, found = 0.0, 0.0, 0.0, {}
     for i, lag in enumerate([*LAGS, math.inf]):
@@ -356,9 +340,9 @@ def shares_within(sums: Mapping[str, float]) -> dict[int, float]:
 
 
 def effective_sample_share(weight_sum: float, weight_squares: float, count: float) -> float:
-    """`(Σρ)² / (n Σρ²)`: 1 when all weights are equal, 1/n when one has everything; 1 of nothing.
+    """Return `(Σρ)² / (n Σρ²)`: 1 if all weights are equal, 1/n if one dominates; 1 without weights.
 
-    Source: VCPO, arXiv:2602.17616, uses its fall as the sign of a coming collapse.
+    Source: VCPO, arXiv:2602.17616, where a fall of it predicts a collapse.
     """
     return weight_sum**2 / (count * weight_squares) if count and weight_squares else 1.0
 
@@ -368,7 +352,7 @@ def _ratio(x: Tensor) -> Tensor:
 
 
 def _k3(x: Tensor) -> Tensor:
-    """e^x - 1 - x, x cut to ±20 in the exponential: the linear term is exact, and all there is of a large -x."""
+    """Return e^x - 1 - x with x cut to ±20 in the exponential. The linear term is exact and dominates for a large -x."""
     return torch.expm1(x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)) - x
 
 
@@ -381,17 +365,17 @@ def _count(mask: Tensor) -> Tensor:
 
 
 def _largest_of_each(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[S] the largest value of each sequence where the mask is true; -inf where it nowhere is."""
-    nobody = values.new_full((cu_seqlens.numel() - 1,), -torch.inf)
+    """Return [S] the largest masked value of each sequence; -inf without any."""
+    lowest = values.new_full((cu_seqlens.numel() - 1,), -torch.inf)
     sequence = sequence_of_token(cu_seqlens, values.numel())
-    return nobody.scatter_reduce(0, sequence, torch.where(mask, values, -torch.inf), "amax")
+    return lowest.scatter_reduce(0, sequence, torch.where(mask, values, -torch.inf), "amax")
 
 
 def _largest(values: Tensor, mask: Tensor, of_none: float) -> Tensor:
-    """Largest value where the mask is true; `of_none` is not larger than any of them."""
+    """Return the largest masked value, or `of_none` without any; `of_none` must not exceed a value."""
     return torch.cat([torch.where(mask, values, of_none), values.new_full((1,), of_none)]).max()
 
 
 def _with_any(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """How many sequences have a true token."""
+    """Return the number of sequences with a masked token."""
     return _count(trained_sum(mask, mask, cu_seqlens) > 0)

@@ -1,8 +1,7 @@
-"""What n completions to each of some prompts say of a model: pass@k, maj@k and how far both, and a mean, can be trusted.
+"""Evaluation metrics from n completions per prompt: pass@k, maj@k, means, and their confidence intervals.
 
-A completion is right or not. pass@k is the chance that one of k is right; maj@k the chance that what most of k vote for,
-their final answer, is right. Both are means over all subsets of k of the n completions, so they are unbiased for any k up
-to n.
+A completion is right or wrong. pass@k is the probability that one of k is right, maj@k the probability that the majority of k
+final answers is right. Both are means over all subsets of k of the n completions, so they are unbiased for any k up to n.
 """
 
 import math
@@ -13,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 Z95 = 1.959964
-"""The normal distribution has 95 % of its mass within so many standard deviations."""
+"""Standard deviations of a two-sided 95 % interval of the normal distribution."""
 
 
 class Estimate(NamedTuple):
-    """A number with its 95 % interval; None where one prompt says nothing of the others."""
+    """A value with its 95 % interval; None if a single prompt gives no interval."""
 
     value: float
     low: float | None
@@ -25,24 +24,24 @@ class Estimate(NamedTuple):
 
 
 def powers_up_to(n: int) -> list[int]:
-    """1, 2, 4, ... up to `n`."""
+    """Return 1, 2, 4, ... up to `n`."""
     return [2**power for power in range(n.bit_length())]
 
 
 def pass_at(k: int, is_right: Sequence[bool]) -> float:
-    """The share of the subsets of k completions in which at least one is right: 1 - C(n - c, k) / C(n, k).
+    """Return the share of subsets of k completions with at least one right: 1 - C(n - c, k) / C(n, k).
 
-    The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), in whole numbers until the last division.
+    The unbiased estimator of Chen et al. 2021 (arXiv:2107.03374), in integers until the last division.
     """
     n, wrong = len(is_right), len(is_right) - sum(is_right)
     return 1 - math.comb(wrong, k) / math.comb(n, k)
 
 
 def majority_at(ks: Sequence[int], votes: Sequence[str], is_right: Sequence[bool]) -> dict[int, float]:
-    """How often what most of k completions vote for is right, over all subsets of k of the n; for each k.
+    """Return for each k the share of subsets of k completions whose majority vote is right.
 
-    Where several have the most votes, each of them counts with its share. A vote that is right in some completions only
-    (their reward looks at more than it) is right by that share.
+    Tied votes count with equal shares. A vote that is right in only some completions (their reward depends on more than the
+    final answer) counts with that share.
     """
     counts, right = Counter(votes), Counter(vote for vote, good in zip(votes, is_right, strict=True) if good)
     if len(right) == 0 or right == counts:
@@ -53,15 +52,15 @@ def majority_at(ks: Sequence[int], votes: Sequence[str], is_right: Sequence[bool
 
 
 def _won_with(most: int, counts: Mapping[str, int], right: Mapping[str, int]) -> np.ndarray:
-    """[n + 1]: over the subsets of each size whose leaders have `most` votes each, the sum of how right these are.
+    """Return [n + 1]: the summed correctness of the leaders, over the subsets of each size whose leaders have `most` votes.
 
-    What fewer than `most` completions vote for cannot lead: any subset of these will do. The others are taken one after
-    the other, each with fewer than `most` votes, or with `most`, when one leader more shares the win.
+    Votes of fewer than `most` completions cannot lead, so any subset of them is allowed. The other votes are added in order,
+    each with fewer than `most` completions, or with `most`, when it is one more leader.
     """
     n = sum(counts.values())
     large = {vote: count for vote, count in counts.items() if count >= most}
     small = n - sum(large.values())
-    # [leaders, size of the subset]: how many subsets there are, and the sum of how right their leaders are
+    # [leaders, size of the subset]: number of subsets, and summed correctness of their leaders
     ways, good = np.zeros((2, min(len(large), n // most) + 1, n + 1))
     ways[0, 0] = 1
     for vote, count in large.items():
@@ -77,24 +76,24 @@ def _won_with(most: int, counts: Mapping[str, int], right: Mapping[str, int]) ->
 
 
 def _later(table: np.ndarray, by: int) -> np.ndarray:
-    """Every subset larger by `by`."""
+    """Shift a table by subset size."""
     moved = np.zeros_like(table)
     moved[:, by:] = table[:, : table.shape[1] - by]
     return moved
 
 
 def _times(table: np.ndarray, ways: Sequence[int]) -> np.ndarray:
-    """Every subset together with j others, which can be chosen in `ways[j]` ways."""
+    """Extend every subset by j others, which can be chosen in `ways[j]` ways."""
     return np.sum(
         [_later(table, chosen) * count for chosen, count in enumerate(ways) if chosen < table.shape[1]], axis=0
     )
 
 
 def share_of(values: Sequence[float]) -> Estimate:
-    """The mean of values between 0 and 1, one a prompt, with Wilson's interval for as many trials as there are prompts.
+    """Return the mean of values between 0 and 1, one per prompt, with Wilson's interval over the number of prompts.
 
-    Completions of one prompt are alike, so prompts are what is counted. Unlike a bootstrap the interval does not shrink
-    to nothing where all prompts agree; for values between 0 and 1 it is a little too wide, never too narrow.
+    Completions of one prompt are correlated, so trials are prompts. Unlike a bootstrap, the interval does not collapse if all
+    prompts agree. For values between 0 and 1 it is slightly too wide, never too narrow.
     """
     n, mean = len(values), sum(values) / len(values)
     middle = (mean + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
@@ -103,7 +102,7 @@ def share_of(values: Sequence[float]) -> Estimate:
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """The mean of values of any size, one a prompt, with the interval of the central limit theorem."""
+    """Return the mean of arbitrary values, one per prompt, with the interval of the central limit theorem."""
     n, mean = len(values), sum(values) / len(values)
     if n == 1:
         return Estimate(mean, None, None)

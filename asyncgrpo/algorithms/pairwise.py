@@ -1,7 +1,7 @@
-"""Learning from pairs: raise the probability of a better completion over that of a worse one to the same prompt.
+"""Pairwise losses: raise the probability of a better completion over that of a worse one of the same prompt.
 
-`pairs` chooses them from rewards, `pairwise` turns them into a detached factor of each token's `∇log π`. Without a reference or
-length normalisation nothing stops both log-probs of a pair from falling, so use it with a KL penalty.
+`pairs` selects pairs from rewards. `pairwise` turns them into a detached coefficient of each token's `∇log π`. Without a
+reference or length normalisation both log-probs of a pair may fall, so combine it with a KL penalty.
 """
 
 from typing import Literal, NamedTuple
@@ -17,38 +17,38 @@ PairKind = Literal["best_worst", "random", "all"]
 
 
 class Pairs(NamedTuple):
-    """Indices of completions, int64, in no order that means anything."""
+    """Indices of completions, int64, in arbitrary order."""
 
     winner: Tensor
-    """[P] the completion with the higher reward."""
+    """[P] completion with the higher reward."""
     loser: Tensor
-    """[P] the other, of the same group."""
+    """[P] completion of the same group with the lower reward."""
 
 
 class PairwiseResult(NamedTuple):
-    """The objective, to be maximised. Nothing here has a gradient."""
+    """The maximised objective, without gradient."""
 
     objective_gradient: Tensor
-    """[T] float64: derivative of the *sum* over pairs by each token's log-prob; 0 outside the mask. The loss to
+    """[T] float64 derivative of the sum over pairs by each token's log-prob; 0 outside the mask. The loss to
     differentiate is `-Σ objective_gradient_t log π(y_t) / number of pairs of the step`."""
     value: Tensor
-    """[P] float64: the objective of each pair, at most 0."""
+    """[P] float64 objective of each pair, at most 0."""
 
 
 @torch.no_grad()
 def pairs(rewards: Tensor, group_ids: Tensor, *, kind: PairKind, generator: torch.Generator | None = None) -> Pairs:
-    """Pairs of completions of one prompt with different rewards; never one without a reward.
+    """Select pairs of completions of one prompt with different rewards.
 
-        best_worst    one per group: the best and the worst; of several, the first in the batch
-        random        one per group, each of its pairs being as likely
+        best_worst    one per group: the best and the worst; ties take the first in the batch
+        random        one per group, uniformly
         all           every pair
 
-    A group whose rewards are all equal, or with fewer than two, gives none.
+    A group with equal rewards, or with fewer than two, has no pair.
 
     Args:
-        rewards: [S] one reward per completion, NaN where it has none.
-        group_ids: [S] integers; completions of one prompt have the same. Any order, any values.
-        generator: what "random" draws from, on the device of the rewards; None is torch's own.
+        rewards: [S] one reward per completion, NaN if missing.
+        group_ids: [S] integers, equal for completions of one prompt. Any order, any values.
+        generator: for "random", on the device of the rewards; None: torch's default.
     """
     assert kind in ("best_worst", "random", "all"), kind
     rewards = rewards.to(torch.float64)
@@ -76,7 +76,7 @@ def _best_worst(rewards: Tensor, groups: Groups) -> Pairs:
 
 
 def _ordered_pairs(groups: Groups) -> tuple[Tensor, Tensor]:
-    """Every completion with every completion of its group, itself included: memory grows with Σ size², not with S²."""
+    """Return all ordered pairs within groups, with self-pairs. Memory grows with Σ size², not with S²."""
     position = torch.arange(groups.number.numel(), device=groups.number.device)
     by_group = torch.argsort(groups.number, stable=True)
     group_size = torch.bincount(groups.number)
@@ -99,21 +99,21 @@ def pairwise(
     reference_logprobs: Tensor | None = None,
     length_normalised: bool = False,
 ) -> PairwiseResult:
-    """The logistic objective of each pair, and its derivative by the log-prob of each token.
+    """Compute the logistic objective of each pair, and its derivative by the log-prob of each token.
 
         value = log sigmoid(beta z)        z = (LP_w - LP_l) - (LP_w - LP_l under the reference)
         d value / d LP_w = beta sigmoid(-beta z) = - d value / d LP_l
 
-    LP is a completion's log-prob: the sum over its trained tokens, or their mean if `length_normalised` (0 for a completion
-    without any). A completion in several pairs gets the sum of what they give it.
+    LP is a completion's log-prob: the sum over its trained tokens, or their mean if `length_normalised` (0 without any). A
+    completion in several pairs gets the sum of their derivatives.
 
     Args:
         policy_logprobs: [T] log π of the sampled tokens, nats. Its gradient is not used.
-        cu_seqlens: [S+1] where each packed sequence starts.
-        mask: [T] bool, true on trained tokens; what others hold, even NaN, does not count.
+        cu_seqlens: [S+1] start of each packed sequence.
+        mask: [T] bool, True on trained tokens. Values at other positions, even NaN, are ignored.
         winner, loser: [P] indices of sequences, as from `pairs`.
         beta: steepness, per nat.
-        reference_logprobs: [T] the same under the frozen reference; None leaves that half of z out.
+        reference_logprobs: [T] log-probs under the frozen reference; None: z without the reference term.
     Source:
         DPO, arXiv:2305.18290; without a reference, the pairwise logistic loss.
     """
@@ -122,7 +122,7 @@ def pairwise(
         relative = relative - reference_logprobs.to(torch.float64)
     totals = sum_by_sequence(torch.where(mask, relative, 0.0), cu_seqlens)
     lengths = sum_by_sequence(mask.to(torch.float64), cu_seqlens).clamp(min=1.0)
-    share = 1 / lengths if length_normalised else torch.ones_like(lengths)  # of a completion's LP that each token is
+    share = 1 / lengths if length_normalised else torch.ones_like(lengths)  # weight of a token in its completion's LP
     z = (totals * share)[winner] - (totals * share)[loser]
     of_pair = beta * torch.sigmoid(-beta * z)
     of_sequence = torch.zeros_like(totals).index_add(0, winner, of_pair).index_add(0, loser, -of_pair) * share

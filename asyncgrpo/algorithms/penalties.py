@@ -1,8 +1,8 @@
-"""What is added to the loss beside the surrogate: the KL to a reference model, and the entropy of the policy.
+"""KL penalties to a reference model, estimated from sampled tokens; nats.
 
-A KL penalty is, like a surrogate, a reported value and a detached factor of `∇log π`, so both go through the same line
-of the learner; but a surrogate is maximised and a penalty minimised. Full KL and entropy depend on every logit: their
-derivative is by the logits. All values are in nats.
+Like a surrogate, a penalty is a reported value and a detached coefficient of `∇log π`, so both share one line of the learner.
+A surrogate is maximised and a penalty minimised. Full KL and entropy depend on every logit and are computed in
+`learner/head.py`.
 """
 
 from typing import Literal, NamedTuple
@@ -21,46 +21,37 @@ MAX_LOW_VAR_KL = 10.0
 
 
 class Penalty(NamedTuple):
-    """A penalty at every token. Nothing here has a gradient."""
+    """A penalty at every token, without gradient."""
 
     value: Tensor
-    """[T] the estimator itself, for reports."""
+    """[T] value of the estimator, for reports."""
     loss_gradient: Tensor
-    """[T] derivative of `value`, which is minimised, by log π. The loss to differentiate is
+    """[T] derivative of the minimised `value` by log π. The loss to differentiate is
     `Σ w_t loss_gradient_t log π(y_t)`."""
-
-
-class FullKl(NamedTuple):
-    """A KL over the whole vocabulary. Nothing here has a gradient."""
-
-    value: Tensor
-    """[...] nats."""
-    gradient: Tensor
-    """[..., V] derivative of `value` by the policy's logits."""
 
 
 @torch.no_grad()
 def kl_penalty(
     policy_logprobs: Tensor, reference_logprobs: Tensor, *, kind: KlKind, log_ratio: Tensor | None = None
 ) -> Penalty:
-    """Estimators of KL(policy ‖ reference) from one sampled token, with d = log π - log π_ref. Elementwise.
+    """Estimate KL(policy ‖ reference) from one sampled token, with d = log π - log π_ref. Elementwise.
 
-        k1, kl           d                  derivative 1, which is 0 in expectation: as a loss it only adds noise
+        k1, kl           d                  derivative 1, whose gradient is 0 in expectation: as a loss it is only noise
         abs              |d|                derivative sign d
-        k2, mse          d² / 2             derivative d, the right gradient
+        k2, mse          d² / 2             derivative d, the unbiased gradient
         k3               exp(-d) - 1 + d    derivative 1 - exp(-d); d is cut to ±20 in the exponential alone
         low_var_kl       k3 with d cut to ±20 and the value to at most 10, as in verl
-        ...+             the value of any of these, with k2's derivative d
+        ...+             the value of one of these, with k2's derivative d
         k3_reweighted    r k3               derivative r d; log r is cut to ±20, and beyond that the derivative is 0
 
-    Beyond either cut of `low_var_kl` the derivative is 0: a token that is very unlikely under the policy but not under
-    the reference (d < -2.6) is no longer pulled back. `k3_reweighted` is for tokens that another policy sampled: with
-    r = π/μ differentiated as well, the product is exactly the unbiased gradient.
+    Beyond either cut of `low_var_kl` the derivative is 0, so a token that is very unlikely under the policy but not under the
+    reference (d < -2.6) is not pulled back. `k3_reweighted` is for tokens sampled by another policy: with r = π/μ
+    differentiated too, the product is exactly the unbiased gradient.
 
     Args:
         policy_logprobs: [T] of the sampled tokens, nats.
-        reference_logprobs: [T] the same under the frozen reference.
-        log_ratio: [T] log r; for `k3_reweighted` only.
+        reference_logprobs: [T] log-probs under the frozen reference.
+        log_ratio: [T] log r, for `k3_reweighted` only.
     Source:
         http://joschu.net/blog/kl-approx.html; cuts and "+": verl; reweighting: DeepSeek-V3.2, arXiv:2512.02556.
     """
@@ -72,43 +63,6 @@ def kl_penalty(
         return Penalty(ratio * _estimate(d, "k3").value, (ratio * d).masked_fill(x.abs() > MAX_LOG_RATIO, 0.0))
     penalty = _estimate(d, kind.removesuffix("+"))
     return Penalty(penalty.value, d) if kind.endswith("+") else penalty
-
-
-@torch.no_grad()
-def full_kl(policy_logits: Tensor, reference_logits: Tensor) -> FullKl:
-    """KL(policy ‖ reference) over the vocabulary, and its derivative.
-
-        KL       = Σ_v p (log p - log q)           p, q: softmax of the logits over the last dimension
-        gradient = p (log p - log q - KL)
-
-    A logit of -inf under the policy (a token outside the support) takes no part.
-
-    Args:
-        policy_logits, reference_logits: [..., V].
-    """
-    log_p, log_q = upcast(policy_logits).log_softmax(-1), upcast(reference_logits).log_softmax(-1)
-    p = log_p.exp()
-    gap = torch.where(p > 0, log_p - log_q, 0.0)
-    value = (p * gap).sum(-1)
-    return FullKl(value, p * (gap - value.unsqueeze(-1)))
-
-
-def entropy(logits: Tensor) -> Tensor:
-    """Entropy of the softmax over the last dimension: `[..., V] -> [...]`, nats, differentiable.
-
-    H = logsumexp(z) - Σ softmax(z) z
-    """
-    log_partition = logits.logsumexp(-1)
-    return log_partition - (torch.exp(logits - log_partition.unsqueeze(-1)) * logits).sum(-1)
-
-
-@torch.no_grad()
-def entropy_gradient(logits: Tensor) -> Tensor:
-    """Derivative of `entropy` by the logits, `-p (log p + H)`: [..., V] to [..., V], without keeping a graph."""
-    log_p = upcast(logits).log_softmax(-1)
-    p = log_p.exp()
-    log_p = torch.where(p > 0, log_p, 0.0)
-    return -p * (log_p - (p * log_p).sum(-1, keepdim=True))
 
 
 def _estimate(d: Tensor, kind: str) -> Penalty:

@@ -1,9 +1,8 @@
-"""What happens to a reward before it becomes an advantage: length, KL to the reference, truncation.
+"""Shaping of rewards before they become advantages: length penalty, KL to the reference, truncation.
 
-A missing reward (NaN) stays missing through all of it.
+A missing reward (NaN) stays missing.
 """
 
-import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,21 +12,18 @@ from asyncgrpo.algorithms.aggregation import sum_by_sequence
 
 TruncationRule = Literal["keep", "mask", "zero"]
 
-MAX_KL_ERROR = 0.2
-"""How far off its target, relatively, the adaptive controller takes a KL to be at most."""
-
 
 @torch.no_grad()
 def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float) -> Tensor:
-    """What a long completion loses; add it to the reward.
+    """Return the length penalty of each completion, to be added to its reward.
 
         0 up to max_length - buffer tokens, then linear to -factor at max_length, and -factor beyond
 
     Args:
-        lengths: [S] tokens of each completion, with those that it read between its turns.
-        max_length: tokens at which the penalty is full.
-        buffer: tokens over which it grows, 1 to max_length.
-        factor: the full penalty, in units of reward.
+        lengths: [S] tokens of each completion, with the observations between its turns.
+        max_length: tokens from which the full penalty applies.
+        buffer: tokens over which the penalty grows, 1 to max_length.
+        factor: full penalty, in units of reward.
     Returns:
         [S] float64 in [-factor, 0].
     Source:
@@ -40,13 +36,13 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: f
 
 @torch.no_grad()
 def reward_with_kl(rewards: Tensor, kl_per_token: Tensor, mask: Tensor, cu_seqlens: Tensor, *, coef: float) -> Tensor:
-    """R - coef Σ kl over the trained tokens of each completion: the KL to the reference as part of the reward.
+    """Return R - coef Σ kl over the trained tokens of each completion: the KL as part of the reward.
 
     Args:
         rewards: [S] one reward per completion.
-        kl_per_token: [T] an estimate at each token, nats. k1 is the right one here, wrong as it is in a loss.
-        mask: [T] bool, true on trained tokens; what others hold, even NaN, does not count.
-        cu_seqlens: [S+1] where each sequence starts.
+        kl_per_token: [T] estimate at each token, nats. k1 is unbiased here, unlike in a loss.
+        mask: [T] bool, True on trained tokens. Values at other positions, even NaN, are ignored.
+        cu_seqlens: [S+1] start of each sequence.
         coef: reward per nat.
     Returns:
         [S] float64.
@@ -57,47 +53,28 @@ def reward_with_kl(rewards: Tensor, kl_per_token: Tensor, mask: Tensor, cu_seqle
     return rewards.to(torch.float64) - coef * kl
 
 
-def adaptive_kl_coefficient(coef: float, kl: float, *, target: float, horizon: float, count: float) -> float:
-    """The next coefficient of a KL that is to stay near its target.
-
-        coef (1 + clip(kl / target - 1, ±0.2) count / horizon)        at least coef / 2; coef where kl is not finite
-
-    Args:
-        coef: the coefficient so far.
-        kl: measured with it, mean per token or per completion, in the unit of `target`; nats.
-        horizon: in the unit of `count`: after so many, a KL far off has moved the coefficient by about a fifth.
-        count: completions (or steps) since the last call.
-    Source:
-        arXiv:1909.08593; target 0.1 and horizon 10000 completions in verl.
-    """
-    if not math.isfinite(kl):
-        return coef
-    error = min(max(kl / target - 1, -MAX_KL_ERROR), MAX_KL_ERROR)
-    return coef * max(1 + error * count / horizon, 0.5)
-
-
 class Truncation(NamedTuple):
-    """What truncated completions count for."""
+    """Rewards and training mask after truncation."""
 
     rewards: Tensor
     """[S] float64."""
     is_trained: Tensor
-    """[S] bool: the completion's tokens are trained."""
+    """[S] bool, True if the completion's tokens are trained."""
 
 
 @torch.no_grad()
 def apply_truncation(rewards: Tensor, is_truncated: Tensor, *, rule: TruncationRule) -> Truncation:
-    """Completions that reached the length limit before they ended.
+    """Apply a rule to completions that reached the length limit.
 
-        keep    their reward as it is
-        mask    their reward counts in the group's statistics, but their tokens are not trained
-        zero    their reward becomes 0; a missing one stays missing
+        keep    reward unchanged
+        mask    the reward counts in the group's statistics, but the tokens are not trained
+        zero    the reward becomes 0; a missing one stays missing
 
     Args:
-        rewards: [S] one reward per completion, NaN where it has none.
+        rewards: [S] one reward per completion, NaN if missing.
         is_truncated: [S] bool.
     Source:
-        mask: the overlong filtering of DAPO, arXiv:2503.14476. zero: AReaL.
+        mask: overlong filtering of DAPO, arXiv:2503.14476. zero: AReaL.
     """
     assert rule in ("keep", "mask", "zero"), rule
     rewards = rewards.to(torch.float64)

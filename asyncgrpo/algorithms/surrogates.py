@@ -1,27 +1,28 @@
-"""Policy surrogates: for every token, what its log-prob's gradient is multiplied by.
+"""Policy surrogates: for every token, the coefficient of the gradient of its log-prob.
 
-The gradient of every surrogate by the policy is `c_t A_t ∇log π(y_t)`, and only `c` differs from paper to paper. So a
-surrogate returns that product, detached; it cannot forget to stop a gradient, and all of them share one line of the
-learner. They are called alike, `name(policy_logprobs, anchor_logprobs, advantages, mask, cu_seqlens, *, ...)`:
+The gradient of every surrogate by the policy is `c_t A_t ∇log π(y_t)`; papers differ in `c` alone. A surrogate returns this
+product, detached, so no gradient leaks and the learner has one line for all of them. All have the signature
+`name(policy, anchor, advantages, mask, cu_seqlens, *, ...)`:
 
-    policy_logprobs   [T] log π of the sampled tokens, nats; here without gradient
-    anchor_logprobs   [T] the same under the policy that the trust region is around: proximal, behaviour or interpolated
-    advantages        [T] of each token's sequence
-    mask              [T] bool, true on tokens to train; what the other positions hold, even NaN, reaches nothing
-    cu_seqlens        [S+1] where each sequence begins. Surrogates not in SEQUENCE_LEVEL are elementwise: they may be
-                      called on any slice of the tokens, and take None here
+    policy        [T] log π of the sampled tokens, nats; without gradient
+    anchor        [T] log-probs under the center of the trust region: proximal, behaviour or interpolated policy
+    advantages    [T] of each token's sequence
+    mask          [T] bool, True on tokens to train. Values at other positions, even NaN, are ignored
+    cu_seqlens    [S+1] start of each sequence. Surrogates not in SEQUENCE_LEVEL are elementwise: they accept any slice of
+                  the tokens, and None here
 
-Below, r = π/anchor is a token's ratio and x = log r. Log-ratios are cut to ±20 where verl does; where the formula
-differentiates r, a token beyond that has no gradient. A bound says its unit: `clip_low` and `clip_high` are distances
-of a ratio from 1, `..._nats` distances in log space, `..._prob` differences of probabilities, `..._ratio` a ratio itself.
+Below, r = π/anchor is a token's ratio and x = log r. Log-ratios are cut to ±20 as in verl. If the formula differentiates r, a
+token beyond the cut has no gradient. Names give the unit of a bound: `clip_low` and `clip_high` are distances of a ratio from
+1, `..._nats` distances in log space, `..._prob` differences of probabilities, `..._ratio` ratios.
 
-To add a paper, write one function here under `@surrogate()`. Its name is then a value of `algorithm.loss`, and its
-keyword arguments are those of `algorithm.loss_args`.
+To add a paper, write one function under `@surrogate()`. Its name becomes a value of `algorithm.loss`, and its keyword
+arguments those of `algorithm.loss_args`.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,39 +33,39 @@ MAX_GSPO_LOG_RATIO = 10.0
 
 
 class Surrogate(NamedTuple):
-    """A surrogate at every token; 0 and False where the mask is false. Nothing here has a gradient."""
+    """A surrogate at every token, without gradient; 0 and False where the mask is False."""
 
     objective_gradient: Tensor
-    """[T] c_t A_t: derivative of the objective, which is maximised, by log π(y_t). The loss to differentiate is
+    """[T] c_t A_t: derivative of the maximised objective by log π(y_t). The loss to differentiate is
     `-Σ w_t objective_gradient_t log π(y_t)`."""
     value: Tensor
-    """[T] the objective as the paper writes it; for reports."""
+    """[T] objective as in the paper, for reports."""
     clipped: Tensor
-    """[T] bool: the clip took this token's gradient away."""
+    """[T] bool, True if the clip removed the token's gradient."""
 
 
 SURROGATES: dict[str, Callable[..., Surrogate]] = {}
-"""By name, for a configuration; `surrogate` fills this and the three below."""
+"""Surrogates by name. `surrogate` fills this and the three sets below."""
 
 SEQUENCE_LEVEL: set[str] = set()
-"""Those whose gradient at a token depends on the other tokens of its sequence."""
+"""Surrogates whose gradient at a token depends on the other tokens of its sequence."""
 
 WITH_RATIO: set[str] = set()
-"""Those whose gradient contains π/anchor, so that it already corrects for what it is anchored to."""
+"""Surrogates whose gradient contains π/anchor, which already corrects for the distance to the anchor."""
 
 TRAINS_ZERO_ADVANTAGE: set[str] = set()
-"""Those that have a gradient where the advantage is 0."""
+"""Surrogates with a gradient at advantage 0."""
 
 
 def surrogate(
     *, sequence_level: bool = False, with_ratio: bool = True, trains_zero_advantage: bool = False
 ) -> Callable[[Callable[..., Surrogate]], Callable[..., Surrogate]]:
-    """Decorator that makes a function a value of `algorithm.loss`, and runs it without gradients.
+    """Register a function as a value of `algorithm.loss`. It runs without gradient, on upcast tokens that are 0 off the mask.
 
     Args:
         sequence_level: the gradient of a token depends on the other tokens of its sequence.
         with_ratio: the gradient contains π/anchor.
-        trains_zero_advantage: there is a gradient where the advantage is 0.
+        trains_zero_advantage: the gradient at advantage 0 is not 0.
     """
 
     def register(function: Callable[..., Surrogate]) -> Callable[..., Surrogate]:
@@ -77,16 +78,26 @@ def surrogate(
         for names, has_trait in traits:
             if has_trait:
                 names.add(name)
-        SURROGATES[name] = torch.no_grad()(function)
-        return SURROGATES[name]
+
+        @wraps(function)
+        @torch.no_grad()
+        def masked(
+            policy: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None, **settings: Any
+        ) -> Surrogate:
+            dtype = upcast(policy).dtype
+            tokens = (torch.where(mask, upcast(x).to(dtype), 0.0) for x in (policy, anchor, advantages))
+            return function(*tokens, mask, cu_seqlens, **settings)
+
+        SURROGATES[name] = masked
+        return masked
 
     return register
 
 
 @surrogate()
 def ppo_clip(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
+    policy: Tensor,
+    anchor: Tensor,
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor | None,
@@ -95,19 +106,17 @@ def ppo_clip(
     clip_high: float = 0.2,
     dual_ratio: float | None = None,
 ) -> Surrogate:
-    """PPO's pessimistic clip with two bounds, and optionally a third for bad tokens that became likely.
+    """PPO's pessimistic clip with two bounds, and an optional third for bad tokens that became likely.
 
         value = min(r A, clip(r, 1 - clip_low, 1 + clip_high) A);   with `dual_ratio`, where A < 0:  max(that, dual_ratio A)
-        c     = r where that is differentiable in r, else 0
+        c     = r where the value is differentiable in r, else 0
 
     Args:
-        clip_low, clip_high: how far r may leave 1 before a token stops pulling it further. DAPO's `clip_high` is 0.28.
-        dual_ratio: largest r at which a token with A < 0 is still pushed down, more than 1. INTELLECT-2's two-sided
-            clip with its delta is the same thing.
+        clip_low, clip_high: distances of r from 1 beyond which a token has no gradient. DAPO's `clip_high` is 0.28.
+        dual_ratio: largest r with a gradient for A < 0, above 1. Equal to delta of INTELLECT-2's two-sided clip.
     Source:
         PPO: arXiv:1707.06347. Two bounds: DAPO, arXiv:2503.14476. Dual clip: arXiv:1912.09729.
     """
-    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     x = policy - anchor
     clip = _pessimistic(x, x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), advantages, clip_low, clip_high)
     if dual_ratio is None:
@@ -123,8 +132,8 @@ def ppo_clip(
 
 @surrogate(sequence_level=True)
 def gspo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
+    policy: Tensor,
+    anchor: Tensor,
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor,
@@ -138,20 +147,19 @@ def gspo(
         value = min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)
         c     = s where the unclipped branch is the smaller or equal one, else 0
 
-    log s is cut at 10 from above, as in verl. To be aggregated as `seq-mean-token-mean`.
+    log s is cut at 10 from above, as in verl. Aggregate with `seq-mean-token-mean`.
 
     Source:
-        GSPO: arXiv:2507.18071; with advantages that differ within a sequence, its token variant.
+        GSPO: arXiv:2507.18071. With advantages that differ within a sequence: its token variant.
     """
-    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     mean = _mean_in_sequence(policy - anchor, mask, cu_seqlens)
     return _pessimistic(mean, mean.clamp(max=MAX_GSPO_LOG_RATIO), advantages, clip_low, clip_high)
 
 
 @surrogate(sequence_level=True)
 def gmpo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
+    policy: Tensor,
+    anchor: Tensor,
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor,
@@ -159,24 +167,23 @@ def gmpo(
     clip_low_nats: float = 0.4,
     clip_high_nats: float = 0.4,
 ) -> Surrogate:
-    """Geometric mean of the sequence's ratios, each clipped in log space, on the side where its advantage would go.
+    """Geometric mean of the sequence's ratios, each clipped in log space on the side of its advantage.
 
         x'    = min(x, clip_high_nats) where A > 0,  max(x, -clip_low_nats) where A < 0
         s     = exp(mean_t x'_t)       over the trained tokens of the sequence
         value = s A
         c     = s where x' = x, else 0
 
-    On the other side x is cut at 20, which takes a token's gradient away too.
+    On the other side x is cut at 20, which also removes the token's gradient.
 
-    The mean is within the sequence only; how sequences are averaged is the aggregation's business, as for every other
-    surrogate (the paper's is `seq-mean-token-mean`).
+    The mean is within a sequence. The aggregation averages over sequences, as for every surrogate (`seq-mean-token-mean` in
+    the paper).
 
     Args:
-        clip_low_nats, clip_high_nats: how far x may leave 0, nats.
+        clip_low_nats, clip_high_nats: bounds on the distance of x from 0, nats.
     Source:
         GMPO: arXiv:2507.20673.
     """
-    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     x = policy - anchor
     bounded = torch.where(advantages > 0, x.clamp(max=clip_high_nats), x)
     bounded = torch.where(advantages < 0, x.clamp(min=-clip_low_nats), bounded)
@@ -188,8 +195,8 @@ def gmpo(
 
 @surrogate(sequence_level=True)
 def vespo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
+    policy: Tensor,
+    anchor: Tensor,
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor,
@@ -199,7 +206,7 @@ def vespo(
     k_negative: float = 3.0,
     lam_negative: float = 2.0,
 ) -> Surrogate:
-    """A smooth weight of the ratio of the whole sequence: 1 on policy, falling to 0 on both sides.
+    """A smooth weight from the sequence ratio: 1 on policy, falling to 0 on both sides.
 
         W     = exp(Σ_t x_t)           over the trained tokens of the sequence
         c     = W^k exp(lam (1 - W))   with the positive k and lam where A >= 0
@@ -210,7 +217,6 @@ def vespo(
     Source:
         VESPO: arXiv:2602.10693; parameters as in TRL.
     """
-    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     x = (policy - anchor).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     log_w = trained_sum(x, mask, cu_seqlens).clamp(math.log(1e-8), MAX_LOG_RATIO)
     log_w = log_w[sequence_of_token(cu_seqlens, x.numel())].to(x.dtype)
@@ -221,8 +227,8 @@ def vespo(
 
 @surrogate()
 def cispo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
+    policy: Tensor,
+    anchor: Tensor,
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor | None,
@@ -230,26 +236,25 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 4.0,
 ) -> Surrogate:
-    """REINFORCE with a clipped importance weight; no token loses its gradient.
+    """REINFORCE with a clipped importance weight. Every token keeps its gradient.
 
         c     = clip(r, 1 - clip_low, 1 + clip_high)
         value = c A log π
 
     Args:
-        clip_low, clip_high: distances of r from 1, as in verl, slime and NeMo. Elsewhere the same words are the bounds
-            themselves: TRL's `epsilon_high` = 5.0 (which ScaleRL recommends) is `clip_low=1.0, clip_high=4.0`, and
-            ROLL's 0.9 to 1.1 is `clip_low=0.1, clip_high=0.1`. Copying a 5.0 from TRL would give 6.0.
+        clip_low, clip_high: distances of r from 1, as in verl, slime and NeMo. Other libraries give bounds on r: TRL's
+            `epsilon_high` = 5.0 (recommended by ScaleRL) is `clip_low=1.0, clip_high=4.0`, and ROLL's 0.9 to 1.1 is
+            `clip_low=0.1, clip_high=0.1`. Copying 5.0 from TRL would give a bound of 6.0.
     Source:
         CISPO: MiniMax-M1, arXiv:2506.13585. ScaleRL: arXiv:2510.13786.
     """
-    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     return _weighted_log_likelihood(_ratio(policy - anchor).clamp(1 - clip_low, 1 + clip_high), advantages, policy)
 
 
 @surrogate()
 def dppo_tv(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
+    policy: Tensor,
+    anchor: Tensor,
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor | None,
@@ -258,20 +263,19 @@ def dppo_tv(
     high_prob: float = 0.2,
     max_ratio: float | None = None,
 ) -> Surrogate:
-    """A trust region in probability instead of ratio: rare tokens may change by a large factor, common ones may not.
+    """A trust region in probability instead of ratio: rare tokens may change by a larger factor than common ones.
 
         p = exp(policy), q = exp(anchor)
         c     = 0 where A > 0 and p - q > high_prob, or A <= 0 and p - q < -low_prob;  else min(r, max_ratio)
         value = c A
 
     Args:
-        low_prob, high_prob: how far the probability of a token may fall or rise before it stops pulling further.
-        max_ratio: largest weight; None, as in prime-rl's code: none (but log r is cut at 20). verl's recipe has 1e4,
-            its default is 3.
+        low_prob, high_prob: fall and rise of a token's probability beyond which it has no gradient.
+        max_ratio: largest weight; None, as in prime-rl: only the cut of log r at 20. verl's recipe has 1e4, its default
+            is 3.
     Source:
         DPPO: arXiv:2602.04879. Bounds as in prime-rl.
     """
-    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     change = policy.exp() - anchor.exp()
     is_outside = torch.where(advantages > 0, change > high_prob, change < -low_prob)
     return _capped_inside(policy - anchor, advantages, is_outside, max_ratio)
@@ -279,8 +283,8 @@ def dppo_tv(
 
 @surrogate()
 def dppo_kl(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
+    policy: Tensor,
+    anchor: Tensor,
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor | None,
@@ -289,19 +293,18 @@ def dppo_kl(
     high_nats: float = 0.05,
     max_ratio: float | None = None,
 ) -> Surrogate:
-    """The trust region of `dppo_tv` with another distance, the KL between sampling this token or another one.
+    """The trust region of `dppo_tv` with the binary KL between sampling this token and any other.
 
         KL    = q log(q/p) + (1 - q) log((1 - q)/(1 - p))        nats
         c     = 0 where A > 0, p > q and KL > high_nats, or A <= 0, p < q and KL > low_nats;  else min(r, max_ratio)
         value = c A
 
     Args:
-        low_nats, high_nats: how far that KL may go while the probability of the token falls or rises.
-        max_ratio: largest weight; None: none.
+        low_nats, high_nats: bounds on the KL while the token's probability falls or rises.
+        max_ratio: largest weight; None: no bound.
     Source:
         DPPO: arXiv:2602.04879.
     """
-    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     distance = _bernoulli_kl(anchor, policy)
     rising, falling = (policy > anchor) & (distance > high_nats), (policy < anchor) & (distance > low_nats)
     return _capped_inside(policy - anchor, advantages, torch.where(advantages > 0, rising, falling), max_ratio)
@@ -309,8 +312,8 @@ def dppo_kl(
 
 @surrogate()
 def sapo(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
+    policy: Tensor,
+    anchor: Tensor,
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor | None,
@@ -318,7 +321,7 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Surrogate:
-    """A soft gate instead of a clip; tau is how sharply it closes.
+    """A soft gate instead of a clip; tau is its sharpness.
 
         g     = sigmoid(tau (r - 1))         tau_positive where A > 0, else tau_negative
         value = 4/tau g A
@@ -327,7 +330,6 @@ def sapo(
     Source:
         SAPO: arXiv:2511.20347.
     """
-    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     x = policy - anchor
     ratio = _ratio(x)
     tau = _choose(advantages > 0, tau_positive, tau_negative, like=x)
@@ -338,37 +340,34 @@ def sapo(
 
 @surrogate(with_ratio=False, trains_zero_advantage=True)
 def dro(
-    policy_logprobs: Tensor,
-    anchor_logprobs: Tensor,
+    policy: Tensor,
+    anchor: Tensor,
     advantages: Tensor,
     mask: Tensor,
     cu_seqlens: Tensor | None,
     *,
     beta: float,
 ) -> Surrogate:
-    """REINFORCE with a quadratic pull towards the anchor: no ratio, no clip.
+    """REINFORCE with a quadratic pull towards the anchor, without ratio and clip.
 
         value = A log π - beta/2 x²
         c A   = A - beta x
 
-    A token with advantage 0 has a gradient too.
+    Tokens with advantage 0 have a gradient.
 
     Args:
         beta: strength of the pull.
     Source:
-        DRO: arXiv:2405.19107, with the group's baseline for its value function.
+        DRO: arXiv:2405.19107, with the group baseline as its value function.
     """
-    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     x = policy - anchor
     value = advantages * policy - beta / 2 * x.square()
     return Surrogate(advantages - beta * x, value, torch.zeros_like(mask))
 
 
 @surrogate()
-def topr(
-    policy_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None
-) -> Surrogate:
-    """Good tokens as in supervised training; bad ones weigh less the less likely they have become.
+def topr(policy: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Surrogate:
+    """Good tokens as in supervised training. Bad tokens lose weight as they become less likely.
 
         c     = 1 where A > 0, else clip(r, 0, 1)
         value = c A log π
@@ -376,30 +375,20 @@ def topr(
     Source:
         TOPR: arXiv:2503.14286; per token as in ROLL.
     """
-    policy, anchor, advantages = _trained(mask, policy_logprobs, anchor_logprobs, advantages)
     fading = (policy - anchor).clamp(-MAX_LOG_RATIO, 0.0).exp()
     return _weighted_log_likelihood(torch.where(advantages > 0, 1.0, fading), advantages, policy)
 
 
 @surrogate(with_ratio=False)
-def reinforce(
-    policy_logprobs: Tensor, anchor_logprobs: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None
-) -> Surrogate:
-    """The plain policy gradient; the anchor plays no part. Off policy it needs a correction: `corrections`.
+def reinforce(policy: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Surrogate:
+    """The plain policy gradient; ignores the anchor. Off policy it needs a correction (`corrections`).
 
     c = 1,  value = A log π
 
     Source:
-        Williams 1992. With a token mask as correction it is IcePop, arXiv:2510.18855.
+        Williams 1992. With a token mask as correction: IcePop, arXiv:2510.18855.
     """
-    policy, advantages = _trained(mask, policy_logprobs, advantages)
     return _weighted_log_likelihood(torch.ones_like(policy), advantages, policy)
-
-
-def _trained(mask: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-    """Each [T] upcast, in the dtype of the first, and 0 where the mask is false: formulas of 0 give 0 there."""
-    dtype = upcast(values[0]).dtype
-    return tuple(torch.where(mask, upcast(v).to(dtype), 0.0) for v in values)
 
 
 def _ratio(x: Tensor) -> Tensor:
@@ -407,18 +396,18 @@ def _ratio(x: Tensor) -> Tensor:
 
 
 def _choose(condition: Tensor, yes: float, no: float, *, like: Tensor) -> Tensor:
-    """[T] one of two numbers, in the dtype of `like`: `torch.where` of two numbers would round them to float32."""
+    """Return [T] one of two numbers in the dtype of `like`. `torch.where` of two numbers would round them to float32."""
     return torch.where(condition, torch.full_like(like, yes), no)
 
 
 def _mean_in_sequence(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] to [T]: at every token the mean over the trained tokens of its sequence; 0 where there are none."""
+    """Return [T], at every token the mean over the trained tokens of its sequence; 0 without any."""
     mean = trained_sum(x, mask, cu_seqlens) / trained_sum(mask, mask, cu_seqlens).clamp(min=1)
     return mean[sequence_of_token(cu_seqlens, x.numel())].to(x.dtype)
 
 
 def _pessimistic(log_ratio: Tensor, bounded: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
-    """min(r A, clip(r) A) with r = exp(bounded), which has no gradient where the bound changed the log-ratio."""
+    """Return min(r A, clip(r) A) with r = exp(bounded). No gradient where the bound changed the log-ratio."""
     ratio = bounded.exp()
     unclipped = ratio * advantages
     pessimistic = ratio.clamp(1 - low, 1 + high) * advantages
@@ -428,23 +417,23 @@ def _pessimistic(log_ratio: Tensor, bounded: Tensor, advantages: Tensor, low: fl
 
 
 def _capped_inside(x: Tensor, advantages: Tensor, is_outside: Tensor, max_ratio: float | None) -> Surrogate:
-    """min(r, max_ratio) A where not `is_outside`. The weight is a constant: cutting it stops no gradient."""
+    """Return min(r, max_ratio) A where not `is_outside`. The weight is detached, so its cap keeps the gradient."""
     ratio = _ratio(x) if max_ratio is None else _ratio(x).clamp(max=max_ratio)
     gradient = (ratio * advantages).masked_fill(is_outside, 0.0)
     return Surrogate(gradient, gradient, is_outside)
 
 
 def _weighted_log_likelihood(weight: Tensor, advantages: Tensor, policy: Tensor) -> Surrogate:
-    """weight A log π with a constant weight."""
+    """Return weight A log π with a constant weight."""
     gradient = weight * advantages
     return Surrogate(gradient, gradient * policy, torch.zeros_like(policy, dtype=torch.bool))
 
 
 def _bernoulli_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
-    """KL between two coins that show heads with probability q and p, from the logs of both; 0 log 0 is 0.
+    """Return the KL between Bernoulli distributions of probabilities q and p, given as logs; 0 log 0 is 0.
 
-    In float32 the log-prob of a near-certain token rounds to 0. The chance of any other token is therefore taken as at
-    least 1e-8: else the KL to such a token would be infinite, from a neighbour that differs by rounding.
+    In float32 the log-prob of a near-certain token rounds to 0. The probability of the other tokens is therefore at least
+    1e-8, or the KL between log-probs that differ by rounding would be infinite.
     """
     q, rest_q, rest_p = log_q.exp(), *((-torch.expm1(x)).clamp(min=1e-8) for x in (log_q, log_p))
     return torch.where(q > 0, q * (log_q - log_p), 0.0) + rest_q * (rest_q / rest_p).log()

@@ -1,1 +1,1 @@
-"""Who may generate, what is ready, and what is trained next."""
+"""The buffer: leases, ready groups and batches, behind one socket."""

@@ -18,10 +18,12 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from asyncgrpo.config.schema import AutoLagConfig
-
 FIRST = 4
-"""The bound of a new run, if it lies between `min` and `max`."""
+"""Bound of a new run, unless `buffer.auto_lag.max` is smaller."""
+LEAST = 1
+"""Smallest bound."""
+FLOOR = 0.5
+"""Effective sample share of a step below which the bound is lowered."""
 WAITED = 0.02
 """Share of a step that the learner must have waited for the bound before it is raised."""
 CLEAR = 0.2
@@ -33,13 +35,14 @@ STEPS = 3
 class AutoLag:
     """Chooses the bound, step by step."""
 
-    def __init__(self, config: AutoLagConfig, max_lag: int | None = None) -> None:
+    def __init__(self, largest: int, max_lag: int | None = None) -> None:
         """
         Args:
+            largest: `buffer.auto_lag.max`.
             max_lag: the bound in force when the run ended that this start goes on from; None: it is new.
         """
-        self._config = config
-        self.max_lag = min(max(FIRST if max_lag is None else max_lag, config.min), config.max)
+        self._largest = largest
+        self.max_lag = min(max(FIRST if max_lag is None else max_lag, LEAST), largest)
         self._raised_at = -math.inf
         self._shares: deque[float] = deque(maxlen=STEPS)
 
@@ -53,17 +56,17 @@ class AutoLag:
                 Completions of advantage 0 are not run where they have no gradient.
             waited: share of the step that the learner waited for the bound.
         """
-        floor, largest = self._config.sample_share, max(shares, default=0)
-        if not shares or largest > self.max_lag:
+        oldest = max(shares, default=0)
+        if not shares or oldest > self.max_lag:
             return self.max_lag
-        self._shares.append(shares[largest] if math.isfinite(shares[largest]) else 0.0)
+        self._shares.append(shares[oldest] if math.isfinite(shares[oldest]) else 0.0)
         share = statistics.median(self._shares)
-        if share < floor and shares[largest] < floor:
-            within = max((lag for lag, one in shares.items() if one >= floor), default=3 * min(shares) // 4)
-            self._change(max(self._config.min, min(within, self.max_lag - 1)))
-        elif share >= floor + CLEAR * (1 - floor) and waited > WAITED and version >= self._raised_at + self.max_lag:
+        if share < FLOOR and shares[oldest] < FLOOR:
+            within = max((lag for lag, one in shares.items() if one >= FLOOR), default=3 * min(shares) // 4)
+            self._change(max(LEAST, min(within, self.max_lag - 1)))
+        elif share >= FLOOR + CLEAR * (1 - FLOOR) and waited > WAITED and version >= self._raised_at + self.max_lag:
             self._raised_at = version
-            self._change(min(self._config.max, self.max_lag + max(1, self.max_lag // 4)))
+            self._change(min(self._largest, self.max_lag + max(1, self.max_lag // 4)))
         return self.max_lag
 
     def _change(self, max_lag: int) -> None:

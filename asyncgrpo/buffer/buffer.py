@@ -1,22 +1,23 @@
-"""The buffer: which groups are generated, which are ready, and which are trained next. No sockets, no threads, no clock.
+"""The buffer: prompts, leases, ready groups and batches of a run. It uses no sockets, threads or clock.
 
 The buffer owns the prompts in their order. A prompt becomes a *lease* (permission to generate one group), comes back as
-a *group*, is *taken* into a batch, and is *done* once the weights trained on it are published. Each transition is one
-method. Every way out is counted in `outcomes`, whatever the policy (`admission.py`), so that at any time
+a *group*, is *taken* into a batch, and is *done* once the learner has made the next version from it. Each transition is
+one method. `outcomes` counts every exit, under every policy (`admission.py`), so that at any time
 
     leased + recovered = leased now + ready now + taken now + trained + filtered_zero_signal + dropped_* + requeued,
 
-and the journal is told at once of what is kept or dropped. (A prompt that is in quarantine or too long counts as leased and
-dropped in one step.) The tokens of all groups that came, including those of completions left out of them, balance in the same
-way:
+and each exit is appended to the journal. (A prompt that is quarantined or too long counts as leased and dropped in one
+step.) The tokens of all arrived groups, discarded completions included, balance in the same way:
 
     generated + recovered = trained + masked + filtered + stale + failed + aborted + duplicate + unusable + in flight.
 
-Time is an argument, and nothing is random: the same calls give the same replies.
+Time is an argument and nothing is random: equal calls give equal replies.
 """
 
+import enum
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
@@ -32,8 +33,10 @@ from asyncgrpo.buffer.group_health import (
     EarlierFailures,
     IsolatedPrompts,
     Quarantine,
+    ZeroSignalStreak,
+    rewards_of,
+    zero_signal,
 )
-from asyncgrpo.buffer.groups import GroupEntry, State, ZeroSignalStreak, group_seed, rewards_of, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.errors import DataError
@@ -43,9 +46,69 @@ from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.rollouts import Deliver
 
+MAX_ATTEMPTS = 3
+"""Leases of one prompt before it is dropped, with a count."""
+
+
+class State(enum.Enum):
+    """State of a group that holds a slot. A trained, filtered, dropped or requeued group has no entry."""
+
+    LEASED = "leased"
+    READY = "ready"
+    TAKEN = "taken"
+
+
+@dataclass
+class GroupEntry:
+    """One group that holds a slot, from its lease until it is trained, filtered, dropped or requeued."""
+
+    prompt_index: int
+    prompt: Prompt
+    attempt: int
+    lease: Lease
+    holder: str
+    leased_at_s: float
+    oldest: PolicyVersion
+    """Oldest version that sampled in it; while leased, the version at the lease."""
+    max_lag: int
+    """Bound in force at the lease, optimizer steps."""
+    newest: PolicyVersion = field(init=False)
+    """Newest version that sampled in it; while leased, the version at the lease."""
+    state: State = State.LEASED
+    is_sampled: bool = False
+    """True if it is leased and only scores are missing."""
+    message: Deliver | None = None
+    payload: bytes | memoryview = b""
+    limit_s: float = 0.0
+    """The lease expires this many seconds after `leased_at_s`."""
+    num_tokens: int = field(init=False, default=0)
+    """Sampled tokens; 0 until the group arrives."""
+    ready_at_s: float | None = None
+    """Time of arrival; None: it has not arrived, or an earlier start left it."""
+    masked: int = 0
+    """Sampled tokens without weight in the step that took it."""
+
+    def __post_init__(self) -> None:
+        self.newest = self.oldest
+
+    @property
+    def deadline(self) -> int:
+        """Number of the last version at which a step may take it."""
+        return self.oldest.number + self.max_lag
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is State.READY
+
+    def arrived(self, message: Deliver, payload: bytes | memoryview, now_s: float | None = None) -> None:
+        """Store the group of this lease. `message` has at least one version span."""
+        self.message, self.payload, self.ready_at_s = message, payload, now_s
+        self.num_tokens = message.num_tokens
+        self.oldest, self.newest = min(message.versions), max(message.versions)
+
 
 class Buffer:
-    """The prompts and groups of a run's training, as the module's text says."""
+    """Prompts and groups of a run: see the module's docstring."""
 
     def __init__(
         self,
@@ -59,11 +122,12 @@ class Buffer:
         journal: Ledger | None = None,
         quarantine: Quarantine | None = None,
         max_lag: int | None = None,
+        max_attempts: int = MAX_ATTEMPTS,
     ) -> None:
         """
         Args:
-            journal: is told of every group that is kept, handed over or dropped; None: nothing is written down.
-            quarantine: prompts not to be leased; None: none so far, and nothing is written down.
+            journal: records every group that is kept, handed over or dropped; None: kept in memory only.
+            quarantine: prompts that are not leased; None: none yet, kept in memory only.
             max_lag: with `buffer.max_lag: auto`, the bound in force when the run ended that this start goes on from;
                 None: it is new.
         """
@@ -71,12 +135,12 @@ class Buffer:
         self._config = config
         self._policy = POLICIES[config.policy](config)
         self._admission = ADMISSIONS[config.admission](config)
-        self._auto = AutoLag(config.auto_lag, max_lag) if config.max_lag == "auto" else None
+        self._auto = AutoLag(config.auto_lag.max, max_lag) if config.max_lag == "auto" else None
         self._max_lag = config.largest_max_lag
         self.is_held_back = False
-        """Whether it was the bound that made the learner wait when it was last refused a batch."""
-        self._asked_at: PolicyVersion | None = None  # the version whose step the learner last asked a batch for
-        self._last_begun = -1  # the largest prompt index of a group that was leased or recovered
+        """True if the bound on lag was why the last `take` returned None."""
+        self._asked_at: PolicyVersion | None = None  # the version of the learner's last request
+        self._last_begun = -1  # largest prompt index that was leased or recovered
         self._group_size, self._with_greedy = algorithm.group_size, algorithm.advantage == "remax"
         self._min_completions = algorithm.min_completions or algorithm.group_size
         self._filters = algorithm.filter_zero_signal
@@ -85,13 +149,14 @@ class Buffer:
         self._seed = seed
         self._lineage = lineage
         self._entries: dict[str, GroupEntry] = {}  # by group id, in order of first lease
-        # Sums over the entries, which `_enter`, `_turn` and `_leave` keep, so that no message costs a pass over them.
+        # Aggregates over the entries, updated by `_enter`, `_set_state` and `_leave`: no message scans all entries.
         self._in_state: Counter[State] = Counter()
         self._held: Counter[str] = Counter()  # leases by holder
-        self._scored: Counter[str] = Counter()  # those of them for which only scores are missing
+        self._scored: Counter[str] = Counter()  # the leases among them for which only scores are missing
         self._attempts: Counter[int] = Counter()  # failed attempts by prompt index
-        self._blamed: Counter[int] = Counter()  # those of them for which the prompt is to blame
-        self._ended: Counter[int] = Counter()  # leases that are over, failed or not: no lease id is granted twice
+        self._blamed: Counter[int] = Counter()  # the failed attempts among them that the prompt caused
+        self._ended: Counter[int] = Counter()  # finished leases by prompt index, so that no lease id is granted twice
+        self._max_attempts = max_attempts
         self._deadlines = Deadlines(config.straggler_factor, config.lease_timeout_s)
         self._isolated = IsolatedPrompts()
         self._quarantine = quarantine or Quarantine()
@@ -99,24 +164,24 @@ class Buffer:
         self.draining = False
         self.outcomes: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
-        """The parts of `filtered_zero_signal`, by the names of `zero_signal`."""
+        """`filtered_zero_signal` by reason, as named by `zero_signal`."""
         self.zero_signal_streak = ZeroSignalStreak()
         self.tokens: Counter[str] = Counter()
         self.discarded: Counter[str] = Counter()
-        """Completions that are in no group, by the names of `types.Discarded`."""
-        self.bias = BiasMonitor(config.bias_threshold)
+        """Completions left out of their groups, by the field names of `types.Discarded`."""
+        self.bias = BiasMonitor()
         self._cancelled: list[GroupEntry] = []
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
     def lease(self, holder: str, now_s: float, serves: PolicyVersion | None = None) -> Lease | None:
-        """A lease for `holder`.
+        """Lease a prompt to `holder`.
 
-        None if no slot is free for it, enough is under way, no prompt is left, the learner has not said yet where it is,
-        the disk refuses, or the run drains.
+        Return None if no slot is free, enough groups are under way, the prompts are exhausted, the learner has not
+        reported its version, the disk refuses writes, or the run drains.
 
         Args:
-            serves: its engine samples with this version or a later one; None: with the learner's.
+            serves: version that the engine samples with, or a lower bound of it; None: the learner's version.
         """
         if self.draining or self.version is None:
             return None
@@ -128,7 +193,7 @@ class Buffer:
         prompt_index, prompt = issued
         attempt = self._ended[prompt_index]
         group_id = f"{self._lineage}.{prompt_index}"
-        limit_s = self._deadlines.seconds(is_last=self._attempts[prompt_index] + 1 >= self._config.max_attempts)
+        limit_s = self._deadlines.seconds(is_last=self._attempts[prompt_index] + 1 >= self._max_attempts)
         lease = Lease(
             lease_id=f"{group_id}.{attempt}",
             group_id=group_id,
@@ -151,23 +216,23 @@ class Buffer:
         return lease
 
     def lease_of(self, lease_id: str) -> Lease | None:
-        """The lease of this name, if its group is in flight."""
+        """Return the lease with this id if its group is in flight."""
         entry = self._leased(lease_id)
         return entry.lease if entry is not None else None
 
     def _issue(self, holder: str, behind: int) -> tuple[int, Prompt] | None:
-        """The prompt that `holder` may work on: an ordinary one, or an isolated one alone.
+        """Choose the prompt for a lease of `holder`: an ordinary one, or an isolated one alone.
 
         Args:
-            behind: steps that its weights are behind the learner's.
+            behind: optimizer steps that the holder's weights are behind the learner's.
         Raises:
-            DataError: no prompt is left that may be leased, in this epoch or any other.
+            DataError: every remaining prompt is in quarantine, in this epoch and in all later ones.
         """
         prompts, num_dropped = self._prompts, 0
         may_join, may_be_alone = self._isolated.may_lease(
             holder, self._held[holder], is_waiting=self._needs_a_free_generator
         )
-        while self.journal.is_blocked is None:  # a blocked journal could not keep what would come of a lease
+        while self.journal.is_blocked is None:  # a blocked journal could not record the outcome of a lease
             if may_be_alone:
                 may_begin = self._has_slot(prompts.next_isolated_index, behind)
             else:
@@ -187,75 +252,75 @@ class Buffer:
                 num_dropped += 1
                 if num_dropped > prompts.longest_gap:
                     raise DataError(
-                        f"every prompt of data.train is in quarantine ({QUARANTINE_FILE} in the run's folder says why)"
+                        f"every prompt of data.train is in quarantine (see {QUARANTINE_FILE} in the run's folder)"
                     )
             elif may_be_alone:
                 self._isolated.leased(prompt_index)
                 return issued
-            elif self._isolated.is_isolated(prompt_index):  # since an earlier start
+            elif self._isolated.is_isolated(prompt_index):  # by an earlier start
                 prompts.isolate(prompt_index)
             else:
                 return issued
         return None
 
-    def only_these_may_lease(self, holders: Container[str]) -> None:
-        """Note which generators may get a lease now: none is kept free for an isolated prompt that may not have it."""
-        self._isolated.choose_among(holders)
+    def set_eligible(self, holders: Container[str]) -> None:
+        """Set the generators that may get a lease now. Only one of them is kept free for an isolated prompt."""
+        self._isolated.set_eligible(holders)
 
     def held_by(self, holder: str) -> int:
-        """Leases that `holder` works on."""
+        """Return the number of leases that `holder` works on."""
         return self._held[holder]
 
     def sampled_by(self, holder: str) -> int:
-        """Those of them that take a place: completions are still sampled."""
+        """Return the number of leases of `holder` whose completions are still being sampled."""
         return self._held[holder] - self._scored[holder]
 
     @property
     def num_sampled(self) -> int:
-        """Groups of which completions are still sampled."""
+        """Number of groups whose completions are still being sampled."""
         return self._in_state[State.LEASED] - self._scored.total()
 
     def awaits_scores(self, holder: str, lease_id: str) -> None:
-        """Note that only scores are missing for a lease of `holder`. It keeps its slot: the bound counts it as before."""
+        """Note that only scores are missing for a lease of `holder`. The group keeps its slot."""
         entry = self._leased(lease_id)
         if entry is not None and entry.holder == holder and not entry.is_sampled:
             entry.is_sampled = True
             self._scored[entry.holder] += 1
 
     def fail(self, lease_id: str, reason: str) -> None:
-        """End a lease that failed. Its prompt is issued again before new ones, or dropped after `max_attempts`."""
+        """End a lease that failed. Its prompt is issued again before new ones, or dropped after `MAX_ATTEMPTS` leases."""
         entry = self._leased(lease_id)
         if entry is None:
             return
         prompt_index = entry.prompt_index
         if reason == "lease_timeout":
-            self._deadlines.took(entry.limit_s)
+            self._deadlines.observe(entry.limit_s)
             assert self.version is not None
             self._settle(entry, self.version.number, masked=None)
         self._attempts[prompt_index] += 1
         self._blamed[prompt_index] += reason in BLAMED
         attempts = self._attempts[prompt_index]
-        is_final = attempts >= self._config.max_attempts
+        is_final = attempts >= self._max_attempts
         self._record_drop(lease_id, prompt_index, reason, is_final=is_final)
         if not is_final:
             self._requeue(entry)
             return
-        if self._blamed[prompt_index] >= self._config.max_attempts:
+        if self._blamed[prompt_index] >= self._max_attempts:
             prompt_id = entry.prompt.prompt_id
             self._quarantine.add(Case(prompt_id=prompt_id, reason=reason, prompt_index=prompt_index, attempts=attempts))
         self._leave(entry)
         self._finish(prompt_index, f"dropped_{reason}")
 
     def give_back(self, lease_id: str) -> None:
-        """End a lease whose prompt is not the cause: the prompt is issued again at no cost."""
+        """End a lease that the prompt did not cause to fail. The prompt is issued again at no cost."""
         entry = self._leased(lease_id)
         if entry is not None:
             self._requeue(entry)
 
     def free_leases_of(self, holder: str) -> list[str]:
-        """Free the leases of a generator that may be gone, as `release` does. Returns their ids.
+        """Free the leases of a generator that may be dead, as `release` does, and return their ids.
 
-        An isolated prompt stays where it is, for it may be what stopped the generator.
+        An isolated prompt stays leased: it may be what stopped the generator.
         """
         freed = [e for e in self._leases_of(holder) if not self._isolated.is_alone(e.prompt_index)]
         self._isolated.left_behind(holder, [e.prompt_index for e in freed])
@@ -264,16 +329,16 @@ class Buffer:
         return [e.lease.lease_id for e in freed]
 
     def is_back(self, holder: str) -> None:
-        """Note that a generator is not gone, so that nothing stopped it."""
+        """Note that a silent generator is alive, so no prompt stopped it."""
         self._isolated.is_back(holder)
 
     def release(self, holder: str) -> list[str]:
-        """Free the leases of a generator that is gone; their prompts are issued again. Returns the ids of these leases.
+        """Free the leases of a lost generator and return their ids. Their prompts are issued again.
 
-        This costs the prompts nothing, except an isolated prompt that was alone there.
+        The prompts are not charged, except an isolated prompt that was leased alone.
 
-        A group of such a lease may still arrive, older than the lease that replaced it. The bound on lag counted that
-        lease by its own version (`admission.py`), so the group is refused.
+        A group of such a lease may still arrive, with older weights than the lease that replaced it. The bound on lag
+        counted the old lease by its own version (`admission.py`), so the group is refused.
         """
         lost = self._leases_of(holder)
         if prompt_indices := self._isolated.interrupted(holder, [e.prompt_index for e in lost]):
@@ -287,10 +352,10 @@ class Buffer:
         return [e.lease.lease_id for e in lost]
 
     def expire(self, now_s: float, is_excused: Callable[[str], bool] = lambda holder: False) -> list[GroupEntry]:
-        """Fail the leases whose deadline is over, by `lease_timeout`. Returns them, so that they can be cancelled.
+        """Fail the expired leases with `lease_timeout` and return them, so that they can be cancelled.
 
         Args:
-            is_excused: whether a holder is late for a reason that is not its prompts'; those are given back.
+            is_excused: True for a holder whose prompts are not why it is late. Its leases are given back.
         """
         late = [e for e in map(self._leased, self._deadlines.passed(now_s)) if e is not None]
         for entry in late:
@@ -301,7 +366,7 @@ class Buffer:
         return late
 
     def cancelled(self) -> list[GroupEntry]:
-        """Leases given up since the last call because their groups would be too old. Their slots are free."""
+        """Return the leases that were given up for their age since the last call. Their slots are free."""
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
@@ -314,13 +379,13 @@ class Buffer:
         now_s: float | None = None,
         head: Frame | None = None,
     ) -> str | None:
-        """Keep a delivered group, once. Returns None, or the reason why it is refused.
+        """Keep a delivered group, once. Return None, or the reason of the refusal.
 
         With `filter_zero_signal` a group without signal is finished here: its prompt is done and its slot is free, so
         that the next lease replaces it by exactly one other prompt.
 
         Args:
-            head: the frame that brought the message, for the journal; None: the journal encodes it.
+            head: the frame of the message, written to the journal as received; None: the journal encodes the message.
         """
         num_tokens, left_out = message.num_tokens, message.discarded.tokens
         self.tokens["generated"] += num_tokens + left_out
@@ -339,9 +404,8 @@ class Buffer:
         if not message.versions or any(version.lineage != self._lineage for version in message.versions):
             return self._refuse(message, "lineage")
         self._isolated.clear(entry.prompt_index)
-        self._deadlines.took(sum(message.timings.values()))
-        for name in ("retried", "failed", "spare", "censored"):
-            self.discarded[name] += getattr(message.discarded, name)
+        self._deadlines.observe(sum(message.timings.values()))
+        self.discarded["censored"] += message.discarded.censored
         rewards = rewards_of(message)
         if self._filters and (kind := zero_signal(rewards)) is not None:
             self._filter(entry, message, kind, head)
@@ -349,7 +413,7 @@ class Buffer:
             return None
         if len(rewards) < 2:
             return self._refuse(message, "unscored")
-        self._turn(entry, State.READY)
+        self._set_state(entry, State.READY)
         self.zero_signal_streak.end()
         entry.arrived(message, payload, now_s)
         self.outcomes["accepted"] += 1
@@ -358,25 +422,25 @@ class Buffer:
         return None
 
     def count_aborted(self, num_tokens: int) -> None:
-        """Count tokens sampled for a lease whose group will not come."""
+        """Count tokens sampled for a lease that failed or was cancelled."""
         self.tokens["generated"] += num_tokens
         self.tokens["aborted"] += num_tokens
 
     def take(self, version: PolicyVersion, now_s: float = 0.0) -> list[GroupEntry] | None:
-        """The batch of the step that starts at `version`: P groups, as the policy chooses; None if it must wait.
+        """Return the batch of the step that starts at `version`, P groups chosen by the policy; None: the learner waits.
 
-        When no prompt is left, the last batch of the run may be smaller. Groups and leases that this step, or the one
-        after it, would find too old are given up and counted; admission replaces each by exactly one.
+        The last batch of a run may be smaller. Groups and leases that are too old for this step or the next one are
+        given up and counted; admission replaces each by exactly one.
         """
         if version == self._asked_at and self._lacks_a_batch:
             self.is_held_back = self._is_bound_to_wait
             return None
-        self._give_up_what_is_late_for(version)
+        self._evict_stale(version)
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
         if version != self._asked_at:
             self._asked_at, self.is_held_back = version, False
             ready = self._policy.available(waiting)
-            self._admission.batch_asked(len(waiting) - ready, ready, now_s, self.num_slots)
+            self._admission.batch_requested(len(waiting) - ready, ready, now_s, self.num_slots)
         batch = self._policy.select(waiting, version.number, self._prompts.next_prompt_index)
         if batch is None:
             self.is_held_back = self._is_bound_to_wait
@@ -384,20 +448,20 @@ class Buffer:
         self._admission.batch_taken(now_s)
         for entry in batch:
             assert entry.message is not None
-            self._turn(entry, State.TAKEN)
+            self._set_state(entry, State.TAKEN)
             entry.masked = self._policy.masked_tokens(entry.message, version.number)
             self._settle(entry, version.number, masked=entry.masked)
-        # In prompt order, so that the same groups make the same batch whoever finished first.
+        # In prompt order, so that the same groups make the same batch in any order of arrival.
         batch.sort(key=lambda e: e.prompt_index)
         lease_ids = tuple(e.lease.lease_id for e in batch)
         self.journal.append(BatchIssued(step=version.number + 1, version=version, lease_ids=lease_ids))
-        self._give_up_what_is_late_for(PolicyVersion(version.lineage, version.number + 1))
+        self._evict_stale(PolicyVersion(version.lineage, version.number + 1))
         return batch
 
     def trained(self, version: PolicyVersion) -> None:
-        """The learner has made `version`: the groups that were taken are trained, and their slots are free.
+        """Record that the learner has made `version`: the taken groups are trained, and their slots are free.
 
-        Whether a generator serves it already makes no difference: who does not is behind, and may begin fewer groups.
+        Generators need not serve it yet: one that is behind may begin fewer groups.
         """
         assert self.version is None or version > self.version, f"{version} after {self.version}"
         self.version = version
@@ -406,7 +470,7 @@ class Buffer:
             self.tokens["trained"] += entry.num_tokens - entry.masked
             self.tokens["masked"] += entry.masked
             self._finish(entry.prompt_index, "trained", entry.message)
-        self._give_up_what_is_late_for(version)
+        self._evict_stale(version)
 
     def step_ended(self, version: PolicyVersion, shares: Mapping[int, float], waited: float) -> None:
         """Choose the bound in force from the step that made `version`, where it is `auto`.
@@ -421,7 +485,7 @@ class Buffer:
             self.journal.append(BoundChanged(version=version, max_lag=after))
 
     def change_max_lag(self, max_lag: int) -> None:
-        """Another bound for the groups leased from now on, as a person asked for; the learner is there already."""
+        """Set the bound for later leases, as requested by the operator. The learner has reported a version."""
         assert self._auto is None and self.version is not None
         if max_lag != self._max_lag:
             self._max_lag = max_lag
@@ -432,12 +496,12 @@ class Buffer:
     def restore_failures(self, earlier: EarlierFailures) -> None:
         """Charge prompts with what went wrong in earlier starts. Every prompt still gets at least one lease more."""
         for counts, ours in ((earlier.attempts, self._attempts), (earlier.blamed, self._blamed)):
-            ours.update({index: min(count, self._config.max_attempts - 1) for index, count in counts.items()})
+            ours.update({index: min(count, self._max_attempts - 1) for index, count in counts.items()})
         self._ended.update(earlier.attempts)  # so that they are sampled with other seeds than those that failed
         self._isolated.restore(earlier.interruptions)
 
     def restore(self, message: Deliver, payload: bytes, max_lag: int) -> None:
-        """Make a group ready that an earlier start accepted and did not train; `max_lag` was in force at its lease."""
+        """Restore a group that an earlier start accepted and did not train; `max_lag` was in force at its lease."""
         self._prompts.claim(message.prompt_index)
         lease = Lease(
             lease_id=message.lease_id,
@@ -448,18 +512,18 @@ class Buffer:
             prompt=message.prompt,
             num_completions=len(message.rollouts),
             sampling=self._sampling,
-            seed=0,  # it is not sampled any more
+            seed=0,  # unused: the group is complete
         )
         oldest = message.versions[0]
         entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest, max_lag)
         entry.arrived(message, payload)
         self._enter(entry)
-        self._turn(entry, State.READY)
+        self._set_state(entry, State.READY)
         self.outcomes["recovered"] += 1
         self.tokens["recovered"] += entry.num_tokens
 
     def drop_recovered(self, lease_id: str, prompt_index: int, num_tokens: int, reason: str) -> None:
-        """Drop a group that an earlier start accepted; its prompt is issued again unless it is done."""
+        """Drop a group that an earlier start accepted. Its prompt is issued again unless it is done."""
         self.outcomes["recovered"] += 1
         self.outcomes[f"dropped_{reason}"] += 1
         self.tokens["recovered"] += num_tokens
@@ -470,23 +534,23 @@ class Buffer:
 
     @property
     def max_lag(self) -> int:
-        """The bound in force, for the groups leased from now on."""
+        """Bound in force for new leases, optimizer steps."""
         return self._max_lag if self._auto is None else self._auto.max_lag
 
     @property
     def num_slots(self) -> int:
-        """Groups that may hold a slot, by the bound in force."""
+        """Groups that may hold a slot under the bound in force."""
         return (self.max_lag + 1) * self._config.prompts_per_step
 
     @property
     def wanted(self) -> int | None:
-        """Groups that admission wants under way (leased or ready); None: as many as there are slots."""
+        """Target of admission for groups under way (leased or ready); None: as many as there are slots."""
         wanted = self._admission.wanted
         return None if wanted is None else min(wanted, self.num_slots)
 
     @property
     def exhausted(self) -> bool:
-        """Whether every prompt of every epoch is trained, filtered or dropped."""
+        """True if every prompt of every epoch is trained, filtered or dropped."""
         return not self._entries and self._prompts.is_exhausted
 
     @property
@@ -500,50 +564,50 @@ class Buffer:
         return self._prompts.num_done
 
     def count(self, state: State) -> int:
-        """Groups in `state`."""
+        """Return the number of groups in `state`."""
         return self._in_state[state]
 
     @property
     def tokens_in_flight(self) -> int:
-        """Sampled tokens of the groups that are ready or taken."""
+        """Sampled tokens of the ready and taken groups."""
         return sum(e.num_tokens for e in self._entries.values())
 
     @property
     def deadline_s(self) -> float:
-        """The time that a lease gets if it is granted now and is not its prompt's last."""
+        """Time limit of a lease granted now, seconds, unless it is its prompt's last attempt."""
         return self._deadlines.seconds(is_last=False)
 
     @property
     def num_quarantined(self) -> int:
-        """Prompts in quarantine."""
+        """Number of quarantined prompts."""
         return len(self._quarantine.cases)
 
     @property
     def blocked_by(self) -> str | None:
-        """What the disk refuses, so that nothing may be leased; a phrase for people."""
+        """The file that cannot be written, so that nothing may be leased; a phrase for messages."""
         if self.journal.is_blocked is not None:
             return f"the journal: {self.journal.is_blocked}"
         return None if self._prompts.is_blocked is None else f"the order of an epoch: {self._prompts.is_blocked}"
 
     def rounds_begun(self) -> list[dict[str, Any]]:
-        """The rounds that began since the last call, as `Curriculum.rounds_begun` has them."""
+        """Return the rounds that began since the last call, in the format of `Curriculum.rounds_begun`."""
         return self._prompts.rounds_begun()
 
     def oldest_lease(self) -> GroupEntry | None:
-        """The group that has been in flight for longest."""
+        """Return the group that has been in flight longest."""
         return next((e for e in self._entries.values() if e.state is State.LEASED), None)
 
     def snapshot(self) -> PromptState:
-        """What a checkpoint must hold: which prompts are done. The journal knows the groups in flight."""
+        """Return the prompts that are done, for a checkpoint. The journal has the groups in flight."""
         return self._prompts.state()
 
     # -- private -------------------------------------------------------------------------------------------------------
 
     def _may_begin(self, behind: int) -> bool:
-        """Whether the next ordinary prompt may begin: the bound allows it, and the learner's next batches need it.
+        """Return True if the next ordinary prompt may begin: the bound allows it, and the next batches need it.
 
-        A prompt that stands before one that has begun was given back, or its group was lost with an earlier start. It is
-        always needed, for under `window` the learner waits for it, however many others are ready.
+        A prompt index below one that has begun was given back, or its group was lost with an earlier start. The learner
+        always needs it: under `window` it waits for this prompt even if many others are ready.
         """
         wanted = self.wanted
         if wanted is None or self._in_state[State.LEASED] + self._in_state[State.READY] < wanted:
@@ -552,36 +616,37 @@ class Buffer:
         return index is not None and index < self._last_begun and self._has_slot(index, behind)
 
     def _has_slot(self, prompt_index: int | None, behind: int) -> bool:
-        """Whether a slot is free for this prompt on weights so many steps behind the learner's.
+        """Return True if a slot is free for this prompt on weights `behind` steps behind the learner's.
 
-        The index counts only where the policy is in order.
+        Args:
+            prompt_index: ignored unless the policy is in order.
         """
         held = len(self._entries)
         if self._policy.is_in_order and prompt_index is not None:
-            if prompt_index < self._last_begun:  # it was given back
+            if prompt_index < self._last_begun:  # it was returned
                 held = sum(entry.prompt_index < prompt_index for entry in self._entries.values())
             held += self._prompts.waiting_before(prompt_index)
         return self._policy.admit(held, self.max_lag - behind)
 
     @property
     def _needs_a_free_generator(self) -> bool:
-        """Whether an isolated prompt waits for a generator of its own.
+        """True if an isolated prompt waits for a generator of its own.
 
-        Where the policy is in order, prompts before it that were given back may keep it from a slot: the generator that
-        would be kept free may be the only one that could work on them.
+        Under an in-order policy, returned prompts ahead of it may keep it from a slot. The generator that would be kept
+        free may be the only one to work on them.
         """
         index = self._prompts.next_isolated_index
         return index is not None and (not self._policy.is_in_order or self._has_slot(index, 0))
 
     @property
     def _lacks_a_batch(self) -> bool:
-        """Whether no policy can have a batch yet, which most groups that come find, without a pass over all of them."""
+        """True if no policy can have a batch yet. Most arrivals end here, without a scan over the entries."""
         is_last = not self._in_state[State.LEASED] and self._prompts.next_prompt_index is None
         return self._in_state[State.READY] < self._config.prompts_per_step and not is_last
 
     @property
     def _is_bound_to_wait(self) -> bool:
-        """Whether a larger bound would give the learner a batch sooner: it forbids one, or generators to begin more."""
+        """True if a larger bound would give the learner a batch sooner: by taking one, or by beginning more groups."""
         forbids = not self._policy.is_in_order and self._in_state[State.READY] >= self._config.prompts_per_step
         return forbids or not self._policy.admit(len(self._entries), self.max_lag)
 
@@ -595,12 +660,12 @@ class Buffer:
         return entry
 
     def _is_done(self, message: Deliver) -> bool:
-        """Whether this group was trained, filtered or dropped already, in this lineage."""
+        """Return True if this group was trained, filtered or dropped already, in this lineage."""
         is_ours = message.group_id == f"{self._lineage}.{message.prompt_index}"
         return is_ours and self._prompts.is_done(message.prompt_index)
 
     def _is_complete(self, message: Deliver) -> bool:
-        """Whether a group has as many completions as its lease asked for."""
+        """Return True if a group has the number of completions that its lease asks for."""
         num_completions = sum(r.index < self._group_size for r in message.rollouts)
         num_greedy = len(message.rollouts) - num_completions
         return self._min_completions <= num_completions <= self._group_size and num_greedy == self._with_greedy
@@ -611,7 +676,7 @@ class Buffer:
         self._in_state[entry.state] += 1
         self._held[entry.holder] += 1
 
-    def _turn(self, entry: GroupEntry, state: State) -> None:
+    def _set_state(self, entry: GroupEntry, state: State) -> None:
         if entry.state is State.LEASED:
             self._end_lease(entry)
         self._in_state[entry.state] -= 1
@@ -639,8 +704,8 @@ class Buffer:
         self._record_drop(entry.lease.lease_id, entry.prompt_index, "zero_signal", is_final=True)
         self._finish(entry.prompt_index, "filtered_zero_signal", message)
 
-    def _give_up_what_is_late_for(self, version: PolicyVersion) -> None:
-        """Give up what the policy calls too old, where every step to come starts at `version` or later."""
+    def _evict_stale(self, version: PolicyVersion) -> None:
+        """Give up the groups that the policy finds too old for a step that starts at `version` or later."""
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
         for entry in self._policy.evict(waiting, version.number):
             self.tokens["stale"] += entry.num_tokens
@@ -651,11 +716,11 @@ class Buffer:
                 self._give_up(entry, version.number, "cancelled")
 
     def _give_up(self, entry: GroupEntry, version: int, reason: str) -> None:
-        """Give up a group for its age. Its prompt is issued again before new ones, or dropped after `max_attempts`."""
+        """Give up a group for its age. Its prompt is issued again before new ones, or dropped after `MAX_ATTEMPTS` leases."""
         self._settle(entry, version, masked=None)
         self._leave(entry)
         self._attempts[entry.prompt_index] += 1
-        is_final = self._attempts[entry.prompt_index] >= self._config.max_attempts
+        is_final = self._attempts[entry.prompt_index] >= self._max_attempts
         reason = "always_stale" if is_final else reason
         self._record_drop(entry.lease.lease_id, entry.prompt_index, reason, is_final=is_final)
         if is_final:
@@ -692,3 +757,15 @@ class Buffer:
             counts.pop(prompt_index, None)
         self._isolated.clear(prompt_index)
         self._prompts.done(prompt_index, rewards_of(message) if message is not None else ())
+
+
+def group_seed(seed: int, prompt_index: int, attempt: int) -> int:
+    """Return the sampling seed of a group, below 2^48: a function of the run's seed, prompt index and attempt.
+
+    It applies splitmix64's finalizer, so that neighbouring groups get unrelated streams.
+    """
+    mask = 2**64 - 1
+    x = (seed * 0x9E3779B97F4A7C15 + prompt_index * 0xD1B54A32D192ED03 + attempt * 0x8CB92BA72F3D8DD7 + 1) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return (x ^ (x >> 31)) >> 16

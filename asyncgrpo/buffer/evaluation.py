@@ -1,27 +1,139 @@
 """Evaluations beside training: held-out prompts, leases that hold no slot, and results that name the versions sampled.
 
-Generation does not stop for an evaluation, so the weights may change in the middle; the result names the oldest and the
-newest version that sampled. This file knows no sockets and no clock.
+Generation continues during an evaluation, so the weights may change in the middle. The result names the oldest and the
+newest version that sampled. `Evaluations` and `Suite` use no sockets and no clock.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+import logging
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
-from asyncgrpo.buffer.suites import Scored, Suite, suite_of
-from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
-from asyncgrpo.wire.rollouts import Deliver, EvalResult
+from asyncgrpo import metrics
+from asyncgrpo.algorithms.estimates import Estimate, majority_at, mean_of, pass_at, powers_up_to, share_of
+from asyncgrpo.rewards.rules import vote_of
+from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score
+from asyncgrpo.wire.rollouts import Deliver, EvalResult, SuiteResult
+
+log = logging.getLogger(__name__)
+
+# -- results of a suite ------------------------------------------------------------------------------------------------
+
+FEWEST_VOTES = 4
+"""Smallest k of maj@k. Two different votes have no majority, so maj@2 equals pass@1."""
+
+
+def suite_of(prompt_id: str) -> str:
+    """Return the suite of a held-out prompt: `gsm8k` of `gsm8k/17`."""
+    return prompt_id.rpartition("/")[0]
+
+
+class Scored(NamedTuple):
+    """One scored completion of a held-out prompt."""
+
+    score: Score
+    text: str
+    num_tokens: int
+
+
+class Suite:
+    """Results of one suite so far. Unscored completions are left out of every mean."""
+
+    def __init__(self, success: float) -> None:
+        """
+        Args:
+            success: smallest reward of a correct completion.
+        """
+        self._success = success
+        self._prompts = 0
+        self._rewards: list[list[float]] = []
+        self._numbers: defaultdict[str, list[float]] = defaultdict(list)  # by name, one value per prompt
+        self._parts: defaultdict[str, list[float]] = defaultdict(list)
+        self._lengths: list[int] = []
+        self._failures: Counter[str] = Counter()
+        self._versions: set[PolicyVersion] = set()
+
+    def fail(self, reason: str) -> None:
+        """Count a prompt that could not be sampled."""
+        self._prompts += 1
+        self._failures[reason] += 1
+
+    def add(self, source: str, completions: Sequence[Scored], versions: Collection[PolicyVersion] = ()) -> None:
+        """Add the completions of one prompt of this `data_source`."""
+        self._prompts += 1
+        self._versions.update(versions)
+        self._lengths += [one.num_tokens for one in completions]
+        for one in completions:
+            if one.score.value is None:
+                self._failures[one.score.failure or "unknown"] += 1
+            for name, value in one.score.parts.items():
+                self._parts[name].append(value)
+        scored = [(one.score.value, one.text) for one in completions if one.score.value is not None]
+        if scored:
+            self._rewards.append([value for value, _ in scored])
+            self._count(source, [text for _, text in scored], [value >= self._success for value, _ in scored])
+
+    def _count(self, source: str, texts: Sequence[str], is_right: Sequence[bool]) -> None:
+        ks = powers_up_to(len(texts))
+        for k in ks:
+            self._numbers[f"pass@{k}"].append(pass_at(k, is_right))
+        if many := [k for k in ks if k >= FEWEST_VOTES]:
+            for k, share in majority_at(many, [vote_of(text, source) for text in texts], is_right).items():
+                self._numbers[f"maj@{k}"].append(share)
+
+    @property
+    def rewards(self) -> list[float]:
+        """Rewards of all scored completions."""
+        return [value for values in self._rewards for value in values]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Length of every completion, tokens."""
+        return self._lengths
+
+    def result(self) -> SuiteResult:
+        """Return the results so far."""
+        numbers = {"reward": _reward(self._rewards)} if self._rewards else {}
+        order = sorted(self._numbers, key=lambda name: (name[:4] != "pass", int(name.partition("@")[2])))
+        numbers |= {name: share_of(self._numbers[name]) for name in order}
+        parts = sorted(self._parts, key=lambda name: (-len(self._parts[name]), name))[: metrics.MAX_REWARD_PARTS]
+        return SuiteResult(
+            prompts=self._prompts,
+            completions=len(self._lengths),
+            oldest=min(self._versions, default=None),
+            newest=max(self._versions, default=None),
+            failures=dict(self._failures),
+            completion_length_mean=fmean(self._lengths) if self._lengths else None,
+            numbers={name: (number.value, number.low, number.high) for name, number in numbers.items()},
+            parts={name: fmean(self._parts[name]) for name in sorted(parts)},
+        )
+
+
+def _reward(by_prompt: list[list[float]]) -> Estimate:
+    """Return the mean over completions, with the confidence interval of the means of prompts."""
+    estimate = mean_of([fmean(values) for values in by_prompt])
+    mean = fmean(value for values in by_prompt for value in values)
+    if estimate.low is None or estimate.high is None:
+        return Estimate(mean, None, None)
+    half = (estimate.high - estimate.low) / 2
+    return Estimate(mean, mean - half, mean + half)
+
+
+# -- evaluations -------------------------------------------------------------------------------------------------------
 
 MAX_ATTEMPTS = 3
 FREE_LOSSES = 2
-"""Generators that may end while they work on a held-out prompt before each further end costs it an attempt. Without a
-bound, a prompt that ends every generator would do so for ever."""
+"""Lost generators that a held-out prompt may have been in flight at before each further one costs it an attempt. Without
+a bound, a prompt that ends every generator would do so forever."""
 
 
 @dataclass
 class _Evaluation:
-    """One evaluation in flight."""
+    """One running evaluation."""
 
     step: int
     started_s: float
@@ -31,7 +143,7 @@ class _Evaluation:
 
 
 class Evaluations:
-    """Evaluations of one fixed list of prompts, any number of them in flight at once."""
+    """Evaluations of one fixed list of prompts. Several may run at once."""
 
     def __init__(
         self,
@@ -47,11 +159,11 @@ class Evaluations:
     ) -> None:
         """
         Args:
-            prompts: of all suites; their ids name them (`suite_of`).
-            lineage: of this start; it is in every lease id, so that a late group of an earlier start fits no lease.
-            completions: to each prompt.
-            success: reward from which a completion is right.
-            keep: called with the step and the groups of each evaluation that ended.
+            prompts: of all suites, named by their ids (`suite_of`).
+            lineage: of this start. It is part of every lease id, so that a late group of an earlier start is refused.
+            completions: per prompt.
+            success: smallest reward of a correct completion.
+            keep: called with the step and the groups of each finished evaluation.
         """
         self._suites = list(dict.fromkeys(suite_of(prompt.prompt_id) for prompt in prompts))
         self._completions, self._success, self._keep = completions, success, keep
@@ -60,17 +172,17 @@ class Evaluations:
         self._lineage = lineage
         self._running: dict[int, _Evaluation] = {}  # by step
         self._queue: deque[Lease] = deque()
-        self._losses: Counter[str] = Counter()  # generators that ended, by group id
-        self._leased: dict[str, tuple[Lease, str, float]] = {}  # with holder and time, by lease id
+        self._losses: Counter[str] = Counter()  # lost generators, by group id
+        self._leased: dict[str, tuple[Lease, str, float]] = {}  # by lease id: lease, holder, time
         self._scored: set[str] = set()  # leases for which only scores are missing
 
     @property
     def in_flight(self) -> bool:
-        """Whether an evaluation was requested and is not finished."""
+        """True if an evaluation was requested and is not finished."""
         return bool(self._running)
 
     def request(self, step: int, now_s: float) -> None:
-        """Queue every prompt for the evaluation of `step`; a step is evaluated once."""
+        """Queue every prompt for the evaluation of `step`. A step is evaluated once."""
         if not self._prompts or step in self._running:
             return
         self._running[step] = _Evaluation(
@@ -79,7 +191,7 @@ class Evaluations:
         self._queue.extend(self._lease(step, index, 0) for index in range(len(self._prompts)))
 
     def lease(self, holder: str, now_s: float, serves: PolicyVersion | None = None) -> Lease | None:
-        """A lease of the next queued prompt; None if there is none, or if `serves` is older than what it is to evaluate."""
+        """Lease the next queued prompt; None if the queue is empty or `serves` is older than the step to evaluate."""
         if not self._queue or (serves is not None and serves.number < _step_of(self._queue[0])):
             return None
         lease = self._queue.popleft()
@@ -87,16 +199,16 @@ class Evaluations:
         return lease
 
     def lease_of(self, lease_id: str) -> Lease | None:
-        """The lease of this name, if it is in flight."""
+        """Return the lease with this id if it is in flight."""
         held = self._leased.get(lease_id)
         return held[0] if held is not None else None
 
     def held_by(self, holder: str) -> int:
-        """Leases that `holder` works on."""
+        """Return the number of leases that `holder` works on."""
         return sum(h == holder for _, h, _ in self._leased.values())
 
     def sampled_by(self, holder: str) -> int:
-        """Those of them that take a place: completions are still sampled."""
+        """Return the number of leases of `holder` whose completions are still being sampled."""
         return sum(h == holder and lease_id not in self._scored for lease_id, (_, h, _) in self._leased.items())
 
     def awaits_scores(self, holder: str, lease_id: str) -> None:
@@ -105,9 +217,9 @@ class Evaluations:
             self._scored.add(lease_id)
 
     def release(self, holder: str, now_s: float) -> list[EvalResult]:
-        """Free the leases of a generator that is gone. Returns the evaluations that this finished.
+        """Free the leases of a lost generator. Return the evaluations that this finished.
 
-        A prompt is queued again, before all others; after `FREE_LOSSES` such ends each one costs it an attempt.
+        Each prompt returns to the head of the queue. After `FREE_LOSSES` lost generators, each one costs it an attempt.
         """
         results = []
         for lease_id, lease in [(i, lease) for i, (lease, h, _) in self._leased.items() if h == holder]:
@@ -119,7 +231,7 @@ class Evaluations:
         return [result for result in results if result is not None]
 
     def fail(self, lease_id: str, reason: str, now_s: float) -> EvalResult | None:
-        """Queue the prompt again, before all others, or count it as failed. Returns the evaluation if that finished it."""
+        """Requeue the prompt at the head, or count it as failed. Return the evaluation if that finished it."""
         held = self._end(lease_id)
         if held is None:
             return None
@@ -137,7 +249,7 @@ class Evaluations:
         return self._leased.pop(lease_id, None)
 
     def give_back(self, lease_id: str) -> None:
-        """Queue the prompt of this lease again, at no cost: the prompt was not the cause that it ended."""
+        """Requeue the prompt of this lease at no cost: it did not cause the lease to end."""
         held = self._end(lease_id)
         if held is not None:
             self._queue.appendleft(held[0])
@@ -145,10 +257,10 @@ class Evaluations:
     def expire(
         self, now_s: float, is_excused: Callable[[str], bool] = lambda holder: False
     ) -> tuple[list[tuple[Lease, str]], list[EvalResult]]:
-        """Fail the leases whose deadline is over. Returns them with their holders, and the evaluations this finished.
+        """Fail the expired leases. Return them with their holders, and the evaluations that this finished.
 
         Args:
-            is_excused: whether a holder is late for a reason that is not its prompts'; those are given back.
+            is_excused: True for a holder whose prompts are not why it is late. Its leases are given back.
         """
         limit = now_s - self._lease_timeout_s
         late = [(lease, holder) for lease, holder, since in self._leased.values() if since < limit]
@@ -161,7 +273,7 @@ class Evaluations:
         return late, [result for result in results if result is not None]
 
     def accept(self, message: Deliver, now_s: float) -> EvalResult | None:
-        """Count a delivered group. Returns the evaluation if that finished it."""
+        """Add a delivered group. Return the evaluation if that finished it."""
         held = self._end(message.lease_id)
         if held is None:
             return None
@@ -211,3 +323,43 @@ class Evaluations:
 
 def _step_of(lease: Lease) -> int:
     return int(lease.group_id.split(".")[2])
+
+
+# -- samples -----------------------------------------------------------------------------------------------------------
+
+
+class EvalSamples:
+    """Writes the completions of every evaluation as Parquet, so that two steps of a run can be compared.
+
+    `evals/000/step_000040.parquet` has the columns of `recording.samples.Sample`. If the disk refuses a file, the failure
+    is logged and the file is missing. A thread writes, because a large file takes seconds in which the buffer must reply.
+    """
+
+    def __init__(self, folder: Path, keep: int | None) -> None:
+        """
+        Args:
+            keep: number of newest files to keep; None: all.
+        """
+        self._folder, self._keep = folder, keep
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="eval-samples")
+
+    def keep(self, step: int, groups: list[Deliver]) -> None:
+        """Queue the groups of a finished evaluation for writing."""
+        self._thread.submit(self._write, step, groups)
+
+    def close(self) -> None:
+        """Wait until all files are written."""
+        self._thread.shutdown()
+
+    def _write(self, step: int, groups: list[Deliver]) -> None:
+        try:
+            from asyncgrpo.recording.samples import SampleWriter, held_out_samples  # imports pyarrow, which is slow
+
+            rows = [
+                sample
+                for group in sorted(groups, key=lambda g: g.prompt_index)
+                for sample in held_out_samples(group, step)
+            ]
+            SampleWriter(self._folder, self._keep).write(step, rows)
+        except Exception as error:
+            log.warning("cannot write the samples of the evaluation of step %d: %s", step, error)

@@ -1,7 +1,4 @@
-"""What the buffer learns from groups that fail: deadlines of leases, isolated prompts, the quarantine, and bias.
-
-Each of the four sections below says first what it is for.
-"""
+"""Health of groups: deadlines of leases, isolated prompts, quarantine, groups without signal, and bias."""
 
 import logging
 import math
@@ -26,54 +23,52 @@ log = logging.getLogger(__name__)
 
 
 DEADLINE_WINDOW = 101
-"""The median is taken over this many groups."""
+"""Groups over which the median is taken."""
 MIN_GROUPS = 11
-"""With fewer groups the median is not used."""
+"""Fewest groups with which the median is used."""
 SHORTEST_S = 10.0
-"""No deadline is shorter: below this a pause of the network or of a weight change would look like a straggler."""
+"""Minimum deadline. Below it, a stall of the network or a weight change would look like a straggler."""
 CUT_AT = 0.9
-"""The share of its deadline after which a generator does without missing completions, so that the others can be scored
-and sent in time."""
+"""Share of its deadline after which a generator drops missing completions, to score and send the others in time."""
 
 
 class Deadlines:
-    """The deadlines of all leases: a multiple of the running median of the time that groups take.
+    """Deadlines of leases: a multiple of the running median of the time that groups take.
 
-    A deadline at a multiple of the median follows the run, where one number for a whole run is too short for its end or
-    too long for its beginning. If only groups that came counted, the median would be that of the quick ones: the
-    deadline would shrink with it, cut more, and shrink again. So a lease that ran out counts too, with the time that it
-    had. While the deadline is above the median, that is all the median needs; where more than half run out, the deadline
-    grows.
+    A multiple of the median follows the run, where a constant is too short at its end or too long at its beginning. With
+    arrived groups alone, the median would be that of the fast ones: the deadline would shrink, cut off more groups, and
+    shrink again. So an expired lease counts too, with its time limit. While the deadline is above the median this leaves
+    the median exact, and if more than half of the leases expire, the deadline grows.
     """
 
     def __init__(self, factor: float, longest_s: float) -> None:
         """
         Args:
-            factor: a deadline is this many times the median; 0: it is always `longest_s`.
-            longest_s: no deadline is longer.
+            factor: ratio of the deadline to the median; 0: every deadline is `longest_s`.
+            longest_s: maximum deadline.
         """
         self._factor = factor
         self._longest_s = longest_s
         self._recent_s: deque[float] = deque(maxlen=DEADLINE_WINDOW)
-        self._ends_s: dict[str, float] = {}  # by lease that has not ended
+        self._ends_s: dict[str, float] = {}  # by running lease
 
     def seconds(self, *, is_last: bool) -> float:
-        """The time that a lease gets if it is granted now.
+        """Return the time limit of a lease that is granted now.
 
         Args:
-            is_last: the prompt's last lease gets `longest_s`, so that no prompt is dropped for being slower than others.
+            is_last: the last attempt of a prompt gets `longest_s`, so that no prompt is dropped for being slow.
         """
         if is_last or not self._factor or len(self._recent_s) < MIN_GROUPS:
             return self._longest_s
         return min(self._longest_s, max(SHORTEST_S, self._factor * statistics.median(self._recent_s)))
 
-    def took(self, seconds: float) -> None:
-        """Count a group that came after `seconds`, or a lease that ran out after them. What is not a time is left out."""
+    def observe(self, seconds: float) -> None:
+        """Add the time of an arrived group, or the time limit of an expired lease. Invalid times are ignored."""
         if 0 < seconds < math.inf:
             self._recent_s.append(seconds)
 
     def begin(self, lease_id: str, ends_s: float) -> None:
-        """Note a lease that was granted until `ends_s`."""
+        """Add a lease that expires at `ends_s`."""
         self._ends_s[lease_id] = ends_s
 
     def ended(self, lease_id: str) -> None:
@@ -94,18 +89,18 @@ class Deadlines:
 ISOLATE_AFTER = 2
 """Ends of generators with a prompt in flight, since its last completion, after which the prompt is isolated."""
 POISON = "poison"
-"""The reason of a failed attempt of an isolated prompt whose generator ended."""
+"""Reason of a failed attempt of an isolated prompt whose generator ended."""
 BLAMED = frozenset({POISON, "failed"})
-"""Reasons for which the prompt is to blame. A prompt whose attempts all failed so is not leased in the next epoch."""
+"""Reasons that blame the prompt. If all its attempts failed for one of them, it is quarantined."""
 
 
 class EarlierFailures(NamedTuple):
-    """What went wrong with prompts in earlier starts of the run, by prompt index."""
+    """Failures of prompts in earlier starts of the run, by prompt index."""
 
     attempts: Counter[int]
-    """Leases that failed."""
+    """Failed leases."""
     blamed: Counter[int]
-    """Those of them that failed for a reason of `BLAMED`."""
+    """Failed leases with a reason in `BLAMED`."""
     interruptions: Counter[int]
     """Ends of generators with the prompt in flight, since its last completion."""
 
@@ -115,58 +110,58 @@ class EarlierFailures(NamedTuple):
 
 
 class IsolatedPrompts:
-    """Which prompts may be what ends generators, and the one generator on which such a prompt is leased alone.
+    """Isolates prompts that may crash generators: each is leased alone, to one generator at a time.
 
-    When a generator ends, any prompt in flight there may be the cause, or none: machines fail too. So the first end costs
-    a prompt nothing. A prompt that was in flight at `ISOLATE_AFTER` such ends, with no completion since, is isolated: it
-    is leased alone, to a generator that has finished everything else. If that generator ends as well, the prompt is
-    charged with a failed attempt, and no other group is lost with it; if the group comes, the prompt is cleared. One
-    isolated prompt is leased at a time, so that one prompt never ends two generators at once.
+    When a generator ends, any prompt in flight there may be the cause, or none, because machines fail too. So the first end
+    costs a prompt nothing. A prompt that was in flight at `ISOLATE_AFTER` ends since its last completion is isolated: it
+    is leased alone, to a generator that has finished everything else. If that generator ends too, the prompt is charged
+    with a failed attempt and no other group is lost; if the group arrives, the prompt is cleared. One isolated prompt is
+    in flight at a time, so that one prompt never ends two generators at once.
     """
 
     def __init__(self) -> None:
         self._ends: Counter[int] = Counter()
         """Ends of generators with the prompt in flight, since its last completion."""
         self._left: defaultdict[str, set[int]] = defaultdict(set)
-        """Prompts that were in flight at a generator when its silence gave them to others; none has completed since."""
+        """By silent generator: its prompts that others took over and that no completion has cleared since."""
         self._holder: str | None = None
-        """The generator that is kept free of others for an isolated prompt."""
+        """Generator that is kept free for an isolated prompt."""
         self._alone: int | None = None
-        """The isolated prompt that is leased there; None: the generator still works on others."""
+        """Isolated prompt in flight there; None: the generator still works on others."""
 
     def restore(self, ends: Counter[int]) -> None:
-        """Add the ends of earlier starts. Call it before the first lease."""
+        """Add the ends of earlier starts, before the first lease."""
         self._ends.update(ends)
 
     def left_behind(self, holder: str, prompt_indices: Iterable[int]) -> None:
-        """Note that others go on with these prompts of a generator that is silent: it may have ended."""
+        """Note that others took over these prompts of a silent generator, which may have ended."""
         self._left[holder].update(prompt_indices)
 
     def is_back(self, holder: str) -> None:
-        """Note that a generator that was silent had not ended."""
+        """Note that a silent generator had not ended."""
         self._left.pop(holder, None)
 
     def interrupted(self, holder: str, prompt_indices: Iterable[int]) -> tuple[int, ...]:
-        """Count the end of a generator that worked on these prompts. Returns them, with those that it left behind."""
+        """Count the end of a generator with these prompts in flight. Return them, and those that others took over."""
         in_flight = (*prompt_indices, *sorted(self._left.pop(holder, ())))
         self._ends.update(in_flight)
         return in_flight
 
     def is_isolated(self, prompt_index: int) -> bool:
-        """Whether this prompt may only be leased alone."""
+        """Return True if this prompt may only be leased alone."""
         return self._ends[prompt_index] >= ISOLATE_AFTER
 
     def clear(self, prompt_index: int) -> None:
-        """Forget the ends of a prompt: a completion came, or the prompt is dropped."""
+        """Forget the ends of a prompt that completed or was dropped."""
         self._ends.pop(prompt_index, None)
         for prompt_indices in self._left.values():
             prompt_indices.discard(prompt_index)
 
     def may_lease(self, holder: str, num_held: int, *, is_waiting: bool) -> tuple[bool, bool]:
-        """Whether `holder` may get an ordinary prompt, and whether it may get an isolated one.
+        """Return whether `holder` may get an ordinary prompt, and whether it may get an isolated one.
 
         Args:
-            num_held: leases that it works on.
+            num_held: leases that it holds.
             is_waiting: an isolated prompt waits for a generator.
         """
         if self._alone is None:
@@ -175,8 +170,8 @@ class IsolatedPrompts:
             return True, False
         return False, is_waiting and self._alone is None and num_held == 0
 
-    def choose_among(self, holders: Container[str]) -> None:
-        """Choose another generator next time, if the one that is kept free may get no lease now: it fell behind, for example."""
+    def set_eligible(self, holders: Container[str]) -> None:
+        """Release the generator that is kept free if it may get no lease now, for example because it fell behind."""
         if self._alone is None and self._holder not in holders:
             self._holder = None
 
@@ -185,16 +180,16 @@ class IsolatedPrompts:
         self._alone = prompt_index
 
     def is_alone(self, prompt_index: int) -> bool:
-        """Whether this prompt is in flight as the only one of its generator."""
+        """Return True if this prompt is in flight as the only one of its generator."""
         return self._alone == prompt_index
 
     def lease_ended(self, prompt_index: int) -> None:
-        """Free the generator if this prompt was alone there, however its lease ended."""
+        """Release the generator if this prompt was alone there, for any outcome of the lease."""
         if self._alone == prompt_index:
             self._holder = self._alone = None
 
     def generator_lost(self, holder: str) -> None:
-        """Choose another generator next time, if this one was kept free."""
+        """Release this generator if it was kept free."""
         if self._holder == holder:
             self._holder = self._alone = None
 
@@ -206,34 +201,34 @@ QUARANTINE_FILE = "quarantine.jsonl"
 
 
 class Case(Frozen, frozen=True):
-    """One prompt in quarantine."""
+    """A quarantined prompt."""
 
     prompt_id: str
     reason: str
-    """`poison`: generators ended with it; `failed`: no generator could complete it."""
+    """`poison`: it ended generators; `failed`: every generator failed to complete it."""
     prompt_index: int
-    """The prompt index at which it was dropped."""
+    """Prompt index at which it was dropped."""
     attempts: int
-    """Leases that failed."""
+    """Failed leases."""
 
 
 class Quarantine:
-    """Which prompts are in quarantine, and why.
+    """Quarantined prompts, with reasons, kept in a file.
 
-    The file has one JSON object a line: the prompt's id, why, and where it was in the run. The file decides: whoever has
-    repaired a row of the training file deletes its line before the next start. A line that a crash tore is left out.
+    The file has one JSON object per line: prompt id, reason and position in the run. It is authoritative: after you repair
+    a row of the training file, delete its line before the next start. A torn line is ignored.
     """
 
     def __init__(self, path: Path | None = None) -> None:
         """
         Args:
-            path: the file, which need not exist yet; None: the quarantine is kept in memory only.
+            path: of the file, which need not exist; None: the quarantine is kept in memory only.
         Raises:
             JournalError: the file cannot be read.
         """
         self._path = path
         self.cases: dict[str, Case] = {}
-        """By prompt id."""
+        """Cases by prompt id."""
         for text in _read(path) if path is not None else []:
             try:
                 case = msgspec.json.decode(text, type=Case)
@@ -246,7 +241,7 @@ class Quarantine:
         return prompt_id in self.cases
 
     def add(self, case: Case) -> None:
-        """Lease this prompt no more. If the file cannot be written, this holds until the end of the process."""
+        """Quarantine a prompt. If the file cannot be written, this holds until the process ends."""
         self.cases[case.prompt_id] = case
         log.error("prompt %s is in quarantine after %d leases: %s", case.prompt_id, case.attempts, case.reason)
         if self._path is None:
@@ -270,11 +265,70 @@ def _read(path: Path) -> list[bytes]:
 
 
 def _is_torn(file: BinaryIO) -> bool:
-    """Whether the last line of the file has no newline."""
+    """Return True if the last line of the file lacks its newline."""
     if file.seek(0, os.SEEK_END) == 0:
         return False
     file.seek(-1, os.SEEK_END)
     return file.read(1) != b"\n"
+
+
+# -- groups without signal ---------------------------------------------------------------------------------------------
+
+
+REPORTED_STREAK = 32
+"""Consecutive groups without signal after which a warning is given."""
+
+
+def rewards_of(message: Deliver) -> list[float]:
+    """Return the rewards of the scored completions, a greedy one included."""
+    return [r.score.value for r in message.rollouts if r.score.value is not None]
+
+
+def zero_signal(rewards: Sequence[float]) -> str | None:
+    """Return the reason why a group has no signal; None if its rewards differ.
+
+    The comparison is exact, in float64: the standard deviation of equal rewards may be nonzero.
+
+    Args:
+        rewards: of the scored completions, a greedy one included, before the learner shapes them.
+    Returns:
+        `all_equal_high` (above 0), `all_equal_low` or `unscored` (fewer than two rewards).
+    """
+    if len(rewards) < 2:
+        return "unscored"
+    if max(rewards) > min(rewards):
+        return None
+    return "all_equal_high" if rewards[0] > 0 else "all_equal_low"
+
+
+class ZeroSignalStreak:
+    """Counts consecutive groups that were filtered for lack of signal."""
+
+    def __init__(self) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Reset the streak: a group with signal arrived."""
+        self._count, self._reported = 0, 0
+        self._least, self._most = math.inf, -math.inf
+
+    def add(self, rewards: Sequence[float]) -> None:
+        """Add a filtered group with these rewards."""
+        self._count += 1
+        self._least, self._most = min([self._least, *rewards]), max([self._most, *rewards])
+
+    def news(self) -> str | None:
+        """Return a warning at `REPORTED_STREAK` groups, and each time the streak has grown tenfold since."""
+        if self._count < max(REPORTED_STREAK, 10 * self._reported):
+            return None
+        self._reported = self._count
+        if self._least > self._most:
+            what = "no completion got a reward"
+        elif self._least == self._most:
+            what = f"every completion got reward {self._least:.4g}"
+        else:
+            what = f"the completions of each got equal rewards, from {self._least:.4g} to {self._most:.4g}"
+        return f"all of the last {self._count} groups were filtered for lack of signal: {what}"
 
 
 # -- bias --------------------------------------------------------------------------------------------------------------
@@ -303,6 +357,10 @@ class Settled:
     """Mean tokens of a completion that have a weight; None: the group is not trained."""
 
 
+BIAS_THRESHOLD = 0.1
+"""Distance of trained from generated groups, 0 to 1, above which `BiasMonitor.news` warns."""
+
+
 class BiasMonitor:
     """Compares the trained groups with all generated ones, over the last groups that were settled.
 
@@ -322,12 +380,7 @@ class BiasMonitor:
     without signal, which the learner is not to see, and groups that failed.
     """
 
-    def __init__(self, threshold: float) -> None:
-        """
-        Args:
-            threshold: `news` warns of distances above it.
-        """
-        self._threshold = threshold
+    def __init__(self) -> None:
         self._settled: deque[Settled] = deque(maxlen=BIAS_WINDOW)
         self._distances: dict[str, float] | None = None  # None: a group was settled since
         self._above: set[str] = set()
@@ -368,7 +421,7 @@ class BiasMonitor:
     def news(self) -> list[str]:
         """A warning for each distance that rose above the threshold since the last call."""
         distances = self.distances()
-        above = {name for name in WARNED_OF if distances.get(name, 0.0) > self._threshold}
+        above = {name for name in WARNED_OF if distances.get(name, 0.0) > BIAS_THRESHOLD}
         new, self._above = above - self._above, above
         if not new:
             return []

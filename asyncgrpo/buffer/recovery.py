@@ -1,8 +1,8 @@
-"""Recovery: which groups of earlier starts this start trains.
+"""Recovery of groups that earlier starts left in the journal.
 
-A learner that goes on from a checkpoint makes new weights under a new lineage. The weights that an earlier start made
-after that checkpoint are gone. A group that they sampled is `ahead`: no version number of the new lineage says how old it
-is. Every other group belongs to the path that led to the checkpoint, and is trained if the bound on lag allows it.
+A learner that resumes from a checkpoint makes new weights under a new lineage. Weights that an earlier start made after
+that checkpoint are gone. A group that they sampled is `ahead`: the version numbers of the new lineage cannot express its
+age. Every other group lies on the path to the checkpoint and is trained if the bound on lag allows it.
 """
 
 import logging
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Verdict:
-    """The decision on a group of an earlier start."""
+    """Decision on a group of an earlier start."""
 
     found: Found
     record: Delivered
     reason: str | None
-    """Why the group is not trained; None: it is ready."""
+    """Reason why the group is not trained; None: it is ready."""
     max_lag: int
-    """The bound that holds for it."""
+    """Bound on its lag, optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Reopened:
     verdicts: list[Verdict]
     failures: EarlierFailures
     max_lag: int | None = None
-    """The bound in force, with `buffer.max_lag: auto`; None: nothing is known of an earlier one."""
+    """Bound in force, with `buffer.max_lag: auto`; None: no earlier start has recorded one."""
 
 
 def reopen(
@@ -62,21 +62,21 @@ def reopen(
     disk: Disk | None = None,
     segment_bytes: int = SEGMENT_BYTES,
 ) -> Reopened:
-    """Read and repair the journal in `folder`, decide on its groups, and go on writing it.
+    """Read and repair the journal in `folder`, decide on its groups, and continue writing it.
 
     Args:
         run_started: this start.
-        prompts: restored from the checkpoint that this start goes on from.
+        prompts: restored from the checkpoint that this start resumes from.
         clock, disk, segment_bytes: of the `Journal`.
     Raises:
-        JournalError: the folder cannot be read. (A folder that cannot be written is tried again.)
+        JournalError: the folder cannot be read. (A failed write is retried.)
     """
     if config.durability == "memory":
         return Reopened(InMemory(), History(folder, []), [], EarlierFailures.none())
     history = read_rest(folder, run_started.parent, prompts.is_done, keep=config.keep_journal)
     repair(history)
     if config.max_lag == "auto":
-        auto = AutoLag(config.auto_lag, bound_in_force(history, run_started.parent))
+        auto = AutoLag(config.auto_lag.max, bound_in_force(history, run_started.parent))
         run_started = msgspec.structs.replace(run_started, max_lag=auto.max_lag)
     verdicts = judge(history, prompts, run_started, config)
     survivors = {verdict.record.lease_id for verdict in verdicts if verdict.reason is None}
@@ -94,10 +94,10 @@ def reopen(
 
 
 def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
-    """Restore what earlier starts left: the groups that may be trained, and the failures of prompts. Drop other groups.
+    """Restore the trainable groups and the failures of prompts that earlier starts left, and drop all other groups.
 
     Returns:
-        Counts of groups: `ready`, or the reason of the drop.
+        Number of groups by `ready` or the reason of the drop.
     """
     buffer.restore_failures(reopened.failures)
     counts: Counter[str] = Counter()
@@ -110,7 +110,7 @@ def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
             buffer.drop_recovered(record.lease_id, record.prompt_index, record.tokens, reason or "damaged")
         counts["ready" if group is not None else reason or "damaged"] += 1
     if counts:
-        log.info("groups of earlier starts that no step has trained: %s", dict(counts))
+        log.info("untrained groups of earlier starts: %s", dict(counts))
     return dict(counts)
 
 
@@ -118,11 +118,11 @@ def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
 
 
 def bound_in_force(history: History, checkpoint: PolicyVersion | None) -> int | None:
-    """The bound on lag at the end of the surviving path, where `buffer.max_lag` was `auto`; None where it never was."""
+    """Return the bound on lag at the end of the surviving path; None if `buffer.max_lag` was never `auto`."""
     path, seen, max_lag = surviving_path(history.starts, checkpoint), set[int](), None
     for found in history.found:
         match found.record:
-            # Every segment begins with the record of its start.
+            # Every segment begins with the record of its start; count it once.
             case RunStarted(lineage=lineage, max_lag_is_auto=True) if lineage in path and lineage not in seen:
                 seen.add(lineage)
                 max_lag = found.record.max_lag
@@ -132,10 +132,11 @@ def bound_in_force(history: History, checkpoint: PolicyVersion | None) -> int | 
 
 
 def bound_of(lease_id: str, max_lag: int | None, start: RunStarted) -> int:
-    """The bound that holds for a group in a start: that of its lease. Without `auto` no group of others has more than its own.
+    """Return the bound that applies to a group: that of its lease, capped by a fixed bound of a later start.
 
     Args:
-        lease_id, max_lag: as its `Delivered` has them.
+        lease_id, max_lag: as in its `Delivered`.
+        start: the start that trains it.
     """
     is_its_own = int(lease_id.partition(".")[0]) == start.lineage
     if max_lag is None:
@@ -144,7 +145,7 @@ def bound_of(lease_id: str, max_lag: int | None, start: RunStarted) -> int:
 
 
 def trained_on(history: History, path: Mapping[int, int]) -> set[str]:
-    """Lease ids of the groups that the path was trained on."""
+    """Return the lease ids of the groups that the path was trained on."""
     return {
         lease_id
         for found in history.found
@@ -156,9 +157,8 @@ def trained_on(history: History, path: Mapping[int, int]) -> set[str]:
 def judge(history: History, prompts: PromptSource, run_started: RunStarted, config: BufferConfig) -> list[Verdict]:
     """A verdict on every group that is neither trained on the path nor dropped, in order of arrival.
 
-    The reasons: `superseded` (the prompt is done, or a later group is of the same prompt), `resume`
-    (`buffer.after_resume` is `drop`), `incompatible` (sampled or scored under other settings), `ahead` (sampled by
-    weights that are gone), `damaged`, `stale`.
+    The reasons: `superseded` (the prompt is done, or a later group is of the same prompt), `incompatible` (sampled or
+    scored under other settings), `ahead` (sampled by weights that are gone), `damaged`, `stale`.
 
     Args:
         prompts: restored from the checkpoint.
@@ -180,8 +180,6 @@ def judge(history: History, prompts: PromptSource, run_started: RunStarted, conf
         reason: str | None = None
         if not prompts.is_wanted(record.prompt_index):
             reason = "superseded"
-        elif config.after_resume == "drop":
-            reason = "resume"
         elif start is None or start.compatibility_key != run_started.compatibility_key:
             reason = "incompatible"
         elif not all(is_on(path, version) for version in record.versions):
@@ -206,9 +204,9 @@ FAILED_ATTEMPTS = BLAMED | {"lease_timeout", "incomplete", "unscored", "lineage"
 
 
 def earlier_failures(history: History, prompts: PromptSource) -> EarlierFailures:
-    """What went wrong with the prompts that are still wanted, over all starts.
+    """Return the failures of the prompts that are still wanted, over all starts.
 
-    Starts whose weights are gone count too: what a prompt did to a generator then it may do again.
+    Starts whose weights are gone count too: a prompt that crashed their generators may crash others.
     """
     earlier = EarlierFailures.none()
     for found in history.found:
@@ -224,9 +222,9 @@ def earlier_failures(history: History, prompts: PromptSource) -> EarlierFailures
 
 
 def _late(records: list[Delivered], bounds: Mapping[str, int], step: int, config: BufferConfig) -> list[str]:
-    """Lease ids of the groups that P groups a step would not train before they are too old, though they are ready now.
+    """Return the lease ids of ready groups that become too old before P groups a step would train them.
 
-    Under `wait` there are none, unless `max_lag` or P became smaller: admission bounds them (`admission.py`).
+    Under `wait` there are none unless `max_lag` or P decreased, because admission bounds them (`admission.py`).
     """
     counts_from = POLICIES[config.policy].counts_from
     if counts_from is None:
@@ -245,10 +243,10 @@ def _late(records: list[Delivered], bounds: Mapping[str, int], step: int, config
 def _late_in_order(
     records: list[Delivered], bounds: Mapping[str, int], prompts: PromptSource, step: int, config: BufferConfig
 ) -> list[str]:
-    """Do as `_late` does, where a group waits for all prompts before it, also for those that are to be generated again.
+    """Return the lease ids of ready groups that become too old while they wait for all prompts before them.
 
-    Those were filtered or dropped after the checkpoint, and other groups took their slots, further from their turn than
-    the slots reach. If these were kept, the prompts before them would find no slot free, and training would stop.
+    Some of those prompts are to be generated again: they were filtered or dropped after the checkpoint, and groups further
+    from their turn took their slots. Keeping these groups would leave no slot for the prompts before them: a deadlock.
     """
     late, place, prompt_index = [], 0, prompts.state().frontier
     for record in sorted(records, key=lambda r: r.prompt_index):

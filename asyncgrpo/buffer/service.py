@@ -1,23 +1,19 @@
-"""The buffer's process: one thread and one loop that serve generators, the learner and the driver from one socket.
+"""The buffer's process: one thread and one loop that serve generators, the learner and the driver over one socket.
 
-`BufferService` turns messages into calls of `Buffer` and `Evaluations`, and what follows from these calls into messages.
-What it tells of itself is in `totals.py`.
+`BufferService` turns messages into calls of `Buffer` and `Evaluations`, and their results into messages.
 """
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from asyncgrpo import metrics
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.groups import GroupEntry, State
-from asyncgrpo.buffer.reward_health import RewardMonitor, Tell
-from asyncgrpo.buffer.sessions import Listener, Session, SlowGenerators, Speeds
-from asyncgrpo.buffer.totals import Gauges, Load, batch_figures, counters, observe_batch
+from asyncgrpo.buffer.fleet import Emit, Load, RewardMonitor, Session, SilenceMonitor, SlowGenerators, Speeds
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError
 from asyncgrpo.journal.format import Committed
@@ -29,6 +25,7 @@ from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import Kinds, OfLearnerOrDriver, ToBuffer, decode
 from asyncgrpo.wire.groups import check_group, check_lease
 from asyncgrpo.wire.rollouts import (
+    OF_ONE_BATCH,
     REWARDS_PAUSED,
     Ack,
     AwaitsScores,
@@ -65,14 +62,14 @@ READ = Kinds(ToBuffer)
 
 TICK_S = 0.1
 BURST = 32
-"""Messages read before leases are handed out again."""
+"""Messages read before leases are granted again."""
 WAITING_EVERY_S = 1.0
 SILENT_AFTER_S = 60.0
-"""A generator that sends nothing for so long is taken for dead. It sends a heartbeat every second."""
+"""Liveness timeout of a generator. It sends a heartbeat every second."""
 EVENLY_S = 0.5
-"""How long after a version is first served no generator takes more than its part, so that the others find some left."""
+"""Time after a version is first served in which no generator gets more than its share of the leases."""
 BEHIND = 1
-"""Versions that a generator may be behind the newest one that any of them serves, to get a lease."""
+"""Versions that a generator may be behind the newest served one and still get a lease."""
 
 
 class BufferService:
@@ -87,20 +84,20 @@ class BufferService:
         *,
         reward_name: str = "the reward",
         reward_has_worked: bool = False,
-        tell: Tell = lambda event, **fields: None,
+        emit: Emit = lambda event, **fields: None,
     ) -> None:
         """
         Args:
-            vocabulary: token ids of the model are below it; None: not known, and not checked.
-            reward_has_worked: in an earlier start under the same command.
-            tell: writes an event of the run.
+            vocabulary: token ids are below it; None: unknown, and not checked.
+            reward_has_worked: True if it worked in an earlier start under the same command.
+            emit: writes an event of the run.
         """
         self._server, self._buffer, self._evaluations = server, buffer, evaluations
         self._journal = buffer.journal
         self._vocabulary = 2**31 if vocabulary is None else vocabulary
-        self._write_event = tell
+        self._write_event = emit
         self._pending_events: list[tuple[str, dict[str, Any]]] = []
-        self._rewards = RewardMonitor(reward_name, has_worked=reward_has_worked, tell=self._tell)
+        self._rewards = RewardMonitor(reward_name, has_worked=reward_has_worked, emit=self._emit)
         self._failures = Tally()  # of leases, by reason
         self._gauges, self._load = Gauges(), Load()
         self.progress = LoopProgress()
@@ -108,26 +105,26 @@ class BufferService:
         self._finished = False
         # Generators.
         self._sessions: dict[str, Session] = {}
-        self._listener, self._speeds, self._slow = Listener(), Speeds(), SlowGenerators()
-        self._served, self._served_s = -1, 0.0  # the newest version that a generator serves, and since when
-        self._newest: dict[str, str] = {}  # by generator, the peer of its last incarnation that registered
-        self._speaks_for: dict[str, str] = {}  # by peer, the generator for which it registered
-        # By lease id, the position in the journal, the peer and the reply; in the order of the journal.
+        self._silences, self._speeds, self._slow = SilenceMonitor(), Speeds(), SlowGenerators()
+        self._served, self._served_s = -1, 0.0  # newest version that a generator serves, and when it was first served
+        self._newest: dict[str, str] = {}  # by generator: the peer of its newest incarnation
+        self._speaks_for: dict[str, str] = {}  # by peer: the generator that it registered as
+        # By lease id, in journal order: position in the journal, peer and reply.
         self._unacknowledged: dict[str, tuple[int, str, Ack]] = {}
         # The learner.
         self._learner: str | None = None
         self._take: Take | None = None
-        self._asked_for: PolicyVersion | None = None  # the version that its last request named
-        self._asked_s = self._held_back_s = 0.0  # when that came; how long it then waited for the bound
-        self._may_take = False  # whether anything changed since the last time a batch was looked for
-        self._batch: list[GroupEntry] | None = None  # taken, and not yet in the journal
+        self._asked_for: PolicyVersion | None = None  # version of the learner's last request
+        self._asked_s = self._held_back_s = 0.0  # time of that request, and how long the bound then made it wait
+        self._may_take = False  # True if anything changed since `Buffer.take` last returned None
+        self._batch: list[GroupEntry] | None = None  # taken, but not in the journal yet
         self._waiting_sent_s = 0.0
         self._filtered_before = 0  # groups filtered up to the last batch
         self._results: list[EvalResult] = []
         self._last_evals = False
         self._snapshot_requests: list[str] = []  # peers
-        self._snapshot: PromptState | None = None  # the one that was sent last
-        # What a person asked for: the newest, and what is in effect.
+        self._snapshot: PromptState | None = None  # the last one sent
+        # Steering: as last requested, and as applied.
         self._steer_asked = self._steer = Steer()
         # The end of the run.
         self._drain_reason = ""
@@ -136,23 +133,23 @@ class BufferService:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Generators that were in touch and are not any more, by name and incarnation. May be read from any thread."""
+        """Generators that lost touch, as `<name>-<incarnation>`. Safe to read from any thread."""
         return tuple(peer for name, peer in tuple(self._newest.items()) if name not in self._sessions)
 
     def steer(self, asked: Steer) -> None:
-        """Do what a person asks for, within a tick. May be called from any thread."""
+        """Apply the operator's request within a tick. Safe to call from any thread."""
         self._steer_asked = asked
 
     @property
     def steered(self) -> int:
-        """The revision of the `Steer` in effect. May be read from any thread."""
+        """Revision of the applied `Steer`. Safe to read from any thread."""
         return self._steer.revision
 
     def run(self) -> None:
         """Serve until `Finished`.
 
         Raises:
-            DataError: no prompt was left that may be leased. The learner has written a checkpoint before.
+            DataError: every remaining prompt is in quarantine. The learner has written a checkpoint before.
         """
         while not self._finished:
             self.progress.tick()
@@ -161,7 +158,7 @@ class BufferService:
             raise self._failure
 
     def serve(self, timeout_s: float) -> None:
-        """Run one round: read what has arrived, at most BURST messages of it, and do what follows from all of it."""
+        """Run one round: read at most BURST messages, then act on all of them."""
         received, now_s, count = self._server.receive(timeout_s), time.monotonic(), 1
         with self._server.together():
             while received is not None and count < BURST and not self._finished:
@@ -170,8 +167,8 @@ class BufferService:
             self.turn(received, now_s)
 
     def turn(self, received: tuple[str, Sequence[Frame]] | None, now_s: float) -> None:
-        """Handle the message that was received at `now_s`, if any, and do what follows from it and from the time."""
-        self._listener.listen(now_s)
+        """Handle the message received at `now_s`, if any, and act on it and on the time."""
+        self._silences.note_reading(now_s)
         if received is not None:
             self._receive(*received, now_s)
         if now_s - self._ticked_s >= TICK_S:
@@ -193,26 +190,31 @@ class BufferService:
                 self._server.send(session.peer, Shutdown())
 
     def _tick(self, now_s: float) -> None:
-        """Do what only time brings: acknowledge what is on the disk by now, expire sessions and leases, show metrics."""
+        """Do the periodic work: acknowledge durable groups, expire sessions and leases, update metrics."""
         self._journal.tick()
-        self._obey()
+        self._apply_steering()
         self._acknowledge()
         self._send_snapshots(now_s)
         for name, session in list(self._sessions.items()):
             if now_s - session.heard_s > SILENT_AFTER_S:
                 self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s", now_s)
         self._expire_leases(now_s)
-        self._give_away_leases_of_silent(now_s)
+        self._reassign_leases_of_silent(now_s)
         self._gauges.show(self._buffer, now_s)
-        self._note_load(now_s)
+        self._load.note(
+            now_s,
+            in_flight=self._buffer.num_sampled,
+            places=sum(session.window for session in self._sessions.values()),
+            in_touch=len(self._sessions),
+        )
         if (sentence := self._buffer.zero_signal_streak.news()) is not None:
             log.warning("%s (algorithm.filter_zero_signal)", sentence)
-            self._tell("warning", about="filter", text=sentence)
+            self._emit("warning", about="filter", text=sentence)
         for fields in self._buffer.rounds_begun():
-            self._tell("curriculum", **fields)
+            self._emit("curriculum", **fields)
 
-    def _obey(self) -> None:
-        """Bring what a person asked for into effect. A bound waits for the first weights: its record names a version."""
+    def _apply_steering(self) -> None:
+        """Apply the operator's request. A new bound waits for the first weights, because its record names a version."""
         asked = self._steer_asked
         if asked.revision > self._steer.revision and not (asked.max_lag is not None and self._buffer.version is None):
             if asked.max_lag is not None:
@@ -226,17 +228,9 @@ class BufferService:
                 self._server.send(session.peer, Shutdown())
 
     def _holds(self, name: str, peer: str) -> bool:
-        """Whether this generator has a lease, or a group that is not acknowledged."""
+        """Return True if this generator holds a lease or a group that is not acknowledged."""
         is_held = self._buffer.held_by(name) or self._evaluations.held_by(name)
         return bool(is_held) or any(peer == other for _, other, _ in self._unacknowledged.values())
-
-    def _note_load(self, now_s: float) -> None:
-        self._load.note(
-            now_s,
-            in_flight=self._buffer.num_sampled,
-            places=sum(session.window for session in self._sessions.values()),
-            in_touch=len(self._sessions),
-        )
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -247,22 +241,22 @@ class BufferService:
             self._check_sender(peer, message)
             session = self._sessions.get(name := getattr(message, "generator_id", ""))
             if session is not None and session.peer == peer:
-                self._listener.heard(session, now_s)
+                self._silences.heard(session, now_s)
                 self._buffer.is_back(name)
             self._handle(peer, message, payload, frames[0], now_s)
         except RefusedError as error:
             self._count_refusal(peer, error)
-            if peer in self._speaks_for:  # the message cannot be read, so its group is not known
+            if peer in self._speaks_for:  # undecodable, so its group is unknown
                 self._server.send(peer, Nack(group_id="", lease_id="", reason=error.reason))
 
     def _check_sender(self, peer: str, message: Message) -> None:
-        """Refuse what a peer that registered as a generator says for another or for the learner. Raises RefusedError."""
+        """Raise RefusedError for a generator's message under another name, or of a kind that generators do not send."""
         speaks_for = self._speaks_for.get(peer)
         if speaks_for is None:
             return
         kind = type(message).__name__
         if isinstance(message, OfLearnerOrDriver):
-            raise RefusedError("sender", f"{kind} is not for a generator to say")
+            raise RefusedError("sender", f"a generator may not send {kind}")
         if (
             isinstance(message, Register | Serving | AwaitsScores | LeaseFailed | RewardFailed)
             and message.generator_id != speaks_for
@@ -271,7 +265,7 @@ class BufferService:
 
     def _count_refusal(self, peer: str, error: RefusedError) -> None:
         metrics.rejected_frames_total.labels(reason=error.reason).inc()
-        log.warning("refused a message of %s (%s): %s", peer, error.reason, str(error)[:500])
+        log.warning("refused a message from %s (%s): %s", peer, error.reason, str(error)[:500])
 
     def _handle(self, peer: str, message: Message, payload: memoryview, head: Frame, now_s: float) -> None:
         match message:
@@ -292,7 +286,7 @@ class BufferService:
             case Take():
                 self._trained(message.version)
                 self._learner, self._waiting_sent_s = peer, now_s
-                self._asked(message, now_s)
+                self._note_take(message, now_s)
             case Trained(version=version):
                 self._trained(version)
             case RequestEval(step=step):
@@ -333,7 +327,7 @@ class BufferService:
             return
         session = self._sessions.get(name)
         if session is None or (session.peer, session.incarnation) != (peer, message.incarnation):
-            self._lose(name, "it started again", now_s)
+            self._lose(name, "it restarted", now_s)
             self._newest[name] = peer
             self._speaks_for[peer] = name
             window = self._steer.groups_in_flight or message.window
@@ -352,15 +346,15 @@ class BufferService:
             self._note_pace(name, message, now_s)
         elif self._is_replaced(name, peer):
             self._server.send(peer, Shutdown())
-        else:  # its Register was lost, or it was silent for too long and taken for dead
+        else:  # its Register was lost, or it exceeded the liveness timeout
             self._server.send(peer, Reregister())
 
     def _is_replaced(self, name: str, peer: str) -> bool:
-        """Whether `peer` is an earlier incarnation of `name`. It may live on where the driver does not see it."""
+        """Return True if `peer` is an earlier incarnation of `name`, which may outlive its replacement unnoticed."""
         return peer in self._speaks_for and self._newest[name] != peer
 
     def _lose(self, name: str, why: str, now_s: float) -> None:
-        """Forget a generator and free its leases."""
+        """Forget a lost generator and free its leases."""
         session = self._sessions.pop(name, None)
         if session is None:
             return
@@ -369,50 +363,50 @@ class BufferService:
         self._slow.forget(name)
         released = self._buffer.release(name)
         self._results += self._evaluations.release(name, now_s)
-        if released:  # the generator may live, and would go on with leases that are not its own any more
+        if released:  # if it is alive, it would continue with leases that are no longer its own
             self._server.send(session.peer, Cancel(lease_ids=tuple(released), reason="lost"))
-        log.warning("%s is lost (%s); %d of its leases are free again", name, why, len(released))
+        log.warning("lost generator %s (%s); freed %d leases", name, why, len(released))
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
-    def _give_away_leases_of_silent(self, now_s: float) -> None:
-        """Free the leases of generators that are silent for too long, while any other may get one.
+    def _reassign_leases_of_silent(self, now_s: float) -> None:
+        """Free the leases of silent generators while another generator may get one.
 
-        They are not lost yet. Who is back in time has worked in vain, which is cheaper than a learner that waits.
+        They are not lost yet. Work that a returning generator did in vain costs less than a waiting learner.
         """
-        silent = [name for name, session in self._sessions.items() if self._listener.is_silent(session, now_s)]
+        silent = [name for name, session in self._sessions.items() if self._silences.is_silent(session, now_s)]
         if any(map(self._buffer.held_by, silent)) and self._others_may_lease(silent, now_s):
             for name in silent:
-                self._give_away_leases(name, "silent")
+                self._reassign_leases(name, "silent")
 
     def _note_pace(self, name: str, message: Serving, now_s: float) -> None:
-        """Free the leases of a generator that has become far slower than the others, while any other may get one."""
+        """Free the leases of a generator that is far slower than the others, while another generator may get one."""
         oldest = self._buffer.oldest_lease() if self._take is not None and self._buffer.is_held_back else None
         is_awaited = oldest is not None and oldest.holder == name
         became_slow = self._slow.heard(name, message.token_s, message.running, now_s, is_awaited=is_awaited)
         if became_slow and self._others_may_lease([name], now_s):
-            log.warning("%s is slow: a token takes %.3g s, far longer than at the others", name, message.token_s)
-            self._give_away_leases(name, "slow")
+            log.warning("generator %s is slow: %.3g s per token, far above the others", name, message.token_s)
+            self._reassign_leases(name, "slow")
 
     def _others_may_lease(self, names: Sequence[str], now_s: float) -> bool:
         version = self._buffer.version
         if version is None or self._steer.is_paused or self._drain_reason or self._journal.is_blocked is not None:
             return False
-        return bool(self._able(version, now_s).keys() - set(names))
+        return bool(self._eligible(version, now_s).keys() - set(names))
 
-    def _give_away_leases(self, name: str, why: str) -> None:
+    def _reassign_leases(self, name: str, why: str) -> None:
         if freed := self._buffer.free_leases_of(name):
             self._may_take = True
             self._server.send(self._sessions[name].peer, Cancel(lease_ids=tuple(freed), reason=why))
-            log.warning("%s is %s: others go on with %d leases that it has", name, why, len(freed))
+            log.warning("generator %s is %s: reassigned %d of its leases", name, why, len(freed))
 
     def _grant(self, now_s: float) -> None:
-        """Hand out leases, one at a time to the generator that would finish it soonest, evaluation first."""
+        """Grant leases one at a time, each to the generator that would finish it first; evaluation leases first."""
         current = self._buffer.version
         if current is None or self._steer.is_paused:
             return
-        able = self._able(current, now_s)
-        self._buffer.only_these_may_lease(able)
+        able = self._eligible(current, now_s)
+        self._buffer.set_eligible(able)
         owners: tuple[Evaluations | Buffer, ...] = self._evaluations, self._buffer
         for owner in owners:
             held = {name: owner.sampled_by(name) for name in able}
@@ -424,13 +418,13 @@ class BufferService:
                 if lease is not None:
                     self._server.send(able[name].peer, Grant(lease=lease))
                     held[name] += 1
-                if lease is None or held[name] == room[name]:  # none is left, or none for it; or it is full
+                if lease is None or held[name] == room[name]:  # no lease for it, or it is full
                     del pace[name]
                 else:
                     pace[name] = self._pace(name, held[name])
 
-    def _able(self, current: PolicyVersion, now_s: float) -> dict[str, Session]:
-        """Generators that may get a lease: they speak, and serve the newest version that anyone serves, or nearly that."""
+    def _eligible(self, current: PolicyVersion, now_s: float) -> dict[str, Session]:
+        """Return the generators that may get a lease: live ones at the newest served version, or nearly at it."""
         served = {
             name: session.version.number
             for name, session in self._sessions.items()
@@ -443,23 +437,23 @@ class BufferService:
             name: self._sessions[name]
             for name, number in served.items()
             if number >= newest - BEHIND
-            and self._speaks(self._sessions[name], now_s)
+            and self._is_live(self._sessions[name], now_s)
             and not self._rewards.is_paused(name)
         }
-        return {name: session for name, session in able.items() if not self._slow.rests(name, now_s)} or able
+        return {name: session for name, session in able.items() if not self._slow.is_benched(name, now_s)} or able
 
-    def _speaks(self, session: Session, now_s: float) -> bool:
-        return session.speaks(now_s) and session.peer not in self._steer.leaving
+    def _is_live(self, session: Session, now_s: float) -> bool:
+        return session.is_live(now_s) and session.peer not in self._steer.leaving
 
     def _room(self, name: str, is_only_one: bool, now_s: float) -> int:
-        """Leases that a generator may sample for."""
+        """Return the number of leases that a generator may sample for."""
         session = self._sessions[name]
-        if self._slow.is_tried(name) and not is_only_one:
+        if self._slow.on_probation(name) and not is_only_one:
             return 1
         if now_s - self._served_s > EVENLY_S:
             return session.window
-        num_speaking = sum(self._speaks(other, now_s) for other in self._sessions.values())
-        return min(session.window, -(-self._buffer.num_slots // num_speaking))
+        num_live = sum(self._is_live(other, now_s) for other in self._sessions.values())
+        return min(session.window, -(-self._buffer.num_slots // num_live))
 
     def _pace(self, name: str, held: int) -> float:
         return self._speeds.seconds_per_token(name, held, self._sessions[name].window)
@@ -467,21 +461,21 @@ class BufferService:
     def _lease_failed(self, message: LeaseFailed, now_s: float) -> None:
         self._buffer.count_aborted(message.tokens)
         name, reason = message.generator_id, message.reason
-        if reason == "cancelled":  # as the buffer had asked
+        if reason == "cancelled":  # by the buffer
             return
         if reason == REWARDS_PAUSED:
             self._buffer.give_back(message.lease_id)
             self._evaluations.give_back(message.lease_id)
             return
         log.warning("lease %s failed at %s: %s %s", message.lease_id, name, reason, message.detail)
-        self._tell_of_failure(name, reason, message.detail[:500])
+        self._emit_failure(name, reason, message.detail[:500])
         is_late = reason == "lease_timeout"
         if is_late and name in self._sessions:
             self._speeds.late(name)
         self._fail(message.lease_id, "lease_timeout" if is_late else "failed", now_s, eval_reason=reason)
 
     def _fail(self, lease_id: str, reason: str, now_s: float, *, eval_reason: str = "failed") -> None:
-        """Fail a lease, of training or of an evaluation."""
+        """Fail a lease of training or evaluation."""
         self._buffer.fail(lease_id, reason)
         self._add_result(self._evaluations.fail(lease_id, eval_reason, now_s))
 
@@ -498,25 +492,25 @@ class BufferService:
             log.warning("lease %s expired", lease.lease_id)
             reason = REWARDS_PAUSED if is_paused(holder) else "lease_timeout"
             if reason == "lease_timeout":
-                self._tell_of_failure(holder, reason, f"prompt {lease.prompt.prompt_id} was not completed in time")
+                self._emit_failure(holder, reason, f"prompt {lease.prompt.prompt_id} was not completed in time")
             for session in self._sessions.values():
                 self._server.send(session.peer, Cancel(lease_ids=(lease.lease_id,), reason=reason))
 
     def _cancel_late(self) -> None:
-        """Tell generators which leases the buffer has given up because their groups would be too old."""
+        """Send Cancel for the leases that the buffer gave up for their age."""
         late = self._buffer.cancelled()
         for name, session in self._sessions.items():
             lease_ids = tuple(entry.lease.lease_id for entry in late if entry.holder == name)
             if lease_ids:
                 self._server.send(session.peer, Cancel(lease_ids=lease_ids, reason="stale"))
         if late:
-            log.info("cancelled %d leases whose groups would be too old", len(late))
+            log.info("cancelled %d leases whose groups would exceed the bound on lag", len(late))
 
     # -- delivered groups ----------------------------------------------------------------------------------------------
 
     def _deliver(self, peer: str, message: Deliver, payload: memoryview, head: Frame, now_s: float) -> None:
         if message.lease_id in self._unacknowledged:
-            return  # sent again while the journal works on it
+            return  # a duplicate of a group that the journal is still writing
         refusal = self._refusal(peer, message, payload, now_s)
         if refusal is None and message.purpose == "eval":
             self._add_result(self._evaluations.accept(message, now_s))
@@ -541,7 +535,7 @@ class BufferService:
             self._speeds.delivered(name, message.timings.get("generate", 0.0), longest, held, session.window)
 
     def _refusal(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> str | None:
-        """Why a group is refused: it is malformed, or not the one that was leased. Its lease has failed then."""
+        """Check a group; return the reason if it is malformed or does not match its lease. Its lease fails then."""
         try:
             check_group(message, payload, self._vocabulary)
             owner = self._evaluations if message.purpose == "eval" else self._buffer
@@ -566,19 +560,19 @@ class BufferService:
     # -- the learner ---------------------------------------------------------------------------------------------------
 
     def _trained(self, version: PolicyVersion | None) -> None:
-        """Note that the learner has made a version. Messages of two kinds name it, so that it is known even if one is lost."""
+        """Record that the learner has made a version. Two kinds of messages carry it, so that losing one is harmless."""
         if version is not None and (self._buffer.version is None or version > self._buffer.version):
             self._buffer.trained(version)
 
-    def _asked(self, take: Take, now_s: float) -> None:
-        """Note a request for a batch, and what it says of the step before it."""
+    def _note_take(self, take: Take, now_s: float) -> None:
+        """Store the learner's request, and the report on the previous step in it."""
         if self._asked_for is not None and take.version > self._asked_for:
             waited = self._held_back_s / max(now_s - self._asked_s, 1e-9)
             self._buffer.step_ended(take.version, take.shares_within, waited)
         self._take, self._asked_for, self._asked_s, self._held_back_s = take, take.version, now_s, 0.0
 
     def _reply_to_take(self, now_s: float) -> None:
-        """Reply to the learner as soon as there is a batch, or will be none; until then say now and then what is awaited."""
+        """Send the learner its batch, or NoMore. Until then, send Waiting once a second."""
         if self._learner is None:
             return
         if self._last_evals:
@@ -597,7 +591,7 @@ class BufferService:
             self._batch = self._buffer.take(self._take.version, now_s)
             if self._batch is not None and self._buffer.is_held_back:
                 self._held_back_s = now_s - self._asked_s
-        if self._batch is not None and self._journal.is_blocked is None:  # so its manifest is written
+        if self._batch is not None and self._journal.is_blocked is None:  # its manifest is written
             self._send_batch(self._take, self._batch, now_s)
         elif self._buffer.exhausted and not self._evaluations.in_flight:
             self._send_no_more("exhausted")
@@ -607,7 +601,7 @@ class BufferService:
     def _send_waiting(self, learner: str, now_s: float) -> None:
         if now_s - self._waiting_sent_s >= WAITING_EVERY_S:
             self._waiting_sent_s = now_s
-            what, hopeless = self._awaited(now_s), self._rewards.hopeless_reason
+            what, hopeless = self._describe_wait(now_s), self._rewards.fatal_reason
             message = Waiting(what=what, evals=self._take_results(), hopeless=hopeless, is_paused=self._steer.is_paused)
             self._server.send(learner, message)
 
@@ -633,7 +627,7 @@ class BufferService:
         self._take, self._last_evals = None, False
 
     def _send_snapshots(self, now_s: float) -> None:
-        """Send snapshots once the journal is synced: a checkpoint must hold no step whose manifest could still be lost."""
+        """Send snapshots once the journal is synced: a checkpoint must not contain a step whose manifest may be lost."""
         if self._snapshot_requests and self._journal.sync():
             self._snapshot = self._buffer.snapshot()
             reply = Snapshot(
@@ -651,8 +645,8 @@ class BufferService:
                 self._waiting_sent_s = now_s
                 self._server.send(peer, Waiting(what=f"the journal: {self._journal.is_blocked}", of_snapshot=True))
 
-    def _awaited(self, now_s: float) -> str:
-        """A phrase for people: what the learner waits for."""
+    def _describe_wait(self, now_s: float) -> str:
+        """Return a phrase for messages: what the learner waits for."""
         if (blocked := self._buffer.blocked_by) is not None:
             return blocked
         if (paused := self._rewards.describe_pause()) is not None:
@@ -668,7 +662,7 @@ class BufferService:
             age_s = now_s - oldest.leased_at_s
             text += f", the oldest for {age_s:.0f} s at {oldest.holder} ({oldest.prompt.prompt_id})"
         elif not self._sessions:
-            text += ", no generator is in touch"
+            text += ", no generator is connected"
         if filtered := self._buffer.filtered.total() - self._filtered_before:
             text += f"; {filtered} since the last batch had equal rewards and were replaced"
         return text
@@ -683,11 +677,94 @@ class BufferService:
         results, self._results = tuple(self._results), []
         return results
 
-    def _tell(self, event: str, **fields: Any) -> None:
-        """Write an event, once the learner has spoken: before that it may be rewriting the file, as a resume does."""
+    def _emit(self, event: str, **fields: Any) -> None:
+        """Queue an event until the learner's first message: until then a resume may be rewriting the file."""
         self._pending_events.append((event, fields))
 
-    def _tell_of_failure(self, generator: str, reason: str, detail: str) -> None:
-        """Write an event for the first failed lease of each reason, for the tenth, and so on."""
+    def _emit_failure(self, generator: str, reason: str, detail: str) -> None:
+        """Emit an event for the 1st, 10th, 100th, ... failed lease of each reason."""
         if (count := self._failures.add(reason)) is not None:
-            self._tell("lease_failed", actor=generator, reason=reason, detail=detail, count=count)
+            self._emit("lease_failed", actor=generator, reason=reason, detail=detail, count=count)
+
+
+# -- counters and metrics ----------------------------------------------------------------------------------------------
+
+
+def counters(buffer: Buffer) -> dict[str, float]:
+    """Return the totals of this process: groups by outcome, filtered groups by kind, tokens by fate, discarded completions.
+
+    Tokens in flight, prompts done and the distances of bias are momentary values.
+    """
+    totals: dict[str, Mapping[str, float]] = {
+        "groups": buffer.outcomes,
+        "filtered": buffer.filtered,
+        "tokens": buffer.tokens,
+        "completions": buffer.discarded,
+        "bias": buffer.bias.distances(),
+    }
+    now = {"tokens_in_flight": float(buffer.tokens_in_flight), "prompts_done": float(buffer.prompts_done)}
+    return {f"{name}_{key}": float(value) for name, counts in totals.items() for key, value in counts.items()} | now
+
+
+def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], now_s: float) -> dict[str, float]:
+    """Return statistics of a taken batch: occupancy of the buffer and waiting time. Names begin with `OF_ONE_BATCH`.
+
+    `under_way` counts leased and ready groups, the batch included. `wanted` is absent if admission fills every slot,
+    `ready_seconds` if all groups come from an earlier start.
+    """
+    under_way = buffer.count(State.LEASED) + buffer.count(State.READY) + len(batch)
+    figures = {"max_lag": buffer.max_lag, "slots": buffer.num_slots, "under_way": under_way}
+    if buffer.wanted is not None:
+        figures["wanted"] = buffer.wanted
+    figures_of_batch = {OF_ONE_BATCH + name: float(figure) for name, figure in figures.items()}
+    waited = ready_seconds(batch, now_s)
+    return figures_of_batch | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
+
+
+def ready_seconds(batch: Sequence[GroupEntry], now_s: float) -> list[float]:
+    """Return the time that each group of `batch` was ready, seconds, without groups that an earlier start left."""
+    return [now_s - entry.ready_at_s for entry in batch if entry.ready_at_s is not None]
+
+
+def observe_batch(buffer: Buffer, batch: Sequence[GroupEntry], version: int, now_s: float) -> None:
+    """Observe the batch of the step that starts at `version` in this process's metrics."""
+    for entry in batch:
+        lag = version - entry.oldest.number
+        metrics.group_lag_steps.observe(lag)
+        metrics.groups_at_bound_total.inc(lag >= entry.max_lag)
+    for waited_s in ready_seconds(batch, now_s):
+        metrics.group_ready_seconds.observe(waited_s)
+
+
+class Gauges:
+    """Updates the metrics from the counters of a buffer."""
+
+    def __init__(self) -> None:
+        self._shown: dict[tuple[str, str], int] = {}
+
+    def show(self, buffer: Buffer, now_s: float) -> None:
+        """Set all metrics, and log distances that have become large."""
+        for sentence in buffer.bias.news():
+            log.warning("%s (docs/staleness.md)", sentence)
+        for name, distance in buffer.bias.distances().items():
+            metrics.bias_distance.labels(of=name).set(distance)
+        for metric, label, totals in (
+            (metrics.groups_total, "outcome", buffer.outcomes),
+            (metrics.tokens_total, "fate", buffer.tokens),
+            (metrics.completions_discarded_total, "why", buffer.discarded),
+        ):
+            for value, total in totals.items():
+                metric.labels(**{label: value}).inc(total - self._shown.get((label, value), 0))
+                self._shown[label, value] = total
+        metrics.lease_deadline_seconds.set(buffer.deadline_s)
+        metrics.quarantined_prompts.set(buffer.num_quarantined)
+        metrics.buffer_tokens.set(buffer.tokens_in_flight)
+        for state in State:
+            metrics.buffer_groups.labels(state=state.value).set(buffer.count(state))
+        metrics.max_lag_steps.set(buffer.max_lag)
+        metrics.buffer_slots.set(buffer.num_slots)
+        metrics.groups_wanted.set(buffer.num_slots if buffer.wanted is None else buffer.wanted)
+        oldest = buffer.oldest_lease()
+        metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
+        metrics.epoch.set(buffer.epoch)
+        metrics.prompts_done.set(buffer.prompts_done)

@@ -11,8 +11,7 @@ from asyncgrpo.cli.output import JsonOption, print_json
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:  # importing the learner imports torch
-    from asyncgrpo.tools.replay import Pair, Replayed
-    from asyncgrpo.tools.timeline import Timeline
+    from asyncgrpo.tools.replay import Pair, Replayed, Timeline
 
 
 def register(app: typer.Typer) -> None:
@@ -88,8 +87,7 @@ def replay(
     """
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.progress import progress_of
-    from asyncgrpo.tools.replay import Replay, replay_config
-    from asyncgrpo.tools.timeline import read_timeline
+    from asyncgrpo.tools.replay import Replay, read_timeline, replay_config
 
     timeline = read_timeline(run, from_step=from_step, to_step=to_step)
     configs = [replay_config(leg.config, with_ or (), algorithm=algorithm) for leg in timeline.legs]

@@ -224,7 +224,7 @@ def check_fit() -> Finding:
     """Compute the largest published models that these GPUs can train."""
     if (torch := _torch()) is None:
         return Finding("models", "note", "unknown without torch")
-    from asyncgrpo.config.fit import largest
+    from asyncgrpo.config.placement import largest
 
     sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
     if not sizes:

@@ -190,7 +190,7 @@ def _estimate(estimate: Sequence[float | None] | None) -> str:
 
 async def _evaluate(config: Config) -> dict[str, Any]:
     """Sample and score all suites. Return the metrics of each and those of all completions."""
-    from asyncgrpo.buffer.suites import Scored, Suite
+    from asyncgrpo.buffer.evaluation import Scored, Suite
     from asyncgrpo.data.prompts import load_prompts
     from asyncgrpo.data.tokenizer import load_tokenizer
 

@@ -243,16 +243,16 @@ def fitted(config: Config, n_gpus: int, explicit: Sequence[str]) -> list[str]:
         ConfigError: learner and generator do not fit one GPU.
     """
     from asyncgrpo.cli.running import card_of
-    from asyncgrpo.config.fit import choose, share_one_gpu
-    from asyncgrpo.config.shapes import shape_at
+    from asyncgrpo.config.model_size import size_at
+    from asyncgrpo.config.placement import choose, share_one_gpu
 
-    shape = shape_at(config.model.path, may_download=True) if n_gpus > 0 else None
-    if shape is None:
+    size = size_at(config.model.path, may_download=True) if n_gpus > 0 else None
+    if size is None:
         return []
     written = {override.partition("=")[0].strip() for override in explicit}
     kept = {key: attrgetter(key)(config) for key in _FITTED if key in written}
     card = card_of(config)
-    chosen = share_one_gpu(shape, config, card, kept) if n_gpus == 1 else choose(shape, config, card, n_gpus, kept)
+    chosen = share_one_gpu(size, config, card, kept) if n_gpus == 1 else choose(size, config, card, n_gpus, kept)
     return [f"{key}={value}" for key, value in chosen.items() if key not in kept]
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # importing the cluster imports ray
 
     from asyncgrpo.cluster.run import Outcome
     from asyncgrpo.config.memory import Card
+    from asyncgrpo.config.model_size import ModelSize
     from asyncgrpo.data.table import About
     from asyncgrpo.rewards import ConfiguredReward
     from asyncgrpo.tools.chaos import Plan
@@ -153,36 +154,44 @@ def card_of(config: Config) -> "Card":
 
 def check_fit(config: Config) -> None:
     """Raise ConfigError for what cannot fit its GPU, or the memory of this machine where all of the run is on it."""
-    from asyncgrpo.config.fit import refuse
-    from asyncgrpo.config.memory import runs_on_gpu
-    from asyncgrpo.config.shapes import shape_at
+    from asyncgrpo.config.model_size import size_at
+    from asyncgrpo.config.placement import refuse
 
-    on_gpu = runs_on_gpu(config) or config.generators.gpus_each > 0
-    if on_gpu and (shape := shape_at(config.model.path, may_download=True)) is not None:
-        refuse(shape, config, card_of(config))
-    check_host(config)
+    size = None
+    if _is_on_gpu(config) and (size := size_at(config.model.path, may_download=True)) is not None:
+        refuse(size, config, card_of(config))
+    check_host(config, size)
 
 
-def check_host(config: Config) -> None:
-    """Raise ConfigError for what cannot fit the memory of this machine. The nodes of a Ray cluster are not looked at."""
-    from asyncgrpo.config.fit import refuse_host
-    from asyncgrpo.config.shapes import shape_at
+def check_host(config: Config, size: "ModelSize | None" = None) -> None:
+    """Raise ConfigError for what cannot fit the memory of this machine. The nodes of a Ray cluster are not compared.
 
-    if config.cluster.ray_address is None and (shape := shape_at(config.model.path)) is not None:
-        refuse_host(shape, config, Host.here(scratch.SHARED_MEMORY))
+    Args:
+        size: of the model; none: by its weight files, so that a driver on the CPU need not import torch.
+    """
+    from asyncgrpo.config.model_size import size_on_disk
+    from asyncgrpo.config.placement import refuse_host
+
+    if config.cluster.ray_address is None and (size := size or size_on_disk(config.model.path)) is not None:
+        refuse_host(size, config, Host.here(scratch.SHARED_MEMORY))
 
 
 def memory_table(config: Config) -> str:
-    """What a run on GPUs holds, as a table; empty for one on the CPU, or a model that is not known yet."""
-    from asyncgrpo.config.fit import estimate, report
-    from asyncgrpo.config.shapes import shape_at
+    """The memory of a run on GPUs as a table; empty for one on the CPU, or a model that is not known yet."""
+    from asyncgrpo.config.model_size import size_at
+    from asyncgrpo.config.placement import estimate, report
 
-    shape = shape_at(config.model.path)
-    if shape is None:
+    if not _is_on_gpu(config) or (size := size_at(config.model.path)) is None:
         return ""
-    fit = estimate(shape, config, card_of(config))
+    fit = estimate(size, config, card_of(config))
     is_here = fit.card.known == "found" and config.cluster.ray_address is None
-    return report(fit, Host.here(scratch.SHARED_MEMORY) if is_here else None) if fit.learner or fit.engine else ""
+    return report(fit, Host.here(scratch.SHARED_MEMORY) if is_here else None)
+
+
+def _is_on_gpu(config: Config) -> bool:
+    from asyncgrpo.config.memory import runs_on_gpu
+
+    return runs_on_gpu(config) or config.generators.gpus_each > 0
 
 
 def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
@@ -348,7 +357,7 @@ def execute(
             watched = observed(folder.path, say, with_token=with_token) if observe else nullcontext()
             events = folder.path / "metrics.jsonl"
             with watched, _screen(events, console):
-                outcome = Run(config, folder, sizes, chaos).execute(tell=say)
+                outcome = Run(config, folder, sizes, chaos).execute(report=say)
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.progress import progress_of
     from asyncgrpo.recording.text import summary

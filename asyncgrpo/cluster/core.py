@@ -1,8 +1,7 @@
-"""The core, which is the buffer and the learner ranks: started together from the last checkpoint, and ended together.
+"""The core: buffer and learner ranks, started together from the last checkpoint and ended together.
 
-Buffer and learner cannot be restarted alone: a learner that starts again goes back to a checkpoint, and the buffer's
-prompts have to go back with it. The groups that the buffer had acknowledged are in its journal, so the next core begins
-with them.
+A learner that restarts goes back to a checkpoint, and the buffer's prompts must go back with it. Groups that the buffer had
+acknowledged are in its journal, so the next core starts with them.
 """
 
 import contextlib
@@ -28,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class Core:
-    """One core: a lineage, which begins with a checkpoint."""
+    """One core, which is one lineage."""
 
     def __init__(self, setup: Setup, placement: Placement, watch: Watch) -> None:
         self.setup, self._placement, self._watch = setup, placement, watch
-        # Read now: newer checkpoints replace this one while the core trains.
+        # Read now: newer checkpoints replace this one during training.
         self.first_step = read_state(setup.checkpoint).step if setup.checkpoint is not None else 0
-        """The step of the checkpoint that it starts from."""
+        """Step of its checkpoint."""
         environment = environment_to_share()
         self._buffer = ray.remote(BufferActor).options(**placement.here()).remote(environment)
         self._learners = [
@@ -46,12 +45,12 @@ class Core:
         self._serving: Reference = None
         self._control: Client | None = None
         self.addresses: dict[str, tuple[str, int]] = {}
-        """Where its processes export their metrics, by name."""
+        """Addresses of the metrics of its processes, by name."""
         self.endpoints = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
-        """What a generator must know to work for this core; empty before its start."""
+        """Endpoints for the generators; empty before the start."""
 
     def start(self, while_waiting: Callable[[], None]) -> tuple[BufferReady, list[LearnerReady]]:
-        """Start its processes and bind everything that others connect to. Raises AsyncGRPOError."""
+        """Start the processes and bind their endpoints. Raises AsyncGRPOError."""
         setup = self.setup
         references = {"buffer": self._buffer.start.remote(setup)}
         references |= {f"learner-{rank}": learner.start.remote(setup) for rank, learner in enumerate(self._learners)}
@@ -69,12 +68,12 @@ class Core:
         return ready, leaders
 
     def _follow_start(self, names: Iterable[str], waited_s: float, late: set[str]) -> None:
-        """Say once of each process if Ray finds no place for it.
+        """Log once per process if Ray has no resources for it.
 
         Args:
-            late: those of which it was said; others are added.
+            late: processes that were logged; extended here.
         Raises:
-            StalledError: it found none for `cluster.stall_timeout_s`.
+            StalledError: Ray had no resources for `cluster.stall_timeout_s`.
         """
         incarnation, stall_s = self.incarnation, self.setup.config.cluster.stall_timeout_s
         if waited_s < min(NO_PLACE_S, stall_s):
@@ -89,10 +88,10 @@ class Core:
                 log.warning(self._placement.waits(name, waited_s))
 
     def run(self, leader: LearnerReady, about: dict[str, Any]) -> None:
-        """Begin to train.
+        """Start training.
 
         Args:
-            about: fields of the run's `start` event.
+            about: fields of the `start` event.
         """
         self._began_s = time.monotonic()
         self._serving = self._buffer.run.remote()
@@ -101,12 +100,12 @@ class Core:
         ]
 
     def status(self) -> str | None:
-        """How training ended, `done`, `drained` or `failed` (`shut_down` says why), or None while it goes on.
+        """Return how training ended: `done`, `drained` or `failed` (`shut_down` has the reason); None while it runs.
 
         Raises:
-            ProcessLost: a process died or hangs; the others cannot go on without it.
-            StalledError: nothing was trained for too long.
-            AsyncGRPOError: what ended training for good.
+            ProcessLost: a process died or hangs; the core must be restarted.
+            StalledError: no step was trained for too long.
+            AsyncGRPOError: training failed for good.
         """
         done = [rank for rank, reference in enumerate(self._training) if has_ended(reference)]
         statuses = [str(result(self._training[rank], f"learner-{rank}")) for rank in done]
@@ -122,7 +121,7 @@ class Core:
     def _check_heartbeats(self) -> None:
         cluster, incarnation = self.setup.config.cluster, self.incarnation
         silent_s, learners = cluster.silent_timeout_s, [f"learner-{rank}" for rank in range(len(self._learners))]
-        # A step of the learner may take long; only the limit on the whole run's progress ends that wait.
+        # A step of the learner may take long; only `stall_timeout_s` limits it.
         for name, still_s in {"buffer": silent_s, **dict.fromkeys(learners, math.inf)}.items():
             if reason := self._watch.unhealthy_reason(name, incarnation, silent_s=silent_s, still_s=still_s):
                 raise ProcessLost(f"{name}: {reason}")
@@ -133,48 +132,48 @@ class Core:
 
     @property
     def incarnation(self) -> str:
-        """The incarnation of its processes, which is its lineage."""
+        """Incarnation of its processes: the lineage."""
         return str(self.setup.lineage)
 
     @property
     def seconds(self) -> float:
-        """Seconds since it began to train; 0 before."""
+        """Seconds since training started; 0 before."""
         return 0.0 if self._began_s is None else time.monotonic() - self._began_s
 
     @property
     def steps_done(self) -> int | None:
-        """Optimizer steps that the learner has reported; None before its first."""
+        """Optimizer steps that the learner has reported; None before the first."""
         return self._watch.step("learner-0", self.incarnation)
 
     @property
     def can_save(self) -> bool:
-        """Whether all learner ranks and the buffer are at work: a checkpoint needs each of them."""
+        """True if all learner ranks and the buffer run: a checkpoint needs each of them."""
         return bool(self._training) and not any(map(has_ended, [*self._training, self._serving]))
 
     def drain(self, reason: str, *, is_failure: bool = False) -> None:
-        """Ask the run to end in order.
+        """Ask buffer and learner to finish the current step, write a checkpoint and exit.
 
         Args:
-            is_failure: the run is given up.
+            is_failure: True if the run has failed.
         """
         if self._control is not None:
             self._control.send(Drain(reason=reason, is_failure=is_failure))
 
     def generator_lost(self, name: str, incarnation: str) -> None:
-        """Tell buffer and learner of a lost generator: its leases are free at once, and no publication waits for it."""
+        """Notify buffer and learner of a lost generator: its leases are freed, and no publication waits for it."""
         message = GeneratorLost(generator_id=name, incarnation=incarnation)
         if self._control is not None:
             self._control.send(message)
-        self._watch.tell("learner-0", message)
+        self._watch.send("learner-0", message)
 
     def shut_down(self, timeout_s: float) -> None:
-        """Wait for the buffer to end by itself. Raises AsyncGRPOError if it had to give up."""
+        """Wait for the buffer to exit. Raises AsyncGRPOError if it failed."""
         if ray.wait([self._serving], timeout=timeout_s)[0]:
-            with contextlib.suppress(ProcessLost):  # training is over: the buffer may die
+            with contextlib.suppress(ProcessLost):  # after training the buffer may die
                 result(self._serving, "buffer")
 
     def end(self) -> None:
-        """Kill what still lives."""
+        """Kill all processes."""
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -188,22 +187,22 @@ WINDOW_S = 3600.0
 
 
 class Budget:
-    """How often one thing may be started again within an hour."""
+    """A limit on restarts within an hour."""
 
     def __init__(self, name: str, allowed: int, clock: Callable[[], float] = time.monotonic) -> None:
         """
         Args:
-            allowed: restarts within any hour.
+            allowed: restarts in any hour.
         """
         self._name = name
         self._allowed = allowed
         self._clock = clock
         self._recent: deque[float] = deque()
         self.count = 0
-        """All restarts so far, however long ago."""
+        """Restarts so far."""
 
     def spend(self, reason: str) -> int:
-        """Count one more restart and return the count of all. Raises AsyncGRPOError when it is one too many."""
+        """Count a restart and return the total. Raises AsyncGRPOError above the limit."""
         now = self._clock()
         while self._recent and now - self._recent[0] > WINDOW_S:
             self._recent.popleft()
@@ -218,6 +217,6 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """Share of the restarts of an hour that the last hour has seen, 0 to 1. Any thread may read it."""
+        """Share of the limit used in the last hour, 0 to 1. Any thread may read it."""
         since = self._clock() - WINDOW_S
         return sum(at >= since for at in tuple(self._recent)) / max(self._allowed, 1)

@@ -1,7 +1,6 @@
-"""The fleet, which is all generators of a run: starts them, watches them, and starts them again when they end or hang.
+"""The fleet of generators of a run: start, watch, restart and scale them, and send them the endpoints of a new core.
 
-It also tells them the endpoints of a new core, and grows and shrinks while the run goes on: one that is too many leaves once
-it has delivered what it holds.
+A generator that is scaled away delivers its groups before it leaves.
 """
 
 import logging
@@ -27,35 +26,35 @@ from asyncgrpo.wire.supervision import EndpointsChanged, Heartbeat
 log = logging.getLogger(__name__)
 
 SILENT_WHEN_MISSED_S = 5.0
-"""How long a generator may be silent that buffer or learner have lost touch with: five heartbeats."""
+"""Liveness timeout of a generator that buffer or learner have lost, too: five heartbeats."""
 NOWHERE = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
-"""What a generator is told while there is no core."""
+"""Sent to generators while there is no core."""
 BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
-"""The wait before a restart, by how often in a row this generator has ended before its engine served."""
+"""Backoff before a restart, by the number of consecutive failed starts."""
 FAILED_STARTS = 3
-"""The run ends once a generator has ended so often in a row before its engine served."""
+"""Consecutive failed starts of a generator (its engine never served) that end the run."""
 
 
 @dataclass
 class _Generator:
-    """One incarnation of a generator. Ray ends an actor whose handle nobody holds."""
+    """One incarnation of a generator. Ray ends an actor without a handle, so this keeps it."""
 
     actor: Actor
     incarnation: str
     address: Reference
-    """Returned by `start`: where it exports its metrics. None once `start` has ended."""
+    """Result of `start`: the address of its metrics. None once `start` has ended."""
     running: Reference
-    """Returned by `run`, when it ends."""
-    asked_s: float
-    """When Ray was asked to start it."""
+    """Result of `run`, when it ends."""
+    requested_s: float
+    """Time of the request to Ray."""
     failure: str = ""
-    """Why `start` failed; empty: it did not."""
+    """Reason why `start` failed; empty: it did not."""
     is_late: bool = False
-    """It was said that Ray has not started it."""
+    """True once a late start was logged."""
     is_leaving: bool = False
-    """It was asked to leave."""
+    """True once it was asked to leave."""
     missed_s: float | None = None
-    """Since when another process has lost touch with it; None: none has."""
+    """Time since which another process has lost it; None: it is not lost."""
 
 
 class Fleet:
@@ -72,7 +71,7 @@ class Fleet:
     ) -> None:
         """
         Args:
-            on_address: called with a name and the address of its metrics; None: it has left.
+            on_address: called with a name and the address of its metrics; None when it has left.
         """
         self._setup = setup
         self._placement = placement
@@ -82,7 +81,7 @@ class Fleet:
         self._running: dict[int, _Generator] = {}
         self._due: dict[int, float] = {}
         self._ended_by: dict[int, str] = {}
-        """Why the incarnation before ended, for generators that are due."""
+        """Reason why the previous incarnation ended, for generators that are due."""
         self._starts: Counter[int] = Counter()
         self._failed_starts: Counter[int] = Counter()
         self._budgets: dict[int, Budget] = {}
@@ -93,11 +92,11 @@ class Fleet:
         self.scale(setup.config.generators.count)
 
     def _restarts_spent(self) -> float:
-        """The largest share that a generator has spent of its restarts. A scrape calls it."""
+        """Return the largest share of its restarts that a generator has used. Called by a metrics scrape."""
         return max(budget.spent for budget in tuple(self._budgets.values()))
 
     def scale(self, count: int) -> None:
-        """Run so many generators from now on, those with the lowest numbers."""
+        """Run `count` generators, those with the lowest numbers."""
         self.wanted = count
         metrics.generators_expected.set(count)
         self._due = {index: due for index, due in self._due.items() if index < count}
@@ -110,11 +109,11 @@ class Fleet:
 
     @property
     def leaving(self) -> tuple[str, ...]:
-        """Generators that were too many, by name and incarnation. One that is wanted again by now leaves first."""
+        """Generators that leave, as `name-incarnation`. One that is wanted again leaves before it restarts."""
         return tuple(f"generator-{i}-{g.incarnation}" for i, g in sorted(self._running.items()) if g.is_leaving)
 
     def processes(self) -> Iterator[ProcessStatus]:
-        """Every generator that runs or is wanted."""
+        """Yield the status of every generator that runs or is wanted."""
         for index in sorted({*self._running, *range(self.wanted)}):
             name, generator = f"generator-{index}", self._running.get(index)
             restarts = self._budgets[index].count
@@ -127,12 +126,12 @@ class Fleet:
 
     @property
     def is_up(self) -> bool:
-        """Whether at least one engine serves."""
+        """True if at least one engine serves."""
         return any(self._watch.has_begun(f"generator-{i}", g.incarnation) for i, g in self._running.items())
 
     @property
     def is_whole(self) -> bool:
-        """Whether every engine serves the present core."""
+        """True if every engine serves the current core."""
         return (
             self._core is not None
             and len(self._running) == self.wanted
@@ -144,28 +143,28 @@ class Fleet:
         )
 
     def may_lose(self, name: str) -> bool:
-        """Whether the run goes on if this generator ends now: its engine serves, or its start may fail once more."""
+        """True if the run survives the end of this generator: its engine serves, or its start may fail once more."""
         index = int(name.rpartition("-")[2])
         generator = self._running.get(index)
         has_served = generator is not None and self._watch.has_begun(name, generator.incarnation)
         return has_served or self._failed_starts[index] + 1 < FAILED_STARTS
 
     def work_for(self, core: Core, endpoints: EndpointsChanged) -> None:
-        """Have all generators work for `core` from now on.
+        """Connect all generators to `core`.
 
         Args:
-            endpoints: where generators find it.
+            endpoints: of the core.
         """
         self._core, self._endpoints, self._may_start = core, endpoints, True
 
     def leave(self) -> None:
-        """Start nothing until the next `work_for`: the core is gone."""
+        """Start no generator until the next `work_for`: the core is gone."""
         self._core, self._endpoints, self._may_start = None, NOWHERE, False
 
     def reconcile(self, *, may_restart: bool = True) -> None:
-        """End those that hang, start those that are due, and tell the others where the core is.
+        """End generators that hang, start those that are due, and send the others the endpoints of the core.
 
-        Before the first core they start beside it: to load an engine takes longer than to find the buffer.
+        Before the first core they start beside it, since loading an engine takes longer than starting the core.
 
         Raises:
             AsyncGRPOError: a generator has ended too often.
@@ -179,14 +178,14 @@ class Fleet:
             elif self._core is not None:
                 known = self._watch.buffer_endpoint(name, generator.incarnation)
                 if known not in (None, self._endpoints.buffer_endpoint):
-                    self._watch.tell(name, self._endpoints)
+                    self._watch.send(name, self._endpoints)
         if self._may_start and may_restart:
             for index in [i for i, due in self._due.items() if time.monotonic() >= due]:
                 del self._due[index]
                 self._start(index)
 
     def shut_down(self, timeout_s: float) -> None:
-        """Wait for the generators that serve to end by themselves. One that still loads its engine holds nothing."""
+        """Wait for the generators that serve to exit. One that still loads its engine holds no group."""
         references = [
             generator.running
             for index, generator in self._running.items()
@@ -196,7 +195,7 @@ class Fleet:
             ray.wait(references, num_returns=len(references), timeout=timeout_s)
 
     def _follow_start(self, name: str, generator: _Generator) -> None:
-        """Note where it exports its metrics, or why it did not start. Say so once if Ray finds no place for it."""
+        """Record the address of its metrics, or the reason why it failed. Log once if Ray has no resources for it."""
         if generator.address is None:
             return
         if has_ended(generator.address):
@@ -205,26 +204,26 @@ class Fleet:
             except AsyncGRPOError as error:
                 generator.failure = _in_a_line(error, name)
             generator.address = None
-        elif not generator.is_late and time.monotonic() - generator.asked_s > NO_PLACE_S:
+        elif not generator.is_late and time.monotonic() - generator.requested_s > NO_PLACE_S:
             generator.is_late = True
             log.warning("%s; the others go on", self._placement.waits(name, NO_PLACE_S))
 
     def _unhealthy_reason(self, name: str, generator: _Generator, witness: str | None) -> str | None:
-        """Why this generator has to be replaced, or None.
+        """Return the reason to replace a generator; None if it is healthy.
 
         Args:
-            witness: the process that has lost touch with it, if one has.
+            witness: the process that has lost it; None: none has.
         """
         if generator.is_leaving and not self._watch.has_begun(name, generator.incarnation):
-            return "it is not wanted any more"
+            return "it is no longer wanted"
         if generator.failure:
             return generator.failure
-        if generator.address is None and has_ended(generator.running):  # `run` of one that did not start tells nothing
+        if generator.address is None and has_ended(generator.running):  # after a failed start `run` has no result
             try:
                 result(generator.running, name)
             except AsyncGRPOError as error:
                 return _in_a_line(error, name)
-            return "it ended by itself"
+            return "it exited"
         limit_s = self._setup.config.cluster.silent_timeout_s
         unhealthy_reason = partial(self._watch.unhealthy_reason, name, generator.incarnation, still_s=limit_s)
         if reason := unhealthy_reason(silent_s=limit_s):
@@ -236,8 +235,8 @@ class Fleet:
             return f"{reason}, and {witness} has lost it too"
         now_s = time.monotonic()
         generator.missed_s = now_s if generator.missed_s is None else generator.missed_s
-        if now_s - generator.missed_s > limit_s:  # a thread of it hangs, and another sends heartbeats
-            return f"{witness} has lost touch with it for {now_s - generator.missed_s:.0f} s"
+        if now_s - generator.missed_s > limit_s:  # one of its threads hangs while another sends heartbeats
+            return f"{witness} has had no contact with it for {now_s - generator.missed_s:.0f} s"
         return None
 
     def _start(self, index: int) -> None:
@@ -253,7 +252,7 @@ class Fleet:
             metrics.actor_restarts_total.labels(actor="generator").inc()
 
     def _left(self, index: int) -> None:
-        """A generator that was asked to leave has ended; it starts again only if it is wanted again by now."""
+        """Release a generator that has left. It restarts only if it is wanted again."""
         log.info("generator-%d has left", index)
         self._on_address(f"generator-{index}", None)
         self._placement.release_generator(index)
@@ -287,10 +286,10 @@ class Fleet:
 def process_status(
     name: str, state: ProcessState, restarts: int, heard: tuple[Heartbeat, float] | None
 ) -> ProcessStatus:
-    """What is known of a process.
+    """Return the status of a process.
 
     Args:
-        heard: its last heartbeat, and the age of it in seconds.
+        heard: its last heartbeat and its age, seconds.
     """
     if heard is None:
         return ProcessStatus(name=name, state=state, restarts=restarts)
@@ -301,7 +300,7 @@ def process_status(
 
 
 def _in_a_line(error: AsyncGRPOError, name: str) -> str:
-    """What ended a generator."""
+    """Return the error that ended a generator as one line."""
     if isinstance(error, ProcessLost):
         return str(error).removeprefix(f"{name}: ")
     return str(error).strip().splitlines()[-1][:300]

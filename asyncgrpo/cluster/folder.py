@@ -177,12 +177,7 @@ class Standing:
         else:
             said = [f"{out} has no checkpoint yet: starting again from step 0"]
         said += [self.unknown] if self.unknown else []
-        for change in self.changes:
-            if change.effect == "ignored":
-                said.append(f"no effect on a resume: {change} ({change.why})")
-            else:
-                said.append(f"changed: {change}")
-        return said
+        return said + [f"changed: {change}" for change in self.changes]
 
 
 def look(config: Config, folder: RunFolder) -> Standing:

@@ -1,9 +1,9 @@
-"""Heartbeats: every process tells the driver once a second what it waits for and when its loop last went round.
+"""Heartbeats: every process reports to the driver once a second what it waits for and when its loop last turned.
 
-    process ──Heartbeat──▶ driver      from a thread of its own: a long step does not silence it, SIGSTOP does
+    process ──Heartbeat──▶ driver      from a separate thread: a long step does not stop it, SIGSTOP does
     process ◀──EndpointsChanged, GeneratorLost, Steer, DumpStacks── driver
 
-Ray reports a process that has ended. Heartbeats show a process that lives but hangs.
+Ray reports a process that has ended. Heartbeats reveal a process that hangs.
 """
 
 import atexit
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 LISTENS_WITHIN_S = 2.0
-"""The driver listens five times a second. If once it does not for longer than this, it was not there."""
-SAY_AFTER_S = 30.0
-"""A wait that has lasted so long gets a line in the driver's log, and another one each time as much has passed again."""
+"""The driver listens five times a second. A longer gap means that the driver itself was stopped."""
+LOG_AFTER_S = 30.0
+"""Duration after which the driver logs a wait, and logs it again each time it has lasted as long once more."""
 
 
 class Heart:
@@ -55,9 +55,9 @@ class Heart:
         """
         Args:
             endpoint: of the driver's `Watch`.
-            run_dir: stacks go to `logs/<name>.stacks` in it.
+            run_dir: receives stack dumps in `logs/<name>.stacks`.
             on_endpoints_changed, on_lost, on_steer, buffer_endpoint, loop_age_s, step, missing, steered: called in the
-                heart's thread.
+                thread of the heartbeats.
         """
         self._endpoint, self._keys = endpoint, keys
         self._name, self._incarnation = name, incarnation
@@ -123,12 +123,12 @@ class Heart:
 
 @dataclass
 class _Process:
-    """What the driver knows of one process."""
+    """Last heartbeat of one process."""
 
     peer: str
     heartbeat: Heartbeat
     heard_s: float
-    said_s: float = 0.0
+    logged_s: float = 0.0
 
 
 class Watch:
@@ -142,9 +142,9 @@ class Watch:
         self.endpoint = self._server.endpoint
 
     def listen(self) -> None:
-        """Read what has arrived, and log what a process has waited for long.
+        """Receive heartbeats, and log long waits.
 
-        Time in which nobody listened, as while this process was stopped, is no silence of the others.
+        Time in which the driver itself was stopped does not count as silence of the others.
         """
         now_s, before_s = self._clock(), self._listened_s
         self._listened_s = now_s
@@ -163,50 +163,50 @@ class Watch:
                     known = self._processes[message.name] = _Process(peer, message, self._clock())
                 known.heartbeat, known.heard_s = message, self._clock()
         for name, process in self._processes.items():
-            self._say_waits(name, process)
+            self._log_waits(name, process)
 
     def unhealthy_reason(self, name: str, incarnation: str, *, silent_s: float, still_s: float) -> str | None:
-        """Why this process has to be replaced, or None. None also before its first heartbeat.
+        """Return the reason to replace a process; None if it is healthy, or before its first heartbeat.
 
         Args:
-            silent_s: how long it may send no heartbeat.
-            still_s: how long its loop may stand still.
+            silent_s: liveness timeout.
+            still_s: longest time without a turn of its loop.
         """
         known = self._of(name, incarnation)
         if known is None:
             return None
         if (silence_s := self._listened_s - known.heard_s) > silent_s:
-            return f"silent for {silence_s:.0f} s"
+            return f"no heartbeat for {silence_s:.0f} s"
         if known.heartbeat.loop_age_s is not None and known.heartbeat.loop_age_s > still_s:
-            return f"its loop stands still for {known.heartbeat.loop_age_s:.0f} s"
+            return f"its loop has not turned for {known.heartbeat.loop_age_s:.0f} s"
         return None
 
     def has_heard(self, name: str, incarnation: str) -> bool:
-        """Whether it has sent a heartbeat."""
+        """True if it has sent a heartbeat."""
         return self._of(name, incarnation) is not None
 
     def has_begun(self, name: str, incarnation: str) -> bool:
-        """Whether its main loop has run at least once."""
+        """True if its main loop has turned at least once."""
         known = self._of(name, incarnation)
         return known is not None and known.heartbeat.loop_age_s is not None
 
     def step(self, name: str, incarnation: str) -> int | None:
-        """Optimizer steps that this learner has reported."""
+        """Return the optimizer steps that this learner has reported."""
         known = self._of(name, incarnation)
         return known.heartbeat.step if known is not None else None
 
     def steered(self, name: str, incarnation: str) -> int:
-        """The revision of the last `Steer` that is in effect there; 0 before any."""
+        """Return the revision of the last `Steer` applied there; 0 before any."""
         known = self._of(name, incarnation)
         return known.heartbeat.steered if known is not None else 0
 
     def heartbeat(self, name: str, incarnation: str) -> tuple[Heartbeat, float] | None:
-        """The last heartbeat of this process, and its age in seconds; None before its first."""
+        """Return the last heartbeat of this process and its age, seconds; None before its first."""
         known = self._of(name, incarnation)
         return (known.heartbeat, self._clock() - known.heard_s) if known is not None else None
 
     def missing(self) -> dict[str, str]:
-        """Generators that another process has lost touch with, by name and incarnation, and which process that is."""
+        """Return generators that another process has lost, as `name-incarnation`, with the name of that process."""
         return {name: witness for witness, known in self._processes.items() for name in known.heartbeat.missing}
 
     def _of(self, name: str, incarnation: str) -> _Process | None:
@@ -214,40 +214,40 @@ class Watch:
         return known if known is not None and known.heartbeat.incarnation == incarnation else None
 
     def names(self, role: str) -> list[str]:
-        """The names of a role's processes that have sent heartbeats."""
+        """Return the names of a role's processes that have sent heartbeats."""
         return [name for name in self._processes if name.startswith(role)]
 
     def pids(self, *roles: str) -> list[int]:
-        """The process ids of these roles, or of one process by its name; `""` stands for all."""
+        """Return the process ids of these roles, or of one process by its name; `""` selects all."""
         return [p.heartbeat.pid for name, p in self._processes.items() if name.startswith(roles)]
 
     def buffer_endpoint(self, name: str, incarnation: str) -> str | None:
-        """The buffer that this generator works for, empty while it knows none; None before its first heartbeat."""
+        """Return the endpoint of this generator's buffer, empty if it has none; None before its first heartbeat."""
         known = self._of(name, incarnation)
         return known.heartbeat.buffer_endpoint if known is not None else None
 
-    def tell(self, name: str, message: Message) -> None:
-        """Send to one process, if it has sent a heartbeat."""
+    def send(self, name: str, message: Message) -> None:
+        """Send a message to a process that has sent a heartbeat."""
         if (known := self._processes.get(name)) is not None:
             self._server.send(known.peer, message)
 
     def dump_stacks(self, reason: str) -> None:
-        """Ask every process to write its stacks to `logs/<name>.stacks`."""
+        """Make every process write its stacks to `logs/<name>.stacks`."""
         for name in self._processes:
-            self.tell(name, DumpStacks(reason=reason))
+            self.send(name, DumpStacks(reason=reason))
 
     def forget(self, name: str) -> None:
-        """Drop what is known of a process that is gone or about to be replaced."""
+        """Forget a process that is gone or about to be replaced."""
         self._processes.pop(name, None)
 
     def close(self) -> None:
         self._server.close()
 
-    def _say_waits(self, name: str, process: _Process) -> None:
+    def _log_waits(self, name: str, process: _Process) -> None:
         longest = max(process.heartbeat.waits.values(), default=0.0)
-        if longest < process.said_s:
-            process.said_s = 0.0
-        if longest >= process.said_s + SAY_AFTER_S:
-            process.said_s = longest
+        if longest < process.logged_s:
+            process.logged_s = 0.0
+        if longest >= process.logged_s + LOG_AFTER_S:
+            process.logged_s = longest
             what = ", ".join(f"{what} for {seconds:.0f} s" for what, seconds in sorted(process.heartbeat.waits.items()))
             log.info("%s waits for %s", name, what)

@@ -99,9 +99,7 @@ def with_absolute_paths(config: Config) -> Config:
     return msgspec.structs.replace(
         config,
         model=msgspec.structs.replace(model, path=_absolute_folder(model.path)),
-        data=msgspec.structs.replace(
-            data, train=_absolute_sources(data.train), eval=_absolute_suites(data.eval), cache=_absolute(data.cache)
-        ),
+        data=msgspec.structs.replace(data, train=_absolute_sources(data.train), eval=_absolute_suites(data.eval)),
         reward=_with_absolute_paths(reward),
         environment=_absolute_environment(config.environment),
         run=msgspec.structs.replace(config.run, out=_absolute(config.run.out)),

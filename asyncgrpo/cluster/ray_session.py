@@ -1,7 +1,7 @@
-"""Ray in one run: its session, the results of its actors, and which GPUs each role gets.
+"""Ray in one run: its session, the results of its actors, and the GPUs of each role.
 
-Whoever can connect to Ray can run code in it. A Ray that is started here asks for a token that only this user can read,
-has no dashboard, and listens on loopback where our own sockets do. docs/security.md says what stays open all the same.
+A client that connects to Ray can run code in it. A Ray that is started here requires a token that only this user can read,
+has no dashboard, and listens on loopback where our own sockets do. See docs/security.md for what remains open.
 """
 
 import logging
@@ -45,10 +45,10 @@ _QUIET = QUIET | {
     "RAY_USAGE_STATS_ENABLED": "0",  # a run must not need the internet
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
-    # The workers are the run itself. At Ray's niceness of 15 whatever else the machine does would starve them: they would
-    # feed the GPUs late, and be taken for silent. Ray's own processes need little, and get it at an equal rank too.
+    # The workers are the run itself. At Ray's niceness of 15 other processes would starve them: they would feed the GPUs
+    # late and miss liveness deadlines.
     "RAY_worker_niceness": "0",
-    # Of what a worker prints, such as a reward function in it; else without end.
+    # Bounds the output of a worker, such as prints of a reward function.
     "RAY_ROTATION_MAX_BYTES": str(64 * 2**20),
     "RAY_ROTATION_BACKUP_COUNT": "1",
 }
@@ -56,19 +56,19 @@ _MODE = "RAY_AUTH_MODE"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Size of Ray's object store. Only addresses and configurations go through it."""
 RAY_REPLIES_S = 5.0
-"""How long a connection to `cluster.ray_address` may take."""
+"""Timeout of a connection to `cluster.ray_address`."""
 _LONGEST_FOLDER = 41
-"""Characters of the session's folder. Ray's socket paths have 66 more, and the kernel takes fewer than 108."""
+"""Longest path of the session's folder, characters. Ray's socket paths add 66, and the kernel allows fewer than 108."""
 
 
 @contextmanager
 def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1") -> Iterator[None]:
-    """Connect to the cluster at `address`, or start one here. Inside another session this is that one.
+    """Connect to the cluster at `address`, or start one here. Nested sessions share the outer one.
 
     Args:
         bind: `cluster.bind`. On loopback a Ray that is started here listens on loopback alone.
     Raises:
-        ConfigError: there is no cluster at `address`, or we do not have its token.
+        ConfigError: there is no cluster at `address`, or its token is missing.
     """
     if ray.is_initialized():
         yield
@@ -77,7 +77,7 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
         os.environ.setdefault(name, value)
     if cpu_only:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Ray would warn at every start that it asks for a token.
+    # Ray would warn at every start that it requires a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     common = {
         "namespace": "asyncgrpo",
@@ -91,7 +91,7 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
             ray.init(address=address, **common)
         else:
             scratch.tidy_at_end()  # Ray's agents would outlive a killed driver by a minute
-            os.environ.pop(_MODE, None)  # without it, Ray asks for a token and sets it again
+            os.environ.pop(_MODE, None)  # without it, Ray requires a token and sets it again
             if is_loopback(bind):
                 _keep_on_loopback()
             _start_only_what_is_used()
@@ -105,8 +105,8 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
             _protect_token()
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
-            f"cluster.ray_address {address}: no Ray cluster lets us in there; if it asks for a token, set "
-            "RAY_AUTH_MODE=token, and give its token in ~/.ray/auth_token or in the file that RAY_AUTH_TOKEN_PATH names"
+            f"cluster.ray_address {address}: no Ray cluster accepts the connection; if it requires a token, set "
+            "RAY_AUTH_MODE=token, and give the token in ~/.ray/auth_token or in the file that RAY_AUTH_TOKEN_PATH names"
         ) from error
     session = _session_folder() if address is None else None
     if session is not None:
@@ -115,7 +115,7 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
         yield
     except Exception as error:
         if address is None and not _is_explained(error):
-            scratch.keep()  # Ray's logs may say why
+            scratch.keep()  # Ray's logs may have the cause
         raise
     finally:
         ray.shutdown()
@@ -124,16 +124,16 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
 
 
 def _is_explained(error: Exception) -> bool:
-    """True if a process reported what is wrong with its input, so that Ray's logs have nothing to add."""
+    """True if a process reported an error in its input, to which Ray's logs add nothing."""
     cause = error.__cause__ if isinstance(error.__cause__, AsyncGRPOError) else error
     return isinstance(cause, ConfigError | DataError | RewardError | CheckpointError)
 
 
 @contextmanager
 def session_beside(work: Callable[[], T], config: Config) -> Iterator[T]:
-    """The session of a run, and what `work` returns, which a thread does while Ray starts if a warm process takes it.
+    """Start the session of a run, and yield the result of `work`, which a thread runs meanwhile if there is a warm process.
 
-    Ray has to be started from the main thread, because it handles signals. What `work` raises is raised here.
+    Ray must start in the main thread, because it handles signals. Exceptions of `work` are raised here.
     """
     if not warm.is_on():
         result = work()
@@ -156,42 +156,42 @@ def session_beside(work: Callable[[], T], config: Config) -> Iterator[T]:
 
 
 def ray_session_of(config: Config) -> AbstractContextManager[None]:
-    """The session of a run."""
+    """Return the session of a run."""
     cluster = config.cluster
     return ray_session(cluster.ray_address, config.generators.gpus_each == 0, bind=cluster.bind)
 
 
 def check_ray(address: str) -> None:
-    """Raise ConfigError where nobody listens at a `cluster.ray_address`, for which Ray itself would wait for minutes."""
+    """Raise ConfigError if `cluster.ray_address` does not accept a connection, for which Ray would wait for minutes."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():  # `auto`, or an address of Ray's own client, `ray://...`
         return
     try:
         socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=RAY_REPLIES_S).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"cluster.ray_address {address}: no Ray cluster answers there ({error})") from error
+        raise ConfigError(f"cluster.ray_address {address}: no Ray cluster replies there ({error})") from error
 
 
 def _temporary() -> str | None:
-    """Our own folder for Ray's session, so that a later start removes it if this process is killed. None: too long."""
+    """Return our own folder for Ray's session, which a later start removes if this process is killed. None: too long."""
     folder = str(scratch.folder())
     return folder if len(folder) <= _LONGEST_FOLDER else None
 
 
 def _keep_on_loopback() -> None:
-    """Have the Ray that is started next listen at 127.0.0.1 alone.
+    """Make the Ray that starts next listen on 127.0.0.1 only.
 
-    Ray puts the machine's own address in the place of 127.0.0.1, and listens at all of them, unless it is told that it
-    cannot be a cluster, as on macOS.
+    Ray replaces 127.0.0.1 with the machine's address and listens on all interfaces, unless it cannot be a cluster, as on
+    macOS.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # for Ray's processes
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False  # for this one, which read it when it imported Ray
 
 
 def _start_only_what_is_used() -> None:
-    """Have Ray start without its autoscaler, log monitor and dashboard server, and its workers from the warm process.
+    """Start Ray without its autoscaler, log monitor and dashboard server, and its workers from the warm process.
 
-    Each is a Python process. Ray has no public switch for them.
+    Each is a Python process that a run does not use. Ray has no public switch for them.
     """
     for unused in ("start_monitor", "start_log_monitor", "start_api_server"):
         setattr(ray._private.node.Node, unused, lambda self, **how: None)
@@ -199,21 +199,23 @@ def _start_only_what_is_used() -> None:
 
 
 def _protect_token() -> None:
-    """Make sure that Ray asks for its token, and that only this user can read it.
+    """Verify that Ray requires its token, and that only this user can read it.
 
     Raises:
-        ConfigError: this Ray asks for no token.
+        ConfigError: this Ray requires no token.
     """
     if os.environ.get(_MODE, "").lower() != "token":
         ray.shutdown()
-        raise ConfigError(f"Ray {ray.__version__} started without asking for a token; asyncgrpo needs one that does")
+        raise ConfigError(
+            f"Ray {ray.__version__} started without requiring a token; asyncgrpo needs a release that does"
+        )
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if path.is_file() and path.stat().st_uid == os.getuid() and stat.S_IMODE(path.stat().st_mode) & 0o077:
         path.chmod(0o600)  # Ray leaves the mode to the umask
 
 
 def _session_folder() -> str | None:
-    """The folder in which the Ray that we started keeps sockets and logs. Ray has no public name for it."""
+    """Return the folder of sockets and logs of our Ray. Ray has no public name for it."""
     node = getattr(ray._private.worker.global_worker, "node", None)
     return node.get_session_dir_path() if node is not None else None
 
@@ -221,28 +223,28 @@ def _session_folder() -> str | None:
 # -- results of actors -------------------------------------------------------------------------------------------------
 
 Actor = Any
-"""Ray's handle of an actor. Ray gives it no type that knows the actor's methods."""
+"""Ray's handle of an actor, which Ray does not type."""
 Reference = Any
-"""Ray's reference to what an actor's method will return."""
+"""Ray's reference to the result of an actor's method."""
 
 POLL_S = 0.2
-"""How often the driver looks at its processes."""
+"""Interval at which the driver polls its processes."""
 
 
 def result(reference: Reference, name: str) -> Any:
-    """What an actor's method returned, once it has ended.
+    """Return the result of an actor's method. Blocks until the method has ended.
 
     Args:
         name: of the process; the message of a loss begins with it.
     Raises:
-        ProcessLost: the process died, or lost touch with one that did; a new process may take its place.
-        AsyncGRPOError: the process found something wrong itself; a new one would find the same.
+        ProcessLost: the process died, or lost a process that did; a replacement may succeed.
+        AsyncGRPOError: the process reported an error that a replacement would meet, too.
     """
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
-        while isinstance(cause, BaseExceptionGroup):  # a generator's tasks: the first one says why
+        while isinstance(cause, BaseExceptionGroup):  # tasks of a generator: the first one has the cause
             cause = cause.exceptions[0]
         if isinstance(cause, AsyncGRPOError) and not isinstance(cause, (WireError, WeightsError)):
             raise cause from None
@@ -257,7 +259,7 @@ def result(reference: Reference, name: str) -> Any:
 
 
 def _failed_start(error: ray.exceptions.RayActorError) -> str:
-    """Why and where a process could not be made an actor, as when asyncgrpo is not installed there; else empty."""
+    """Return why and where an actor could not be created, as when asyncgrpo is not installed there; else empty."""
     if not error.actor_init_failed:
         return ""
     address = re.search(r"\bip=([^,)]+)", str(error))
@@ -265,10 +267,10 @@ def _failed_start(error: ray.exceptions.RayActorError) -> str:
 
 
 def results(references: dict[str, Reference], while_waiting: Callable[[], None]) -> list[Any]:
-    """What all these methods returned, in order. Raises as `result` does, as soon as one has failed.
+    """Return the results of several methods in order. Raises as `result` does, as soon as one fails.
 
     Args:
-        references: one for each process, by its name.
+        references: one per process, by name.
         while_waiting: called a few times a second.
     """
     waiting = dict(references)
@@ -281,22 +283,22 @@ def results(references: dict[str, Reference], while_waiting: Callable[[], None])
 
 
 def has_ended(reference: Reference) -> bool:
-    """Whether the method has returned or failed."""
+    """True if the method has returned or failed."""
     return bool(ray.wait([reference], timeout=0)[0])
 
 
 # -- GPUs for each role ------------------------------------------------------------------------------------------------
 
 RESERVE_TIMEOUT_S = 60.0
-"""How long Ray may take to reserve the GPUs of a run."""
+"""Time for Ray to reserve the GPUs of a run."""
 NO_PLACE_S = 60.0
-"""A process that Ray has not started after so long has no place yet: to start one takes seconds."""
+"""Time after which a process that Ray has not started is reported as waiting for resources. A start takes seconds."""
 
 
 def decide_device(config: Config) -> Config:
-    """`config` with `learner.device: auto` decided, once for all processes, by the GPUs that Ray has.
+    """Return `config` with `learner.device: auto` decided by Ray's GPUs, once for all processes.
 
-    The driver may have none where the learner has one.
+    The driver's node may have no GPU where the learner's has one.
     """
     if config.learner.device != "auto":
         return config
@@ -310,7 +312,7 @@ def cluster_gpus() -> int:
 
 
 def gpus_wanted(config: Config, *, learner_on_gpu: bool) -> int:
-    """How many GPUs a run needs."""
+    """Return the number of GPUs that a run needs."""
     generators = config.generators
     on_gpus = (config.learner.ranks * learner_on_gpu, generators.gpus_each * generators.count)
     return max(on_gpus) if config.cluster.share_gpu else sum(on_gpus)
@@ -329,14 +331,13 @@ def check_gpus(config: Config, there: int, *, learner_on_gpu: bool) -> None:
 
 
 class Placement:
-    """The places of one run in Ray's placement group: one bundle for each learner rank, then one for each generator.
+    """The placement group of a run: one bundle per learner rank, then one per generator.
 
-    A shared GPU is one bundle, of which learner and generator take half each. How much of its memory each of them may
-    take is not Ray's affair.
+    A shared GPU is one bundle, of which learner and generator take half each. Ray does not divide its memory.
     """
 
     def __init__(self, config: Config, *, learner_on_gpu: bool) -> None:
-        """Reserve all GPUs, and what else the roles ask for, at once. Raises ConfigError when the cluster has too few."""
+        """Reserve all GPUs and custom resources at once. Raises ConfigError if the cluster has too few."""
         count, ranks, half = config.generators.count, config.learner.ranks, 0.5 if config.cluster.share_gpu else 1.0
         self._learner = _needs(half * learner_on_gpu, config.learner.ray_resources)
         self._generator = _needs(half * config.generators.gpus_each, config.generators.ray_resources)
@@ -344,7 +345,7 @@ class Placement:
         self._stays_here = is_loopback(config.cluster.bind)
         self._count = count
         self._group: PlacementGroup | None = None
-        self._added: dict[int, PlacementGroup] = {}  # by generator: the places of those beyond `generators.count`
+        self._added: dict[int, PlacementGroup] = {}  # bundles of generators beyond `generators.count`
         wanted = gpus_wanted(config, learner_on_gpu=learner_on_gpu)
         if not (wanted or config.learner.ray_resources or config.generators.ray_resources):
             return
@@ -355,24 +356,25 @@ class Placement:
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(RESERVE_TIMEOUT_S):
             raise ConfigError(
-                f"Ray has no place within {RESERVE_TIMEOUT_S:.0f} s for learner.ranks {ranks} (each {_in_words(self._learner)}) "
-                f"and generators.count {count} (each {_in_words(self._generator)}); no node has it, or other jobs hold it"
+                f"Ray found no resources within {RESERVE_TIMEOUT_S:.0f} s for learner.ranks {ranks} "
+                f"(each {_in_words(self._learner)}) and generators.count {count} "
+                f"(each {_in_words(self._generator)}); no node has them, or other jobs hold them"
             )
 
     @property
     def addresses(self) -> set[str]:
-        """The addresses of the driver's node and of those with places that are reserved for this run."""
+        """Addresses of the driver's node and of the nodes with bundles of this run."""
         nodes = {ray.get_runtime_context().get_node_id()}
         if self._group is not None:
             nodes |= set(placement_group_table(self._group)["bundles_to_node_id"].values())
         return {node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] in nodes}
 
     def learner(self, rank: int) -> dict[str, Any]:
-        """Ray options of a learner rank."""
+        """Return the Ray options of a learner rank."""
         return self._options(self._group, rank, self._learner)
 
     def generator(self, index: int) -> dict[str, Any]:
-        """Ray options of a generator. One beyond `generators.count` gets a place of its own, as soon as Ray has one."""
+        """Return the Ray options of a generator. One beyond `generators.count` gets its own bundle when Ray has resources."""
         if self._group is None or index < self._count:
             return self._options(self._group, self._first_generator + index, self._generator)
         if index not in self._added:
@@ -380,17 +382,17 @@ class Placement:
         return self._options(self._added[index], 0, self._generator)
 
     def release_generator(self, index: int) -> None:
-        """Give back the place of a generator beyond `generators.count`; the others keep theirs for the whole run."""
+        """Release the bundle of a generator beyond `generators.count`; the others keep theirs for the whole run."""
         if (group := self._added.pop(index, None)) is not None:
             remove_placement_group(group)
 
     def here(self) -> dict[str, Any]:
-        """Ray options of the buffer: it runs on the driver's node, so that it does not end with another one."""
+        """Return the Ray options of the buffer, which runs on the driver's node and so does not depend on another one."""
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         return {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
 
     def waits(self, name: str, seconds: float) -> str:
-        """That this process has not started for so long, and what for, in a sentence."""
+        """Return a sentence: this process has not started for `seconds`, and the resources that it waits for."""
         needs = _in_words(self._learner if name.startswith("learner") else self._generator)
         place = f"a node with {needs} free" if self._group is not None and name != "buffer" else "a node"
         return f"{name} has not started for {seconds:.0f} s: it waits for {place}"
@@ -412,7 +414,7 @@ class Placement:
 
 
 def _needs(gpus: float, others: dict[str, float]) -> dict[str, float]:
-    """What one process takes, by Ray's names."""
+    """Return the resources of one process, by Ray's names."""
     return {"CPU": 1.0} | ({"GPU": gpus} if gpus else {}) | others
 
 

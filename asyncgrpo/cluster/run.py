@@ -1,12 +1,12 @@
-"""A whole run, as the driver sees it: start every process, watch them, replace what is lost, end them.
+"""The driver of a run: start every process, watch and restart them, and end them.
 
     within one Ray session:  core: buffer and learner ranks │ fleet: generators │ watch: the heartbeats of all
 
-Until the learner is done, the driver starts a generator again that ended or hangs. It starts a lost core again from its
-last checkpoint and the buffer's journal; the generators live on and connect to the new core.
+Until the learner is done, the driver restarts generators that exit or hang. It restarts a lost core from the last checkpoint
+and the buffer's journal; the generators live on and connect to the new core.
 
-The driver holds no data and takes no part in training. Asked to drain (`SIGTERM`, Ctrl-C), it ends everything in order:
-leases stop, the learner finishes its step and writes a checkpoint, engines close.
+The driver holds no data. On SIGTERM or Ctrl-C it drains the run: leases stop, the learner finishes its step and writes a
+checkpoint, engines close.
 """
 
 import logging
@@ -44,18 +44,18 @@ from asyncgrpo.wire.supervision import EndpointsChanged
 log = logging.getLogger(__name__)
 
 LOSSES_WITHOUT_A_STEP = 3
-"""The run ends once this many cores in a row were lost before they had trained one step."""
+"""Consecutive cores lost before their first step that end the run."""
 SHUTDOWN_S = 20.0
-"""How long engines may take to close after the learner has ended."""
+"""Time for engines to close after the learner has ended."""
 LAST_CHECKPOINT_S = 600.0
-"""How long, at most, a learner may take for its last step and checkpoint before the run is given up."""
+"""Time for the last step and checkpoint of a run that fails."""
 STACKS_S = 1.5
-"""How long processes get to write their stacks before they are killed."""
+"""Time for processes to write their stacks before they are killed."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended."""
+    """End of a run."""
 
     status: str
     """`done` or `drained`."""
@@ -66,17 +66,17 @@ class Faults(Protocol):
     """Injects faults into one run (`tools/chaos.py`)."""
 
     def route(self, endpoints: EndpointsChanged) -> EndpointsChanged:
-        """The endpoints that generators are told instead of those of the core."""
+        """Return the endpoints that generators get in place of those of the core."""
 
     def reconcile(self, core: Core, *, may_strike: bool) -> None:
-        """Called a few times a second while `core` trains."""
+        """Inject due faults. Called a few times a second while `core` trains."""
 
     def end(self) -> None:
         """Undo every fault that is still in effect."""
 
 
 class FaultPlan(Protocol):
-    """Which faults a run gets."""
+    """Creates the faults of a run."""
 
     def begin(self, watch: Watch, fleet: Fleet, events: EventLog) -> Faults: ...
 
@@ -88,8 +88,8 @@ class Run:
         """
         Args:
             folder: claimed by this process.
-            sizes: the configuration's sizes in words, for the screen.
-            chaos: faults to inject into this run.
+            sizes: sizes of the configuration as text, for the screen.
+            chaos: faults to inject.
         """
         self._plan = chaos
         self._given = config
@@ -102,13 +102,13 @@ class Run:
         self._phases: set[str] = set()
         self._phase_began = psutil.Process().create_time()
 
-    def execute(self, tell: Callable[[str], None] = lambda text: None) -> Outcome:
+    def execute(self, report: Callable[[str], None] = lambda text: None) -> Outcome:
         """Run to the end.
 
         Args:
-            tell: called with sentences about the start, for a person.
+            report: called with messages about the start, for the screen.
         Raises:
-            AsyncGRPOError: one sentence that says what ended the run.
+            AsyncGRPOError: the reason why the run failed, one sentence.
         """
         logs.setup("driver", None, self._folder.path)
         self._end_phase("checks and files")
@@ -123,27 +123,27 @@ class Run:
             try:
                 # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
                 with _on_signals(self._stop):
-                    status = self._until_it_ends(placement, before, tell)
+                    status = self._supervise(placement, before, report)
             finally:
                 placement.release()
         return Outcome(status, self._folder.path)
 
-    def _until_it_ends(self, placement: Placement, before: Path | None, tell: Callable[[str], None]) -> str:
-        """Returns how the run ended: `done` or `drained`. Its `end` event and its targets for Prometheus say it too.
+    def _supervise(self, placement: Placement, before: Path | None, report: Callable[[str], None]) -> str:
+        """Run to the end, and write the `end` event and the targets for Prometheus. Returns `done` or `drained`.
 
         Args:
             before: the newest checkpoint of earlier starts.
         """
-        targets = MISSED  # unless it ends in order
+        targets = MISSED  # unless the run ends in order
         try:
             check_bind_reaches(self._config, placement.addresses)
-            status = self._keep_going(placement, tell)
+            status = self._start_services(placement, report)
             targets = {}
         except KeyboardInterrupt:
             targets = {}
             if self._asked_to_stop > 1:
                 raise
-            status = "drained"  # asked while a core was starting: nothing was trained since the last checkpoint
+            status = "drained"  # during the start of a core: nothing was trained since the last checkpoint
             self._events.write("end", status=status, step=self._step_so_far())
         except AsyncGRPOError as error:
             reason = str(error)
@@ -156,8 +156,8 @@ class Run:
             write_targets(self._folder.path, targets)
         return status
 
-    def _keep_going(self, placement: Placement, tell: Callable[[str], None]) -> str:
-        """Run one core after another until one has ended training. The generators live on between them."""
+    def _start_services(self, placement: Placement, report: Callable[[str], None]) -> str:
+        """Start watch, fleet, steering and admin API, and run cores until training has ended."""
         config = self._config
         host = host_of(config)
         keys = Keys.make()
@@ -183,12 +183,12 @@ class Run:
                 if url is not None:
                     metrics.page_info.info({"url": url})
                     folder = shlex.quote(os.path.relpath(self._folder.path))
-                    tell(f"watch it with `asyncgrpo top {folder}`, or in a browser: `asyncgrpo page {folder}`")
-                tell("the buffer, the learner and the engines are starting")
-                return self._one_after_another(setup, placement, fleet, watch, chaos, tell)
+                    report(f"watch it with `asyncgrpo top {folder}`, or in a browser: `asyncgrpo page {folder}`")
+                report("the buffer, the learner and the engines are starting")
+                return self._run_cores(setup, placement, fleet, watch, chaos, report)
         except AsyncGRPOError as error:
-            # The command prints the sentence; how it came about is for the log.
-            log.info("the run ends: %s", error, exc_info=error.__cause__)
+            # The command prints the sentence; the log has the traceback.
+            log.info("run failed: %s", error, exc_info=error.__cause__)
             watch.dump_stacks(str(error))
             time.sleep(STACKS_S)
             raise
@@ -198,32 +198,32 @@ class Run:
                 chaos.end()
             watch.close()
 
-    def _one_after_another(
+    def _run_cores(
         self,
         setup: Setup,
         placement: Placement,
         fleet: Fleet,
         watch: Watch,
         chaos: Faults | None,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> str:
-        """Train with one core until it is lost, then with the next. Returns how training ended."""
-        budget, losses_in_a_row = Budget("buffer and learner", setup.config.cluster.restarts), 0
+        """Train with one core until it is lost, then with the next. Generators live on. Returns how training ended."""
+        budget, losses_in_a_row = Budget("buffer and learner", setup.config.generators.restarts), 0
         metrics.restarts_spent_ratio.labels(of="core").set_function(lambda: budget.spent)
         while True:
             core = Core(setup, placement, watch)
             try:
-                return self._train(core, fleet, watch, chaos, tell)
+                return self._train(core, fleet, watch, chaos, report)
             except ProcessLost as loss:
                 has_trained = (core.steps_done or 0) > core.first_step
                 losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
-                # The process reported an error, and no core has ever worked: the next one would meet it too.
-                is_hopeless = loss.is_error and not has_trained and budget.count == 0
-                if self._asked_to_stop or is_hopeless or losses_in_a_row >= LOSSES_WITHOUT_A_STEP:
+                # The process reported an error, and no core has ever worked: the next one would meet it, too.
+                is_fatal = loss.is_error and not has_trained and budget.count == 0
+                if self._asked_to_stop or is_fatal or losses_in_a_row >= LOSSES_WITHOUT_A_STEP:
                     raise
-                self._note(loss, budget.spend(str(loss)))
+                self._record_loss(loss, budget.spend(str(loss)))
             except AsyncGRPOError as error:
-                self._save_before_giving_up(core, fleet, watch, str(error))
+                self._save_last_steps(core, fleet, watch, str(error))
                 raise
             finally:
                 fleet.leave()
@@ -238,16 +238,18 @@ class Run:
             )
 
     def _serve_metrics(self, host: str) -> str | None:
-        """Export the driver's metrics. Returns the token that a scrape of any process must send; None: loopback, to anyone."""
+        """Export the driver's metrics. Returns the token that every scrape must send; None on loopback, which needs none."""
         metrics.disk_free_bytes.set_function(lambda: shutil.disk_usage(self._folder.path).free)
         token = None if is_loopback(self._config.cluster.bind) else token_beside(self._folder.path)
         self._export_from("driver", (host, metrics.serve("driver", host=host, token=token)))
         return token
 
-    def _train(self, core: Core, fleet: Fleet, watch: Watch, chaos: Faults | None, tell: Callable[[str], None]) -> str:
-        """Train with one core. Raises ProcessLost where another core may go on, another AsyncGRPOError where none can."""
+    def _train(
+        self, core: Core, fleet: Fleet, watch: Watch, chaos: Faults | None, report: Callable[[str], None]
+    ) -> str:
+        """Train with one core. Raises ProcessLost if another core may continue, another AsyncGRPOError if none can."""
 
-        def look_around() -> None:
+        def poll_processes() -> None:
             watch.listen()
             fleet.reconcile(may_restart=not self._asked_to_stop)
             if fleet.is_up:
@@ -257,7 +259,7 @@ class Run:
             self._steering.reconcile(core if core.seconds else None, fleet, watch)
 
         def while_starting() -> None:
-            look_around()
+            poll_processes()
             if self._asked_to_stop:
                 raise KeyboardInterrupt
 
@@ -265,13 +267,13 @@ class Run:
         self._end_phase("buffer and learner")
         for name, address in core.addresses.items():
             self._export_from(name, address)
-        self._say(ready, tell)
+        self._report_start(ready, report)
         self._steering.steps = ready.steps
         core.run(leaders[0], self._about(ready))
         fleet.work_for(core, core.endpoints if chaos is None else chaos.route(core.endpoints))
         is_draining = False
         while (status := core.status()) is None:
-            look_around()
+            poll_processes()
             if chaos is not None:
                 chaos.reconcile(core, may_strike=not self._asked_to_stop)
             if self._asked_to_stop and not is_draining:
@@ -286,14 +288,14 @@ class Run:
         fleet.shut_down(SHUTDOWN_S)
         core.shut_down(SHUTDOWN_S)
         if status == "failed":
-            raise ProcessLost("buffer: its process died before it could report why it gave the run up")
+            raise ProcessLost("buffer: the process exited without reporting an error")
         return status
 
-    def _save_before_giving_up(self, core: Core, fleet: Fleet, watch: Watch, reason: str) -> None:
-        """Have a living learner write a checkpoint, within `LAST_CHECKPOINT_S`. A failure is only logged."""
+    def _save_last_steps(self, core: Core, fleet: Fleet, watch: Watch, reason: str) -> None:
+        """Save the steps since the last checkpoint before the run fails, within `LAST_CHECKPOINT_S`. Failures are logged."""
         if not core.can_save:
             return
-        log.warning("giving up (%s): the learner finishes its step and writes a checkpoint", reason)
+        log.warning("run failed (%s): the learner finishes its step and writes a checkpoint", reason)
         core.drain(reason, is_failure=True)
         within_s = min(LAST_CHECKPOINT_S, self._config.cluster.stall_timeout_s)
         deadline = time.monotonic() + within_s
@@ -307,15 +309,15 @@ class Run:
         except AsyncGRPOError as trouble:
             log.error("no last checkpoint: %s", trouble)
 
-    def _say(self, ready: BufferReady, tell: Callable[[str], None]) -> None:
+    def _report_start(self, ready: BufferReady, report: Callable[[str], None]) -> None:
         if ready.dropped_too_long:
-            tell(f"{ready.dropped_too_long} prompts are longer than data.max_prompt_tokens and were dropped")
+            report(f"{ready.dropped_too_long} prompts are longer than data.max_prompt_tokens and were dropped")
         if ready.recovered:
             counts = ", ".join(f"{count} {what}" for what, count in sorted(ready.recovered.items()))
-            tell(f"groups of earlier starts that no step has trained: {counts}")
+            report(f"untrained groups of earlier starts: {counts}")
 
     def _about(self, ready: BufferReady) -> dict[str, Any]:
-        """The fields of the run's `start` event that the driver knows."""
+        """Return the fields of the `start` event that the driver knows."""
         return {
             "run": self._folder.path.name,
             "sizes": self._sizes,
@@ -327,16 +329,16 @@ class Run:
             "recovered": ready.recovered,
         }
 
-    def _note(self, loss: ProcessLost, count: int) -> None:
-        """Log and count a lost core that another one follows."""
+    def _record_loss(self, loss: ProcessLost, count: int) -> None:
+        """Log and count a lost core."""
         actor, _, reason = str(loss).partition(": ")
-        text = "%s is lost (%s); buffer and learner start again from the last checkpoint"
+        text = "%s is lost (%s); buffer and learner restart from the last checkpoint"
         log.warning(text, actor, reason, exc_info=loss.__cause__ if loss.is_error else None)
         self._events.write("restart", actor=actor, reason=reason, count=count)
         metrics.actor_restarts_total.labels(actor=actor.partition("-")[0]).inc()
 
     def _export_from(self, name: str, address: tuple[str, int] | None) -> None:
-        """Tell Prometheus where this process exports its metrics; None: it does not any more."""
+        """Update the Prometheus target of a process; None removes it."""
         if address is None:
             self._targets.pop(name, None)
         else:
@@ -344,7 +346,7 @@ class Run:
         write_targets(self._folder.path, self._targets)
 
     def _end_phase(self, name: str) -> None:
-        """Log a phase of the start, with its seconds since the phase before, when it ends for the first time."""
+        """Log the duration of a phase of the start, once."""
         if name in self._phases:
             return
         began, now = self._phase_began, time.time()
@@ -358,11 +360,11 @@ class Run:
         return read_state(checkpoint).step if checkpoint is not None else 0
 
     def _ask_to_stop(self) -> None:
-        """Drain the run, as a command asks; a second one changes nothing."""
+        """Drain the run by a command. Repeated commands change nothing."""
         self._asked_to_stop = max(1, self._asked_to_stop)
 
     def _stop(self) -> None:
-        """Handle a signal: the first one drains the run, a second one gives up at once."""
+        """Handle a signal: the first drains the run, the second ends it at once."""
         self._asked_to_stop += 1
         if self._asked_to_stop > 1:
             raise KeyboardInterrupt
@@ -370,7 +372,7 @@ class Run:
 
 @contextmanager
 def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGINT and SIGTERM call `stop` instead of ending the process."""
+    """Call `stop` on SIGINT and SIGTERM inside the block."""
     before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -117,11 +117,11 @@ class Steering:
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """The run as it was a moment ago."""
+        """Return the latest status of the run."""
         return self._status
 
     def carry_out(self, command: Command) -> str:
-        """Have the driver carry out a command. Raises CommandRefused."""
+        """Carry out a command in the driver. Raises CommandRefused."""
         asked = _Asked(command, "person", Future())
         self._queue.put(asked)
         try:
@@ -132,7 +132,7 @@ class Steering:
     # -- from the driver's thread --------------------------------------------------------------------------------------
 
     def reconcile(self, core: Core | None, fleet: Fleet, watch: Watch) -> None:
-        """Carry out what was asked for, bring it into effect, and note how the run stands. Called a few times a second.
+        """Carry out pending commands, bring them into effect, and update the status. Called a few times a second.
 
         Args:
             core: that trains; None: buffer and learner are being started.
@@ -147,13 +147,13 @@ class Steering:
             self._step = core.steps_done or core.first_step
             for name in ("buffer", "learner-0"):
                 if watch.steered(name, core.incarnation) < self._steer.revision:
-                    watch.tell(name, self._steer)
+                    watch.send(name, self._steer)
             self._advise(fleet)
         self._pending = [asked for asked in self._pending if not self._has_ended(asked, core, watch)]
         self._status = self._look(core, fleet, watch)
 
     def draining(self) -> None:
-        """Note that the run ends in order."""
+        """Note that the run drains."""
         self._is_draining, self._advice = True, ()
 
     def has_trained(self) -> None:
@@ -162,7 +162,7 @@ class Steering:
         self._adviser.look(time.time(), is_last=True)
 
     def end(self) -> None:
-        """The run is over: whoever still asks gets to know it."""
+        """Refuse the commands that are still pending: the run is over."""
         self._status = msgspec.structs.replace(self._status, state="ended")
         while not self._queue.empty():
             self._pending.append(self._queue.get())
@@ -171,7 +171,7 @@ class Steering:
         self._pending = []
 
     def _let_go(self, core: Core | None, fleet: Fleet, watch: Watch) -> None:
-        """Have generators leave: first the learner publishes to them no more, then they may end. So no broadcast breaks."""
+        """Let generators leave: first the learner stops publishing to them, so that no broadcast breaks, then they exit."""
         if fleet.leaving != self._steer.leaving:
             self._change(leaving=fleet.leaving, ending=())
             self._leaving_since = self._steer.revision
@@ -183,7 +183,7 @@ class Steering:
     # -- advice --------------------------------------------------------------------------------------------------------
 
     def _advise(self, fleet: Fleet) -> None:
-        """Look at the events now and then, and let the autopilot go by what they say."""
+        """Compute the advice every `LOOK_S`, and let the autopilot act on it."""
         now = self._clock()
         if now - self._advised_s < LOOK_S or self._steer.is_paused or self._is_draining:
             return
@@ -297,7 +297,7 @@ class Steering:
         self._steer = msgspec.structs.replace(self._steer, revision=self._steer.revision + 1, **fields)
 
     def _has_ended(self, asked: _Asked, core: Core | None, watch: Watch) -> bool:
-        """Whether this command is in effect, or will not be soon; then who asked knows."""
+        """True if the command is in effect or its deadline has passed; it is then answered."""
         in_effect = not asked.awaits
         if core is not None:
             in_effect |= all(watch.steered(name, core.incarnation) >= asked.revision for name in asked.awaits)
@@ -361,13 +361,13 @@ def _value(config: Config, key: str) -> Any:
 
 
 def bounds(config: Config) -> tuple[int, int]:
-    """The fewest and the most generators that a run may be scaled to."""
+    """Return the smallest and the largest number of generators of a run."""
     generators = config.generators
     return generators.min, generators.max or max(MOST_GENERATORS, generators.count)
 
 
 def in_words(command: Command) -> str:
-    """A command as on the command line, without the run."""
+    """Return a command as typed, without the run."""
     match command:
         case Scale(generators=count):
             return f"scale generators {count}"

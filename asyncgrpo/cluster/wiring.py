@@ -17,11 +17,9 @@ import msgspec
 import xxhash
 
 from asyncgrpo import logs, metrics
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.eval_samples import EvalSamples
-from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.group_health import QUARANTINE_FILE, Quarantine
-from asyncgrpo.buffer.groups import group_seed
+from asyncgrpo.buffer.buffer import Buffer, group_seed
+from asyncgrpo.buffer.evaluation import EvalSamples, Evaluations
+from asyncgrpo.buffer.group_health import BIAS_THRESHOLD, QUARANTINE_FILE, Quarantine
 from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.cluster.folder import hold
@@ -31,9 +29,9 @@ from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config, RewardConfig
 from asyncgrpo.cores import CoreClock
-from asyncgrpo.data.curriculum import Curriculum
 from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.kept import prepare
+from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.data.table import Prepared
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size
@@ -223,7 +221,7 @@ class BufferActor:
             steered=lambda: self._service.steered if self._service else 0,
         )
         self._lock = hold(setup.run_dir / "buffer.lock", LOCK_TIMEOUT_S)
-        self._eval_samples = EvalSamples(setup.run_dir / "evals", config.run)
+        self._eval_samples = EvalSamples(setup.run_dir / "evals", config.run.keep_samples)
         prompts = prepare(config, setup.run_dir)
         train, stops = prompts.train, prompts.stop_token_ids
         buffer, recovered = _recovered_buffer(setup, train, sampling_of(config, stops, evaluation=False))
@@ -245,7 +243,7 @@ class BufferActor:
             vocabulary_size(config.model.path),
             reward_name=_reward_name(config),
             reward_has_worked=setup.reward_has_worked,
-            tell=EventLog(setup.run_dir / "metrics.jsonl").write,
+            emit=EventLog(setup.run_dir / "metrics.jsonl").write,
         )
         return BufferReady(
             endpoint=server.endpoint,
@@ -307,7 +305,7 @@ def _recovered_buffer(setup: Setup, prompts: Prepared, sampling: Sampling) -> tu
         quarantine=Quarantine(setup.run_dir / QUARANTINE_FILE),
         max_lag=reopened.max_lag,
     )
-    metrics.bias_threshold.set(config.buffer.bias_threshold)
+    metrics.bias_threshold.set(BIAS_THRESHOLD)
     return buffer, bring_back(buffer, reopened)
 
 
@@ -430,7 +428,6 @@ class GeneratorActor:
         with importing():
             from asyncgrpo.engines.build import build_engine
             from asyncgrpo.generators.build import build_sampler
-            from asyncgrpo.generators.rollout import Redundancy
             from asyncgrpo.generators.service import GeneratorService
 
             engine = build_engine(config, seed=seed)  # imports it
@@ -452,7 +449,6 @@ class GeneratorActor:
             weights_endpoint=self._endpoints.weights_endpoint,
             host=host_of(config),
             keys=self._setup.keys,
-            redundancy=Redundancy(config.generators.completion_retries, config.generators.extra_completions),
             cores=CoreClock(),
         )
         asyncio.run(service.run())
@@ -571,7 +567,7 @@ class LearnerActor:
         self._publisher.on_left_out = lambda name, incarnation, why: notices.send(
             GeneratorLost(generator_id=name, incarnation=incarnation, reason=why)
         )
-        self._publisher.start(learner.layout(), _sync_check(config, learner))
+        self._publisher.start(learner.layout(), SyncCheck(learner.check.sequences, GapLimit(config.model.dtype)))
         decode = decoder(load_tokenizer(config.model.path), keep_special=True)
         recorder = Recorder(config, setup.run_dir, decode, msgspec.to_builtins(config))
         service = self._service = LearnerService(
@@ -618,14 +614,6 @@ def joined_ranks(store: "Store", rank: int, world: int, device: str, timeout_s: 
         yield
     finally:
         dist.destroy_process_group()
-
-
-def _sync_check(config: Config, learner: "Learner") -> SyncCheck | None:
-    """What is compared under each published version; none where nothing is to be."""
-    if not config.weights.check_every:
-        return None
-    limit = GapLimit(config.model.dtype, config.weights.check_limit)
-    return SyncCheck(learner.check.sequences, every=config.weights.check_every, limit=limit)
 
 
 def _weights_backend(config: Config) -> "Backend":

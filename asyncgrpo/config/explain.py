@@ -1,19 +1,22 @@
-"""What the settings mean, in words: a catalogue of all keys, `explain` for a person, and the sizes of a run.
+"""Describes the settings: a catalog of all keys, `explain` for one of them, the sizes of a run, and hints for unknown keys.
 
-Types, bounds, defaults and descriptions are read from the structs of `schema.py`. The end of the file finds the key that a
-person probably meant.
+Types, bounds, defaults and descriptions come from the structs of `schema.py`.
 """
 
+import ast
 import difflib
+import itertools
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from msgspec import inspect
 
+from asyncgrpo.config import schema
 from asyncgrpo.config.keymap import bare
 from asyncgrpo.config.schema import AlgorithmConfig, Config, CorrectionConfig
 from asyncgrpo.config.verl import VERL
@@ -26,26 +29,35 @@ class Knob:
 
     key: str
     """Dotted, as on the command line."""
+    struct: type
+    """Struct of `schema.py` that has the field."""
     type: inspect.Type
     required: bool
     default: Any
-    description: str
-    section: str
-    """First line of the section's docstring."""
+
+    @property
+    def description(self) -> str:
+        """Docstring of the field, without its final period."""
+        return _descriptions()[self.struct.__name__, self.key.rpartition(".")[2]]
+
+    @property
+    def section(self) -> str:
+        """First paragraph of the struct's docstring."""
+        return " ".join((self.struct.__doc__ or "").split("\n\n")[0].split())
 
     @property
     def takes_text(self) -> bool:
-        """Whether any value is text, so that `run.out=2024` needs no quotes."""
+        """True if any value is text, so that `run.out=2024` needs no quotes."""
         return self._takes(inspect.StrType)
 
     @property
     def takes_list(self) -> bool:
-        """Whether a value may be a list."""
+        """True if a value may be a list."""
         return self._takes(inspect.VarTupleType)
 
     @property
     def takes_mapping(self) -> bool:
-        """Whether a value may be a mapping."""
+        """True if a value may be a mapping."""
         return self._takes(inspect.DictType)
 
     def _takes(self, kind: Any) -> bool:
@@ -54,53 +66,43 @@ class Knob:
 
     @property
     def fields(self) -> dict[str, "Knob"]:
-        """The keys of each entry, for a list of mappings such as `algorithm.corrections`; empty for any other key."""
+        """Keys of each entry, for a list of mappings such as `algorithm.corrections`; empty for any other key."""
         item = self.type.item_type if isinstance(self.type, inspect.VarTupleType) else None
-        if not isinstance(item, inspect.StructType):
-            return {}
-        section = _section(item)
-        return {field.name: _knob(field, f"{self.key}[].", section) for field in item.fields}
+        return dict(_knobs(item, f"{self.key}[].")) if isinstance(item, inspect.StructType) else {}
 
 
-def _bare(kind: inspect.Type) -> tuple[inspect.Type, str]:
-    """The type without its metadata wrapper, and the description that the wrapper held."""
-    description = ""
-    while isinstance(kind, inspect.Metadata):
-        description = (kind.extra_json_schema or {}).get("description", description)
-        kind = kind.type
-    return kind, description
+def _knobs(struct: inspect.StructType, prefix: str) -> Iterator[tuple[str, Knob]]:
+    """Yield the fields of a struct by name; those of structs in it by dotted name."""
+    for field in struct.fields:
+        if isinstance(field.type, inspect.StructType):
+            yield from ((f"{field.name}.{name}", knob) for name, knob in _knobs(field.type, f"{prefix}{field.name}."))
+            continue
+        default = field.default if field.default is not msgspec.NODEFAULT else None
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        yield field.name, Knob(prefix + field.name, struct.cls, field.type, field.required, default)
 
 
-def _knob(field: inspect.Field, prefix: str, section: str) -> Knob:
-    kind, description = _bare(field.type)
-    default = field.default if field.default is not msgspec.NODEFAULT else None
-    if field.default_factory is not msgspec.NODEFAULT:
-        default = field.default_factory()
-    return Knob(prefix + field.name, kind, field.required, default, description, section)
-
-
-def _section(struct: inspect.StructType) -> str:
-    return " ".join((struct.cls.__doc__ or "").split("\n\n")[0].split())
+@cache
+def _descriptions() -> dict[tuple[str, str], str]:
+    """Docstrings of fields by struct and field, from the text of `schema.py`: Python does not keep them."""
+    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    return {
+        (struct.name, field.target.id): " ".join(doc.value.value.split()).removesuffix(".")
+        for struct in tree.body
+        if isinstance(struct, ast.ClassDef)
+        for field, doc in itertools.pairwise(struct.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str)
+    }
 
 
 @cache
 def knobs() -> dict[str, Knob]:
     """Every key by its dotted name, in the order of `schema.py`."""
-    found: dict[str, Knob] = {}
-
-    def walk(struct: inspect.StructType, prefix: str) -> None:
-        for field in struct.fields:
-            kind, _ = _bare(field.type)
-            if isinstance(kind, inspect.StructType):
-                walk(kind, f"{prefix}{field.name}.")
-            else:
-                knob = _knob(field, prefix, _section(struct))
-                found[knob.key] = knob
-
     root = inspect.type_info(Config)
     assert isinstance(root, inspect.StructType)
-    walk(root, "")
-    return found
+    return dict(_knobs(root, ""))
 
 
 @cache
@@ -110,9 +112,9 @@ def sections() -> frozenset[str]:
 
 
 def bounds_in_words(kind: inspect.Type) -> str:
-    """Bounds such as `above 0 and at most 1`; empty for a type without bounds. A union has those of its number."""
+    """Return bounds such as `above 0 and at most 1`; empty for a type without. A union has the bounds of its number."""
     if isinstance(kind, inspect.UnionType):
-        return next((words for member in kind.types if (words := bounds_in_words(_bare(member)[0]))), "")
+        return next((words for member in kind.types if (words := bounds_in_words(member))), "")
     if not isinstance(kind, inspect.IntType | inspect.FloatType):
         return ""
     limits = (("at least", kind.ge), ("above", kind.gt), ("at most", kind.le), ("below", kind.lt))
@@ -120,12 +122,11 @@ def bounds_in_words(kind: inspect.Type) -> str:
 
 
 def type_in_words(kind: inspect.Type) -> str:
-    """What a value must be, to follow the words "must be"."""
-    kind, _ = _bare(kind)
+    """Return the values that a type takes, to follow the words "must be"."""
     bounds = bounds_in_words(kind)
     match kind:
         case inspect.UnionType():
-            members = [type_in_words(m) for m in kind.types if not isinstance(_bare(m)[0], inspect.NoneType)]
+            members = [type_in_words(m) for m in kind.types if not isinstance(m, inspect.NoneType)]
             return " or ".join(members) + " (or null)" * (len(members) < len(kind.types))
         case inspect.IntType():
             return "a whole number" + (f", {bounds}" if bounds else "")
@@ -151,7 +152,7 @@ def type_in_words(kind: inspect.Type) -> str:
 
 
 def choices(key: str) -> list[str]:
-    """The values of a key that takes one of a few; empty for any other key."""
+    """Return the values of a key that takes one of a few; empty for any other key."""
     kind = knobs()[key].type if key in knobs() else None
     if isinstance(kind, inspect.UnionType) and kind.includes_none:
         (kind, *others) = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
@@ -162,7 +163,7 @@ def choices(key: str) -> list[str]:
 
 
 def value_in_words(value: Any) -> str:
-    """A value as in YAML or on the command line. Structs have only what differs from their defaults."""
+    """Return a value as in YAML or on the command line. Structs show only what differs from their defaults."""
     if isinstance(value, str):
         return value or '""'
     if isinstance(value, tuple) and value and all(isinstance(item, msgspec.Struct) for item in value):
@@ -177,39 +178,38 @@ def _changed(struct: msgspec.Struct) -> dict[str, Any]:
 
 
 def explain(key: str | None = None) -> str:
-    """What `key` means; a table of all keys without one, or of a section's keys.
+    """Describe a key; or list the keys of a section, or all of them.
 
     Raises:
-        ConfigError: there is no such key; the message says which one was probably meant.
+        ConfigError: there is no such key; the message suggests one.
     """
     if key is None or key in sections():
-        return "\n".join(_row(knob) for knob in knobs().values() if key is None or knob.key.startswith(key + "."))
+        rows = [knob for knob in knobs().values() if key is None or knob.key.startswith(key + ".")]
+        return "\n".join(f"{knob.key:34} {_default(knob, '(required)'):14} {knob.description}" for knob in rows)
     parent, _, name = key.rpartition(".")
     knob = knobs().get(key) or (knobs()[parent].fields.get(name) if parent in knobs() else None)
     if knob is None:
         hint = suggest(key, knobs()) or "`asyncgrpo config explain` lists all keys"
         raise ConfigError(f"there is no configuration key `{key}`: {hint}")
-    default = "none, it must be given" if knob.required else value_in_words(knob.default)
     lines = [
         f"{knob.key}: {knob.description}",
         f"  value    {type_in_words(knob.type)}",
-        f"  default  {default}",
+        f"  default  {_default(knob, 'none, it must be given')}",
         f"  section  {knob.section}",
     ]
     lines += [f"  {field.key} ({value_in_words(field.default)}): {field.description}" for field in knob.fields.values()]
     return "\n".join(lines)
 
 
-def _row(knob: Knob) -> str:
-    default = "(required)" if knob.required else value_in_words(knob.default)
-    return f"{knob.key:34} {default:14} {knob.description}"
+def _default(knob: Knob, required: str) -> str:
+    return required if knob.required else value_in_words(knob.default)
 
 
 def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
-    """The sizes of a step, the objective, the processes and the end of a run, in four lines, printed at its start.
+    """Return four lines for the start of a run: sizes of a step, objective, processes and end.
 
     Args:
-        algorithm: name of the preset that was asked for, if any.
+        algorithm: name of the preset, if any.
     """
     prompts, completions = config.buffer.prompts_per_step, config.algorithm.group_size
     sequences = prompts * completions
@@ -235,7 +235,7 @@ def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
 
 
 def algorithm_in_words(settings: AlgorithmConfig) -> str:
-    """The objective, as `grpo advantages, ppo_clip(clip_low=0.2) around proximal, token truncate(high_ratio=2)`."""
+    """Return the objective, as `grpo advantages, ppo_clip(clip_low=0.2) around proximal, token truncate(high_ratio=2)`."""
     parts = [
         f"{settings.advantage} advantages",
         f"{_called(settings.loss, settings.loss_args)} around {settings.anchor}",
@@ -269,10 +269,10 @@ def _count(number: int, noun: str) -> str:
 
 
 def _lag_in_words(config: Config) -> str:
-    lag, policy, auto = config.buffer.max_lag, config.buffer.policy, config.buffer.auto_lag
+    lag, policy = config.buffer.max_lag, config.buffer.policy
     if lag == 0:
         return "synchronous (lag 0)"
-    steps = f"{auto.min} to {_count(auto.max, 'step')} (auto)" if lag == "auto" else _count(lag, "step")
+    steps = _count(config.buffer.largest_max_lag, "step") + " (auto)" * (lag == "auto")
     bound = f"lag at most {steps}"
     return {
         "wait": bound,
@@ -292,32 +292,36 @@ def _ends_in_words(config: Config) -> str:
     return f"{until}; checkpoint every {_count(run.checkpoint_every, 'step')}, {evaluation}; writes to {run.out}"
 
 
-# -- the key that a person meant ---------------------------------------------------------------------------------------
+# -- hints for unknown keys --------------------------------------------------------------------------------------------
 
-# Keys of earlier releases, and what replaces them.
-_RENAMED: dict[str, str] = {
-    "algorithm.clip_low": "algorithm.loss_args.clip_low, an argument of algorithm.loss",
-    "algorithm.clip_high": "algorithm.loss_args.clip_high, an argument of algorithm.loss",
-    "algorithm.importance_cap": "`high_ratio` in an entry of algorithm.corrections, as algorithm.corrections=[{high_ratio: 2.0}]",
-    "cluster.standby_after_s": "not needed: without a GPU, processes start in two seconds",
-    "weights.adapters_only": "not needed: the learner merges adapters, and engines get whole weights",
-}
 
-# How alike two names must be, from 0 to 1, to count as one name with a slip: `grp_size` and `group_size` are 0.89,
-# `max_steps` and `max_attempts` 0.76. The bound is higher where the section differs too.
+class Removed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keys and features of earlier releases, each with the advice for its users."""
+
+    keys: dict[str, str]
+    features: dict[str, str]
+
+
+@cache
+def removed() -> Removed:
+    """Return the table of `removed.yaml`."""
+    return msgspec.yaml.decode(Path(__file__).with_name("removed.yaml").read_bytes(), type=Removed)
+
+
+# Similarity of two names, 0 to 1, that counts as a typo: `grp_size` and `group_size` have 0.89, `max_steps` and
+# `max_turns` 0.67. The bound is higher where the section differs too.
 _ALIKE, _ALIKE_ELSEWHERE = 0.8, 0.85
 
 
 def suggest(key: str, known: Collection[str]) -> str:
-    """A hint of one clause for a key that is not in `known`; empty when no key is near.
+    """Return a hint of one clause for a key that is not in `known`; empty when no key is near.
 
-    It looks in this order for: our old name, verl's name (or its end, `rollout.n`), a slip within the section, our key in
-    another section or without one (`lr`), a slip elsewhere, a slip in verl's name.
+    It tries in this order: a removed key, verl's name (or its end, `rollout.n`), a typo within the section, our key in
+    another section or without one (`lr`), a typo elsewhere, a typo in verl's name.
     """
     key = bare(key)
-    renamed = _RENAMED.get(key) or _RENAMED.get(f"algorithm.{key}")
-    if renamed is not None:
-        return f"it is now {renamed}"
+    if instead := removed().keys.get(key) or removed().keys.get(f"algorithm.{key}"):
+        return f"it was removed; {instead}"
     if key in known:
         return f"write it as `{key}`"
     verls = verls_name(key, known)
@@ -329,8 +333,10 @@ def suggest(key: str, known: Collection[str]) -> str:
 
 
 def verls_name(key: str, known: Collection[str] = ()) -> str | None:
-    """verl's full name, if `key` is that name or its end, and not the end of a name in `known`. Slips do not count."""
+    """Return verl's full name, if `key` is that name or its end, and no key of ours, removed or in `known`, ends like it."""
     key = bare(key)
+    if key in removed().keys:
+        return None
     if key in VERL.keys:
         return key
     if any(other.endswith(f".{key}") for other in known):
@@ -339,7 +345,7 @@ def verls_name(key: str, known: Collection[str] = ()) -> str | None:
 
 
 def _slip(key: str, known: Collection[str]) -> str | None:
-    """The key in `known` that `key` is with a slip, if there is one."""
+    """Return the key in `known` of which `key` is a typo, if there is one."""
     section, _, last = key.rpartition(".")
     beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
     for end in difflib.get_close_matches(last, beside, n=1, cutoff=_ALIKE):
@@ -352,7 +358,7 @@ def _slip(key: str, known: Collection[str]) -> str | None:
 
 
 def near(name: str, known: Collection[str]) -> str:
-    """The hint `did you mean ...?` with the name in `known` that is most like `name`; empty when none is."""
+    """Return the hint `did you mean ...?` with the name in `known` closest to `name`; empty when none is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean `{close[0]}`?" if close else ""
 

@@ -1,4 +1,4 @@
-"""Finds YAML files, the user's and those that come with the package, and reads them."""
+"""Finds and reads YAML files, of users and of the package."""
 
 import difflib
 from collections.abc import Mapping
@@ -12,22 +12,22 @@ from yaml import YAMLError
 from asyncgrpo.errors import ConfigError
 
 ALGORITHMS = "algorithms"
-"""Folder of the algorithm presets, beside the run configurations. It has one file for each paper."""
+"""Folder of the algorithm presets in `configs/`, with one file per paper."""
 
 
 class Layer(NamedTuple):
-    """The keys written in one place. Later layers win."""
+    """Keys written in one place. Later layers win."""
 
     name: str
     """File or `command line`, for messages."""
     values: dict[str, Any]
     """Nested values, interpolations not resolved."""
     is_preset: bool = False
-    """Whether it is a preset of `configs/algorithms/`, which sets the whole objective: unnamed keys get their defaults."""
+    """True for a preset of `configs/algorithms/`, which sets the whole objective: missing keys get their defaults."""
 
 
 def shipped(name: str) -> Path:
-    """The file `configs/NAME.yaml` that comes with the package. Raises ConfigError, which lists the names."""
+    """Return the file `configs/NAME.yaml` of the package. Raises ConfigError, which lists the names."""
     file = _shipped_folder() / f"{name.removesuffix('.yaml')}.yaml"
     if not file.is_file():
         raise ConfigError(f"no configuration `{name}` comes with the package; there are: {', '.join(shipped_names())}")
@@ -35,12 +35,12 @@ def shipped(name: str) -> Path:
 
 
 def shipped_names() -> list[str]:
-    """The names that `shipped` takes."""
+    """Return the names that `shipped` takes."""
     return sorted(file.stem for file in _shipped_folder().glob("*.yaml"))
 
 
 def algorithm_file(name: str) -> Path:
-    """The preset `configs/algorithms/NAME.yaml`. Raises ConfigError, which lists the names."""
+    """Return the preset `configs/algorithms/NAME.yaml`. Raises ConfigError, which lists the names."""
     bare = name.removeprefix(f"{ALGORITHMS}/").removesuffix(".yaml")
     names = algorithm_names()
     if bare in names:
@@ -51,24 +51,24 @@ def algorithm_file(name: str) -> Path:
 
 
 def algorithm_names() -> list[str]:
-    """The names that `algorithm_file` takes."""
+    """Return the names that `algorithm_file` takes."""
     return sorted(file.stem for file in (_shipped_folder() / ALGORITHMS).glob("*.yaml"))
 
 
 def headline(file: Path) -> str:
-    """The first line of a file's comment, which says what it is."""
+    """Return the first line of a file's comment, its title."""
     with open(file, encoding="utf-8") as lines:
         return next(lines, "").removeprefix("#").strip()
 
 
 def _shipped_folder() -> Path:
-    """The folder `asyncgrpo/configs` of an installed wheel, else `configs` of the checkout."""
+    """Return the folder `asyncgrpo/configs` of an installed wheel, else `configs` of the checkout."""
     package = Path(__file__).parent.parent
     return next((found for found in (package / "configs", package.parent / "configs") if found.is_dir()), package)
 
 
 def find(path: str | Path) -> Path:
-    """The file `path`, or the one of that name that comes with the package. Raises ConfigError, which names the nearest."""
+    """Return the file `path`, or the file of that name in the package. Raises ConfigError, which suggests the closest."""
     file = Path(path).expanduser()
     if file.is_file():
         return file
@@ -87,10 +87,10 @@ def find(path: str | Path) -> Path:
 
 
 def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
-    """The layers of a file: first those of the files that it extends, in their order, then its own.
+    """Return the layers of a file: those of the files that it extends, in order, then its own.
 
     Args:
-        below: files whose `extends` led to this one, which must not extend them again.
+        below: files whose `extends` led here; this file must not extend them again.
     Raises:
         ConfigError: a file is no valid YAML (the message has the line) or no mapping, or an `extends` names no file.
     """
@@ -107,7 +107,7 @@ def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
 
 
 def _extended(file: Path, parent: str) -> Path:
-    """The file that `file` means by `extends: PARENT`."""
+    """Return the file that `extends: PARENT` in `file` names."""
     beside = file.parent / parent
     if parent in shipped_names():
         return shipped(parent)
@@ -119,7 +119,7 @@ def _extended(file: Path, parent: str) -> Path:
 
 
 def load_values(file: Path) -> dict[str, Any]:
-    """The nested values of one YAML file, interpolations not resolved. Raises ConfigError, with the line of a mistake."""
+    """Return the nested values of a YAML file, interpolations not resolved. Raises ConfigError, with the line."""
     try:
         values = OmegaConf.load(file)
     except YAMLError as error:
@@ -140,7 +140,7 @@ def load_values(file: Path) -> dict[str, Any]:
 
 
 def text_of(file: Path) -> str:
-    """The text of a file. Raises ConfigError."""
+    """Return the text of a file. Raises ConfigError."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -148,7 +148,7 @@ def text_of(file: Path) -> str:
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested values by dotted key. Interpolations are resolved where that is possible, and `???` becomes None."""
+    """Return nested values by dotted key. Interpolations are resolved if possible; `???` becomes None."""
     found: dict[str, Any] = {}
 
     def walk(node: Any, prefix: str) -> None:
@@ -167,7 +167,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse(text: str) -> Any:
-    """The value of `key=TEXT` as YAML reads it, or the text itself where it is no valid YAML."""
+    """Parse TEXT of `key=TEXT` as YAML; return the text itself if it is not valid YAML."""
     try:
         return yaml_value(text)
     except (YAMLError, OmegaConfBaseException):
@@ -175,14 +175,14 @@ def parse(text: str) -> Any:
 
 
 def yaml_value(text: str) -> Any:
-    """`text` as YAML reads it, interpolations not resolved. Raises YAMLError or OmegaConfBaseException."""
+    """Parse `text` as YAML, interpolations not resolved. Raises YAMLError or OmegaConfBaseException."""
     value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     assert isinstance(value, dict)
     return value["value"]
 
 
 def look_up(values: Any, key: str, default: Any = None) -> Any:
-    """The value at a dotted key of nested dicts, or `default`."""
+    """Return the value at a dotted key of nested dicts, or `default`."""
     for name in key.split("."):
         values = values.get(name, default) if isinstance(values, dict) else default
     return values

@@ -1,4 +1,4 @@
-"""Loads the configuration: YAML files and `key=value` become one frozen `Config`.
+"""Loads YAML files and `key=value` into one frozen `Config`.
 
 A file may extend others: `extends: OTHER.yaml` (relative to the file), a file that comes with the package
 (`extends: one_node_8gpu`), an algorithm (`extends: algorithms/gspo`), or a list of these. They are read first, in order;
@@ -22,16 +22,22 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from asyncgrpo.config import rules
-from asyncgrpo.config.explain import bounds_in_words, choices, knobs, near, sections, type_in_words, value_in_words
+from asyncgrpo.config.explain import (
+    bounds_in_words,
+    choices,
+    knobs,
+    near,
+    removed,
+    sections,
+    type_in_words,
+    value_in_words,
+)
 from asyncgrpo.config.files import Layer, algorithm_file, find, flat, look_up, read, yaml_value
 from asyncgrpo.config.schema import AlgorithmConfig, Config
 from asyncgrpo.config.unknown_keys import Unknown, refusal
 from asyncgrpo.errors import ConfigError
 
 COMMAND_LINE = "command line"
-
-# Reasons of bounds, for the message of a value that is out of them.
-_REASONS = {"algorithm.group_size": "GRPO compares the completions of one prompt"}
 
 # Keys of `algorithm` that choose a function, and the key that has its arguments.
 _ARGUMENTS_OF = {"loss": "loss_args", "advantage": "critic"}
@@ -49,14 +55,14 @@ def load_config(
     algorithm: str | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Config:
-    """The configuration of a run.
+    """Load the configuration of a run.
 
     Args:
-        path: a YAML file, or the name of one that comes with the package (`quickstart`). None: no file.
+        path: a YAML file, or the name of one of the package (`quickstart`). None: no file.
         overrides: `key.sub=value`, the value read as YAML. Later ones win, and all win over the file.
-        base: nested values that everything else wins over.
-        algorithm: name of a preset in `configs/algorithms/`. It decides the whole objective, whatever the file says.
-        tell: called with a sentence about the file's values that the preset replaced, if there are any.
+        base: nested values below all others.
+        algorithm: name of a preset in `configs/algorithms/`. It sets the whole objective and wins over the file.
+        tell: called with a sentence about the values of the file that the preset replaced, if any.
     Raises:
         ConfigError: one sentence naming the file or "command line", the key, the value and what to change.
     """
@@ -87,9 +93,9 @@ def load_config(
 
 
 def problems(overrides: Sequence[str]) -> list[str]:
-    """Return every sentence with which `load_config` and `check_algorithm` refuse these settings; they raise the first.
+    """Return all messages of `load_config` and `check_algorithm` about these settings; they raise the first.
 
-    A value that does not fit its key gives way to the default, so that the checks after it run too.
+    An invalid value is replaced by its default, so that later checks run too.
     """
     layers = [Layer(COMMAND_LINE, _parse(overrides))]
     values, found = _merge(layers, COMMAND_LINE), list[str]()
@@ -107,17 +113,35 @@ def problems(overrides: Sequence[str]) -> list[str]:
 
 
 def with_overrides(config: Config, overrides: Sequence[str], *, algorithm: str | None = None) -> Config:
-    """`config` with changes of the form `key=value`, which are read and checked as in `load_config`."""
+    """Return `config` with changes of the form `key=value`, checked as in `load_config`."""
     return load_config(None, overrides, base=_escape(msgspec.to_builtins(config)), algorithm=algorithm)
 
 
+def recorded(values: dict[str, Any], where: str) -> Config:
+    """Return the configuration that a run of any release recorded as plain values. Keys removed since are ignored.
+
+    Args:
+        where: the place of the values, for messages.
+    Raises:
+        ConfigError: a value or a key is unknown to this release.
+    """
+    layers = [Layer(where, _known_only(where, _without_removed(values)))]
+    _refuse_unknown(layers, {}, ())
+    return _convert(layers[0].values, layers, where)
+
+
+def _without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    kept = {name: value for name, value in values.items() if f"{prefix}{name}" not in removed().keys}
+    return {n: _without_removed(v, f"{prefix}{n}.") if isinstance(v, dict) else v for n, v in kept.items()}
+
+
 def to_yaml(config: Config) -> str:
-    """The whole configuration as YAML, from which `load_config` makes an equal one. The run folder keeps it."""
+    """Return the configuration as YAML, from which `load_config` makes an equal one. The run folder keeps it."""
     return OmegaConf.to_yaml(OmegaConf.create(_escape(msgspec.to_builtins(config))))
 
 
 def read_plain(path: Path) -> Any:
-    """The nested plain values that `to_yaml` of any release wrote, unchecked. Raises ConfigError."""
+    """Read the nested plain values that `to_yaml` of any release wrote, unchecked. Raises ConfigError."""
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OSError, YAMLError, OmegaConfBaseException) as error:
@@ -125,7 +149,7 @@ def read_plain(path: Path) -> Any:
 
 
 def _escape(node: Any) -> Any:
-    """`node` with each literal `${` escaped, which OmegaConf would read as an interpolation."""
+    """Escape each literal `${`, which OmegaConf would read as an interpolation."""
     if isinstance(node, dict):
         return {name: _escape(value) for name, value in node.items()}
     if isinstance(node, list | tuple):
@@ -154,9 +178,9 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """The value of `text` as YAML reads it. Where the key takes text, it is the text itself unless quoted or null.
+    """Parse `text` as YAML. For a key that takes text, return the text itself unless it is quoted or null.
 
-    Where it takes a list as well, a text in square brackets is a list, and where it takes a mapping, one in braces.
+    For a key that also takes a list or a mapping, text in square brackets is a list and text in braces a mapping.
     """
     knob = knobs().get(key)
     is_more = knob and ((knob.takes_list and text[:1] == "[") or (knob.takes_mapping and text[:1] == "{"))
@@ -169,7 +193,7 @@ def _parse_value(key: str, text: str) -> Any:
 
 
 def _refuse_unknown(layers: Sequence[Layer], options: dict[str, str], overrides: Sequence[str]) -> None:
-    """Raise ConfigError that names every key that does not exist, in files and on the command line."""
+    """Raise ConfigError with all unknown keys of files and command line."""
     unknown = [
         Unknown(layer.name, key, value)
         for layer in layers
@@ -182,13 +206,13 @@ def _refuse_unknown(layers: Sequence[Layer], options: dict[str, str], overrides:
 
 
 def _is_known(key: str) -> bool:
-    """Whether this is a key, a section, or a name below a mapping (`generators.extra.x`)."""
+    """True for a key, a section, or a name below a mapping (`generators.extra.x`)."""
     above = key.split(".")
     return key in sections() or any(".".join(above[:length]) in knobs() for length in range(1, len(above) + 1))
 
 
 def _known_only(origin: str, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`values` without empty sections (`reward:` and nothing below it). Raises ConfigError where a section is no mapping."""
+    """Drop empty sections (`reward:` with nothing below it). Raises ConfigError for a section that is no mapping."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -202,7 +226,7 @@ def _known_only(origin: str, values: dict[str, Any], prefix: str = "") -> dict[s
 
 
 def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:
-    """One nested dict of plain values, interpolations resolved, with the two sections that have required keys."""
+    """Merge the layers into nested plain values, with interpolations resolved and the two sections of required keys."""
     try:
         merged = OmegaConf.merge({"model": {}, "data": {}}, *_without_leftovers(layers))
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
@@ -214,12 +238,12 @@ def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:
 
 
 def is_part_of_a_preset(key: str) -> bool:
-    """Whether a preset decides this key, also where it leaves the key at its default."""
+    """True if presets set this key, also those that leave it at its default."""
     return key in _RECIPE_IN_LEARNER or (key.startswith("algorithm.") and key not in _SIZES)
 
 
 def _under_presets(layers: Sequence[Layer]) -> list[Layer]:
-    """The layers; those below a preset lose the keys that it decides, so that a preset means the same over any file."""
+    """Drop the keys that presets set from layers below a preset, so that it means the same over any file."""
     last = max((number for number, layer in enumerate(layers) if layer.is_preset), default=0)
     return [
         layer._replace(values=_without_recipe(layer.values)) if number < last else layer
@@ -234,7 +258,7 @@ def _without_recipe(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _replaced(files: Sequence[Layer], before: Config, after: Config) -> dict[str, Any]:
-    """The values of the files that a preset replaced, by key, as they were written."""
+    """Return the values of the files that a preset replaced, by key, as written."""
     there, here = msgspec.to_builtins(before), msgspec.to_builtins(after)
     written = {key: [value for f in files if (value := look_up(f.values, key)) is not None] for key in knobs()}
     return {
@@ -245,9 +269,9 @@ def _replaced(files: Sequence[Layer], before: Config, after: Config) -> dict[str
 
 
 def _without_leftovers(layers: Sequence[Layer]) -> list[dict[str, Any]]:
-    """The values of each layer, without the arguments of a function that a later layer replaces.
+    """Return the values of each layer, without the arguments of a function that a later layer replaces.
 
-    For example, PPO's clip bounds in a file would be a thousand times too wide for the GSPO that a later layer chooses.
+    PPO's clip bounds in a file would be a thousand times too wide for GSPO in a later layer.
     """
     kept = [layer.values for layer in layers]
     for choice, arguments in _ARGUMENTS_OF.items():
@@ -285,7 +309,7 @@ def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Con
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Every plain value with its dotted key; those in a list have the key of the list."""
+    """Yield every plain value with its dotted key; values in a list have the key of the list."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else name)
@@ -297,7 +321,7 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _unwritable(value: Any) -> str | None:
-    """What a value must be that our messages and files cannot hold; None for one that they can."""
+    """Return the requirement of messages and files that a value violates; None if it violates none."""
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if isinstance(value, int) and abs(value) >= 2**63:
@@ -308,7 +332,7 @@ def _unwritable(value: Any) -> str | None:
 
 
 def _key_of(message: str) -> str:
-    """The key that msgspec's message is about, without a place in it: of `data.columns[...]` and `run.loggers[0]`."""
+    """Return the key in msgspec's message, without an index: of `data.columns[...]` and `run.loggers[0]`."""
     problem, _, path = message.partition(" - at `$.")
     key = re.sub(r"\[.*", "", path.rstrip("`"))
     missing = re.search(r"missing required field `(\w+)`", problem)
@@ -316,12 +340,13 @@ def _key_of(message: str) -> str:
 
 
 def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], where: str) -> ConfigError:
-    """msgspec's message, which has a path but neither value nor origin, as a sentence that has all three."""
+    """Turn msgspec's message, which has only a path, into a sentence with origin, key and value."""
     problem, _, path = message.partition(" - at `$.")
     key = _key_of(message)
     if "missing required field" in problem:
-        what = knobs()[key].description
-        return ConfigError(f"{where}: {key} is missing ({what}); write it in the file or {key}=... on the command line")
+        return ConfigError(
+            f"{where}: {key} is missing ({knobs()[key].description}); write it in the file or {key}=... on the command line"
+        )
     knob, value = knobs()[key], look_up(values, key)
     origin = next((layer.name for layer in reversed(layers) if look_up(layer.values, key) is not None), where)
     place = re.fullmatch(r"[\w.]+\[(\d+)\](?:\.(\w+))?", path.rstrip("`"))
@@ -335,9 +360,8 @@ def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], wh
         else:
             return ConfigError(f"{origin}: {key} must be a mapping; it is {value_in_words(value)}")
     out_of_bounds = re.fullmatch(r"Expected `\w+( \| null)?` [<>]=? \S+", problem) is not None
-    needs = bounds_in_words(knob.type) if out_of_bounds else type_in_words(knob.type)
-    reason = f"{_REASONS[key]}, so " if key in _REASONS else ""
+    needs = (out_of_bounds and bounds_in_words(knob.type)) or type_in_words(knob.type)
     hint = "; put it in quotes" if knob.takes_text and isinstance(value, int | float) else ""
     if isinstance(value, str) and (meant := near(value, choices(key))):
         hint = f": {meant}"
-    return ConfigError(f"{origin}: {reason}{key} must be {needs}; it is {value_in_words(value)}{hint}")
+    return ConfigError(f"{origin}: {key} must be {needs}; it is {value_in_words(value)}{hint}")

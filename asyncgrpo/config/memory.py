@@ -1,20 +1,17 @@
-"""What a run holds: each GPU of the learner and of the engines at its fullest moment, and each node's host memory.
+"""The memory of a run: each GPU of the learner and of the engines at its fullest moment, and each node's host memory.
 
-Arithmetic on a model's shape and the configuration, without torch; docs/memory.md says what each figure is made of and
-where it comes from. A learner rank is at its fullest in one of five phases of a step: when embedding and head are copied out
-of the buffer that they were gathered in, in the loss, in the backward pass of a layer, when the gradients of embedding and
-head are reduced, or in the update.
-
-bytes of a number: 4 for master weights, gradients and each of AdamW's two moments, those of `model.dtype` for gathered
-and for frozen weights, activations, engines and publications.
+Arithmetic on a model's size and the configuration, without torch. docs/memory.md lists the parts of each figure and their
+sources. Bytes of a number: 4 for master weights, gradients and each of AdamW's two moments; those of `model.dtype` for
+gathered and frozen weights, activations, engines and publications.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
+from asyncgrpo.config.model_size import ModelSize
 from asyncgrpo.config.schema import Config
-from asyncgrpo.config.shapes import ModelShape
 
 GIB = 2**30
 
@@ -37,6 +34,8 @@ sequences (2 MiB each, as SGLang reckons), a prefill of 4,096 tokens, and what S
 
 STREAMED_MOMENTS = GIB
 """Moments on the GPU at once, where `learner.offload_optimizer` streams them through the update, or one parameter's."""
+GRADIENTS = 3
+"""Gradients of the size of a layer's widest activation that exist at once in its backward pass."""
 GATHERED_LAYERS = 3
 """Layers that FSDP2 has in whole at once: the one that runs, the next one, and the buffer that it is copied out of."""
 TILE_LOGITS = 2**27
@@ -44,9 +43,9 @@ TILE_LOGITS = 2**27
 ARENAS = 2
 """Publications that the learner keeps in host memory (`weights.arena.SLOTS`); one more where deltas may be sent."""
 PCIE_BYTES_PER_S = 50e9
-"""What one GPU reads of locked pages. Assumed, for PCIe 5 x16: not measured."""
+"""Rate at which one GPU reads pinned memory. Assumed, for PCIe 5 x16: not measured."""
 COPIED_BYTES_PER_S = 12e9
-"""What a core copies (docs/weights.md)."""
+"""Rate at which one core copies (docs/weights.md)."""
 SHOWN_OF_NOMINAL = 0.985
 """Of the memory that a card is named after, in GiB: what CUDA shows of it. An H100 of 80 GB shows 79.2."""
 SHARED_BY_OTHERS = 2 * GIB
@@ -77,7 +76,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Holding:
-    """What is held at one moment, in bytes, by what it is for."""
+    """Bytes held at one moment, by purpose."""
 
     parts: dict[str, int]
 
@@ -92,7 +91,7 @@ def itemsize(config: Config) -> int:
 
 
 def runs_on_gpu(config: Config) -> bool:
-    """Whether the learner of this configuration is for a GPU, here or elsewhere."""
+    """True if the learner of this configuration is for a GPU, here or elsewhere."""
     device = config.learner.device
     return device == "cuda" or (device == "auto" and config.generators.gpus_each > 0)
 
@@ -103,148 +102,111 @@ def runs_on_gpu(config: Config) -> bool:
 class _Rank:
     """The sizes of one rank, in bytes unless they are called numbers."""
 
-    def __init__(self, shape: ModelShape, config: Config) -> None:
-        self.shape, self.config, self.item = shape, config, itemsize(config)
-        self.ranks, self.adapters = config.learner.ranks, config.model.lora.rank
-        added = shape.adapter_parameters(self.adapters)
-        self.all_numbers = shape.parameters + added
-        self.trained_numbers = added if self.adapters else shape.parameters
-        of_layers = [
-            (size, layer.adapter_parameters(self.adapters))
-            for size, layer in zip(shape.layer_parameters, shape.layers, strict=True)
-        ]
-        self.layer_numbers = max(size + more for size, more in of_layers)
-        self.trained_layer_numbers = max(more if self.adapters else size for size, more in of_layers)
-        self.head_numbers = shape.vocabulary * shape.hidden
-        self.tokens = config.learner.tokens_per_microbatch
+    def __init__(self, size: ModelSize, config: Config) -> None:
+        self.size, self.config, self.item = size, config, itemsize(config)
+        self.adapters = config.model.lora.rank
+        self.trained_numbers = size.adapter_parameters(self.adapters) if self.adapters else size.parameters
+        algorithm = config.algorithm
+        has_reference = algorithm.kl_coef > 0 or bool(algorithm.loss_args.get("reference"))
+        self.has_reference_copy = has_reference and not self.adapters
+        """True if there is a reference beside the model. With adapters it is the model without them."""
 
     def of_each(self, num_bytes: float) -> int:
         """The share of one rank."""
-        return ceil(num_bytes / self.ranks)
+        return ceil(num_bytes / self.config.learner.ranks)
 
     @property
     def moments(self) -> int:
+        """Of AdamW, on the GPU or on the host."""
         return self.of_each(8 * self.trained_numbers)
 
+    @property
+    def reference(self) -> int:
+        """The shard of a reference, on the GPU or on the host."""
+        return self.of_each(self.item * self.size.parameters) if self.has_reference_copy else 0
+
     def always(self) -> dict[str, int]:
-        """What is there in every phase, but for the moments of AdamW."""
-        frozen = (self.all_numbers - self.trained_numbers) * max(self.item, self.shape.stored_bytes)
-        reference = 0
-        if self.has_reference_copy:
-            reference = self.item * self.shape.root_parameters  # gathered, and not dropped after its forward pass
-            if not self.config.learner.offload_reference:
-                reference += self.of_each(self.item * self.shape.parameters)
+        """Held in every phase, moments and the gathered part of a reference aside."""
+        frozen = (self.size.parameters if self.adapters else 0) * max(self.item, self.size.stored_bytes)
         return {
             "weights": self.of_each(4 * self.trained_numbers + frozen),
             "gradients": self.of_each(4 * self.trained_numbers),
-            "reference": reference,
+            "reference": 0 if self.config.learner.offload_reference else self.reference,
         }
 
-    @property
-    def has_reference_copy(self) -> bool:
-        """Whether there is a reference beside the model; with adapters it is the model without them."""
-        algorithm = self.config.algorithm
-        return (algorithm.kl_coef > 0 or bool(algorithm.loss_args.get("reference"))) and not self.adapters
+    def phases(self) -> Iterator[dict[str, int]]:
+        """Held in each phase of a step, of which one is the fullest."""
+        size, config, item, root = self.size, self.config, self.item, self.size.root_parameters
+        tokens, head = config.learner.tokens_per_microbatch, size.vocabulary * size.hidden
+        added = [layer.adapter_parameters(self.adapters) for layer in size.layers]
+        whole = [layer.parameters + more for layer, more in zip(size.layers, added, strict=True)]
+        kept = [layer.bytes_kept(item, adapters=self.adapters) for layer in size.layers]
+        recomputes = config.learner.activation_checkpointing is not False  # the least, where that is left open
+        waiting = tokens * (item * size.hidden * len(kept) if recomputes else sum(kept))
+        recomputed = tokens * max(kept) if recomputes else 0
+        last = tokens * size.hidden * (4 + 3 * item)  # of the last norm, and what the head reads, with its gradient
+        gradients = tokens * (item * GRADIENTS * max(layer.trained.widest for layer in size.layers) + 8 * size.hidden)
 
-    def gathered(self) -> int:
-        """Whole weights in the dtype of the model, while it runs."""
-        if self.ranks == 1 and not self.adapters and not self.config.cluster.share_gpu:  # kept between micro-batches
-            return self.item * self.all_numbers
-        return self.item * (self.shape.root_parameters + GATHERED_LAYERS * self.layer_numbers)
+        window = item * GATHERED_LAYERS * max(whole)
+        gathered = item * root + window
+        if config.learner.ranks == 1 and not self.adapters and not config.cluster.share_gpu:
+            gathered = item * size.parameters  # kept between micro-batches
+        of_head, of_root = (0, 0) if self.adapters else (head, root)
+        of_layer = max(added if self.adapters else whole)
+        moments = 0 if config.learner.offload_optimizer else self.moments
+        always = self.always()
+        if self.has_reference_copy:
+            always["reference"] += item * root  # gathered, and not dropped after its forward pass
+        running = always | {"moments": moments, "gathered": gathered}
 
-    def kept(self) -> int:
-        """Activations of the layers that wait for the backward pass."""
-        if self.recomputes:
-            return self.tokens * self.item * self.shape.hidden * len(self.shape.layers)
-        return self.tokens * sum(self.kept_by_layers())
+        # Embedding and head are copied out of the buffer that they were gathered in.
+        yield running | {"gathered": max(2 * item * root + window, gathered)}
+        # The loss: the head's gradient is summed in float32, beside two copies in the model's dtype.
+        yield running | {"activations": waiting + last, "head": self.logits() + (4 + 2 * item) * of_head}
+        # The backward pass of a layer. The head's gradient waits in the model's dtype.
+        yield running | {
+            "activations": waiting + recomputed + gradients,
+            "head": item * of_head,
+            "reduced gradients": self.reduced(of_layer),
+        }
+        # The gradients of embedding and head are reduced.
+        yield running | {"gathered": item * root, "reduced gradients": self.reduced(of_root)}
+        # The update. Offloaded moments are streamed, at least one parameter's at once.
+        streamed = min(self.moments, max(STREAMED_MOMENTS, self.of_each(8 * of_head)))
+        yield always | {"moments": moments or streamed}
 
-    def last(self) -> int:
-        """What the last norm keeps, and the hidden states that the head reads, with their gradient."""
-        return self.tokens * self.shape.hidden * (4 + 3 * self.item)
-
-    def kept_by_layers(self) -> list[int]:
-        return [layer.bytes_kept(self.item, adapters=self.adapters) for layer in self.shape.layers]
-
-    @property
-    def recomputes(self) -> bool:
-        """True unless the configuration keeps activations: where it leaves that open, this is the least that is held."""
-        return self.config.learner.activation_checkpointing is not False
-
-    def recomputed(self) -> int:
-        """Activations of the one layer that is under way backward, where they are not kept."""
-        return self.tokens * max(self.kept_by_layers()) if self.recomputes else 0
-
-    def activation_gradients(self) -> int:
-        """The largest gradients of activations that exist at once, in one layer."""
-        widest = max(max(layer.attention.widest, layer.mlp.widest) for layer in self.shape.layers)
-        return self.tokens * (self.item * widest + 8 * self.shape.hidden)
+    def reduced(self, numbers: int) -> int:
+        """Gradients in the model's dtype, in float32, and the sum of all ranks."""
+        return (self.item + 4) * numbers + self.of_each(4 * numbers)
 
     def logits(self) -> int:
-        """One tile of logits with what is computed of it, beside what is left of the tile before."""
-        numbers = min(TILE_LOGITS, self.tokens * self.shape.vocabulary)
-        each = 12 + (8 if self.tokens * self.shape.vocabulary > TILE_LOGITS else 0)
+        """One tile of logits with its intermediate results, beside the rest of the tile before."""
+        all_numbers = self.config.learner.tokens_per_microbatch * self.size.vocabulary
+        each = 12 + (8 if all_numbers > TILE_LOGITS else 0)
         if self.item < 4:  # their gradients, which else take the place of the logits
             each += self.item
         if self.config.sampling.temperature != 1.0:
             each += 4
         if self.config.algorithm.kl_kind == "full" and self.config.algorithm.kl_coef:
             each += 12
-        return numbers * each
-
-    @property
-    def head_gradient(self) -> int:
-        """The gradient of the head in the dtype of the model, which waits until the end of the backward pass."""
-        return 0 if self.adapters else self.item * self.head_numbers
-
-    def phases(self) -> list[dict[str, int]]:
-        """What is held in each phase: start, loss, backward pass, reduction at its end, update."""
-        always, waiting = self.always(), 0 if self.config.learner.offload_optimizer else self.moments
-        running = always | {"moments": waiting, "gathered": self.gathered()}
-        summed = 0 if self.adapters else 4 * self.head_numbers  # the head's gradient, in float32
-        layer = (self.item + 4) * self.trained_layer_numbers + self.of_each(4 * self.trained_layer_numbers)
-        root = 0 if self.adapters else (self.item + 4) * self.shape.root_parameters
-        root += 0 if self.adapters else self.of_each(4 * self.shape.root_parameters)
-        largest = 0 if self.adapters else self.of_each(8 * self.head_numbers)
-        start = self.item * (2 * self.shape.root_parameters + GATHERED_LAYERS * self.layer_numbers)
-        return [
-            running | {"gathered": max(start, self.gathered())},
-            running
-            | {
-                "activations": self.kept() + self.last(),
-                "head": self.logits() + summed + 2 * self.head_gradient,
-            },
-            running
-            | {
-                "activations": self.kept() + self.recomputed() + self.activation_gradients(),
-                "head": self.head_gradient,
-                "reduced gradients": layer,
-            },
-            running | {"gathered": self.item * self.shape.root_parameters, "reduced gradients": root},
-            always | {"moments": waiting or min(self.moments, max(STREAMED_MOMENTS, largest))},
-        ]
+        return min(TILE_LOGITS, all_numbers) * each
 
 
-def kept_for_backward(shape: ModelShape, config: Config) -> int:
-    """Bytes of activations that a micro-batch keeps at once: of all layers, or the inputs of all and one layer's."""
-    rank = _Rank(shape, config)
-    return rank.kept() + max(rank.recomputed(), rank.last())
-
-
-def learner_tensors(shape: ModelShape, config: Config) -> Holding:
+def learner_tensors(size: ModelSize, config: Config) -> Holding:
     """The tensors of one learner rank at the fullest moment of a step."""
-    fullest = max(_Rank(shape, config).phases(), key=lambda parts: sum(parts.values()))
-    return Holding({name: size for name, size in fullest.items() if size})
+    fullest = max(_Rank(size, config).phases(), key=lambda parts: sum(parts.values()))
+    return Holding({name: held for name, held in fullest.items() if held})
 
 
-def learner_rank(shape: ModelShape, config: Config) -> Holding:
+def learner_rank(size: ModelSize, config: Config) -> Holding:
     """The GPU of one learner rank at the fullest moment of a step: its tensors, and what torch does not count."""
-    tensors = learner_tensors(shape, config)
+    tensors = learner_tensors(size, config)
     outside = CONTEXT + NCCL * (config.learner.ranks > 1) + NCCL * (not config.cluster.share_gpu)
     return Holding(tensors.parts | {"rest": outside + int(SLACK * tensors.total)})
 
 
 def learner_share(config: Config, card: Card) -> float:
-    """Share of a shared GPU that torch in the learner may take: what the engine leaves, and CUDA in every process."""
+    """Share of a shared GPU that torch in the learner may take, beside the engine and the CUDA context of each process."""
     is_sglang = config.generators.engine == "sglang"  # its scheduler is a process beside the generator's
     outside = (3 if is_sglang else 2) * CONTEXT + (ENGINE_WORK if is_sglang else 0)
     return 1 - config.generators.memory_fraction - outside / card.num_bytes
@@ -268,17 +230,17 @@ class EngineFit:
     """That the KV cache holds."""
 
 
-def engine_gpu(shape: ModelShape, config: Config, card: Card) -> EngineFit:
+def engine_gpu(size: ModelSize, config: Config, card: Card) -> EngineFit:
     """One GPU of an engine. The KV cache gets what `generators.memory_fraction` leaves beside the weights."""
     generators, item = config.generators, itemsize(config)
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    wanted = generators.groups_in_flight * (config.algorithm.group_size + generators.extra_completions)
-    of_token = shape.cache_bytes_per_token(item, generators.gpus_each)
+    wanted = generators.groups_in_flight * config.algorithm.group_size
+    of_token = size.cache_bytes_per_token(item, generators.gpus_each)
     each = longest * of_token
-    weights = ceil(item * shape.parameters / generators.gpus_each)
+    weights = ceil(item * size.parameters / generators.gpus_each)
     outside = CONTEXT + NCCL * (generators.gpus_each > 1)
     if generators.engine == "torch":  # it makes room for all of them, and computes on one GPU
-        parts = {"weights": item * shape.parameters, "KV cache": wanted * each, "rest": outside + GIB}
+        parts = {"weights": item * size.parameters, "KV cache": wanted * each, "rest": outside + GIB}
         return EngineFit(Holding(parts), wanted, wanted, longest, wanted * longest)
     cache = max(int(generators.memory_fraction * (card.num_bytes - outside)) - weights, 0)
     rest = outside + ENGINE_WORK if config.cluster.share_gpu else max(card.num_bytes - weights - cache, 0)
@@ -289,43 +251,43 @@ def engine_gpu(shape: ModelShape, config: Config, card: Card) -> EngineFit:
 # -- a node, and a publication -----------------------------------------------------------------------------------------
 
 
-def published_bytes(shape: ModelShape, config: Config) -> int:
+def published_bytes(size: ModelSize, config: Config) -> int:
     """Bytes that an engine loads at a publication. With adapters they are merged first."""
-    return itemsize(config) * shape.parameters
+    return itemsize(config) * size.parameters
 
 
-def publication_seconds(shape: ModelShape, config: Config) -> float:
-    """How long an engine may pause for one publication."""
+def publication_seconds(size: ModelSize, config: Config) -> float:
+    """Longest pause of an engine for one publication."""
     gpus = config.generators.gpus_each
-    return published_bytes(shape, config) / (gpus * PCIE_BYTES_PER_S if gpus else COPIED_BYTES_PER_S)
+    return published_bytes(size, config) / (gpus * PCIE_BYTES_PER_S if gpus else COPIED_BYTES_PER_S)
 
 
-def fullest_host(shape: ModelShape, config: Config) -> Holding:
+def fullest_host(size: ModelSize, config: Config) -> Holding:
     """The host memory of the node that holds most, shared memory included.
 
     A rank loads its shard tensor by tensor, and holds what is kept off its GPU, or all of it where it has none, and a copy of
     weights and moments while a checkpoint is written; rank 0 also the exported weights and two publications. A generator
     on another node holds one.
     """
-    return max((_host(shape, config, *node) for node in _nodes(config)), key=lambda held: held.total)
+    return max((_host(size, config, *node) for node in _nodes(config)), key=lambda held: held.total)
 
 
-def fullest_shared_memory(shape: ModelShape, config: Config) -> Holding:
-    """What a run needs of `/dev/shm` on the node that needs most of it.
+def fullest_shared_memory(size: ModelSize, config: Config) -> Holding:
+    """The part of `/dev/shm` that a run takes on the node where it takes most.
 
     The arenas are the learner's: what is published lies in one of them, and the next publication is written into the other.
     Engines on its node read it there. A generator elsewhere stages what it receives.
     """
-    return max((_shared(shape, config, *node) for node in _nodes(config)), key=lambda held: held.total)
+    return max((_shared(size, config, *node) for node in _nodes(config)), key=lambda held: held.total)
 
 
-def shared_memory_size(shape: ModelShape, config: Config) -> int:
+def shared_memory_size(size: ModelSize, config: Config) -> int:
     """Bytes of `/dev/shm` with which a node does well.
 
     Beside what it needs there are: a second publication that a generator receives while its engine still reads the first one, and
     `SHARED_BY_OTHERS`.
     """
-    held = fullest_shared_memory(shape, config)
+    held = fullest_shared_memory(size, config)
     return held.total + held.parts.get("staging", 0) + SHARED_BY_OTHERS
 
 
@@ -344,35 +306,35 @@ def _nodes(config: Config) -> list[tuple[int, int]]:
     return [(of_learner, beside), (0, min(count, gpus // each))]
 
 
-def _host(shape: ModelShape, config: Config, ranks: int, generators: int) -> Holding:
-    rank = _Rank(shape, config)
+def _host(size: ModelSize, config: Config, ranks: int, generators: int) -> Holding:
+    rank = _Rank(size, config)
     on_gpu, engines_on_gpu = runs_on_gpu(config), config.generators.gpus_each > 0
-    of_rank = rank.always() | {"moments": rank.moments}
+    of_rank = rank.always() | {"moments": rank.moments, "reference": rank.reference}
     if on_gpu:
-        kept = rank.has_reference_copy and config.learner.offload_reference
-        reference = rank.of_each(rank.item * shape.parameters) if kept else 0
-        of_rank = {"moments": rank.moments if config.learner.offload_optimizer else 0, "reference": reference}
+        of_rank = {
+            "moments": rank.moments if config.learner.offload_optimizer else 0,
+            "reference": rank.reference if config.learner.offload_reference else 0,
+        }
     has_far = generators < config.generators.count or _staged(config, ranks, generators)
     arenas = ARENAS + (config.weights.deltas and has_far) if ranks else 0
     process = PROCESS if on_gpu or engines_on_gpu else CPU_PROCESS
     processes = 1 + ranks + generators * (1 + max(config.generators.gpus_each, 1))
     has_engine = config.generators.engine != "fake" and not engines_on_gpu
-    parts = {name: ranks * size for name, size in of_rank.items()} | {
-        "engines": generators * published_bytes(shape, config) if has_engine else 0,
-        "checkpoint": ranks * rank.of_each(12 * rank.trained_numbers)
-        + (published_bytes(shape, config) if ranks else 0),
-        "publication": (_staged(config, ranks, generators) + arenas) * published_bytes(shape, config),
+    parts = {name: ranks * held for name, held in of_rank.items()} | {
+        "engines": generators * published_bytes(size, config) if has_engine else 0,
+        "checkpoint": ranks * rank.of_each(12 * rank.trained_numbers) + (published_bytes(size, config) if ranks else 0),
+        "publication": (_staged(config, ranks, generators) + arenas) * published_bytes(size, config),
         "processes": processes * process,
     }
-    return Holding({name: size for name, size in parts.items() if size})
+    return Holding({name: held for name, held in parts.items() if held})
 
 
-def _shared(shape: ModelShape, config: Config, ranks: int, generators: int) -> Holding:
-    sent = published_bytes(shape, config)
+def _shared(size: ModelSize, config: Config, ranks: int, generators: int) -> Holding:
+    sent = published_bytes(size, config)
     parts = {"arenas": ARENAS * sent if ranks else 0, "staging": _staged(config, ranks, generators) * sent}
-    return Holding({name: size for name, size in parts.items() if size})
+    return Holding({name: held for name, held in parts.items() if held})
 
 
 def _staged(config: Config, ranks: int, generators: int) -> int:
-    """How many of these generators keep what they receive. Beside the learner engines load out of its arenas."""
+    """Number of these generators that stage publications. On the learner's node engines load out of its arenas."""
     return 0 if ranks and config.weights.backend in ("auto", "shared_memory") else generators

@@ -1,7 +1,7 @@
-"""The first, short question to what a run needs over the network: the Hugging Face hub, and services at an URL.
+"""Probes what a run needs over the network, once and before anything starts: the Hugging Face hub, and services at a URL.
 
-A library retries an unreachable hub for half a minute, and a reward retries its service until the deadline of a score. Both
-are asked here once, before anything is started. Only this question has a short deadline: downloads and scores have their own.
+Without the probe, a library retries an unreachable hub for half a minute, and a reward its service until the deadline of
+a score.
 """
 
 import logging
@@ -19,13 +19,13 @@ from asyncgrpo.errors import ConfigError
 log = logging.getLogger(__name__)
 
 WITHIN_S = 4.0
-"""Deadline of the question, name resolution included."""
+"""Deadline of a probe, name resolution included."""
 
 
 def find_model(path: str, key: str = "model.path") -> Path | None:
-    """Return the folder of a model. None: a hub id that is still to be downloaded, from a hub that has just replied.
+    """Return the folder of a model; None for a hub id that is not cached, if the hub replies.
 
-    Without a hub, this process and its children read what the cache has.
+    Without a hub, this process and its children read the cache only.
 
     Args:
         key: of the configuration, for error messages.
@@ -47,7 +47,7 @@ def find_model(path: str, key: str = "model.path") -> Path | None:
 
 
 def why_no_hub() -> str | None:
-    """Return why the hub cannot be reached, None if it replies. Asks once."""
+    """Return the reason why the hub cannot be reached; None if it replies. The probe runs once."""
     return "HF_HUB_OFFLINE is set" if is_offline() else _ask_hub()
 
 
@@ -66,7 +66,7 @@ def _ask_hub() -> str | None:
 
 
 def go_offline() -> None:
-    """Let the libraries of this process and of its children read their caches, and ask the hub no more."""
+    """Make the libraries of this process and of its children read their caches only."""
     from huggingface_hub import constants
 
     os.environ["HF_HUB_OFFLINE"] = "1"  # for children, and libraries that are imported later
@@ -86,7 +86,7 @@ def check_service(url: str, key: str) -> None:
 
 
 def _why_not(ask: Callable[[], object]) -> str | None:
-    """Return why `ask` failed, None if it returned within `WITHIN_S`. In a thread, as nothing else bounds name resolution."""
+    """Return the error of `ask`; None if it returned within `WITHIN_S`. A thread bounds name resolution too."""
     problems: list[str] = []
 
     def run() -> None:

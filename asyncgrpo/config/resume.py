@@ -1,10 +1,9 @@
-"""What a resume does with each setting that changed since the start before it.
+"""Decides what a resume does with each setting that changed since the previous start.
 
-    refused   the checkpoint, the prompt order or the objective belong to the old value
+    refused   the checkpoint, the prompt order or the objective depend on the old value
     applied   the new value counts from the next step on
-    ignored   the checkpoint decides, so that the new value has no effect
 
-The functions here compare two configurations and read no file. `cluster/folder.py` keeps the settings of each start.
+These functions compare two configurations and read no file. `cluster/folder.py` keeps the settings of each start.
 """
 
 from dataclasses import dataclass
@@ -32,10 +31,10 @@ REFUSED: dict[str, str] = {
     "algorithm.advantage": "one run has one algorithm",
     "algorithm.loss": "one run has one algorithm",
 }
-"""Why a resume cannot change a key. It may change every other key."""
+"""Reasons for the keys that a resume cannot change. It may change every other key."""
 
 NOT_COMPARED = frozenset({"run.out"})
-"""The folder is where the run is, whatever it was called before."""
+"""The folder identifies the run, whatever its path was before."""
 
 _MISSING = object()
 
@@ -44,18 +43,18 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
     """A file or folder that a setting names."""
 
     path: str
-    """The absolute path, or a hub id."""
+    """Absolute path, or a hub id."""
     digest: str = ""
-    """Digest of its contents; empty where that is not known."""
+    """Digest of its contents; empty if unknown."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of a start."""
+    """Configuration of a start."""
 
     values: dict[str, Any]
-    """Plain values by key. A key that an older release did not know is missing."""
+    """Plain values by key. Keys that an older release did not have are missing."""
     sources: dict[str, Source]
-    """The files and folders that keys name."""
+    """Files and folders that keys name."""
 
 
 @dataclass(frozen=True)
@@ -65,36 +64,35 @@ class Change:
     key: str
     before: str
     now: str
-    effect: Literal["refused", "applied", "ignored"]
+    effect: Literal["refused", "applied"]
     why: str = ""
-    """Why it is refused or ignored."""
+    """Reason of a refusal."""
 
     def __str__(self) -> str:
         return f"{self.key} {self.before} -> {self.now}"
 
 
 def values_of(config: Config) -> dict[str, Any]:
-    """The plain value of every key."""
+    """Return the plain value of every key."""
     return values_in(_plain(config))
 
 
 def values_in(written: Any) -> dict[str, Any]:
-    """The settings that nested plain values of any release hold. Keys that only one of the two releases knows are left out."""
+    """Return the settings in nested plain values of any release. Removed keys are ignored."""
     return {key: found for key in knobs() if (found := look_up(written, key, _MISSING)) is not _MISSING}
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:
-    """All changes, in the order of the keys.
+    """Return all changes, in the order of the keys.
 
-    Files are compared by their contents where these are known of both. So a file that moved is not refused, and one with
-    other contents is.
+    Files are compared by contents if both digests are known: a file that moved is accepted, one with other contents is not.
     """
     words = {key: _changed(key, before, now) for key in knobs() if key not in NOT_COMPARED}
     return [Change(key, *found, *_effect(key, before, now)) for key, found in words.items() if found is not None]
 
 
 def _changed(key: str, before: Settings, now: Settings) -> tuple[str, str] | None:
-    """The key's value before and now, in words; None where it did not change."""
+    """Return the value of the key before and now, in words; None if it did not change."""
     then, here = before.sources.get(key), now.sources.get(key)
     if then is None or here is None:
         then_value = before.values.get(key, _plain(knobs()[key].default))
@@ -108,19 +106,17 @@ def _changed(key: str, before: Settings, now: Settings) -> tuple[str, str] | Non
     return None
 
 
-def _effect(key: str, before: Settings, now: Settings) -> tuple[Literal["refused", "applied", "ignored"], str]:
-    if key == "algorithm.kl_coef" and now.values["algorithm.kl_target"] is not None:
-        return "ignored", "algorithm.kl_target steers it, and goes on from what the checkpoint holds"
+def _effect(key: str, before: Settings, now: Settings) -> tuple[Literal["refused", "applied"], str]:
     then, here = before.sources.get(key), now.sources.get(key)
     has_moved = then is not None and here is not None and _is_same(then, here) is True
     return ("refused", REFUSED[key]) if key in REFUSED and not has_moved else ("applied", "")
 
 
 def _is_same(one: Source, other: Source) -> bool | None:
-    """Whether both have the same contents; None where that is not known."""
+    """True if both have the same contents; None if unknown."""
     return one.digest == other.digest if one.digest and other.digest else None
 
 
 def _plain(value: Any) -> Any:
-    """The value as a file gives it back: a tuple becomes a list."""
+    """Return the value as read back from a file: a tuple becomes a list."""
     return msgspec.json.decode(msgspec.json.encode(value))

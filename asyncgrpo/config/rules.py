@@ -1,11 +1,7 @@
-"""Rules between two settings, between a setting and the model, and of the algorithm: what the structs alone cannot say.
+"""Rules between two settings, between a setting and the model, and of the algorithm, which the structs cannot express.
 
-Each sentence names the values and what to change. `check` looks at the configuration only, so `load_config` always
-calls it; `check_model` also looks at the model's folder, so it belongs to the start of a run.
-
-`check_algorithm` refuses what has no meaning, what would count something twice, and what would be ignored without a
-word; each in one sentence with key and value. It looks at the configuration only, so whoever starts a run calls it
-before anything else is started.
+Each message names the values and the fix. `check` and `check_algorithm` read the configuration only; `check_model` also
+reads the model's folder. `load_config` calls `check`; the start of a run calls all three.
 """
 
 import difflib
@@ -24,172 +20,121 @@ from asyncgrpo.config.explain import near, value_in_words
 from asyncgrpo.config.schema import CRITIC, PAIRWISE, AlgorithmConfig, Config, CorrectionConfig, CriticConfig
 from asyncgrpo.errors import ConfigError
 
-# -- two settings, or a setting and the model --------------------------------------------------------------------------
-
+Rule = Callable[[Config], Iterator[str]]
 
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for the first two fields that do not fit each other."""
-    problem = next(_misfits(config), None)
+    """Raise ConfigError for the first two settings that do not fit each other."""
+    _raise_first(_RULES, config)
+
+
+def check_algorithm(config: Config) -> None:
+    """Raise ConfigError for the first problem of `algorithm`, or of `learner` with it.
+
+    These settings have no meaning, count something twice, or would be ignored.
+    """
+    _raise_first(_ALGORITHM_RULES, config)
+
+
+def problems(config: Config) -> list[str]:
+    """Return all messages of `check` and `check_algorithm`, which raise the first."""
+    return [problem for rule in (*_RULES, *_ALGORITHM_RULES) for problem in rule(config)]
+
+
+def _raise_first(rules: tuple[Rule, ...], config: Config) -> None:
+    problem = next((problem for rule in rules for problem in rule(config)), None)
     if problem is not None:
         raise ConfigError(problem)
 
 
-def problems(config: Config) -> list[str]:
-    """All sentences of `check` and `check_algorithm`, which raise the first."""
-    return [*_misfits(config), *(problem for rule in _ALGORITHM_RULES for problem in rule(config))]
+# -- two settings ------------------------------------------------------------------------------------------------------
 
 
-def _misfits(config: Config) -> Iterator[str]:
-    return filter(None, (rule(config) for rule in _RULES))
-
-
-def _microbatch_holds_one(config: Config) -> str | None:
-    room, prompt, completion = (
-        config.learner.tokens_per_microbatch,
-        config.data.max_prompt_tokens,
-        config.sampling.max_tokens,
-    )
-    if room >= prompt + completion:
-        return None
-    return (
-        f"learner.tokens_per_microbatch ({room}) is smaller than the longest sequence, data.max_prompt_tokens "
-        f"({prompt}) + sampling.max_tokens ({completion}) = {prompt + completion}; raise it or "
-        "lower one of the two"
-    )
-
-
-def _min_completions(config: Config) -> str | None:
-    least, size = config.algorithm.min_completions, config.algorithm.group_size
-    if least is None or least <= size:
-        return None
-    return f"algorithm.min_completions ({least}) is more than algorithm.group_size ({size}), the completions of a group; lower it"
-
-
-def _auto_lag(config: Config) -> str | None:
-    buffer, auto = config.buffer, config.buffer.auto_lag
-    if buffer.max_lag != "auto":
-        return None
-    if auto.min > auto.max:
-        return f"buffer.auto_lag.min ({auto.min}) is more than buffer.auto_lag.max ({auto.max})"
-    if buffer.policy in ("mask", "train"):
-        return (
-            f"buffer.max_lag=auto chooses the bound of each group, but buffer.policy={buffer.policy} "
-            + ("bounds tokens; " if buffer.policy == "mask" else "bounds no lag; ")
-            + "use wait, window or drop, or a number"
+def _sizes(config: Config) -> Iterator[str]:
+    learner, algorithm, factor = config.learner, config.algorithm, config.buffer.straggler_factor
+    prompt, completion = config.data.max_prompt_tokens, config.sampling.max_tokens
+    if learner.tokens_per_microbatch < prompt + completion:
+        yield (
+            f"learner.tokens_per_microbatch ({learner.tokens_per_microbatch}) is smaller than the longest sequence, "
+            f"data.max_prompt_tokens ({prompt}) + sampling.max_tokens ({completion}) = {prompt + completion}; raise it or "
+            "lower one of the two"
         )
-    return None
+    if algorithm.min_completions is not None and algorithm.min_completions > algorithm.group_size:
+        yield (
+            f"algorithm.min_completions ({algorithm.min_completions}) is more than algorithm.group_size "
+            f"({algorithm.group_size}), the completions of a group; lower it"
+        )
+    if 0 < factor < 1.5:
+        yield (
+            f"buffer.straggler_factor ({factor:g}) would end about half of the groups or more; set it to at least 1.5, or to "
+            "0 for buffer.lease_timeout_s"
+        )
+    if config.buffer.max_lag == "auto" and config.buffer.policy in ("mask", "train"):
+        bounds = "tokens" if config.buffer.policy == "mask" else "no lag"
+        yield (
+            f"buffer.max_lag=auto chooses the bound of each group, but buffer.policy={config.buffer.policy} bounds {bounds}; "
+            "use wait, window or drop, or a number"
+        )
 
 
-def _straggler_factor(config: Config) -> str | None:
-    factor = config.buffer.straggler_factor
-    if factor == 0 or factor >= 1.5:
-        return None
-    return (
-        f"buffer.straggler_factor ({factor:g}) would end nearly half of the groups, or more; write 0 for no deadline of "
-        "its own, or at least 1.5"
-    )
-
-
-def _betas(config: Config) -> str | None:
-    for beta in config.learner.betas:
-        if not 0 <= beta < 1:
-            return f"learner.betas must each be at least 0 and below 1; {beta:g} is not"
-    return None
-
-
-def _top_k(config: Config) -> str | None:
-    return "sampling.top_k is 0, which keeps no token; write -1 for no limit" if config.sampling.top_k == 0 else None
-
-
-def _adapters_are_on(config: Config) -> str | None:
-    lora = config.model.lora
-    if lora.rank or not lora.targets:
-        return None
-    names = ", ".join(lora.targets)
-    return f"model.lora.targets names {names}, but model.lora.rank is 0, so all weights would be trained; set a rank"
-
-
-def _a_weight_for_each_source(config: Config) -> str | None:
-    sources, weights = config.data.sources, config.data.weights
-    if not sources:
-        return "data.train is an empty list; name a file or another source of prompts"
-    if weights is None or len(weights) == len(sources):
-        return None
-    return f"data.weights has {len(weights)} and data.train {len(sources)} entries; give a weight for each source"
-
-
-def _curriculum_has_a_second_epoch(config: Config) -> str | None:
-    if config.data.curriculum == "none" or config.run.epochs != 1:
-        return None
-    return (
-        "data.curriculum=success changes the epochs after the first, but run.epochs is 1; raise it, or write run.epochs=null "
-        "with run.steps"
-    )
-
-
-def _eval_has_a_file(config: Config) -> str | None:
-    rows = config.data.eval_rows
-    if config.data.eval is not None or rows is None:
-        return None
-    return f"data.eval_rows is {rows}, but data.eval names no file, so nothing would be evaluated; set data.eval"
-
-
-def _suites_have_names(config: Config) -> str | None:
-    data = config.data
+def _data(config: Config) -> Iterator[str]:
+    data, sampling = config.data, config.sampling
+    if not config.run.out.strip():
+        yield "run.out is empty; name a folder"
+    if not data.sources:
+        yield "data.train is an empty list; name a file or another source of prompts"
+    elif data.weights is not None and len(data.weights) != len(data.sources):
+        yield (
+            f"data.weights has {len(data.weights)} and data.train {len(data.sources)} entries; give a weight for each source"
+        )
+    if data.curriculum != "none" and config.run.epochs == 1:
+        yield (
+            "data.curriculum=success changes the epochs after the first, but run.epochs is 1; raise it, or set "
+            "run.epochs=null with run.steps"
+        )
+    if data.eval is None and data.eval_rows is not None:
+        yield f"data.eval_rows is {data.eval_rows}, but data.eval names no file, so nothing is evaluated; set data.eval"
     if data.eval is not None and not data.suites:
-        return "data.eval names no file; leave it out for no evaluation"
+        yield "data.eval names no file; leave it out for no evaluation"
     if isinstance(data.eval, tuple) and len(data.suites) < len(data.eval):
-        return f"two files of data.eval would be called alike ({', '.join(data.eval)}); write data.eval={{name: file, ...}}"
-    wrong = [name for name in data.suites if name == "train" or re.fullmatch(r"[\w.-]{1,64}", name) is None]
-    if wrong:
-        return (
-            f"data.eval calls a suite {wrong[0]!r}; a name has up to 64 letters, digits and . _ -, and is not train; "
-            "write data.eval={name: file, ...}"
+        yield f"two files of data.eval have the same name ({', '.join(data.eval)}); write data.eval={{name: file, ...}}"
+    for name in data.suites:
+        if name == "train" or re.fullmatch(r"[\w.-]{1,64}", name) is None:
+            yield (
+                f"data.eval names a suite {name!r}; a name has up to 64 letters, digits and . _ -, and is not train; write "
+                "data.eval={name: file, ...}"
+            )
+    if sampling.eval_completions > 1 and sampling.eval_temperature == 0:
+        yield (
+            f"sampling.eval_completions is {sampling.eval_completions}, but sampling.eval_temperature is 0, so all of them "
+            "would be equal; set a temperature, such as that of sampling.temperature"
         )
-    return None
+    if sampling.top_k == 0:
+        yield "sampling.top_k is 0, which keeps no token; write -1 for no limit"
 
 
-def _several_completions_differ(config: Config) -> str | None:
-    sampling = config.sampling
-    if sampling.eval_completions == 1 or sampling.eval_temperature > 0:
-        return None
-    return (
-        f"sampling.eval_completions is {sampling.eval_completions}, but sampling.eval_temperature is 0, so all of them "
-        "would be the same; set a temperature, such as that of sampling.temperature"
-    )
-
-
-def _gpus_for_nccl(config: Config) -> str | None:
-    if config.weights.backend != "nccl":
-        return None
-    on_cpu = "generators.gpus_each is 0" if config.generators.gpus_each == 0 else ""
-    on_cpu = "learner.device is cpu" if config.learner.device == "cpu" else on_cpu
-    return f"weights.backend=nccl needs GPUs on both sides, but {on_cpu}; use weights.backend=auto" if on_cpu else None
-
-
-def _one_gpu_is_shared_by_two(config: Config) -> str | None:
-    """A shared GPU holds one learner rank and one engine, and NCCL refuses two ranks on one GPU."""
-    if not config.cluster.share_gpu:
-        return None
-    wanted = {
-        "learner.ranks": (config.learner.ranks, (1,)),
-        "generators.count": (config.generators.count, (1,)),
-        "generators.gpus_each": (config.generators.gpus_each, (0, 1)),
-        "weights.backend": (config.weights.backend, ("auto", "gloo", "shared_memory")),
-    }
-    for key, (value, possible) in wanted.items():
-        if value not in possible:
-            return f"cluster.share_gpu is true, but {key} is {value}; one GPU is shared with {key}={possible[-1]}"
-    return None
-
-
-def _gpu_for_flash(config: Config) -> str | None:
-    if config.learner.attention != "flash_attention_2" or config.learner.device != "cpu":
-        return None
-    return "learner.attention=flash_attention_2 needs a GPU, but learner.device is cpu; use learner.attention=sdpa"
+def _placement(config: Config) -> Iterator[str]:
+    learner, generators, lora = config.learner, config.generators, config.model.lora
+    if lora.targets and not lora.rank:
+        yield (
+            f"model.lora.targets names {', '.join(lora.targets)}, but model.lora.rank is 0, so all weights would be trained; "
+            "set a rank"
+        )
+    if config.weights.backend == "nccl" and (learner.device == "cpu" or generators.gpus_each == 0):
+        on_cpu = "learner.device is cpu" if learner.device == "cpu" else "generators.gpus_each is 0"
+        yield f"weights.backend=nccl needs GPUs on both sides, but {on_cpu}; use weights.backend=auto"
+    if config.cluster.share_gpu:  # by one rank and one engine; NCCL refuses two ranks on one GPU
+        wanted = {
+            "learner.ranks": (learner.ranks, (1,)),
+            "generators.count": (generators.count, (1,)),
+            "generators.gpus_each": (generators.gpus_each, (0, 1)),
+            "weights.backend": (config.weights.backend, ("auto", "gloo", "shared_memory")),
+        }
+        for key, (value, possible) in wanted.items():
+            if value not in possible:
+                yield f"cluster.share_gpu is true, but {key} is {value}; one GPU is shared with {key}={possible[-1]}"
 
 
 _ONE_GROUP = "an engine is one group of tensor-parallel processes"
@@ -200,68 +145,41 @@ _NOT_FOR_AN_ENGINE = {
     "attn_dp_size": (_ONE_GROUP, "leave it out"),
     "enable_dp_attention": (_ONE_GROUP, "leave it out"),
     "nnodes": ("an engine runs on one machine", "leave it out"),
-    "speculative_algorithm": ("tokens drafted ahead would bear the wrong policy version", "leave it out"),
+    "speculative_algorithm": ("speculative tokens would have the wrong policy version", "leave it out"),
 }
-"""Arguments of SGLang that change what an engine is: why not, and the way out."""
+"""Arguments of SGLang that an engine cannot have: the reason and the fix."""
 
 
-def _extra_is_for_this_engine(config: Config) -> str | None:
-    generators = config.generators
+def _engine_and_environment(config: Config) -> Iterator[str]:
+    generators, environment = config.generators, config.environment
     if generators.engine == "torch" and generators.extra:
-        return (
-            f"generators.extra gives {', '.join(generators.extra)}, but generators.engine is torch, which takes no "
-            "further arguments; leave generators.extra out"
+        yield (
+            f"generators.extra gives {', '.join(generators.extra)}, but generators.engine is torch, which takes no extra "
+            "arguments; leave generators.extra out"
         )
-    for key, (reason, way_out) in _NOT_FOR_AN_ENGINE.items():
+    for key, (reason, fix) in _NOT_FOR_AN_ENGINE.items():
         value = value_in_words(generators.extra.get(key))
         if generators.engine == "sglang" and value not in ("null", "false", "1"):
-            return f"generators.extra.{key} is {value}, but {reason}; {way_out}"
-    return None
-
-
-def _one_environment(config: Config) -> str | None:
-    environment = config.environment
+            yield f"generators.extra.{key} is {value}, but {reason}; {fix}"
     other = "name" if environment.name is not None else "tools"
-    if environment.agent is None or not (environment.name or environment.tools):
-        return None
-    return (
-        f"environment.agent ({environment.agent}) and environment.{other} ({value_in_words(getattr(environment, other))}) "
-        "are both given, and a completion has one environment; leave one out"
-    )
+    if environment.agent is not None and (environment.name or environment.tools):
+        yield (
+            f"environment.agent ({environment.agent}) and environment.{other} "
+            f"({value_in_words(getattr(environment, other))}) are both given, but a completion has one environment; leave "
+            "one out"
+        )
 
 
-def _out_is_named(config: Config) -> str | None:
-    return None if config.run.out.strip() else "run.out is empty; name a folder"
+_RULES: tuple[Rule, ...] = (_sizes, _data, _placement, _engine_and_environment)
 
-
-_RULES = (
-    _out_is_named,
-    _microbatch_holds_one,
-    _min_completions,
-    _auto_lag,
-    _straggler_factor,
-    _betas,
-    _top_k,
-    _adapters_are_on,
-    _a_weight_for_each_source,
-    _curriculum_has_a_second_epoch,
-    _eval_has_a_file,
-    _suites_have_names,
-    _several_completions_differ,
-    _gpus_for_nccl,
-    _one_gpu_is_shared_by_two,
-    _gpu_for_flash,
-    _extra_is_for_this_engine,
-    _one_environment,
-)
+# -- the model ---------------------------------------------------------------------------------------------------------
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError if `model.path` is no usable folder, its context is too short for prompt plus completion, or
-    adapters cannot be merged into its files.
+    """Raise ConfigError if `model.path` is no usable folder, or its heads or context do not fit the settings.
 
-    Reads `config.json` and nothing else. A hub id is looked up in the local cache only; one that is not there yet
-    passes, unless the hub is switched off.
+    It reads `config.json` only. A hub id is looked up in the local cache; one that is not cached passes, unless the hub is
+    switched off.
     """
     folder = local_model(config.model.path)
     if folder is None:
@@ -301,13 +219,13 @@ def check_model(config: Config) -> None:
 
 
 def file_of(spec: str) -> Path:
-    """The file of `FILE` or `FILE:NAME`."""
+    """Return the file of `FILE` or `FILE:NAME`."""
     head, colon, _ = spec.rpartition(":")
     return Path(head if colon and not Path(spec).is_file() else spec)
 
 
 def local_model(path: str, key: str = "model.path") -> Path | None:
-    """The model's folder; none for a hub id that is still to be downloaded. Raises ConfigError, which names `key`."""
+    """Return the folder of a model; None for a hub id that is not cached. Raises ConfigError, which names `key`."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -326,7 +244,7 @@ def local_model(path: str, key: str = "model.path") -> Path | None:
 
 
 def _looks_like_hub_id(path: str) -> bool:
-    """`Qwen/Qwen3-8B` or `gpt2`; not `./runs/model`, not `runs/model` where there is a folder `runs`."""
+    """True for `Qwen/Qwen3-8B` or `gpt2`; False for `./runs/model`, and for `runs/model` if a folder `runs` exists."""
     return (
         _HUB_ID.fullmatch(path) is not None
         and not path.startswith(".")
@@ -335,7 +253,7 @@ def _looks_like_hub_id(path: str) -> bool:
 
 
 def _close_folders(folder: Path) -> str:
-    """Existing folders with a name near the missing one's, at the deepest level that exists; at most three."""
+    """Return up to three existing folders with a name close to the missing one, at the deepest level that exists."""
     missing = folder
     while not missing.parent.is_dir():
         missing = missing.parent
@@ -351,7 +269,7 @@ def _what_it_holds(folder: Path) -> str:
 
 
 def _cached(hub_id: str) -> Path | None:
-    """Newest snapshot of a hub id in the local cache."""
+    """Return the newest snapshot of a hub id in the local cache."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     snapshots = (hub / f"models--{hub_id.replace('/', '--')}" / "snapshots").glob("*/config.json")
@@ -366,27 +284,17 @@ def is_offline() -> bool:
     )
 
 
-# -- the algorithm -----------------------------------------------------------------------------------------------------
-
-
 _NOT_NEGATIVE = frozenset({
     "clip_low", "clip_high", "clip_low_nats", "clip_high_nats", "low_prob", "high_prob", "low_nats", "high_nats",
     "k_positive", "lam_positive", "k_negative", "lam_negative",
 })  # fmt: skip
-
-
-def check_algorithm(config: Config) -> None:
-    """Raise ConfigError for the first thing wrong with `algorithm`, or with what `learner` makes of it."""
-    problem = next((problem for rule in _ALGORITHM_RULES for problem in rule(config)), None)
-    if problem is not None:
-        raise ConfigError(problem)
-
+"""Arguments of losses that may be 0; the others are above 0."""
 
 # -- arguments of the loss ---------------------------------------------------------------------------------------------
 
 
 def loss_arguments(loss: str) -> dict[str, inspect.Parameter]:
-    """What `algorithm.loss_args` may say of a loss, with types and defaults."""
+    """Return the arguments of a loss that `algorithm.loss_args` may set, with types and defaults."""
     from asyncgrpo.algorithms import pairwise  # imports torch, which reading a configuration does not need
     from asyncgrpo.algorithms.surrogates import SURROGATES
 
@@ -427,7 +335,7 @@ def _arguments(config: Config) -> Iterator[str]:
 
 
 def _list(allowed: dict[str, inspect.Parameter]) -> str:
-    """The arguments and their defaults, as the end of a sentence."""
+    """Return the arguments and their defaults, as the end of a sentence."""
     if not allowed:
         return "it takes none"
     said = [f"{n} ({'required' if p.default is p.empty else value_in_words(p.default)})" for n, p in allowed.items()]
@@ -435,7 +343,7 @@ def _list(allowed: dict[str, inspect.Parameter]) -> str:
 
 
 def _needs(name: str, annotation: Any, value: Any) -> str:
-    """What the value must be instead, as the end of "must be"; empty if it is that."""
+    """Return the required kind of value, to follow "must be"; empty if the value is of that kind."""
     optional = isinstance(annotation, types.UnionType) and type(None) in typing.get_args(annotation)
     if value is None and optional:
         return ""
@@ -454,7 +362,7 @@ def _needs(name: str, annotation: Any, value: Any) -> str:
 
 # -- corrections -------------------------------------------------------------------------------------------------------
 
-# Which fields each kind reads, beside `kind`.
+# Fields that each kind reads, in addition to `kind`.
 _READS = {
     "importance": {"level", "action", "low_ratio", "high_ratio"},
     "veto": {"low_ratio", "high_ratio"},
@@ -477,12 +385,8 @@ def _corrections(config: Config) -> Iterator[str]:
 
 
 def _bounds(one: CorrectionConfig) -> Iterator[str]:
-    """What is wrong with the numbers of one correction, after its key."""
+    """Yield the problems with the numbers of one correction, to follow its key."""
     low, high = one.low_ratio, one.high_ratio
-    for name in ("low_ratio", "high_ratio", "max_nats", "max_mean_square"):
-        value = getattr(one, name)
-        if value is not None and not value > 0:
-            yield f"has {name}: {value:g}, but it must be above 0"
     if low is not None and high is not None and low > high:
         yield f"has low_ratio: {low:g} above high_ratio: {high:g}, so it would keep nothing"
     if one.kind == "importance" and one.action == "truncate" and low is not None:
@@ -501,7 +405,7 @@ def _bounds(one: CorrectionConfig) -> Iterator[str]:
 
 
 def _place(one: CorrectionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
-    """What is wrong with a correction where it stands, after its key."""
+    """Yield the problems of one correction with the rest of the algorithm, to follow its key."""
     from asyncgrpo.algorithms.surrogates import WITH_RATIO  # imports torch, which reading a configuration does not need
 
     weighs = one.kind == "importance" and one.action != "reject"
@@ -526,13 +430,6 @@ def _place(one: CorrectionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _kl(config: Config) -> Iterator[str]:
     a = config.algorithm
-    if a.kl_target is not None and not a.kl_target > 0:
-        yield f"algorithm.kl_target must be above 0; it is {a.kl_target:g}"
-    if a.kl_target is not None and a.kl_coef == 0:
-        yield (
-            f"algorithm.kl_target is {a.kl_target:g}, but algorithm.kl_coef is 0, so there is no KL to steer; set "
-            "kl_coef to where it begins"
-        )
     if a.kl_coef == 0:
         return
     if a.kl_in == "loss" and a.kl_kind == "k1":
@@ -582,8 +479,6 @@ def _estimators(config: Config) -> Iterator[str]:
     if a.advantage != CRITIC and a.critic != CriticConfig():
         changed = [n for n in a.critic.__struct_fields__ if getattr(a.critic, n) != getattr(CriticConfig(), n)]
         yield f"algorithm.critic.{changed[0]} is set, but algorithm.advantage={a.advantage} has no critic; only gae has"
-    if a.critic.value_clip is not None and not a.critic.value_clip > 0:
-        yield f"algorithm.critic.value_clip must be above 0 (or null); it is {a.critic.value_clip:g}"
     if a.loss == PAIRWISE and a.advantage == CRITIC:
         yield "algorithm.advantage=gae trains a critic for advantages that algorithm.loss=pairwise does not use"
     if a.filter_zero_signal and a.advantage == CRITIC:
@@ -619,7 +514,7 @@ def _schedule(config: Config) -> Iterator[str]:
     elif steps is None:
         yield (
             f"learner.lr_schedule={learner.lr_schedule} falls until the last step of the run, which run.epochs does not "
-            "tell (prompts may be dropped or replaced); set run.steps"
+            "determine, because prompts may be dropped or replaced; set run.steps"
         )
     elif learner.warmup_steps >= steps * learner.updates_per_step:
         yield (
@@ -628,4 +523,4 @@ def _schedule(config: Config) -> Iterator[str]:
         )
 
 
-_ALGORITHM_RULES = (_arguments, _corrections, _kl, _rewards, _estimators, _updates, _schedule)
+_ALGORITHM_RULES: tuple[Rule, ...] = (_arguments, _corrections, _kl, _rewards, _estimators, _updates, _schedule)

@@ -1,8 +1,8 @@
-"""The demo's model, tasks and reward, with which GRPO can be watched on a machine without a GPU and without a network.
+"""Model, tasks and reward of the demo, which trains with GRPO on a machine without GPU and network.
 
-The model is a transformer of some 70,000 random weights over bytes, in the format of any Hugging Face model; all it knows
-is that completions are made of digits. The tasks are about short strings of digits. Each right digit is rewarded, so the
-reward rises step by step. Training rows and held-out rows share no prompt.
+The model is a byte-level transformer with about 70,000 random weights, in Hugging Face format. It only prefers digits. The
+tasks are about short strings of digits. Each right digit is rewarded, so the reward rises gradually. Training rows and
+held-out rows share no prompt.
 """
 
 import json
@@ -26,11 +26,11 @@ TASKS: dict[str, Callable[[str], str]] = {
     "reverse": lambda digits: digits[::-1],
     "sort": lambda digits: "".join(sorted(digits)),
 }
-"""The right answer to a prompt, by task. `copy` and `increment` are learned in tens of steps, because they look back by
-the same distance at every position. `reverse` does not, and `sort` has to compare: they take several times as long."""
+"""Answer function of each task. `copy` and `increment` are learned in tens of steps, because they attend at the same distance
+from every position. `reverse` does not, and `sort` must compare digits: they take several times as long."""
 
 CONTEXT = 512
-"""Tokens of a prompt and its completion, at most."""
+"""Maximum tokens of prompt plus completion."""
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<system>", "<user>", "<assistant>")
 
 CHAT_TEMPLATE = (
@@ -55,20 +55,20 @@ def make_demo_model(
 ) -> None:
     """Write a random Qwen3 and its byte-level tokenizer into a folder.
 
-    Two settings differ from a large model's, because a small model learns faster with them: a small RoPE base, which
+    Two settings differ from a large model, because a small model learns faster with them: a small RoPE base, which
     separates neighbouring positions, and larger weights.
 
-    The weights are random, but digits and <eos> are likelier than other tokens, whatever the prompt. This stands for what
-    a base model has learned before. Channel 0 of every embedding holds the same value, and the output rows of those
-    tokens read it. Without it the model spends most of its steps on finding out which of 261 tokens completions need.
+    Digits and <eos> are more likely than other tokens for every prompt, as a stand-in for pretraining. Channel 0 of every
+    embedding holds the same value, which the output rows of those tokens read. Without it the model spends most of its steps
+    on finding the tokens of completions among 261.
 
     Args:
-        seed: decides the weights.
+        seed: of the weights.
         layers, hidden, heads: size of the model; `hidden` is a multiple of `heads`, and `heads` of 2.
         rope_theta: base of the rotary position embedding.
         initializer_range: standard deviation of the initial weights.
-        digit_prior: how strongly digits and <eos> are preferred; 0 leaves every weight random.
-        likely: the characters that are preferred, where they are others than digits.
+        digit_prior: strength of the preference for digits and <eos>; 0: all weights are random.
+        likely: preferred characters.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -104,7 +104,7 @@ def make_demo_model(
 
 
 def _byte_tokenizer() -> "PreTrainedTokenizerFast":
-    """A tokenizer whose token ids are byte values; the special tokens come after them."""
+    """Return a tokenizer whose token ids are byte values, followed by the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -137,12 +137,12 @@ def write_demo_task(
     """Write the training and the held-out file of a task, as JSON Lines of `{prompt, ground_truth, data_source}`.
 
     Args:
-        seed: decides which strings go into which file.
-        rows, eval_rows: rows of the two files; all their prompts differ.
-        digits: length of each prompt, so that there are 10**digits of them.
+        seed: of the assignment of strings to files.
+        rows, eval_rows: rows of the two files; all prompts differ.
+        digits: length of each prompt, which allows 10**digits prompts.
         task: a key of `TASKS`.
     Raises:
-        ConfigError: there is no such task, or there are fewer strings than rows.
+        ConfigError: unknown task, or fewer strings than rows.
     """
     if task not in TASKS:
         raise ConfigError(f"no demo task {task!r}; expected {', '.join(TASKS)}")
@@ -161,11 +161,10 @@ def write_demo_task(
 
 
 def demo_score(completion_text: str, ground_truth: str) -> float:
-    """How right a completion is, from 0 to 1; 1 only for the exact text.
+    """Score a completion from 0 to 1; 1 only for the exact text.
 
-    Half of the score is for right characters in their places. The rest rewards what a model learns before: digits (0.1),
-    and the right digits in any place (0.4). All are shares of the longer text, so that too much text costs as much as too
-    little.
+    Half of the score is for right characters in their places. The rest rewards earlier progress: digits (0.1), and the right
+    digits in any place (0.4). All are shares of the longer text, so extra text costs as much as missing text.
     """
     size = max(len(completion_text), len(ground_truth), 1)
     in_place = sum(a == b for a, b in zip(completion_text, ground_truth, strict=False))
@@ -175,7 +174,7 @@ def demo_score(completion_text: str, ground_truth: str) -> float:
 
 
 def demo_rules() -> dict[str, Callable[[str, str], float]]:
-    """The rules of the demo's tasks by `data_source`."""
+    """Return the rules of the demo's tasks by `data_source`."""
     return {f"demo_{task}": demo_score for task in TASKS}
 
 
@@ -193,7 +192,7 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def _byte_token(byte: int) -> str:
-    """How byte-level BPE spells a byte: printable Latin-1 as itself, the others as U+0100 and above, in their order."""
+    """Return the byte-level BPE character of a byte: itself if printable Latin-1, else from U+0100 on, in order."""
     if _is_printable(byte):
         return chr(byte)
     return chr(256 + sum(not _is_printable(other) for other in range(byte)))

@@ -1,9 +1,10 @@
-"""Prompts that are prepared once: kept in a file, which every later start of a run loads in a moment.
+"""The prepared prompts of a run, cached in a file that every later start maps within milliseconds.
 
-The file is named after all that the prompts depend on: what their sources hold, the tokenizer's files, and the settings.
-So a change of any of them finds no file, and the prompts are made again.
+The file name is a digest of everything that the prompts depend on: contents of the sources, tokenizer files, settings. A
+change of any of them misses the cache, and the prompts are prepared again.
 
-Large training files are checked, row by row, and not tokenised (`lazy.py`): the file says that they were, and has no prompts.
+Large training files are checked row by row and tokenised lazily (`LazyPrompts`). Their cache file records the check and holds
+no prompts.
 """
 
 import bisect
@@ -14,42 +15,45 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import overload
+from typing import TYPE_CHECKING
 
 import msgspec
 import xxhash
 
 from asyncgrpo.config.rules import local_model
-from asyncgrpo.config.schema import Config, is_file
-from asyncgrpo.data.lazy import LazyPrompts
-from asyncgrpo.data.prompts import check_prompts, load_prompts
+from asyncgrpo.config.schema import Config, DataConfig, is_file
+from asyncgrpo.data.prompts import check_prompts, load_prompts, open_source, token_ids_of
 from asyncgrpo.data.sources import digest_of, digest_of_file
-from asyncgrpo.data.table import About, Prepared, PromptTable
+from asyncgrpo.data.table import About, Fingerprint, Prepared, PromptSequence, PromptTable, prompt_of
 from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
+from asyncgrpo.errors import DataError
 from asyncgrpo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
 SMALL_BYTES = 4 * 2**20
-"""Data of so many bytes are tokenised within a second or two, before the run starts."""
+"""Largest data that is tokenised before the run starts, which takes a second or two."""
 checked: dict[str, About] = {}
-"""By key, what `check` found in this process."""
+"""Results of `check` in this process, by key."""
 _OF_A_TOKENIZER = {".json", ".jinja", ".txt", ".model", ".tiktoken", ".py"}
-"""Ends of the names of files that can decide how text is tokenised or rendered, or what ends a completion."""
+"""Suffixes of files that affect tokenisation, chat rendering or stop tokens."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts of a run, and what ends their completions."""
+    """The prompts of a run, and the stop tokens of their completions."""
 
     train: Prepared
     held_out: Sequence[Prompt]
-    """Of all suites, one after the other; their ids name them."""
+    """Prompts of all suites in order; their ids name the suite."""
     stop_token_ids: tuple[int, ...]
 
 
-class Several(Sequence[Prompt]):
-    """Tables of prompts, one after the other."""
+class ConcatPrompts(PromptSequence):
+    """Concatenation of tables of prompts."""
 
     def __init__(self, tables: Sequence[PromptTable]) -> None:
         self._tables = tables
@@ -58,19 +62,9 @@ class Several(Sequence[Prompt]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        """One prompt, or some of them as a list."""
-        if isinstance(index, slice):
-            return [self[each] for each in range(len(self))[index]]
-        index = range(len(self))[index]  # raises IndexError
-        place = bisect.bisect_right(self._ends, index)
-        return self._tables[place][index - self._ends[place]]
+    def _prompt(self, at: int) -> Prompt:
+        place = bisect.bisect_right(self._ends, at)
+        return self._tables[place][at - self._ends[place]]
 
 
 @dataclass(frozen=True)
@@ -82,23 +76,18 @@ class _Split:
     limit: int | None
 
 
-def folder_of(config: Config, run_dir: Path) -> Path:
-    """The folder that keeps the prompts of a run."""
-    return Path(config.data.cache) if config.data.cache is not None else run_dir / "prompts"
-
-
 def is_lazy(config: Config) -> bool:
-    """True if the rows of the training files are tokenised when they are due."""
+    """Return True if the rows of the training files are tokenised lazily."""
     return _num_bytes(next(_splits(config))) > SMALL_BYTES
 
 
 def prepare(config: Config, run_dir: Path) -> Prompts:
-    """The prompts of a run: loaded where an earlier start has kept them, and else tokenised and kept.
+    """Load the prompts of a run from the cache, or tokenise and cache them.
 
     Raises:
         ConfigError, DataError: model or data cannot be used.
     """
-    kept = look(config, run_dir)
+    kept = load_cached(config, run_dir)
     missing = [split for split in _splits(config) if split.name not in kept]
     if missing or is_lazy(config):
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
@@ -109,20 +98,20 @@ def prepare(config: Config, run_dir: Path) -> Prompts:
             table = PromptTable.without_prompts(split.name, check(config, run_dir)["train"])
         else:
             table = load_prompts(split.sources, split.name, tokenizer, config.data, split.limit, stop_token_ids=stops)
-        if key is not None and key == _key(config, split):  # else a file was changed meanwhile
+        if key is not None and key == _key(config, split):  # else a file changed meanwhile
             _keep(table, _place(config, run_dir, split, key), key)
         kept[split.name] = table
     train = LazyPrompts(config.data, tokenizer, kept["train"].about) if is_lazy(config) else kept["train"]
-    return Prompts(train, Several([kept[name] for name in config.data.suites]), train.about.stop_token_ids)
+    return Prompts(train, ConcatPrompts([kept[name] for name in config.data.suites]), train.about.stop_token_ids)
 
 
 def prepare_if_small(config: Config, run_dir: Path, known: Mapping[str, About] = MappingProxyType({})) -> None:
-    """Tokenise and keep the prompts of small files, so that the buffer needs no tokenizer, which takes seconds to import.
+    """Tokenise and cache the prompts of small files, so that the buffer need not import a tokenizer, which takes seconds.
 
-    Of large files it keeps that they were checked, so that the buffer need not check them.
+    For large files, cache the result of the check, so that the buffer need not repeat it.
 
     Args:
-        known: what was `checked` in another process, if it was not this one.
+        known: `checked` of another process.
     """
     checked.update(known)
     train, *others = _splits(config)
@@ -132,29 +121,31 @@ def prepare_if_small(config: Config, run_dir: Path, known: Mapping[str, About] =
         _keep(PromptTable.without_prompts(train.name, about), _place(config, run_dir, train, key), key)
 
 
-def check(config: Config, run_dir: Path, tell: Callable[[str], object] = log.info) -> dict[str, About]:
-    """Refuse what `prepare` would refuse, within seconds and without writing anything.
+def check(config: Config, run_dir: Path, on_progress: Callable[[str], object] = log.info) -> dict[str, About]:
+    """Refuse what `prepare` would refuse, within seconds and without writing files.
 
     Args:
-        tell: is given a line about the progress every few seconds.
+        on_progress: called with a line every few seconds.
     Returns:
-        What is known of each split. Sizes and fingerprints are those of prompts only where an earlier start has kept them.
+        An `About` per split. Sizes count rows, and fingerprints are empty, unless the prompts are cached.
     Raises:
         ConfigError, DataError: model or data cannot be used.
     """
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     stops = stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
     size = vocabulary_size(config.model.path)
-    kept, found = look(config, run_dir), dict[str, About]()
+    kept, found = load_cached(config, run_dir), dict[str, About]()
     for split in _splits(config):
         key = _key(config, split)
-        if split.name in kept:  # they passed this check before they were kept
+        if split.name in kept:  # checked before they were cached
             found[split.name] = kept[split.name].about
         elif key is not None and key in checked:
             found[split.name] = checked[key]
         else:
             read = [
-                check_prompts(source, tokenizer, config.data, vocabulary=size, limit=split.limit, tell=tell)
+                check_prompts(
+                    source, tokenizer, config.data, vocabulary=size, limit=split.limit, on_progress=on_progress
+                )
                 for source in split.sources
             ]
             found[split.name] = about = About(
@@ -166,13 +157,13 @@ def check(config: Config, run_dir: Path, tell: Callable[[str], object] = log.inf
                 fingerprint="",
                 stop_token_ids=stops,
             )
-            if key is not None and key == _key(config, split):  # else a file was changed meanwhile
+            if key is not None and key == _key(config, split):  # else a file changed meanwhile
                 checked[key] = about
     return found
 
 
-def look(config: Config, run_dir: Path) -> dict[str, PromptTable]:
-    """The prompts that an earlier start has kept, by split."""
+def load_cached(config: Config, run_dir: Path) -> dict[str, PromptTable]:
+    """Load the cached prompts of an earlier start, by split."""
     found: dict[str, PromptTable] = {}
     for split in _splits(config):
         key = _key(config, split)
@@ -193,19 +184,19 @@ def _num_bytes(split: _Split) -> int:
 
 
 def _keep(table: PromptTable, place: Path, key: str) -> None:
-    """Keep these prompts for later starts. Without room for them the run goes on."""
+    """Write prompts to the cache. The run continues if the disk refuses them."""
     try:
         table.save(place, key)
     except OSError as error:
-        log.warning("prompts are not kept for a later start: %s: %s", place, error.strerror)
+        log.warning("the prompt cache was not written: %s: %s", place, error.strerror)
 
 
 def _place(config: Config, run_dir: Path, split: _Split, key: str) -> Path:
-    return folder_of(config, run_dir) / f"{split.name}-{key}.bin"
+    return run_dir / "prompts" / f"{split.name}-{key}.bin"
 
 
 def _key(config: Config, split: _Split) -> str | None:
-    """A digest of all that these prompts depend on. None: the model is still to be downloaded, or a file is missing."""
+    """Return a digest of all dependencies of the prompts; None if the model is not downloaded or a file is missing."""
     model = local_model(config.model.path)
     if model is None or not all(Path(source).is_file() for source in split.sources if is_file(source)):
         return None
@@ -224,3 +215,47 @@ def _tokenizer_files(model: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted([*model.iterdir(), *model.glob("additional_chat_templates/*")]):
         if path.suffix in _OF_A_TOKENIZER and path.is_file():
             yield str(path.relative_to(model)), path
+
+
+# -- lazy prompts of large sources -------------------------------------------------------------------------------------
+
+PROBES = 64
+"""Rows at equal distances whose tokens enter the fingerprint, beside the bytes of the sources."""
+
+
+class LazyPrompts(Prepared):
+    """The rows of `data.train`, each tokenised on access.
+
+    Every row has a prompt index. A row that is too long has no token ids, and the buffer drops it permanently.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: "PreTrainedTokenizerBase", about: About) -> None:
+        """
+        Args:
+            about: result of the check of every row. Its fingerprint is replaced.
+        """
+        self._config, self._tokenizer = config, tokenizer
+        self._sources = [(source, *open_source(source, config)) for source in config.sources]
+        if tuple(len(rows) for _, _, rows in self._sources) != about.sizes:
+            raise DataError("data.train changed while the run started; start it again")
+        self._ends = list(itertools.accumulate(len(rows) for _, _, rows in self._sources))
+        digest = Fingerprint()
+        for source in config.sources:
+            digest.add(digest_of(source), ())
+        count = min(PROBES, len(self))
+        for prompt in (self[probe * len(self) // count] for probe in range(count)):
+            digest.add(prompt.prompt_id, prompt.token_ids)
+        self.about = msgspec.structs.replace(about, fingerprint=digest.hexdigest())
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _prompt(self, at: int) -> Prompt:
+        place = bisect.bisect_right(self._ends, at)
+        source, schema, rows = self._sources[place]
+        row = at - (self._ends[place] - len(rows))
+        record = schema.to_record(rows[row], row)
+        token_ids = token_ids_of(source, row, record, self._tokenizer, self._config)
+        if len(token_ids) > self._config.max_prompt_tokens:
+            token_ids = ()
+        return prompt_of(f"train/{at}", token_ids, record.prompt, record.answer, record.source, record.info)

@@ -1,8 +1,8 @@
-"""The prompts of a run: loaded from its sources, and issued in an order that survives a restart.
+"""The prompts of a run: loaded from its sources, issued in an order that survives restarts.
 
-`PromptSource` issues every prompt once in each epoch, in an order that the seed decides; with weights, once in each round
-of its own source (`mixing.py`); with a curriculum, as often as its places in the round (`curriculum.py`). A restart at any
-moment skips none: a prompt that was not done is issued again, one that was done is not.
+`PromptSource` issues every prompt once per epoch, in an order determined by the seed; with weights, once per round of its
+source; with a curriculum, as often as it has places in the round (`order.py`). After a restart at any moment, prompts that
+were not done are issued again, and done ones are not.
 """
 
 import heapq
@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 
 from asyncgrpo.config.schema import DataConfig
-from asyncgrpo.data.curriculum import SOLVED_EVERY, Curriculum
-from asyncgrpo.data.mixing import Mixture
+from asyncgrpo.data.order import SOLVED_EVERY, Curriculum, Mixture
 from asyncgrpo.data.rows import Record, Schema, recognise
 from asyncgrpo.data.sources import DataRows, read_source
 from asyncgrpo.data.table import PromptTable, TableBuilder, fingerprint_of
@@ -33,8 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AT_ONCE = 256
-"""Rows that are tokenised at once."""
-TELL_EVERY_S = 2.0
+"""Rows per tokenisation batch."""
+PROGRESS_EVERY_S = 2.0
 
 
 def load_prompts(
@@ -46,15 +45,15 @@ def load_prompts(
     *,
     stop_token_ids: tuple[int, ...] = (),
 ) -> PromptTable:
-    """Read, recognise, render and tokenise a file, or several sources one after the other.
+    """Read, recognise, render and tokenise one or several sources, in order.
 
     Args:
-        sources: each is a file, or what `data/sources.py` reads.
-        split: `train` or `eval`; row 17 becomes the prompt `train/17`. The rows of several sources are counted through.
+        sources: files or other sources of `data/sources.py`.
+        split: `train` or `eval`; row 17 becomes the prompt `train/17`. Rows are numbered across sources.
         limit: rows of each source to use, from its start; None: all.
-        stop_token_ids: noted in the table.
+        stop_token_ids: stored in the table.
     Raises:
-        DataError: a source cannot be used, or every prompt of it is longer than `config.max_prompt_tokens`.
+        DataError: a source cannot be used, or all of its prompts are longer than `config.max_prompt_tokens`.
     """
     builder = TableBuilder(split, config.max_prompt_tokens)
     for source in (sources,) if isinstance(sources, str | Path) else sources:
@@ -69,12 +68,12 @@ def load_prompts(
 
 
 class Checked(NamedTuple):
-    """What `check_prompts` has read of a source."""
+    """Result of `check_prompts` for a source."""
 
     schema_name: str
     rows: int
     sources: set[str]
-    """Every `data_source` of its rows."""
+    """All values of `data_source` in its rows."""
 
 
 def check_prompts(
@@ -84,30 +83,30 @@ def check_prompts(
     *,
     vocabulary: int | None,
     limit: int | None = None,
-    tell: Callable[[str], object] = log.info,
+    on_progress: Callable[[str], object] = log.info,
 ) -> Checked:
-    """Refuse what `load_prompts` would refuse of one source, but faster: every row is read, and few are tokenised.
+    """Refuse what `load_prompts` would refuse in one source, but faster: all rows are read, and few are tokenised.
 
-    One prompt of each sequence of roles is rendered, because a chat template may refuse a sequence, and as many more as it
-    takes to find one that is not too long. Rows without an answer, where others have one, are a warning.
+    Renders one prompt per sequence of roles, because a chat template may refuse a sequence, and more until one is not too
+    long. Logs a warning if only some rows lack an answer.
 
     Args:
-        vocabulary: size of the model's vocabulary, if it is known.
+        vocabulary: size of the model's vocabulary, if known.
         limit: rows of the source to use, from its start; None: all.
-        tell: is given a line about the progress every few seconds.
+        on_progress: called with a line every few seconds.
     Raises:
-        DataError: where `load_prompts` would raise it.
-        ConfigError: the tokenizer gives tokens that the model does not have.
+        DataError: as `load_prompts`.
+        ConfigError: the tokenizer produces tokens that the model does not have.
     """
     schema, rows = open_source(source, config)
     count = len(rows) if limit is None else min(limit, len(rows))
     rendered, sources = set[str | tuple[str, ...]](), set[str]()
     longest, fits, index, unanswered = 0, False, -1, list[int]()
-    told_s = time.monotonic()
+    reported_s = time.monotonic()
     for index, row in enumerate(itertools.islice(rows, limit)):
-        if index % AT_ONCE == 0 and time.monotonic() > told_s + TELL_EVERY_S:
-            told_s = time.monotonic()
-            tell(f"{source}: {index:,} of {count:,} rows are checked")
+        if index % AT_ONCE == 0 and time.monotonic() > reported_s + PROGRESS_EVERY_S:
+            reported_s = time.monotonic()
+            on_progress(f"{source}: checked {index:,} of {count:,} rows")
         record = schema.to_record(row, index)
         sources.add(record.source)
         if record.answer in (None, ""):
@@ -119,8 +118,8 @@ def check_prompts(
         token_ids = token_ids_of(source, index, record, tokenizer, config)
         if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
             raise ConfigError(
-                f"{source}, row {index}: the tokenizer of model.path gives token {max(token_ids)}, but the vocabulary of "
-                f"the model has {vocabulary} tokens; give the model its own tokenizer"
+                f"{source}, row {index}: the tokenizer of model.path produces token {max(token_ids)}, but the vocabulary of "
+                f"the model has {vocabulary} tokens; use the model's own tokenizer"
             )
         longest = max(longest, len(token_ids))
         fits = fits or len(token_ids) <= config.max_prompt_tokens
@@ -145,7 +144,7 @@ def rendered_rows(
     tokenizer: "PreTrainedTokenizerBase",
     config: DataConfig,
 ) -> Iterator[tuple[Record, Rendered]]:
-    """Yield each row with its prompt as the model sees it; `AT_ONCE` are tokenised together."""
+    """Yield each row with its rendered prompt, tokenised in batches of `AT_ONCE`."""
     numbered = enumerate(rows)
     while some := {index: schema.to_record(row, index) for index, row in itertools.islice(numbered, AT_ONCE)}:
         rendered = render_all(
@@ -161,14 +160,14 @@ def rendered_rows(
 def token_ids_of(
     source: str | Path, index: int, record: Record, tokenizer: "PreTrainedTokenizerBase", config: DataConfig
 ) -> tuple[int, ...]:
-    """Return the token ids of a row; of one that is too long, more than `data.max_prompt_tokens` of the first ones."""
+    """Return the token ids of a row. A row that is too long may be cut, to more than `data.max_prompt_tokens`."""
     where = f"{source}, row {index}"
     longest = config.max_prompt_tokens
     return render(tokenizer, record.messages, config.system_prompt, where=where, longest=longest).token_ids
 
 
 def all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:
-    """The error for a source with `count` prompts, of which none fits."""
+    """Return the error for a source whose `count` prompts are all too long."""
     return DataError(
         f"{source}: all {count} prompts are longer than data.max_prompt_tokens ({config.max_prompt_tokens}); "
         f"the longest has at least {longest}"
@@ -176,33 +175,33 @@ def all_too_long(source: str | Path, count: int, longest: int, config: DataConfi
 
 
 class PromptState(Frozen):
-    """The state of a `PromptSource`, as the checkpoint has it."""
+    """State of a `PromptSource` in a checkpoint."""
 
     frontier: int
-    """Every prompt index below it is done."""
+    """All prompt indices below it are done."""
     done_beyond: tuple[int, ...]
-    """Prompt indices above the frontier that are done, ascending."""
+    """Done prompt indices above the frontier, ascending."""
     seed: int
     shuffle: bool
     num_prompts: int
     fingerprint: str
-    """Digest of the prompts' ids and tokens. It differs for another file, tokenizer or chat template."""
+    """Digest of the prompts' ids and tokens. It changes with the file, the tokenizer and the chat template."""
     weights: tuple[float, ...] = ()
-    """Of the sources; none: all prompts have one order."""
+    """Weights of the sources; empty: all prompts have one order."""
     shares: bytes = b""
-    """How many completions of each prompt were right, as `Curriculum.state` has it; empty without one."""
+    """`Curriculum.state`; empty without a curriculum."""
 
     @property
     def without_shares(self) -> "PromptState":
-        """Which prompts are done, and nothing else that takes room."""
+        """The state without the shares, which are large."""
         return msgspec.structs.replace(self, shares=b"")
 
 
 class PromptSource:
-    """Issues the run's prompts in their order, and knows which of them are done.
+    """Issues the prompts of a run in order and tracks which are done.
 
-    A prompt index is a position in the run; `prompt_index // num_prompts` is its epoch. `next` issues it, and then it is
-    either `done`, or given back and issued again. Not safe for threads; one process owns it.
+    A prompt index is a position in the run; `prompt_index // num_prompts` is its epoch. After `next` it is either `done`, or
+    given back and issued again. Not thread-safe; owned by one process.
     """
 
     def __init__(
@@ -219,12 +218,12 @@ class PromptSource:
         """
         Args:
             prompts: at least one.
-            seed: decides the order of each epoch, together with the epoch's number.
+            seed: determines the order of each epoch, with the number of the epoch.
             shuffle: False keeps the given order in each epoch.
-            epochs: how often as many prompts as there are; None: without an end.
-            weights: of the sources; none: all prompts have one order.
-            sizes: with weights, how many of the prompts each source has.
-            curriculum: of this run; None: it never had one.
+            epochs: number of epochs; None: unlimited.
+            weights: of the sources; empty: all prompts have one order.
+            sizes: prompts of each source; required with weights.
+            curriculum: of this run; None: the run never had one.
         """
         assert prompts, "a prompt source needs prompts"
         self._prompts = prompts
@@ -246,22 +245,25 @@ class PromptSource:
         if curriculum is not None:
             curriculum.begin(f"{self._fingerprint} {seed} {shuffle} {self._weights}", len(prompts))
         self.is_blocked: str | None = None
-        """Why the order of the next prompt's epoch cannot be written down."""
+        """Reason if the order of the next prompt's epoch cannot be written; else None."""
 
     def next(self) -> tuple[int, Prompt] | None:
-        """Issue the next (prompt_index, prompt): the oldest given back, else a new one. None: nothing to issue now."""
+        """Issue the next (prompt_index, prompt): the oldest given back, else a new one. None: no prompt to issue now."""
         if not self._is_ordered(self.next_ordinary_index):
             return None
-        prompt_index = heapq.heappop(self._given_back) if self._given_back else self._new_prompt_index()
-        if prompt_index is None:
+        if self._given_back:
+            prompt_index = heapq.heappop(self._given_back)
+        elif (new := self._peek_new()) is not None:
+            prompt_index, self._next = new, new + 1
+        else:
             return None
         self._outstanding.add(prompt_index)
         return prompt_index, self.prompt(prompt_index)
 
     def done(self, prompt_index: int, rewards: Sequence[float] = ()) -> None:
-        """Note that a prompt was trained, or dropped for good: it is never issued again.
+        """Mark a prompt as trained or permanently dropped. It is never issued again.
 
-        It must be outstanding, or given back and not issued since (its group arrived after the lease had ended).
+        It must be outstanding, or given back and not issued since (its group arrived after its lease ended).
 
         Args:
             rewards: of its completions, if it was trained or filtered.
@@ -280,7 +282,7 @@ class PromptSource:
             self._frontier += 1
 
     def give_back(self, prompt_index: int) -> None:
-        """Take back an outstanding prompt whose lease failed: it is issued again before any new one."""
+        """Take back an outstanding prompt whose lease failed. It is issued again before any new one."""
         self._end_lease(prompt_index, self._given_back)
 
     def isolate(self, prompt_index: int) -> None:
@@ -293,7 +295,7 @@ class PromptSource:
         heapq.heappush(heap, prompt_index)
 
     def next_isolated(self) -> tuple[int, Prompt] | None:
-        """Issue the oldest isolated (prompt_index, prompt). None: there is none."""
+        """Issue the oldest isolated (prompt_index, prompt); None if no prompt is isolated."""
         if not self._isolated:
             return None
         prompt_index = heapq.heappop(self._isolated)
@@ -301,17 +303,17 @@ class PromptSource:
         return prompt_index, self.prompt(prompt_index)
 
     def claim(self, prompt_index: int) -> None:
-        """Make a prompt outstanding that was not issued: a group of it is left from before a restart."""
+        """Make a prompt outstanding without issuing it, because a restart recovered a group of it."""
         assert self.is_wanted(prompt_index) and prompt_index >= self._next, f"prompt {prompt_index} cannot be claimed"
         self._claimed.add(prompt_index)
         self._outstanding.add(prompt_index)
 
     def prompt(self, prompt_index: int) -> Prompt:
-        """The prompt of an index. It is the same in every process with the same prompts and seed."""
+        """Return the prompt of an index, which is equal in all processes with these prompts and seed."""
         return self._prompts[self._row(prompt_index)]
 
     def state(self) -> PromptState:
-        """What a restart needs. It is small, because only outstanding prompts lie between done ones."""
+        """Return the state for a restart. It is small, because only outstanding prompts lie between done ones."""
         return PromptState(
             frontier=self._frontier,
             done_beyond=tuple(sorted(self._done_beyond)),
@@ -324,10 +326,10 @@ class PromptSource:
         )
 
     def restore(self, state: PromptState) -> None:
-        """Go on from `state`: every prompt that was not done is issued again, once, in order. The epochs may differ.
+        """Restore a state: every prompt that was not done is issued again, once, in order. The number of epochs may change.
 
         Raises:
-            CheckpointError: the state belongs to other prompts, or to another order of them, or the order is lost.
+            CheckpointError: the state is of other prompts or of another order, or the order is lost.
         """
         here = self.state()
         for field, name in (
@@ -355,90 +357,84 @@ class PromptSource:
         self._claimed.clear()
 
     def is_done(self, prompt_index: int) -> bool:
-        """Whether this prompt was trained, or dropped for good."""
+        """Return True if the prompt was trained or permanently dropped."""
         return 0 <= prompt_index < self._frontier or prompt_index in self._done_beyond
 
     def is_wanted(self, prompt_index: int) -> bool:
-        """Whether this prompt belongs to the run and is not done."""
+        """Return True if the prompt belongs to the run and is not done."""
         return not self.is_done(prompt_index) and prompt_index >= 0 and (self._end is None or prompt_index < self._end)
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of one epoch."""
+        """Prompts per epoch."""
         return len(self._prompts)
 
     @property
     def num_done(self) -> int:
-        """Prompts done since the run began, over all epochs and restarts."""
+        """Prompts done over all epochs and restarts."""
         return self._frontier + len(self._done_beyond)
 
     @property
     def epoch(self) -> int:
-        """Epochs that are complete."""
+        """Complete epochs."""
         return self._frontier // len(self._prompts)
 
     @property
     def next_prompt_index(self) -> int | None:
-        """The smallest prompt index that `next` or `next_isolated` would issue; None: nothing to issue now."""
+        """Smallest prompt index that `next` or `next_isolated` would issue; None: no prompt to issue now."""
         ordinary = self.next_ordinary_index
         return min(self._isolated[:1] + ([ordinary] if ordinary is not None else []), default=None)
 
     @property
     def next_ordinary_index(self) -> int | None:
-        """The prompt index that `next` would issue; None: nothing to issue now."""
+        """Prompt index that `next` would issue; None: no prompt to issue now."""
         new = self._peek_new()
         return min(self._given_back[:1] + ([new] if new is not None else []), default=None)
 
     @property
     def has_next(self) -> bool:
-        """Whether `next` or `next_isolated` would issue a prompt."""
+        """True if `next` or `next_isolated` would issue a prompt."""
         return self.next_prompt_index is not None
 
     @property
     def next_isolated_index(self) -> int | None:
-        """The prompt index that `next_isolated` would issue; None: none waits for it."""
+        """Prompt index that `next_isolated` would issue; None if no prompt is isolated."""
         return self._isolated[0] if self._isolated else None
 
     @property
     def longest_gap(self) -> int:
-        """No prompt is more prompt indices away from its next one."""
+        """Maximum distance between two prompt indices of one prompt."""
         rounds = 1 + (SOLVED_EVERY if self._curriculum is not None else 1)
         return rounds * (len(self._prompts) if self._mixture is None else self._mixture.longest_round)
 
     def rounds_begun(self) -> list[dict[str, Any]]:
-        """The rounds that began since the last call, as `Curriculum.rounds_begun` has them."""
+        """Return the rounds that began since the last call, as `Curriculum.rounds_begun`."""
         return self._curriculum.rounds_begun() if self._curriculum is not None else []
 
     def waiting_before(self, prompt_index: int) -> int:
-        """How many prompts with a smaller index were issued, and wait for `next` or `next_isolated` to issue them again."""
+        """Return the number of returned or isolated prompts with a smaller index, which will be issued again."""
         return sum(index < prompt_index for waiting in (self._given_back, self._isolated) for index in waiting)
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether nothing is left to issue and nothing is outstanding."""
+        """True if no prompt is left to issue and no prompt is outstanding."""
         return not self._outstanding and not self.has_next
-
-    def _new_prompt_index(self) -> int | None:
-        prompt_index = self._peek_new()
-        if prompt_index is not None:
-            self._next = prompt_index + 1
-        return prompt_index
 
     def _peek_new(self) -> int | None:
         prompt_index = max(self._next, self._frontier)
-        # Only after a restore there are prompts that are done or claimed without having been issued.
+        # After a restore, prompts may be done or claimed without having been issued.
         while prompt_index in self._done_beyond or prompt_index in self._claimed:
             prompt_index += 1
         return None if self._end is not None and prompt_index >= self._end else prompt_index
 
     def _is_ordered(self, prompt_index: int | None) -> bool:
-        """Whether it is decided, and written down where that is due, which prompt this is."""
+        """Return True if the order of the prompt's epoch is decided and, if required, written."""
         if prompt_index is not None:
             try:
                 self._permutation(prompt_index // len(self._prompts))
             except OSError as error:
                 if self.is_blocked is None:
-                    log.error("no prompt is leased until the order of its epoch is written: %s", error)
+                    log.error("prompts are not leased until the order of their epoch is written: %s", error)
                 self.is_blocked = str(error)
                 return False
         self.is_blocked = None
@@ -449,13 +445,13 @@ class PromptSource:
         return int(self._permutation(epoch)[position])
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        """[num_prompts] indices of the prompts in the order of `epoch`."""
+        """Return [num_prompts] indices of the prompts in the order of `epoch`."""
         if self._mixture is None:
             return self._round(0, epoch, len(self._prompts))
         return self._mixture.order(epoch, self._round)
 
     def _round(self, source: int, number: int, size: int) -> np.ndarray:
-        """[size] the order of a round of this source; without weights all prompts are one."""
+        """Return [size] the order of a round of this source. Without weights all prompts are one source."""
 
         def draw(number: int) -> np.ndarray:
             return self._drawn(size, number) if self._mixture is None else self._drawn(size, number, source)
@@ -466,9 +462,9 @@ class PromptSource:
         return self._curriculum.order(source, number, begin, size, draw)
 
     def _drawn(self, size: int, *key: int) -> np.ndarray:
-        """[size] indices in the order that the seed and `key` decide.
+        """Return [size] indices in an order determined by the seed and `key`.
 
-        It sorts raw bits of Philox: numpy keeps these the same in every release, but not `Generator.permutation`.
+        Sorts raw bits of Philox, which are stable across numpy releases, unlike `Generator.permutation`.
         """
         if not self._shuffle:
             return np.arange(size)

@@ -1,8 +1,7 @@
-"""Reads a row, in any of the field's schemas, as a record of one kind.
+"""Schemas of data files: converts the rows of verl, SkyRL, TRL, verifiers and plain files to records.
 
-A `DataError` names the file, the row and what was expected there. The first row decides the schema of the whole file. Files
-of verl, SkyRL, TRL, verifiers and the plain `{prompt, ground_truth, data_source}` are recognised; for other files the
-`data.columns` setting names the columns.
+The first row determines the schema of a file. `data.columns` maps the columns of other files. A `DataError` names the file,
+the row and the expected form.
 """
 
 import difflib
@@ -15,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from asyncgrpo.data.reading import kind
+from asyncgrpo.data.sources import kind
 from asyncgrpo.errors import ConfigError, DataError
 from asyncgrpo.wire.rollouts import PROMPT_BYTES
 
@@ -25,41 +24,41 @@ Message = dict[str, Any]
 PROMPT_SPELLINGS = ("prompt", "question")
 ANSWER_SPELLINGS = ("reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "answer", "solution")
 
-_ANSWER_IS = f"an answer is spelt {', '.join(ANSWER_SPELLINGS)}, or mapped by data.columns"
+_ANSWER_IS = f"an answer is named {', '.join(ANSWER_SPELLINGS)}, or mapped by data.columns"
 
 _MOST_BYTES = PROMPT_BYTES - 2**16
-"""Limit on answer and info of a row. What remains of a message is for the prompt."""
+"""Limit on answer and info of a row. The rest of a message is for the prompt."""
 _encoder = msgspec.msgpack.Encoder()
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One row, whatever its schema was."""
+    """One row, independent of its schema."""
 
     prompt: str | list[Message]
-    """A text, or chat turns: at least one, each with `role` and `content`."""
+    """Text, or at least one chat turn with `role` and `content`."""
     answer: Any
-    """The ground truth as the file has it; None where it has none."""
+    """Ground truth as in the file; None without one."""
     source: str
-    """The origin of the row, by which rule-based rewards choose their rule. Empty where the file has none."""
+    """Origin of the row, which selects the rule of rule-based rewards; empty without one."""
     info: dict[str, Any]
-    """The other columns, for a reward that wants them."""
+    """Other columns, for the reward."""
 
     @property
     def messages(self) -> list[Message]:
-        """The chat turns. A prompt that is a text is one user turn."""
+        """Chat turns. A text prompt is one user turn."""
         return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
 
 
 @dataclass(frozen=True)
 class Schema:
-    """How the rows of one file are read."""
+    """Converter for the rows of one file."""
 
     name: str
     file: str
     convert: Callable[[DataRow], Record]
 
     def to_record(self, row: DataRow, index: int) -> Record:
-        """The record of row `index` (from 0). Raises DataError, which names file, row and the accepted spellings."""
+        """Convert row `index` (from 0). Raises DataError, which names file, row and the accepted names."""
         try:
             record = self.convert(row)
             _check_values(record)
@@ -70,16 +69,16 @@ class Schema:
 
 
 class _Misfit(Exception):
-    """A row does not fit the schema. The message does not name file and row."""
+    """A row does not match the schema. The message does not name file and row."""
 
 
 def _check_values(record: Record) -> None:
-    """Raise _Misfit for a prompt without text, or an answer that is no number."""
+    """Raise _Misfit for a prompt without text, or an answer that is NaN or infinite."""
     prompt = record.prompt
     if _is_blank(prompt) if isinstance(prompt, str) else all(_is_blank(turn["content"]) for turn in prompt):
         raise _Misfit("its prompt is empty")
     if isinstance(record.answer, float) and not math.isfinite(record.answer):
-        raise _Misfit(f"its answer is {record.answer}; write null where a row has none")
+        raise _Misfit(f"its answer is {record.answer}; write null for a row without one")
 
 
 def _is_blank(text: str) -> bool:
@@ -87,14 +86,14 @@ def _is_blank(text: str) -> bool:
 
 
 def _check_size(record: Record) -> None:
-    """Raise _Misfit for a record that no message to a generator can hold."""
-    with suppress(UnicodeEncodeError, OverflowError):  # one encoding is enough for nearly all
+    """Raise _Misfit for a record that is too large for a message to a generator."""
+    with suppress(UnicodeEncodeError, OverflowError):  # one encoding suffices for almost all records
         if len(_encoder.encode((record.prompt, record.answer, record.source, record.info))) <= _MOST_BYTES:
             return
     fields = {"prompt": record.prompt, "answer": record.answer, "source": record.source, "info": record.info}
     sizes = {name: _encoded_bytes(name, value) for name, value in fields.items()}
     if (beside := sizes["answer"] + sizes["info"]) > _MOST_BYTES:
-        raise _Misfit(f"its answer and info have {beside:,} bytes; a message holds {_MOST_BYTES:,} of them")
+        raise _Misfit(f"its answer and info have {beside:,} bytes; the limit of a message is {_MOST_BYTES:,}")
 
 
 def _encoded_bytes(name: str, value: Any) -> int:
@@ -102,22 +101,22 @@ def _encoded_bytes(name: str, value: Any) -> int:
         return len(_encoder.encode(value))
     except UnicodeEncodeError as error:
         half = error.object[error.start : error.end]
-        raise _Misfit(f"its {name} holds {half!r}, half of a surrogate pair, which is no text") from None
+        raise _Misfit(f"its {name} holds {half!r}, half of a surrogate pair, which is invalid text") from None
     except OverflowError:
-        raise _Misfit(f"its {name} holds a whole number of more than 64 bits; write it as text") from None
+        raise _Misfit(f"its {name} holds an integer of more than 64 bits; write it as text") from None
 
 
 def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "data") -> Schema:
-    """The schema of a file, decided by its first row.
+    """Return the schema of a file, determined by its first row.
 
     Args:
-        rows: the file's rows, at least one.
-        columns: maps our fields (`prompt`, `answer`, `source`) to columns of the file. Without `answer` the rest of the
+        rows: of the file, at least one.
+        columns: maps record fields (`prompt`, `answer`, `source`) to columns of the file. Without `answer` the rest of the
             schema is recognised.
-        file: the file's name for error messages.
+        file: name for error messages.
     Raises:
-        ConfigError: `columns` has a field that is not ours.
-        DataError: the first row fits no schema, or a mapped column does not exist.
+        ConfigError: `columns` has an unknown field.
+        DataError: the first row matches no schema, or a mapped column does not exist.
     """
     first = rows[0]
     if columns:
@@ -138,7 +137,7 @@ def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "
 
 
 def _with_column(convert: Callable[[DataRow], Record], answer: str) -> Callable[[DataRow], Record]:
-    """`convert` for a file whose first row has an answer, so that all rows need one."""
+    """Return `convert` for a file whose first row has an answer, so that all rows need one."""
 
     def converted(row: DataRow) -> Record:
         _required(row, answer)
@@ -148,7 +147,7 @@ def _with_column(convert: Callable[[DataRow], Record], answer: str) -> Callable[
 
 
 def _likely_prompt(first: DataRow) -> str | None:
-    """The column that holds chat turns, or whose name is nearly one of ours."""
+    """Return the column that holds chat turns, or whose name is close to a known one."""
     for name, value in first.items():
         if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
             return name
@@ -174,7 +173,7 @@ def _check_columns(first: DataRow, columns: Mapping[str, str], file: str) -> Non
 
 
 def _renamed(first: DataRow, columns: Mapping[str, str], file: str) -> Schema:
-    """The schema that the file has but for the names of its prompt and of its source."""
+    """Return the schema of a file after renaming its prompt and source columns."""
     prompt = columns.get("prompt", "prompt" if "prompt" in first else "question")
     source = columns.get("source", "")
 
@@ -185,7 +184,7 @@ def _renamed(first: DataRow, columns: Mapping[str, str], file: str) -> Schema:
     known = recognise([with_known_names(first)], {}, file)
 
     def convert(row: DataRow) -> Record:
-        _prompt(row, prompt)  # for a message that names the file's column
+        _prompt(row, prompt)  # raises with the file's column name
         return known.convert(with_known_names(row))
 
     return Schema(f"{known.name}, with data.columns", file, convert)
@@ -200,7 +199,7 @@ def _mapped(columns: Mapping[str, str]) -> Callable[[DataRow], Record]:
             prompt=_prompt(row, prompt),
             answer=_required(row, answer),
             source=_source(row, source),
-            info=_others(row, prompt),  # with answer and source, for functions that ask for columns by their names
+            info=_others(row, prompt),  # keeps answer and source, for reward functions that take columns by name
         )
 
     return convert
@@ -257,7 +256,7 @@ def _trl(row: DataRow) -> Record:
     )
 
 
-# Tried in this order: first the schemas with a distinctive column, last the one that has only a prompt.
+# In order of precedence: schemas with a distinctive column first, the one with only a prompt last.
 _SCHEMAS: dict[str, tuple[Callable[[DataRow], bool], Callable[[DataRow], Record]]] = {
     "verl": (lambda row: "prompt" in row and "reward_model" in row, _verl),
     "skyrl": (lambda row: "prompt" in row and "reward_spec" in row, _skyrl),
@@ -271,13 +270,13 @@ _SCHEMAS: dict[str, tuple[Callable[[DataRow], bool], Callable[[DataRow], Record]
 }
 
 _OPTIONAL_ANSWERS = {"verifiers": "answer", "trl": "solution"}
-"""The answer's column in schemas of which a file may have none."""
+"""Answer column of schemas in which a file may have no answers."""
 
 
 def _prompt(row: DataRow, column: str) -> str | list[Message]:
     value = row.get(column)
     if value is None:
-        raise _Misfit(f"no {column}; a prompt is spelt {' or '.join(PROMPT_SPELLINGS)}, or mapped by data.columns")
+        raise _Misfit(f"no {column}; a prompt is named {' or '.join(PROMPT_SPELLINGS)}, or mapped by data.columns")
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -285,15 +284,15 @@ def _prompt(row: DataRow, column: str) -> str | list[Message]:
         raise _Misfit(f"{column} is {what}; expected text or a list of chat turns, {{role: user, content: ...}}")
     for turn, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _Misfit(f"turn {turn} of {column} is no object with role and content")
+            raise _Misfit(f"turn {turn} of {column} is not an object with role and content")
         if not isinstance(message.get("content"), str):
             raise _Misfit(f"the content of turn {turn} of {column} is not text (images and parts are not supported)")
-    # Parquet gives every turn every key; keys without a value are removed.
+    # Parquet fills every turn with every key, so remove keys without a value.
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
 
 def _required(row: DataRow, key: str, *, shown: str = "") -> Any:
-    """The value of `key`, which may be null (`asyncgrpo data check` counts these) but not absent."""
+    """Return the value of `key`, which may be null (counted by `asyncgrpo data check`) but not absent."""
     if key not in row:
         raise _Misfit(f"no {shown or key}; {_ANSWER_IS}")
     return row[key]
@@ -310,12 +309,12 @@ def _object(row: DataRow, key: str) -> DataRow:
 def _source(row: DataRow, key: str) -> str:
     value = row.get(key)
     if isinstance(value, dict | list):
-        raise _Misfit(f"{key} is {kind(value)}; expected text, by which a reward chooses its rule")
+        raise _Misfit(f"{key} is {kind(value)}; expected text, which selects the rule of a reward")
     return "" if value is None else str(value)
 
 
 def _info(row: DataRow, key: str) -> dict[str, Any]:
-    """The object at `key`, or the object whose JSON text stands there; an empty one where there is nothing."""
+    """Return the object at `key`, decoded if it is JSON text; empty if missing."""
     value = row.get(key)
     if isinstance(value, str) and value.strip():
         try:

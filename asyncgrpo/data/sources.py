@@ -1,52 +1,68 @@
-"""Where rows come from: a file, a generator of reasoning-gym, or a data set of the Hugging Face hub.
+"""Rows of data: from a file, from a generator of reasoning-gym, or from a data set of the Hugging Face hub.
 
-    train.parquet                                      a file (`rows.py`)
-    reasoning-gym:chain_sum?min_terms=2&size=2000      rows that reasoning-gym makes (`gym.py`)
-    hf:openai/gsm8k?name=main&split=train              a data set that `datasets` loads (`hub.py`)
+    train.parquet                                      Parquet, JSON Lines or JSON (a list, or {"data": [...]}), by extension
+    reasoning-gym:chain_sum?min_terms=2&size=2000      rows that reasoning-gym makes; it scores them too (`rewards/gym.py`)
+    hf:openai/gsm8k?name=main&split=train              a data set that `datasets` loads, from the hub, its cache or a folder
 
-Two reads of one source give the same rows.
+Two reads of one source give the same rows. A `DataError` names the file, the line or row, and the expected form.
 """
 
-from collections.abc import Mapping, Sequence
+import base64
+import codecs
+import datetime
+import decimal
+import difflib
+import importlib.metadata
+import io
+import json
+import re
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from asyncgrpo.config.explain import near
+from asyncgrpo.config.reach import go_offline, why_no_hub
 from asyncgrpo.config.schema import is_file
-from asyncgrpo.data import gym, hub
-from asyncgrpo.data.reading import read_rows
-from asyncgrpo.errors import DataError
+from asyncgrpo.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 DataRows = Sequence[Mapping[str, Any]]
 
 
 def read_source(source: str, columns: Mapping[str, str]) -> tuple[DataRows, Mapping[str, str]]:
-    """The rows of a source, at least one, and the columns that `recognise` is to map.
+    """Return the rows of a source, at least one, and the columns for `recognise` to map.
 
     Args:
-        columns: `data.columns`. The rows of reasoning-gym are made here, so that nothing of them is mapped.
+        columns: `data.columns`. Rows of reasoning-gym are generated here and never mapped.
     Raises:
-        ConfigError, DataError: it cannot be read; one sentence each.
+        ConfigError, DataError: the source cannot be read.
     """
     if is_file(source):
         return read_rows(source), columns
     scheme, name, parameters = parse(source)
     if scheme == "reasoning-gym":
-        return gym.read(source, name, parameters), {}
-    return hub.read(source, name, parameters), columns
+        return read_gym(source, name, parameters), {}
+    return read_hub(source, name, parameters), columns
 
 
 def digest_of(source: str) -> str:
-    """Digest of what a source holds now. Raises OSError where a file cannot be read; else as `read_source`."""
+    """Return a digest of the contents of a source. Raises OSError for an unreadable file; else as `read_source`."""
     if is_file(source):
         return Path(source).suffix + digest_of_file(Path(source))
     scheme, name, parameters = parse(source)
-    return gym.digest(source) if scheme == "reasoning-gym" else hub.digest(source, name, parameters)
+    return f"{source} {gym_version()}" if scheme == "reasoning-gym" else digest_of_hub(source, name, parameters)
 
 
 def digest_of_file(path: Path) -> str:
-    """Digest of the bytes of a file."""
+    """Return a digest of the bytes of a file."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -55,10 +71,348 @@ def digest_of_file(path: Path) -> str:
 
 
 def parse(source: str) -> tuple[str, str, dict[str, str]]:
-    """Scheme, name and parameters of `SCHEME:NAME?KEY=VALUE&KEY=VALUE`. Raises DataError."""
+    """Parse `SCHEME:NAME?KEY=VALUE&KEY=VALUE` into scheme, name and parameters. Raises DataError."""
     scheme, _, rest = source.partition(":")
     name, _, query = rest.partition("?")
     pairs = [pair.partition("=") for pair in query.split("&") if pair]
     if not name or any(not key or not equals for key, equals, _ in pairs):
         raise DataError(f"{source}: expected {scheme}:NAME, or {scheme}:NAME?KEY=VALUE&KEY=VALUE")
     return scheme, name, {key: value for key, _, value in pairs}
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+_ROWS_AT_ONCE = 1024
+"""Parquet rows parsed per batch."""
+
+
+class Rows(Sequence[dict[str, Any]]):
+    """Rows that are parsed on access. Iteration is cheaper than indexing."""
+
+    def __init__(self, size: int, read: Callable[[int, int], Iterator[dict[str, Any]]]) -> None:
+        """
+        Args:
+            read: yields the rows from `begin` up to `end`.
+        """
+        self._size, self._read = size, read
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return one row. Slices are not supported."""
+        at = range(self._size)[index]  # raises IndexError
+        return next(self._read(at, at + 1))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self._read(0, self._size)
+
+
+def read_rows(path: str | Path) -> Sequence[dict[str, Any]]:
+    """Return the rows of a file, at least one, in order. JSON Lines and Parquet are parsed on access.
+
+    Values are JSON values: Parquet dates become ISO text, decimals floats, and bytes text (base64 if not UTF-8).
+
+    Raises:
+        DataError: the file is missing, empty or broken, its extension is unknown, or a row is not an object. Errors of a
+            row are raised on access.
+    """
+    path = Path(path)
+    reader = _READERS.get(path.suffix.lower())
+    if not path.is_file():
+        raise DataError(_why_missing(path, known_extension=reader is not None))
+    if reader is None:
+        raise DataError(f"{path}: unknown extension {path.suffix!r}; expected {', '.join(_READERS)}")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path} is empty (0 bytes)")
+    rows = reader(path)
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    return rows
+
+
+def _why_missing(path: Path, *, known_extension: bool) -> str:
+    if path.is_dir():
+        inside = sorted(p.name for p in path.iterdir() if p.suffix.lower() in _READERS)
+        return f"{path} is a folder; give one file" + (f" of it: {', '.join(inside[:5])}" if inside else "")
+    if not known_extension and not path.parent.is_dir() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        return (
+            f"{path} is not a file; if it is a Hugging Face data set, write hf:{path} (docs/sources.md), or download it and "
+            "give its Parquet or JSONL file"
+        )
+    if not path.parent.is_dir():
+        return f"{path}: no such file, and no folder {path.parent}"
+    close = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir() if p.is_file()], n=3)
+    return f"{path}: no such file" + (f"; did you mean {' or '.join(close)}?" if close else "")
+
+
+def _read_parquet(path: Path) -> Rows:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    @contextmanager
+    def readable() -> Iterator[None]:
+        try:
+            yield
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            raise DataError(f"{path} is not a readable Parquet file: {one_line(error)}") from error
+
+    def read(begin: int, end: int) -> Iterator[dict[str, Any]]:
+        for batch in table.slice(begin, end - begin).to_batches(max_chunksize=_ROWS_AT_ONCE):
+            with readable():
+                rows = batch.to_pylist(maps_as_pydicts="strict")
+            yield from ({name: plain_value(value) for name, value in row.items()} for row in rows)
+
+    with readable():
+        table = pq.read_table(path)
+    return Rows(len(table), read)
+
+
+def _read_jsonl(path: Path) -> Rows:
+    data, begins = _bytes(path), array("q")
+    at = len(codecs.BOM_UTF8) if data.startswith(codecs.BOM_UTF8) else 0
+    for line in io.BytesIO(data[at:]):
+        if not line.isspace():
+            begins.append(at)
+        at += len(line)
+    begins.append(at)
+
+    def read(begin: int, end: int) -> Iterator[dict[str, Any]]:
+        for row in range(begin, end):
+            yield _parse(path, data, begins[row], begins[row + 1])
+
+    return Rows(len(begins) - 1, read)
+
+
+def _parse(path: Path, data: bytes, begin: int, end: int) -> dict[str, Any]:
+    """Parse the line of JSON Lines at these offsets."""
+    problem = ""
+    try:
+        row = _OBJECTS.decode(data[begin:end].decode().rstrip())
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: byte {begin + error.start} cannot be decoded") from error
+    except json.JSONDecodeError as error:
+        problem = f", column {error.colno}: broken JSON: {error.msg}"
+    except (ValueError, RecursionError) as error:
+        problem = f": broken JSON: {_unreadable(error)}"
+    else:
+        if isinstance(row, dict):
+            return row
+        problem = f": expected a JSON object, got {kind(row)}"
+    line = data.count(b"\n", 0, begin) + 1
+    raise DataError(f"{path}, line {line}{problem}")
+
+
+def _read_json(path: Path) -> list[dict[str, Any]]:
+    try:
+        content = json.loads(_text(path), object_pairs_hook=_object_of)
+    except json.JSONDecodeError as error:
+        hint = " (one object per line? then name the file .jsonl)" if error.msg == "Extra data" else ""
+        raise DataError(f"{path}, line {error.lineno}, column {error.colno}: broken JSON: {error.msg}{hint}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: broken JSON: {_unreadable(error)}") from error
+    if isinstance(content, dict) and isinstance(content.get("data"), list):
+        content = content["data"]
+    if not isinstance(content, list):
+        raise DataError(f'{path}: expected a list of objects or {{"data": [...]}}, got {kind(content)}')
+    for index, row in enumerate(content):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, row {index}: expected a JSON object, got {kind(row)}")
+    return content
+
+
+_READERS: dict[str, Callable[[Path], Sequence[dict[str, Any]]]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+}
+
+
+def _text(path: Path) -> str:
+    try:
+        return _bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build a JSON object. Raises ValueError for a duplicate key."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        key = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        values = " and ".join(repr(value)[:40] for name, value in pairs if name == key)
+        raise ValueError(f"an object has the key {key!r} twice, with {values}")
+    return found
+
+
+_OBJECTS = json.JSONDecoder(object_pairs_hook=_object_of)
+
+
+def _unreadable(error: ValueError | RecursionError) -> str:
+    """Return the reason for refusing well-formed JSON: a huge number, a duplicate key, or too deep nesting."""
+    return "nested too deeply" if isinstance(error, RecursionError) else one_line(error)
+
+
+def plain_value(value: Any) -> Any:
+    """Convert a value of Arrow or `datasets` to a JSON value."""
+    if isinstance(value, dict):
+        return {str(key): plain_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_value(item) for item in value]
+    if isinstance(value, datetime.datetime | datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return base64.b64encode(value).decode()
+    return value
+
+
+def kind(value: Any) -> str:
+    """Return the type of a JSON value, with its article."""
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def one_line(error: Exception) -> str:
+    """Return the message of an error on one line, at most 200 characters."""
+    return " ".join(str(error).split())[:200]
+
+
+# -- reasoning-gym -----------------------------------------------------------------------------------------------------
+
+GYM_ROWS, GYM_SEED = 1000, 0
+"""Defaults of `size` and `seed`."""
+
+
+def read_gym(source: str, name: str, parameters: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the rows of a generator: `prompt`, `ground_truth`, `data_source`, and the parameters of the task for the reward.
+
+    Row i is a function of the generator's parameters, its seed and i, so the reward recreates the task from these.
+
+    Args:
+        source: for error messages.
+        parameters: of the generator, as JSON or text, with `size` (rows) and `seed`.
+    Raises:
+        ConfigError: reasoning-gym is not installed.
+        DataError: unknown generator, or invalid parameters.
+    """
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(
+            f"{source}: reasoning-gym cannot be imported ({one_line(error)}); pip install 'asyncgrpo[gym]'"
+        ) from error
+    names = set(reasoning_gym.factory.DATASETS) - {"composite"}  # list several generators in data.train instead
+    if name not in names:
+        hint = near(name, names) or "reasoning_gym.factory.DATASETS lists all generators"
+        raise DataError(f"{source}: reasoning-gym {gym_version()} has no generator {name!r}; {hint}")
+    try:
+        return list(make_tasks(name, tuple(parameters.items())))
+    except Exception as error:  # generators raise anything for invalid parameters
+        raise DataError(f"{source}: {name} of reasoning-gym refuses these parameters: {one_line(error)}") from error
+
+
+@lru_cache(maxsize=8)
+def make_tasks(name: str, parameters: tuple[tuple[str, str], ...]) -> tuple[dict[str, Any], ...]:
+    """Generate the rows, cached: some generators take a second per row, and the driver reads rows twice."""
+    import reasoning_gym
+
+    values: dict[str, Any] = {"size": GYM_ROWS, "seed": GYM_SEED} | {
+        key: _json_or_text(text) for key, text in parameters
+    }
+    generator = reasoning_gym.create_dataset(name, **values)
+    tasks = [generator[index] for index in range(len(generator))]
+    return tuple(
+        {
+            "prompt": task["question"],
+            "ground_truth": task["answer"],
+            "data_source": f"reasoning-gym:{name}",
+            "reasoning_gym": {"name": name, "parameters": values, "index": index},
+        }
+        for index, task in enumerate(tasks)
+    )
+
+
+def gym_version() -> str:
+    """Return the installed release of reasoning-gym; empty if not installed."""
+    try:
+        return importlib.metadata.version("reasoning-gym")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+# -- the Hugging Face hub ----------------------------------------------------------------------------------------------
+
+HUB_PARAMETERS = ("split", "name", "revision")
+"""Parameters of a source: `split` (default `train`), `name` of a configuration, `revision` of the hub."""
+
+
+def read_hub(source: str, name: str, parameters: dict[str, str]) -> Rows:
+    """Return the rows of one split. Rows of a hub id without `data_source` get the id, which selects the rule of rewards.
+
+    Args:
+        source: for error messages.
+        name: a hub id, or a folder written by `Dataset.save_to_disk` or with data files.
+    Raises:
+        ConfigError: `datasets` is not installed.
+        DataError: unknown data set or split, or neither hub nor cache has it.
+    """
+    data = _load_hub(source, name, tuple(sorted(parameters.items())))
+    if not len(data):
+        raise DataError(f"{source} holds no rows")
+    origin = {} if Path(name).is_dir() else {"data_source": name}
+
+    def some(begin: int, end: int) -> Iterator[dict[str, Any]]:
+        for row in data if end - begin == len(data) else (data[place] for place in range(begin, end)):
+            yield origin | {key: plain_value(value) for key, value in row.items()}
+
+    return Rows(len(data), some)
+
+
+def digest_of_hub(source: str, name: str, parameters: dict[str, str]) -> str:
+    """Return the fingerprint of `datasets` for this data."""
+    return f"{source} {_load_hub(source, name, tuple(sorted(parameters.items())))._fingerprint}"
+
+
+@lru_cache(maxsize=8)
+def _load_hub(source: str, name: str, parameters: tuple[tuple[str, str], ...]) -> "Dataset":
+    given = {"split": "train"} | dict(parameters)
+    for key in given.keys() - set(HUB_PARAMETERS):
+        hint = near(key, HUB_PARAMETERS) or f"expected {', '.join(HUB_PARAMETERS)}"
+        raise DataError(f"{source}: unknown parameter {key!r}; {hint}")
+    if why := None if Path(name).is_dir() else why_no_hub():
+        go_offline()  # before the import, which reads it
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{source}: datasets cannot be imported ({one_line(error)}); pip install 'asyncgrpo[hf]', or give a file"
+        ) from error
+    try:
+        if any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json")):
+            saved = datasets.load_from_disk(name)
+            return saved[given["split"]] if isinstance(saved, datasets.DatasetDict) else saved
+        return datasets.load_dataset(name, **given)
+    except Exception as error:  # of many kinds, from `datasets` and its dependencies
+        hub = f"{why}, and " if why else ""
+        raise DataError(f"{source}: {hub}datasets cannot load it: {one_line(error) or type(error).__name__}") from error

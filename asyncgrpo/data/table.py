@@ -1,13 +1,13 @@
-"""Many prompts in little memory: flat arrays, out of which a prompt is made when it is asked for. They can be kept in a file.
+"""A compact table of prompts: flat arrays in memory or in a file. Prompts are built on access.
 
-    header    msgpack: what the file holds, under which key, and the digest of the rest
-    rows      [N] int64, the row of the data file from which a prompt was made
-    ends      [N + 1] int64, where the token ids of a prompt begin and end
-    places    [N + 1] int64, where the record of a prompt begins and ends
+    header    msgpack: key, summary, and digest of the rest
+    rows      [N] int64, row of the data file of each prompt
+    ends      [N + 1] int64, bounds of the token ids of each prompt
+    places    [N + 1] int64, bounds of the record of each prompt
     token_ids int32
-    records   msgpack of (prompt, answer, source, info), one after the other; prompt is a text or the list of its turns
+    records   msgpack of (prompt, answer, source, info) in order; prompt is text or a list of turns
 
-A loaded table is mapped into memory, so only prompts that were asked for are ever read, and no start waits for the others.
+A loaded table is memory-mapped, so a start reads only the prompts that it uses.
 """
 
 import os
@@ -46,21 +46,21 @@ class Columns:
 
 
 class About(Frozen):
-    """What is known of the sources once all of them are tokenised."""
+    """Summary of the sources after tokenisation."""
 
     schema_name: str
-    """Of several sources with several schemas, all of them."""
+    """Names of all schemas of the sources."""
     sizes: tuple[int, ...]
     """Prompts of each source."""
     num_rows: int
     longest: int
-    """Tokens of the longest prompt of the file, dropped ones included. A prompt that is far too long has even more."""
+    """Tokens of the longest prompt, also if it was dropped; a lower bound for prompts that are far too long."""
     sources: tuple[str, ...]
-    """Every `data_source` of the file, sorted."""
+    """All values of `data_source`, sorted."""
     fingerprint: str
-    """Digest of the prompts' ids and tokens. It differs for another file, tokenizer or chat template."""
+    """Digest of the prompts' ids and tokens. It changes with the file, the tokenizer and the chat template."""
     stop_token_ids: tuple[int, ...] = ()
-    """What the same tokenizer ends a completion with, so that a start with kept prompts needs no tokenizer."""
+    """Stop tokens of the tokenizer, so that a start with cached prompts needs no tokenizer."""
 
 
 def prompt_of(
@@ -71,7 +71,7 @@ def prompt_of(
     source: str,
     info: dict[str, Any],
 ) -> Prompt:
-    """Return the prompt of a row with this text or these turns."""
+    """Return the prompt of a row with this text or these chat turns."""
     text, turns = (prompt, ()) if isinstance(prompt, str) else ("", tuple(prompt))
     return Prompt(
         prompt_id=prompt_id, token_ids=token_ids, text=text, turns=turns, answer=answer, source=source, info=info
@@ -87,10 +87,8 @@ class _Header(Frozen):
     digest: str
 
 
-class Prepared(Sequence[Prompt]):
-    """The prompts of a split, and what is known of their sources."""
-
-    about: About
+class PromptSequence(Sequence[Prompt]):
+    """Prompts that `_prompt` builds on access."""
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -104,14 +102,20 @@ class Prepared(Sequence[Prompt]):
     def _prompt(self, at: int) -> Prompt:
         raise NotImplementedError
 
+
+class Prepared(PromptSequence):
+    """The prompts of a split, with the summary of their sources."""
+
+    about: About
+
     @property
     def dropped_too_long(self) -> int:
-        """Rows that are no prompts, because they have too many tokens."""
+        """Rows dropped because they have too many tokens."""
         return self.about.num_rows - len(self)
 
 
 class PromptTable(Prepared):
-    """The prompts of a file, in its order, without those that are too long."""
+    """The prompts of a file in order, without those that are too long."""
 
     def __init__(self, split: str, columns: Columns, about: About) -> None:
         """
@@ -122,7 +126,7 @@ class PromptTable(Prepared):
 
     @classmethod
     def without_prompts(cls, split: str, about: About) -> "PromptTable":
-        """Return a table that only says what is known of its sources."""
+        """Return an empty table that only has the summary."""
         return cls(split, Columns(*(np.zeros(0, dtype) for dtype in _DTYPES.values())), about)
 
     def __len__(self) -> int:
@@ -139,7 +143,7 @@ class PromptTable(Prepared):
     # -- in a file -----------------------------------------------------------------------------------------------------
 
     def save(self, file: Path, key: str) -> None:
-        """Write the table beside its place and rename it when it is whole. Raises OSError."""
+        """Write the table atomically. Raises OSError."""
         columns = [np.ascontiguousarray(column) for column in vars(self._columns).values()]
         digest = xxhash.xxh3_128()
         for column in columns:
@@ -167,7 +171,7 @@ class PromptTable(Prepared):
 
     @classmethod
     def load(cls, file: Path, key: str) -> "PromptTable | None":
-        """The table that was saved under this key; None where there is none, or it is damaged or somebody else's."""
+        """Load the table saved under this key; None if it is missing, damaged, or writable by another user."""
         try:
             with open(file, "rb") as opened:
                 there = os.fstat(opened.fileno())
@@ -196,7 +200,7 @@ _DTYPES: dict[str, Any] = {
 
 
 def _read_header(opened: Any) -> _Header | None:
-    """The header of a file, or None where it begins as no table does."""
+    """Read the header of a file; None if it is not a table."""
     begins = opened.read(len(MAGIC) + 16)
     if len(begins) < len(MAGIC) + 16 or not begins.startswith(MAGIC):
         return None
@@ -210,7 +214,7 @@ def _read_header(opened: Any) -> _Header | None:
 
 
 def _places(begin: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where each column begins and ends, bytes from the start of the file."""
+    """Yield the bounds of each column, bytes from the start of the file."""
     for size, dtype in zip(sizes, _DTYPES.values(), strict=True):
         begin += -begin % _ALIGN
         end = begin + size * np.dtype(dtype).itemsize
@@ -219,7 +223,7 @@ def _places(begin: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _digest_of(opened: Any, places: Sequence[tuple[int, int]]) -> str:
-    """The digest of the columns. It reads them without mapping them: what is mapped and read counts as memory in use."""
+    """Return the digest of the columns. Reads without mapping, because touched mapped pages count as memory in use."""
     digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
     for begin, end in places:
         opened.seek(begin)
@@ -228,18 +232,18 @@ def _digest_of(opened: Any, places: Sequence[tuple[int, int]]) -> str:
     return digest.hexdigest()
 
 
-# -- building one ------------------------------------------------------------------------------------------------------
+# -- building ----------------------------------------------------------------------------------------------------------
 
 
 class TableBuilder:
-    """Makes a table of the rows of one source after the other."""
+    """Builds a table from the rows of one or several sources."""
 
     def __init__(self, split: str, max_prompt_tokens: int) -> None:
         self._split, self._limit = split, max_prompt_tokens
         self._schemas: list[str] = []
         self._sizes: list[int] = []
         self.longest_of_source = 0
-        """Tokens of the longest prompt so far of the source that is read, of one that is too long as well."""
+        """Tokens of the longest prompt so far of the current source, also if too long."""
         self._rows, self._token_ids, self._records = array("q"), array("i"), bytearray()
         self._ends, self._places = array("q", [0]), array("q", [0])
         self._sources: set[str] = set()
@@ -247,14 +251,14 @@ class TableBuilder:
         self._num_rows = self._longest = 0
 
     def begin_source(self, schema_name: str) -> None:
-        """Rows of another source follow."""
+        """Begin another source."""
         self._schemas.append(schema_name)
         self._sizes.append(0)
         self.longest_of_source = 0
 
     @property
     def prompts_of_source(self) -> int:
-        """How many prompts the rows so far of the source that is read have made."""
+        """Prompts so far of the current source."""
         return self._sizes[-1]
 
     def add(
@@ -265,7 +269,7 @@ class TableBuilder:
         source: str,
         info: dict[str, Any],
     ) -> None:
-        """Add the next row of the source. A prompt that is too long is only counted."""
+        """Add the next row of the current source. A prompt that is too long is only counted."""
         row = self._num_rows
         self._num_rows += 1
         self._longest = max(self._longest, len(token_ids))
@@ -283,7 +287,7 @@ class TableBuilder:
         self._fingerprint.add(f"{self._split}/{row}", ids)
 
     def table(self, stop_token_ids: tuple[int, ...] = ()) -> PromptTable:
-        """The table of the rows so far; it may be empty."""
+        """Return the table of the rows so far, which may be empty."""
         columns = Columns(
             np.frombuffer(self._rows, np.int64),
             np.frombuffer(self._ends, np.int64),
@@ -304,7 +308,7 @@ class TableBuilder:
 
 
 class Fingerprint:
-    """The digest of prompts' ids and tokens, one prompt after the other."""
+    """Incremental digest of prompts' ids and tokens."""
 
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
@@ -318,7 +322,7 @@ class Fingerprint:
 
 
 def fingerprint_of(prompts: Sequence[Prompt]) -> str:
-    """The fingerprint of these prompts; a table knows its own."""
+    """Return the fingerprint of prompts. A table stores its own."""
     if isinstance(prompts, Prepared):
         return prompts.about.fingerprint
     fingerprint = Fingerprint()

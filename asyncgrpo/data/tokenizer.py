@@ -1,4 +1,4 @@
-"""Loads a tokenizer, finds the tokens that end a completion, and makes the token ids of a prompt from its chat turns.
+"""Loads a tokenizer, finds the stop tokens, and renders and tokenises chat turns.
 
 A prompt is tokenised once, here. From then on only its token ids are used.
 """
@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncgrpo.config.reach import find_model
-from asyncgrpo.data.reading import one_line
+from asyncgrpo.data.sources import one_line
 from asyncgrpo.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -19,38 +19,38 @@ if TYPE_CHECKING:
 
 
 class Rendered(NamedTuple):
-    """A prompt as the model sees it."""
+    """A rendered prompt."""
 
     text: str
     token_ids: tuple[int, ...]
 
 
 def load_tokenizer(path: str, template: Mapping[str, Any] = MappingProxyType({})) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model folder, or of a hub id where the hub or its cache can be reached.
+    """Load the tokenizer of a model folder or hub id (from the hub or its cache).
 
     Args:
-        template: arguments that its chat template always gets (`data.chat_template_kwargs`).
+        template: arguments of its chat template (`data.chat_template_kwargs`).
     Raises:
-        ConfigError: the folder is missing or no model folder, or neither cache nor hub has the tokenizer.
+        ConfigError: the folder is missing or not a model folder, or neither cache nor hub has the tokenizer.
     """
     find_model(path)
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ConfigError(f"model.path {path!r} is no model folder: it holds none of {', '.join(_TOKENIZER_FILES)}")
+        raise ConfigError(f"model.path {path!r} is not a model folder: it holds none of {', '.join(_TOKENIZER_FILES)}")
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # what it warns of is checked here, and reported with the row or the file
+    logging.set_verbosity_error()  # its warnings are checked here and reported with row or file
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         if template:
             tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template)  # type: ignore[method-assign]
         return tokenizer
-    except Exception as error:  # transformers raises whatever the broken file leads to
+    except Exception as error:  # of many kinds
         if folder.is_dir():
             raise ConfigError(f"model.path {path!r}: its tokenizer cannot be loaded: {one_line(error)}") from error
         raise ConfigError(
-            f"model.path: {path} is no folder, and its tokenizer can be neither found in the cache nor downloaded: "
+            f"model.path: {path} is not a folder, and its tokenizer is neither cached nor downloadable: "
             f"{one_line(error)}"
         ) from error
 
@@ -58,13 +58,13 @@ def load_tokenizer(path: str, template: Mapping[str, Any] = MappingProxyType({})
 def stop_token_ids(
     tokenizer: "PreTrainedTokenizerBase", model_path: str, extra_stops: Iterable[str] = ()
 ) -> tuple[int, ...]:
-    """The ids that end a completion, sorted: the tokenizer's, those of generation_config.json, and `extra_stops`.
+    """Return the sorted stop tokens: of the tokenizer, of generation_config.json, and `extra_stops`.
 
     Args:
-        model_path: folder of the model. Chat models often name a second end token in its generation_config.json.
-        extra_stops: strings (`sampling.stop`), each of which must be one token.
+        model_path: folder of the model. Chat models often set a second end token in generation_config.json.
+        extra_stops: strings (`sampling.stop`) of exactly one token each.
     Raises:
-        ConfigError: an extra stop is not a single token, generation_config.json is broken, or nothing ends a completion.
+        ConfigError: an extra stop is not a single token, generation_config.json is broken, or no stop token is defined.
     """
     stops = set(_generation_config_stops(Path(model_path)))
     if tokenizer.eos_token_id is not None:
@@ -78,8 +78,8 @@ def stop_token_ids(
         stops.add(ids[0])
     if not stops:
         raise ConfigError(
-            f"model.path {model_path!r}: neither its tokenizer (eos_token) nor its generation_config.json names an end "
-            "token, so no completion could end; set sampling.stop"
+            f"model.path {model_path!r}: neither its tokenizer (eos_token) nor its generation_config.json defines an "
+            "end token; set sampling.stop"
         )
     return tuple(sorted(stops))
 
@@ -92,16 +92,16 @@ def render(
     where: str = "prompt",
     longest: int | None = None,
 ) -> Rendered:
-    """The prompt up to where the completion begins.
+    """Render a prompt up to the start of the completion, and tokenise it.
 
-    The tokenizer's chat template renders it, and the generation prompt is added. Without a template, the contents follow
-    each other, with the special tokens that the tokenizer puts around text.
+    Uses the chat template of the tokenizer with the generation prompt. Without a template, contents are concatenated, with the
+    special tokens that the tokenizer adds to text.
 
     Args:
         messages: chat turns with `role` and `content`.
-        system_prompt: the first turn, unless there is a system turn already.
-        where: names the prompt in an error, for example `train.jsonl, row 3`.
-        longest: tokens. Of a longer prompt only the first token ids may be returned, which are more than `longest`.
+        system_prompt: first turn, unless a system turn exists.
+        where: name of the prompt in an error, for example `train.jsonl, row 3`.
+        longest: tokens. A longer prompt may be cut, to more than `longest` token ids.
     Raises:
         DataError: the chat template refuses these turns.
     """
@@ -117,9 +117,9 @@ def render_all(
     where: Sequence[str],
     longest: int,
 ) -> list[Rendered]:
-    """Several prompts, each as `render` gives it, in less time: a fast tokenizer takes those of a usual length at once."""
+    """Render several prompts as `render` does. A fast tokenizer encodes prompts of usual length in one batch."""
     texts = [_text_of(tokenizer, messages, system_prompt, at) for messages, at in zip(prompts, where, strict=True)]
-    # The first by itself: that brings the backend into the state in which the tokenizer uses it.
+    # Encode the first one alone, which sets up the backend as the tokenizer uses it.
     token_ids = {text: _encode(tokenizer, text, longest) for text in texts[:1]}
     if tokenizer.is_fast:
         usual = [text for text in texts[1:] if len(text) <= _beginning(longest)]
@@ -140,14 +140,14 @@ def _text_of(
         turns.insert(0, {"role": "system", "content": system_prompt})
     if not tokenizer.chat_template:
         if tools is not None:
-            raise DataError(f"{where}: the model has no chat template that could tell it of tools")
+            raise DataError(f"{where}: the model has no chat template, which tools need")
         return "".join(turn["content"] for turn in turns)
     from jinja2 import TemplateError
 
-    told: dict[str, Any] = {} if tools is None else {"tools": tools}
+    arguments: dict[str, Any] = {} if tools is None else {"tools": tools}
     try:
-        templated = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
-    except (TemplateError, TypeError, ValueError) as error:  # the latter two of expressions in it, and of odd tools
+        templated = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **arguments)
+    except (TemplateError, TypeError, ValueError) as error:  # the latter two from expressions in it, and from odd tools
         roles = ", ".join(turn["role"] for turn in turns)
         raise DataError(f"{where}: the model's chat template refuses the turns {roles}: {one_line(error)}") from error
     assert isinstance(templated, str)
@@ -155,14 +155,14 @@ def _text_of(
 
 
 _MARGIN = 256
-"""Tokens in which a text and its beginning may differ, because the beginning may end in the middle of a word."""
+"""Tokens in which a text and its prefix may differ, because the prefix may end inside a word."""
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int | None) -> tuple[int, ...]:
-    """The token ids of a text, or of its beginning where that has more than `longest` already.
+    """Return the token ids of a text, or of a prefix that has more than `longest` already.
 
-    Tokenising megabytes of text would take longer than reading the file. How many characters a token has depends on the
-    tokenizer, so a growing beginning is tokenised until it has more than twice `longest` tokens.
+    Tokenising megabytes of text would take longer than reading the file. Characters per token depend on the tokenizer, so a
+    growing prefix is tokenised until it has more than twice `longest` tokens.
     """
     size = _beginning(longest) if longest is not None else len(text)
     adds_special = _adds_special(tokenizer)
@@ -175,30 +175,30 @@ def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int | None
 
 
 def _beginning(longest: int) -> int:
-    """Characters of a text that are tokenised first; a text with no more is tokenised whole."""
+    """Return the number of characters of the first prefix. Shorter texts are tokenised in full."""
     return 16 * (longest + _MARGIN)
 
 
 def _adds_special(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether special tokens are to be put around a text. A chat template has written them already."""
+    """Return True if the tokenizer must add special tokens. A chat template has written them already."""
     return not tokenizer.chat_template
 
 
 MARK = "\ue000"
-"""Stands for a turn of the model while its surroundings are rendered: a character of no text."""
+"""Placeholder for a turn of the model while its context is rendered; a private-use character."""
 
 
 def continuation(
     tokenizer: "PreTrainedTokenizerBase",
 ) -> Callable[[Sequence[dict[str, Any]], int | None], tuple[int, ...]]:
-    """A function from the messages that follow a turn of the model to the token ids that follow its tokens.
+    """Return a function from the messages after a turn of the model to the token ids that follow it.
 
-    Its second argument is the last token of that turn. The token ids end where the next turn begins. The turn itself is
-    never rendered: the chat template gives what stands around it, so what was sampled stays as it was sampled. Without a
-    template the contents follow each other.
+    Its second argument is the last token of that turn. The token ids end at the start of the next turn. The turn is never
+    rendered again: the template renders its context, so sampled tokens stay as sampled. Without a template, contents are
+    concatenated.
 
-    Raises:
-        DataError: (the function) the chat template refuses a message of such a role after a turn of the model.
+    Raises (the function):
+        DataError: the chat template refuses a message of this role after a turn of the model.
     """
 
     def continue_(messages: Sequence[dict[str, Any]], last: int | None) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ def continuation(
             return tuple(tokenizer.encode("".join(one["content"] for one in messages), add_special_tokens=False))
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
         text = _text_of(tokenizer, [*before, *messages], None, "a reply of the environment").rpartition(MARK)[2]
-        if last is not None:  # the template ends the turn with a token that the model has sampled
+        if last is not None:  # the template repeats the end token that the model sampled
             text = text.removeprefix(str(tokenizer.decode([last])))
         return tuple(tokenizer.encode(text, add_special_tokens=False))
 
@@ -216,12 +216,12 @@ def continuation(
 def opening(
     tokenizer: "PreTrainedTokenizerBase",
 ) -> Callable[[Sequence[dict[str, Any]], list[dict[str, Any]] | None, int], tuple[int, ...]]:
-    """A function from the first messages of a conversation, and the tools in it, to the token ids that the model reads.
+    """Return a function from the first messages of a conversation and its tools to token ids.
 
-    Its third argument is a number of tokens: of a longer opening only the first token ids may be returned, which are more.
+    Its third argument is a number of tokens: a longer opening may be cut, to more token ids than that.
 
-    Raises:
-        DataError: (the function) the chat template refuses these messages or tools.
+    Raises (the function):
+        DataError: the chat template refuses these messages or tools.
     """
 
     def open_(messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None, longest: int) -> tuple[int, ...]:
@@ -231,9 +231,9 @@ def opening(
 
 
 def vocabulary_size(model_path: str) -> int | None:
-    """The number of token ids of the model; None where its config.json does not say it.
+    """Return the number of token ids of the model; None if config.json does not define it.
 
-    It is often larger than the tokenizer's: models round their vocabulary up.
+    It is often larger than the tokenizer's, because models round their vocabulary up.
     """
     file = Path(model_path) / "config.json"
     if not file.is_file():
@@ -263,7 +263,7 @@ def _generation_config_stops(folder: Path) -> list[int]:
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase", *, keep_special: bool) -> Callable[[Sequence[int]], str]:
-    """A function from token ids to text. People see special tokens (`keep_special`), rewards do not."""
+    """Return a function from token ids to text. Logs and samples keep special tokens (`keep_special`), rewards do not."""
     if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:  # the same text in half the time
         backend = tokenizer.backend_tokenizer
         return lambda token_ids: str(backend.decode(list(token_ids), skip_special_tokens=not keep_special))

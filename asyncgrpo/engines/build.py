@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from asyncgrpo.config.memory import Card, engine_gpu
+from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.schema import Config
-from asyncgrpo.config.shapes import shape_at
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.engines.installed import why_sglang_cannot_run
 from asyncgrpo.errors import EngineError
@@ -24,7 +24,7 @@ def build_engine(config: Config, *, seed: int) -> Engine:
     generators = config.generators
     dtype = getattr(torch, config.model.dtype)
     max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
-    max_completions = generators.groups_in_flight * (config.algorithm.group_size + generators.extra_completions)
+    max_completions = generators.groups_in_flight * config.algorithm.group_size
     if generators.engine == "sglang":
         if (why := why_sglang_cannot_run()) is not None:
             raise EngineError(f"generators.engine is sglang, which cannot run here: {why}")
@@ -67,9 +67,8 @@ def _beside_a_learner(config: Config) -> dict[str, Any]:
     By itself it takes a share of what is free when it starts. That is all before the learner has loaded, and little when a
     generator is started again beside one that trains. So the cache gets its size in tokens.
     """
-    shape = shape_at(config.model.path) if config.cluster.share_gpu and config.generators.gpus_each else None
-    if shape is None:
+    if not (config.cluster.share_gpu and config.generators.gpus_each and (size := size_at(config.model.path))):
         return {}
     found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    fit = engine_gpu(shape, config, Card.of(config, found))
+    fit = engine_gpu(size, config, Card.of(config, found))
     return {"max_total_tokens": fit.tokens, "mem_fraction_static": SHARED_FRACTION}

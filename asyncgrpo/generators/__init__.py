@@ -1,1 +1,1 @@
-"""How prompts become groups of scored completions."""
+"""The generators: leases become groups of scored completions."""

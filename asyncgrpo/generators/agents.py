@@ -5,7 +5,7 @@ the chat template, and each later call must repeat the messages so far, our repl
 between two turns becomes an observation. A call that does not extend the conversation is refused, and its completion fails.
 
 What an agent sends first may be more than its row has: a system prompt, tools. So what its completion read first is kept with
-it (`Played.opening`), and `turns.with_common_prompt` makes the prompt of a group what all of them began with.
+it (`Played.opening`), and `rollout.with_common_prompt` makes the prompt of a group what all of them began with.
 """
 
 import asyncio
@@ -21,9 +21,8 @@ from asyncgrpo.environments.chat import Chat, Message, Refused, Said, check_samp
 from asyncgrpo.environments.gateway import Gateway
 from asyncgrpo.environments.host import HostedAgent
 from asyncgrpo.errors import DataError, EngineError, RequestError
-from asyncgrpo.generators.activities import Activities
-from asyncgrpo.generators.transcript import Transcript
-from asyncgrpo.generators.turns import Continue, Play, Played, Turns, failed_in_play
+from asyncgrpo.generators.rollout import Activities, Played
+from asyncgrpo.generators.turns import Continue, Play, Transcript, Turns, failed_in_play
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import Completion, FinishReason, Prompt, Sampling, Score
 

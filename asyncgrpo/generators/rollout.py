@@ -1,34 +1,159 @@
-"""Makes a group of a lease: samples its completions, scores each as soon as it is complete, and chooses among them.
+"""Turns a lease into a group: samples its completions and scores each as soon as it is complete.
 
-A reward that takes groups is called once, when the group is sampled; at its deadline, for the completions that are.
+A reward that takes groups is called once: when the group is sampled, or at its deadline for the completions that are.
 
-The first n completions to finish are the n shortest of those launched, and training on them teaches brevity. So
-completions are chosen in their order of launch, which nothing about a completion can change. When a completion finished
-never decides between two that did. Only the deadline of the group can leave a long completion out, and these are counted.
-
-A completion that failed (its reward hung, it was aborted) is sampled again where that is allowed; otherwise it is part of
-the group, with its failure by name. A failure of the engine is an exception.
+A group has all of its completions, those that failed included, each with its failure by name. Only the deadline of the
+group can leave a completion out: the late ones are cut and counted, because most of them are long. A failure of the
+engine is an exception.
 """
 
 import asyncio
-import dataclasses
 import functools
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 
-from asyncgrpo.engines.base import Engine
+from asyncgrpo import metrics
+from asyncgrpo.cores import CoreClock
 from asyncgrpo.errors import RequestError
-from asyncgrpo.generators.activities import Activities
-from asyncgrpo.generators.turns import FAILURE, Played, Turns, with_common_prompt
 from asyncgrpo.rewards.base import Reward, Sampled
 from asyncgrpo.rewards.breaker import RewardsPaused
-from asyncgrpo.types import Completion, Discarded, Group, Lease, Rollout, Sampling, Score
+from asyncgrpo.types import Completion, Discarded, GeneratorSeconds, Group, Lease, Observation, Rollout, Sampling, Score
 
-# -- which completions make a group ------------------------------------------------------------------------------------
+# -- completions of one or several turns -------------------------------------------------------------------------------
+
+
+class CompletionSource(Protocol):
+    """Samples completions: an engine, or `turns.Turns` if a completion has several turns."""
+
+    def generate(
+        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
+    ) -> AsyncIterator[Completion]:
+        """See `Engine.generate`."""
+
+    async def abort(self, request_id: str) -> None:
+        """See `Engine.abort`."""
+
+
+FAILURE = "environment"
+"""Failure of a completion whose environment did not reply as specified."""
+
+
+@dataclass(frozen=True)
+class Played(Completion):
+    """A completion in an environment or by an agent."""
+
+    score: Score | None = field(kw_only=True)
+    """Score by the environment or agent, or its failure; None: a reward scores it."""
+    opening: tuple[int, ...] = ()
+    """Prompt that an agent sent; empty: the prompt of the lease."""
+
+
+def with_common_prompt(group: Group) -> Group:
+    """Return the group with the longest common prefix of its completions' prompts as its prompt.
+
+    Without agents, or if they sent the row's messages, this is the prompt of the lease. The rest of each prompt becomes an
+    observation at the start of its completion.
+    """
+    openings = [found for one in group.rollouts if (found := getattr(one.completion, "opening", ()))]
+    whole = group.prompt.token_ids
+    if all(opening == whole for opening in openings):
+        return group
+    alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(whole, *openings, strict=False))
+    common = whole[: min(sum(1 for _ in alike), *(len(opening) - 1 for opening in openings))]
+
+    def moved(completion: Completion) -> Completion:
+        rest = getattr(completion, "opening", ())[len(common) :]
+        first = (Observation(0, np.array(rest, np.int32)),) if rest else ()
+        return replace(completion, observations=first + completion.observations)
+
+    return replace(
+        group,
+        prompt=msgspec.structs.replace(group.prompt, token_ids=common),
+        rollouts=tuple(replace(one, completion=moved(one.completion)) for one in group.rollouts),
+    )
+
+
+# -- a generator's time ------------------------------------------------------------------------------------------------
+
+Activity = Literal["weights", "generate", "reward"]
+FIRST_COUNTS: tuple[Activity, ...] = ("weights", "generate", "reward")
+"""In order of precedence: of concurrent activities, the first one gets the time."""
+
+
+class Activities:
+    """Adds up a generator's time by activity, and the time of every completion that is sampled or scored.
+
+    So a slow reward shows as time with nothing to do but score, rather than as a busy engine. The rate of completion
+    seconds is the number of completions that are sampled or scored at once.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, cores: CoreClock | None = None) -> None:
+        """
+        Args:
+            cores: of this machine; None: cores are not counted.
+        """
+        self._clock, self._cores = clock, cores
+        self._at_s = clock()
+        self._running: Counter[str] = Counter()
+        self._seconds = dict.fromkeys((*FIRST_COUNTS, "idle"), 0.0)
+        self._of_completions = {"generate": 0.0, "reward": 0.0}
+        self._shown: dict[tuple[Any, str], float] = defaultdict(float)
+
+    def begin(self, activity: Activity, count: int = 1) -> None:
+        """Note the start of sampling or scoring `count` completions, or of a swap."""
+        self._add_up()
+        self._running[activity] += count
+
+    def end(self, activity: Activity, count: int = 1) -> None:
+        """Note the end of `count` of those."""
+        self._add_up()
+        self._running[activity] -= count
+
+    @contextmanager
+    def during(self, activity: Activity, count: int = 1) -> Iterator[None]:
+        """Count `count` of `activity` while the block runs."""
+        self.begin(activity, count)
+        try:
+            yield
+        finally:
+            self.end(activity, count)
+
+    def seconds(self) -> GeneratorSeconds:
+        """Return the seconds by activity so far, and update this process's metrics to them."""
+        self._add_up()
+        self._show(metrics.generator_seconds_total, self._seconds)
+        self._show(metrics.completion_seconds_total, self._of_completions)
+        of_completions = self._of_completions
+        return GeneratorSeconds(
+            **self._seconds,
+            sampling=of_completions["generate"],
+            scoring=of_completions["reward"],
+            **(self._cores.count()._asdict() if self._cores is not None else {}),
+        )
+
+    def _show(self, metric: Any, totals: Mapping[str, float]) -> None:
+        for activity, total in totals.items():
+            metric.labels(activity=activity).inc(total - self._shown[metric, activity])
+            self._shown[metric, activity] = total
+
+    def _add_up(self) -> None:
+        now_s = self._clock()
+        elapsed_s, self._at_s = now_s - self._at_s, now_s
+        self._seconds[next((one for one in FIRST_COUNTS if self._running[one]), "idle")] += elapsed_s
+        for activity in self._of_completions:
+            self._of_completions[activity] += self._running[activity] * elapsed_s
+
+    def is_active(self, activity: Activity) -> bool:
+        """Return True if any of it is in progress."""
+        return self._running[activity] > 0
 
 
 @dataclass(eq=False)
@@ -36,132 +161,78 @@ class Launched:
     """A completion that was launched."""
 
     index: int
-    """Its position in the order of launch, from 0."""
-    num_retries: int = 0
+    """Position in the order of launch, from 0."""
     seed: int = 0
     completion: Completion | None = None
-    """The completion of the present try; None: it is still sampled."""
+    """None while it is sampled."""
     score: Score | None = None
-    """Its final score; None: it is still sampled, scored, or sampled again."""
+    """Final score; None while it is sampled or scored."""
 
     @property
     def is_good(self) -> bool:
-        """Whether it is complete and has a reward."""
+        """True if it is complete and has a reward."""
         return self.score is not None and self.score.failure is None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled in the present try."""
+        """Tokens sampled."""
         return 0 if self.completion is None else len(self.completion.token_ids)
 
     @property
     def rollout(self) -> Rollout:
-        """Its rollout, once it is done."""
+        """Its rollout, once it is scored."""
         assert self.completion is not None and self.score is not None, self
         return Rollout(self.completion, self.score, self.seed)
 
 
-def choose(launched: Sequence[Launched], wanted: int, *, is_late: bool) -> list[Launched] | None:
-    """Choose the completions that make the group, in order of launch; None: it is not decided yet.
-
-    They are the first `wanted` that did not fail. Until the deadline each of them is waited for; from then on those that
-    are not done are passed over. Where too few are good, failed completions fill the places.
-
-    Args:
-        launched: every launched completion, in order of launch.
-        is_late: the deadline of the group has come.
-    """
-    good: list[Launched] = []
-    for one in launched:
-        if len(good) == wanted:
-            break
-        if one.is_good:
-            good.append(one)
-        elif one.score is None and not is_late:
-            return None
-    failed = [one for one in launched if one.score is not None and not one.is_good]
-    return sorted(good + failed[: wanted - len(good)], key=lambda one: one.index)
-
-
-def censored(launched: Sequence[Launched], wanted: int) -> list[Launched]:
-    """The completions that a cut leaves out: of the first `wanted` that did not fail, those that are not done."""
-    not_failed = [one for one in launched if one.score is None or one.is_good]
-    return [one for one in not_failed[:wanted] if one.score is None]
-
-
-# -- one group ---------------------------------------------------------------------------------------------------------
-
-
 Decode = Callable[[Sequence[int]], str]
-"""Turns token ids into the text that the reward sees."""
+"""Turns token ids into the text that the reward reads."""
 
-SEED_STRIDE = 2**20
-"""Distance between the seeds of one completion's tries: more than the completions of a group, so no two tries share one."""
 ABORT_WITHIN_S = 5.0
-"""How long an engine may take to hand over the tokens of completions that are not wanted any more. Later ones are not
-counted."""
-HOPELESS = frozenset({"unknown_source", "not_applicable"})
-"""Failures of a reward that depend on the prompt only: another completion would have the same."""
-PERMANENT = HOPELESS | {"aborted", FAILURE}
+"""Deadline for an engine to hand over the tokens of aborted completions. Later ones are not counted."""
+PERMANENT = frozenset({"unknown_source", "not_applicable", "aborted", FAILURE})
 """Failures that another call of the reward would not change."""
 
 
-class Redundancy(NamedTuple):
-    """What a generator does against completions of a training group that fail."""
-
-    retries: int = 0
-    """How often one completion is sampled again after its request or its reward failed."""
-    extra: int = 0
-    """Completions launched beyond those wanted."""
-
-
-NO_REDUNDANCY = Redundancy()
-
-
 class TooFewCompletions(Exception):
-    """The group was cut, and it has fewer completions than its lease asks for."""
+    """The group was cut with fewer completions than its lease requires."""
 
 
 class GivenUp(Exception):
-    """The group was given up: it is not wanted any more."""
+    """The group was cancelled."""
 
 
 class GroupInFlight:
-    """A lease that is worked on: its requests run and its completions are scored, until `choose` has a group."""
+    """A lease that is worked on: its requests run and its completions are scored, until the group is complete or cut."""
 
     def __init__(
         self,
         lease: Lease,
-        engine: Engine | Turns,
+        engine: CompletionSource,
         reward: Reward,
         decode: Decode,
-        redundancy: Redundancy = NO_REDUNDANCY,
         reward_works: Callable[[], Awaitable[bool]] | None = None,
         activities: Activities | None = None,
     ) -> None:
         """
         Args:
-            reward_works: returns once the reward is known to work, and whether it did all the time. Where too few
-                completions have a score for the group to be kept, it is awaited, and those that failed are scored once
+            reward_works: waits until the reward is known to work, and returns True if it never failed meanwhile. If too
+                few completions have a score for the group to be kept, it is awaited and the failed ones are scored once
                 more. None: they are not.
-            activities: is told which completions are sampled and scored.
+            activities: counts the completions that are sampled and scored.
         """
         self._activities = activities or Activities()
         self._reward_works = reward_works
         self._may_score_again = reward_works is not None
         self._is_scoring_again = False
         self._waiting: list[Launched] = []
-        """Completions to be scored together with the rest of the group."""
+        """Completions that a group reward will score together."""
         self._is_scoring_group = False
         self._lease, self._engine, self._reward, self._decode = lease, engine, reward, decode
-        trains = lease.purpose == "train"
-        self._retries = redundancy.retries if trains else 0
-        count = lease.num_completions + (redundancy.extra if trains else 0)
-        self._launched = [Launched(index) for index in range(count)]
-        self._baseline = [Launched(count)] if lease.with_greedy else []
+        self._launched = [Launched(index) for index in range(lease.num_completions)]
+        self._baseline = [Launched(lease.num_completions)] if lease.with_greedy else []
         self._min_completions = lease.min_completions or lease.num_completions
-        can_do_without = count > lease.num_completions or self._min_completions < lease.num_completions
-        self._cut_after_s = lease.cut_after_s if can_do_without else None
+        self._cut_after_s = lease.cut_after_s if self._min_completions < lease.num_completions else None
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._scorings: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -169,28 +240,27 @@ class GroupInFlight:
         self._refusal: RequestError | None = None
         self._is_over = False
         self.is_sampled = asyncio.Event()
-        """Set once every completion has been sampled: only scores are missing, unless one is sampled again."""
-        self._retried, self._retried_tokens = 0, 0
+        """Set once every completion has been sampled: only scores are missing."""
 
     def give_up(self) -> None:
-        """Give the group up: `generate` raises GivenUp soon."""
-        self._failure = self._failure or GivenUp(f"{self._lease.group_id} is not wanted any more")
+        """Cancel the group: `generate` raises GivenUp soon."""
+        self._failure = self._failure or GivenUp(f"{self._lease.group_id} was cancelled")
         self._changed.set()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens sampled for the group so far, as far as the engine has handed them over."""
-        return self._retried_tokens + sum(one.num_tokens for one in [*self._launched, *self._baseline])
+        """Tokens sampled for the group so far, in completions that the engine returned."""
+        return sum(one.num_tokens for one in [*self._launched, *self._baseline])
 
     async def generate(self, generator_id: str) -> Group:
         """Generate the group of the lease.
 
         Raises:
             EngineError: the engine failed; the lease must be returned.
-            RequestError: the engine samples for others, but not for this prompt.
-            TooFewCompletions: the group was cut when the lease says, and too few completions were done by then.
+            RequestError: the engine works but refuses this prompt.
+            TooFewCompletions: the group was cut at the lease's deadline with too few completions.
             GivenUp: `give_up` was called.
-            RewardsPaused: no completion can be scored at present.
+            RewardsPaused: rewards are paused.
         """
         lease, loop = self._lease, asyncio.get_running_loop()
         self._started_s = self._sampled_s = loop.time()
@@ -217,9 +287,9 @@ class GroupInFlight:
             purpose=lease.purpose,
             prompt=lease.prompt,
             rollouts=tuple(
-                dataclasses.replace(
+                replace(
                     one.rollout,
-                    completion=dataclasses.replace(one.rollout.completion, index=index),
+                    completion=replace(one.rollout.completion, index=index),
                     text=self._text_of(one) if lease.purpose == "eval" else "",
                 )
                 for index, one in [*enumerate(chosen), *((lease.num_completions, one) for one in self._baseline)]
@@ -233,25 +303,25 @@ class GroupInFlight:
     # -- deciding ------------------------------------------------------------------------------------------------------
 
     async def _decided(self) -> list[Launched]:
-        """The completions of the group, as soon as `choose` decides."""
+        """Return the completions of the group, in order of launch: all of them, or at the deadline those that are done."""
         cut_at_s = None if self._cut_after_s is None else self._started_s + self._cut_after_s
         is_late = False
         while True:
             if self._failure is not None:
                 raise self._failure
-            # Completions that are scored again, or together when the deadline comes, are not left out meanwhile.
+            # Completions that are being scored again, or together at the deadline, are not cut meanwhile.
             is_cut = is_late and not self._is_scoring_again and not self._is_scoring_group
-            chosen = choose(self._launched, self._lease.num_completions, is_late=is_cut)
+            done = [one for one in self._launched if one.score is not None]
             has_baseline = all(one.score is not None for one in self._baseline)
-            if chosen is not None and has_baseline and self._is_unscored([*chosen, *self._baseline]):
-                self._begin_to_score_again([*chosen, *self._baseline])
-                continue
-            if chosen is not None and has_baseline and (not is_cut or len(chosen) >= self._min_completions):
-                return chosen
+            if has_baseline and (is_cut or len(done) == len(self._launched)):
+                if self._is_unscored([*done, *self._baseline]):
+                    self._begin_to_score_again([*done, *self._baseline])
+                    continue
+                if not is_cut or len(done) >= self._min_completions:
+                    return done
             if is_cut:
-                done = 0 if chosen is None else len(chosen)
                 raise TooFewCompletions(
-                    f"{done} of {self._lease.num_completions} completions were done after {self._cut_after_s:.0f} s"
+                    f"{len(done)} of {self._lease.num_completions} completions were done after {self._cut_after_s:.0f} s"
                     + ("" if has_baseline else ", and not the greedy one")
                 )
             self._changed.clear()
@@ -263,13 +333,13 @@ class GroupInFlight:
                 self._score_waiting()
 
     def _is_unscored(self, some: list[Launched]) -> bool:
-        """Whether too few completions have a score for the group to be kept, and another call might change that."""
+        """Return True if too few completions have a score to keep the group, and another call might change that."""
         scored = sum(one.is_good for one in some)
-        return self._may_score_again and scored < min(2, len(some)) and any(map(_may_yet_be_scored, some))
+        return self._may_score_again and scored < min(2, len(some)) and any(map(_may_score_later, some))
 
     def _begin_to_score_again(self, some: list[Launched]) -> None:
         self._may_score_again, self._is_scoring_again = False, True
-        failed = [(one, one.score) for one in some if _may_yet_be_scored(one) and one.score is not None]
+        failed = [(one, one.score) for one in some if _may_score_later(one) and one.score is not None]
         for one, _ in failed:
             one.score = None
         task = asyncio.create_task(self._score_again(failed))
@@ -277,21 +347,21 @@ class GroupInFlight:
         task.add_done_callback(self._scored)
 
     async def _score_again(self, failed: list[tuple[Launched, Score]]) -> None:
-        """Score once more, once the reward is known to work, and after each outage that falls into this.
+        """Score failed completions again once the reward works, and after each outage during that.
 
-        If one fails again and the reward works all the while, its prompt is the cause, and all stand.
+        If one fails again without an outage, its prompt is the cause and all scores are final.
         """
         assert self._reward_works is not None
         await self._reward_works()
-        scores, is_told = [score for _, score in failed], False
+        scores, is_final = [score for _, score in failed], False
         at_once = len(failed) if self._reward.takes_groups else 1
-        while not is_told:
-            is_told = True
+        while not is_final:
+            is_final = True
             for start in range(0, len(failed), at_once):
                 end = start + at_once
                 scores[start:end] = await self._rewards_of([one for one, _ in failed[start:end]])
                 if any(score.failure is not None for score in scores[start:end]):
-                    is_told = await self._reward_works()
+                    is_final = await self._reward_works()
                     break
         for (one, _), score in zip(failed, scores, strict=True):
             one.score = score
@@ -299,27 +369,19 @@ class GroupInFlight:
         self._changed.set()
 
     async def _end_the_rest(self, chosen: list[Launched]) -> Discarded:
-        """Abort the requests that still run, and count what they had sampled."""
+        """Abort the running requests and count the discarded completions and tokens."""
         self._is_over = True
         others = [one for one in self._launched if one not in chosen]
-        num_failed = sum(one.score is not None and not one.is_good for one in others)
-        num_censored = len(censored(self._launched, self._lease.num_completions))
         running = dict(self._requests)
         if any(one.completion is None for one in [*others, *self._baseline]):
             for request_id in running:
                 await self._engine.abort(request_id)
         if running:
             await asyncio.wait(running.values(), timeout=ABORT_WITHIN_S)
-        return Discarded(
-            tokens=self._retried_tokens + sum(one.num_tokens for one in others),
-            retried=self._retried,
-            failed=num_failed,
-            spare=len(others) - num_failed - num_censored,
-            censored=num_censored,
-        )
+        return Discarded(tokens=sum(one.num_tokens for one in others), censored=len(others))
 
     async def _stop(self) -> None:
-        """Cancel every request and reward call that still runs."""
+        """Cancel all running requests and reward calls."""
         tasks = [*self._requests.values(), *self._scorings]
         for task in tasks:
             task.cancel()
@@ -334,7 +396,7 @@ class GroupInFlight:
         task.add_done_callback(functools.partial(self._ended, request_id))
 
     async def _sample(self, request_id: str, launched: list[Launched], seed: int) -> None:
-        """Run one request. Each completion is scored as soon as it is sampled."""
+        """Run one request and score each completion as soon as it is sampled."""
         sampling = _greedy(self._lease.sampling) if launched == self._baseline else self._lease.sampling
         owed = dict(enumerate(launched))
         token_ids = self._lease.prompt.token_ids
@@ -346,7 +408,7 @@ class GroupInFlight:
         except RequestError as error:
             self._refusal = error
             for index, one in owed.items():
-                self._sampled(one, _nothing(index), seed + index, str(error))
+                self._sampled(one, _empty_completion(index), seed + index, str(error))
         finally:
             self._activities.end("generate", len(owed))
 
@@ -363,15 +425,9 @@ class GroupInFlight:
             self._begin_to_score([one], [Score(failure="aborted", detail=why[:500])])
         elif self._reward.takes_groups:
             self._waiting.append(one)
-            self._score_waiting_if_group_is_sampled()
         else:
             self._begin_to_score([one])
-
-    def _score_waiting_if_group_is_sampled(self) -> None:
-        """Spare completions are not waited for. While some are scored, one of them may yet be sampled again."""
-        not_failed = [one for one in self._launched if one.score is None or one.is_good]
-        wanted = [*not_failed[: self._lease.num_completions], *self._baseline]
-        if not self._scorings and not self._is_over and all(one.completion is not None for one in wanted):
+        if self.is_sampled.is_set() and not self._is_scoring_group:
             self._score_waiting()
 
     def _score_waiting(self) -> None:
@@ -386,23 +442,12 @@ class GroupInFlight:
         task.add_done_callback(self._scored)
 
     async def _score(self, some: list[Launched], scores: list[Score] | None) -> None:
-        """Score completions with one call, unless their scores are known, and sample again what failed and may be."""
+        """Score completions with one call, unless their scores are known."""
         for one, score in zip(some, scores or await self._rewards_of(some), strict=True):
-            self._settle(one, score)
-        self._is_scoring_group = False
-
-    def _settle(self, one: Launched, score: Score) -> None:
-        """Note the score of a completion, or sample it again if that failed and a retry is left."""
-        if score.failure is None or score.failure in HOPELESS or one.num_retries >= self._retries or self._is_over:
             one.score = score
-            self._changed.set()
-            return
-        self._retried += 1
-        self._retried_tokens += one.num_tokens
-        one.num_retries += 1
-        one.completion = None
-        request_id = f"{self._lease.lease_id}.{one.index}.{one.num_retries}"
-        self._request(request_id, [one], retry_seed(self._lease.seed, one.index, one.num_retries))
+        if scores is None:
+            self._is_scoring_group = False
+        self._changed.set()
 
     async def _rewards_of(self, some: list[Launched]) -> list[Score]:
         sampled = [one.completion for one in some if one.completion is not None]
@@ -423,7 +468,6 @@ class GroupInFlight:
     def _scored(self, task: asyncio.Task[None]) -> None:
         self._scorings.discard(task)
         self._note_failure(task)
-        self._score_waiting_if_group_is_sampled()
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (failure := task.exception()) is not None:
@@ -431,13 +475,8 @@ class GroupInFlight:
             self._changed.set()
 
 
-def retry_seed(seed: int, index: int, num_retries: int) -> int:
-    """The seed of a try of completion `index` in a lease with `seed`; each try has a stream of its own."""
-    return seed + index + num_retries * SEED_STRIDE
-
-
-def _may_yet_be_scored(one: Launched) -> bool:
-    """Whether its reward failed for a reason that another call might not meet."""
+def _may_score_later(one: Launched) -> bool:
+    """Return True if its reward failed for a reason that may be transient."""
     return one.score is not None and one.score.failure is not None and one.score.failure not in PERMANENT
 
 
@@ -445,6 +484,6 @@ def _greedy(sampling: Sampling) -> Sampling:
     return msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
 
 
-def _nothing(index: int) -> Completion:
-    """An empty completion, for one whose request failed."""
+def _empty_completion(index: int) -> Completion:
+    """Return the empty completion of a failed request."""
     return Completion(index, np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")

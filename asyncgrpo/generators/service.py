@@ -1,19 +1,21 @@
-"""The generator's process: it takes leases, delivers groups, and changes weights while it samples. One loop, one engine.
+"""The generator's process: one event loop and one engine that sample groups for leases while weights are swapped.
 
-    buffer ──Grant──▶ [rollout] ──Deliver──▶ buffer          each lease is a task of its own, so groups
-                         │ engine                            leave as they complete, in any order
+    buffer ──Grant──▶ [rollout] ──Deliver──▶ buffer          each lease is a task, so groups leave
+                         │ engine                            as they complete, in any order
     learner ═weights═▶ [receiver thread] ──load_weights──▶ engine
 
-A delivered group is kept until the buffer acknowledges it, and sent again if that takes long. A failure of the engine or
-of a weight change ends the process; the driver starts another, and the buffer leases its groups again. When buffer and
-learner were started again, the engine stays: its requests are dropped, and it works for the new ones (`move`).
+A delivered group is kept until the buffer acknowledges it, and resent after a timeout. A failure of the engine or of a swap
+ends the process; the driver starts another, and the buffer grants its leases again. After a restart of buffer and learner
+the engine stays: its requests are dropped, and it works for the new ones (`move`).
 """
 
 import asyncio
 import concurrent.futures
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,9 +23,7 @@ from asyncgrpo import metrics
 from asyncgrpo.cores import CoreClock
 from asyncgrpo.engines.base import Engine, EngineOccupancy
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
-from asyncgrpo.generators.activities import Activities, TokenTime
-from asyncgrpo.generators.rollout import NO_REDUNDANCY, Decode, GivenUp, GroupInFlight, Redundancy, TooFewCompletions
-from asyncgrpo.generators.turns import FAILURE, Sampler
+from asyncgrpo.generators.rollout import FAILURE, Activities, Decode, GivenUp, GroupInFlight, TooFewCompletions
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion
@@ -49,27 +49,29 @@ from asyncgrpo.wire.rollouts import (
 )
 from asyncgrpo.wire.sockets import AsyncClient, Keys
 
+if TYPE_CHECKING:
+    from asyncgrpo.generators.turns import Sampler
+
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 RESEND_AFTER_S = 15.0
 PROBE_EVERY_S = 5.0
 SCORE_WITHIN_S = 5.0
-"""For an engine to score the check sequences; a newer version waits for it."""
+"""Deadline of the engine for scoring the check sequences. A newer version waits for it."""
 FIRST_SCORE_WITHIN_S = 110.0
-"""For its first ones, before which it may compile kernels."""
+"""Deadline of the first scoring, in which the engine may compile kernels."""
 SHUTDOWN_S = 5.0
-"""How long the end of a run waits for a change of weights that is in flight."""
+"""Time that the end of a run waits for a swap in flight."""
 MAX_FAILED_LEASES = 5
-"""After this many leases in a row whose requests failed, with no group delivered between them, the process ends: the
-engine is the cause, not the prompts."""
+"""Consecutive leases whose requests failed before the process ends. Then the engine is the cause, not the prompts."""
 UNPUBLISHED = PolicyVersion(0, 0)
-"""The version of an engine before its first publication: it holds the model's folder. Lineages count from 1."""
+"""Version of an engine before its first publication: the weights of the model's folder. Lineages count from 1."""
 
 
 @dataclass
 class Unacknowledged:
-    """A delivered group that the buffer has not acknowledged."""
+    """A delivered group that awaits its acknowledgement."""
 
     message: Deliver
     payload: bytes
@@ -78,7 +80,7 @@ class Unacknowledged:
 
 @dataclass(frozen=True)
 class Work:
-    """A lease that is worked on, and its task."""
+    """A lease in progress and its task."""
 
     group: GroupInFlight
     task: asyncio.Task[None]
@@ -103,39 +105,38 @@ class GeneratorService:
         weights_endpoint: str,
         host: str,
         keys: Keys | None,
-        redundancy: Redundancy = NO_REDUNDANCY,
-        turns: Sampler | None = None,
+        turns: "Sampler | None" = None,
         cores: CoreClock | None = None,
     ) -> None:
         """
         Args:
-            buffer_endpoint, weights_endpoint: of the core; empty while they are not known, and then `move` brings them.
-            window: training groups to work on at once.
-            stuck_after_s: an engine that replies to no probe for so long is given up.
-            turns: samples completions in an environment; None: a completion is one turn.
+            buffer_endpoint, weights_endpoint: of the core; empty if unknown until `move` is called.
+            window: training groups in progress at once.
+            stuck_after_s: deadline of the engine for replying to a probe.
+            turns: samples completions of several turns; None: a completion is one turn.
             cores: of this machine; None: cores are not counted.
         """
         self._id, self._incarnation = generator_id, incarnation
         self._engine, self._reward, self._decode = engine, reward, decode
-        self._window, self._redundancy, self._turns = window, redundancy, turns
+        self._window, self._turns = window, turns
         self._cores = cores
         self._keep_kv = keep_kv
         self._load_timeout_s, self._stuck_after_s = load_timeout_s, stuck_after_s
         self._buffer_endpoint, self._weights_endpoint = buffer_endpoint, weights_endpoint
         self._host, self._keys = host, keys
-        self._num_failed = 0  # leases in a row whose requests failed
+        self._num_failed = 0  # consecutive leases whose requests failed
         self._version: PolicyVersion | None = None
         self._has_scored = False
         self._working: dict[str, Work] = {}
         self._unacknowledged: dict[str, Unacknowledged] = {}
-        self._wake: Callable[[], object] = lambda: None  # there is no loop to wake yet
+        self._wake: Callable[[], object] = lambda: None  # until the loop runs
         self._is_over = False
         self._leave_buffer = asyncio.Event()
         self.progress = LoopProgress()
         self._token_time = TokenTime()
 
     async def run(self) -> None:
-        """Serve until `Shutdown`. Raises whatever made the engine or a weight change fail."""
+        """Serve until `Shutdown`. Raises the failure of the engine or of a swap."""
         self._loop = asyncio.get_running_loop()
         self._wake = lambda: self._loop.call_soon_threadsafe(self._leave_buffer.set)
         try:
@@ -152,28 +153,28 @@ class GeneratorService:
             await self._engine.close()
 
     async def _wait_for_buffer(self) -> None:
-        """Wait until it is known where the buffer is: generators start beside it."""
+        """Wait for the buffer's endpoint: generators start in parallel with the core."""
         while not self._buffer_endpoint:
             await self._leave_buffer.wait()
             self._leave_buffer.clear()
 
     def move(self, buffer_endpoint: str, weights_endpoint: str) -> None:
-        """Work for this buffer and this learner from now on. May be called from any thread, at any time."""
+        """Switch to this buffer and this learner. Safe to call from any thread, at any time."""
         if buffer_endpoint == self._buffer_endpoint:
             return
         if self._buffer_endpoint:
-            log.warning("buffer and learner were started again: moving to %s", buffer_endpoint)
+            log.warning("buffer and learner restarted: moving to %s", buffer_endpoint)
         self._weights_endpoint = weights_endpoint
-        self._buffer_endpoint = buffer_endpoint  # the last: the loop goes by it
+        self._buffer_endpoint = buffer_endpoint  # last, because the loop watches it
         self._wake()
 
     @property
     def buffer_endpoint(self) -> str:
-        """The buffer that this generator works for; empty before it is known."""
+        """Endpoint of the buffer that this generator works for; empty until it is known."""
         return self._buffer_endpoint
 
     async def _serve(self) -> None:
-        """Work for one buffer and one learner, until the run is over or they were started again."""
+        """Work for one buffer and one learner until the run ends or they restart."""
         endpoint = self._buffer_endpoint
         self._client = self._connect()
         receiver = self._receiver()
@@ -187,7 +188,7 @@ class GeneratorService:
                     self._tasks.create_task(self._probe(), name="probe"),
                     self._tasks.create_task(self._report_rewards(), name="rewards"),
                 ]
-                while not self._is_over and self._buffer_endpoint == endpoint:  # the event may be of the move to it
+                while not self._is_over and self._buffer_endpoint == endpoint:  # a wake-up may be stale
                     await self._leave_buffer.wait()
                     self._leave_buffer.clear()
                 for task in [*background, *(work.task for work in self._working.values())]:
@@ -199,17 +200,17 @@ class GeneratorService:
             self._unacknowledged.clear()
 
     async def _stop(self, receiver: Receiver) -> None:
-        """End the receiver's thread. It may be in a swap, which needs this loop, so the wait does not block.
+        """Stop the receiver's thread without blocking the loop: a swap in flight needs it.
 
         Raises:
-            WeightsError: the thread does not end; beside the next receiver it could load older weights over newer ones.
+            WeightsError: the thread is stuck. Beside the next receiver it could load older weights over newer ones.
         """
         receiver.stop()
         deadline = self._loop.time() + (SHUTDOWN_S if self._is_over else self._load_timeout_s)
         while receiver.is_alive and self._loop.time() < deadline:
             await asyncio.sleep(0.05)
         if receiver.is_alive and not self._is_over:
-            raise WeightsError(f"{self._id}: the receiver of weights does not end")
+            raise WeightsError(f"{self._id}: the weight receiver did not stop")
 
     def _connect(self) -> AsyncClient:
         return AsyncClient(self._buffer_endpoint, f"{self._id}-{self._incarnation}", self._keys)
@@ -232,27 +233,25 @@ class GeneratorService:
             try:
                 message, _ = await self._client.receive()
             except WireError as error:
-                log.warning("refused a message of the buffer: %s", error)
+                log.warning("refused a message from the buffer: %s", error)
                 continue
             await self._handle(message)
 
     async def _handle(self, message: Message) -> None:
         match message:
             case Grant(lease=lease):
-                # A buffer that lost touch with this generator frees its leases, and may grant the same ones again.
+                # A buffer that lost touch with this generator frees its leases and may grant the same ones again.
                 if lease.lease_id not in self._working and lease.lease_id not in self._unacknowledged:
                     reward, engine = self._reward, self._engine
                     sampler = engine if self._turns is None else self._turns.of(lease.prompt, self._activities)
-                    group = GroupInFlight(
-                        lease, sampler, reward, self._decode, self._redundancy, reward.works, self._activities
-                    )
+                    group = GroupInFlight(lease, sampler, reward, self._decode, reward.works, self._activities)
                     task = self._tasks.create_task(self._work(lease, group), name=lease.lease_id)
                     self._working[lease.lease_id] = Work(group, task)
                     metrics.groups_in_flight.set(len(self._working))
             case Ack(lease_id=lease_id):
                 self._unacknowledged.pop(lease_id, None)
             case Nack(lease_id=lease_id, reason=reason):
-                log.warning("the buffer refuses the group of lease %s: %s", lease_id, reason)
+                log.warning("the buffer refused the group of lease %s: %s", lease_id, reason)
                 self._unacknowledged.pop(lease_id, None)
             case Cancel(lease_ids=lease_ids):
                 for lease_id in lease_ids:
@@ -262,20 +261,20 @@ class GeneratorService:
                 self._is_over = True
                 self._leave_buffer.set()
             case Reregister():
-                log.warning("the buffer had given this generator up; registering again")
+                log.warning("the buffer dropped this generator: registering again")
                 await self._register()
             case Welcome():
-                log.info("in touch with the buffer")
+                log.info("registered with the buffer")
 
     async def _work(self, lease: Lease, group_in_flight: GroupInFlight) -> None:
-        """Work on one lease: deliver its group, or report a failure."""
-        telling = self._tasks.create_task(self._tell_when_sampled(lease, group_in_flight))
+        """Generate the group of one lease and deliver it, or report the failure."""
+        notifying = self._tasks.create_task(self._notify_when_sampled(lease, group_in_flight))
         try:
             group = await group_in_flight.generate(self._id)
         except RequestError as error:
             self._num_failed += 1
             if self._num_failed >= MAX_FAILED_LEASES:
-                raise EngineError(f"the requests of {self._num_failed} leases in a row failed: {error}") from error
+                raise EngineError(f"the requests of {self._num_failed} consecutive leases failed: {error}") from error
             await self._return(lease, "failed", error, group_in_flight.num_tokens)
         except EngineError:
             raise
@@ -296,18 +295,18 @@ class GeneratorService:
             self._unacknowledged[lease.lease_id] = Unacknowledged(message, payload, self._loop.time())
             await self._client.send(message, payload)
         finally:
-            telling.cancel()
+            notifying.cancel()
             self._working.pop(lease.lease_id, None)
             metrics.groups_in_flight.set(len(self._working))
 
-    async def _tell_when_sampled(self, lease: Lease, group_in_flight: GroupInFlight) -> None:
+    async def _notify_when_sampled(self, lease: Lease, group_in_flight: GroupInFlight) -> None:
         await group_in_flight.is_sampled.wait()
         await asyncio.sleep(SCORED_AT_ONCE_S)
         await self._send(AwaitsScores(generator_id=self._id, lease_id=lease.lease_id))
 
     async def _return(self, lease: Lease, reason: str, error: Exception, num_tokens: int) -> None:
         level = logging.INFO if reason in ("cancelled", REWARDS_PAUSED) else logging.WARNING
-        log.log(level, "giving lease %s of prompt %s back: %s", lease.lease_id, lease.prompt.prompt_id, error)
+        log.log(level, "returned lease %s of prompt %s: %s", lease.lease_id, lease.prompt.prompt_id, error)
         metrics.tokens_generated_total.inc(num_tokens)
         message = LeaseFailed(
             generator_id=self._id,
@@ -319,28 +318,28 @@ class GeneratorService:
         await self._send(message)
 
     async def _send_heartbeats(self, receiver: Receiver) -> None:
-        """Send heartbeats, resend groups that are not acknowledged, and watch the receiver's thread."""
+        """Send heartbeats, resend unacknowledged groups, and check the receiver's thread."""
         while True:
             started = self._loop.time()
             self.progress.tick()
             await asyncio.sleep(HEARTBEAT_S)
             if receiver.failure is not None:
-                raise WeightsError(f"{self._id} cannot take weights any more") from receiver.failure
+                raise WeightsError(f"{self._id} cannot receive weights") from receiver.failure
             use = self._engine.occupancy()
             observe_engine(use)
-            token_s = self._token_time.look(use)
-            await self._send_serving(None if self._activities.goes_on("weights") else token_s, use.running)
+            token_s = self._token_time.poll(use)
+            await self._send_serving(None if self._activities.is_active("weights") else token_s, use.running)
             for held in list(self._unacknowledged.values()):
                 if started - held.sent_s > RESEND_AFTER_S:
                     lease_id = held.message.lease_id
                     log.warning(
-                        "the group of %s is not acknowledged after %.0f s: sending it again", lease_id, RESEND_AFTER_S
+                        "group of lease %s not acknowledged after %.0f s: resending it", lease_id, RESEND_AFTER_S
                     )
                     held.sent_s = self._loop.time()
                     await self._client.send(held.message, held.payload)
 
     async def _report_rewards(self) -> None:
-        """Report at once that rewards paused or work again, and kinds of failures that are news."""
+        """Report at once when rewards pause or resume, and when a new kind of failure appears."""
         while True:
             await self._reward.changed.wait()
             self._reward.changed.clear()
@@ -352,7 +351,7 @@ class GeneratorService:
             await self._send_serving()
 
     async def _probe(self) -> None:
-        """Probe the engine now and then. Raises EngineError when it does not reply."""
+        """Probe the engine periodically. Raises EngineError if it does not reply."""
         while True:
             await asyncio.sleep(PROBE_EVERY_S)
             try:
@@ -368,7 +367,7 @@ class GeneratorService:
         await self._send_serving()
 
     async def _send_serving(self, token_s: float | None = None, running: int = 0) -> None:
-        """Send a `Serving`. Only heartbeats give the time of a token: the buffer counts each one that is slow."""
+        """Send a `Serving`. Only heartbeats carry the time of a token: the buffer counts consecutive slow ones."""
         message = Serving(
             generator_id=self._id,
             version=self._version,
@@ -385,7 +384,7 @@ class GeneratorService:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def _apply_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
-        """Swap on the loop and wait for it. The receiver's thread calls this."""
+        """Swap weights on the event loop and wait for the result. Called by the receiver's thread."""
         future = asyncio.run_coroutine_threadsafe(self._swap(tensors, version), self._loop)
         try:
             return future.result(self._load_timeout_s)
@@ -393,7 +392,7 @@ class GeneratorService:
             raise EngineError(f"the engine did not load {version} within {self._load_timeout_s:.0f} s") from error
 
     def _score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
-        """Score sequences under the present weights. The receiver's thread calls this, between two swaps."""
+        """Score sequences under the present weights. Called by the receiver's thread, between two swaps."""
         within_s = SCORE_WITHIN_S if self._has_scored else FIRST_SCORE_WITHIN_S
         scores = asyncio.run_coroutine_threadsafe(self._engine.score(sequences, start), self._loop).result(within_s)
         self._has_scored = True
@@ -403,15 +402,41 @@ class GeneratorService:
         with self._activities.during("weights"):
             await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv)
             checksum = await self._engine.checksum()
-        self._token_time.begin_anew(self._engine.occupancy())
+        self._token_time.reset(self._engine.occupancy())
         self._version = version
         metrics.generator_policy_version.set(version.number)
         await self._send_serving()
         return checksum
 
 
+class TokenTime:
+    """Measures the time of a token of a running completion, from the engine's steps between two polls.
+
+    A step in progress is a lower bound, so a generator that slows down shows before its next token. Steps before the start,
+    an idle period or a swap do not count: the time is known again after the next step.
+    """
+
+    def __init__(self) -> None:
+        self._steps = self._step_s = math.inf
+        self._mean_s: float | None = None
+
+    def poll(self, use: EngineOccupancy) -> float | None:
+        """Return the time of a token, seconds; None: nothing runs, or it is unknown."""
+        steps, step_s = use.steps - self._steps, use.step_s - self._step_s
+        self._steps, self._step_s = use.steps, use.step_s
+        if steps > 0:
+            self._mean_s = step_s / steps
+        if not use.running:
+            self._mean_s = None
+        return None if self._mean_s is None else max(self._mean_s, use.present_s)
+
+    def reset(self, use: EngineOccupancy) -> None:
+        """Ignore the steps so far."""
+        self._steps, self._step_s, self._mean_s = use.steps, use.step_s, None
+
+
 def observe_engine(use: EngineOccupancy) -> None:
-    """Set how full the engine is in this process's metrics."""
+    """Set the engine's occupancy in this process's metrics."""
     metrics.engine_completions.labels(state="running").set(use.running)
     metrics.engine_completions.labels(state="waiting").set(use.waiting)
     metrics.engine_places.set(use.places)
@@ -427,8 +452,6 @@ def observe_group(group: Group) -> None:
         metrics.completion_length_tokens.observe(len(rollout.completion.token_ids))
         metrics.reward_seconds.observe(rollout.score.seconds)
         metrics.reward_wait_seconds.observe(rollout.score.waited)
-        if (failure := rollout.score.failure) in (
-            "aborted",
-            FAILURE,
-        ):  # those of the reward are counted where it is called
+        # Failures of the reward are counted where it is called.
+        if (failure := rollout.score.failure) in ("aborted", FAILURE):
             metrics.reward_failures_total.labels(failure=failure).inc()

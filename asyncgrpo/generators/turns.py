@@ -1,16 +1,14 @@
-"""Samples completions turn by turn: the model says something, the environment replies, the model reads it and goes on.
+"""Completions of several turns: the model samples a turn, the environment replies, and the model reads the reply.
 
-A completion is one sequence of tokens that only grows. Each turn is a request of its own to the engine, whose prompt is
-exactly what was sampled and said so far, so nothing that the model sampled is ever tokenised again. The token ids of a reply
-are an `Observation` between the sampled tokens. Each turn keeps the versions of the weights that sampled it.
+A completion is one growing sequence of tokens. Each turn is a request to the engine, whose prompt is the exact token ids so
+far, so sampled text is never tokenized again. The token ids of a reply are an `Observation` between the sampled tokens.
+Each turn keeps the versions of the weights that sampled it.
 """
 
 import asyncio
 import logging
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Any, Protocol
 
 import msgspec
@@ -19,54 +17,129 @@ import numpy as np
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.environments.base import Environment, EnvironmentFailed, Task
 from asyncgrpo.errors import DataError, RequestError
-from asyncgrpo.generators.activities import Activities
-from asyncgrpo.generators.transcript import Transcript
+from asyncgrpo.generators.rollout import FAILURE, Activities, Played
 from asyncgrpo.rewards.base import failed
 from asyncgrpo.rewards.breaker import Tally
-from asyncgrpo.types import Completion, FinishReason, Group, Observation, Prompt, Sampling, Score
+from asyncgrpo.types import Completion, FinishReason, Observation, Prompt, Sampling, Score, VersionSpan
 
 log = logging.getLogger(__name__)
 
+
+# -- a completion while it grows ---------------------------------------------------------------------------------------
+
+TURN_STRIDE = 2**48
+"""Distance between the seeds of two turns: larger than the range of seeds in a group."""
+
+
+class Transcript:
+    """A growing sequence of tokens: a prompt, sampled turns, and observations between them."""
+
+    def __init__(self, request_id: str, prompt: Sequence[int], sampling: Sampling, seed: int) -> None:
+        """
+        Args:
+            request_id: of the completion. Each turn is a request of its own.
+            sampling: `max_tokens` bounds all turns and observations together.
+        """
+        self._request_id, self._sampling, self._seed = request_id, sampling, seed
+        self._context, self._start = list(prompt), len(prompt)
+        self._turns: list[Completion] = []
+        self._spans: list[VersionSpan] = []
+        self._observations: list[Observation] = []
+        self._sampled = 0
+        self.turn_id = ""
+        """Request id of the newest turn."""
+
+    @property
+    def room(self) -> int:
+        """Tokens that may follow."""
+        return self._sampling.max_tokens - (len(self._context) - self._start)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the model has read or sampled, prompt included."""
+        return len(self._context)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    @property
+    def last_token(self) -> int | None:
+        """The last sampled token; None: nothing was sampled."""
+        return next((int(turn.token_ids[-1]) for turn in reversed(self._turns) if len(turn.token_ids)), None)
+
+    async def sample(self, engine: Engine, max_tokens: int | None = None) -> Completion:
+        """Sample the next turn. Raises the engine's exceptions.
+
+        Args:
+            max_tokens: of this turn, capped by `room`.
+        """
+        self.turn_id = f"{self._request_id}.{len(self._turns)}"
+        room = self.room if max_tokens is None else min(self.room, max_tokens)
+        sampling, context = msgspec.structs.replace(self._sampling, max_tokens=room), tuple(self._context)
+        seed = self._seed + len(self._turns) * TURN_STRIDE
+        (turn,) = [one async for one in engine.generate(self.turn_id, context, 1, sampling, seed)]
+        self._turns.append(turn)
+        for span in turn.spans:
+            start, end = span.start + self._sampled, span.end + self._sampled
+            if self._spans and self._spans[-1].version == span.version:
+                start = self._spans.pop().start
+            self._spans.append(VersionSpan(span.version, start, end))
+        self._sampled += len(turn.token_ids)
+        self._context += turn.token_ids.tolist()
+        return turn
+
+    def observe(self, token_ids: Sequence[int]) -> bool:
+        """Append an observation. Return False, without appending, if no room for a turn would remain."""
+        if len(token_ids) >= self.room:
+            return False
+        if token_ids:
+            self._observations.append(Observation(self._sampled, np.array(token_ids, np.int32)))
+            self._context += token_ids
+        return True
+
+    def completion(self, index: int, reason: FinishReason) -> Completion:
+        """Return the transcript as a completion."""
+        return Completion(
+            index=index,
+            token_ids=np.concatenate([np.empty(0, np.int32), *(turn.token_ids for turn in self._turns)]),
+            logprobs=np.concatenate([np.empty(0, np.float32), *(turn.logprobs for turn in self._turns)]),
+            spans=tuple(self._spans),
+            finish_reason=reason,
+            observations=tuple(self._observations),
+        )
+
+
+# -- environments ------------------------------------------------------------------------------------------------------
+
 Continue = Callable[[Sequence[dict[str, Any]], int | None], tuple[int, ...]]
 """See `data.tokenizer.continuation`."""
-FAILURE = "environment"
-"""The failure of a completion whose environment did not reply as it should."""
-
-
-@dataclass(frozen=True)
-class Played(Completion):
-    """A completion that was played."""
-
-    score: Score | None = field(kw_only=True)
-    """By its environment or agent, or their failure; None: a reward scores it."""
-    opening: tuple[int, ...] = ()
-    """What the model read first, where an agent said that; empty: the prompt."""
 
 
 class Play(Protocol):
-    """One completion that is sampled turn by turn."""
+    """A completion that is sampled turn by turn."""
 
     async def run(self) -> Completion:
         """Play to the end. Raises RequestError if the prompt is refused, EngineError if the engine fails."""
 
     async def abort(self) -> None:
-        """End it: `run` returns what there is."""
+        """End it early: `run` returns the transcript so far."""
 
 
 class Sampler(Protocol):
-    """What a generator samples completions of several turns with."""
+    """Samples completions of several turns: in an environment, or for an agent."""
 
     def of(self, prompt: Prompt, activities: Activities | None = None) -> "Turns":
-        """What samples the completions of a prompt.
+        """Return the source of completions of a prompt.
 
         Args:
-            activities: knows that completions are sampled, and is told when they wait for something else instead.
+            activities: counts completions that wait for an environment or agent as scoring instead of sampling.
         """
 
     def play(
         self, turns: "Turns", request_id: str, index: int, prompt: tuple[int, ...], sampling: Sampling, seed: int
     ) -> Play:
-        """Completion `index` of a request for this prompt."""
+        """Return completion `index` of a request for this prompt."""
 
     async def close(self) -> None:
         """End every process."""
@@ -87,14 +160,14 @@ class TurnSampler:
     ) -> None:
         """
         Args:
-            decode: the text of a turn, as the environment reads it.
-            max_turns: turns of the model in a completion, at most.
-            scores: whether the environment's rewards are the score.
+            decode: turns token ids into the text that the environment reads.
+            max_turns: maximum number of turns of the model per completion.
+            scores: True if the environment's rewards are the score.
         """
         self.engine, self.environment = engine, environment
         self.decode, self.continue_, self.max_turns, self.scores = decode, continue_, max_turns, scores
         self.tally = Tally()
-        """Counts failures, so that not all are logged."""
+        """Failure counts, which limit logging."""
 
     def of(self, prompt: Prompt, activities: Activities | None = None) -> "Turns":
         """See `Sampler`."""
@@ -112,7 +185,7 @@ class TurnSampler:
 
 
 class Turns:
-    """Samples the completions of one prompt turn by turn. It has the methods of an engine that a group uses."""
+    """Samples the completions of one prompt turn by turn: the `CompletionSource` of a group."""
 
     def __init__(self, sampler: Sampler, prompt: Prompt, activities: Activities) -> None:
         self.sampler, self.activities = sampler, activities
@@ -122,9 +195,9 @@ class Turns:
     async def generate(
         self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
     ) -> AsyncIterator[Completion]:
-        """See `Engine.generate`. What the sampling allows a completion holds for all its turns and observations together.
+        """See `Engine.generate`. `max_tokens` bounds all turns and observations of a completion together.
 
-        Completions whose environment scored them, or failed, are `Played`.
+        Completions that their environment scored, or that failed there, are `Played`.
         """
         plays = [
             self.sampler.play(self, f"{request_id}.{i}", i, prompt, sampling, seed + i) for i in range(num_completions)
@@ -147,13 +220,13 @@ class Turns:
             del self._playing[request_id]
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its completions are yielded with what they have. An unknown id is ignored."""
+        """End a request early: its completions are yielded as they are. An unknown id is ignored."""
         for play in self._playing.get(request_id, ()):
             await play.abort()
 
 
 class _Play:
-    """One completion in an environment: its turns so far."""
+    """One completion in an environment."""
 
     def __init__(self, sampler: TurnSampler, turns: Turns, index: int, transcript: Transcript) -> None:
         self._by, self._turns, self._index, self._transcript = sampler, turns, index, transcript
@@ -176,7 +249,7 @@ class _Play:
         return self._completion(reason, failure)
 
     async def _play(self, episode: Any) -> FinishReason:
-        """The turns of the model and the replies to them. Returns how they ended."""
+        """Alternate turns of the model and replies to them. Return the finish reason."""
         for turn in range(self._by.max_turns):
             completion = await self._turn()
             if completion is None or self._aborted.is_set():
@@ -196,7 +269,7 @@ class _Play:
         return "length"
 
     async def _turn(self) -> Completion | None:
-        """Sample one turn; None: it is refused, and not the first."""
+        """Sample one turn; None: the engine refused a turn after the first."""
         try:
             return await self._transcript.sample(self._by.engine)
         except RequestError:
@@ -206,11 +279,11 @@ class _Play:
             return None
 
     def _observe(self, messages: Sequence[dict[str, str]]) -> bool:
-        """Lay what the environment said behind what there is: whether a turn of the model has room after it."""
+        """Append the environment's messages. Return False if no room for a turn would remain."""
         return self._transcript.observe(self._by.continue_(messages, self._transcript.last_token) if messages else ())
 
     async def _unless_aborted(self, call: Any) -> Any:
-        """What the environment replies; None if the request is aborted first."""
+        """Await a call of the environment; None: the request was aborted first."""
         calling, aborted = asyncio.ensure_future(call), asyncio.ensure_future(self._aborted.wait())
         activities = self._turns.activities
         activities.end("generate")
@@ -238,30 +311,7 @@ class _Play:
 
 
 def failed_in_play(made: Completion, failure: str, tally: Tally) -> "Played":
-    """The completion with its failure by name; some of those are logged."""
+    """Return the completion with the failure as its score; some failures are logged."""
     if (count := tally.add(FAILURE)) is not None:
-        log.warning("the environment failed (%d so far), the last time: %s", count, failure)
+        log.warning("the environment failed %d times, most recently: %s", count, failure)
     return Played(**vars(made) | {"score": failed(FAILURE, failure)})
-
-
-def with_common_prompt(group: Group) -> Group:
-    """The group with the prompt that all its completions began with: the prompt of the lease where agents sent the row's
-    messages, and else a beginning of it. What each read after that is an observation of its own.
-    """
-    openings = [found for one in group.rollouts if (found := getattr(one.completion, "opening", ()))]
-    whole = group.prompt.token_ids
-    if all(opening == whole for opening in openings):
-        return group
-    alike = takewhile(lambda tokens: len(set(tokens)) == 1, zip(whole, *openings, strict=False))
-    common = whole[: min(sum(1 for _ in alike), *(len(opening) - 1 for opening in openings))]
-
-    def moved(completion: Completion) -> Completion:
-        rest = getattr(completion, "opening", ())[len(common) :]
-        first = (Observation(0, np.array(rest, np.int32)),) if rest else ()
-        return replace(completion, observations=first + completion.observations)
-
-    return replace(
-        group,
-        prompt=msgspec.structs.replace(group.prompt, token_ids=common),
-        rollouts=tuple(replace(one, completion=moved(one.completion)) for one in group.rollouts),
-    )

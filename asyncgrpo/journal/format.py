@@ -1,11 +1,11 @@
-"""The records of the journal and their format in bytes. No files, no clock.
+"""Records of the journal and their byte format. It uses no files and no clock.
 
-A record has a small header, and a body if it is a delivered group:
+A record has a small header. A delivered group also has a body:
 
-    magic (4)  bytes of header (4)  bytes of body (4)  xxh3 of all that follows and of the lengths (8)  header  body
+    magic (4)  bytes of header (4)  bytes of body (4)  xxh3 of the lengths, header and body (8)  header  body
 
-Each record can be read without the others: the digest shows a damaged one, and the magic leads to the next whole one.
-The digest covers every byte, so a damaged record is never misread.
+Each record can be read without the others: the digest detects a damaged one, and the magic marks the next whole one. The
+digest covers every byte, so a damaged record is never misread.
 """
 
 import mmap
@@ -29,94 +29,94 @@ FORMAT = 1
 
 
 class _RecordBase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
-    """Base of the records; the struct's name is its tag."""
+    """Base of the records. The struct's name is its tag."""
 
 
 class RunStarted(_RecordBase, frozen=True):
-    """A start of the run. It is the first record of every segment, so that a segment can be read without the others."""
+    """A start of the run: the first record of every segment, so that a segment can be read alone."""
 
     format: int
     lineage: int
     parent: PolicyVersion | None
-    """The checkpoint that it goes on from, by lineage and step. None: it begins with the model's folder."""
+    """Checkpoint that it resumed from, by lineage and step; None: it began with the model's folder."""
     compatibility_key: dict[str, str]
-    """What must be equal for a group of one start to be trained by another, by name."""
+    """Settings by name that must be equal for a group of one start to be trained by another."""
     max_lag: int
-    """The bound in force when it began."""
+    """Bound in force at its beginning."""
     prompts: PromptState
     config: dict[str, Any] = {}
-    """The whole configuration as plain values, for a replay; empty where an older release wrote the journal."""
+    """The whole configuration as plain values, for a replay; empty in journals of older releases."""
     policy: str = "wait"
-    """`buffer.policy`, which says what lag `max_lag` bounds."""
+    """`buffer.policy`: it decides which lag `max_lag` bounds."""
     max_lag_is_auto: bool = False
-    """Whether `max_lag` changes by itself (`BoundChanged`), and groups of earlier starts keep that of their lease too."""
+    """True if the run changes `max_lag` (`BoundChanged`), and groups of earlier starts keep the bound of their lease."""
 
 
 class Delivered(_RecordBase, frozen=True):
-    """A group that was kept. The body is its `Deliver` in two frames, until the group is of no use any more."""
+    """An accepted group. The body is its `Deliver` in two frames; it is removed once the group is no longer needed."""
 
     lease_id: str
     prompt_index: int
     tokens: int
     """Sampled tokens of all its completions."""
     versions: tuple[PolicyVersion, ...]
-    """All versions that sampled in it, each once, oldest first."""
+    """All versions that sampled in it, sorted, oldest first."""
     head_bytes: int
     """Bytes of the first frame in the body; the rest is the payload."""
     max_lag: int | None = None
-    """The bound in force at its lease; None: that of the start that wrote it."""
+    """Bound in force at its lease; None: that of the start that wrote the record."""
 
 
 class BatchIssued(_RecordBase, frozen=True):
-    """The manifest of a batch. It is written before the learner gets the batch."""
+    """The manifest of a batch, written before the learner gets the batch."""
 
     step: int
-    """Optimizer steps done once it is trained; a checkpoint of this step or a later one holds it."""
+    """Number of the optimizer step; a checkpoint of this step or a later one contains it."""
     version: PolicyVersion
-    """The weights from which the step starts."""
+    """Weights at the start of the step."""
     lease_ids: tuple[str, ...]
     """In the order of the batch."""
 
 
 class Dropped(_RecordBase, frozen=True):
-    """A group that is not trained, or a lease whose group did not come."""
+    """An untrained group, or a lease without a group."""
 
     lease_id: str
     prompt_index: int
     reason: str
     is_final: bool
-    """Whether the prompt is done; else it is issued again."""
+    """True if the prompt is done; otherwise it is issued again."""
 
 
 class Interrupted(_RecordBase, frozen=True):
-    """The end of a generator that worked on these prompts. Their leases are free again."""
+    """The end of a generator with these prompts in flight. Their leases are freed."""
 
     generator_id: str
     prompt_indices: tuple[int, ...]
 
 
 class BoundChanged(_RecordBase, frozen=True):
-    """Another bound on staleness, for the groups leased from now on: `buffer.max_lag` is `auto`, or a person changed it."""
+    """A new bound on lag for later leases: `buffer.max_lag` is `auto`, or the operator changed it."""
 
     version: PolicyVersion
-    """The weights that are served."""
+    """The learner's version at the change."""
     max_lag: int
 
 
 class Committed(_RecordBase, frozen=True):
-    """A checkpoint that is on the disk."""
+    """A checkpoint on disk."""
 
     step: int
     prompts: PromptState
 
 
 class Settled(_RecordBase, frozen=True):
-    """The head of the summary of the first segments, in a file of its own. The records that still count follow it."""
+    """Header of the summary of the first segments, in a file of its own. The records that still matter follow it."""
 
     through: int
-    """Number of the last segment that it sums up."""
+    """Number of the last summarized segment."""
     at: PolicyVersion
-    """The checkpoint, by lineage and step, that holds what was trained of their groups."""
+    """Checkpoint, by lineage and step, that contains the trained groups of these segments."""
     num_records: int
 
 
@@ -129,11 +129,11 @@ _decoder: msgspec.msgpack.Decoder[JournalRecord] = msgspec.msgpack.Decoder(Journ
 def delivered(
     message: Deliver, payload: Buffer, max_lag: int | None = None, head: Buffer | None = None
 ) -> tuple[Delivered, list[Buffer]]:
-    """The record of a delivered group, and its body in two parts.
+    """Return the record of a delivered group and its body in two parts.
 
     Args:
         max_lag: the bound in force at its lease; None: that of the start that writes the record.
-        head: the frame that brought the message, which is then written as it came; None: there was none, it is encoded.
+        head: the frame of the message, written as received; None: it is encoded here.
     """
     if head is None:
         head = encode(message, payload)[0]
@@ -149,7 +149,7 @@ def delivered(
 
 
 def unpack_delivered(record: Delivered, body: Buffer) -> tuple[Deliver, bytes]:
-    """Unpack the group of a `Delivered` that still has its body. Raises WireError."""
+    """Unpack the group of a `Delivered` whose body is still there. Raises WireError."""
     view = memoryview(body)
     message, payload = decode([view[: record.head_bytes], view[record.head_bytes :]])
     assert isinstance(message, Deliver), message
@@ -157,7 +157,7 @@ def unpack_delivered(record: Delivered, body: Buffer) -> tuple[Deliver, bytes]:
 
 
 def pack(record: JournalRecord, body: tuple[Buffer, ...] | list[Buffer] = ()) -> list[Buffer]:
-    """Pack a record into the parts that are written one after the other."""
+    """Pack a record into the parts to write, in order."""
     header = _encoder.encode(record)
     lengths = _LENGTHS.pack(len(header), sum(map(len, body)))
     return [MAGIC + lengths + _digest(lengths, header, *body) + header, *body]
@@ -172,7 +172,7 @@ def _digest(*parts: Buffer) -> bytes:
 
 @dataclass(frozen=True)
 class Whole:
-    """A record that is undamaged."""
+    """An undamaged record."""
 
     offset: int
     end: int
@@ -182,14 +182,14 @@ class Whole:
 
 @dataclass(frozen=True)
 class Damage:
-    """Bytes that are no record. If no whole record follows, they are what a crash left of the last write."""
+    """Bytes without a whole record. At the end of a segment they are the torn last write."""
 
     offset: int
     end: int
 
 
 def scan(data: Buffer | mmap.mmap) -> Iterator[Whole | Damage]:
-    """The whole records of a segment and the damage between them, in order."""
+    """Yield the whole records of a segment and the damage between them, in order."""
     view, offset = memoryview(data), 0
     while offset < len(view):
         found: Whole | Damage | None = _whole_at(view, offset)
@@ -200,7 +200,7 @@ def scan(data: Buffer | mmap.mmap) -> Iterator[Whole | Damage]:
 
 
 def _next_whole(data: Buffer | mmap.mmap, view: memoryview, start: int) -> int:
-    """The offset of the first whole record from `start` on; the end of the bytes if there is none."""
+    """Return the offset of the first whole record from `start` on; the number of bytes if there is none."""
     text = bytes(data) if isinstance(data, memoryview) else data
     while (start := text.find(MAGIC, start)) >= 0:
         if _whole_at(view, start) is not None:
@@ -224,5 +224,5 @@ def _whole_at(view: memoryview, offset: int) -> Whole | None:
     try:
         record = _decoder.decode(view[header_at:body_at])
     except msgspec.MsgspecError:
-        return None  # another release wrote it
+        return None  # written by another release
     return Whole(offset, end, record, view[body_at:end])

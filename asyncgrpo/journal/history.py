@@ -1,11 +1,11 @@
-"""Reads and repairs the journal of a run: its segments, the whole records in them, and the damage.
+"""Reads and repairs the journal of a run: its segments, their whole records, and damage.
 
-Reading changes nothing and raises only when the folder cannot be read. The whole records around damage count, and the
-damage is named by file and offset. Damage behind the last whole record of the last segment is the torn end of a write
-that was never acknowledged; `repair` cuts it off. Other damage stays in the file as evidence.
+Reading changes nothing and raises only if the folder cannot be read. Whole records around damage are kept, and damage is
+reported by file and offset. Damage behind the last whole record of the last segment is the torn end of a write that was
+never acknowledged: `repair` truncates it. Other damage stays in the file as evidence.
 
-A start reads only what may still matter (`read_rest`). The first segments whose groups are all trained or dropped are
-summed up in `Past`, which the journal writes beside them at each checkpoint.
+A start reads only what may still matter (`read_rest`). `Past` summarizes the first segments whose groups are all trained or
+dropped; the journal writes it beside them at each checkpoint.
 """
 
 import logging
@@ -44,21 +44,21 @@ log = logging.getLogger(__name__)
 
 SUFFIX = ".journal"
 SUMMARY = "settled.summary"
-"""Beside the segments: the `Past` of the newest checkpoint."""
+"""Name of the file beside the segments with the `Past` of the newest checkpoint."""
 
 
 def segment_path(folder: Path, number: int) -> Path:
-    """The file of the segment with this number."""
+    """Return the file of the segment with this number."""
     return folder / f"{number:08d}{SUFFIX}"
 
 
 @dataclass(frozen=True)
 class Found:
-    """A record and where it stands on the disk."""
+    """A record and its location."""
 
     record: JournalRecord
     lineage: int
-    """The lineage of the start that wrote it."""
+    """Lineage of the start that wrote it."""
     segment: int
     body_at: int
     body_bytes: int
@@ -74,42 +74,42 @@ class Segment:
     found: list[Found] = field(default_factory=list)
     damage: list[Damage] = field(default_factory=list)
     torn: Damage | None = None
-    """The unfinished last write of a process that was killed; only in the last segment."""
+    """Unfinished last write of a killed process, in the last segment only."""
 
     @property
     def has_bodies(self) -> bool:
-        """Whether a group in it can still be read."""
+        """True if a group in it can still be read."""
         return any(found.body_bytes for found in self.found)
 
     @property
-    def damage_in_words(self) -> list[str]:
-        """A sentence for each damaged place."""
+    def damage_messages(self) -> list[str]:
+        """One sentence per damaged place."""
         return [
-            f"{self.path}, offset {damage.offset}: {damage.end - damage.offset} bytes are no record"
+            f"{self.path}, offset {damage.offset}: {damage.end - damage.offset} bytes without a record"
             for damage in self.damage
         ]
 
 
 class Past:
-    """What still counts of the first segments of a journal, whose groups are all settled: some kB, however many they are.
+    """Summary of the first segments of a journal, whose groups are all settled: some kB for any number of segments.
 
     A group is settled if it was dropped, or trained on the path to a checkpoint.
     """
 
     def __init__(self) -> None:
         self.through = 0
-        """Number of the last segment that it sums up."""
+        """Number of the last summarized segment."""
         self._of_path: list[RunStarted | BoundChanged] = []
         self._dropped: list[Dropped] = []
         self._interruptions: Counter[int] = Counter()  # by prompt index, since its last completion
 
     def add(self, segment: "Segment", path: Mapping[int, int], lineage: int, is_done: Callable[[int], bool]) -> None:
-        """Sum up the next segment.
+        """Add the next segment.
 
         Args:
-            path: as `surviving_path` has it, to a checkpoint that settles the groups of the segment.
+            path: from `surviving_path`, to a checkpoint that settles the groups of the segment.
             lineage: of this checkpoint.
-            is_done: whether a prompt index is done in it.
+            is_done: returns True for a prompt index that is done in it.
         """
         known = self.starts
         for found in segment.found:
@@ -118,7 +118,7 @@ class Past:
                     known[record.lineage] = record
                     self._of_path.append(msgspec.structs.replace(record, config={}))
                 case BoundChanged(version=version) if is_on(path, version) or version.lineage == lineage:
-                    # Of those on the path only the last one counts.
+                    # Only the last change on the path matters.
                     self._of_path = [
                         one for one in self._of_path if isinstance(one, RunStarted) or not is_on(path, one.version)
                     ]
@@ -135,25 +135,25 @@ class Past:
 
     @property
     def starts(self) -> dict[int, RunStarted]:
-        """The starts by lineage, without their configuration."""
+        """Starts by lineage, without their configuration."""
         return {one.lineage: one for one in self._of_path if isinstance(one, RunStarted)}
 
     @property
     def records(self) -> list[JournalRecord]:
-        """The records that still count, oldest first."""
+        """The records that still matter, oldest first."""
         indices = tuple(self._interruptions.elements())
         interrupted = [Interrupted(generator_id="", prompt_indices=indices)] if indices else []
         return [*self._of_path, *self._dropped, *interrupted]
 
     def packed(self, at: PolicyVersion) -> list[Buffer]:
-        """The file that holds it, in parts; `at` is the checkpoint."""
+        """Return the parts of its file; `at` is the checkpoint."""
         records = self.records
         head = Settled(through=self.through, at=at, num_records=len(records))
         return [part for record in (head, *records) for part in pack(record)]
 
     @classmethod
     def unpack(cls, data: bytes) -> tuple["Past", PolicyVersion] | None:
-        """The past and its checkpoint; None if this is no undamaged file of it."""
+        """Return the summary and its checkpoint; None if the file is damaged."""
         records = [item.record if isinstance(item, Whole) else None for item in scan(data)]
         head = records[0] if records else None
         if not isinstance(head, Settled) or len(records) != head.num_records + 1:
@@ -175,7 +175,7 @@ class Past:
 
 @dataclass
 class History:
-    """The journal of a run, oldest segment first; of the first ones only what still counts, if `read_rest` read it."""
+    """The journal of a run, oldest segment first. `read_rest` replaces the first segments by their summary."""
 
     folder: Path
     segments: list[Segment]
@@ -184,7 +184,7 @@ class History:
 
     @property
     def found(self) -> Iterator[Found]:
-        """All whole records, oldest first."""
+        """Whole records, oldest first."""
         for record in self.past.records:
             yield Found(record, 0, 0, 0, 0)
         for segment in self.segments:
@@ -192,16 +192,16 @@ class History:
 
     @cached_property
     def starts(self) -> dict[int, RunStarted]:
-        """The starts of the run by lineage."""
+        """Starts of the run by lineage."""
         return {found.record.lineage: found.record for found in self.found if isinstance(found.record, RunStarted)}
 
     @property
     def damage(self) -> list[str]:
-        """A sentence for each damaged place; a torn end is not damage."""
-        return [*self.past_damage, *(sentence for segment in self.segments for sentence in segment.damage_in_words)]
+        """One sentence per damaged place. A torn end is not damage."""
+        return [*self.past_damage, *(sentence for segment in self.segments for sentence in segment.damage_messages)]
 
     def group(self, found: Found) -> tuple[Deliver, bytes] | None:
-        """Read a delivered group; None where its body is gone or does not fit its header."""
+        """Read a delivered group; None if its body was removed or does not match its header."""
         record = found.record
         assert isinstance(record, Delivered), record
         if not found.body_bytes:
@@ -217,11 +217,11 @@ class History:
 
 
 def surviving_path(starts: Mapping[int, RunStarted], checkpoint: PolicyVersion | None) -> dict[int, int]:
-    """The last step of each lineage whose weights are still there.
+    """Return the last step of each lineage whose weights still exist.
 
     Args:
         starts: of the run, by lineage.
-        checkpoint: where the path ends; None: at the model's folder.
+        checkpoint: the end of the path; None: the model's folder.
     """
     path: dict[int, int] = {}
     at = checkpoint
@@ -229,9 +229,9 @@ def surviving_path(starts: Mapping[int, RunStarted], checkpoint: PolicyVersion |
         path[at.lineage] = at.number
         start = starts.get(at.lineage)
         if start is None:
-            break  # it kept no journal, so its parent is not known
+            break  # that start kept no journal, so its parent is unknown
         at = start.parent
-    # A start that went on from weights on the path served them first, whatever became of its own.
+    # A start that resumed from weights on the path served them first, even if its own weights are gone.
     for lineage, start in sorted(starts.items()):
         if start.parent is None and at is None:
             path.setdefault(lineage, 0)
@@ -241,12 +241,12 @@ def surviving_path(starts: Mapping[int, RunStarted], checkpoint: PolicyVersion |
 
 
 def is_on(path: Mapping[int, int], version: PolicyVersion) -> bool:
-    """Whether these weights are on the path."""
+    """Return True if these weights are on the path."""
     return version.number <= path.get(version.lineage, -1)
 
 
 def read_history(folder: Path) -> History:
-    """Read the journal in `folder`; a missing folder is an empty history.
+    """Read the journal in `folder`. A missing folder is an empty history.
 
     Raises:
         JournalError: the folder or a file in it cannot be read.
@@ -258,15 +258,15 @@ def read_history(folder: Path) -> History:
 def read_rest(
     folder: Path, checkpoint: PolicyVersion | None, is_done: Callable[[int], bool], *, keep: bool = False
 ) -> History:
-    """Read what a start needs of the journal: the first segments are summed up once all their groups are settled.
+    """Read the part of the journal that a start needs, and summarize the first segments whose groups are all settled.
 
-    Segments that the summary beside them covers are not opened, unless the start goes on from another path. Without a
-    summary every segment is read, one after the other.
+    Segments that the summary file covers are not opened, unless the start resumes from another path. Without a summary file
+    every segment is read, one at a time.
 
     Args:
-        checkpoint: that the start goes on from; None: it begins with the model's folder.
-        is_done: whether a prompt index is done in it.
-        keep: bodies of settled groups stay, so that a segment with bodies may be summed up.
+        checkpoint: that the start resumes from; None: it begins with the model's folder.
+        is_done: returns True for a prompt index that is done in it.
+        keep: bodies of settled groups are kept, so a segment with bodies may be summarized.
     Raises:
         JournalError: the folder or a file in it cannot be read.
     """
@@ -286,14 +286,14 @@ def read_rest(
             history.segments.append(segment)
             while len(history.segments) > 1 and open_in.are_none_in(first := history.segments[0]):
                 if first.has_bodies and not first.damage and not keep:
-                    break  # they are still to be removed
+                    break  # its bodies must be removed first
                 history.past.add(first, path, checkpoint.lineage if checkpoint else 0, is_done)
-                history.past_damage += history.segments.pop(0).damage_in_words
+                history.past_damage += history.segments.pop(0).damage_messages
         return history
 
 
 class _OpenGroups:
-    """Which segments have a group that is neither trained on the path nor dropped."""
+    """Counts the unsettled groups of each segment: neither trained on the path nor dropped."""
 
     def __init__(self, path: Mapping[int, int]) -> None:
         self._path = path
@@ -322,18 +322,18 @@ class _OpenGroups:
 
 
 def _read_past(folder: Path) -> tuple[Past, PolicyVersion] | None:
-    """The summary and its checkpoint; None where there is none that can be read."""
+    """Read the summary and its checkpoint; None if it is missing or damaged."""
     try:
         found = Past.unpack((folder / SUMMARY).read_bytes())
     except FileNotFoundError:
         return None
     if found is None:
-        log.warning("%s is damaged: the whole journal is read instead", folder / SUMMARY)
+        log.warning("%s is damaged: reading the whole journal instead", folder / SUMMARY)
     return found
 
 
 def _starts_in(paths: Iterable[Path]) -> dict[int, RunStarted]:
-    """The starts that wrote these segments, by lineage: each segment begins with the record of its start."""
+    """Return the starts that wrote these segments, by lineage, from the first record of each segment."""
     starts = {}
     for path in paths:
         with _mapped(path) as data:
@@ -350,7 +350,7 @@ def _paths(folder: Path) -> list[Path]:
 
 
 def read_segments(folder: Path) -> Iterator[Segment]:
-    """Read the segments of the journal in `folder` one after the other, oldest first. Raises OSError."""
+    """Read the segments of the journal in `folder` one at a time, oldest first. Raises OSError."""
     paths = _paths(folder)
     for path in paths:
         yield read_segment(path, path == paths[-1])
@@ -368,20 +368,20 @@ def read_run(run: Path) -> History:
     """Read the journal of the run in this folder.
 
     Raises:
-        JournalError: there is no journal, or none of its records of a start is whole.
+        JournalError: there is no journal, or no whole record of a start in it.
     """
     starts_of(run)
     return read_history(run / "journal")
 
 
 def starts_of(run: Path) -> dict[int, RunStarted]:
-    """The starts of the run in this folder by lineage. Raises JournalError as `read_run` does."""
+    """Return the starts of the run in this folder by lineage. Raises JournalError as `read_run` does."""
     if not run.is_dir():
         raise JournalError(f"there is no run folder {run}")
     folder = run / "journal"
     with _reading(folder):
         starts = _starts_in(_paths(folder))
-        damage = [] if starts else [one for segment in read_segments(folder) for one in segment.damage_in_words]
+        damage = [] if starts else [one for segment in read_segments(folder) for one in segment.damage_messages]
     if damage:
         raise JournalError(f"the journal of {run} cannot be read: {damage[0]}")
     if not starts:
@@ -391,7 +391,7 @@ def starts_of(run: Path) -> dict[int, RunStarted]:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator[mmap.mmap | bytes]:
-    """The bytes of a segment, mapped unless there are none."""
+    """Map the bytes of a segment; an empty file cannot be mapped and yields an empty string."""
     with open(path, "rb") as file:
         if not os.fstat(file.fileno()).st_size:
             yield b""
@@ -418,10 +418,10 @@ def read_segment(path: Path, is_last: bool = False) -> Segment:
 
 
 def repair(history: History) -> None:
-    """Repair the journal for a new start: log damage, cut off the torn end, remove the file of an unfinished rewrite.
+    """Repair the journal for a new start: log damage, truncate the torn end, remove unfinished rewrites.
 
     Raises:
-        JournalError: the disk refused.
+        JournalError: a file cannot be changed.
     """
     for sentence in history.damage:
         log.error("the journal is damaged: %s; its groups are generated again", sentence)
@@ -437,7 +437,7 @@ def repair(history: History) -> None:
 
 
 def cut(path: Path, num_bytes: int) -> None:
-    """Cut a file after `num_bytes`, so that a crash does not bring the rest back. Raises OSError."""
+    """Truncate a file to `num_bytes` and sync it, so that a crash does not restore the rest. Raises OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.ftruncate(descriptor, num_bytes)

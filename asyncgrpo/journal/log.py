@@ -1,15 +1,15 @@
-"""Writes the journal: groups and what became of them, durable before they are acknowledged.
+"""Writes the journal: groups and their outcomes, durable before they are acknowledged.
 
-`append` never raises and never loses a record. What the disk refuses waits in memory and is tried again every second;
-meanwhile the journal `is_blocked`. A record counts once it has reached the chosen durability:
+`append` never raises and never loses a record. Records that the disk refuses are kept in memory and retried every second.
+Until then the journal `is_blocked`. A record is durable once it has reached the configured level:
 
-    written          the operating system has it; it outlives the process, not the machine
+    written          the operating system has it; it survives the process, not the machine
     fsync_interval   the disk has it, within half a second
     fsync_each       the disk has it, record by record
 
-A segment is not written any more once a later one exists, with one exception: when a checkpoint has made all its groups
-useless, it is rewritten without their bodies. A journal that is kept for a replay keeps its bodies. What still counts of
-the first such segments is written into a summary at each checkpoint, so that the next start need not read them.
+A segment is final once a later one exists, with one exception: when a checkpoint has settled all its groups, it is
+rewritten without their bodies. A journal that is kept for a replay keeps its bodies. Each checkpoint also writes a summary
+of the first such segments, so that the next start need not read them.
 """
 
 import logging
@@ -49,14 +49,14 @@ RETRY_EVERY_S = 1.0
 LOG_EVERY_S = 30.0
 SEGMENT_BYTES = 64 * 2**20
 MAX_PARTS = os.sysconf("SC_IOV_MAX")
-"""The most parts that the kernel takes in one call."""
+"""Maximum number of parts in one call of the kernel."""
 
 
 class Disk:
-    """The calls to the disk that can fail. Tests replace it by one that fails."""
+    """Disk operations that can fail. Tests replace them by ones that do."""
 
     def create(self, path: Path) -> int:
-        """Create an empty file, and sync its name to the disk. Returns its descriptor."""
+        """Create an empty file, sync its directory entry, and return its descriptor."""
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
@@ -68,7 +68,7 @@ class Disk:
         return descriptor
 
     def write(self, descriptor: int, parts: Sequence[Buffer]) -> None:
-        """Write all of `parts`, or raise OSError after some of it."""
+        """Write all of `parts`; raises OSError after a partial write."""
         rest = deque(memoryview(part) for part in parts if len(part))
         while rest:
             written = os.writev(descriptor, list(islice(rest, MAX_PARTS)))
@@ -95,7 +95,7 @@ class Disk:
 
 
 class InMemory:
-    """The ledger of `durability: memory`: nothing is written, and a group counts as soon as it is here."""
+    """The ledger of `durability: memory`: nothing is written, and every group is durable on arrival."""
 
     is_blocked: str | None = None
     position: int = 0
@@ -121,14 +121,14 @@ class InMemory:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A record that is not durable yet."""
+    """A record that is not durable."""
 
     record: JournalRecord
     parts: list[Buffer]
 
 
 class Journal:
-    """The journal of one start of a run, as the module's text says. One thread writes it."""
+    """The journal of one start of a run: see the module's docstring. One thread writes it."""
 
     def __init__(
         self,
@@ -144,11 +144,11 @@ class Journal:
     ) -> None:
         """
         Args:
-            history: what earlier starts left, repaired.
+            history: of earlier starts, repaired.
             run_started: this start.
-            survivors: lease ids of the groups in `history` that may still be trained; the others are of no use any more.
+            survivors: lease ids of the groups in `history` that may still be trained.
             keep: never remove bodies, so that every group stays for a replay.
-            segment_bytes: a segment that has this many bytes is followed by the next.
+            segment_bytes: size at which a segment ends.
         """
         assert durability != "memory", "InMemory is for this"
         self._folder = history.folder
@@ -159,19 +159,19 @@ class Journal:
         self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
         self._past = history.past
-        self._summed_up = 0  # number of the last segment in the summary that this process wrote
+        self._summed_up = 0  # last segment in the summary that this process wrote
         self._starts = history.starts | {run_started.lineage: run_started}
         self._number = max((s.number for s in history.segments), default=self._past.through) + 1
-        # The last segment of an earlier process, which may have been killed before it synced.
+        # Last segment of an earlier process, which may have been killed before it synced.
         self._inherited = history.segments[-1].path if history.segments else None
         self._descriptor: int | None = None
         self._size = self._safe_size = 0  # bytes of the segment, and of its durable records
         self._waiting: deque[_Waiting] = deque()  # records that are not durable
-        self._num_written = 0  # how many of them are written
+        self._num_written = 0  # the written ones among them
         self._appended = self._num_durable = 0
         self._synced_s = self._tried_s = clock()
         self._logged_s: float | None = None
-        self._trouble: str | None = None
+        self._error: str | None = None
         self._is_dirty = False
         self._issued: list[BatchIssued] = []
         self._with_bodies = {s.number for s in history.segments if s.has_bodies and not s.damage}
@@ -186,48 +186,48 @@ class Journal:
 
     @property
     def path(self) -> Path:
-        """The file of the segment that is written now."""
+        """File of the current segment."""
         return segment_path(self._folder, self._number)
 
     @property
     def is_blocked(self) -> str | None:
-        """Why the journal cannot be written at the moment; None: it can."""
-        return self._trouble
+        """The error for which the journal cannot be written; None: it can be."""
+        return self._error
 
     @property
     def position(self) -> int:
-        """The position of the record appended last, for `is_durable`."""
+        """Position of the last appended record, for `is_durable`."""
         return self._appended
 
     def append(self, record: JournalRecord, body: Sequence[Buffer] = ()) -> None:
-        """Write a record, or keep it until the disk takes it."""
+        """Write a record, or keep it in memory until the disk accepts it."""
         self._waiting.append(_Waiting(record, pack(record, list(body))))
         self._appended += 1
-        if self._trouble is None:
+        if self._error is None:
             self._attempt(self._write)
 
     def append_group(self, message: Deliver, payload: Buffer, max_lag: int, head: Buffer | None = None) -> None:
-        """Write the record of a group that came; the arguments are those of `delivered`."""
+        """Write the record of a delivered group. The arguments are those of `delivered`."""
         self.append(*delivered(message, payload, max_lag, head))
 
     def is_durable(self, position: int) -> bool:
-        """Whether this record and all before it have reached the chosen durability."""
+        """Return True if this record and all before it have reached the configured durability."""
         return position <= self._num_durable
 
     def tick(self) -> None:
-        """Do what is due: the sync of an interval, another attempt after a failure. Call it a few times a second."""
+        """Sync if the interval is over, or retry after a failure. Call it a few times a second."""
         now_s = self._now()
-        if self._trouble is not None:
+        if self._error is not None:
             if now_s - self._tried_s >= RETRY_EVERY_S:
                 self._attempt(self._begin_again)
         elif self._durability == "fsync_interval" and self._is_dirty and now_s - self._synced_s >= SYNC_EVERY_S:
             self._attempt(self._sync)
 
     def sync(self) -> bool:
-        """Sync everything to the disk now, whatever the durability. Returns whether it succeeded."""
-        if self._trouble is None and self._is_dirty:
+        """Sync everything now, at any durability. Return True if that succeeded."""
+        if self._error is None and self._is_dirty:
             self._attempt(self._sync)
-        return self._trouble is None
+        return self._error is None
 
     def close(self) -> None:
         """Sync and close the file."""
@@ -242,31 +242,31 @@ class Journal:
             action()
         except OSError as error:
             self._close_file()
-            self._num_written = 0  # only the durable records of the segment count; the others are written again
-            self._trouble = f"{self.path}: {error.strerror or error}"
+            self._num_written = 0  # only durable records of the segment count; the others are written again
+            self._error = f"{self.path}: {error.strerror or error}"
             metrics.journal_blocked.set(1)
-            self._log_trouble()
+            self._log_error()
         else:
-            if self._trouble is not None:
+            if self._error is not None:
                 log.warning("the journal %s can be written again", self._folder)
-            self._trouble, self._logged_s = None, None
+            self._error, self._logged_s = None, None
             metrics.journal_blocked.set(0)
 
-    def _log_trouble(self) -> None:
+    def _log_error(self) -> None:
         if self._logged_s is None or self._tried_s - self._logged_s >= LOG_EVERY_S:
             self._logged_s = self._tried_s
-            log.error("the journal cannot be written (%s): no group is acknowledged, no lease granted", self._trouble)
+            log.error("the journal cannot be written (%s): no group is acknowledged, no lease granted", self._error)
 
     def _begin_segment(self) -> None:
         self._size = self._safe_size = 0
-        if self._inherited is not None:  # a group taken over must survive the end of the machine
+        if self._inherited is not None:  # an inherited group must survive the end of the machine
             self._disk.sync_file(self._inherited)
             self._inherited = None
         self._descriptor = self._disk.create(self.path)
         self._put(pack(self._run_started))
 
     def _begin_again(self) -> None:
-        """Begin another segment after a failure, and write there what was not durable; cut that off the old one."""
+        """Truncate the segment to its durable records and write the others to a new one, after a failure."""
         if self._safe_size:
             self._disk.truncate(self.path, self._safe_size)
             self._number += 1
@@ -289,7 +289,7 @@ class Journal:
             if isinstance(waiting.record, Committed):
                 self._retire()
                 self._sum_up(waiting.record)
-        # Not before: a sync that fails at the end of a segment may take what is in it.
+        # Not earlier: a failed sync at the end of a segment may lose records in it.
         if self._durability == "written":
             self._mark_durable()
 
@@ -325,7 +325,7 @@ class Journal:
     # -- retirement ----------------------------------------------------------------------------------------------------
 
     def _track(self, record: JournalRecord, segment: int | None) -> None:
-        """Keep track of which groups may still be trained from the journal."""
+        """Track the groups that may still be trained from the journal."""
         match record:
             case Delivered(lease_id=lease_id) if segment is not None:
                 self._unsettled[lease_id] = segment
@@ -342,7 +342,7 @@ class Journal:
                 self._issued = [issued for issued in self._issued if issued.step > step]
 
     def _retire(self) -> None:
-        """Remove the bodies of segments whose groups are all of no use. What fails is tried at the next checkpoint."""
+        """Remove the bodies of segments whose groups are all settled. The next checkpoint retries failures."""
         retired = self._with_bodies - set(self._unsettled.values()) - {self._number}
         for number in sorted(retired) if not self._keep else ():
             try:
@@ -353,7 +353,7 @@ class Journal:
                 self._with_bodies.discard(number)
 
     def _sum_up(self, committed: Committed) -> None:
-        """Write the summary of the first segments, all of whose groups are of no use. What fails is tried again."""
+        """Write the summary of the first segments whose groups are all settled. The next checkpoint retries failures."""
         num_waiting = {*self._unsettled.values(), *(() if self._keep else self._with_bodies), self._number}
         through, lineage = min(num_waiting) - 1, self._run_started.lineage
         if through <= self._summed_up:
@@ -373,7 +373,7 @@ class Journal:
 
 
 def _remove_bodies(path: Path, disk: Disk) -> None:
-    """Rewrite a segment without the bodies of its groups. At every moment the old file or the new one is there."""
+    """Rewrite a segment without the bodies of its groups, atomically."""
     parts: list[Buffer] = []
     for item in scan(path.read_bytes()):
         if not isinstance(item, Whole):
@@ -383,7 +383,7 @@ def _remove_bodies(path: Path, disk: Disk) -> None:
 
 
 def _replace(path: Path, parts: Sequence[Buffer], disk: Disk) -> None:
-    """Write a file anew. At every moment the old one or the new one is there, whole."""
+    """Replace a file atomically: at every moment the old or the new one is there, whole."""
     temporary = path.with_suffix(f"{SUFFIX}.tmp")
     descriptor = disk.create(temporary)
     try:
@@ -396,4 +396,4 @@ def _replace(path: Path, parts: Sequence[Buffer], disk: Disk) -> None:
 
 
 Ledger = InMemory | Journal
-"""Where a buffer records what became of its groups."""
+"""Records the outcomes of a buffer's groups."""

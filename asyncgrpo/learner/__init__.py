@@ -1,1 +1,1 @@
-"""How groups become the next policy version."""
+"""The learner: groups in, the next policy version out."""

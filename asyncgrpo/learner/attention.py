@@ -1,14 +1,14 @@
-"""Attention over packed sequences, some of which begin with the same tokens.
+"""Attention over packed sequences with shared prefixes.
 
-Forward, a segment's attention to itself and to its prefix are two calls of the flash kernel, merged by the logarithms
-of their softmax denominators, as ring attention does; all segments of a family share one call for the prefix.
-Backward, torch's bfloat16 kernel is several times slower than the matrix products that it stands for (64 tokens, 4
-heads of 64: 1.2 against 0.4 ms on one core of an AMD EPYC 9004), so here it is those products, over blocks of queries.
+A micro-batch is one row of tokens without padding. `Segments` defines its mask: a segment attends causally to itself and
+fully to its prefix, another part of the row. So the completions of one prompt share the prompt's tokens, which every layer
+computes once. A sequence that shares no tokens is a segment without a prefix. `install` replaces the attention of any
+transformers model through transformers' registry.
 
-A micro-batch is one row of tokens without padding. `Segments` says who sees whom: a segment attends causally to itself
-and wholly to its prefix, another part of the row. So the completions of one prompt share the prompt's tokens, which every
-layer computes once; a sequence that shares nothing is a segment without a prefix. `install` puts this in the place of
-a transformers model's attention, whatever the model, through the registry that transformers has for it.
+On a CPU, the forward of a segment is two calls of the flash kernel, to itself and to its prefix, merged by their log softmax
+denominators as in ring attention. All segments of a family share one call for the prefix. Torch's bfloat16 backward kernel is
+several times slower than the matrix products that it stands for (64 tokens, 4 heads of 64: 1.2 against 0.4 ms on one core of
+an AMD EPYC 9004), so backward runs these products over blocks of queries.
 """
 
 import inspect
@@ -30,16 +30,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 
 OWN_BLOCK = 256
-"""Queries at once where half of the scores are masked: larger blocks waste more of them."""
+"""Queries per block of the causal part. Larger blocks compute more masked scores."""
 PREFIX_BLOCK = 1024
-"""Queries at once where none is."""
+"""Queries per block of the prefix, where no score is masked."""
 
 Families = Sequence[tuple[tuple[int, int], Sequence[int]]]
-"""`attention.Family`s."""
+"""`Family`s as plain tuples."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, families: Families, scale: float) -> Tensor:
-    """`softmax(scale QKᵀ) V` for every segment over its prefix and, causally, itself.
+    """Compute `softmax(scale QKᵀ) V` of every segment over its prefix and, causally, itself.
 
     Args:
         query: [T, H, D] float32, bfloat16 or float64.
@@ -97,8 +97,8 @@ class _Backward:
     """Gradients of attention, summed over blocks of queries and keys.
 
     With P = exp(scale QKᵀ - lse) and δ = Σ dO O:  dV = Pᵀ dO,  dS = P (dO Vᵀ - δ),  dQ = scale dS K,  dK = scale dSᵀ Q.
-    The heads that share keys are rows of one product: a slice of tokens is [G, tokens * (H / G), D]. P is taken as a power of
-    2, which torch's CPU kernels compute three times as fast as one of e.
+    Heads that share keys are rows of one product: a slice of tokens is [G, tokens * (H / G), D]. P is computed with exp2, which
+    torch's CPU kernels compute three times as fast as exp.
     """
 
     def __init__(self, ctx: FunctionCtx, grad_out: Tensor) -> None:
@@ -114,17 +114,17 @@ class _Backward:
         self.grad_key, self.grad_value = torch.zeros_like(self.key), torch.zeros_like(self.value)
 
     def add(self, rows: slice, columns: slice, *, is_causal: bool) -> None:
-        """One block. Causal: its last query sees its last key."""
+        """Add one block. Causal: its last query attends to its last key."""
         query, grad_out, log2_sum, delta = (
             x[:, rows].flatten(1, 2) for x in (self.query, self.grad_out, self.log2_sum, self.delta)
         )
         key, value = self.key[:, columns], self.value[:, columns]
         scores = torch.bmm(query, key.transpose(1, 2)).to(self.exact)
-        p = scores.mul_(self.scale / math.log(2)).sub_(log2_sum)  # its logarithm to the base of 2
+        p = scores.mul_(self.scale / math.log(2)).sub_(log2_sum)  # log2 of P
         if is_causal:
             size = rows.stop - rows.start
             by_token = p.view(self.groups, size, self.shared, -1)
-            by_token[..., -size:].add_(_future(size, self.exact)[:, None])  # before exp2, which may be infinite there
+            by_token[..., -size:].add_(_future(size, self.exact)[:, None])  # before exp2, which may overflow there
         p.exp2_()
         self.grad_value[:, columns] += torch.bmm(p.to(self.dtype).transpose(1, 2), grad_out)
         grad_p = torch.bmm(grad_out, value.transpose(1, 2)).to(self.exact)
@@ -133,16 +133,16 @@ class _Backward:
         self.grad_key[:, columns] += torch.bmm(grad_scores.transpose(1, 2), query)
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value, in their shapes."""
+        """Return the gradients of query, key and value, in their shapes."""
         return self.grad_query.transpose(1, 2).flatten(0, 1), self.grad_key, self.grad_value
 
     def _by_group(self, x: Tensor) -> Tensor:
-        """[H, T, D] to [G, T, H/G, D], so that a slice of tokens is a slice of rows."""
+        """Reshape [H, T, D] to [G, T, H/G, D], so that a slice of tokens is a slice of rows."""
         return x.unflatten(0, (self.groups, self.shared)).transpose(1, 2).contiguous()
 
 
 def _cpu_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of the softmax denominator [H, queries]."""
+    """Return attention and [H, queries] log softmax denominators."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query[None], key[None], value[None], 0.0, is_causal, scale=scale
     )
@@ -151,7 +151,7 @@ def _cpu_flash(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, sc
 
 @cache
 def _future(size: int, dtype: torch.dtype) -> Tensor:
-    """[size, size], -inf where the column's token comes after the row's, else 0."""
+    """Return a causal mask [size, size]: -inf for columns after the row, else 0."""
     return torch.full((size, size), -torch.inf, dtype=dtype).triu(1)
 
 
@@ -159,31 +159,31 @@ def _future(size: int, dtype: torch.dtype) -> Tensor:
 
 
 class Family(NamedTuple):
-    """Segments that lie one after the other and have the same prefix. All numbers are positions in the row."""
+    """Consecutive segments with the same prefix. All numbers are positions in the row."""
 
     prefix: tuple[int, int]
-    """`[start, end)` of the prefix; equal where there is none."""
+    """`[start, end)` of the prefix; empty without a prefix."""
     bounds: tuple[int, ...]
-    """Where each segment starts; the last number is where the last one ends."""
+    """Start of each segment, and end of the last one."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Who sees whom in a row of T tokens; K is the number of keys, where a prefix counts for each of its segments."""
+    """The mask of a row of T tokens; K is the number of keys, with a prefix counted for each of its segments."""
 
     families: tuple[Family, ...]
     queries: Tensor
-    """[S+1] int32, where each segment starts, and T. Segments cover the row."""
+    """[S+1] int32, start of each segment, and T. Segments cover the row."""
     keys: Tensor
-    """[S+1] int32, where the keys of each segment start, and K."""
+    """[S+1] int32, start of the keys of each segment, and K."""
     key_positions: Tensor | None
-    """[K] int64, the position in the row of each key; none where no segment has a prefix, so that K is T."""
+    """[K] int64, position in the row of each key; None without prefixes, when K is T."""
     longest_query: int
     longest_key: int
 
     @classmethod
     def of(cls, families: Sequence[Family]) -> "Segments":
-        """From families that cover the row in order."""
+        """Build segments from families that cover the row in order."""
         pieces = [(f.prefix, start, end) for f in families for start, end in pairwise(f.bounds)]
         own = torch.tensor([end - start for _, start, end in pieces], dtype=torch.int64)
         shared = torch.tensor([end - start for (start, end), _, _ in pieces], dtype=torch.int64)
@@ -199,7 +199,7 @@ class Segments:
         )
 
     def to(self, device: torch.device) -> "Segments":
-        """These segments with their tensors on another device."""
+        """Return the segments with tensors on another device."""
         positions = None if self.key_positions is None else self.key_positions.to(device, non_blocking=True)
         queries, keys = (x.to(device, non_blocking=True) for x in (self.queries, self.keys))
         return Segments(self.families, queries, keys, positions, self.longest_query, self.longest_key)
@@ -211,7 +211,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
 
 
 def install(model: PreTrainedModel, kernel: str) -> None:
-    """Let `model` run on rows of segments, given as `segments=` to its forward.
+    """Make `model` run on rows of segments, passed as `segments=` to its forward.
 
     Args:
         kernel: a name in `KERNELS`.
@@ -223,9 +223,9 @@ def install(model: PreTrainedModel, kernel: str) -> None:
 
 
 def _for_transformers(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
-    """`kernel` as transformers calls it in every layer: [1, heads, T, D] in, [1, T, heads, E] out."""
+    """Adapt `kernel` to the interface of transformers: [1, heads, T, D] in, [1, T, heads, E] out."""
 
-    @torch.compiler.disable  # segments are Python numbers: the compiler would make a program for every batch
+    @torch.compiler.disable  # segments are Python numbers, so every batch would be recompiled
     def attention(
         module: nn.Module,
         query: Tensor,
@@ -248,19 +248,19 @@ def _no_mask(*ignored: Any, **also_ignored: Any) -> None:
 
 
 def _expand(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
-    """Keys and values with each prefix repeated before each of its segments."""
+    """Repeat each prefix of keys and values before each of its segments."""
     if segments.key_positions is None:
         return key, value
     return key.index_select(0, segments.key_positions), value.index_select(0, segments.key_positions)
 
 
 def _as_wide(value: Tensor, key: Tensor) -> Tensor:
-    """Values with zeros up to the width of the keys, which is what these kernels take (MLA: keys of 192, values of 128)."""
+    """Pad values with zeros to the width of the keys, as these kernels need (MLA: keys of 192, values of 128)."""
     return F.pad(value, (0, key.shape[-1] - value.shape[-1])) if value.shape[-1] < key.shape[-1] else value
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """The flash_attn package: causal is aligned to the last key, which is what a prefix needs."""
+    """The flash_attn package, which aligns the causal mask to the last key, as a prefix needs."""
     function = flash_function()
     assert function is not None, "chosen only where it is installed"
     width = value.shape[-1]
@@ -271,10 +271,9 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale:
 
 @cache
 def flash_function() -> Callable[..., Tensor] | None:
-    """The kernel of the flash_attn package; none where it is not installed.
+    """Return the kernel of the flash_attn package; None if it is not installed.
 
-    The function is imported, not looked up: `flash-attn-4`, which SGLang installs, is a package of the same name
-    without it.
+    Imports the function, because SGLang installs `flash-attn-4`, a package of the same name without it.
     """
     try:
         from flash_attn import flash_attn_varlen_func
@@ -284,7 +283,7 @@ def flash_function() -> Callable[..., Tensor] | None:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """torch's own kernel of the same kind, for GPUs where flash_attn is not installed."""
+    """Torch's variable-length kernel, for GPUs without flash_attn."""
     function = varlen_function()
     assert function is not None, "chosen only where it is installed"
     width = value.shape[-1]
@@ -301,7 +300,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale
 
 @cache
 def varlen_function() -> Callable[..., Tensor] | None:
-    """The kernel of torch; none where torch is too old."""
+    """Return the kernel of torch; None if torch is too old."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -310,7 +309,7 @@ def varlen_function() -> Callable[..., Tensor] | None:
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """One `scaled_dot_product_attention` a segment: any device, any dtype, any head size."""
+    """One `scaled_dot_product_attention` per segment: any device, dtype and head size."""
     key, value = _expand(key, value, segments)
     lengths = [(f.prefix[1] - f.prefix[0], end - start) for f in segments.families for start, end in pairwise(f.bounds)]
     queries, keys = [own for _, own in lengths], [prefix + own for prefix, own in lengths]
@@ -326,12 +325,12 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: 
 
 
 def _sees(queries: int, keys: int, device: torch.device) -> Tensor:
-    """[queries, keys] bool: causal, the last query sees the last key."""
+    """Return a causal mask [queries, keys] bool, in which the last query attends to the last key."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def _cpu(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Flash attention on the CPU needs values as wide as keys; the others take the general way."""
+    """Flash attention on the CPU; `_sdpa` if values are narrower than keys."""
     if query.shape[-1] != value.shape[-1]:
         return _sdpa(query, key, value, segments, scale)
     return attend(query, key, value, segments.families, scale)

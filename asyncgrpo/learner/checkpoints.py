@@ -1,4 +1,4 @@
-"""Checkpoints of a run: a folder appears whole or not at all, and the newest whole one is where a run goes on.
+"""Checkpoints of a run. A folder appears complete or not at all; a run resumes from the newest complete one.
 
 <run>/checkpoints/step_000020/
     state.json     step, version, the buffer's prompt ledger, totals
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run needs beside model and optimizer to go on."""
+    """State of a run beside model and optimizer."""
 
     step: int
     """Optimizer steps done; also the policy version."""
     lineage: int
     prompts: dict[str, Any]
-    """`PromptState` of the buffer."""
+    """`PromptState` of the buffer, as built-in types."""
     totals: dict[str, float] = {}
     """Counters of the run so far."""
     record: dict[str, Any] | None = None
@@ -43,18 +43,18 @@ class Checkpoints:
         self._keep = keep
 
     def write(self, state: RunState, fill: Callable[[Path], Callable[[], None]]) -> Path:
-        """Write one checkpoint. Raises CheckpointError: the disk refused."""
+        """Write one checkpoint. Raises CheckpointError if the disk refuses it."""
         return self.begin(state, fill)()
 
     def begin(self, state: RunState, fill: Callable[[Path], Callable[[], None]]) -> Callable[[], Path]:
-        """Make the folder of a checkpoint.
+        """Create the temporary folder of a checkpoint and begin to fill it.
 
         Args:
-            fill: begins to write into the folder that it is given, and returns a function that ends it.
+            fill: begins to write into the given folder and returns a function that waits for the write.
         Returns:
-            A function that ends it, from any thread, and gives the folder its name.
+            A function that waits for the write and renames the folder. Runs in any thread. Raises CheckpointError.
         Raises:
-            CheckpointError: the disk refused. What is returned raises it too.
+            CheckpointError: the disk refused.
         """
         temporary = self._folder / f".step_{state.step:06d}.tmp"
         try:
@@ -76,34 +76,34 @@ class Checkpoints:
             _sync(self._folder)
         except OSError as error:
             raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
-        for old in self._whole()[: -self._keep]:
+        for old in self._complete()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint."""
-        whole = self._whole()
-        return whole[-1] if whole else None
+        """Return the newest complete checkpoint."""
+        complete = self._complete()
+        return complete[-1] if complete else None
 
-    def _whole(self) -> list[Path]:
+    def _complete(self) -> list[Path]:
         return sorted(path.parent for path in self._folder.glob("step_*/state.json"))
 
 
 def check_owner(run_dir: Path, lineage: int) -> None:
-    """Raises CheckpointError when a later start of the run owns its folder: whoever was taken for dead must not write."""
+    """Raise CheckpointError if a later start of the run owns the folder. An evicted start must not write."""
     path = run_dir / "lineage"
     newest = int(path.read_text()) if path.exists() else lineage
     if newest > lineage:
-        raise CheckpointError(f"{run_dir} belongs to start {newest} of the run by now; this is start {lineage}")
+        raise CheckpointError(f"{run_dir} is owned by start {newest} of the run; this is start {lineage}")
 
 
 def read_state(checkpoint: Path) -> RunState:
-    """Raises CheckpointError when there is none to read."""
+    """Read the state of a checkpoint. Raises CheckpointError if it is missing or broken."""
     path = checkpoint / "state.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunState)
     except (OSError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"{path} is not the state of a checkpoint: {error}") from error
+        raise CheckpointError(f"{path} is not a readable checkpoint state: {error}") from error
 
 
 def _sync_tree(folder: Path) -> None:

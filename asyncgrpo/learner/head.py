@@ -1,13 +1,13 @@
-"""The language model head with the loss inside: logits exist for one tile of tokens at a time, and are made once.
+"""The language model head fused with the loss: logits exist for one tile of tokens at a time and are computed once.
 
 The objective's gradient by the logits has a closed form. With z = W h / temperature, p = softmax(z), y the sampled
 token, H the entropy and KL = Σ p (log p - log q) for a reference q,
 
     ∂ log p(y) / ∂z = 1_y - p        ∂H / ∂z = -p (log p + H)        ∂KL / ∂z = p (log p - log q - KL)
 
-So, while a tile of logits is there, log-probs are computed of it, the objective answers with its gradients by them, these become
-the gradient by the logits, in their place, and that becomes its share of the gradients by h and W. Backward only hands
-those out. Statistics are float32 (float64 for float64 weights), block by block.
+For each tile of logits: compute log-probs, get the objective's gradients by them, overwrite the logits with the gradient by
+the logits, and add its share to the gradients by h and W. Backward only returns those. Statistics are float32 (float64 for
+float64 weights), block by block.
 
 Compiled, a tile is one block: one program reads the logits for the scores, and another recomputes p and overwrites them with
 the gradient. No float32 tensor of that size exists.
@@ -22,29 +22,29 @@ import torch
 from torch import Tensor
 
 TILE_LOGITS = {"cpu": 2**24, "cuda": 2**27}
-"""Logits that exist at once, as a count, in the dtype of the model."""
+"""Number of logits of a tile, in the dtype of the model."""
 BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**27}
-"""Logits that are float32 at once. On a CPU 4 MiB, so that what is done to each finds it in the cache."""
+"""Number of logits of a block, in float32. On a CPU 4 MiB, so that a block stays in the cache."""
 FEWEST_ROWS = 32
-"""Rows of a block at least, however large the vocabulary: an objective is asked once a block."""
+"""Minimum rows of a block for any vocabulary, because the objective is called once per block."""
 SUMMED_ROWS = 512
-"""Rows of a tile at least where the head is trained: the float32 sum of its gradient is read and written once a tile. In
-bfloat16 they take 1 KiB for each token of the vocabulary, and that sum 4 bytes times the width of the model."""
+"""Minimum rows of a tile if the head is trained, because the float32 sum of its gradient is read and written once per tile.
+Per token of the vocabulary a tile takes 1 KiB in bfloat16, and the sum 4 bytes times the width of the model."""
 
 
 class TokenScores(NamedTuple):
-    """Scores of the tokens that are read. Without gradient."""
+    """Scores of the sampled tokens, without gradient."""
 
     logprobs: Tensor
     """[N] float32, of the sampled tokens under softmax(logits / temperature), nats."""
     entropy: Tensor
     """[N] float32, nats, of that distribution."""
     reference_kl: Tensor | None = None
-    """[N] float32, KL(policy ‖ reference) over the whole vocabulary, nats; none where nobody asked."""
+    """[N] float32, KL(policy ‖ reference) over the full vocabulary, nats; None if not requested."""
 
 
 class LossGradients(NamedTuple):
-    """Derivatives of the step's loss by what the head computes for each token; none is zero."""
+    """Derivatives of the step's loss by the scores of each token; None is zero."""
 
     logprobs: Tensor
     """[n] by the sampled token's log-prob."""
@@ -54,36 +54,36 @@ class LossGradients(NamedTuple):
     """[n] by the full KL."""
 
     def at(self, where: slice) -> "LossGradients":
-        """Gradients of some of the tokens."""
+        """Return the gradients of a slice of the tokens."""
         entropy, reference_kl = (None if x is None else x[where] for x in self[1:])
         return LossGradients(self.logprobs[where], entropy, reference_kl)
 
 
 class Objective(Protocol):
-    """What the head asks for a block of tokens at a time."""
+    """A loss that the head evaluates one block of tokens at a time."""
 
     def __call__(self, tokens: slice, scores: TokenScores) -> LossGradients:
-        """Loss gradients of some of the N tokens, whose scores are given."""
+        """Return the loss gradients of a slice of the N tokens, given their scores."""
 
 
 class Reference(NamedTuple):
-    """The distribution that a full KL is taken to."""
+    """Reference distribution of a full KL."""
 
     hidden: Tensor
     """[N, D] last hidden states of the reference."""
     weight: Tensor
-    """[V, D] its head."""
+    """[V, D] head of the reference."""
 
 
 @torch.no_grad()
 def score(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float) -> TokenScores:
-    """Log-probs and entropies of `targets`, without gradient.
+    """Compute log-probs and entropies of `targets`, without gradient.
 
     Args:
-        hidden: [N, D] what the head reads.
+        hidden: [N, D] input of the head.
         weight: [V, D] the head.
-        targets: [N] int64, the sampled tokens.
-        temperature: of the sampling.
+        targets: [N] int64, sampled tokens.
+        temperature: of sampling.
     """
     rows = _Rows(weight)
     scores = [
@@ -92,7 +92,7 @@ def score(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float
         for logits in [rows.logits(hidden[tile], weight)]
         for block in rows.blocks(len(logits))
     ]
-    return _concatenated(scores)
+    return TokenScores(torch.cat([one.logprobs for one in scores]), torch.cat([one.entropy for one in scores]))
 
 
 def fused_loss(
@@ -105,10 +105,10 @@ def fused_loss(
     reference: Reference | None = None,
     is_compiled: bool = False,
 ) -> tuple[Tensor, TokenScores]:
-    """A scalar whose gradient is the loss's, and the scores. Arguments as in `score`.
+    """Return a scalar whose gradient is that of the loss, and the scores. Arguments as in `score`.
 
-    The scalar is 0: the loss's value is for the objective to report. `backward` takes no other root than this scalar or
-    a multiple of it. Compiled, it runs the programs at the end of this file; with a reference it never does.
+    The scalar is 0; the objective reports the value of the loss. Call `backward` on this scalar or a multiple of it only.
+    `is_compiled` runs the programs at the end of this file; it is ignored with a reference.
     """
     runs_programs = is_compiled and reference is None
     root, *scores = _FusedLoss.apply(hidden, weight, targets, objective, temperature, reference, runs_programs)
@@ -128,12 +128,12 @@ class _FusedLoss(torch.autograd.Function):
         is_compiled: bool,
     ) -> tuple[Tensor, ...]:
         rows = _Rows(weight, sums_gradient=weight.requires_grad, is_whole=is_compiled)
-        # Not a list of small tensors: glibc leaves holes between those that the next block's logits do not fit into.
+        # Not a list of small tensors: glibc would leave holes between them that are too small for the next block's logits.
         kept = [hidden.new_empty(len(hidden), dtype=_exact(weight.dtype)) for _ in range(2 + (reference is not None))]
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=_exact(weight.dtype)) if weight.requires_grad else None
         is_exact = weight.dtype == _exact(weight.dtype)
-        share = None if is_exact or grad_weight is None else torch.empty_like(weight)  # of a tile, always in one memory
+        share = None if is_exact or grad_weight is None else torch.empty_like(weight)  # of one tile, reused
         add = _compiled(_add) if is_compiled else _add
         for tile in rows.tiles(len(targets)):
             logits, there = rows.logits(hidden[tile], weight), None
@@ -142,7 +142,7 @@ class _FusedLoss(torch.autograd.Function):
             grad_logits = logits if logits.dtype == hidden.dtype else torch.empty_like(logits, dtype=hidden.dtype)
             for block in rows.blocks(len(logits)):
                 here = slice(tile.start + block.start, tile.start + block.stop)
-                if is_compiled and len(logits) > 1:  # of 0 or 1 rows the compiler would make programs of their own
+                if is_compiled and len(logits) > 1:  # 0 and 1 rows would be specialized into programs of their own
                     found, log_sum = _compiled(_scores)(logits[block], targets[here], 1 / temperature)
                     parts = (*objective(here, found)[:2], found.entropy, log_sum, targets[here], 1 / temperature)
                     _compiled(_write_gradient)(logits[block], grad_logits[block], *parts)
@@ -174,7 +174,7 @@ class _FusedLoss(torch.autograd.Function):
 
 
 class _Rows:
-    """Cuts tokens into tiles and tiles into blocks, and makes logits, of a tile always in the same memory."""
+    """Splits tokens into tiles and tiles into blocks, and computes the logits of a tile in one reused buffer."""
 
     def __init__(self, weight: Tensor, *, sums_gradient: bool = False, is_whole: bool = False) -> None:
         vocabulary, device = weight.shape[0], weight.device.type
@@ -186,21 +186,21 @@ class _Rows:
         self._reference: _Rows | None = None
 
     def of_reference(self) -> "_Rows":
-        """These rows with memory of their own."""
+        """Return the same split with a separate buffer."""
         if self._reference is None:
             self._reference = copy.copy(self)
             self._reference._memory = None
         return self._reference
 
     def tiles(self, num_tokens: int) -> list[slice]:
-        """At least one, perhaps of no token."""
+        """Return at least one tile, which may be empty."""
         return _cut(num_tokens, self._in_tile)
 
     def blocks(self, num_rows: int) -> list[slice]:
         return _cut(num_rows, self._in_block)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[n, V] of one tile, before the temperature; a GPU does not round them to bfloat16."""
+        """Return [n, V] logits of one tile before the temperature. On a GPU they are not rounded to bfloat16."""
         if hidden.is_cuda and hidden.dtype == torch.bfloat16:
             return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
         if self._memory is None:
@@ -208,7 +208,7 @@ class _Rows:
         return torch.mm(hidden, weight.t(), out=self._memory[: len(hidden)])
 
     def exact(self, logits: Tensor, temperature: float) -> Tensor:
-        """Logits of one block, in float32, after the temperature."""
+        """Return the logits of one block in float32, after the temperature."""
         logits = logits.to(_exact(logits.dtype))
         return logits if temperature == 1.0 else logits / temperature
 
@@ -222,7 +222,7 @@ def _exact(dtype: torch.dtype) -> torch.dtype:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, share: Tensor | None, add: Callable[..., Any]) -> None:
-    """`total += a @ b`, by way of `share` where their dtype is narrower than that of the sum."""
+    """Add `a @ b` to `total`, through `share` if their dtype is narrower than that of the sum."""
     if share is None:
         total.addmm_(a, b)
     else:
@@ -230,14 +230,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, share: Tensor | None, add:
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """[n, V] and [n, V] to [n]. A block of a GPU is large, and gets no product in between; on a CPU it is in the cache."""
+    """Return [n] row-wise dot products of [n, V] tensors. A GPU avoids the large intermediate product."""
     return torch.bmm(a[:, None], b[..., None])[:, 0, 0] if a.is_cuda else (a * b).sum(-1)
 
 
 def _statistics(logits: Tensor, targets: Tensor) -> tuple[TokenScores, Tensor, Tensor]:
-    """Scores of a block, and [n, V] log p, in the memory of the logits, and p.
+    """Return scores of a block, [n, V] log p in the memory of the logits, and [n, V] p.
 
-    An exponential costs more than all the rest, so there is one: the largest p says by what the softmax divided.
+    Exponentials dominate the cost, so there is one: the softmax denominator is derived from the largest p.
     """
     p = logits.softmax(-1)
     log_p = logits.sub_(logits.amax(-1, keepdim=True)).add_(p.amax(-1, keepdim=True).log_())
@@ -254,7 +254,7 @@ def _grad_logits(
     targets: Tensor,
     temperature: float,
 ) -> Tensor:
-    """[n, V] derivative of the loss by the logits before the temperature; in the memory of `p` and `log_p`."""
+    """Return the [n, V] derivative of the loss by the logits before the temperature. Overwrites `p` and `log_p`."""
     gradient = (gradients.logprobs / temperature)[:, None].to(p.dtype)
     if gradients.reference_kl is not None:
         assert gap is not None and scores.reference_kl is not None
@@ -273,12 +273,12 @@ def _grad_logits(
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One program for all numbers of rows."""
+    """Compile a function as one program for all numbers of rows."""
     return torch.compile(function, dynamic=True)
 
 
 def _scores(logits: Tensor, targets: Tensor, inverse: float) -> tuple[TokenScores, Tensor]:
-    """Scores of logits [n, V] before the temperature, `1 / inverse`, and the logarithm [n] of the softmax denominator."""
+    """Return scores of logits [n, V] before the temperature `1 / inverse`, and [n] log softmax denominators."""
     exact = logits.to(_exact(logits.dtype)) * inverse
     largest = exact.amax(-1, keepdim=True)
     centred = exact - largest
@@ -300,7 +300,7 @@ def _write_gradient(
     targets: Tensor,
     inverse: float,
 ) -> None:
-    """`_grad_logits` of logits before the temperature, into `out`, which may be their memory."""
+    """Write `_grad_logits` of logits before the temperature into `out`, which may be the same memory."""
     log_p = logits.to(_exact(logits.dtype)) * inverse - log_sum[:, None]
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     gradient = by_logprobs[:, None] * (is_target.to(log_p.dtype) - log_p.exp())
@@ -311,12 +311,3 @@ def _write_gradient(
 
 def _add(total: Tensor, share: Tensor) -> None:
     total.add_(share)
-
-
-def _concatenated(tiles: list[TokenScores]) -> TokenScores:
-    kls = [scores.reference_kl for scores in tiles if scores.reference_kl is not None]
-    return TokenScores(
-        torch.cat([scores.logprobs for scores in tiles]),
-        torch.cat([scores.entropy for scores in tiles]),
-        torch.cat(kls) if kls else None,
-    )

@@ -1,13 +1,14 @@
 """One rank of the learner: groups in, the next weights out.
 
-`step` is the algorithm. All ranks call every collective method in the same order with the same arguments; each trains
-its share, and shares add up to what one process would have done, whatever the number of ranks and micro-batches.
+`Learner.step` is the algorithm. All ranks call every collective method in the same order with the same arguments. Each rank
+trains its share. The shares add up to the step of a single process, for any number of ranks and micro-batches.
 """
 
 import itertools
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from msgspec.structs import replace
@@ -17,16 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from asyncgrpo.algorithms.critic import value_loss
 from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, merge
-from asyncgrpo.algorithms.shaping import adaptive_kl_coefficient
 from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
-from asyncgrpo.learner import compiling, objective, saving
-from asyncgrpo.learner.check import LearnerCheck
+from asyncgrpo.learner import objective, saving
 from asyncgrpo.learner.head import Reference
 from asyncgrpo.learner.model import (
     Scored,
+    TokenScorer,
     build_model,
+    can_compile,
+    compile_layers,
+    compiling_pays,
     decoder_layers,
     keep_gathered,
     reshard,
@@ -39,7 +42,8 @@ from asyncgrpo.learner.packing import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.publishing import PublishedWeights
 from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report, of_start
 from asyncgrpo.learner.snapshot import Snapshot
-from asyncgrpo.types import Group, PolicyVersion
+from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
+from asyncgrpo.weights.check import CheckSequences
 
 
 class Learner:
@@ -52,20 +56,19 @@ class Learner:
 
         Args:
             config: of the whole run.
-            rank, world: of the default process group. With world 1 one is made here if there is none.
+            rank, world: of the default process group, which is created here for world 1 if it does not exist.
             device: of this rank, `cpu` or `cuda:N`.
-            has_stepped: it stands for a process that has made a step, so that none is its first.
+            has_stepped: True to compile in the first step already, as a process does that has made a step (replay).
         Raises:
-            ConfigError: the model cannot be loaded or trained here, or the algorithm's settings do not fit together.
+            ConfigError: the model cannot be loaded or trained here, or the algorithm's settings conflict.
         """
         check_algorithm(config)
         self.config, self.rank, self.world, self.device = config, rank, world, torch.device(device)
         self.steps = 0
         """Updates for warm-up and schedule: those made, and those not made because their gradient was 0."""
-        self.kl_coef = config.algorithm.kl_coef
-        """The present one: it moves where `algorithm.kl_target` is set."""
         self._keeps_gathered = world == 1 and not config.model.lora.rank and not config.cluster.share_gpu
-        """Between micro-batches: a second copy, which a frozen base hardly profits from, and an engine beside it needs."""
+        """True to keep gathered weights between micro-batches. That second copy gains little for a frozen base, and an engine
+        on the same GPU needs the memory."""
         self._precomputes = objective.needs_precompute(config.algorithm, config.learner.updates_per_step)
         mesh = _mesh(self.device, rank, world)
         dtype = getattr(torch, config.model.dtype)
@@ -74,29 +77,27 @@ class Learner:
         self._reference = None
         if self.has_reference and not config.model.lora.rank:  # with adapters the reference is the model without them
             self._reference = build_model(config.model.path, dtype, self.device, mesh, config, trainable=False)
-        wish = config.learner.compile
-        vocabulary = self.model.head.out_features
-        pays = compiling.pays(config, decoder_layers(self.model), vocabulary, self.device)
-        self._compiles = pays if wish is None else wish
+        pays = compiling_pays(config, decoder_layers(self.model), self.model.head.out_features, self.device)
+        self._compiles = pays if config.learner.compile is None else config.learner.compile
         self._has_stepped = has_stepped
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.model, config)
         self._offload = OptimizerOffload(self.optimizer, is_on=config.learner.offload_optimizer)
         self.saver = saving.Saver()
-        self._guard = GradientGuard(config.learner.spike_factor, config.learner.max_skips, config.learner.grad_clip)
+        self._guard = GradientGuard(config.learner.spike_factor, config.learner.grad_clip)
         self._published = PublishedWeights(self.model, dtype)
         self.layout, self.weights = self._published.layout, self._published.weights
         self.snapshot = Snapshot(self._published, config.weights, rank=rank, world=world, device=self.device)
         self.check = LearnerCheck(self.model, config.data.max_prompt_tokens + config.sampling.max_tokens, self.device)
 
     def step(self, groups: list[Group], version: PolicyVersion) -> StepReport:
-        """Train on `groups`, `learner.ppo_epochs` times; `version` names the weights before it. Collective.
+        """Train on `groups` for `learner.ppo_epochs` passes. `version` is that of the weights before the step. Collective.
 
-        An update whose gradient is not finite, or a spike, is not made, and is reported in `skipped`; nor is one whose
-        gradient is exactly 0, which is counted in `zero_gradients`.
+        An update with a gradient that is not finite, or that spikes, is skipped and reported in `skipped`. An update with a
+        gradient of exactly 0 is left out and counted in `zero_gradients`.
 
         Raises:
-            TrainingError: too many updates in a row were not made.
+            TrainingError: too many updates in a row were skipped.
         """
         if self._has_stepped and self._compiles:
             self.compile()
@@ -119,70 +120,66 @@ class Learner:
                 lr = learning_rate(self.steps, self.config, signal_share=batch.signal_share)
                 updates.append(self._update(lr, sums))
             totals.append(sums if self._precomputes else of_start(sums, len(updates), len(ahead)))
-        self._steer_kl(totals, sum(batch.num_completions for batch in batches))
         return build_report(
             totals,
             batches,
             updates,
-            kl_coef=self.kl_coef,
             group_size=self.config.algorithm.group_size,
             seconds=clock.seconds,
         )
 
     def compile(self) -> None:
-        """Compile the layers and the head's loss, if every rank can. Collective; `step` calls it where it is configured."""
+        """Compile the layers and the head's loss if every rank can. Collective. Called by `step` if configured."""
         self._compiles = False
-        can = torch.tensor(float(compiling.works(self.device)), device=self.device)
-        dist.all_reduce(can, dist.ReduceOp.MIN)
-        if can.item():
+        works = torch.tensor(float(can_compile(self.device)), device=self.device)
+        dist.all_reduce(works, dist.ReduceOp.MIN)
+        if works.item():
             for model in (self.model, self._reference):
-                compiling.compile_layers(decoder_layers(model) if model else [])
+                compile_layers(decoder_layers(model) if model else [])
             self.model.is_compiled = True
 
     def set_lr(self, lr: float) -> None:
-        """Set the peak learning rate; warm-up and schedule go on from where they are. The same on every rank."""
+        """Set the peak learning rate, the same on every rank. Warm-up and schedule keep their position."""
         self.config = replace(self.config, learner=replace(self.config.learner, lr=lr))
 
     def save(self, folder: str) -> None:
-        """Write what `load` needs to go on exactly here. Collective. Raises CheckpointError."""
+        """Write the state that `load` restores bitwise. Collective. Raises CheckpointError."""
         self.begin_save(folder)()
 
     def begin_save(self, folder: str) -> Callable[[], None]:
-        """Copy what `load` needs to go on exactly here, and write it beside the next steps. Collective.
+        """Copy the state that `load` restores, and write it beside the next steps. Collective.
 
         Returns:
-            A function that waits until it is written, and raises CheckpointError. The next copy waits for this one.
+            A function that waits for the write and raises CheckpointError. The next copy waits for this write.
         """
-        return self.saver.begin(folder, self.model, self.optimizer, self.steps, self.kl_coef, self._guard.memory())
+        return self.saver.begin(folder, self.model, self.optimizer, self.steps, self._guard.memory())
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote, on any number of ranks. Collective. Raises CheckpointError."""
-        self.steps, steered, memory = saving.load(folder, self.model, self.optimizer, self._guard.memory())
-        if self.config.algorithm.kl_target is not None:
-            self.kl_coef = steered
+        self.steps, memory = saving.load(folder, self.model, self.optimizer, self._guard.memory())
         self._guard.recall(memory)
 
     def export(self, folder: str, tokenizer_path: str | None = None) -> None:
-        """Write a Hugging Face model folder, with the tokenizer of `tokenizer_path` (a folder or hub id). Collective.
+        """Write a Hugging Face model folder with the tokenizer of `tokenizer_path` (folder or hub id). Collective.
 
-        Raises CheckpointError, on rank 0.
+        Raises CheckpointError on rank 0.
         """
         self.begin_export(folder, tokenizer_path)()
 
     def begin_export(self, folder: str, tokenizer_path: str | None = None) -> Callable[[], None]:
-        """Gather a Hugging Face model folder on rank 0, and return a function that writes it, from any thread. Collective."""
+        """Gather a Hugging Face model folder on rank 0. Collective. Returns a function that writes it, from any thread."""
         return saving.begin_export(folder, self.model, self._published, tokenizer_path)
 
     def _minibatches(self, groups: list[Group]) -> list[list[Group]]:
-        """The groups of each update, in order."""
+        """Return the groups of each update, in order."""
         count = min(self.config.learner.minibatches, max(len(groups), 1))
         bounds = [len(groups) * i // count for i in range(count + 1)]
         return [groups[start:end] for start, end in itertools.pairwise(bounds)]
 
     def _order(self, count: int, version: PolicyVersion) -> list[int]:
-        """Which minibatch each update is made from: in the order of their prompts, and shuffled in every further pass.
+        """Return the minibatch of each update: in order in the first pass, shuffled in every further pass.
 
-        All ranks, and a step that is made again after a resume, find the same order.
+        The order depends on seed and version alone, so all ranks and a repeated step after a resume agree.
         """
         drawn = random.Random(f"{self.config.run.seed} {version.number}")
         further = [drawn.sample(range(count), count) for _ in range(self.config.learner.ppo_epochs - 1)]
@@ -206,14 +203,14 @@ class Learner:
         )
 
     def _precompute(self, batch: StepBatch) -> tuple[StepBatch, list[Precomputed]]:
-        """The minibatch, and what each of its micro-batches must know of the step before its gradient."""
+        """Return the minibatch, and the values that its micro-batches need before their gradient."""
         if not self._precomputes:
             return batch, [Precomputed()] * len(batch.trained)
-        return objective.precompute(batch, self._before, self.config.algorithm, kl_coef=self.kl_coef)
+        return objective.precompute(batch, self._score_proximal, self.config.algorithm)
 
     @torch.no_grad()
-    def _before(self, batch: PackedBatch) -> objective.Scored:
-        """A micro-batch under the weights at the start of the step."""
+    def _score_proximal(self, batch: PackedBatch) -> objective.Scored:
+        """Score a micro-batch under the weights at the start of the step."""
         batch = batch.to(self.device)
         scored: Scored = self.model(batch)
         reshard(self.model)
@@ -221,7 +218,7 @@ class Learner:
         return objective.Scored(scored.scores.logprobs, reference, scored.values)
 
     def _accumulate(self, batch: StepBatch, precomputed: Sequence[Precomputed], version: PolicyVersion) -> Sums:
-        """Forward and backward of a minibatch; gradients of its share are left in the parameters."""
+        """Run forward and backward of a minibatch. The gradients of this rank's share stay in the parameters."""
         sums = []
         keep_gathered(self.model, self._keeps_gathered)
         for number, microbatch in enumerate(batch.trained):
@@ -230,20 +227,20 @@ class Learner:
             loss, reported = self._loss(microbatch.to(self.device), batch, precomputed[number], version)
             loss.backward()
             sums.append(reported)
-        if self.rank == 0:  # all ranks know of them, and one counts them
+        if self.rank == 0:  # all ranks have these tokens; one rank counts them
             not_run = batch.not_run.to(self.device)
             sums.append(report_not_run(not_run, version=version.number, oldest_trained=self._oldest_trained(version)))
         return merge(sums)
 
     def _oldest_trained(self, version: PolicyVersion) -> int | None:
-        """Number of the weights whose tokens are the oldest to have a weight in the loss; none: all have one."""
+        """Return the oldest version whose tokens have a weight in the loss. None: all tokens have one."""
         buffer = self.config.buffer
         return version.number - buffer.largest_max_lag if buffer.policy == "mask" else None
 
     def _loss(
         self, batch: PackedBatch, step: StepBatch, precomputed: Precomputed, version: PolicyVersion
     ) -> tuple[Tensor, Sums]:
-        """The root of this micro-batch's share of the step's loss, and what it reports."""
+        """Return the root of this micro-batch's share of the step's loss, and its sums for the report."""
         settings = self.config.algorithm
         reference = None
         if self.has_reference and (precomputed.reference is None or settings.kl_kind == "full"):
@@ -259,7 +256,6 @@ class Learner:
             precomputed,
             version=version.number,
             max_length=self.config.sampling.max_tokens,
-            kl_coef=self.kl_coef,
             oldest_trained=self._oldest_trained(version),
         )
         scored = self.model(batch, objective, reference=reference, is_elementwise=is_elementwise(settings))
@@ -276,7 +272,7 @@ class Learner:
 
     @torch.no_grad()
     def _score_reference(self, batch: PackedBatch) -> Scored:
-        """Under the initial model."""
+        """Score a micro-batch under the initial model."""
         if self._reference is not None:
             return self._reference(batch)
         with without_adapters(self.model):
@@ -286,7 +282,7 @@ class Learner:
         return scored
 
     def _update(self, lr: float, totals: Sums) -> Update:
-        """Clip the gradient and step; or, if the gradient is no good or exactly 0, leave the weights as they are."""
+        """Clip the gradient and step. If the gradient is rejected or exactly 0, leave the weights unchanged."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -295,7 +291,7 @@ class Learner:
             lr *= effective_sample_share(*(totals[name].item() for name in of_sequences)) ** 0.5
         try:
             skipped = self._guard.judge(norm.item())
-            if skipped is None and norm.item() > 0:  # of no gradient AdamW would make a step by its momentum and decay
+            if skipped is None and norm.item() > 0:  # with a gradient of 0 AdamW still applies momentum and decay
                 torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.learner.grad_clip, norm)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr * group["lr_scale"]
@@ -305,18 +301,8 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
         return Update(grad_norm=norm.item(), lr=lr, skipped=skipped)
 
-    def _steer_kl(self, totals: Sequence[Sums], num_completions: int) -> None:
-        """Move the coefficient of the KL towards its target."""
-        algorithm = self.config.algorithm
-        sums = merge(totals)
-        if algorithm.kl_target is not None and sums["tokens"] > 0:
-            kl = (sums["kl"] / sums["tokens"]).item()
-            self.kl_coef = adaptive_kl_coefficient(
-                self.kl_coef, kl, target=algorithm.kl_target, horizon=algorithm.kl_horizon, count=num_completions
-            )
-
     def _reduce(self, sums: Sums) -> Sums:
-        """Sums of all ranks, in one exchange; on the CPU."""
+        """Merge the sums of all ranks in one all-gather; on the CPU."""
         mine = torch.stack(list(sums.values()))
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine)
@@ -324,25 +310,78 @@ class Learner:
 
 
 def has_only_policy_gradient(config: Config) -> bool:
-    """Whether a completion with advantage 0 changes nothing: it has no gradient, and no other's depends on it."""
+    """True if completions with advantage 0 change nothing: no gradient of their own, no influence on others."""
     algorithm = config.algorithm
     return (
         algorithm.kl_coef == 0
         and algorithm.entropy_coef == 0
         and algorithm.behaviour_kl_coef == 0
         and algorithm.loss not in TRAINS_ZERO_ADVANTAGE
-        and not config.learner.ess_lr  # the ratios of all completions decide on the learning rate
+        and not config.learner.ess_lr  # the learning rate depends on the ratios of all completions
         and not objective.needs_precompute(algorithm, config.learner.updates_per_step)
     )
 
 
 def _mesh(device: torch.device, rank: int, world: int) -> dist.device_mesh.DeviceMesh:
-    """All ranks in a row. Makes a process group of one where there is none."""
+    """Return a one-dimensional mesh of all ranks. Creates a process group of one if none exists."""
     if not dist.is_initialized():
-        assert world == 1, "with several ranks the caller initialises torch.distributed"
+        assert world == 1, "with several ranks the caller must initialise torch.distributed"
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=rank, world_size=world)
     assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return init_device_mesh(device.type, (world,))
+
+
+# -- the sync gap ------------------------------------------------------------------------------------------------------
+
+
+class LearnerCheck:
+    """Scores the check sequences of a run under the weights that were just published.
+
+    Engines score the same sequences. The difference is the sync gap.
+    """
+
+    def __init__(self, model: TokenScorer, max_context: int, device: torch.device) -> None:
+        """
+        Args:
+            max_context: longest prompt plus completion, tokens.
+        """
+        self._model = model
+        config = model.language_model.config.get_text_config()
+        self.sequences = CheckSequences.draw(config.vocab_size, max_context)
+        groups = [_group(number, tokens, self.sequences.start) for number, tokens in enumerate(self.sequences.tokens)]
+        (self._batch,) = pack(groups, None, rank=0, world=1, tokens_per_microbatch=2**31).trained
+        self._order = torch.argsort(self._batch.rollouts)
+        self._device = device
+
+    @torch.no_grad()
+    def score(self) -> list[float]:
+        """Return the log-probs of all scored tokens, in the order of the sequences, nats, at temperature 1.
+
+        Collective: every rank runs all sequences. Layers run eagerly, because a forward pass without gradient would trigger a
+        recompilation.
+        """
+        with torch.compiler.set_stance("force_eager"):
+            logprobs = self._model(self._batch.to(self._device), temperature=1.0).scores.logprobs
+        reshard(self._model)
+        parts = logprobs.cpu().split(self._batch.cu_seqlens.diff().tolist())
+        return torch.cat([parts[place] for place in self._order.tolist()]).tolist()
+
+
+def _group(number: int, tokens: tuple[int, ...], start: int) -> Group:
+    """Return a sequence as a group with one completion."""
+    sampled = np.array(tokens[start:], np.int32)
+    spans = (VersionSpan(PolicyVersion(0, 0), 0, len(sampled)),)
+    completion = Completion(0, sampled, np.zeros(len(sampled), np.float32), spans, "length")
+    name = f"check-{number}"
+    return Group(
+        group_id=name,
+        lease_id=name,
+        attempt=0,
+        prompt_index=number,
+        purpose="eval",
+        prompt=Prompt(prompt_id=name, token_ids=tokens[:start]),
+        rollouts=(Rollout(completion, Score(value=0.0)),),
+    )

@@ -1,11 +1,11 @@
-"""From a model's files into the shards of the ranks: every rank reads the rows that it keeps, and no other.
+"""Sharded loading: every rank reads the rows of its shard from a model's files.
 
-`without_memory` builds the model with its parameters on `meta`. They are adapted and sharded there, and then `fill` reads
-what the shard of this rank has, out of files that are mapped into memory. So a rank never holds more than its share
-and one tensor, and the ranks of a machine share the page cache.
+`without_memory` builds the model with its parameters on `meta`, where they are adapted and sharded. Then `fill` reads the
+shard of this rank from memory-mapped files. A rank never holds more than its shard and one tensor, and the ranks of a
+machine share the page cache.
 
-It needs files that hold exactly the tensors of the model, in safetensors. Whatever else transformers can load, it loads
-as a whole, on every rank (`model.load_language_model`).
+The files must be safetensors with exactly the tensors of the model. Models in other formats are loaded in full on every
+rank by transformers (`model.load_language_model`).
 """
 
 import re
@@ -26,18 +26,18 @@ from asyncgrpo.weights.files import disk_pieces, open_tensors, saved_tensors
 
 
 def without_memory(path: str) -> PreTrainedModel:
-    """The model of a folder or hub id in float32 and evaluation mode. Its parameters are on `meta`, its buffers are not."""
+    """Build the model of a folder or hub id in float32 and evaluation mode, with parameters (not buffers) on `meta`."""
     with _parameters_on_meta():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
     if model.can_generate():
-        with suppress(OSError):  # it has none
+        with suppress(OSError):  # no generation config
             model.generation_config = GenerationConfig.from_pretrained(path)
     return model.eval()
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Not `torch.device("meta")`, which would take buffers too; some of them, as of rotary positions, are in no file."""
+    """Create parameters on `meta`. `torch.device("meta")` would move buffers too, and no file has those of rotary positions."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -54,9 +54,9 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextmanager
 def as_if_on_cpu(model: nn.Module) -> Iterator[None]:
-    """Parameters are on the CPU inside the block, still without memory; those that are added there stay.
+    """Move parameters to the CPU inside the block, still without memory. Parameters added inside stay there.
 
-    Adapters are put where the weights are that they adapt, and on `meta` they would have no values.
+    Adapters are created on the device of their weight, and on `meta` they would have no values.
     """
     replace_parameters(model, lambda _, p: torch.zeros((), dtype=p.dtype).expand(p.shape))
     hollow = {id(parameter) for parameter in model.parameters()}
@@ -65,7 +65,7 @@ def as_if_on_cpu(model: nn.Module) -> Iterator[None]:
 
 
 def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], Tensor]) -> None:
-    """Put what `make` says of a name and a parameter in the parameter's place. Tied parameters stay tied."""
+    """Replace each parameter with `make(name, parameter)`. Tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, old in module._parameters.items():
@@ -80,24 +80,24 @@ def replace_parameters(model: nn.Module, make: Callable[[str, nn.Parameter], Ten
 
 
 class Pieces(NamedTuple):
-    """How one tensor of the model lies in the files."""
+    """Layout of one tensor of the model in the files."""
 
     shape: torch.Size
-    """In memory."""
+    """Shape in memory."""
     parts: dict[str, Tensor]
-    """Views, without memory, of the tensor, by their names on disk."""
+    """Views of the tensor on `meta`, by name on disk."""
     is_same: bool
-    """The tensor is one on disk too."""
+    """True if the tensor is a single one on disk."""
 
 
 class ShardReader:
-    """Reads rows of a model's tensors, by their names in memory."""
+    """Reads rows of a model's tensors by name in memory."""
 
     def __init__(self, model: PreTrainedModel, path: str) -> None:
-        """Compare names and shapes, and read the buffers that are in the files.
+        """Compare names and shapes, and read the buffers in the files.
 
         Args:
-            model: `without_memory`, before anything is added to it.
+            model: of `without_memory`, unchanged.
             path: folder of the model, or a hub id.
         Raises:
             WeightsError: the files cannot be read row by row into this model.
@@ -113,7 +113,7 @@ class ShardReader:
                 tensor.copy_(self.rows(name, 0, len(tensor), tensor.dtype))
 
     def rows(self, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-        """Rows `start` to `stop` of a tensor, in memory of their own on the CPU."""
+        """Return a copy of rows `start` to `stop` of a tensor on the CPU."""
         shape, parts, is_same = self._pieces[name]
         rows = torch.empty((stop - start, *shape[1:]), dtype=dtype)
         if is_same:
@@ -123,12 +123,12 @@ class ShardReader:
         return rows
 
     def holds(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether `dtype` has room for every value that the files have of this tensor."""
+        """Return True if `dtype` represents every value of this tensor in the files."""
         stored = {self._stored(on_disk)[:0].dtype for on_disk in self._pieces[name].parts}
         return all(torch.promote_types(one, dtype) == dtype for one in stored)
 
     def _stored(self, on_disk: str) -> Any:
-        """A tensor that is read where it is indexed."""
+        """Return a tensor that is read when indexed."""
         return self._files[on_disk].get_slice(on_disk)
 
     def _compare(self, model: PreTrainedModel) -> None:
@@ -145,9 +145,9 @@ class ShardReader:
 
 
 def pieces_of_rows(model: PreTrainedModel, name: str, shape: torch.Size) -> Pieces:
-    """How a tensor lies on disk.
+    """Return the layout of a tensor on disk.
 
-    Raises WeightsError where a piece is not of one row alone, so that ranks cannot each take their own.
+    Raises WeightsError if a piece spans several rows, so that ranks cannot read their own rows.
     """
     if not shape:
         raise WeightsError(f"{name} is a single number")
@@ -170,7 +170,7 @@ def pieces_of_rows(model: PreTrainedModel, name: str, shape: torch.Size) -> Piec
 
 
 def views_of_rows(parts: dict[str, Tensor], rows: Tensor, start: int) -> Iterator[tuple[str, Tensor]]:
-    """The pieces of these rows, the first of which is row `start` of the whole tensor, as views of them."""
+    """Yield the pieces of `rows`, whose first is row `start` of the full tensor, as views."""
     for on_disk, part in parts.items():
         offset = part.storage_offset() - start * rows.shape[1:].numel()
         if 0 <= offset < rows.numel():
@@ -178,21 +178,21 @@ def views_of_rows(parts: dict[str, Tensor], rows: Tensor, start: int) -> Iterato
 
 
 def first_row(tensor: DTensor) -> int:
-    """The first row of this rank's shard: as `torch.chunk` cuts."""
+    """Return the first row of this rank's shard, as `torch.chunk` splits."""
     assert tensor.placements == (Shard(0),)
     mesh, num_rows = tensor.device_mesh, tensor.shape[0]
     return min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)
 
 
 def _download(path: str) -> None:
-    """The weights of a hub id that are not in the local cache; one process of a machine does it, the others wait."""
+    """Download the weights of a hub id that are not cached. One process of a machine downloads, the others wait."""
     if Path(path).expanduser().is_dir():
         return
     from huggingface_hub import snapshot_download
 
     try:
         snapshot_download(path, allow_patterns=["*.json", "model*.safetensors"])
-    except Exception as error:  # of many kinds; transformers will say what is wrong
+    except Exception as error:  # of many kinds; transformers reports the cause later
         raise WeightsError(f"{path} cannot be downloaded: {error}") from error
 
 
@@ -200,12 +200,12 @@ def _download(path: str) -> None:
 
 
 def fill(model: nn.Module, reader: ShardReader, name_of: Callable[[str], str], device: torch.device) -> None:
-    """Read every sharded parameter that has no memory yet.
+    """Read every sharded parameter that is still on `meta`.
 
     Args:
         model: sharded by FSDP2 along the first dimension.
-        name_of: from a parameter's name to that of the tensor in the model that `reader` knows.
-        device: where the shards are to be.
+        name_of: maps a parameter's name to the name that `reader` knows.
+        device: of the shards.
     """
     read: dict[int, nn.Parameter] = {}
     state: dict[str, nn.Parameter] = {}
@@ -220,5 +220,5 @@ def fill(model: nn.Module, reader: ShardReader, name_of: Callable[[str], str], d
 def _read_shard(reader: ShardReader, name: str, parameter: DTensor, device: torch.device) -> nn.Parameter:
     start = first_row(parameter)
     rows = reader.rows(name, start, start + len(parameter.to_local()), parameter.dtype).to(device)
-    # Not from_local, which would bring an offloaded shard to the mesh's device.
+    # Not from_local, which would move an offloaded shard to the mesh's device.
     return nn.Parameter(DTensor(rows, parameter._spec, requires_grad=False), parameter.requires_grad)

@@ -1,9 +1,8 @@
-"""The step's loss on one micro-batch, put together from `algorithms/` as the configuration says.
+"""The loss of a micro-batch, composed from `algorithms/` as configured.
 
-Every surrogate and every penalty is a detached factor of `∇ log π(y_t)`, so the loss is a gradient for each token's
-log-prob, and adding a paper is one function in `algorithms/surrogates.py`. Where the gradient of a token depends on
-nothing but that token, the head asks for it block by block; else the log-probs of the micro-batch must be known first
-(`use_scores`).
+Every surrogate and every penalty is a detached coefficient of `∇ log π(y_t)`, so the loss is one gradient per log-prob, and a
+new paper is one function in `algorithms/surrogates.py`. If the gradient of a token depends on that token alone, the head
+evaluates it block by block. Otherwise the log-probs of the micro-batch are computed first (`use_scores`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,30 +27,30 @@ from asyncgrpo.learner.packing import PackedBatch, SampledTokens, ScoredRollouts
 
 
 class Precomputed(NamedTuple):
-    """What is known of the [N] tokens of a micro-batch before its gradient; none where nobody asked."""
+    """Values of the [N] tokens of a micro-batch that are computed before its gradient; None if not needed."""
 
     proximal: Tensor | None = None
-    """Log-probs under the weights at the start of the step. None: the present ones are those."""
+    """Log-probs under the weights at the start of the step. None: equal to the current ones."""
     reference: Tensor | None = None
-    """Log-probs under the reference."""
+    """Log-probs under the reference model."""
     keep: Tensor | None = None
-    """bool, of corrections that look at the whole step (M2PO)."""
+    """bool, of corrections over the full step (M2PO)."""
     pair_gradient: Tensor | None = None
     """Derivative of the pairwise objective of the step by each log-prob."""
     pair_value: Tensor | None = None
-    """That objective, divided up among tokens in any way."""
+    """Value of that objective, distributed over tokens in any way."""
     values: Tensor | None = None
-    """Values of the critic, before the step."""
+    """Values of the critic before the step."""
     returns: Tensor | None = None
-    """What the critic is to learn."""
+    """Targets of the critic."""
 
     def at(self, where: slice) -> "Precomputed":
-        """What is known of some of the tokens."""
+        """Return the values of a slice of the tokens."""
         return Precomputed(*(None if x is None else x[where] for x in self))
 
 
 class _Tokens(NamedTuple):
-    """Some tokens of a micro-batch."""
+    """A slice of the tokens of a micro-batch."""
 
     mask: Tensor
     behaviour: Tensor
@@ -59,35 +58,35 @@ class _Tokens(NamedTuple):
     versions: Tensor
     weights: Tensor
     cu_seqlens: Tensor | None
-    """None where they are a slice that sequences do not respect."""
+    """None if the slice cuts through sequences."""
     precomputed: Precomputed
 
     def at(self, where: slice) -> "_Tokens":
-        """Some of them."""
+        """Return a slice."""
         parts = (self.mask, self.behaviour, self.advantages, self.versions, self.weights)
         mask, behaviour, advantages, versions, weights = (x[where] for x in parts)
         return _Tokens(mask, behaviour, advantages, versions, weights, None, self.precomputed.at(where))
 
 
 class _Terms(NamedTuple):
-    """The loss of some tokens. Nothing has a gradient."""
+    """The loss of a slice of tokens, all without gradient."""
 
     gradient: Tensor
     """[n] derivative of the step's loss by the log-prob."""
     value: Tensor
-    """[n] the token's loss, to be weighted."""
+    """[n] loss of each token before weighting."""
     surrogate: Surrogate
     correction: Correction
     log_ratio: Tensor
-    """[n] policy over anchor."""
+    """[n] log policy / anchor."""
     log_rho: Tensor
-    """[n] what corrections look at: anchor (or policy, where the anchor is the behaviour policy) over behaviour."""
+    """[n] input of corrections: log anchor / behaviour, or log policy / behaviour if the anchor is the behaviour policy."""
     kl: Tensor | None
     """[n] estimate of the KL to the reference."""
 
 
 class MicrobatchObjective:
-    """The loss of one micro-batch; what `head.Objective` asks for."""
+    """The loss of one micro-batch, a `head.Objective`."""
 
     def __init__(
         self,
@@ -98,21 +97,19 @@ class MicrobatchObjective:
         *,
         version: int,
         max_length: int,
-        kl_coef: float,
         oldest_trained: int | None = None,
     ) -> None:
         """
         Args:
-            settings: which loss it is.
-            step: for the counts of the whole step.
+            settings: selects loss, anchor, corrections and penalties.
+            step: for the counts of the full step.
             version: number of the learner's weights.
             max_length: longest completion that may be sampled, tokens.
-            kl_coef: the present one, where it is steered.
             oldest_trained: tokens of older weights than these have no weight; None: all have theirs. The weights of
                 the others are as if nothing were left out.
         """
         self.settings, self.batch, self.version = settings, batch, version
-        self.kl_coef = kl_coef if settings.kl_in == "loss" else 0.0
+        self.kl_coef = settings.kl_coef if settings.kl_in == "loss" else 0.0
         # Where nearly all groups are hopeless the bonus would decide the step: AdamW makes a whole one of any gradient.
         self.entropy_coef = settings.entropy_coef * step.bonus_share
         weights = token_weights(
@@ -127,7 +124,7 @@ class MicrobatchObjective:
         ).to(torch.float32)
         self._stale_token_mask = _is_stale(batch, oldest_trained)
         self.weights = weights = torch.where(self._stale_token_mask, 0.0, weights)
-        """[N] of each token in the loss of the step."""
+        """[N] weight of each token in the loss of the step."""
         self._tokens = _Tokens(
             batch.mask,
             batch.behaviour_logprobs,
@@ -140,13 +137,13 @@ class MicrobatchObjective:
         self._gradients: LossGradients | None = None
 
     def __call__(self, tokens: slice, scores: TokenScores) -> LossGradients:
-        """Loss gradients of some of the tokens."""
+        """Return the loss gradients of a slice of the tokens."""
         if self._gradients is not None:
             return self._gradients.at(tokens)
         return self._gradients_of(self._tokens.at(tokens), scores.logprobs)
 
     def use_scores(self, scores: TokenScores) -> None:
-        """Take the gradients from these log-probs, which are the whole micro-batch's."""
+        """Compute the gradients from the log-probs of the full micro-batch."""
         self._gradients = self._gradients_of(self._tokens, scores.logprobs)
 
     def _gradients_of(self, tokens: _Tokens, policy: Tensor) -> LossGradients:
@@ -193,7 +190,7 @@ class MicrobatchObjective:
         if self.settings.loss == PAIRWISE:
             gradient, value = tokens.precomputed.pair_gradient, tokens.precomputed.pair_value
             assert gradient is not None and value is not None
-            # Pairs are averaged already: what the weights of the aggregation will do is undone beforehand.
+            # Pairs are averaged already, so divide by the weights that the aggregation will apply.
             undone = torch.where(tokens.weights > 0, 1 / tokens.weights, 0.0)
             return Surrogate(gradient * undone, value * undone, torch.zeros_like(tokens.mask))
         function = SURROGATES[self.settings.loss]
@@ -211,7 +208,7 @@ class MicrobatchObjective:
 
     @torch.no_grad()
     def report(self, scores: TokenScores) -> Sums:
-        """What the micro-batch adds to the step's report; ratios before anything is rejected."""
+        """Return the sums that the micro-batch adds to the step's report; ratios are before rejection."""
         settings, tokens, batch = self.settings, self._tokens, self.batch
         terms = self._terms(tokens, scores.logprobs)
         value = terms.value - self.entropy_coef * scores.entropy
@@ -242,7 +239,7 @@ class MicrobatchObjective:
                 high_ratio=bounded.high_ratio,
             )
         sums |= diagnostics.lag_sums(tokens.versions, self.version, tokens.mask, batch.cu_seqlens)
-        # Whatever the anchor is: between an interpolated one and the behaviour policy there is next to no distance.
+        # Independent of the anchor: an interpolated anchor is too close to the behaviour policy to measure age.
         at_start = scores.logprobs if tokens.precomputed.proximal is None else tokens.precomputed.proximal
         log_age = at_start - tokens.behaviour
         sums |= diagnostics.ratio_sums(log_age, tokens.mask, batch.cu_seqlens)
@@ -252,10 +249,10 @@ class MicrobatchObjective:
 
 
 def report_not_run(tokens: SampledTokens, *, version: int, oldest_trained: int | None) -> Sums:
-    """What tokens add to the step's report that have no gradient and are not run.
+    """Return the sums of tokens without gradient that are not run.
 
-    Their entropy is taken from the engine: -log μ of a sampled token is an estimate of it, for the weights that sampled
-    the token. None is clipped. Whatever compares the learner's log-probs with others is left to the tokens that are run.
+    Their entropy is estimated by the engine's -log μ, under the weights that sampled the token. No token is clipped. Sums
+    that need the learner's log-probs are over the tokens that are run.
     """
     mask, cu_seqlens = tokens.mask, tokens.cu_seqlens
     sums = diagnostics.mean_sums(mask, entropy=-tokens.behaviour_logprobs, clipped=torch.zeros_like(mask))
@@ -265,14 +262,14 @@ def report_not_run(tokens: SampledTokens, *, version: int, oldest_trained: int |
 
 
 def _is_stale(tokens: PackedBatch | SampledTokens, oldest_trained: int | None) -> Tensor:
-    """[N] whether a token is too old to be trained."""
+    """Return [N] bool, true for tokens that are too old to be trained."""
     return tokens.mask & (tokens.versions < (-1 if oldest_trained is None else oldest_trained))
 
 
 def correct(
     one: CorrectionConfig, log_rho: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None
 ) -> Correction:
-    """One correction as configured. `m2po` needs the tokens of the whole step."""
+    """Apply one correction as configured. `m2po` needs the tokens of the full step."""
     if one.kind == "importance":
         return corrections.importance(
             log_rho,
@@ -300,18 +297,18 @@ def correct(
 
 
 def is_elementwise(settings: AlgorithmConfig) -> bool:
-    """Whether the gradient of a token depends on nothing but that token, once `Precomputed` is known."""
+    """True if the gradient of a token depends on that token alone, given `Precomputed`."""
     return settings.loss not in SEQUENCE_LEVEL and all(
         one.kind == "m2po" or (one.kind in ("importance", "divergence") and one.level == "token")
         for one in settings.corrections
     )
 
 
-# -- what some algorithms must know of the whole step before its first gradient ----------------------------------------
+# -- values over the full step, before its first gradient --------------------------------------------------------------
 
 
 class Scored(NamedTuple):
-    """A micro-batch under the weights at the start of the step, [N] each."""
+    """Scores of a micro-batch under the weights at the start of the step, [N] each."""
 
     logprobs: Tensor
     reference: Tensor | None
@@ -322,7 +319,7 @@ Score = Callable[[PackedBatch], Scored]
 
 
 def needs_precompute(settings: AlgorithmConfig, updates: int) -> bool:
-    """Whether a step of so many updates begins with a forward pass over everything."""
+    """True if a step with this number of updates begins with a forward pass over all tokens."""
     return (
         (updates > 1 and settings.anchor == "proximal")
         or (settings.kl_coef > 0 and settings.kl_in == "reward")
@@ -332,15 +329,12 @@ def needs_precompute(settings: AlgorithmConfig, updates: int) -> bool:
     )
 
 
-def precompute(
-    step: StepBatch, score: Score, settings: AlgorithmConfig, *, kl_coef: float
-) -> tuple[StepBatch, list[Precomputed]]:
+def precompute(step: StepBatch, score: Score, settings: AlgorithmConfig) -> tuple[StepBatch, list[Precomputed]]:
     """Score all micro-batches of this rank, and tell each what it must know. Collective.
 
     Args:
         step: one minibatch.
         score: the forward pass of a micro-batch; results on its device.
-        kl_coef: of a KL in the reward.
     Returns:
         The minibatch, with the advantages that only now are known, and what its trained micro-batches must know.
     """
@@ -356,7 +350,8 @@ def precompute(
         reference = tokens.all([_present(s.reference) for s in scored])
         assert settings.kl_kind != "full", "checked with the configuration"
         per_token = kl_penalty(policy, reference, kind=settings.kl_kind).value
-        rewards = shaping.reward_with_kl(rollouts.rewards, per_token, tokens.mask, tokens.cu_seqlens, coef=kl_coef)
+        coef = settings.kl_coef
+        rewards = shaping.reward_with_kl(rollouts.rewards, per_token, tokens.mask, tokens.cu_seqlens, coef=coef)
         advantages = rollouts.advantages(settings.advantage, rewards)
         step = step.with_advantages(advantages, tokens.of_microbatches(advantages.repeat_interleave(rollouts.lengths)))
     if settings.advantage == CRITIC:
@@ -382,9 +377,9 @@ def precompute(
     for batch, own in zip(microbatches, scored, strict=True):
         positions = tokens.positions(batch)
         device = own.logprobs.device
-        told = {name: values[positions].to(device) for name, values in fields.items()}
-        told = {name: x.float() if x.is_floating_point() else x for name, x in told.items()}
-        precomputed.append(Precomputed(proximal=own.logprobs, reference=own.reference, **told))
+        local = {name: values[positions].to(device) for name, values in fields.items()}
+        local = {name: x.float() if x.is_floating_point() else x for name, x in local.items()}
+        precomputed.append(Precomputed(proximal=own.logprobs, reference=own.reference, **local))
     return step, precomputed
 
 
@@ -395,7 +390,7 @@ def _pairs(
     tokens: "_StepTokens",
     references: list[Tensor | None],
 ) -> dict[str, Tensor]:
-    """The pairwise objective of the step: its gradient at every token, and its value, laid on first tokens."""
+    """Compute the pairwise objective of the step: its gradient at every token, and its value on first tokens."""
     arguments = dict(settings.loss_args)
     with_reference = bool(arguments.pop("reference", False))
     generator = torch.Generator().manual_seed(len(rollouts.completions))
@@ -419,7 +414,7 @@ def _pairs(
 
 
 class _StepTokens:
-    """All tokens of a minibatch, completion after completion; [M] in all, the same on every rank."""
+    """All [M] tokens of a minibatch in the order of its completions, equal on all ranks."""
 
     def __init__(self, microbatches: Sequence[PackedBatch], rollouts: ScoredRollouts) -> None:
         self._microbatches = microbatches
@@ -428,17 +423,17 @@ class _StepTokens:
         self.mask = rollouts.is_trained.repeat_interleave(rollouts.lengths)
 
     def positions(self, batch: PackedBatch) -> Tensor:
-        """[N] where the tokens of a micro-batch are."""
+        """Return [N] positions of the tokens of a micro-batch."""
         members, lengths = batch.rollouts.cpu(), batch.cu_seqlens.cpu().diff()
         starts = self.cu_seqlens[members] - batch.cu_seqlens.cpu()[:-1]
         return starts.repeat_interleave(lengths) + torch.arange(int(lengths.sum()))
 
     def of_microbatches(self, values: Tensor) -> list[Tensor]:
-        """[M] to [N] of each micro-batch of this rank."""
+        """Split [M] values into [N] of each micro-batch of this rank."""
         return [values[self.positions(batch)] for batch in self._microbatches]
 
     def all(self, values: Sequence[Tensor]) -> Tensor:
-        """[M] float64 from what each rank has of its micro-batches. Collective."""
+        """Merge the values of all ranks' micro-batches into [M] float64. Collective."""
         everything = torch.zeros(self.mask.numel(), dtype=torch.float64)
         for batch, own in zip(self._microbatches, values, strict=True):
             everything[self.positions(batch)] = own.cpu().double()
@@ -447,14 +442,14 @@ class _StepTokens:
         return everything
 
     def on_last_tokens(self, rewards: Tensor) -> Tensor:
-        """[A] to [M]: each completion's reward where it ends."""
+        """Place the rewards [A] on the last tokens of their completions, [M]."""
         placed = torch.zeros(self.mask.numel(), dtype=torch.float64)
         has_tokens = self.lengths > 0
         placed[self.cu_seqlens[1:][has_tokens] - 1] = rewards[has_tokens]
         return placed
 
     def means(self, values: Tensor) -> Tensor:
-        """[M] to [A]."""
+        """Return [A] means of [M] values over each completion."""
         owner = torch.arange(self.lengths.numel()).repeat_interleave(self.lengths)
         return values.new_zeros(self.lengths.numel()).index_add(0, owner, values) / self.lengths.clamp(min=1)
 

@@ -1,8 +1,9 @@
-"""The optimizer around AdamW: its rate, which updates are made, and where its moments wait.
+"""The optimizer around AdamW: learning rate, gradient guard, and CPU offload of the moments.
 
-One bad batch can undo a week; skipping it costs one batch. But a run that only skips learns nothing, so it ends.
+One bad batch can undo a week of training, and skipping it costs one batch. A run that only skips learns nothing, so it ends.
 
-The moments of AdamW are two thirds of what a learner keeps. They may wait on the CPU, and are on the GPU a chunk at a time.
+The moments of AdamW are two thirds of the learner's state. Offloaded, they are kept on the CPU and moved to the GPU one chunk at
+a time.
 """
 
 import math
@@ -24,7 +25,7 @@ from asyncgrpo.errors import TrainingError
 
 
 def make_optimizer(model: torch.nn.Module, config: Config) -> AdamW:
-    """AdamW, with a larger rate for a critic's value head."""
+    """Return AdamW, with a larger learning rate for a critic's value head."""
     learner = config.learner
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = [{"params": [p for name, p in named if not name.startswith("value_head")], "lr_scale": 1.0}]
@@ -35,7 +36,7 @@ def make_optimizer(model: torch.nn.Module, config: Config) -> AdamW:
 
 
 def learning_rate(updates: int, config: Config, *, signal_share: float = 1.0) -> float:
-    """The rate of the update after `updates` updates: a warm-up, a schedule, and what the step's groups can teach.
+    """Return the learning rate of the update after `updates` updates: warm-up, schedule, and share of informative groups.
 
         lr        = learner.lr  warm-up  schedule  min(1, sqrt(signal_share / full_lr_signal))
         warm-up   = min(1, (updates + 1) / (warmup_steps + 1))
@@ -44,17 +45,17 @@ def learning_rate(updates: int, config: Config, *, signal_share: float = 1.0) ->
                   cosine     lr_min_ratio + (1 - lr_min_ratio) (1 + cos(pi p)) / 2
         p         = (updates - warmup_steps) / (updates of the whole run - warmup_steps), at least 0 and at most 1
 
-    A resume with another `run.steps` goes on along the curve of the new length, at the update where it was.
+    A resume with another `run.steps` continues on the curve of the new length, at the same update.
 
-    AdamW divides a gradient by its own recent size. Where nearly all prompts are solved, the one odd group that is left,
-    or an entropy bonus alone, would be scaled up to a step as long as any: a run that has learnt unlearns. So the rate
-    falls with the root of the number of groups that still teach.
+    AdamW divides a gradient by its own recent size. If nearly all prompts are solved, a single remaining group, or an entropy
+    bonus alone, would be scaled up to a full step, and a trained run unlearns. So the rate falls with the square root of the
+    number of informative groups.
 
     Args:
-        signal_share: of the groups that are solved or have a signal, those that have a signal.
+        signal_share: share of groups with a signal among groups that are solved or have a signal.
     Source:
-        The root is the scaling rule of adaptive methods by batch size: Malladi et al. 2022, arXiv:2205.10287. What
-        happens without it, and the alternatives: docs/stability.md.
+        Square-root scaling of adaptive methods by batch size: Malladi et al. 2022, arXiv:2205.10287. Effect and
+        alternatives: docs/stability.md.
     """
     learner = config.learner
     lr = learner.lr * min(1.0, (updates + 1) / (learner.warmup_steps + 1))
@@ -69,26 +70,28 @@ def learning_rate(updates: int, config: Config, *, signal_share: float = 1.0) ->
     return lr
 
 
-# -- which updates are made --------------------------------------------------------------------------------------------
+# -- gradient guard ----------------------------------------------------------------------------------------------------
 
 
 WINDOW = 50
-"""Norms that the median is of."""
+"""Norms of the running median."""
 ENOUGH = 10
 """Norms before anything is a spike."""
+MAX_SKIPS = 20
+"""Skipped updates in a row that end the run."""
 
 
 class GradientGuard:
-    """Judges gradient norms in the order in which they come; the same on every rank."""
+    """Judges gradient norms in order, with equal results on all ranks."""
 
-    def __init__(self, spike_factor: float | None, max_skips: int, grad_clip: float) -> None:
+    def __init__(self, spike_factor: float | None, grad_clip: float, *, max_skips: int = MAX_SKIPS) -> None:
         """
         Args:
             spike_factor: a norm above this multiple of both the recent median and `grad_clip` is a spike; none: nothing
                 is.
-            max_skips: skipped updates in a row that end the run.
             grad_clip: norm to which gradients are clipped. Norms near it are harmless, however small the median has
                 become: a run that has learnt has next to no gradient until it meets a group with signal.
+            max_skips: skipped updates in a row that end the run.
         """
         self._factor, self._max_skips, self._clip = spike_factor, max_skips, grad_clip
         self._norms: deque[float] = deque(maxlen=WINDOW)
@@ -96,12 +99,12 @@ class GradientGuard:
         """Updates skipped in a row."""
 
     def judge(self, norm: float) -> str | None:
-        """Why the update of this norm is to be skipped; none: nothing is against it. A norm of 0 changes nothing here.
+        """Return the reason to skip an update with this norm; None to make it. A norm of 0 does not change the guard.
 
         Raises:
-            TrainingError: it was one too many.
+            TrainingError: too many skips in a row.
         """
-        if norm == 0:  # says nothing of the others
+        if norm == 0:  # no evidence about later norms
             return None
         reason = self._objection(norm)
         if reason is None:
@@ -111,18 +114,18 @@ class GradientGuard:
         self.skips += 1
         if self.skips >= self._max_skips:
             raise TrainingError(
-                f"{self.skips} updates in a row were skipped (learner.max_skips), the last because {reason}; "
+                f"{self.skips} updates in a row were skipped, the last because {reason}; "
                 "look at learner.lr, at the rewards and at the log-prob gap, or raise learner.spike_factor"
             )
         return reason
 
     def memory(self) -> Tensor:
-        """[1 + WINDOW] float64: updates skipped in a row, then the norms, NaN where there are fewer; for a checkpoint."""
+        """Return [1 + WINDOW] float64 for a checkpoint: skips in a row, then the norms, padded with NaN."""
         unknown = [math.nan] * (WINDOW - len(self._norms))
         return torch.tensor([self.skips, *self._norms, *unknown], dtype=torch.float64)
 
     def recall(self, memory: Tensor) -> None:
-        """Go on from the `memory` of another one."""
+        """Restore the `memory` of another guard."""
         skips, *norms = memory.tolist()
         self.skips = int(skips)
         self._norms = deque((norm for norm in norms if not math.isnan(norm)), maxlen=WINDOW)
@@ -143,18 +146,18 @@ class GradientGuard:
 
 
 CHUNK_BYTES = 2**30
-"""Moments that are on the GPU at once, unless those of one parameter are more."""
+"""Maximum size of the moments on the GPU, unless those of a single parameter are larger."""
 _ALIGNED = 4
-"""Moments begin at a multiple of so many numbers, 16 bytes, so that AdamW's kernel reads them four at a time."""
+"""Alignment of moments in numbers (16 bytes), so that AdamW's kernel uses vectorized loads."""
 
 
 class OptimizerOffload:
-    """Steps an AdamW whose moments wait on the CPU, a chunk of parameters at a time. Off, it is just the AdamW."""
+    """Steps an AdamW whose moments are on the CPU, one chunk of parameters at a time. Off, it only calls AdamW."""
 
     def __init__(self, optimizer: AdamW, *, is_on: bool) -> None:
         """
         Args:
-            optimizer: that has made no step yet. Its groups are divided into chunks.
+            optimizer: without steps so far. Its groups are split into chunks.
         """
         self._optimizer = optimizer
         self._chunks: list[_Chunk] = []
@@ -165,7 +168,7 @@ class OptimizerOffload:
             self._chunks = [_Chunk(group["params"], optimizer.state) for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """Make the optimizer's step, with bitwise identical results."""
+        """Step the optimizer. Results are bitwise those without offload."""
         if not self._chunks:
             self._optimizer.step()
             return
@@ -178,17 +181,17 @@ class OptimizerOffload:
         finally:
             self._optimizer.param_groups = groups
         if self._chunks[0].device.type == "cuda":
-            torch.cuda.current_stream(self._chunks[0].device).synchronize()  # a checkpoint may read them from now on
+            torch.cuda.current_stream(self._chunks[0].device).synchronize()  # a checkpoint may read them now
 
 
 class _Chunk:
-    """Some parameters; both moments of each are parts of one flat tensor, which is copied in one piece.
+    """Parameters whose moments are views of one flat tensor, which is copied in one transfer.
 
-    One large tensor in pinned memory, because torch rounds up the size of each to a power of two.
+    One large pinned tensor, because torch rounds up the size of each to a power of two.
     """
 
     def __init__(self, parameters: list[Tensor], state: dict[Tensor, Any]) -> None:
-        """Make the state that AdamW would make at its first step."""
+        """Create the state that AdamW would create in its first step."""
         self._parameters, self._state = parameters, state
         self.device = _local(parameters[0]).device
         size = 2 * sum(map(_places, parameters))
@@ -199,7 +202,7 @@ class _Chunk:
 
     @contextmanager
     def at_hand(self) -> Iterator[None]:
-        """The moments are where the parameters are, inside the block."""
+        """Move the moments to the device of the parameters inside the block."""
         if self._waiting.device == self.device:
             yield
             return
@@ -222,7 +225,7 @@ class _Chunk:
 
 
 def _chunks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters in their order, as many at a time as have moments of up to CHUNK_BYTES."""
+    """Yield parameters in order, in chunks with moments of up to CHUNK_BYTES."""
     chunk: list[Tensor] = []
     size = 0
     for parameter in parameters:
@@ -236,7 +239,7 @@ def _chunks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _places(parameter: Tensor) -> int:
-    """Numbers that one moment of the parameter takes on this rank."""
+    """Return the numbers that one moment of the parameter occupies on this rank, with padding."""
     return -(-_local(parameter).numel() // _ALIGNED) * _ALIGNED
 
 
@@ -249,8 +252,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
-    """The shard of this rank as a tensor like `parameter`, on any device."""
+    """Return the shard of this rank as a tensor like `parameter`, on any device."""
     if not isinstance(parameter, DTensor):
         return local
-    # Not from_local, which would bring the shard back to the mesh's device.
+    # Not from_local, which would move the shard to the mesh's device.
     return DTensor(local, parameter._spec, requires_grad=False)

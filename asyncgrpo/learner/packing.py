@@ -1,16 +1,13 @@
-"""Groups become packed micro-batches for every rank: usable completions, rows of about equal size, tensors.
+"""Packing of groups into micro-batches for every rank: usable completions, rows of about equal size, tensors.
 
-All ranks hold all groups, so advantages need no communication unless the reward itself does (a KL in the reward, a
-critic).
+Every rank calls `pack` with the same groups and builds its own share without communication. Every sampled token of a usable
+completion is in exactly one micro-batch of one rank. No completion is split. All ranks get the same number of micro-batches,
+because each runs the collectives of a sharded model. Advantages are computed from complete groups before packing; they need
+communication only if the reward does (a KL in the reward, a critic).
 
-A row is one forward and backward of one rank. Rollouts of one prompt stay together as far as they can, because a row
-computes their prompt once; where a row has room left that no whole group fits, a group is divided and its prompt
-computed twice. Only lengths are looked at, so every rank finds the same rows without communication.
-
-Every rank calls `pack` with the same groups and builds its own share, without communication. Every sampled token of a
-usable completion is in exactly one micro-batch of one rank, no completion is split, and all ranks get the same number of
-micro-batches, because a sharded model runs its collectives in each. Advantages are made of whole groups, before
-anything is split.
+A row is one forward and backward of one rank. Completions of one prompt stay together if possible, because a row computes
+their prompt once. If no complete group fits the space left in a row, a group is divided and its prompt computed twice. Rows
+depend on lengths alone, so all ranks find the same rows.
 """
 
 import math
@@ -29,35 +26,32 @@ from asyncgrpo.config.schema import CRITIC, Config
 from asyncgrpo.learner.attention import Family, Segments
 from asyncgrpo.types import Completion, Group, PolicyVersion, Rollout
 
-# -- completions and their rewards -----------------------------------------------------------------------------------------
-
-
-"""The advantage that a critic makes; the others are functions of rewards."""
+# -- completions and their rewards -------------------------------------------------------------------------------------
 
 
 LEAST_LOGPROB = -1e4
-"""Nats. No sampler in float32 draws a token that is less likely."""
+"""Smallest valid log-prob, nats. A float32 sampler draws no token below it."""
 ROUNDING = 1e-2
-"""Nats that the log-prob of a certain token may be above 0."""
+"""Tolerance above 0 for the log-prob of a certain token, nats."""
 
 
 class Shaping(NamedTuple):
-    """What happens to rewards before they are compared."""
+    """Shaping of rewards before they are compared."""
 
     truncated: TruncationRule = "keep"
-    """What becomes of a completion cut at the longest length: `keep`, `mask` or `zero`."""
+    """Rule for a completion cut at the longest length: `keep`, `mask` or `zero`."""
     longest: int = 0
-    """Tokens at which a completion is cut, what it read between its turns included."""
+    """Maximum tokens of a completion, with the observations between its turns."""
     overlong_buffer: int = 0
-    """Tokens before that in which a penalty grows; 0: no penalty."""
+    """Last tokens before `longest` over which a penalty grows; 0: no penalty."""
     overlong_factor: float = 1.0
     """The penalty at `longest`."""
     is_agent: bool = False
-    """True if what a completion reads before its first token is the rest of its prompt, which `longest` leaves out."""
+    """True if observations before the first token belong to the prompt, so that `longest` ignores them."""
 
     @classmethod
     def of(cls, config: Config) -> "Shaping":
-        """Return what a configuration says of it."""
+        """Return the shaping of a configuration."""
         a, is_agent = config.algorithm, config.environment.agent is not None
         return cls(a.truncated, config.sampling.max_tokens, a.overlong_buffer, a.overlong_factor, is_agent)
 
@@ -66,30 +60,30 @@ UNSHAPED = Shaping()
 
 
 class ScoredRollouts(NamedTuple):
-    """A usable completions, in the order of their groups."""
+    """A usable completions in the order of their groups."""
 
     completions: tuple[Completion, ...]
     keys: tuple[tuple[str, int], ...]
-    """group_id, and the index of the completion in its group."""
+    """group_id, and index of the completion in its group."""
     groups: Tensor
     """[A] int64, number of the group, from 0."""
     scores: Tensor
-    """[A] float64, rewards as they were given."""
+    """[A] float64, rewards before shaping."""
     rewards: Tensor
     """[A] float64, shaped."""
     baseline_rewards: Tensor
-    """[A] float64, of the greedy completion of the same prompt; NaN where there is none."""
+    """[A] float64, reward of the greedy completion of the same prompt; NaN without one."""
     lengths: Tensor
     """[A] int64, sampled tokens."""
     is_trained: Tensor
-    """[A] bool; the others are only compared with."""
+    """[A] bool; the other completions only count in the statistics of their group."""
     num_unusable: int
     """Completions left out: without a finite score, aborted, or malformed."""
     num_malformed: int
-    """Unusable completions with a behaviour log-prob that cannot be one."""
+    """Unusable completions with an invalid behaviour log-prob."""
 
     def advantages(self, estimator: str, rewards: Tensor | None = None) -> Tensor:
-        """[A] float64 by the estimator of that name, of these rewards or of others; 0 where a critic is to say."""
+        """Return [A] float64 advantages of the named estimator, from `rewards` if given; 0 for a critic to replace."""
         if estimator == CRITIC:
             return torch.zeros_like(self.rewards)
         rewards = self.rewards if rewards is None else rewards
@@ -97,14 +91,14 @@ class ScoredRollouts(NamedTuple):
 
 
 def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping) -> ScoredRollouts:
-    """The usable completions of `groups`.
+    """Return the usable completions of `groups`.
 
     Args:
-        group_size: a completion with this index or a higher one is greedy, a baseline that is not trained.
+        group_size: completions from this index on are greedy baselines and not trained.
         shaping: of the rewards.
     """
     assert all(g.prompt.token_ids for g in groups), (
-        "a prompt without tokens gives its completion's first token no context"
+        "a prompt has no tokens, so the first token of its completions has no context"
     )
     given = [(number, group.group_id, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
     malformed = _are_malformed([rollout.completion for *_, rollout in given])
@@ -142,7 +136,7 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
 
 
 def _reward(rollout: Rollout) -> float:
-    """NaN where the completion takes no part in training."""
+    """Return the reward; NaN if the completion is unusable."""
     completion, value = rollout.completion, rollout.score.value
     if value is None or not math.isfinite(value) or completion.finish_reason == "abort":
         return math.nan
@@ -150,7 +144,7 @@ def _reward(rollout: Rollout) -> float:
 
 
 def _are_malformed(completions: Sequence[Completion]) -> list[bool]:
-    """True for each with a behaviour log-prob that is none: not finite, above 0, or of what is never sampled."""
+    """Return True for each completion with an invalid behaviour log-prob: not finite, above 0, or never sampled."""
     logprobs = np.concatenate([np.zeros(0, np.float32), *(one.logprobs for one in completions)])
     is_bad = ~((logprobs >= LEAST_LOGPROB) & (logprobs <= ROUNDING))
     ends = np.cumsum([0, *(len(one.logprobs) for one in completions)])
@@ -162,7 +156,7 @@ def _are_malformed(completions: Sequence[Completion]) -> list[bool]:
 
 
 class Piece(NamedTuple):
-    """Some completions of one prompt, in one row."""
+    """Completions of one prompt in one row."""
 
     group: int
     rollouts: tuple[int, ...]
@@ -172,13 +166,13 @@ class Piece(NamedTuple):
 PackedRow = list[Piece]
 
 _SLACK = (1.0, 1.01, 1.03, 1.1)
-"""Rows are first tried as small as equal shares, then a little larger."""
+"""Row sizes to try, relative to equal shares."""
 
 _CANDIDATES = 4
-"""Pieces that are looked at to be divided, largest first."""
+"""Number of pieces considered for division, largest first."""
 
 _Sized = tuple[int, int, tuple[int, ...]]
-"""Tokens of a piece, its group, its completions; longest first."""
+"""Tokens of a piece, its group, its completions (longest first)."""
 
 
 def rows_for_ranks(
@@ -190,17 +184,17 @@ def rows_for_ranks(
     share_prompts: bool,
     pair_cost: float = 0.0,
 ) -> list[list[PackedRow]]:
-    """Rows by rank, `[world][rows of a rank]`, equally many for each; a rank without work gets empty ones.
+    """Return rows by rank, `[world][rows of a rank]`, with equal counts; empty rows fill up.
 
-    There are as few rows as the budget allows, in a multiple of `world`. The k-th rows of all ranks, which wait for one
-    another, are those that cost about the same.
+    The number of rows is the smallest multiple of `world` within the budget. The k-th rows of all ranks run in lockstep and
+    cost about the same.
 
     Args:
         prompts: [G] tokens of each group's prompt.
-        completions: [G] of lists: tokens of each completion.
+        rollouts: [G] lists of the tokens of each completion.
         world: number of ranks.
-        budget: tokens of one row; only a single longer sequence may exceed it.
-        share_prompts: a row computes the prompt of a group once; false: once for each completion.
+        budget: maximum tokens of a row; only a single longer sequence exceeds it.
+        share_prompts: True if a row computes the prompt of a group once; False: once per completion.
         pair_cost: cost of one query-key pair of attention, in tokens.
     """
     pieces = _pieces(prompts, rollouts, share_prompts)
@@ -220,13 +214,8 @@ def rows_for_ranks(
     return [rows[rank::world] for rank in range(world)]
 
 
-def row_tokens(row: PackedRow, prompts: Sequence[int], rollouts: Sequence[Sequence[int]]) -> int:
-    """Tokens that a row computes."""
-    return sum(prompts[piece.group] + sum(rollouts[piece.group][a] for a in piece.rollouts) for piece in row)
-
-
 def _pieces(prompts: Sequence[int], rollouts: Sequence[Sequence[int]], share_prompts: bool) -> list[_Sized]:
-    """What can be laid into rows, smallest first."""
+    """Return the pieces to place into rows, smallest first."""
     pieces: list[_Sized] = []
     for group, lengths in enumerate(rollouts):
         order = sorted(range(len(lengths)), key=lambda a: -lengths[a])
@@ -240,7 +229,7 @@ def _pieces(prompts: Sequence[int], rollouts: Sequence[Sequence[int]], share_pro
 def _fill(
     prompts: Sequence[int], rollouts: Sequence[Sequence[int]], pieces: list[_Sized], capacity: int
 ) -> list[PackedRow]:
-    """Rows of at most `capacity` tokens: always the largest piece that fits, and at last a part of one that does not."""
+    """Fill rows of at most `capacity` tokens: the largest piece that fits, finally a part of one that does not."""
     left = list(pieces)
     rows: list[PackedRow] = []
     while left:
@@ -261,9 +250,9 @@ def _fill(
 def _divide(
     left: list[_Sized], prompts: Sequence[int], rollouts: Sequence[Sequence[int]], room: int, *, is_empty: bool
 ) -> _Sized | None:
-    """Take the completions that fit out of a piece that does not; none if there are no such completions.
+    """Split off the completions that fit from a piece that does not; None if no completion fits.
 
-    An empty row takes the longest completion of the largest piece whatever its size: it fits nowhere.
+    An empty row takes the longest completion of the largest piece regardless of its size.
     """
     for index in range(len(left) - 1, max(-1, len(left) - 1 - _CANDIDATES), -1):
         size, group, members = left[index]
@@ -286,7 +275,7 @@ def _divide(
 
 
 def _cost(row: PackedRow, prompts: Sequence[int], rollouts: Sequence[Sequence[int]], pair_cost: float) -> float:
-    """Cost of a forward pass, in tokens."""
+    """Return the cost of a forward pass, in tokens."""
     cost = 0.0
     for group, members in row:
         prompt = prompts[group]
@@ -301,7 +290,7 @@ def _cost(row: PackedRow, prompts: Sequence[int], rollouts: Sequence[Sequence[in
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What is known of N tokens of S completions without running the model; the fields are those of `PackedBatch`."""
+    """N tokens of S completions that the model does not run on; fields as in `PackedBatch`."""
 
     cu_seqlens: Tensor
     mask: Tensor
@@ -309,7 +298,7 @@ class SampledTokens:
     versions: Tensor
 
     def to(self, device: torch.device) -> "SampledTokens":
-        """These tokens on another device."""
+        """Return the tokens on another device."""
         return SampledTokens(*(getattr(self, f.name).to(device) for f in fields(self)))
 
 
@@ -317,8 +306,8 @@ class SampledTokens:
 class PackedBatch:
     """One micro-batch: T tokens that the model runs on, without padding, and the N sampled tokens that they predict.
 
-    The last token of a completion predicts nothing and is not run; a prompt that several completions share is run once.
-    What an environment said is run, and not predicted: it is among the T and never among the N.
+    The last token of a completion is not run, because it predicts no token. A prompt shared by several completions is run
+    once. Observations of an environment are run but not predicted: they are among the T, never among the N.
     """
 
     token_ids: Tensor
@@ -328,33 +317,33 @@ class PackedBatch:
     segments: Segments
     """Which tokens attend to which."""
     read_at: Tensor
-    """[N] int64, in T: the token before each sampled token."""
+    """[N] int64, position in T of the token before each sampled token."""
     targets: Tensor
     """[N] int64, the sampled tokens."""
     cu_seqlens: Tensor
-    """[S+1] int64, where each completion starts in N; the last is N."""
+    """[S+1] int64, start of each completion in N; the last entry is N."""
     mask: Tensor
-    """[N] bool, false on completions that are only compared with."""
+    """[N] bool, False on completions that are not trained."""
     behaviour_logprobs: Tensor
-    """[N] float32, nats, as the generator sampled them."""
+    """[N] float32, nats, of the generator when it sampled."""
     advantages: Tensor
-    """[N] float32, the completion's."""
+    """[N] float32, advantage of each token."""
     versions: Tensor
-    """[N] int64, the number of the weights that sampled each token."""
+    """[N] int64, version number of the weights that sampled each token."""
     is_current: Tensor
-    """[N] bool, true on the tokens of completions that the learner's present weights sampled from first to last."""
+    """[N] bool, True on completions that the learner's current weights sampled from first to last token."""
     rollouts: Tensor
-    """[S] int64, which of the step's completions each is."""
+    """[S] int64, index of each completion in the step."""
     tokens_in_group: Tensor
-    """[S] int64, trained tokens of all completions of the same group, in the whole step."""
+    """[S] int64, trained tokens of the completion's group in the full step."""
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """This batch on another device."""
+        """Return the batch on another device."""
         moved: dict[str, Any] = {f.name: _moved(getattr(self, f.name), device) for f in fields(self)}
         return PackedBatch(**moved)
 
     def with_advantages(self, advantages: Tensor) -> "PackedBatch":
-        """This batch with the advantages [N] of its tokens."""
+        """Return the batch with these advantages [N] of its tokens."""
         return replace(self, advantages=advantages.to(self.mask.device, torch.float32))
 
 
@@ -364,31 +353,31 @@ def _moved(value: Tensor | Segments, device: torch.device) -> Tensor | Segments:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's share of a minibatch, and the counts of the whole, which are the same on all ranks."""
+    """One rank's share of a minibatch, and counts of the full minibatch, equal on all ranks."""
 
     trained: tuple[PackedBatch, ...]
-    """Micro-batches to run forward and backward; at least one, perhaps of no completion."""
+    """Micro-batches to run forward and backward; at least one, which may have no completion."""
     not_run: SampledTokens
-    """Of all ranks, those whose gradient is zero for certain: only counted."""
+    """Tokens of all ranks whose gradient is certainly 0; only counted."""
     rollouts: ScoredRollouts
-    """All usable completions, of all ranks."""
+    """All usable completions of all ranks."""
     num_tokens: int
-    """Trained tokens in all micro-batches of all ranks."""
+    """Trained tokens of all ranks."""
     num_completions: int
-    """Trained completions; one without tokens counts."""
+    """Trained completions, including those without tokens."""
     num_groups: int
     """Groups with a trained token."""
     zero_signal_groups: int
-    """Groups whose usable completions all have the same reward, or that have fewer than two."""
+    """Groups with equal rewards on all usable completions, or with fewer than two."""
     signal_share: float
-    """Share of the groups with a signal among those that are solved or have one (`advantages.Signal`). With a critic 1."""
+    """Share of groups with a signal among groups that are solved or have a signal (`advantages.Signal`); 1 with a critic."""
     bonus_share: float
-    """Share of the groups that are not hopeless (`advantages.Signal`): so much of an entropy bonus counts. With a critic 1."""
+    """Share of groups that are not hopeless (`advantages.Signal`), which scales an entropy bonus; 1 with a critic."""
     advantages: Tensor
-    """[A] float64. Of a critic: the mean over the completion's tokens."""
+    """[A] float64; with a critic the mean over each completion's tokens."""
 
     def with_advantages(self, advantages: Tensor, of_microbatches: Sequence[Tensor]) -> "StepBatch":
-        """This minibatch with other advantages: of the completions [A], and of the tokens [N] of each trained micro-batch."""
+        """Return the minibatch with these advantages [A] of completions, and [N] of the tokens of each micro-batch."""
         trained = tuple(m.with_advantages(a) for m, a in zip(self.trained, of_microbatches, strict=True))
         return replace(self, trained=trained, advantages=advantages)
 
@@ -408,20 +397,20 @@ def pack(
     pair_cost: float = 0.0,
     skip_zero_advantage: bool = False,
 ) -> StepBatch:
-    """This rank's micro-batches of a minibatch.
+    """Return this rank's micro-batches of a minibatch.
 
     Args:
-        groups: all groups of the minibatch, the same on every rank.
-        version: the learner's weights, to mark the tokens that they sampled; none: mark none.
-        rank, world: this rank, and how many there are.
-        tokens_per_microbatch: budget of one micro-batch; only a single longer sequence may exceed it.
+        groups: all groups of the minibatch, equal on all ranks.
+        version: of the learner's weights, to mark the tokens that they sampled; None: mark no token.
+        rank, world: index of this rank, and number of ranks.
+        tokens_per_microbatch: budget of a micro-batch; only a single longer sequence exceeds it.
         advantage: a name in `algorithms.advantages.ESTIMATORS`, or `gae`, which leaves 0 for the critic to replace.
-        group_size: completions from this index on are greedy baselines; none: there are none.
+        group_size: completions from this index on are greedy baselines; None: no baselines.
         shaping: of the rewards.
-        success: reward, before shaping, from which a completion is right.
-        share_prompts: compute a prompt once for the completions to it in one micro-batch.
-        pair_cost: cost of a query-key pair of attention, in tokens, to deal micro-batches of like cost to the ranks.
-        skip_zero_advantage: completions with advantage 0 have no gradient: leave them out of the micro-batches.
+        success: reward before shaping from which a completion is right.
+        share_prompts: compute a prompt once for its completions in one micro-batch.
+        pair_cost: cost of a query-key pair of attention, in tokens, to balance micro-batches over ranks.
+        skip_zero_advantage: leave completions with advantage 0 out of the micro-batches, because they have no gradient.
     """
     largest = max((len(group.rollouts) for group in groups), default=0)
     rollouts = read_rollouts(groups, group_size=largest if group_size is None else group_size, shaping=shaping)
@@ -450,7 +439,7 @@ def pack(
 
 
 class _Rows:
-    """Builds micro-batches of the completions of a minibatch."""
+    """Builds micro-batches from the completions of a minibatch."""
 
     def __init__(
         self,
@@ -466,7 +455,7 @@ class _Rows:
         self.version, self.share_prompts = version, share_prompts
 
     def deal(self, wanted: Tensor, world: int, budget: int, pair_cost: float) -> list[list[list[list[int]]]]:
-        """`[world][micro-batch][piece]` lists of completions; those of a piece have the same prompt."""
+        """Return `[world][micro-batch][piece]` lists of completions. Completions of a piece share their prompt."""
         members: list[list[int]] = [[] for _ in self.prompts]
         for rollout in wanted.nonzero().squeeze(-1).tolist():
             members[int(self.rollouts.groups[rollout])].append(rollout)
@@ -482,7 +471,7 @@ class _Rows:
         return [[[[members[p.group][a] for a in p.rollouts] for p in row] for row in rows] for rows in dealt]
 
     def build(self, pieces: list[list[int]]) -> PackedBatch:
-        """One micro-batch. Without completions it has one token, which nothing reads, so that the model can run it."""
+        """Build one micro-batch. Without completions it has a single dummy token, so that the model can run."""
         layout = _Layout()
         for piece in pieces:
             prompt = self.prompts[int(self.rollouts.groups[piece[0]])]
@@ -512,7 +501,7 @@ class _Rows:
         )
 
     def sampled(self, index: Tensor) -> SampledTokens:
-        """The tokens of these completions, [S] int64, in that order."""
+        """Return the tokens of the completions `index`, [S] int64, in that order."""
         completions, lengths = [self.rollouts.completions[i] for i in index.tolist()], self.rollouts.lengths[index]
         return SampledTokens(
             cu_seqlens=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]),
@@ -523,7 +512,7 @@ class _Rows:
 
 
 class _Layout:
-    """Where the tokens of a row lie."""
+    """Positions of the tokens of a row."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -533,9 +522,9 @@ class _Layout:
         self.families: list[Family] = []
 
     def add(self, prompt: np.ndarray, completions: Sequence[Completion], share_prompt: bool) -> None:
-        """A prompt and the completions to it: the prompt once, or each completion after a prompt of its own.
+        """Append a prompt and its completions: the prompt once, or a copy before each completion.
 
-        Observations are run like sampled tokens. Nothing is read before them, so no loss is made of them.
+        Observations are run like sampled tokens. No loss is computed for them, because no position before them is read.
         """
         if share_prompt and len(completions) != 1:
             start = self._run(prompt, 0)
@@ -556,7 +545,7 @@ class _Layout:
                 self.families.append(Family((first, first), (first, self.size)))
 
     def _run(self, token_ids: np.ndarray, position: int) -> int:
-        """Append tokens; where they start."""
+        """Append tokens and return their start."""
         self.token_ids.append(token_ids)
         self.position_ids.append(np.arange(position, position + len(token_ids)))
         self.size += len(token_ids)
@@ -568,20 +557,20 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
 
 
 def _num_run(completion: Completion) -> int:
-    """Tokens of a completion that predict a later one: all before its last sampled token."""
+    """Return the number of tokens before the last sampled token of a completion, which the model runs on."""
     sampled = len(completion.token_ids)
     return max(sampled - 1 + sum(len(one.token_ids) for one in completion.observations if one.at < sampled), 0)
 
 
 def _versions(completion: Completion) -> np.ndarray:
-    """[L] number of the weights that sampled each token."""
+    """Return [L] version numbers of the weights that sampled each token."""
     return np.concatenate([np.full(span.end - span.start, span.version.number) for span in completion.spans])
 
 
 def _is_current(completion: Completion, version: PolicyVersion | None) -> bool:
-    """True if `version` sampled the completion from its first token to its last.
+    """Return True if `version` sampled the completion from its first token to its last.
 
-    A completion that began under older weights may go on with their keys and values: its later tokens are not what these
-    weights alone would say, so they tell nothing of how well two kernels agree.
+    A completion that began under older weights may reuse their KV cache, so its later tokens do not measure the agreement of
+    two kernels.
     """
     return all(span.version == version for span in completion.spans)

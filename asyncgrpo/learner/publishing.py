@@ -1,9 +1,8 @@
-"""What a publication carries: the learner's weights as engines and files know them.
+"""The published weights: the learner's tensors under the names of engines and files.
 
-The plan is made once, from the sharded model, and is the same on every rank: so `layout` needs no communication and
-`weights` may gather tensor by tensor. A tied tensor appears once, under its first name. Where a tensor in memory is
-many on disk, as with the experts of a mixture, it is gathered once and given away in pieces. Adapters are merged into their
-base, each row by the rank that has it.
+The plan is made once from the sharded model and is equal on all ranks, so `layout` needs no communication and `weights`
+may gather tensor by tensor. A tied tensor appears once, under its first name. A tensor in memory that is several on disk
+(experts of a mixture) is gathered once and split. Adapters are merged into their base, each row by the rank that owns it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.files import disk_pieces, saved_tensors
 
 Part = tuple[str, int, Tensor]
-"""Of a tensor that is published: its name, the first element there, and the values, in any dtype."""
+"""Part of a published tensor: name, offset of its first element, values in any dtype."""
 
 
 @dataclass(frozen=True)
@@ -37,26 +36,25 @@ class Adapter:
 
 @dataclass(frozen=True)
 class _Source:
-    """One tensor in memory, which may be many on disk."""
+    """One tensor in memory, which may be several on disk."""
 
     name: str
-    """The parameter's name, as if there were no adapters."""
+    """Name of the parameter in the model without adapters."""
     tensor: Tensor
     adapter: Adapter | None
     dtype: torch.dtype
-
     pieces: Pieces | None
-    """How its rows lie on disk; none: they are not a rank's own."""
+    """Layout of its rows on disk; None if ranks do not own whole rows."""
 
     def whole(self) -> Tensor:
-        """Gathered and merged. Collective."""
+        """Return the tensor gathered and merged. Collective."""
         if self.adapter is None:
             return gather(self.tensor.detach().to(self.dtype))
         up, down = self.adapter.scale * gather(self.adapter.b), gather(self.adapter.a)
         return merge(gather(self.tensor), up, down, self.dtype)
 
     def rows(self) -> tuple[int, Tensor]:
-        """The first of this rank's rows, and the rows, merged. Collective where there is an adapter."""
+        """Return the index of this rank's first row, and its merged rows. Collective with an adapter."""
         sharded = cast(DTensor, self.tensor.detach())
         rows = sharded.to_local()
         if self.adapter is not None:
@@ -71,7 +69,7 @@ class PublishedWeights:
     def __init__(self, scorer: TokenScorer, dtype: torch.dtype) -> None:
         """
         Args:
-            scorer: the sharded model. Its tensors are read at each call of `weights`, never copied here.
+            scorer: the sharded model. Its tensors are read by each call of `weights`.
             dtype: of the published parameters. Buffers keep their own: a mixture's `e_score_correction_bias` decides
                 between experts that are close, and stays float32 in engines too.
         Raises:
@@ -94,7 +92,7 @@ class PublishedWeights:
             )
 
     def layout(self) -> list[TensorInfo]:
-        """Name, whole shape and dtype of every tensor, in the order of `weights`; without communication."""
+        """Return name, full shape and dtype of every tensor, in the order of `weights`. No communication."""
         layout = []
         for source in self._sources:
             shape_only = torch.empty(source.tensor.shape, dtype=source.dtype, device="meta")
@@ -103,10 +101,9 @@ class PublishedWeights:
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[TensorInfo, Tensor]]:
-        """Every tensor, whole, on the model's device. Collective: all ranks iterate to the end, in step.
+        """Yield every full tensor on the model's device. Collective: all ranks iterate to the end, in step.
 
-        A tensor may share memory with the model, or with other pieces of one gathered tensor: use or copy it before the
-        next step.
+        A tensor may share memory with the model or with other pieces of one gathered tensor. Copy it before the next step.
         """
         for source in self._sources:
             for name, piece in disk_pieces(self._model, source.name, source.whole()).items():
@@ -114,9 +111,9 @@ class PublishedWeights:
 
     @torch.no_grad()
     def parts(self, rank: int) -> Iterator[Part]:
-        """What this rank writes of a publication.
+        """Yield the parts of a publication that this rank writes.
 
-        All ranks together write every element once. Collective: some tensors are gathered, and rank 0 writes them.
+        All ranks together write every element once. Collective: some tensors are gathered and written by rank 0.
         """
         for source in self._sources:
             if source.pieces is None:
@@ -137,8 +134,8 @@ def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, fla
     Args:
         weights: in the order of the layout.
     Returns:
-        What says whether all bytes are there, if a GPU is still writing them. The next step may begin meanwhile: it is behind
-        these copies in the GPU's queue.
+        A function that returns True once a GPU has written all bytes; None if they are written. The next step may begin
+        before, because the GPU queues it behind these copies.
     """
 
     def parts() -> Iterator[Part]:
@@ -150,7 +147,7 @@ def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, fla
 
 
 def fill_parts(parts: Iterator[Part], layout: Layout, flat: Tensor) -> IsWritten | None:
-    """Copy one rank's parts to their places. As `fill_arena`."""
+    """Copy one rank's parts to their places. Returns as `fill_arena`."""
     places = {info.name: view.view(-1) for info, view in layout.views(flat)}
     return copy_parts((places[name][start : start + tensor.numel()], tensor) for name, start, tensor in parts)
 
@@ -165,7 +162,7 @@ def copy_parts(pairs: Iterable[tuple[Tensor, Tensor]]) -> IsWritten | None:
 
 
 def _own_rows(model: Any, name: str, tensor: Tensor) -> Pieces | None:
-    """How the rows of a sharded tensor lie on disk; none: it is not sharded, or rows of several ranks make one piece."""
+    """Return the layout of a sharded tensor's rows on disk; None if it is not sharded or a piece spans several ranks."""
     if not _are_rows(tensor):
         return None
     try:
@@ -175,12 +172,12 @@ def _own_rows(model: Any, name: str, tensor: Tensor) -> Pieces | None:
 
 
 def _are_rows(tensor: Tensor) -> bool:
-    """True if each rank has some rows of it."""
+    """True if the tensor is sharded by rows."""
     return isinstance(tensor, DTensor) and tensor.placements == (Shard(0),)
 
 
 def copied() -> IsWritten:
-    """What says whether the GPU has done what was asked of it until now."""
+    """Return a function that is True once the GPU has completed all work queued so far."""
     event = torch.cuda.Event()
     event.record()
     return event.query
@@ -191,12 +188,12 @@ def _info(name: str, tensor: Tensor) -> TensorInfo:
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """By the name that the adapted weight has in memory without adapters, in the model's order."""
+    """Return the adapters by the name of their weight in the model without adapters, in the model's order."""
     return {f"{name}.weight": _adapter(module) for name, module in model.named_modules() if _is_adapted(module)}
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that may be sharded. Collective if it is."""
+    """Return the full tensor. Collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,9 +1,8 @@
-"""From the buffer to every rank: the groups of one step, and how the first rank tells the others what to do.
+"""Batches from the buffer to rank 0, and commands from rank 0 to the other ranks.
 
-Every command is a collective that all ranks enter, so rank 0 must give one for whatever the others have to join in.
-Frames are those of the wire, so no rank unpickles anything.
-
-While it waits it says what for, every 30 seconds, and gives up with an error after `stall_timeout_s`.
+Rank 0 broadcasts a command before every collective that the other ranks have to join. Frames are those of the wire format,
+so no rank unpickles anything. While rank 0 waits for a batch it logs the reason every 30 s and raises after
+`stall_timeout_s`.
 """
 
 import logging
@@ -43,48 +42,49 @@ from asyncgrpo.wire.supervision import Drain
 
 
 class RankCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """What all ranks do next."""
+    """The next operation of all ranks."""
 
     what: Literal["step", "snapshot", "check", "save", "export", "set_lr", "wait", "end"]
     version: PolicyVersion | None = None
     folder: str = ""
     lr: float = 0.0
     file: str = ""
-    """`snapshot`: of the arenas, empty if the weights are gathered, and the arena's first byte in it."""
+    """`snapshot`: file of the arenas; empty if the weights are gathered."""
     start: int = 0
+    """`snapshot`: offset of the arena in that file, bytes."""
     header: bytes = b""
     """`step`: the encoded Batch."""
     payload: bytes = b""
 
 
 class Team:
-    """The ranks of one learner. With one rank nothing is sent."""
+    """The ranks of one learner. With one rank no message is sent."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
         self.world = world
-        self._told_s = time.monotonic()
+        self._sent_s = time.monotonic()
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
 
-    def tell(self, command: RankCommand) -> None:
-        """Rank 0: send a command to all other ranks."""
+    def broadcast(self, command: RankCommand) -> None:
+        """Send a command from rank 0 to all other ranks."""
         if self.world == 1:
             return
-        self._told_s = time.monotonic()
+        self._sent_s = time.monotonic()
         data = torch.frombuffer(bytearray(msgspec.msgpack.encode(command)), dtype=torch.uint8)
         dist.broadcast(torch.tensor([len(data)]), src=0)
         dist.broadcast(data, src=0)
 
-    def tell_to_wait(self) -> None:
-        """Rank 0, while it waits: now and then tell the others that it does, who give up after some minutes of silence."""
-        if time.monotonic() - self._told_s > SAY_EVERY_S:
-            self.tell(RankCommand(what="wait"))
+    def send_heartbeat(self) -> None:
+        """Send `wait` if rank 0 sent no command for some time. Without commands the other ranks time out within minutes."""
+        if time.monotonic() - self._sent_s > HEARTBEAT_EVERY_S:
+            self.broadcast(RankCommand(what="wait"))
 
-    def hear(self) -> RankCommand:
-        """Other ranks: the next command; waits as long as rank 0 waits."""
+    def receive(self) -> RankCommand:
+        """Return the next command of rank 0. Blocks."""
         size = torch.zeros(1, dtype=torch.int64)
         dist.broadcast(size, src=0)
         data = torch.zeros(int(size), dtype=torch.uint8)
@@ -97,16 +97,18 @@ class Team:
 
 log = logging.getLogger(__name__)
 
-SAY_EVERY_S = 30.0
+HEARTBEAT_EVERY_S = 30.0
+"""Interval of heartbeats to the other ranks, and of log lines while a batch is not ready."""
 REPLY_WITHIN_S = 60.0
+"""Liveness timeout of the buffer."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What one `take` gave."""
+    """Result of `Inbox.take`."""
 
     groups: list[Group]
-    """Empty exactly when `ended` is given."""
+    """Empty if and only if `ended` is set."""
     message: Batch | None
     payload: memoryview
     counters: dict[str, float]
@@ -116,16 +118,15 @@ class Taken:
 
 
 class Inbox:
-    """The learner's first rank owns one."""
+    """Rank 0's connection to the buffer."""
 
     def __init__(self, client: Client, stall_timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._client = client
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
         self._trained: PolicyVersion | None = None
-        self._early: tuple[Message, memoryview] | None = (
-            None  # a reply to `take` that came while a snapshot was awaited
-        )
+        self._early: tuple[Message, memoryview] | None = None
+        """A reply to `take` that arrived before a pending snapshot."""
 
     def take(
         self,
@@ -136,27 +137,27 @@ class Inbox:
         on_eval: Callable[[EvalResult], None],
         while_waiting: Callable[[str, float], None],
     ) -> Taken:
-        """The groups of the step that starts at `version`; blocks until there are enough.
+        """Return the groups of the step that starts at `version`. Blocks until enough groups are ready.
 
         Args:
-            shares_within: of the step before (`report.StepReport`); empty before the first one of this start.
-            on_eval: called with every evaluation that has ended.
-            while_waiting: called about once a second with what is awaited and for how long, seconds.
+            shares_within: `StepReport.shares_within` of the previous step; empty before the first step of this start.
+            on_eval: called with every complete evaluation.
+            while_waiting: called about once a second with the missing item and the time waited so far, seconds.
         Raises:
-            StalledError: no group and no evaluation came within `stall_timeout_s`; names what was awaited.
-            RewardError: none will come, because no reward call ever worked.
-            WireError: the buffer itself is silent.
+            StalledError: no group and no evaluation arrived within `stall_timeout_s`; names the missing item.
+            RewardError: every reward call failed, so no group can arrive.
+            WireError: the buffer does not respond.
         """
         self._client.send(Take(step=step, version=version, shares_within=shares_within))
         return self._wait(on_eval, while_waiting)
 
     def last_evals(self, on_eval: Callable[[EvalResult], None], while_waiting: Callable[[str, float], None]) -> None:
-        """Wait for the evaluations under way; no batch is taken any more."""
+        """Wait for the pending evaluations. No batch is taken afterwards."""
         self._client.send(LastEvals())
         self._wait(on_eval, while_waiting)
 
     def trained(self, version: PolicyVersion) -> None:
-        """Tell the buffer that the groups taken before `version` are trained: their slots are free."""
+        """Report to the buffer that all groups taken before `version` are trained, which frees their slots."""
         self._trained = version
         self._client.send(Trained(version=version))
 
@@ -164,15 +165,15 @@ class Inbox:
         self._client.send(RequestEval(step=step))
 
     def give_up(self, reason: str) -> None:
-        """Nothing is to be leased any more: what follows is the last checkpoint."""
+        """Stop the buffer from granting leases before the last checkpoint of a failed run."""
         self._client.send(Drain(reason=reason, is_failure=True))
 
     def snapshot(self, within_s: float = math.inf) -> Snapshot:
-        """The buffer's part of a checkpoint, and whether the run is to end.
+        """Return the buffer's part of a checkpoint and its drain state.
 
         Raises:
-            StalledError: the buffer's journal cannot be written for `stall_timeout_s`, or `within_s` if that is less.
-            WireError: the buffer itself is silent.
+            StalledError: the journal could not be written for `stall_timeout_s`, or `within_s` if that is less.
+            WireError: the buffer does not respond.
         """
         limit_s = min(within_s, self._stall_timeout_s)
         self._client.send(TakeSnapshot(trained=self._trained))
@@ -189,21 +190,21 @@ class Inbox:
                 if heard - started > limit_s:
                     why = " (cluster.stall_timeout_s)" if limit_s == self._stall_timeout_s else ""
                     raise StalledError(f"no checkpoint for {limit_s:.0f} s{why}: waited for {message.what}")
-            if received is None or self._clock() - heard > REPLY_WITHIN_S:  # it may go on to reply to `take`
-                raise WireError(f"the buffer has said nothing of a snapshot for {REPLY_WITHIN_S:.0f} s")
+            if received is None or self._clock() - heard > REPLY_WITHIN_S:  # it may still reply to `take`
+                raise WireError(f"the buffer did not reply to a snapshot request for {REPLY_WITHIN_S:.0f} s")
 
     def saved(self, step: int) -> None:
-        """Tell the buffer that the checkpoint of `step` is on the disk."""
+        """Report to the buffer that the checkpoint of `step` is on disk."""
         self._client.send(Saved(step=step))
 
     def finish(self) -> None:
-        """Tell the buffer that the run is over."""
+        """Report the end of the run to the buffer and disconnect."""
         self._client.send(Finished())
         self._client.close()
 
     def _wait(self, on_eval: Callable[[EvalResult], None], while_waiting: Callable[[str, float], None]) -> Taken:
-        started = heard = came = said = self._clock()
-        what = "the buffer's completion"
+        started = heard = progressed = logged = self._clock()
+        what = "the reply of the buffer"
         with metrics.waiting("batch"):
             while True:
                 received, self._early = self._early or self._client.receive(0.5), None
@@ -213,7 +214,7 @@ class Inbox:
                     message, payload = received
                     for result in getattr(message, "evals", ()):
                         on_eval(result)
-                        came = now
+                        progressed = now
                     if isinstance(message, Batch):
                         groups = unpack_batch(message, payload)
                         return Taken(groups, message, payload, message.counters, now - started)
@@ -221,16 +222,16 @@ class Inbox:
                         return Taken([], None, memoryview(b""), message.counters, now - started, message.why)
                     if isinstance(message, Waiting):
                         what = message.what
-                        came = now if message.is_paused else came
+                        progressed = now if message.is_paused else progressed
                         while_waiting(what, now - started)
                         if message.hopeless:
                             raise RewardError(message.hopeless)
-                if now - said >= SAY_EVERY_S:
-                    said = now
+                if now - logged >= HEARTBEAT_EVERY_S:
+                    logged = now
                     log.warning("waiting for %s, %.0f s so far", what, now - started)
                 if now - heard > REPLY_WITHIN_S:
-                    raise WireError(f"the buffer has said nothing for {now - heard:.0f} s")
-                if now - came > self._stall_timeout_s:
+                    raise WireError(f"the buffer did not respond for {now - heard:.0f} s")
+                if now - progressed > self._stall_timeout_s:
                     raise StalledError(
                         f"nothing to train for {now - started:.0f} s (cluster.stall_timeout_s): waited for {what}"
                     )

@@ -1,11 +1,11 @@
-"""What the learner writes down of each step: events, metrics, samples. It reads, and changes nothing of the run.
+"""The record of each step: events, metrics, samples. It reads the run and never changes it.
 
-generated = trained + masked + filtered + dropped (stale, failed, aborted, duplicate, unusable) + waiting + undone
+    generated = trained + masked + filtered + dropped (stale, failed, aborted, duplicate, unusable) + waiting + undone
 
-A start counts from its checkpoint on. What the start before it had counted then is known, and so is what the journal
-brought back; the difference was generated and is gone, because a crash undid what had become of it: `undone`.
+A start counts from its checkpoint on. The counts of the previous start at that checkpoint are known, and so are the tokens
+that the journal restored. The difference was generated and lost in a crash: `undone`.
 
-A pure function of the events of a run, in order; a start that resumes feeds it the events so far.
+The counts are a pure function of the events of a run, in order. A start that resumes replays the events so far.
 """
 
 import logging
@@ -30,33 +30,33 @@ from asyncgrpo.types import Group, PolicyVersion, Rollout
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.wire.rollouts import OF_ONE_BATCH, EvalResult, SuiteResult
 
-# -- what became of every sampled token --------------------------------------------------------------------------------
+# -- token accounting --------------------------------------------------------------------------------------------------
 
 
 KEPT = ("trained", "masked", "filtered")
 DROPPED = ("stale", "failed", "aborted", "duplicate", "unusable")
 _PREFIX = "tokens_"
 _OF_NOW = ("tokens_in_flight", "tokens_recovered", "prompts_done")
-"""Counters that are not of the run so far, or that the buffer counts over all starts by itself."""
+"""Counters that are gauges, or that the buffer already counts over all starts."""
 
 
 class Ledger:
-    """The counters of a run, from those of this start's buffer."""
+    """The counters of a run, from the counters of this start's buffer."""
 
     def __init__(self, before: Mapping[str, float] | None = None, seen: float = 0.0) -> None:
         """
         Args:
-            before: `totals` in the checkpoint that this start goes on from.
-            seen: tokens generated as the start before it said last, after that checkpoint.
+            before: `totals` of the checkpoint that this start resumes from.
+            seen: tokens generated according to the last event of the previous start.
         """
         self._before: Mapping[str, float] = defaultdict(float, before or {})
         self._seen = max(seen, self._before["tokens_generated"])
 
     def totals(self, counters: Mapping[str, float]) -> dict[str, float]:
-        """Counters of the run so far; for the next checkpoint.
+        """Return the counters of the run so far, for the next checkpoint.
 
         Args:
-            counters: of the buffer of this start (`buffer/totals.py`).
+            counters: of the buffer of this start (`buffer/service.py`).
         """
         before = self._before
         totals: dict[str, float] = defaultdict(float, before)
@@ -66,13 +66,13 @@ class Ledger:
         left = sum(before[_PREFIX + fate] for fate in (*KEPT, *DROPPED, "undone"))
         waited = before["tokens_generated"] - left
         gone = self._seen - before["tokens_generated"] + waited - counters.get("tokens_recovered", 0.0)
-        # What came back and nobody had said was generated after the last event, by a start that was killed.
+        # Restored tokens beyond the last event were generated after it by a start that was killed.
         totals["tokens_generated"] = self._seen + max(0.0, -gone) + counters.get("tokens_generated", 0.0)
         totals["tokens_undone"] = before["tokens_undone"] + max(0.0, gone)
         return totals
 
     def tokens(self, counters: Mapping[str, float]) -> dict[str, int]:
-        """The sum at the top of this file: `generated`, and what it is made of."""
+        """Return the terms of the sum at the top of this file."""
         totals = self.totals(counters)
         fates = {fate: int(totals[_PREFIX + fate]) for fate in ("generated", *KEPT, *DROPPED, "undone")}
         return fates | {"waiting": int(counters.get("tokens_in_flight", 0.0))}
@@ -85,65 +85,67 @@ log = logging.getLogger(__name__)
 
 
 def lag_of(group: Group, version: PolicyVersion) -> int:
-    """Optimizer steps from the oldest token of `group` to the step that starts at `version`."""
+    """Return the optimizer steps from the oldest token of `group` to the step that starts at `version`."""
     return version.number - group.versions[0].number
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
-    """What a resume needs of the events before a checkpoint, so that it reads only those after it."""
+    """State of the record at a checkpoint, so that a resume reads only the events after it."""
 
     num_bytes: int
-    """Of the file of events, up to the checkpoint."""
+    """Size of the file of events at the checkpoint."""
     told: dict[str, int]
+    """Groups and completions reported so far, by counter."""
     watched: Watched
 
 
 class Recorder:
-    """Writes a run's events, samples and outside loggers."""
+    """Writes events, samples and external loggers of a run."""
 
     def __init__(self, config: Config, run_dir: Path, decode: Callable[[Sequence[int]], str], settings: dict) -> None:
         """
         Args:
             decode: token ids to text, special tokens kept.
-            settings: the resolved configuration, for outside loggers.
+            settings: the resolved configuration, for external loggers.
         """
         self._every = config.run.samples_every
         self._success = config.reward.success
         self._decode = decode
         self.events = EventLog(run_dir / "metrics.jsonl")
-        self._samples = SampleWriter(run_dir / "samples", config.run)
+        self._samples = SampleWriter(run_dir / "samples", config.run.keep_samples)
         # Thousands of completions take seconds to decode, which the next step must not wait for; at most one step is behind.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None
         self._loggers = Loggers(config.run.loggers, run_dir, run_dir.name, settings)
         self._watch = TrainingWatch()
         self._published = 0
-        self._in_sync: deque[set[str]] = deque(maxlen=2)  # of the last two publications: a busy generator skips one
+        self._in_sync: deque[set[str]] = deque(maxlen=2)  # last two publications: a busy generator skips one
         self._ledger = Ledger()
         self._cores, self._cores_before = CoreClock(), CoreSeconds(0.0, 0.0, 0.0)
-        self._told: Counter[str] = Counter()
-        """Groups and completions that the events have told of, by the names of the counters."""
+        self._reported: Counter[str] = Counter()
+        """Groups and completions reported in events, by counter."""
         self._left: dict[str, Any] = {}
+        """Counts of the `end` event, should the run end now."""
         self.undone: dict[str, float] = {}
-        """What a crash took from the run before this start: for its `start` event."""
+        """Tokens and steps that a crash before this start undid, for the `start` event."""
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint must hold of the events so far, a `Recorded`; None while the disk refuses events."""
+        """Return a `Recorded` of the events so far for a checkpoint; None while the disk refuses events."""
         num_bytes = self.events.sync()
         if num_bytes is None:
             return None
-        return msgspec.to_builtins(Recorded(num_bytes=num_bytes, told=self._told, watched=self._watch.state()))
+        return msgspec.to_builtins(Recorded(num_bytes=num_bytes, told=self._reported, watched=self._watch.state()))
 
     def resume(self, step: int, totals: dict[str, float], record: Mapping[str, Any] | None = None) -> None:
-        """Go on after `step`: later events are forgotten, counters go on from `totals`.
+        """Resume after `step`: drop later events, continue the counters from `totals`.
 
         Args:
-            record: `state` at the checkpoint; None: not known, so every event is read.
+            record: `state` at the checkpoint; None: unknown, so every event is read.
         """
         before = msgspec.convert(record, Recorded) if record else None
         if before is None or not self.events.has_line_end(before.num_bytes):
             before = Recorded(num_bytes=0, told={}, watched=Watched())
-        self._told, seen, undone = Counter(before.told), 0, 0
+        self._reported, seen, undone = Counter(before.told), 0, 0
         self._watch = TrainingWatch(before.watched)
         for event in read_events(self.events.path, before.num_bytes):
             seen = max(seen, _generated(event))
@@ -151,7 +153,7 @@ class Recorder:
                 undone += event["event"] == "step"
             else:
                 self._watch.see(event)
-                self._told.update(_told_by(event))
+                self._reported.update(_reported_by(event))
         self.undone = {"generated": seen, "undone_steps": undone}
         self.events.resume_at(step, before.num_bytes)
         self._ledger = Ledger(totals, seen)
@@ -165,7 +167,7 @@ class Recorder:
         counters: dict[str, float],
         seconds: dict[str, float],
     ) -> None:
-        """One optimizer step: `version` is what it started from."""
+        """Record one optimizer step that started from `version`."""
         event = step_fields(groups, version, report, self._success) | self._count(counters)
         self._left = {}
         event |= {
@@ -183,13 +185,13 @@ class Recorder:
             self._writing = self._writer.submit(self._write_samples, step, version, groups, report)
 
     def _core_seconds(self) -> dict[str, float]:
-        """Core-seconds since the step before."""
+        """Return the core-seconds since the previous step."""
         now, before = self._cores.count(), self._cores_before
         self._cores_before = now
         return {name: count - old for name, count, old in zip(now._fields, now, before, strict=True)}
 
     def sync(self, publication: Publication) -> None:
-        """A publication that landed."""
+        """Record a publication that landed."""
         outcome = "degraded" if publication.dropped else "repeated" if publication.attempts > 1 else "ok"
         metrics.weight_sync_total.labels(outcome=outcome).inc()
         metrics.weight_sync_seconds.observe(publication.seconds)
@@ -214,18 +216,20 @@ class Recorder:
         )
 
     def last(self, counters: dict[str, float]) -> dict[str, float]:
-        """The buffer's counters after the last batch so far, whose groups may have left untrained since: should the run
-        end here, the `end` event says so. Returns the totals for a checkpoint."""
+        """Take the buffer's counters after the last batch, for the `end` event should the run end here.
+
+        Returns the totals for a checkpoint.
+        """
         self._left = {"tokens": self._ledger.tokens(counters)}
         self._left |= {name: count for name, count in self._since(counters).items() if count}
         return self._ledger.totals(counters)
 
     def end(self, status: str, step: int) -> None:
-        """The run is over."""
+        """Record the end of the run."""
         self.events.write("end", status=status, step=step, **self._left)
 
     def evaluation(self, result: EvalResult) -> None:
-        """An evaluation that ended."""
+        """Record a complete evaluation."""
         fields: dict[str, Any] = {
             "step": result.step,
             "version": None if result.newest is None else str(result.newest),
@@ -253,7 +257,7 @@ class Recorder:
             self.events.write("warning", about=about, text=text)
 
     def flush(self) -> None:
-        """Wait until the samples of every step so far are on disk, or the disk has refused them, which is only said."""
+        """Wait until the samples of all steps so far are written. Failures of the disk are logged, not raised."""
         if self._writing is not None:
             try:
                 self._writing.result()
@@ -275,11 +279,11 @@ class Recorder:
         self._samples.write(step, rows)
 
     def _count(self, counters: dict[str, float]) -> dict[str, Any]:
-        """Totals of the run, and what left untrained since the last event that said so."""
+        """Return totals of the run, and groups dropped, filtered and discarded since the last event."""
         bias = {name.removeprefix("bias_"): value for name, value in counters.items() if name.startswith("bias_")}
         tokens, since = self._ledger.tokens(counters), self._since(counters)
-        for prefix, name in _TOLD.items():
-            self._told.update({prefix + key: count for key, count in since[name].items()})
+        for prefix, name in _REPORTED.items():
+            self._reported.update({prefix + key: count for key, count in since[name].items()})
         return {
             "tokens": tokens,
             "tokens_generated": tokens["generated"],
@@ -292,11 +296,11 @@ class Recorder:
         }
 
     def _since(self, counters: dict[str, float]) -> dict[str, dict[str, int]]:
-        """Groups and completions that no event has told of yet, by field and reason."""
-        new = {name: int(count) - self._told[name] for name, count in self._ledger.totals(counters).items()}
+        """Return the groups and completions that no event reported yet, by field and reason."""
+        new = {name: int(count) - self._reported[name] for name, count in self._ledger.totals(counters).items()}
         return {
             field: {name.removeprefix(prefix): n for name, n in new.items() if n > 0 and name.startswith(prefix)}
-            for prefix, field in _TOLD.items()
+            for prefix, field in _REPORTED.items()
         }
 
 
@@ -307,36 +311,43 @@ _OF_GENERATORS = (
 
 
 def figures(counters: Mapping[str, float]) -> dict[str, Any]:
-    """What the buffer told of the batch and of the time since the one before, as fields of the step; {} if nothing."""
-    told = {
-        name.removeprefix(OF_ONE_BATCH): figure for name, figure in counters.items() if name.startswith(OF_ONE_BATCH)
+    """Return the buffer's figures of a batch and of the time since the previous one, as fields of the step; may be empty."""
+    found = {
+        name.removeprefix(OF_ONE_BATCH): value for name, value in counters.items() if name.startswith(OF_ONE_BATCH)
     }
-    if not told:
+    if not found:
         return {}
-    fields: dict[str, Any] = {name: int(told[name]) for name in ("max_lag", "slots", "under_way")}
-    fields["wanted"] = int(told["wanted"]) if "wanted" in told else None
-    if "ready_seconds" in told:
-        fields["ready_seconds"] = told["ready_seconds"]
-    generators = {name: told[name] for name in _OF_GENERATORS if name in told}
+    fields: dict[str, Any] = {name: int(found[name]) for name in ("max_lag", "slots", "under_way")}
+    fields["wanted"] = int(found["wanted"]) if "wanted" in found else None
+    if "ready_seconds" in found:
+        fields["ready_seconds"] = found["ready_seconds"]
+    generators = {name: found[name] for name in _OF_GENERATORS if name in found}
     return fields | ({"generators": generators} if generators else {})
 
 
-_TOLD = {"groups_dropped_": "dropped", "filtered_": "filtered", "completions_": "discarded"}
-"""How the counters begin that an event tells the growth of, and in which field."""
+_REPORTED = {"groups_dropped_": "dropped", "filtered_": "filtered", "completions_": "discarded"}
+"""Prefixes of counters whose growth an event reports, and the field of the event."""
 
 
-def _told_by(event: Event) -> dict[str, int]:
-    """What the fields of `_TOLD` say."""
-    return {prefix + name: n for prefix, field in _TOLD.items() for name, n in (event.get(field) or {}).items()}
+def _reported_by(event: Event) -> dict[str, int]:
+    """Return the growth of counters that an event reports, by counter."""
+    return {prefix + name: n for prefix, field in _REPORTED.items() for name, n in (event.get(field) or {}).items()}
 
 
 def _generated(event: Event) -> int:
-    """Tokens of the run so far as the event says; 0 where it does not."""
+    """Return the tokens of the run so far according to an event; 0 if it has no such field."""
     return int((event.get("tokens") or event).get("generated") or event.get("tokens_generated") or 0)
 
 
+_OF_REPORT = (
+    *("loss", "grad_norm", "lr", "entropy", "clip_ratio", "importance_mean", "importance_capped", "kl_reference"),
+    *("logprob_gap_mean", "logprob_gap_max", "zero_signal_groups", "signal_share", "malformed_logprobs", "value_loss"),
+    *("diagnostics", "skipped", "zero_gradients", "tokens_trained"),
+)
+
+
 def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport, success: float) -> dict[str, Any]:
-    """What a `step` event says of a batch and of its step (`recording/events.py` lists the fields).
+    """Return the fields of a `step` event for a batch and its report (`recording/events.py` lists them).
 
     Args:
         success: reward from which a completion is right.
@@ -350,29 +361,12 @@ def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport,
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "reward_max": float(rewards.max()),
-        "loss": report.loss,
-        "grad_norm": report.grad_norm,
-        "lr": report.lr,
-        "entropy": report.entropy,
-        "clip_ratio": report.clip_ratio,
-        "importance_mean": report.importance_mean,
-        "importance_capped": report.importance_capped,
-        "kl_reference": report.kl_reference,
-        "logprob_gap_mean": report.logprob_gap_mean,
-        "logprob_gap_max": report.logprob_gap_max,
+        **{name: getattr(report, name) for name in _OF_REPORT},
         "lags": {str(lag): count for lag, count in sorted(lags.items())},
         "completions": len(rollouts),
-        "zero_signal_groups": report.zero_signal_groups,
-        "signal_share": report.signal_share,
-        "malformed_logprobs": report.malformed_logprobs,
-        "value_loss": report.value_loss,
-        "diagnostics": report.diagnostics,
-        "skipped": report.skipped,
-        "zero_gradients": report.zero_gradients,
         "completion_length_mean": float(np.mean(lengths)),
         **turn_fields(rollouts),
         "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
-        "tokens_trained": report.tokens_trained,
         "reward_parts": {name: float(np.mean(values)) for name, values in parts.items()},
         "reward_parts_std": {name: float(np.std(values)) for name, values in parts.items()},
         "failures": dict(Counter(r.score.failure for r in rollouts if r.score.failure is not None)),
@@ -381,7 +375,7 @@ def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport,
 
 
 def by_source(groups: list[Group], group_size: int, success: float) -> dict[str, dict[str, float | None]]:
-    """What the groups of each `data_source` did. Of more sources than there is room for, the rarest are one."""
+    """Return the figures of each `data_source`. The rarest sources over the limit are merged into one."""
     found: dict[str, list[list[Rollout]]] = defaultdict(list)
     for group in groups:
         rollouts = [r for r in group.rollouts if r.completion.index < group_size]
@@ -407,7 +401,7 @@ def _of_source(groups: list[list[Rollout]], success: float) -> dict[str, float |
 
 
 def turn_fields(rollouts: list[Rollout]) -> dict[str, float]:
-    """What environments did in a batch; {} where none replied."""
+    """Return the figures of a batch with environments; empty without observations."""
     completions = [r.completion for r in rollouts]
     observed = sum(len(one.token_ids) for c in completions for one in c.observations)
     return (
@@ -418,12 +412,12 @@ def turn_fields(rollouts: list[Rollout]) -> dict[str, float]:
 
 
 def _scalars(suites: Mapping[str, SuiteResult]) -> dict[str, Any]:
-    """The numbers of each suite for outside loggers: `eval/gsm8k/pass@4`."""
+    """Return the numbers of each suite for external loggers: `eval/gsm8k/pass@4`."""
     return {name: {number: value for number, (value, _, _) in one.numbers.items()} for name, one in suites.items()}
 
 
 def parts_of(rollouts: list[Rollout]) -> dict[str, list[float]]:
-    """Each named part of the rewards, of the completions that have it. Of too many names those that most of them have."""
+    """Return the values of each named reward part. Over the limit, the most frequent names are kept."""
     values: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for name, value in rollout.score.parts.items():
@@ -433,7 +427,7 @@ def parts_of(rollouts: list[Rollout]) -> dict[str, list[float]]:
 
 
 def _observed_gap(publication: Publication) -> dict[str, Any]:
-    """Set the sync gap in this process's metrics; the fields of its event, none where no engine could say."""
+    """Set the sync gap metrics and return the fields of its event; empty if no engine reported a gap."""
     gap = publication.gap
     if gap is None:
         return {}

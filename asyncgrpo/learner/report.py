@@ -1,7 +1,7 @@
-"""What one step says of itself, and how long its phases took."""
+"""The report of a step: losses, ratios, counts, and seconds by phase."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,76 +12,74 @@ from asyncgrpo.algorithms.diagnostics import Sums, merge, report, shares_within
 from asyncgrpo.learner.packing import StepBatch
 
 RolloutKey = tuple[str, int]
-"""group_id, and the index of the completion in its group."""
+"""group_id, and index of the completion in its group."""
 
 
 class Update(NamedTuple):
-    """One call of the optimizer, made or not."""
+    """One optimizer update, made or skipped."""
 
     grad_norm: float
     """Before clipping."""
     lr: float
-    """Learning rate of this update (of the one that would have been, if skipped)."""
+    """Learning rate of this update, also if it was skipped."""
     skipped: str | None
-    """Why an update with a gradient was not made; None: it was, or the gradient was exactly 0."""
+    """Reason of a skip; None if the update was made or its gradient was exactly 0."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step, over all its updates and all ranks; log-probs in nats.
+    """One step over all its updates and all ranks; log-probs in nats.
 
-    Means are over the trained tokens. Where completions of advantage 0 are not run, what compares the learner's log-probs
-    with others is over the tokens that are run: ratios, effective sample shares, rejections and the gap.
+    Means are over the trained tokens. If completions of advantage 0 are not run, ratios, effective sample shares, rejections
+    and the gap are over the tokens that are run, because they need the learner's log-probs.
     """
 
     skipped: str | None
-    """Why the last update that was skipped was; None: none was."""
+    """Reason of the last skipped update; None if no update was skipped."""
     zero_gradients: int
-    """Updates that were not made because their gradient was exactly 0."""
+    """Updates left out because their gradient was exactly 0."""
     loss: float
-    """Value of the objective that was minimised: surrogate, penalties and entropy; mean over the updates."""
+    """Minimised objective: surrogate, penalties and entropy; mean over the updates."""
     grad_norm: float
-    """Before clipping; the largest."""
+    """Largest gradient norm of the updates, before clipping."""
     lr: float
     """Learning rate of the last update."""
     entropy: float
-    """A token that is not run counts with the engine's -log-prob, an estimate by one sample."""
+    """Mean entropy. A token that is not run counts with the engine's -log-prob, a one-sample estimate."""
     clip_ratio: float
-    """Share of tokens whose gradient the surrogate's clip took away."""
+    """Share of tokens whose gradient the surrogate's clip removed."""
     importance_mean: float
-    """Mean of proximal / behaviour policy before any correction, whatever the anchor. Of several updates, unless the
-    weights at the start of the step were scored beforehand, those of each update of the first pass stand in for them."""
+    """Mean of proximal / behaviour policy before any correction, for every anchor. With several updates and without a
+    scoring pass at the start of the step, the weights of each update of the first pass stand in for the proximal policy."""
     importance_capped: float
     """Share of tokens above the upper bound of the first importance correction."""
     effective_sample_share: float
     """(Σρ)² / (n Σρ²) of those ratios: 1 when all are equal."""
     shares_within: dict[int, float]
-    """By lag: that share of the completions of at most this lag; the largest lag is that of the oldest token."""
+    """Effective sample share of the completions up to each lag; the largest lag is that of the oldest token."""
     kl_reference: float | None
     """Mean estimate of the KL to the reference; None without a reference."""
-    kl_coef: float
-    """Weight of that KL in the next step."""
     value_loss: float | None
-    """Mean of the critic's loss; None without a critic."""
+    """Mean loss of the critic; None without a critic."""
     logprob_gap_mean: float | None
-    """Mean |learner - generator| log-prob on tokens that these very weights sampled: what their kernels disagree by.
-    None where there are no such tokens."""
+    """Mean |learner - generator| log-prob on tokens that the same weights sampled: the mismatch of their kernels.
+    None without such tokens."""
     logprob_gap_max: float | None
     diagnostics: dict[str, float]
-    """What `algorithms.diagnostics` reports of ratios, updates, rejections and lags, all before anything is rejected."""
+    """Report of `algorithms.diagnostics` on ratios, updates, rejections and lags, all before rejection."""
     group_size: int
-    """Completions of a group that are sampled; those from this index on are greedy baselines."""
+    """Sampled completions per group. Completions from this index on are greedy baselines."""
     tokens_trained: int
     rollouts: int
     """Completions trained."""
     rollouts_unusable: int
-    """Completions left out: no finite score, aborted, or malformed."""
+    """Completions left out: without a finite score, aborted, or malformed."""
     malformed_logprobs: int
     """Unusable completions with a behaviour log-prob that is not finite, above 0 or below -10,000 nats."""
     zero_signal_groups: int
     """Groups whose advantages are all exactly 0."""
     signal_share: float
-    """Share of the groups with a signal among those that are solved or have one; mean over the minibatches."""
+    """Share of groups with a signal among groups that are solved or have a signal; mean over the minibatches."""
     advantages: dict[RolloutKey, float]
     """Advantage of every usable completion, by (group_id, index of the completion)."""
     seconds: dict[str, float]
@@ -89,15 +87,15 @@ class StepReport:
 
 
 def of_start(sums: Sums, update: int, minibatches: int) -> Sums:
-    """Return the sums of an update without those that say nothing of the weights at the start of the step.
+    """Return the sums of an update that describe the weights at the start of the step.
 
-    Where those weights were not scored beforehand, the present ones stand in for them. In the first update they are the
-    same. In the rest of the first pass they have moved: the gap between kernels must not contain that, while ratios of all
-    tokens are still nearer to the truth than those of the first update alone (docs/staleness.md).
+    Without a scoring pass the current weights stand in for those at the start. They are equal in the first update. In the
+    rest of the first pass they have moved: the kernel gap must not contain that change, but the ratios of all tokens are
+    still closer to the exact ones than those of the first update alone (docs/staleness.md).
 
     Args:
         update: number of the update in the step, from 1.
-        minibatches: updates of one pass.
+        minibatches: updates per pass.
     """
     gone = () if update == 1 else ("gap",) if update <= minibatches else ("gap", "rho_", "share_")
     return {name: total for name, total in sums.items() if not name.startswith(gone)}
@@ -108,16 +106,14 @@ def build_report(
     batches: Sequence[StepBatch],
     updates: Sequence[Update],
     *,
-    kl_coef: float,
     group_size: int,
     seconds: dict[str, float],
 ) -> StepReport:
-    """Divide the merged sums of `algorithms.diagnostics`, once, and put the rest beside them.
+    """Build the report from the sums of all updates. Each quotient is taken once, from merged sums.
 
     Args:
         totals: of each update. They have the learner's own `loss` as well, `kl` only where there is a reference, and
             `value_loss` only where there is a critic.
-        kl_coef: of the next step.
         group_size: completions of a group that are sampled.
     """
     sums = {name: total.item() for name, total in merge(totals).items()}
@@ -136,7 +132,6 @@ def build_report(
         effective_sample_share=diagnostics["ess_token"],
         shares_within=shares_within(sums),
         kl_reference=sums["kl"] / tokens if "kl" in sums else None,
-        kl_coef=kl_coef,
         value_loss=sums["value_loss"] / len(updates) if "value_loss" in sums else None,
         logprob_gap_mean=sums["gap"] / current if current else None,
         logprob_gap_max=sums["gap_max"] if current else None,
@@ -158,17 +153,34 @@ def build_report(
 
 
 class PhaseClock:
-    """Seconds by phase; on a GPU a phase ends when its work is done. Other streams, as that of a broadcast, are not awaited."""
+    """Seconds by phase. On a GPU a phase ends when the current stream is done; other streams (a broadcast) are ignored."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.seconds: dict[str, float] = {}
-        self._device = device
+        self._device, self._now = device, now
+        self._lap_started = now()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time a block as `phase`."""
-        start = time.perf_counter()
-        yield
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+        started = self._now()
+        try:
+            yield
+        finally:
+            if self._device is not None and self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - started
+
+    def lap(self, inside: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return seconds by phase since the last lap; `other` is the time outside of all phases.
+
+        Args:
+            inside: seconds by phase inside `forward_backward`; `optimizer` is listed separately.
+        """
+        now = self._now()
+        spent, self.seconds = self.seconds, {}
+        total, self._lap_started = now - self._lap_started, now
+        spent["optimizer"] = (inside or {}).get("optimizer", 0.0)
+        spent["forward_backward"] = spent.get("forward_backward", 0.0) - spent["optimizer"]
+        spent["other"] = max(0.0, total - sum(spent.values()))
+        return spent

@@ -1,10 +1,10 @@
-"""The rows of a learner rank on another machine, on their way into the arenas of rank 0.
+"""Transfer of rows from a learner rank on another machine into the arenas of rank 0.
 
-The rank copies them into memory of its own, and a thread sends them beside the next step, over a TCP connection of this rank
-alone. It keeps a mirror of what rank 0 has: where little has changed, only a delta goes, which rank 0 applies to the rows
-that came before. A digest goes with them each time, and rank 0 compares it with that of what lies in its arena.
+The rank copies its rows into a staging buffer. A thread sends them beside the next step over a TCP connection of this rank.
+It keeps a mirror of the rows that rank 0 has. If few bytes changed it sends a delta, which rank 0 applies to the previous
+rows. Every transfer carries a digest, which rank 0 compares with that of its arena.
 
-    places | [ header | rows, one after the other, or a delta ]*
+    places | [ header | rows in order, or a delta ]*
 """
 
 import logging
@@ -31,37 +31,37 @@ from asyncgrpo.weights.threads import spread
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.001
-UNDER_WAY = 2
-"""Snapshots whose rows are still to come: as many as there are arenas."""
+POLL_EVERY_S = 0.001
+MAX_PENDING = 2
+"""Pending transfers of one rank: one per arena."""
 
 
 class RowSender:
-    """The end of the rank on another machine."""
+    """Sends the rows of a rank on another machine."""
 
     def __init__(self, layout: Layout, pair: dist.ProcessGroup, *, pins: bool, deltas: bool) -> None:
         """
         Args:
-            pair: of this rank and rank 0.
-            pins: a GPU writes into the memory.
-            deltas: compare with what was sent before.
+            pair: process group of this rank and rank 0.
+            pins: True to pin the staging buffers, for a GPU.
+            deltas: True to send deltas against the previous rows.
         """
         self._whole, self._pair = layout, pair
         self._pins, self._deltas = pins, deltas
         self._infos = {info.name: (info, start) for info, start in zip(layout.tensors, layout.offsets, strict=True)}
         self._rows: Layout | None = None
-        """Of the memory; none until the first snapshot."""
+        """Layout of a staging buffer; None until the first snapshot."""
         self._places: list[int] = []
-        """First byte of each row in a publication."""
-        self._memory: dict[int, Tensor] = {}  # of each arena: one is sent while the next step's rows are written
+        """Offset of each row in a publication, bytes."""
+        self._memory: dict[int, Tensor] = {}  # staging buffer per arena: one is sent while the next is written
         self._mirror: Tensor | None = None
         self._sent = State(PolicyVersion(0, 0), f"{0:016x}")
-        """What the mirror holds."""
+        """State of the mirror."""
         self._skips = Skips()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
 
     def send(self, parts: Iterator[Part], arena: int) -> None:
-        """Copy the parts, and begin to send them."""
+        """Copy the parts and begin to send them."""
         given = [part for part in parts if part[2].numel()]
         if self._rows is None:
             self._rows = self._lay_out(given)
@@ -75,11 +75,11 @@ class RowSender:
         self._thread.submit(self._try, partial(self._send_rows, self._rows, memory, written))
 
     def close(self) -> None:
-        """Return once all has been sent."""
+        """Wait for all transfers."""
         self._thread.shutdown()
 
     def _lay_out(self, given: list[Part]) -> Layout:
-        """Find out where the rows lie in memory of this rank, and in a publication."""
+        """Compute the places of the rows in a staging buffer and in a publication."""
         infos = [(*self._infos[name], first, tensor) for name, first, tensor in given]
         self._places = [start + first * dtype_of(info).itemsize for info, start, first, _ in infos]
         return Layout([TensorInfo(info.name, (tensor.numel(),), info.dtype) for info, _, _, tensor in infos])
@@ -89,7 +89,7 @@ class RowSender:
     def _try(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception:  # rank 0 gives up when nothing comes
+        except Exception:  # rank 0 times out
             log.exception("the weights of this rank could not be sent to rank 0")
 
     def _send_places(self, rows: Layout) -> None:
@@ -114,7 +114,7 @@ class RowSender:
             self._send(torch.from_numpy(delta.to_bytes()))
 
     def _follow(self, rows: Layout, memory: Tensor) -> tuple[Piece, ...] | None:
-        """Make the mirror what the memory is. Returns what changed, at its place in the publication; None: send all."""
+        """Update the mirror. Return the changes at their places in the publication; None: send all rows."""
         pieces = None
         if self._mirror is None:
             self._mirror = memory.clone()
@@ -133,35 +133,35 @@ class RowSender:
 
 
 class RowReceiver:
-    """Rank 0's end: brings the rows of one rank on another machine into an arena."""
+    """Receives the rows of one rank on another machine into the arenas of rank 0."""
 
     def __init__(self, rank: int, pair: dist.ProcessGroup) -> None:
         self._rank, self._pair = rank, pair
         self._places: list[tuple[int, int]] | None = None
-        """First byte and number of bytes; until the first snapshot: none is known."""
+        """Offset and size of each row in a publication, bytes; None until the first snapshot."""
         self._newest: Tensor | None = None
-        """The arena into which rows came last. Nobody else writes where they lie."""
+        """Arena of the last transfer. No other component writes to these rows."""
         self._holds: State | None = None
-        """What lies there."""
+        """State of the rows in that arena."""
         self._is_delta = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"snapshot-{rank}")
         self._jobs: list[Future[None]] = []
         self.came_bytes = 0
-        """Of the rows that came last, as they were sent."""
+        """Size of the last transfer, bytes."""
 
     @property
     def is_behind(self) -> bool:
         self._jobs = [job for job in self._jobs if not job.done()]
-        return len(self._jobs) >= UNDER_WAY
+        return len(self._jobs) >= MAX_PENDING
 
     def receive(self, flat: Tensor) -> Future[None]:
-        """Begin to bring the next rows into an arena, [num_bytes] uint8."""
+        """Begin to receive the next rows into an arena, [num_bytes] uint8."""
         job = self._thread.submit(self._receive, flat)
         self._jobs.append(job)
         return job
 
     def close(self) -> None:
-        """Return once all has come that is under way."""
+        """Wait for all pending transfers."""
         self._thread.shutdown()
 
     # -- its thread ----------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class RowReceiver:
         if size:
             delta = Delta.from_bytes(self._recv(torch.zeros(size, dtype=torch.uint8)).numpy())
             if before is None or self._newest is None or delta.after != state:
-                raise WeightsError("changes came of rows that are not here")
+                raise WeightsError("received a delta against rows that rank 0 does not have")
             if self._newest is not flat:
                 _copy(self._newest, rows)
             apply(delta, flat, before)
@@ -190,11 +190,11 @@ class RowReceiver:
         self._note(size, sum(length for _, length in self._places))
 
     def _note(self, size: int, whole: int) -> None:
-        """Note how many bytes came. The log says when changes come instead of rows, and rows instead of changes."""
+        """Note the size of a transfer. Log a change between deltas and full rows."""
         if size and not self._is_delta:
-            log.info("rank %d sends what changed: %.1f of %.1f MB", self._rank, size / 1e6, whole / 1e6)
+            log.info("rank %d sends deltas: %.1f of %.1f MB", self._rank, size / 1e6, whole / 1e6)
         elif self._is_delta and not size:
-            log.info("rank %d sends all its rows again: too many of them changed", self._rank)
+            log.info("rank %d sends full rows again: too many of them changed", self._rank)
         self._is_delta, self.came_bytes = bool(size), size or whole
 
     def _receive_places(self) -> list[tuple[int, int]]:
@@ -207,9 +207,9 @@ class RowReceiver:
 
 
 def wait_until(written: IsWritten | None) -> None:
-    """Return once every byte is there."""
+    """Wait until every byte is written."""
     while written is not None and not written():
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_EVERY_S)
 
 
 def _views(rows: Layout, flat: Tensor) -> Iterator[Tensor]:
@@ -217,18 +217,18 @@ def _views(rows: Layout, flat: Tensor) -> Iterator[Tensor]:
 
 
 def digest_of_rows(rows: Iterable[tuple[int, Tensor]]) -> str:
-    """The digest of rows, [n] uint8 each, and of their places, in a publication; 16 hex digits."""
+    """Return the digest of rows, [n] uint8 each, and of their places in a publication; 16 hex digits."""
     return add_digests(spread(lambda row: xxhash.xxh3_64_intdigest(row[1].numpy().data, row[0]), rows))
 
 
 def _copy(source: Tensor, rows: list[tuple[int, Tensor]]) -> None:
-    """Copy rows from where they lie in another arena."""
+    """Copy rows from another arena."""
     for _ in spread(lambda row: np.copyto(row[1].numpy(), source[row[0] :][: len(row[1])].numpy()), rows):
         pass
 
 
 def _header(state: State, size: int) -> Tensor:
-    """[3] int64: number and digest of the rows, and bytes of the delta; 0: all rows come."""
+    """Return [3] int64: number and digest of the rows, and size of the delta; 0: full rows follow."""
     return torch.from_numpy(np.array([state.version.number, int(state.digest, 16), size], np.uint64).view(np.int64))
 
 

@@ -1,12 +1,12 @@
-"""What a checkpoint holds: sharded state from which training goes on bitwise identically, and a Hugging Face folder.
+"""Contents of a checkpoint: the sharded state of a bitwise resume, and a Hugging Face folder.
 
-A checkpoint holds the trained parameters, both AdamW moments of each, how many updates AdamW has made and how many the
-schedule has counted, the coefficient of the KL and what the gradient guard remembers, in torch's distributed format:
-every rank writes its shard, and any number of ranks can read it. It is complete when it has a `.metadata` file, which is
-written last. Frozen weights (LoRA's base) are not in it; they come from `model.path` again.
+The state holds the trained parameters, both AdamW moments, the update counts of AdamW and of the schedule, the coefficient
+of the KL, and the norms of the gradient guard, in torch's distributed format. Every rank writes its shard; any number of
+ranks can read it. `.metadata` is written last and marks it complete. Frozen weights (a LoRA base) are not stored; they are
+loaded from `model.path`.
 
-Both are copied to host memory between two steps, and threads write them beside the next steps. The folder's tensors are
-gathered one by one; adapters are merged, so it loads with plain transformers, SGLang or vLLM.
+Both are copied to host memory between two steps and written by threads beside the next steps. The tensors of the folder are
+gathered one by one. Adapters are merged, so the folder loads with plain transformers, SGLang or vLLM.
 """
 
 import contextlib
@@ -37,33 +37,31 @@ from asyncgrpo.learner.publishing import PublishedWeights
 
 
 DISK_TIMEOUT = timedelta(days=1)
-"""For ranks to wait for each other's files. A rank that died closes its connections, and is noticed at once."""
+"""Timeout of the collectives that wait for the files of all ranks. A dead rank closes its connections and is noticed at once."""
 
 
 class Saver:
-    """Writes checkpoints, one at a time, each from a copy in a thread of every rank."""
+    """Writes one checkpoint at a time, from a copy, in a thread of each rank."""
 
     def __init__(self) -> None:
         self._pinned: dict[str, Tensor] = {}
-        """What was copied off a GPU last, kept for the next copy. Memory that is not pinned is given back after each."""
+        """Pinned host buffers by name, reused by the next copy from the GPU."""
         self._thread = ThreadPoolExecutor(1)
         self._group: dist.ProcessGroup | None = None
         self._writing: Future[None] | None = None
 
-    def begin(
-        self, folder: str, model: nn.Module, optimizer: AdamW, steps: int, kl_coef: float, guard: Tensor
-    ) -> Callable[[], None]:
+    def begin(self, folder: str, model: nn.Module, optimizer: AdamW, steps: int, guard: Tensor) -> Callable[[], None]:
         """Copy the state, and begin to write it. Collective.
 
         Args:
             guard: memory of the gradient guard.
         Returns:
-            A function that waits until every rank has written. It raises CheckpointError.
+            A function that waits until every rank has written. Raises CheckpointError.
         """
         self.wait()
         if self._group is None:  # of its own: the collectives of training go on beside
             self._group = dist.new_group(backend="gloo", timeout=DISK_TIMEOUT)
-        state = _state(model, optimizer, steps, kl_coef, guard)
+        state = _state(model, optimizer, steps, guard)
         copied = {name: sharded_like(tensor, self._copy(name, tensor)) for name, tensor in state.items()}
         if self._pinned:
             torch.cuda.synchronize()
@@ -71,7 +69,7 @@ class Saver:
         return writing.result
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        """The part of a tensor that this rank has, copied to the CPU, or on its way there."""
+        """Copy the local part of a tensor to the CPU; asynchronous from a GPU."""
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if not own.is_cuda:
             return own.clone()
@@ -80,7 +78,7 @@ class Saver:
         return self._pinned[name].copy_(own, non_blocking=True)
 
     def wait(self) -> None:
-        """Wait until nothing is written any more. What failed is known to the caller of `begin`."""
+        """Wait for a write in progress. Its failure is raised to the caller of `begin`."""
         if self._writing is not None:
             with contextlib.suppress(CheckpointError):
                 self._writing.result()
@@ -94,17 +92,17 @@ def _write(folder: str, state: dict[str, Tensor], group: dist.ProcessGroup) -> N
         raise CheckpointError(f"checkpoint {folder} cannot be written: {_cause(error)}") from error
 
 
-def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tuple[int, float, Tensor]:
-    """Read a checkpoint into model and optimizer, and give its updates, its KL coefficient and the guard's memory.
+def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tuple[int, Tensor]:
+    """Read a checkpoint into model and optimizer, and give its updates and the guard's memory.
 
     Collective. A checkpoint of version 0.1 has no such memory; then `guard` is given back as it is. In one without `made`
     AdamW has made every update of the schedule.
 
-    Raises CheckpointError; where the checkpoint is of another model, weights may then be part old, part new.
+    Raises CheckpointError. If the checkpoint is of another model, some weights may have been overwritten by then.
     """
     if not Path(folder, ".metadata").is_file():
         raise CheckpointError(f"checkpoint {folder} is not complete: it has no .metadata file")
-    state = _state(model, optimizer, 0, 0.0, guard)
+    state = _state(model, optimizer, 0, guard)
     try:
         known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         for name in {"guard", "made"} - known.keys():
@@ -115,29 +113,29 @@ def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tupl
     steps = int(state["steps"])
     for moments in optimizer.state.values():
         moments["step"].fill_(state.get("made", steps))
-    return steps, float(state["kl_coef"]), state.get("guard", guard)
+    return steps, state.get("guard", guard)
 
 
-def _state(model: nn.Module, optimizer: AdamW, steps: int, kl_coef: float, guard: Tensor) -> dict[str, Tensor]:
+def _state(model: nn.Module, optimizer: AdamW, steps: int, guard: Tensor) -> dict[str, Tensor]:
     """Name to tensor. All but the scalars is the memory of model and optimizer, so loading in place is enough."""
-    state = {"steps": torch.tensor(steps), "kl_coef": torch.tensor(kl_coef, dtype=torch.float64), "guard": guard}
+    state = {"steps": torch.tensor(steps), "guard": guard}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         moments = optimizer.state[parameter]
-        if not moments:  # what AdamW makes at its first step
+        if not moments:  # as AdamW creates them in its first step
             moments["step"] = torch.zeros((), device=parameter.device)
             moments["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
             moments["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
         state[f"model.{name}"] = parameter.detach()
         state[f"exp_avg.{name}"] = moments["exp_avg"]
         state[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
-        state["made"] = moments["step"].cpu()  # of all parameters the same
+        state["made"] = moments["step"].cpu()  # equal for all parameters
     return state
 
 
 def _cause(error: BaseException) -> str:
-    """One line. Torch gathers what failed on each rank into an exception that is not an `Exception`."""
+    """Return the cause on one line. CheckpointException holds the failures of all ranks and is not an `Exception`."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
         return f"rank {rank}: {str(failure) or type(failure).__name__}"
@@ -163,10 +161,10 @@ TOKENIZER_FILES = (
 def begin_export(
     folder: str, scorer: TokenScorer, published: PublishedWeights, tokenizer_path: str | None
 ) -> Callable[[], None]:
-    """Gather what a folder holds that `AutoModelForCausalLM.from_pretrained` loads. Collective.
+    """Gather the weights of a folder for `AutoModelForCausalLM.from_pretrained`. Collective.
 
     Returns:
-        A function that writes it, on rank 0, from any thread. It raises CheckpointError.
+        A function that writes the folder on rank 0, from any thread. Raises CheckpointError.
     """
     tensors: dict[str, Tensor] = {}
     is_writer = dist.get_rank() == 0
@@ -187,7 +185,7 @@ def begin_export(
 
 
 def copy_tokenizer(source: str, folder: Path) -> None:
-    """Copy a tokenizer's files as they are; of a hub id, write what transformers makes of it."""
+    """Copy the files of a tokenizer. A tokenizer of a hub id is loaded and saved by transformers."""
     if not Path(source).is_dir():
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
         return
@@ -199,7 +197,7 @@ def copy_tokenizer(source: str, folder: Path) -> None:
 
 
 def _write_files(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write safetensors files of about FILE_BYTES, and their index where there are several."""
+    """Write safetensors files of about FILE_BYTES each, and an index if there are several."""
     folder.mkdir(parents=True, exist_ok=True)
     files: list[dict[str, Tensor]] = [{}]
     size_bytes = 0

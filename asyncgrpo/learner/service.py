@@ -1,10 +1,10 @@
-"""The learner's process: take a batch, step, publish, and now and then checkpoint and evaluate.
+"""The learner's loop: take a batch, step, publish weights; checkpoint and evaluate at intervals.
 
-    buffer ──groups──▶ [step] ──weights──▶ generators, while the next step is trained
+    buffer ──groups──▶ [step] ──weights──▶ generators, beside the next step
                           └──▶ metrics.jsonl, samples, checkpoints
 
-`LearnerService._train` is the loop of the whole system on one screen. With several ranks, rank 0 runs it and the others
-`follow`: they join every step, gather and save that rank 0 commands.
+`LearnerService._train` is the loop of the whole system. Rank 0 runs it. The other ranks run `follow`, which joins every
+collective that rank 0 commands.
 """
 
 import logging
@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +23,12 @@ from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, TrainingError, WeightsError, WireError
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, read_state
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.learner.ranks import Inbox, RankCommand, Taken, Team
+from asyncgrpo.learner.ranks import Inbox, RankCommand, Team
 from asyncgrpo.learner.record import Recorder
+from asyncgrpo.learner.report import PhaseClock
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import IsWritten, Layout
-from asyncgrpo.weights.check import is_checked
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import decode, encode
 from asyncgrpo.wire.groups import unpack_batch
@@ -38,17 +38,16 @@ from asyncgrpo.wire.supervision import Steer
 log = logging.getLogger(__name__)
 
 GENERATORS_START_S = 1800.0
-"""Large models take minutes to load on both sides."""
-
-
+"""Timeout for the first generators. Large models take minutes to load in engine and learner."""
 LAST_PUBLICATION_S = 10.0
-"""How long the end of a run waits for the last publication to land."""
+"""Timeout for the last publication at the end of a run."""
 SNAPSHOT_WITHIN_S = 60.0
-"""Deadline of the buffer's part in the last checkpoint of a run that is given up."""
+"""Deadline for the buffer's part of the last checkpoint of a failed run."""
+STALL_EVENT_EVERY_S = 30.0
 
 
-class _AskedToEnd(Exception):
-    """The run is to end while there is no generator, and none will come."""
+class _EndRequested(Exception):
+    """The run was drained or failed while the learner waited for its first generators."""
 
     def __init__(self, status: str) -> None:
         super().__init__(status)
@@ -57,7 +56,7 @@ class _AskedToEnd(Exception):
 
 @dataclass(frozen=True)
 class _Saving:
-    """A checkpoint that is being written."""
+    """A checkpoint in progress."""
 
     step: int
     started: float
@@ -65,7 +64,7 @@ class _Saving:
 
 
 class LearnerService:
-    """Rank 0 of the learner, with everything that only it does."""
+    """Rank 0 of the learner: the loop, publications, checkpoints and the record."""
 
     def __init__(
         self,
@@ -83,9 +82,9 @@ class LearnerService:
     ) -> None:
         """
         Args:
-            lineage: of this start of the run; never used before in this run.
+            lineage: number of this start; unique within the run.
             start_with: generators to wait for before the first publication.
-            last_step: optimizer steps after which the run is done; None: when the buffer says so.
+            last_step: number of optimizer steps of the run; None: until the buffer is exhausted.
         """
         self._config = config
         self._learner = learner
@@ -98,68 +97,78 @@ class LearnerService:
         self._start_with = start_with
         self._last_step = last_step
         self.progress = LoopProgress()
-        self._clock = Stopwatch()
-        self._stall_told_s = 0.0
+        self._clock = PhaseClock()
+        self._stall_reported_s = 0.0
         self._evaluated = -1
         self._writer: Executor = ThreadPoolExecutor(1)
         self._saving: _Saving | None = None
         self.version = PolicyVersion(lineage, 0)
         self._shares_within: dict[int, float] = {}  # of the last step
-        self._updates = learner.steps  # that are in the weights of `version`
-        self._offered: PolicyVersion | None = None  # the newest one that the publisher has
-        self._steer_asked = self._steer = Steer()  # what a person asked for: the newest, and what is in effect
+        self._updates = learner.steps  # updates contained in the weights of `version`
+        self._offered: PolicyVersion | None = None  # newest version that the publisher accepted
+        self._steer_requested = self._steer = Steer()  # newest operator request, and the one in effect
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
         return self.version.number
 
-    def steer(self, asked: Steer) -> None:
-        """Do what a person asks for, between two steps or while waiting. May be called from any thread."""
-        self._steer_asked = asked
+    def steer(self, requested: Steer) -> None:
+        """Set an operator request. It takes effect between two steps or while waiting. Thread-safe."""
+        self._steer_requested = requested
 
     @property
     def steered(self) -> int:
-        """The revision of the `Steer` in effect. May be read from any thread."""
+        """Revision of the `Steer` in effect. Thread-safe."""
         return self._steer.revision
 
     def run(self) -> str:
-        """Train until the last step, the last prompt, or until the run is to end.
+        """Train until the last step, the last prompt, a drain or a failure.
 
         Returns:
-            `done`, `drained`, or `failed`: somebody else has given the run up, and says why.
+            `done`, `drained`, or `failed`: another component failed and reports the cause.
         Raises:
-            AsyncGRPOError: training cannot go on. What it has done is in a checkpoint, if it could be.
+            AsyncGRPOError: training cannot continue. A last checkpoint was written if possible.
         """
         try:
-            self._publisher.wait_for(self._start_with, GENERATORS_START_S, self._while_none_is_there)
+            self._publisher.wait_for(self._start_with, GENERATORS_START_S, self._while_no_generator)
             status = self._train()
-        except _AskedToEnd as asked:
-            status = asked.status
+        except _EndRequested as request:
+            status = request.status
         except AsyncGRPOError as error:
-            self._save_before_giving_up(error)
+            self._save_before_failing(error)
             raise
         return self._end(status)
 
     def _train(self) -> str:
         self._publish()
         self._evaluate()
-        self._clock.lap()  # what was spent on starting belongs to no step
+        self._clock.lap()  # start-up time belongs to no step
         while self._last_step is None or self.step < self._last_step:
             self.progress.tick()
-            self._obey()
-            taken = self._take()
+            self._apply_steering()
+            with self._clock("wait_data"):
+                taken = self._inbox.take(
+                    self.step,
+                    self.version,
+                    self._shares_within,
+                    on_eval=self._recorder.evaluation,
+                    while_waiting=self._while_waiting,
+                )
             if taken.ended is not None:
                 self._recorder.last(taken.counters)
                 return {"exhausted": "done", "draining": "drained", "failing": "failed"}[taken.ended]
             with self._clock("forward_backward"):
-                self._share(taken)
+                if self._team.world > 1:
+                    assert taken.message is not None
+                    header, payload = map(bytes, encode(taken.message, taken.payload))
+                    self._team.broadcast(RankCommand(what="step", version=self.version, header=header, payload=payload))
                 report = self._learner.step(taken.groups, self.version)
             started_from, self.version = self.version, PolicyVersion(self.version.lineage, self.version.number + 1)
             self._updates, self._shares_within = self._learner.steps, report.shares_within
             try:
                 self._publish()
-            finally:  # the step is made, whether or not its weights can be offered
+            finally:  # the step is trained even if its weights cannot be offered
                 self._recorder.step(
                     self.step, started_from, taken.groups, report, taken.counters, self._clock.lap(report.seconds)
                 )
@@ -171,75 +180,49 @@ class LearnerService:
                 self._try_checkpoint()
         return "done"
 
-    # -- the verbs -----------------------------------------------------------------------------------------------------
-
     def resume(self, checkpoint: Path) -> None:
-        """Go on from `checkpoint`: the model and its optimizer are loaded already (`Learner.load`)."""
+        """Restore step, totals and record from `checkpoint`. `Learner.load` restores model and optimizer."""
         state = read_state(checkpoint)
         self.version = PolicyVersion(self.version.lineage, state.step)
         self._recorder.resume(state.step, state.totals, state.record)
 
-    def _take(self) -> Taken:
-        with self._clock("wait_data"):
-            taken = self._inbox.take(
-                self.step,
-                self.version,
-                self._shares_within,
-                on_eval=self._recorder.evaluation,
-                while_waiting=self._while_waiting,
-            )
-        return taken
-
-    def _obey(self) -> None:
-        """Bring what a person asked for into effect."""
-        asked, before = self._steer_asked, self._steer
-        if asked.revision <= before.revision:
+    def _apply_steering(self) -> None:
+        """Apply the newest operator request."""
+        new, old = self._steer_requested, self._steer
+        if new.revision <= old.revision:
             return
-        if asked.lr is not None and asked.lr != before.lr:
-            self._team.tell(RankCommand(what="set_lr", lr=asked.lr))
-            self._learner.set_lr(asked.lr)
-            self._recorder.events.write("lr_changed", version=str(self.version), lr=asked.lr)
-        self._publisher.dismiss(asked.leaving)
-        if asked.evaluations > before.evaluations:
+        if new.lr is not None and new.lr != old.lr:
+            self._team.broadcast(RankCommand(what="set_lr", lr=new.lr))
+            self._learner.set_lr(new.lr)
+            self._recorder.events.write("lr_changed", version=str(self.version), lr=new.lr)
+        self._publisher.dismiss(new.leaving)
+        if new.evaluations > old.evaluations:
             self._evaluate()
-        if asked.checkpoints > before.checkpoints:
+        if new.checkpoints > old.checkpoints:
             self._try_checkpoint()
-        self._steer = asked
-
-    def _share(self, taken: Taken) -> None:
-        if self._team.world > 1:
-            assert taken.message is not None
-            header, payload = encode(taken.message, taken.payload)
-            self._team.tell(
-                RankCommand(what="step", version=self.version, header=bytes(header), payload=bytes(payload))
-            )
+        self._steer = new
 
     def _publish(self) -> None:
-        """Free the slots of the last step, and offer its weights to the generators, which take them while this goes on."""
+        """Free the slots of the last step and offer its weights. Generators receive them beside the next step."""
         self._inbox.trained(self.version)
         self._offer_weights()
 
     def _offer_weights(self) -> None:
-        """Offer the newest weights, unless that is done. If both arenas are being read or filled it is tried again later."""
+        """Offer the newest weights once. Retried from `_while_waiting` while both arenas are in use."""
         if self._offered != self.version and not self._learner.snapshot.is_behind:
             with self._clock("publish"):
                 if self._publisher.offer(self.version, self._fill_arena):
                     self._offered = self.version
-                    self._check_weights()
-
-    def _check_weights(self) -> None:
-        """Score the sequences that every engine scores under these weights too."""
-        if is_checked(self.version, self._config.weights.check_every):
-            self._team.tell(RankCommand(what="check"))
-            self._publisher.expect(self.version, self._learner.check.score())
+                    self._team.broadcast(RankCommand(what="check"))  # every engine scores the same sequences
+                    self._publisher.expect(self.version, self._learner.check.score())
 
     def _fill_arena(self, layout: Layout, flat: Tensor) -> IsWritten | None:
         file = self._publisher.file
-        self._team.tell(RankCommand(what="snapshot", file=file, start=int(flat.storage_offset())))
+        self._team.broadcast(RankCommand(what="snapshot", file=file, start=int(flat.storage_offset())))
         return self._learner.snapshot.write(flat, file)
 
     def _record_publications(self) -> None:
-        """Write down what has landed. Raises WeightsError if nothing can."""
+        """Record the publications that landed. Raises WeightsError if no publication can land."""
         for publication in self._publisher.reports():
             self._recorder.sync(publication)
 
@@ -249,30 +232,30 @@ class LearnerService:
             self._inbox.request_eval(self.step)
 
     def _try_checkpoint(self) -> None:
-        """A disk that refuses one does not end training: the last one stays, and the next may fit."""
+        """Write a checkpoint. If the disk refuses it, training continues and the previous checkpoint stays."""
         check_owner(self._run_dir, self.version.lineage)
         try:
             self._checkpoint()
         except CheckpointError as error:
-            log.error("%s; training goes on", error)
+            log.error("%s; training continues", error)
 
-    def _save_before_giving_up(self, error: AsyncGRPOError) -> None:
-        """What was trained since the last checkpoint is not lost with the run. Whatever goes wrong here is only said."""
+    def _save_before_failing(self, error: AsyncGRPOError) -> None:
+        """Save the steps since the last checkpoint before the run fails. Failures here are logged, not raised."""
         if isinstance(error, WireError):
-            log.error("no last checkpoint: which prompts are done is known to the buffer alone, and it is silent")
+            log.error("no last checkpoint: the buffer, which knows the finished prompts, does not respond")
         elif self._learner.steps != self._updates:
             log.error("no last checkpoint: the weights are between two steps")
         else:
             self._inbox.give_up(str(error))
             try:
                 self._last_checkpoint(SNAPSHOT_WITHIN_S)
-            except AsyncGRPOError as trouble:
-                log.error("no last checkpoint: %s", trouble)
+            except AsyncGRPOError as failure:
+                log.error("no last checkpoint: %s", failure)
 
     def _last_checkpoint(self, within_s: float = math.inf) -> None:
-        """Write a checkpoint of the step that the weights are of, unless there is one. Nothing may be leased any more.
+        """Write a checkpoint of the current step unless one exists. The buffer must not grant leases any more.
 
-        The step counts even if its weights reached nobody: no group will ever be of them.
+        The step counts even if no generator received its weights: no later group can be sampled from them.
         """
         check_owner(self._run_dir, self.version.lineage)
         self._try_finish_checkpoint(waits=True)
@@ -283,10 +266,10 @@ class LearnerService:
             self._finish_checkpoint(waits=True)
 
     def _checkpoint(self, within_s: float = math.inf) -> None:
-        """Begin to write one, from a copy. One that is being written is waited for.
+        """Begin a checkpoint from a copy of the state, after the previous one is complete.
 
         Args:
-            within_s: for the buffer to say which prompts are done.
+            within_s: deadline for the buffer's part, the finished prompts.
         Raises:
             CheckpointError: the disk refused.
         """
@@ -307,10 +290,10 @@ class LearnerService:
         self._finish_checkpoint()
 
     def _finish_checkpoint(self, *, waits: bool = False) -> None:
-        """Tell the buffer of a checkpoint that was written: it may then forget the groups that it covers.
+        """Report a complete checkpoint to the buffer, which may then delete the groups that it covers.
 
         Args:
-            waits: for one that is still being written.
+            waits: True to wait for a checkpoint in progress.
         Raises:
             CheckpointError: the disk refused.
         """
@@ -320,8 +303,8 @@ class LearnerService:
         self._saving = None
         with self._clock("checkpoint"), metrics.waiting("checkpoint"):
             path = saving.path.result()
-            with suppress(WeightsError):  # the loop will meet it
-                self._record_publications()  # before the event behind which a resume forgets
+            with suppress(WeightsError):  # the loop raises it again
+                self._record_publications()  # a resume drops events after the checkpoint event
         seconds = time.monotonic() - saving.started
         self._inbox.saved(saving.step)
         metrics.checkpoint_seconds.observe(seconds)
@@ -329,16 +312,16 @@ class LearnerService:
         self._recorder.events.write("checkpoint", step=saving.step, path=str(path), seconds=seconds)
 
     def _try_finish_checkpoint(self, *, waits: bool = False) -> None:
-        """A disk that refuses one does not end training: the last one stays, and the next may fit."""
+        """Finish a checkpoint. If the disk refused it, training continues and the previous checkpoint stays."""
         try:
             self._finish_checkpoint(waits=waits)
         except CheckpointError as error:
-            log.error("%s; training goes on", error)
+            log.error("%s; training continues", error)
 
     def _fill(self, folder: Path) -> Callable[[], None]:
-        self._team.tell(RankCommand(what="save", folder=str(folder / "resume")))
+        self._team.broadcast(RankCommand(what="save", folder=str(folder / "resume")))
         saved = self._learner.begin_save(str(folder / "resume"))
-        self._team.tell(RankCommand(what="export", folder=str(folder / "hf")))
+        self._team.broadcast(RankCommand(what="export", folder=str(folder / "hf")))
         write_export = self._learner.begin_export(str(folder / "hf"), self._config.model.path)
 
         def finish() -> None:
@@ -347,22 +330,24 @@ class LearnerService:
 
         return finish
 
-    def _export(self, folder: Path) -> None:
-        self._team.tell(RankCommand(what="export", folder=str(folder)))
-        self._learner.export(str(folder), self._config.model.path)
-
     def _end(self, status: str) -> str:
-        """Final evaluation, checkpoint and export."""
+        """Run the last evaluation, write the last checkpoint and export, and close everything."""
         if status == "done" and self._config.data.eval is not None:
             self._evaluate()
             with self._clock("eval"):
                 self._inbox.last_evals(self._recorder.evaluation, self._while_waiting)
         self._last_checkpoint()
         if status == "done":
-            self._export(self._run_dir / "final")
-        self._team.tell(RankCommand(what="end"))
+            final = str(self._run_dir / "final")
+            self._team.broadcast(RankCommand(what="export", folder=final))
+            self._learner.export(final, self._config.model.path)
+        self._team.broadcast(RankCommand(what="end"))
         if status != "failed":
-            self._await_publications()
+            deadline = time.monotonic() + LAST_PUBLICATION_S
+            while not self._publisher.is_idle and time.monotonic() < deadline:
+                time.sleep(0.01)
+            with suppress(WeightsError):  # the run is over
+                self._record_publications()
             self._recorder.end(status, self.step)
         self._learner.snapshot.close()
         self._recorder.close()
@@ -370,49 +355,39 @@ class LearnerService:
         self._inbox.finish()
         return status
 
-    def _await_publications(self) -> None:
-        """Wait a little for what is under way, so that the record says of every publication whether it landed."""
-        deadline = time.monotonic() + LAST_PUBLICATION_S
-        while not self._publisher.is_idle and time.monotonic() < deadline:
-            time.sleep(0.01)
-        with suppress(WeightsError):  # the run is over
-            self._record_publications()
-
-    # -- while it waits ------------------------------------------------------------------------------------------------
-
     def _while_waiting(self, what: str, seconds: float) -> None:
-        """The next step may need groups of the newest weights."""
-        self._tell_waiting(what, seconds)
-        self._obey()
+        """Serve everything else while the next batch is not ready: it may need groups of the newest weights."""
+        self._report_waiting(what, seconds)
+        self._apply_steering()
         self._offer_weights()
         self._record_publications()
         self._try_finish_checkpoint()
 
-    def _while_none_is_there(self, what: str, seconds: float) -> None:
-        """Only where no completion of the buffer is awaited: it asks the buffer itself."""
-        self._tell_waiting(what, seconds)
-        completion = self._inbox.snapshot()
-        if completion.draining:
-            raise _AskedToEnd("failed" if completion.failing else "drained")
+    def _while_no_generator(self, what: str, seconds: float) -> None:
+        """Poll the buffer for a drain while no `take` is pending."""
+        self._report_waiting(what, seconds)
+        snapshot = self._inbox.snapshot()
+        if snapshot.draining:
+            raise _EndRequested("failed" if snapshot.failing else "drained")
 
-    def _tell_waiting(self, what: str, seconds: float) -> None:
+    def _report_waiting(self, what: str, seconds: float) -> None:
         self.progress.tick()
-        self._team.tell_to_wait()
-        if seconds - self._stall_told_s >= 30.0:
-            self._stall_told_s = seconds
+        self._team.send_heartbeat()
+        if seconds - self._stall_reported_s >= STALL_EVENT_EVERY_S:
+            self._stall_reported_s = seconds
             self._recorder.events.write("stall", what=what, seconds=seconds)
-        elif seconds < self._stall_told_s:
-            self._stall_told_s = 0.0
+        elif seconds < self._stall_reported_s:
+            self._stall_reported_s = 0.0
 
 
 def follow(learner: Learner, team: Team) -> None:
-    """The other ranks: do what rank 0 commands, until it ends."""
-    while (command := team.hear()).what != "end":
+    """Run the commands of rank 0 on another rank until `end`."""
+    while (command := team.receive()).what != "end":
         match command.what:
             case "step":
                 message, payload = decode([command.header, command.payload])
                 assert isinstance(message, Batch) and command.version is not None
-                with suppress(TrainingError):  # rank 0 meets the same, and says what is left to do
+                with suppress(TrainingError):  # rank 0 raises the same error and commands what follows
                     learner.step(unpack_batch(message, payload), command.version)
             case "snapshot":
                 learner.snapshot.join(command.file, command.start)
@@ -428,36 +403,3 @@ def follow(learner: Learner, team: Team) -> None:
                 pass
     learner.saver.wait()
     learner.snapshot.close()
-
-
-class Stopwatch:
-    """Where the time of a step went, by activity, seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._now = clock
-        self._spent: dict[str, float] = {}
-        self._lap_started = clock()
-
-    @contextmanager
-    def __call__(self, activity: str):
-        started = self._now()
-        try:
-            yield
-        finally:
-            self._spent[activity] = self._spent.get(activity, 0.0) + self._now() - started
-
-    def lap(self, parts: dict[str, float] | None = None) -> dict[str, float]:
-        """Seconds by activity since the last lap; what no activity covers is `other`.
-
-        Args:
-            parts: activities inside `forward_backward` that count for themselves, `optimizer` for example.
-        """
-        now = self._now()
-        spent, self._spent = self._spent, {}
-        total, self._lap_started = now - self._lap_started, now
-        for name in ("optimizer",):
-            inside = (parts or {}).get(name, 0.0)
-            spent[name] = inside
-            spent["forward_backward"] = spent.get("forward_backward", 0.0) - inside
-        spent["other"] = max(0.0, total - sum(spent.values()))
-        return spent

@@ -1,10 +1,10 @@
-"""A snapshot of the weights in a publication's arena, after which the next step may begin.
+"""A snapshot of the weights in a publication's arena. The next step may begin once it is copied.
 
-Each rank writes its own rows of every tensor, and waits for the copy of its shard alone: nothing is gathered. Ranks on the
-machine of rank 0 map the arena. One on another machine copies its rows into memory of its own, from where they are sent beside
-the next step (`rows.py`). Adapters are always gathered: they are small. So are whole weights where the arena cannot be mapped.
+Each rank writes its own rows of every tensor and waits for that copy only; weights are not gathered. Ranks on the machine of
+rank 0 map the arena. A rank on another machine copies its rows into a staging buffer and sends them beside the next step
+(`rows.py`). Adapters are small and always gathered. Weights are gathered if the arena cannot be mapped.
 
-A rank that has written raises its flag behind the arenas; the publisher's thread looks at all flags before it hashes.
+Each rank raises its flag behind the arenas after its write. The publisher's thread polls all flags before it hashes.
 """
 
 import logging
@@ -28,11 +28,11 @@ from asyncgrpo.weights.publisher import READ_BYTES_PER_S
 log = logging.getLogger(__name__)
 
 MACHINE_BYTES = 128
-"""Of a machine's name (`scratch.same_machine`), which has about 60."""
+"""Size of a machine's identity (`scratch.same_machine`), which has about 60 bytes."""
 
 
 class Snapshot:
-    """One rank's part in the snapshots of a run."""
+    """One rank's side of the snapshots of a run."""
 
     def __init__(
         self,
@@ -46,8 +46,7 @@ class Snapshot:
         """Find out which ranks share the machine of rank 0. Collective.
 
         Args:
-            config: says how long rank 0 waits for the others to have written (longer where there are many bytes), and whether
-                what comes from other machines may be deltas.
+            config: timeout of the writes of other ranks (extended for large models), and deltas between machines.
             device: of this rank.
         """
         self._sent, self._rank, self._world, self._device = sent, rank, world, device
@@ -60,7 +59,7 @@ class Snapshot:
         self._near = [other for other in range(1, world) if other not in away]
         self._sender: RowSender | None = None
         self._receivers: list[RowReceiver] = []
-        for other in away:  # all ranks enter this for each
+        for other in away:  # collective: all ranks create each group
             pair = dist.new_group([0, other], timeout=timedelta(seconds=self._timeout_s), backend="gloo")
             if rank == 0:
                 log.info("the rows of rank %d come from another machine", other)
@@ -70,15 +69,15 @@ class Snapshot:
 
     @property
     def is_behind(self) -> bool:
-        """Rank 0: whether so much is still to come from other machines that no other snapshot may be made now."""
+        """True on rank 0 while transfers from other machines are too far behind for another snapshot."""
         return any(receiver.is_behind for receiver in self._receivers)
 
     def write(self, flat: Tensor, file: str = "") -> IsWritten | None:
-        """Rank 0: write the weights into an arena. Collective; the others `join`.
+        """Write the weights into an arena on rank 0. Collective; the other ranks `join`.
 
         Args:
             flat: [num_bytes] uint8, the arena.
-            file: of the arenas; empty: no other rank can map them, so the weights are gathered.
+            file: of the arenas; empty if other ranks cannot map them, so that weights are gathered.
         """
         is_alone = not (self._near or self._receivers)
         if not (file or is_alone):
@@ -94,7 +93,7 @@ class Snapshot:
         def is_written() -> bool:
             for job in arriving:
                 if job.done() and job.exception() is not None:
-                    raise WeightsError(f"the weights of a rank on another machine did not come: {job.exception()}")
+                    raise WeightsError(f"the weights of a rank on another machine did not arrive: {job.exception()}")
             have_written = all(job.done() for job in arriving) and bool((flags[self._near] >= number).all())
             if have_written and (mine is None or mine()):
                 return True
@@ -105,11 +104,11 @@ class Snapshot:
         return is_written
 
     def join(self, file: str, start: int) -> None:
-        """Another rank: take part in what rank 0 does. Collective.
+        """Take part in a snapshot of rank 0. Collective.
 
         Args:
-            file: as rank 0 was given it.
-            start: the arena's first byte in the file.
+            file: as in `write`.
+            start: offset of the arena in the file, bytes.
         """
         if not file:
             for _ in self._sent.weights():
@@ -123,7 +122,7 @@ class Snapshot:
             self._threads.submit(self._raise_flag, arenas.flags, self._number, written)
 
     def close(self) -> None:
-        """Return once no rows are on their way any more. All ranks have taken part in the same snapshots."""
+        """Wait for all transfers. Every rank must have joined the same snapshots."""
         for receiver in self._receivers:
             receiver.close()
         if self._sender is not None:
@@ -145,7 +144,7 @@ class Snapshot:
 
 
 def _away(world: int) -> list[int]:
-    """The ranks that cannot map a file in shared memory of rank 0. Collective."""
+    """Return the ranks that cannot map shared memory of rank 0. Collective."""
     mine = torch.frombuffer(bytearray(same_machine().encode().ljust(MACHINE_BYTES)[:MACHINE_BYTES]), dtype=torch.uint8)
     everyone = [torch.empty_like(mine) for _ in range(world)]
     dist.all_gather(everyone, mine)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from asyncgrpo.config.load import load_config
+from asyncgrpo.config.load import read_plain, recorded
 from asyncgrpo.config.memory import Card, engine_gpu
+from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.rules import local_model
 from asyncgrpo.config.schema import Config
-from asyncgrpo.config.shapes import shape_at
 from asyncgrpo.data.tokenizer import load_tokenizer
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, Lengths, Profile
@@ -91,7 +91,7 @@ def config_of(run: Path) -> Config:
     file = run / "config.yaml"
     if not file.is_file():
         raise ConfigError(f"{run} is no run folder: it has no config.yaml")
-    return load_config(str(file), [])
+    return recorded(read_plain(file), str(file))
 
 
 def timed_steps(run: Path) -> list[Event]:
@@ -244,9 +244,7 @@ def hardware(config: Config) -> str:
 
 def kv_completions(config: Config, tokens: float) -> int | None:
     """Completions of so many tokens, prompts included, that fit an engine's KV cache, as `config/memory.py` reckons."""
-    shape = (
-        shape_at(config.model.path) if config.generators.gpus_each and config.generators.engine == "sglang" else None
-    )
-    if shape is None:
+    is_sglang = config.generators.gpus_each > 0 and config.generators.engine == "sglang"
+    if not is_sglang or (size := size_at(config.model.path)) is None:
         return None
-    return max(1, int(engine_gpu(shape, config, Card.of(config)).tokens / tokens))
+    return max(1, int(engine_gpu(size, config, Card.of(config)).tokens / tokens))

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from asyncgrpo.config.fit import changed, estimate
+from asyncgrpo.config.load import recorded
 from asyncgrpo.config.memory import Card
-from asyncgrpo.config.schema import Config
-from asyncgrpo.config.shapes import shape_at
+from asyncgrpo.config.model_size import size_at
+from asyncgrpo.config.placement import changed, problems
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.model import Prediction, Split, knee_groups, predict
 from asyncgrpo.planner.profile import Profile
@@ -124,12 +124,12 @@ def best_max_lag(profile: Profile, split: Split) -> int:
 
 
 def fits(profile: Profile, split: Split) -> bool:
-    """Whether learner and engines fit their GPUs; True where the model's size is not known."""
+    """True if learner and engines fit their GPUs, or the model's size is not known."""
     if not (profile.config and profile.gpus_each):
         return True
-    config = msgspec.convert(profile.config, Config)
-    shape = shape_at(config.model.path)
-    if shape is None:
+    config = recorded(profile.config, "the profile")
+    size = size_at(config.model.path)
+    if size is None:
         return True
     placed = {
         "generators.count": split.generators,
@@ -137,9 +137,7 @@ def fits(profile: Profile, split: Split) -> bool:
         "learner.ranks": split.ranks,
         "cluster.share_gpu": False,
     }
-    fit = estimate(shape, changed(config, placed), Card.of(config))
-    learner_fits = fit.learner is None or fit.learner.total <= fit.card.num_bytes
-    return learner_fits and (fit.engine is None or fit.engine.completions >= 1)
+    return not problems(size, changed(config, placed), Card.of(config))
 
 
 def validity(profile: Profile, gpus: int, split: Split) -> tuple[float, float, Split | None]:

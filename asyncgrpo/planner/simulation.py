@@ -25,7 +25,6 @@ from asyncgrpo.config.schema import (
     GeneratorConfig,
     ModelConfig,
     RunConfig,
-    WeightsConfig,
 )
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.generators.service import GeneratorService
@@ -160,6 +159,7 @@ class _Trainer:
     def __init__(self, run: "VirtualRun") -> None:
         self.step, self.export = run.step, run.export
         self.snapshot = SimpleNamespace(is_behind=False, close=lambda: None)
+        self.check = SimpleNamespace(score=list)
 
 
 class _NoCheckpoints:
@@ -204,6 +204,9 @@ class VirtualRun:
         if not is_under_way:
             self._loop.call_later(self.case.transfer_s, self._arrive)
         return True
+
+    def expect(self, version: PolicyVersion, scores: list[float]) -> None:
+        """Compare nothing: there is no model to score."""
 
     def _arrive(self) -> None:
         """Every engine swaps to the newest version; one that came meanwhile is on its way now."""
@@ -275,7 +278,6 @@ class VirtualRun:
                 lease_timeout_s=1e9,
             ),
             generators=GeneratorConfig(engine="fake", count=case.generators),
-            weights=WeightsConfig(check_every=0),
         )
 
     def _generator(self, index: int) -> GeneratorService:

@@ -17,7 +17,7 @@ from asyncgrpo.cluster.alone import in_generator
 from asyncgrpo.cluster.folder import RunFolder, look, record
 from asyncgrpo.cluster.run import Run
 from asyncgrpo.config.explain import sizes_in_words
-from asyncgrpo.config.fit import changed
+from asyncgrpo.config.placement import changed
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.prompts import load_prompts

@@ -130,8 +130,8 @@ _STEP = {
     "dropped": _may(_Counts, "groups since the step before, by why they were dropped"),
     "filtered": _may(_Counts, "groups that `algorithm.filter_zero_signal` replaced since the step before: "
         "all_equal_high (reward above 0), all_equal_low, unscored; no other field knows of them"),
-    "discarded": _may(_Counts, "completions left out of groups since the step before: "
-        "retried (sampled again), failed, spare (in reserve), censored (cut at the deadline of their group)"),
+    "discarded": _may(_Counts, "completions left out of groups since the step before: censored, which are those cut at the "
+        "deadline of their group"),
     "bias": _may(_Numbers, "distance of trained from generated groups by length, reward, source and age"),
     "seconds": _must(_Numbers, "wall time of the step: wait_data, forward_backward, optimizer (or train for both), "
         "publish, checkpoint, eval, other"),
@@ -142,7 +142,7 @@ KINDS: dict[str, Kind] = {
         "key": _must(str, "of the setting"),
         "before": _must(str, "its value in the start before"),
         "now": _must(str, "its value now"),
-        "effect": _must(Literal["applied", "ignored"], "ignored: the checkpoint decides"),
+        "effect": _must(Literal["applied"], "from the next step on"),
     }),
     "command": Kind("A person asked for something while the run went on, or the autopilot did.", {
         "by": _must(Literal["person", "autopilot"], "who"),

@@ -1,7 +1,7 @@
-"""The state of a run as its events tell it, for the live screen, the lines of a log and the summary.
+"""The state of a run, computed from its events for the live screen, the log lines and the summary.
 
-`Progress.update` takes the events in order. It takes as much room after a month as after an hour: sums, the newest events,
-and curves that become coarser. `Following` keeps it beside the events, so that no reader begins at the first of them again.
+`Progress.update` consumes the events in order in constant memory: sums, the newest events, and curves that become coarser.
+`Following` saves it beside the events, so that a later reader continues from there.
 """
 
 import logging
@@ -25,9 +25,9 @@ log = logging.getLogger(__name__)
 RECENT = 10
 """Steps over which rates and shares are averaged."""
 MOST_POINTS = 1_000
-"""Of a curve. It is drawn some 600 pixels wide."""
+"""Points of a curve, which is drawn some 600 pixels wide."""
 _ENDS = 5
-"""Rewards kept of the first and of the last steps."""
+"""First and last rewards that are kept."""
 _MOST_RECOVERIES = 1_000
 
 _GROUPED = {"forward_backward": "train", "optimizer": "train"}
@@ -40,7 +40,7 @@ def _floats() -> array:
 
 @dataclass
 class Curve:
-    """A curve of at most `MOST_POINTS`. Where more come, each point stands for twice as many values as before."""
+    """A curve of at most `MOST_POINTS`. When it is full, each point stands for twice as many values."""
 
     x: array = field(default_factory=_floats)
     """Of the newest value of each point."""
@@ -53,7 +53,7 @@ class Curve:
     is_max: bool = False
 
     def add(self, x: float, y: float) -> None:
-        """Add a value. It replaces those at `x` and beyond, which are shown again."""
+        """Add a value. It replaces points at `x` and beyond."""
         while self.x and self.x[-1] >= x:
             self.x.pop()
             self.y.pop()
@@ -76,7 +76,7 @@ class Curve:
         return zip(map(int, self.x), self.y, strict=True)
 
     def at_zero(self) -> "Curve":
-        """Return a curve with the same points, at 0."""
+        """Return a curve of zeros with the same points."""
         return Curve(self.x[:], array("d", [0.0] * len(self.x)), self.every, self.count)
 
 
@@ -85,7 +85,7 @@ _MAXIMA = ("lag_max", "max_lag", "logprob_gap_max", "sync_gap")
 
 @dataclass
 class Progress:
-    """What is known of a run from its events so far."""
+    """Snapshot of a run's state."""
 
     run: str = ""
     sizes: str = ""
@@ -99,17 +99,16 @@ class Progress:
     """The newest, `RECENT` and one more."""
     num_steps: int = 0
     curves: dict[str, Curve] = field(default_factory=dict)
-    """Of all steps by name: `reward`, `lag`, `lag_max`, `max_lag`, `logprob_gap_mean`, `logprob_gap_max`, and `sync_gap` by
-    the number of the version: of one token, in all publications that were checked, nats."""
+    """By name, over steps: `reward`, `lag`, `lag_max`, `max_lag`, `logprob_gap_mean`, `logprob_gap_max`; over version numbers:
+    `sync_gap`, the largest of a token, nats."""
     seconds: dict[str, Curve] = field(default_factory=dict)
-    """Of the learner by activity (`seconds_by_activity`); all have the same points."""
+    """Learner seconds by activity (`seconds_by_activity`); all have the same points."""
     held_out: dict[str, Curve] = field(default_factory=dict)
-    """Mean rewards of each suite, by the name of its curve; of one suite alone it is `held-out`."""
+    """Mean rewards of each suite; a single suite is named `held-out`."""
     first_rewards: list[float] = field(default_factory=list)
     last_rewards: list[float] = field(default_factory=list)
-    """Mean rewards of the first and the last five steps that have one."""
+    """Mean rewards of the first and the last five steps."""
     tokens_trained: int = 0
-    """Tokens trained by all steps."""
     first_eval: Event | None = None
     last_eval: Event | None = None
     last_checkpoint: Event | None = None
@@ -119,53 +118,53 @@ class Progress:
     num_bad_syncs: int = 0
     num_gaps: int = 0
     largest_gap: float | None = None
-    """Of one token, in all publications that were checked, nats."""
+    """Largest sync gap of a token, nats."""
     largest_logprob_gap: float | None = None
-    """`logprob_gap_max` of all steps."""
+    """Largest `logprob_gap_max`, nats."""
     warnings: list[str] = field(default_factory=list)
     """The newest."""
     num_restarts: int = 0
     undone_steps: int = 0
-    """Steps done before a crash, and trained again after it."""
+    """Steps trained again after a crash."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Sampled tokens of the whole run by fate, from the last event that has them; empty if none has."""
+    """Sampled tokens of the run by fate, from the last event that has them."""
     num_faults: int = 0
-    """Faults that `--chaos` injected."""
+    """Faults injected by `--chaos`."""
     num_recoveries: int = 0
     recoveries: list[tuple[str, float]] = field(default_factory=list)
-    """The newest: fault and role, and the seconds it took."""
+    """The newest: fault and role, seconds."""
     paused: dict[str, Event] = field(default_factory=dict)
-    """The last `rewards_paused` event of each generator whose rewards are paused, with the time `since` when."""
+    """Last `rewards_paused` event of each generator whose rewards are paused, with `since`, its first."""
     is_paused: bool = False
     """True between the commands `pause` and `resume`."""
     advice: Event | None = None
-    """The last `advice` event, until something changes that it was about."""
+    """The last `advice` event, until conditions change."""
     curriculum: Event | None = None
     """The last `curriculum` event."""
     training_seconds: float = 0.0
-    """From the beginning of the first step to the end of the last, less the time between a stop and a resume."""
+    """From the start of the first step to the end of the last, without the time between a stop and a resume."""
     end: Event | None = None
-    """The end of the present start, once it is over."""
+    """`end` event of the current start."""
     sums: dict[str, float] = field(default_factory=dict)
-    """Of the fields that are averaged, and `N` before their names: how many steps have them."""
+    """Sums of averaged fields, and under `N` and their name the number of steps that have them."""
     learner_seconds: dict[str, float] = field(default_factory=dict)
     generator_seconds: dict[str, float] = field(default_factory=dict)
     lag_counts: dict[int, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
     filtered: dict[str, int] = field(default_factory=dict)
     resumed: bool = True
-    """Whether the next step is the first of its process."""
+    """True if the next step is the first of its process."""
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Progress":
-        """The state after `events`."""
+        """Return the state after `events`."""
         progress = cls()
         for event in events:
             progress.update(event)
         return progress
 
     def update(self, event: Event) -> None:
-        """Take one event in. Unknown kinds are ignored, and `rewound` resets everything (see `events.Follower`)."""
+        """Consume one event. Unknown kinds are ignored, and `rewound` resets everything (see `events.Follower`)."""
         kind = event["event"]
         if kind == "rewound":
             self.__dict__.update(Progress().__dict__)
@@ -331,12 +330,12 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """The number of the last step; 0 before the first."""
+        """Number of the last step; 0 before the first."""
         return self.last.get("step", 0)
 
     @property
     def share_done(self) -> float | None:
-        """The share of the run that is done, 0 to 1. None for a run without an end."""
+        """Share of the run that is done, 0 to 1. None for a run without an end."""
         if self.total_steps:
             return min(1.0, self.step / self.total_steps)
         if self.total_prompts:
@@ -345,40 +344,40 @@ class Progress:
 
     @property
     def rewards(self) -> Curve:
-        """The mean rewards of all steps that have one."""
+        """Mean rewards of all steps."""
         return self.curves.get("reward", Curve())
 
     def lags(self, last_steps: int | None = None) -> dict[int, int]:
-        """Trained groups by lag, over all steps or the last ones, at most `RECENT`."""
+        """Return trained groups by lag, over all steps or the last ones, at most `RECENT`."""
         counts: dict[int, int] = {}
         for step in self.steps[-last_steps:] if last_steps else ():
             _add(counts, _lags_of(step))
         return dict(sorted((counts if last_steps else self.lag_counts).items()))
 
     def mean(self, name: str, last_steps: int | None = None) -> float | None:
-        """The mean of a field over all steps (of `_AVERAGED`) or the last ones; None if no step has it."""
+        """Return the mean of a field over all steps (of `_AVERAGED`) or the last ones; None if no step has it."""
         if last_steps is None:
             return self.sums[name] / self.sums[f"N {name}"] if name in self.sums else None
         values = [step[name] for step in self.steps[-last_steps:] if step.get(name) is not None]
         return fmean(values) if values else None
 
     def time_shares(self, last_steps: int | None = None) -> dict[str, float]:
-        """The share of the learner's time by activity (`seconds_by_activity`), over all steps or the last ones."""
+        """Return shares of the learner's time by activity, over all steps or the last ones."""
         return _shares(seconds_by_activity(self.steps[-last_steps:]) if last_steps else self.learner_seconds)
 
     def generator_shares(self, last_steps: int | None = None) -> dict[str, float]:
-        """The share of the generators' time by activity, over all steps or the last ones; {} if none tells."""
+        """Return shares of the generators' time by activity, over all steps or the last ones; {} if unknown."""
         spent: dict[str, float] = {}
         for step in self.steps[-last_steps:] if last_steps else ():
             _add(spent, _generator_seconds(step))
         return _shares(spent if last_steps else self.generator_seconds)
 
     def untrained(self, how: Literal["dropped", "filtered"]) -> Counter[str]:
-        """Groups of the whole run that were dropped or filtered, by reason."""
+        """Return the groups of the run that were dropped or filtered, by reason."""
         return Counter(self.dropped if how == "dropped" else self.filtered)
 
     def tokens_per_second(self) -> tuple[float, float]:
-        """Tokens generated and trained per second, over the last steps."""
+        """Return tokens generated and trained per second, over the last steps."""
         recent = self.steps[-RECENT - 1 :]
         if len(recent) < 2 or (elapsed := recent[-1]["time"] - recent[0]["time"]) <= 0:
             seconds = sum((self.last.get("seconds") or {}).values())
@@ -404,8 +403,8 @@ def _lags_of(step: Event) -> dict[int, int]:
 
 
 def _generator_seconds(step: Event) -> dict[str, float]:
-    told = step.get("generators") or {}
-    return {what: told[what] for what in ("generate", "reward", "weights", "idle") if what in told}
+    spent = step.get("generators") or {}
+    return {what: spent[what] for what in ("generate", "reward", "weights", "idle") if what in spent}
 
 
 def _shares(spent: Mapping[str, float]) -> dict[str, float]:
@@ -414,7 +413,7 @@ def _shares(spent: Mapping[str, float]) -> dict[str, float]:
 
 
 def seconds_by_activity(steps: Iterable[Event]) -> "Counter[str]":
-    """The learner's seconds by activity. Forward, backward and optimizer count together as `train`."""
+    """Return the learner's seconds by activity. Forward, backward and optimizer count as `train`."""
     spent: Counter[str] = Counter()
     for step in steps:
         for activity, seconds in (step.get("seconds") or {}).items():
@@ -423,19 +422,19 @@ def seconds_by_activity(steps: Iterable[Event]) -> "Counter[str]":
 
 
 def _counted(what: str, event: Event, kind: str | None) -> str:
-    """Such as "reward failed at generator-0 (timeout), 10 so far"."""
+    """Format a failure, as "reward failed at generator-0 (timeout), 10 so far"."""
     count = event.get("count") or 1
     return f"{what} failed at {event.get('actor', '?')} ({kind})" + (f", {count} so far" if count > 1 else "")
 
 
 def mean_lag(lags: Mapping[int, int]) -> float:
-    """The mean lag of groups, given how many have each lag; 0 without any."""
+    """Return the mean lag of groups, given their counts by lag; 0 without any."""
     groups = sum(lags.values())
     return sum(lag * count for lag, count in lags.items()) / groups if groups else 0.0
 
 
 def lag_quantile(lags: Mapping[int, int], share: float) -> int:
-    """The smallest lag that at least `share` of the groups do not exceed, given how many have each lag; 0 without any."""
+    """Return the smallest lag that at least `share` of the groups do not exceed, given their counts; 0 without any."""
     left = share * sum(lags.values())
     for lag, groups in sorted(lags.items()):
         left -= groups
@@ -445,18 +444,18 @@ def lag_quantile(lags: Mapping[int, int], share: float) -> int:
 
 
 def lag_line(lags: Mapping[int, int], bound: int | None) -> str:
-    """Lags such as "p50 1, p90 3, max 4 of 6", where 6 is the bound, if it is known."""
+    """Format lags as "p50 1, p90 3, max 4 of 6", where 6 is the bound."""
     of = "" if bound is None else f" of {bound}"
     return f"p50 {lag_quantile(lags, 0.5)}, p90 {lag_quantile(lags, 0.9)}, max {max(lags, default=0)}{of}"
 
 
 def short_version(version: str) -> str:
-    """The version "1.17" as "v17"."""
+    """Format the version "1.17" as "v17"."""
     return f"v{version.rpartition('.')[2]}"
 
 
 def sync_line(sync: Event) -> str:
-    """A publication such as "v17 -> 2 engines, 12 ms, checksum ok", with the generators that it did not reach."""
+    """Format a publication as "v17 -> 2 engines, 12 ms, checksum ok", with the generators that it did not reach."""
     engines, left_out = sync.get("engines", 0), sync.get("left_out")
     sent, whole = sync.get("sent_bytes") or 0, engines * (sync.get("bytes") or 0)
     return (
@@ -470,12 +469,12 @@ def sync_line(sync: Event) -> str:
 
 
 def is_bad_sync(sync: Event) -> bool:
-    """Whether a publication did not land everywhere, or engines compute something else than the learner."""
+    """True if a publication did not reach every generator, or engines disagree with the learner."""
     return bool(sync.get("checksum") != "ok" or sync.get("left_out") or sync.get("differing"))
 
 
 def counts_in_words(counts: Mapping[str, int]) -> str:
-    """Counts such as "crash 1, timeout 3"."""
+    """Format counts as "crash 1, timeout 3"."""
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
@@ -483,19 +482,19 @@ def counts_in_words(counts: Mapping[str, int]) -> str:
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a run up to a place in its events."""
+    """The progress of a run up to a position in its events."""
 
     release: str
-    """That wrote it. Another one reads the events again."""
+    """Release that wrote it; another one reads the events again."""
     place: Place
     progress: Progress
 
 
 class Following:
-    """The progress of a run, read on from where a reader before kept it."""
+    """The progress of a run, continued from where an earlier reader saved it."""
 
     def __init__(self, path: Path) -> None:
-        """Nothing is read yet but what was kept.
+        """Load the saved progress.
 
         Args:
             path: of the events, `metrics.jsonl`.
@@ -506,7 +505,7 @@ class Following:
         self._begin()
 
     def poll(self) -> Iterator[Event]:
-        """Yield events since the last call, each after `progress` has taken it in; `rewound` as `Follower.poll` does."""
+        """Yield events since the last call, each after `progress` has consumed it; `rewound` as `Follower.poll` does."""
         for event in self._follower.poll():
             if event["event"] == "rewound":
                 self._begin()
@@ -515,7 +514,7 @@ class Following:
             yield event
 
     def keep(self) -> None:
-        """Keep the progress so far. Call it after a `checkpoint` event: a resume takes out none that came before it."""
+        """Save the progress. Call it after a `checkpoint` event: a resume removes no event before it."""
         kept = Kept(release=__version__, place=self._follower.place, progress=self.progress)
         temporary = self._kept_path.with_suffix(".tmp")
         try:
@@ -536,7 +535,7 @@ class Following:
 
 
 def progress_of(path: Path) -> Progress:
-    """The progress of a run by its file of events; that of no event where there is none."""
+    """Return the progress of a run by its file of events; empty if there is none."""
     following = Following(path)
     for _ in following.poll():
         pass

@@ -1,14 +1,13 @@
 """Trained completions as Parquet, one file for each step, so that a person can read what the reward saw.
 
 Each file, such as `samples/000/step_000017.parquet`, is written atomically. A row is one completion, and its columns are the
-fields of `Sample`. Nothing else needs these files, so the oldest are removed where `run.keep_samples...` says so.
+fields of `Sample`. Nothing else needs these files, so the oldest above `run.keep_samples` are removed.
 """
 
 import contextlib
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from asyncgrpo.config.schema import RunConfig
 from asyncgrpo.recording.sample_search import SampleFiles, path_of
 from asyncgrpo.types import Completion, Group, Prompt
 from asyncgrpo.wire.rollouts import Deliver
@@ -159,26 +157,25 @@ def text_of(prompt: Prompt) -> str:
 class SampleWriter:
     """Writes the samples of a step into a folder, and replaces those of an earlier attempt at the same step."""
 
-    def __init__(self, folder: Path, limits: RunConfig) -> None:
+    def __init__(self, folder: Path, keep: int | None) -> None:
         """Make the folder, and remove half-written files that a crash left in it.
 
         Args:
-            limits: the keys `keep_samples`, `keep_samples_gb` and `keep_samples_days` of it.
+            keep: files to keep, the newest; None: all (`run.keep_samples`).
         """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in (*self.folder.glob(".step_*.tmp"), *self.folder.glob("*/.step_*.tmp")):
             left_over.unlink()
-        self._limits = limits
+        self._keep = keep
         self._files = SampleFiles(self.folder)
-        self._sizes: dict[int, int] = {}
-        """Bytes of the files there are by step, in the order in which they were written; empty without a limit."""
-        self._has_limit = (limits.keep_samples, limits.keep_samples_gb, limits.keep_samples_days) != (None,) * 3
-        if self._has_limit:
-            there = {step: path.stat() for step in self._files if (path := self._files.find(step)) is not None}
-            in_order = sorted(there.items(), key=lambda one: (one[1].st_mtime, one[0]))
-            self._sizes = {step: file.st_size for step, file in in_order}
-        self._bytes = sum(self._sizes.values())
+        self._steps: dict[int, None] = {}
+        """Steps with a file, in the order in which they were written; empty without a limit."""
+        if keep is not None:
+            written = {
+                step: path.stat().st_mtime for step in self._files if (path := self._files.find(step)) is not None
+            }
+            self._steps = dict.fromkeys(sorted(written, key=lambda step: (written[step], step)))
         self._has_removed = False
 
     def write(self, step: int, samples: Iterable[Sample]) -> Path:
@@ -193,38 +190,23 @@ class SampleWriter:
         finally:
             temporary.unlink(missing_ok=True)
         (self.folder / path.name).unlink(missing_ok=True)  # where an older release had written this step
-        if self._has_limit:
-            self._bytes -= self._sizes.pop(step, 0)
-            self._sizes[step] = path.stat().st_size
-            self._bytes += self._sizes[step]
-            self._remove_oldest()
+        if self._keep is not None:
+            self._steps.pop(step, None)
+            self._steps[step] = None
+            while len(self._steps) > self._keep:
+                self._remove_oldest()
         return path
 
     def _remove_oldest(self) -> None:
-        """Remove the files written first until the others are within the limits. The newest stays in any case."""
-        while len(self._sizes) > 1:
-            oldest = next(iter(self._sizes))
-            path = self._files.find(oldest)
-            if path is not None and (limit := self._exceeded(path)) is None:
-                return
-            self._bytes -= self._sizes.pop(oldest)
-            if path is None:
-                continue
-            if not self._has_removed:
-                self._has_removed = True
-                log.info("%s: %s is removed, and from now on whatever exceeds it, the oldest first", limit, path.name)
-            path.unlink(missing_ok=True)
-            if path.parent != self.folder:
-                with contextlib.suppress(OSError):  # it holds others
-                    path.parent.rmdir()
-
-    def _exceeded(self, oldest: Path) -> str | None:
-        """Which limit is exceeded as long as the oldest file is there, in words."""
-        files, gib, days = self._limits.keep_samples, self._limits.keep_samples_gb, self._limits.keep_samples_days
-        if files is not None and len(self._sizes) > files:
-            return f"run.keep_samples is {files}"
-        if gib is not None and self._bytes > gib * 2**30:
-            return f"run.keep_samples_gb is {gib:g}"
-        if days is not None and time.time() - oldest.stat().st_mtime > days * 86400:
-            return f"run.keep_samples_days is {days:g}"
-        return None
+        oldest = next(iter(self._steps))
+        del self._steps[oldest]
+        path = self._files.find(oldest)
+        if path is None:
+            return
+        if not self._has_removed:
+            self._has_removed = True
+            log.info("run.keep_samples is %d: %s and every further oldest file is removed", self._keep, path.name)
+        path.unlink(missing_ok=True)
+        if path.parent != self.folder:
+            with contextlib.suppress(OSError):  # the folder has other files
+                path.parent.rmdir()

@@ -1,4 +1,4 @@
-"""A run as text: one line for each event that a person wants in a log, and the summary at the end."""
+"""A run as text: one line per event for a log, and the summary at the end."""
 
 import math
 from collections import defaultdict
@@ -21,7 +21,7 @@ _WARNINGS = frozenset(
 
 
 def line_of(event: Event, progress: Progress) -> str | None:
-    """The line of an event, or None for one that does not belong in a log. `progress` has taken the event in already."""
+    """Return the line of an event; None: it has none. `progress` includes the event."""
     kind = event["event"]
     if kind == "start":
         return f"start {event.get('run', '')} at step {event.get('step')}"
@@ -67,9 +67,9 @@ def _step_line(step: Event, progress: Progress) -> str:
 
 
 def suites_of(evaluation: Event) -> dict[str, str]:
-    """What there is to say of each suite, as "0.412 pass@1 0.380 pass@8 0.710 maj@8 0.520".
+    """Return the numbers of each suite, as "0.412 pass@1 0.380 pass@8 0.710 maj@8 0.520".
 
-    Nothing where there is one suite, with one completion a prompt: the mean reward of the evaluation says it.
+    Empty for one suite with one completion per prompt: the mean reward of the evaluation suffices.
     """
     suites = {name: headline(suite["numbers"]) for name, suite in (evaluation.get("suites") or {}).items()}
     if len(suites) == 1 and len(next(iter(suites.values()))) <= 2:
@@ -81,26 +81,26 @@ def suites_of(evaluation: Event) -> dict[str, str]:
 
 
 def headline(numbers: Mapping[str, Estimated]) -> dict[str, Estimated]:
-    """The reward, pass@1, and pass@k and maj@k with the largest k."""
+    """Return the reward, pass@1, and pass@k and maj@k with the largest k."""
     passed, majority = ([name for name in numbers if name.startswith(kind)] for kind in ("pass@", "maj@"))
     names = ["reward", *passed[:1], *passed[-1:], *majority[-1:]]
     return {name: numbers[name] for name in dict.fromkeys(names) if name in numbers}
 
 
 def parts_line(step: Event) -> str | None:
-    """The means of the rewards' named parts, as "correct 0.510, format 0.920"; None without parts."""
+    """Return the means of the rewards' named parts, as "correct 0.510, format 0.920"; None without parts."""
     return ", ".join(f"{name} {number(mean)}" for name, mean in (step.get("reward_parts") or {}).items()) or None
 
 
 def sources_line(step: Event) -> str | None:
-    """The mean rewards of several sources, as "aiw 0.510, gsm8k 0.920"; None with fewer than two."""
+    """Return the mean rewards of several sources, as "aiw 0.510, gsm8k 0.920"; None with fewer than two."""
     sources = step.get("sources") or {}
     named = [f"{source} {number(numbers.get('reward_mean'))}" for source, numbers in sources.items()]
     return ", ".join(named) if len(named) > 1 else None
 
 
 def curriculum_line(event: Event) -> str | None:
-    """How often the prompts of a round come, by kind; None where nothing is known of them yet."""
+    """Return the places of the prompts of a round, by kind; None before any result."""
     prompts, places = event["prompts"], event["places"]
     known = [kind for kind in ("solved", "mixed", "hopeless", "unknown") if prompts.get(kind)]
     if known in ([], ["unknown"]):
@@ -111,19 +111,19 @@ def curriculum_line(event: Event) -> str | None:
 
 
 def position(progress: Progress) -> str:
-    """Steps done, as "17/60", or "17" where the number of all steps is not known."""
+    """Return the steps done, as "17/60", or "17" if the total is unknown."""
     return f"{progress.step}/{progress.total_steps}" if progress.total_steps else f"{progress.step}"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """`value` with `digits` after the point, or with four significant digits if it is large; "-" for None."""
+    """Format `value` with `digits` decimals, or four significant digits if it is large; "-" for None."""
     if value is None:
         return "-"
     return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def thousands(value: float) -> str:
-    """`value` with three significant digits: "870", "1.7k", "29.4k", "3.1M"."""
+    """Format `value` with three significant digits: "870", "1.7k", "29.4k", "3.1M"."""
     for unit in ("", "k", "M"):
         if abs(value) < 999.5:
             return f"{value:.0f}{unit}" if not unit else f"{value:.3g}{unit}"
@@ -135,7 +135,7 @@ def thousands(value: float) -> str:
 
 
 def summary(progress: Progress, run_dir: Path | None = None) -> str:
-    """A few aligned lines about a whole run.
+    """Return the summary of a run: aligned lines.
 
     Args:
         run_dir: run folder; its files are listed, if given.
@@ -202,13 +202,13 @@ def _flow(progress: Progress) -> list[tuple[str, str]]:
 
 
 def _admission(progress: Progress) -> list[tuple[str, str]]:
-    """How many groups were under way, how long they waited ready, what generators did, and what would be shorter."""
+    """Rows on groups under way, their wait, the generators' time, and the advice."""
     under_way, wanted, ready = (progress.mean(name) for name in ("under_way", "wanted", "ready_seconds"))
     if under_way is None:
         return []
     of = f"{wanted:.1f} wanted" if wanted is not None else f"{progress.mean('slots'):.1f} slots"
-    said = f"mean {under_way:.1f} groups of {of}"
-    rows = [("under way", said + (f"; a group waits ready {ready:.2f} s" if ready is not None else ""))]
+    groups = f"mean {under_way:.1f} groups of {of}"
+    rows = [("under way", groups + (f"; a group waits ready {ready:.2f} s" if ready is not None else ""))]
     if text := _generators(progress):
         rows.append(("generators", text))
     if progress.advice:
@@ -219,14 +219,14 @@ def _admission(progress: Progress) -> list[tuple[str, str]]:
 def _generators(progress: Progress) -> str | None:
     shares = progress.generator_shares()
     named = {"generate": "sampling", "reward": "only scoring", "weights": "changing weights", "idle": "idle"}
-    said = ", ".join(f"{words} {shares.get(what, 0.0):.0%}" for what, words in named.items())
-    return f"{said} of their time" if shares else None
+    text = ", ".join(f"{words} {shares.get(what, 0.0):.0%}" for what, words in named.items())
+    return f"{text} of their time" if shares else None
 
 
 def _tokens(progress: Progress) -> str:
-    """Such as "1,000 generated = 900 trained + 70 dropped (stale 50, unusable 20) + 30 waiting"."""
+    """Return all tokens by fate, as "1,000 generated = 900 trained + 70 dropped (stale 50) + 30 waiting"."""
     tokens = progress.tokens
-    if not tokens:  # the run of an older release
+    if not tokens:  # a run of an older release
         return f"{progress.last.get('tokens_generated') or 0:,} generated, {progress.tokens_trained:,} trained"
     named = {"masked": "masked", "filtered": "filtered", "waiting": "waiting", "undone": "undone by restarts"}
     dropped = {fate: count for fate, count in tokens.items() if count and fate not in ("generated", "trained", *named)}
@@ -237,11 +237,11 @@ def _tokens(progress: Progress) -> str:
 
 
 def _survived(progress: Progress) -> list[tuple[str, str]]:
-    """The faults of `--chaos`, and how long it took until every process was up and a step was trained again."""
+    """Rows on the faults of `--chaos`: seconds until every process was up and a step was trained again."""
     by_kind: dict[str, list[float]] = defaultdict(list)
     for kind_of_fault, seconds_of_it in progress.recoveries:
         by_kind[kind_of_fault].append(seconds_of_it)
-    rows = [("faults", f"{progress.num_faults} done, {progress.num_recoveries} survived; seconds to recovery:")]
+    rows = [("faults", f"{progress.num_faults} injected, {progress.num_recoveries} survived; seconds to recovery:")]
     every = [seconds for kind in by_kind.values() for seconds in kind]
     for kind, seconds in [*sorted(by_kind.items()), ("all", every)]:
         if seconds:
@@ -262,5 +262,5 @@ def _files(run_dir: Path) -> list[tuple[bool, str]]:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The smallest value that at least `share` of all values do not exceed."""
+    """Return the smallest value that at least `share` of all values do not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

@@ -1,7 +1,7 @@
 """The rule for rows of reasoning-gym: its own `score_answer`. It runs inside a worker.
 
 The answer is the text in the last `<answer>…</answer>`; without it, the whole completion. A row says which task it is
-(`data/gym.py`), and the worker makes the task again.
+(`data/sources.py`), and the worker makes the task again.
 """
 
 import functools

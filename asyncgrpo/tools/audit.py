@@ -1,7 +1,7 @@
 """Checks that journal, checkpoints and `metrics.jsonl` of a run agree.
 
-It does not trust the code that wrote the files. What was trained is what the manifests on the path to the newest
-checkpoint say, and every promise of `docs/reliability.md` that files can show is checked against them. A difference is one
+The audit is independent of the code that wrote the files. The manifests on the path to the newest checkpoint define the
+trained groups. Every promise of `docs/reliability.md` that files can prove is checked against them. A difference is one
 sentence that names the group, the prompt or the step.
 """
 
@@ -36,17 +36,17 @@ class Audit:
     groups: Counter[str] = field(default_factory=Counter)
     """Delivered groups by fate."""
     tokens: Counter[str] = field(default_factory=Counter)
-    """Their sampled tokens, by fate."""
+    """Sampled tokens of delivered groups by fate."""
     lags: Counter[int] = field(default_factory=Counter)
     """Groups trained on the path, by lag in optimizer steps."""
     differences: list[str] = field(default_factory=list)
 
 
 def audit(run: Path) -> Audit:
-    """Check the folder of a run, which may be over, killed or still going.
+    """Check the folder of a finished, killed or active run.
 
     Raises:
-        JournalError: there is no journal, or it holds no complete record of a start.
+        JournalError: the journal is missing or has no complete record of a start.
     """
     starts = starts_of(run)
     newest = Checkpoints(run, keep=1).latest()
@@ -57,7 +57,7 @@ def audit(run: Path) -> Audit:
 
 
 class _Group(msgspec.Struct, gc=False):
-    """What is kept of a delivered group: a run of months has millions of them."""
+    """Compact record of a delivered group: a run of months has millions."""
 
     lease_id: str
     prompt_index: int
@@ -68,7 +68,7 @@ class _Group(msgspec.Struct, gc=False):
 
 
 class _Manifest(msgspec.Struct):
-    """What is kept of a `BatchIssued`."""
+    """Compact record of a `BatchIssued`."""
 
     step: int
     version: PolicyVersion
@@ -78,7 +78,7 @@ class _Manifest(msgspec.Struct):
 
 
 class _Auditor:
-    """Reads all records once, then makes one check after the other."""
+    """Reads all records once, then runs the checks."""
 
     def __init__(
         self,
@@ -94,17 +94,17 @@ class _Auditor:
         self._step = checkpoint.number if checkpoint is not None else 0
         self._delivered: dict[str, _Group] = {}
         self._versions: dict[PolicyVersion, PolicyVersion] = {}
-        """Each version once, for all groups that it sampled in."""
+        """Interned versions, shared by groups."""
         self._bounds: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        """By lineage: from which version on, and the bound."""
+        """(first version, bound) by lineage."""
         self._manifests: list[_Manifest] = []
         """Manifests on the path, by step."""
         self._later: list[_Manifest] = []
-        """Manifests whose steps no checkpoint holds."""
+        """Manifests of steps after the newest checkpoint, or off the path."""
         self._dropped: dict[str, str] = {}
-        """The reason by lease id."""
+        """Drop reasons by lease id."""
         self._final: set[int] = set()
-        """Prompt indices that a start on the path has dropped for good."""
+        """Prompt indices that a start on the path dropped permanently."""
         self.result = Audit(
             step=self._step,
             starts=len(starts),
@@ -128,7 +128,7 @@ class _Auditor:
     def _read(self) -> None:
         damage, differences = [], self.result.differences
         for segment in read_segments(self._run / "journal"):
-            damage += [f"damaged journal: {sentence}" for sentence in segment.damage_in_words]
+            damage += [f"damaged journal: {sentence}" for sentence in segment.damage_messages]
             for found in segment.found:
                 self._take(found.record)
         self.result.differences = damage + differences
@@ -197,7 +197,7 @@ class _Auditor:
                     self.result.lags[lag] += 1
 
     def _every_bound_was_in_force(self) -> None:
-        """A group's bound, which its record names, was in force before its oldest token was sampled."""
+        """Check that the bound in a group's record was in force before its oldest token was sampled."""
         for group in self._delivered.values():
             start = self._starts.get(_lineage(group.lease_id))
             if start is None or group.max_lag in (None, start.max_lag):
@@ -219,7 +219,7 @@ class _Auditor:
                 )
         for prompt_index in sorted(i for i in self._trained_prompts if i >= frontier and i not in beyond):
             self._differ(
-                f"prompt {prompt_index} was trained, but is not done in the newest checkpoint: it would come again"
+                f"prompt {prompt_index} was trained, but is not done in the newest checkpoint: it would be issued again"
             )
 
     def _every_group_has_one_fate(self) -> None:
@@ -249,11 +249,11 @@ class _Auditor:
             return
         manifests = {manifest.step: manifest for manifest in self._manifests}
         counted: Counter[int] = Counter()
-        told: list[str] = []
+        lag_differences: list[str] = []
         for event in read_events(events):
             if event["event"] == "sync" and event.get("differing"):
                 self._differ(
-                    f"weights {event['version']}: {', '.join(event['differing'])} computed with others (sync gap "
+                    f"weights {event['version']}: {', '.join(event['differing'])} used different ones (sync gap "
                     f"{event['gap_mean']} nats, limit {event['gap_limit']})"
                 )
             if event["event"] != "step":
@@ -263,15 +263,17 @@ class _Auditor:
                 continue
             lags = Counter(str(manifest.version.number - group.oldest.number) for group in manifest.groups)
             if dict(lags) != event["lags"]:
-                told.append(f"step {event['step']}: lags {event['lags']} in metrics.jsonl, {dict(lags)} in the journal")
+                lag_differences.append(
+                    f"step {event['step']}: lags {event['lags']} in metrics.jsonl, {dict(lags)} in the journal"
+                )
         for step in sorted(manifests):
             if counted[step] != 1:
                 self._differ(f"step {step} is {counted[step]} times in metrics.jsonl")
-        self.result.differences += told
+        self.result.differences += lag_differences
 
 
 def _bounded_lag(group: _Group, manifest: _Manifest, start: RunStarted) -> int | None:
-    """The lag that the run's policy bounds for this group; None where it bounds none."""
+    """Return the lag of a group that the run's policy bounds; None if it has no bound."""
     match POLICIES[start.policy].counts_from:
         case "oldest":
             return manifest.version.number - group.oldest.number

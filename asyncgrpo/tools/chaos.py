@@ -1,9 +1,9 @@
 """Injects faults into a run, for `asyncgrpo demo --chaos`: kill, freeze, pause, partition, reset, full disk.
 
-Every fault is real: SIGKILL and SIGSTOP to the processes of the run, an interrupted connection between generators and
-buffer, a file size limit of the kernel. A run has survived a fault once every process is up again and a step was trained
-after it. The time until then is the time to recovery. What starts again and again without having worked ends a run: where
-faults come faster than a machine starts processes, drawn ones leave out what would not get another start.
+Every fault is real: SIGKILL and SIGSTOP to processes of the run, an interrupted connection between generators and buffer, a
+file size limit of the kernel. A run survives a fault once all processes are up again and a step was trained after it. The
+time until then is the time to recovery. Repeated restarts without a step end a run. So if faults are more frequent than
+restarts, random faults skip actors without a restart left.
 """
 
 import asyncio
@@ -33,40 +33,40 @@ log = logging.getLogger(__name__)
 
 HOUR_S = 3600.0
 CORE = ("buffer", "learner", "disk")
-"""Actors whose faults may end buffer and learner."""
+"""Actors whose faults may restart buffer and learner."""
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often faults are injected, and the seed that decides when, and which."""
+    """Rate of faults, and the seed of their times and kinds."""
 
     per_hour: float
     seed: int
     faults: tuple[str, ...] = ()
-    """Kind and actor of each, `kill generator`, in this order and no others; empty: drawn, without an end."""
+    """Kind and actor of each fault in order, for example `kill generator`; empty: random, without end."""
 
     def begin(self, watch: Watch, fleet: Fleet, events: EventLog) -> "Chaos":
-        """Inject faults into this run."""
+        """Start injecting faults into a run."""
         return Chaos(self, watch, fleet, events)
 
 
 @dataclass
 class _Fault:
-    """A fault that was injected."""
+    """An injected fault."""
 
     kind: str
     actor: str
     at_s: float
     after: tuple[int, int]
-    """Lineage and step that the run had reached when the fault was injected, or when it was undone."""
+    """Lineage and step of the run when the fault was injected or undone."""
     killed: frozenset[int] = frozenset()
-    """Process ids that must be gone, and replaced."""
+    """Process ids that must disappear and be replaced."""
     heals_at_s: float = 0.0
-    """When it is undone."""
+    """Time at which the fault is undone."""
     heal: Callable[[], object] | None = None
-    """Undoes it. None: it needs no undoing, or was undone."""
+    """Undoes the fault; None if not needed or done."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class _Kind:
 
 
 class Chaos:
-    """Injects faults into one run. The seed decides their kinds and times."""
+    """Injects faults into one run, with kinds and times from the seed."""
 
     def __init__(
         self, plan: Plan, watch: Watch, fleet: Fleet, events: EventLog, clock: Callable[[], float] = time.monotonic
@@ -94,7 +94,7 @@ class Chaos:
         self._proxy: Proxy | None = None
         self._reached = 0, 0
         self._core_faults = 0
-        """Since a step was trained."""
+        """Faults of core actors since the last trained step."""
         self._faults = list(plan.faults)
         self._kinds = [
             _Kind("kill", "generator", 3.0, self._kill),
@@ -113,14 +113,14 @@ class Chaos:
         ]
 
     def route(self, endpoints: EndpointsChanged) -> EndpointsChanged:
-        """The endpoints with a proxy, which can be interrupted, between generators and buffer."""
+        """Return the endpoints with an interruptible proxy between generators and buffer."""
         if self._proxy is not None:
             self._proxy.close()
         self._proxy = Proxy(endpoints.buffer_endpoint)
         return msgspec.structs.replace(endpoints, buffer_endpoint=self._proxy.endpoint)
 
     def reconcile(self, core: Core, *, may_strike: bool) -> None:
-        """Undo faults that are due, note those that are survived, and inject the next. Called a few times a second."""
+        """Undo due faults, record survived ones, and inject the next. Called several times per second."""
         now, steps = self._clock(), core.steps_done
         self._reached = core.setup.lineage, core.first_step if steps is None else steps
         for fault in self._open:
@@ -144,7 +144,7 @@ class Chaos:
             log.warning("chaos: %s %s", fault.kind, fault.actor)
 
     def end(self) -> None:
-        """Undo every fault that is still in effect."""
+        """Undo all faults in effect."""
         for fault in self._open:
             if fault.heal is not None:
                 fault.heal()
@@ -195,7 +195,7 @@ class Chaos:
         return _Fault("reset", actor, self._clock(), self._reached)
 
     def _fill_disk(self, actor: str) -> _Fault:
-        """Have the kernel refuse that files of buffer and learner grow."""
+        """Make the kernel refuse writes of buffer and learner."""
         fault = _Fault("full", actor, self._clock(), self._reached)
         pids = self._watch.pids("buffer", "learner")
         _limit_files(pids, 1)
@@ -203,7 +203,7 @@ class Chaos:
         return fault
 
     def _signal(self, kind: str, actor: str, number: signal.Signals) -> _Fault:
-        """Send a signal to one process of a role, or to all of them where `actor` is in the plural."""
+        """Send a signal to one process of a role, or to all of them if `actor` is plural."""
         names = sorted(self._watch.names(actor.removesuffix("s")))
         names = [name for name in names if actor in CORE or self._fleet.may_lose(name)]
         chosen = names if actor.endswith("s") else [self._rng.choice(names)] if names else []
@@ -223,20 +223,20 @@ def _send(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _limit_files(pids: Iterable[int], num_bytes: int) -> None:
-    """Limit the size of the files that these processes write, bytes."""
+    """Limit the file size of these processes, bytes."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, hard))
 
 
-# -- a connection that can be interrupted ------------------------------------------------------------------------------
+# -- an interruptible connection ---------------------------------------------------------------------------------------
 
 CHUNK = 1 << 16
 
 
 class Proxy:
-    """Forwards to one endpoint, in a thread of its own, until closed."""
+    """Forwards to one endpoint, in a thread, until closed."""
 
     def __init__(self, target: str) -> None:
         """
@@ -255,16 +255,16 @@ class Proxy:
         self._thread.start()
 
     def hold(self) -> None:
-        """Hold back all data, in both directions. Nothing is lost."""
+        """Hold all data in both directions, without loss."""
         self._loop.call_soon_threadsafe(self._flows.clear)
 
     def release(self) -> None:
-        """Pass on what was held back; nothing is, where it was closed meanwhile."""
+        """Forward the held data. No effect after `close`."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._flows.set)
 
     def cut(self) -> None:
-        """Reset every connection, so that data on its way is lost. New connections are accepted."""
+        """Reset all connections, which loses data in flight. New connections are accepted."""
         self._loop.call_soon_threadsafe(self._cut)
 
     def close(self) -> None:

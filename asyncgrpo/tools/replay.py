@@ -1,12 +1,14 @@
-"""Trains the steps of a run again from its journal: the same learner and the same batches, but no generator.
+"""Trains the steps of a run again from its journal: the same learner and batches, without generators.
 
-journal ──Batch──▶ [Learner.step] ──▶ metrics.jsonl of the replay, compared with that of the run
+    journal ──Batch──▶ [Learner.step] ──▶ metrics.jsonl of the replay, compared with that of the run
 
-Each leg of the timeline has processes of its own and begins with the checkpoint of the leg before, like the starts of the
-run. This matters because a checkpoint does not hold everything that a process knows (`learner/optimizer.py`).
+A crash undoes the steps after the newest checkpoint, and the next start replaces them. The timeline has the steps on the path
+to the last step of the last start. Each start on the path is a leg. It has its own processes and configuration, and every leg
+after the first begins with the checkpoint of the previous one, like the starts of the run.
 """
 
 import multiprocessing
+import shlex
 import shutil
 import signal
 import tempfile
@@ -25,23 +27,205 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from asyncgrpo.config.explain import algorithm_in_words
-from asyncgrpo.config.load import to_yaml, with_overrides
+from asyncgrpo.config.load import recorded, to_yaml, with_overrides
 from asyncgrpo.config.resume import values_of
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
-from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, TrainingError
+from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, JournalError, TrainingError
+from asyncgrpo.journal.format import BatchIssued, Delivered, RunStarted
+from asyncgrpo.journal.history import Found, History, is_on, read_run, surviving_path
+from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.ranks import RankCommand, Team
 from asyncgrpo.learner.record import step_fields
-from asyncgrpo.learner.service import Stopwatch, follow
+from asyncgrpo.learner.report import PhaseClock
+from asyncgrpo.learner.service import follow
 from asyncgrpo.recording.events import Event, EventLog, as_written, read_events
 from asyncgrpo.recording.loggers import flatten
-from asyncgrpo.tools.timeline import Leg, PlannedStep, Timeline
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout, digest_of
 from asyncgrpo.weights.group import serve_store, visit_store
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.groups import unpack_batch
+from asyncgrpo.wire.rollouts import Batch, Deliver
+
+# -- the timeline ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """One step, and the places of its groups in the journal."""
+
+    number: int
+    """Optimizer steps, this one included."""
+    version: PolicyVersion
+    """Policy version that it started from."""
+    groups: tuple[Found, ...]
+    """Groups in the order of the batch."""
+
+
+@dataclass(frozen=True)
+class Leg:
+    """The steps of one start on the path."""
+
+    lineage: int
+    config: Config
+    steps: tuple[PlannedStep, ...]
+    """At least one."""
+    is_from_start: bool
+    """True if its first step was the first one of that start's processes."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All inputs of a replay except the initial weights."""
+
+    run: Path
+    history: History
+    legs: tuple[Leg, ...]
+    """At least one."""
+    checkpoint: Path | None
+    """Checkpoint at the start of the first leg; None: the model's folder."""
+
+    @property
+    def steps(self) -> Iterator[PlannedStep]:
+        """Steps of all legs, in order."""
+        for leg in self.legs:
+            yield from leg.steps
+
+    def batch(self, step: PlannedStep) -> tuple[Batch, bytes]:
+        """Return the batch of a step as the learner received it, without counters. Raises JournalError."""
+        found = [self._group(step, group) for group in step.groups]
+        message = Batch(
+            step=step.number - 1,
+            groups=tuple(deliver for deliver, _ in found),
+            payload_sizes=tuple(len(payload) for _, payload in found),
+            counters={},
+            evals=(),
+            epoch=0,
+        )
+        return message, b"".join(payload for _, payload in found)
+
+    def _group(self, step: PlannedStep, found: Found) -> tuple[Deliver, bytes]:
+        group = self.history.group(found)
+        if group is None:
+            raise JournalError(
+                f"step {step.number} cannot be trained again: a group of it in segment {found.segment} of the journal "
+                f"of {self.run} cannot be read"
+            )
+        return group
+
+
+def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) -> Timeline:
+    """Read the timeline of a finished, killed or active run.
+
+    Args:
+        from_step: begin with the checkpoint of this step; 0: with the model's folder.
+        to_step: last step; None: the last step of the run.
+    Raises:
+        JournalError: the journal is missing, or lacks one of these steps or groups.
+    """
+    history = read_run(run)
+    starts, last = history.starts, max(history.starts)
+    manifests = [found.record for found in history.found if isinstance(found.record, BatchIssued)]
+    newest = max((m.step for m in manifests if m.version.lineage == last), default=0)
+    path = surviving_path(starts, PolicyVersion(last, newest) if newest else starts[last].parent)
+    standing = sorted((m for m in manifests if is_on(path, PolicyVersion(m.version.lineage, m.step))), key=_step)
+    if not standing:
+        raise JournalError(f"the journal of {run} holds no step to train again")
+    wanted = [m for m in standing if m.step > from_step and (to_step is None or m.step <= to_step)]
+    if not wanted:
+        raise JournalError(
+            f"the journal of {run} holds steps up to {standing[-1].step}; --from-step and --to-step leave none of them"
+        )
+    _check_every_step(run, wanted, from_step)
+    groups, checkpoints = _groups(history), _checkpoints(run, path)
+    if from_step and from_step not in checkpoints:
+        there = ", ".join(map(str, sorted(checkpoints))) or "none"
+        raise JournalError(
+            f"{run} has no checkpoint of step {from_step} on the path to its last step; there are: {there}"
+        )
+    _check_every_group(run, wanted, groups, checkpoints)
+    return Timeline(run, history, tuple(_legs(run, starts, wanted, groups)), checkpoints.get(from_step))
+
+
+def _step(manifest: BatchIssued) -> int:
+    return manifest.step
+
+
+def _groups(history: History) -> dict[str, Found]:
+    """Return the delivered groups by lease id."""
+    return {found.record.lease_id: found for found in history.found if isinstance(found.record, Delivered)}
+
+
+def _check_every_step(run: Path, wanted: list[BatchIssued], from_step: int) -> None:
+    for expected, manifest in enumerate(wanted, start=from_step + 1):
+        if manifest.step > expected:
+            raise JournalError(
+                f"the journal of {run} has no manifest of step {expected}; `{_audit(run)}` lists the missing records, and "
+                "--from-step begins with a later checkpoint"
+            )
+        if manifest.step < expected:
+            raise JournalError(f"the journal of {run} has two manifests of step {manifest.step}: see `{_audit(run)}`")
+
+
+def _audit(run: Path) -> str:
+    return shlex.join(["asyncgrpo", "audit", str(run)])
+
+
+def _check_every_group(
+    run: Path, wanted: list[BatchIssued], groups: dict[str, Found], checkpoints: dict[int, Path]
+) -> None:
+    unknown = [(m.step, lease_id) for m in wanted for lease_id in m.lease_ids if lease_id not in groups]
+    if unknown:
+        step, lease_id = unknown[0]
+        raise JournalError(
+            f"step {step} cannot be trained again: its group {lease_id} is not in the journal of {run}; "
+            f"`{_audit(run)}` shows whether the journal is damaged"
+        )
+    gone = [(m.step, lease_id) for m in wanted for lease_id in m.lease_ids if not groups[lease_id].body_bytes]
+    if gone:
+        (step, lease_id), last = gone[0], gone[-1][0]
+        later = min((number for number in checkpoints if last <= number < wanted[-1].step), default=None)
+        raise JournalError(
+            f"step {step} cannot be trained again: its group {lease_id} was deleted from the journal of {run} once a "
+            "checkpoint held the step; a run with buffer.keep_journal=true keeps its groups"
+            + (f"; --from-step {later} begins after the last missing group" if later is not None else "")
+        )
+
+
+def _checkpoints(run: Path, path: dict[int, int]) -> dict[int, Path]:
+    """Return the checkpoints on the path, by step."""
+    found = {}
+    for file in run.glob("checkpoints/step_*/state.json"):
+        state = read_state(file.parent)
+        if is_on(path, PolicyVersion(state.lineage, state.step)):
+            found[state.step] = file.parent
+    return found
+
+
+def _legs(
+    run: Path, starts: dict[int, RunStarted], wanted: list[BatchIssued], groups: dict[str, Found]
+) -> Iterator[Leg]:
+    for lineage in dict.fromkeys(manifest.version.lineage for manifest in wanted):
+        steps = tuple(
+            PlannedStep(m.step, m.version, tuple(groups[lease_id] for lease_id in m.lease_ids))
+            for m in wanted
+            if m.version.lineage == lineage
+        )
+        parent = starts[lineage].parent
+        began_with = 0 if parent is None else parent.number
+        yield Leg(lineage, _config(run, starts[lineage]), steps, steps[0].number == began_with + 1)
+
+
+def _config(run: Path, run_started: RunStarted) -> Config:
+    if not run_started.config:
+        raise JournalError(f"the journal of {run} is of an older release, which did not store the configuration")
+    try:
+        return recorded(run_started.config, f"the journal of {run}")
+    except ConfigError as error:
+        raise JournalError(f"the configuration is of another release: {error}") from error
+
 
 # -- the comparison of a step ------------------------------------------------------------------------------------------
 
@@ -49,7 +233,7 @@ COUNTED = (
     *("tokens", "tokens_generated", "tokens_dropped", "tokens_filtered", "prompts_done"),
     *("dropped", "filtered", "discarded"),
 )
-"""Fields that the buffer counted during the run. A replay copies them, because it has no buffer."""
+"""Fields counted by the buffer. A replay copies them, because it has no buffer."""
 _NOT_OF_THE_STEP = {"event", "time", "seconds", *COUNTED}
 
 QUANTITIES = {
@@ -59,29 +243,29 @@ QUANTITIES = {
     "diagnostics.kl_k3": "KL to samplers",
     "diagnostics.ess_token": "ESS",
 }
-"""The fields of a step that are shown side by side, and their names. ESS is a share of the tokens."""
+"""Fields of a step that are shown side by side, and their labels. ESS is a share of the tokens."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One step as the run recorded it and as the replay made it."""
+    """One step as recorded and as replayed."""
 
     step: int
     recorded: Event | None
-    """None: the run was ended during this step."""
+    """None if the run ended during this step."""
     replayed: Event
 
     @cached_property
     def differences(self) -> list[str]:
-        """Names of the fields that differ, in the order of the event. Fields that only one side has do not count."""
+        """Names of differing fields, in the order of the event. Fields on one side only are ignored."""
         if self.recorded is None:
             return []
         ours, theirs = _fields(self.replayed), _fields(self.recorded)
-        encode = msgspec.json.encode  # equal texts mean bitwise identical numbers
+        encode = msgspec.json.encode  # equal text means bitwise equal numbers
         return [name for name in ours if name in theirs and encode(ours[name]) != encode(theirs[name])]
 
     def values(self, field: str) -> tuple[Any, Any]:
-        """A field as recorded and as replayed, with None where it is not known."""
+        """Return a field as recorded and as replayed; None if missing."""
         recorded = _fields(self.recorded).get(field) if self.recorded is not None else None
         return recorded, _fields(self.replayed).get(field)
 
@@ -91,42 +275,42 @@ def _fields(event: Event) -> dict[str, Any]:
 
 
 def means(pairs: Sequence[Pair], field: str) -> tuple[float | None, float | None]:
-    """The mean of a field as recorded and as replayed, each over the steps that have it."""
+    """Return the mean of a field as recorded and as replayed, each over the steps that have it."""
     sides = zip(*(pair.values(field) for pair in pairs), strict=True)
     recorded, replayed = ([value for value in side if value is not None] for side in sides)
     return fmean(recorded) if recorded else None, fmean(replayed) if replayed else None
 
 
-# -- what a replay may change ------------------------------------------------------------------------------------------
+# -- configuration -----------------------------------------------------------------------------------------------------
 
 _FIXED = {
-    "algorithm.group_size": "so many completions of each prompt are in the journal",
-    "algorithm.min_completions": "so many completions of each prompt are in the journal",
-    "algorithm.filter_zero_signal": "it decided which groups were trained",
-    "model": "the completions were sampled by this model",
+    "algorithm.group_size": "the journal has this number of completions per prompt",
+    "algorithm.min_completions": "the journal has this number of completions per prompt",
+    "algorithm.filter_zero_signal": "it selected the trained groups",
+    "model": "this model sampled the completions",
     "data": "the prompts came from there",
-    "reward": "the completions were scored by it",
-    "sampling": "the completions were sampled under it",
-    "buffer": "it decided which groups were trained in which step",
+    "reward": "it scored the completions",
+    "sampling": "the completions were sampled with it",
+    "buffer": "it selected the groups of each step",
     "run": "the steps, their order and their seeds are those of the journal",
     "generators": "a replay has no generators",
     "weights": "a replay publishes no weights",
     "cluster": "a replay is one learner on this machine",
 }
-"""Keys and sections that a replay cannot change, and why."""
+"""Keys and sections that a replay cannot change, with the reason."""
 
 
 def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str | None = None) -> Config:
-    """The configuration of a replay.
+    """Return the configuration of a replay.
 
     Args:
-        recorded: the configuration of the run.
+        recorded: configuration of the run.
         overrides: `key=value`, as on the command line.
-        algorithm: name of a preset that comes before the overrides.
+        algorithm: name of a preset that is applied before the overrides.
     Raises:
-        ConfigError: it is not valid, or it changes a key that decided what was generated.
+        ConfigError: invalid, or changes a key that affected generation.
     """
-    if algorithm is not None:  # a preset sets this key too, but the run has already filtered its groups
+    if algorithm is not None:  # presets set this key, but the run has filtered its groups already
         overrides = [f"algorithm.filter_zero_signal={recorded.algorithm.filter_zero_signal}", *overrides]
     config = with_overrides(recorded, overrides, algorithm=algorithm)
     before, after = values_of(recorded), values_of(config)
@@ -136,8 +320,8 @@ def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str 
             raise ConfigError(f"a replay cannot change {key}: {_FIXED[fixed]}")
     if config.algorithm.advantage == "remax" != recorded.algorithm.advantage:
         raise ConfigError(
-            "a replay cannot change algorithm.advantage to remax: it needs a greedy completion of each prompt, and the "
-            "journal has none"
+            "a replay cannot change algorithm.advantage to remax: it needs a greedy completion of each prompt, which the "
+            "journal does not have"
         )
     check_algorithm(config)
     return config
@@ -146,18 +330,18 @@ def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str 
 # -- learner ranks without Ray -----------------------------------------------------------------------------------------
 
 RANK_TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for another, which loads a model or computes a step, or died before it joined."""
+"""Timeout for a rank that loads a model, computes a step, or died before it joined."""
 
 
 @contextmanager
 def learner_ranks(
     config: Config, checkpoint: str | None, *, has_stepped: bool = False
 ) -> Iterator[tuple[Learner, Team]]:
-    """The learner of `config` and its team, for as long as the block lasts.
+    """Run the ranks of a learner inside the block. Yields the learner of rank 0 and its team.
 
     Args:
-        checkpoint: folder that `Learner.save` wrote, to go on from. None: begin with the model's folder.
-        has_stepped: the processes that they stand for had made a step before.
+        checkpoint: folder of `Learner.save` to load; None: begin with the model's folder.
+        has_stepped: True if the processes of the run had made a step before.
     Raises:
         ConfigError: the machine has too few GPUs, or the learner cannot be built.
         CheckpointError: the checkpoint cannot be loaded.
@@ -176,7 +360,7 @@ def learner_ranks(
     try:
         learner, team = _join(config, 0, store, checkpoint, has_stepped), Team(0, world)
         yield learner, team
-        team.tell(RankCommand(what="end"))
+        team.broadcast(RankCommand(what="end"))
         for process in others:
             process.join()
     except RuntimeError as error:  # a collective fails when another rank is gone
@@ -192,10 +376,10 @@ def learner_ranks(
 
 
 def _follow(config: Config, rank: int, port: int, checkpoint: str | None, has_stepped: bool) -> None:
-    """Run another rank. It ends with rank 0: by its command, or when their connection is closed."""
+    """Run another rank, until rank 0 commands its end or disconnects."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     store = visit_store("127.0.0.1", port, RANK_TIMEOUT.total_seconds())
-    with suppress(AsyncGRPOError):  # rank 0 meets the same error and reports it
+    with suppress(AsyncGRPOError):  # rank 0 raises and reports the same error
         follow(_join(config, rank, store, checkpoint, has_stepped), Team(rank, config.learner.ranks))
         dist.destroy_process_group()
 
@@ -234,9 +418,9 @@ class Replayed:
 
     pairs: list[Pair] = field(default_factory=list)
     other_weights: list[str] = field(default_factory=list)
-    """Versions whose weights differ from those that the run published."""
+    """Versions whose weights differ from the published ones."""
     same_weights: list[str] = field(default_factory=list)
-    """Versions whose weights are the same."""
+    """Versions whose weights are equal to the published ones."""
 
     @property
     def num_compared(self) -> int:
@@ -245,7 +429,7 @@ class Replayed:
 
     @property
     def is_equal(self) -> bool:
-        """Whether there was a step to compare, and all compared steps and weights are bitwise identical."""
+        """True if at least one step was compared, and all compared steps and weights are bitwise equal."""
         differ = any(pair.differences for pair in self.pairs)
         return self.num_compared > 0 and not differ and not self.other_weights
 
@@ -256,17 +440,17 @@ class Replay:
     def __init__(self, timeline: Timeline, configs: Sequence[Config], folder: Path, overrides: Sequence[str]) -> None:
         """
         Args:
-            configs: the configuration of each leg, with the changes of the replay.
-            folder: folder of the replay, which does not exist yet.
-            overrides: the changes, in words.
+            configs: of each leg, with the changes of the replay.
+            folder: of the replay; must not exist.
+            overrides: the changes, for the `start` event.
         Raises:
-            CheckpointError: the folder cannot be made.
+            CheckpointError: the folder cannot be created.
         """
         try:
             folder.mkdir(0o700, parents=True)
             (folder / "config.yaml").write_text(to_yaml(configs[-1]), encoding="utf-8")
         except OSError as error:
-            raise CheckpointError(f"the folder {folder} cannot be made: {error.strerror}") from error
+            raise CheckpointError(f"cannot create the folder {folder}: {error.strerror}") from error
         self._timeline, self._configs, self._folder = timeline, configs, folder
         self._overrides = list(overrides)
         self._events = EventLog(folder / "metrics.jsonl")
@@ -284,7 +468,7 @@ class Replay:
             on_step: called after each step.
         Raises:
             JournalError: a group cannot be read.
-            ConfigError, CheckpointError, TrainingError: where the learner raises them.
+            ConfigError, CheckpointError, TrainingError: of the learner.
         """
         steps = list(self._timeline.steps)
         first = steps[0].version
@@ -322,7 +506,7 @@ class Replay:
     ) -> None:
         with learner_ranks(config, begin, has_stepped=not leg.is_from_start) as (learner, team):
             self._compare_weights(leg.steps[0].version, learner, team, config)
-            clock = Stopwatch()
+            clock = PhaseClock()
             for planned in leg.steps:
                 self._set_lr(planned.version, config.learner.lr, learner, team)
                 pair = self._step(planned, learner, team, clock)
@@ -330,25 +514,27 @@ class Replay:
                 on_step(pair)
             self._compare_weights(PolicyVersion(leg.lineage, leg.steps[-1].number), learner, team, config)
             if save is not None:
-                team.tell(RankCommand(what="save", folder=save))
+                team.broadcast(RankCommand(what="save", folder=save))
                 learner.save(save)
 
     def _set_lr(self, version: PolicyVersion, configured: float, learner: Learner, team: Team) -> None:
-        """Set the peak learning rate that was in force for the step from `version`: a person may have changed it."""
+        """Set the peak learning rate of the step from `version`, which an operator may have changed."""
         of_start = [(at, lr) for at, lr in self._rates if at.lineage == version.lineage and at.number <= version.number]
         _, lr = max(of_start, key=lambda change: change[0], default=(version, configured))
         if lr != learner.config.learner.lr:
-            team.tell(RankCommand(what="set_lr", lr=lr))
+            team.broadcast(RankCommand(what="set_lr", lr=lr))
             learner.set_lr(lr)
 
-    def _step(self, planned: PlannedStep, learner: Learner, team: Team, clock: Stopwatch) -> Pair:
+    def _step(self, planned: PlannedStep, learner: Learner, team: Team, clock: PhaseClock) -> Pair:
         with clock("wait_data"):
             message, payload = self._timeline.batch(planned)
             groups = unpack_batch(message, memoryview(payload))
         with clock("forward_backward"):
             if team.world > 1:
                 header, body = encode(message, payload)
-                team.tell(RankCommand(what="step", version=planned.version, header=bytes(header), payload=bytes(body)))
+                team.broadcast(
+                    RankCommand(what="step", version=planned.version, header=bytes(header), payload=bytes(body))
+                )
             report = learner.step(groups, planned.version)
         version = f"{planned.version.lineage}.{planned.number}"
         recorded = self._steps.get(version)
@@ -358,18 +544,18 @@ class Replay:
         return Pair(planned.number, recorded, as_written(self._events.write("step", **fields)))
 
     def _compare_weights(self, version: PolicyVersion, learner: Learner, team: Team, config: Config) -> None:
-        """Compare the learner's weights with those that the run published as this version, if it did."""
+        """Compare the learner's weights with the published ones of this version, if any."""
         published = self._digests.get(str(version))
         if published is None:
             return
-        team.tell(RankCommand(what="snapshot"))
+        team.broadcast(RankCommand(what="snapshot"))
         ours = digest_of(Layout(learner.layout()), learner.weights())
         if ours == published:
             self._result.same_weights.append(str(version))
         elif not self._result.pairs:
             place = self._timeline.checkpoint or config.model.path
             raise CheckpointError(
-                f"{place} does not hold the weights that the run published as {version}, so nothing could be compared "
+                f"{place} does not hold the weights that the run published as {version}, so no step can be compared "
                 f"(their digest is {ours}, that of the run {published})"
             )
         else:
@@ -377,6 +563,6 @@ class Replay:
 
 
 def _rates(recorded: Sequence[Event]) -> list[tuple[PolicyVersion, float]]:
-    """From which policy version on a person set which peak learning rate."""
+    """Return the changes of the peak learning rate by an operator, with the first version of each."""
     changes = (event for event in recorded if event["event"] == "lr_changed")
     return [(PolicyVersion.parse(event["version"]), event["lr"]) for event in changes]

@@ -76,15 +76,13 @@ class SyncGap:
 class GapLimit:
     """The largest mean gap that is rounding."""
 
-    def __init__(self, dtype: str, limit: float | None = None) -> None:
+    def __init__(self, dtype: str) -> None:
         """
         Args:
             dtype: of the weights sent.
-            limit: nats; none: from the first gap of the run.
         """
         self._least, self._most = BOUNDS.get(dtype, BOUNDS["bfloat16"])
-        self.nats = self._most if limit is None else limit
-        self.is_found = limit is not None
+        self.nats, self.is_found = self._most, False
 
     def find(self, first: SyncGap) -> None:
         """Set the limit by the first gap of the run; later calls change nothing."""
@@ -96,23 +94,19 @@ class GapLimit:
 class SyncCheck:
     """The gaps of the publications that are under way. The learner's loop calls `expect`, the publisher's thread the rest."""
 
-    def __init__(self, sequences: CheckSequences, *, every: int, limit: GapLimit) -> None:
-        """
-        Args:
-            every: which versions are checked, by their number; 0: none.
-        """
-        self.sequences, self.every, self.limit = sequences, every, limit
+    def __init__(self, sequences: CheckSequences, limit: GapLimit) -> None:
+        self.sequences, self.limit = sequences, limit
         self._expected: dict[PolicyVersion, list[float]] = {}
         self._scored: dict[PolicyVersion, dict[str, Sequence[float]]] = {}
 
     @classmethod
     def none(cls) -> "SyncCheck":
         """Nothing is checked."""
-        return cls(CheckSequences((), 1), every=0, limit=GapLimit("float32"))
+        return cls(CheckSequences((), 1), GapLimit("float32"))
 
     def asked(self) -> dict[str, Any]:
         """What generators are told, as fields of `WeightsLayout`."""
-        return {"check": self.sequences.tokens, "check_start": self.sequences.start, "check_every": self.every}
+        return {"check": self.sequences.tokens, "check_start": self.sequences.start}
 
     def expect(self, version: PolicyVersion, scores: list[float]) -> None:
         """What the learner finds under `version`. It is kept for a while: a generator may be slow, or come later."""
@@ -128,7 +122,7 @@ class SyncCheck:
     def awaits(self, version: PolicyVersion, generators: Iterable[str], since_s: float) -> bool:
         """Whether a score is still to come from the learner or from one of these, which swapped at `since_s` the latest."""
         within_s = CHECK_WITHIN_S if self.limit.is_found else FIRST_CHECK_WITHIN_S
-        if not is_checked(version, self.every) or time.monotonic() - since_s > within_s:
+        if not self.sequences.tokens or time.monotonic() - since_s > within_s:
             return False
         return version not in self._expected or not self._scored.get(version, {}).keys() >= set(generators)
 
@@ -139,7 +133,3 @@ class SyncCheck:
         if gaps:
             self.limit.find(max(gaps.values(), key=lambda gap: gap.mean))
         return gaps
-
-
-def is_checked(version: PolicyVersion, every: int) -> bool:
-    return every > 0 and version.number % every == 0

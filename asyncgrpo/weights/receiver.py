@@ -20,7 +20,6 @@ from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout, MappedArenas, SharedTensors, Staging
-from asyncgrpo.weights.check import is_checked
 from asyncgrpo.weights.delta import Delta, State, apply
 from asyncgrpo.weights.digest import digest_pieces
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
@@ -310,7 +309,7 @@ class Receiver:
             return
         seconds = time.monotonic() - started
         self._done.put(Swapped(generator_id=self._generator_id, version=version, checksum=checksum, seconds=seconds))
-        if self._check is not None and is_checked(version, self._check.check_every):
+        if self._check is not None and self._check.check:
             scores = tuple(self._scores(self._check))
             self._done.put(Checked(generator_id=self._generator_id, version=version, scores=scores))
         self._done.put(None)

@@ -1,8 +1,8 @@
-"""The messages between processes: frozen structs in two frames, over ZeroMQ.
+"""Messages between processes: frozen structs in two frames, over ZeroMQ.
 
 Each conversation has one file: `rollouts.py` (generators, buffer and learner: leases, groups and batches), `weights.py`
-(learner and generators: a publication) and `supervision.py` (the driver and everyone). Add a field only at the end and
-with a default, so that two releases can talk.
+(learner and generators: publications) and `supervision.py` (the driver and all others). Add a field only at the end and
+with a default, so that two releases stay compatible.
 """
 
 from typing import ClassVar
@@ -13,9 +13,9 @@ PROTOCOL = 1
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
-    """Base of all messages; the struct's name is its tag.
+    """Base of all messages. The struct's name is its tag.
 
-    Each kind says how long it may be; `codec.decode` refuses a longer one by its size, before it reads it.
+    Each kind has size limits. `codec.decode` refuses a longer message before it decodes it.
     """
 
     max_header_bytes: ClassVar[int] = 2**16

@@ -1,8 +1,8 @@
-"""Encodes a message as two frames, `[digest and msgspec header][one packed payload]`, and decodes them. Never pickle.
+"""Encodes messages as two frames, `[digest and msgspec header][packed payload]`, and decodes them. It never pickles.
 
-The digest (xxh3) covers both frames, so a message with a flipped bit is refused by name and never trained on. Arrays
-travel as raw little-endian bytes. A message is measured before it is decoded, and no memory is allocated by what it
-claims. The contents of a group are checked by `wire/groups.py`.
+The xxh3 digest covers both frames, so a message with a flipped bit is refused and never trained on. Arrays travel as raw
+little-endian bytes. Sizes are checked before decoding, and no claimed size allocates memory. `wire/groups.py` checks the
+contents of a group.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Kinds:
-    """The kinds of messages that a process reads, found by the first bytes of a header."""
+    """The message kinds that a process accepts, recognized by the first bytes of a header."""
 
     def __init__(self, union: UnionType) -> None:
         self._by_start = {}
@@ -40,12 +40,12 @@ class Kinds:
             self._by_start[tag] = kind
 
     def of(self, header: memoryview) -> type[Message] | None:
-        """The kind that a header claims to be; None if it is none of these.
+        """Return the kind that a header claims; None if it is not among these.
 
-        The tag must come first in a header, as `encode` puts it.
+        The tag must be the first field of a header, where `encode` puts it.
         """
         start = bytes(header[:40])
-        tag_at = 1 if start[0] & 0xF0 == 0x80 else 3  # a map of up to 15 fields, or of up to 65535
+        tag_at = 1 if start[0] & 0xF0 == 0x80 else 3  # a map of up to 15 fields, or of up to 65,535
         name_at = tag_at + _TAG_KEY_BYTES
         name_bytes = start[name_at] & 0x1F if len(start) > name_at else 0
         return self._by_start.get(start[tag_at : name_at + 1 + name_bytes])
@@ -62,10 +62,10 @@ def _digest(header: Buffer, payload: Buffer) -> bytes:
 
 
 def encode(message: Message, payload: Buffer = b"") -> list[Buffer]:
-    """Encode a message as two frames: digest + header, and the payload (empty for most messages).
+    """Encode a message as two frames: digest and header, and the payload (empty for most messages).
 
     Raises:
-        WireError: the message is longer than its receiver reads, because a prompt of the data is too long.
+        WireError: the message exceeds the size limits of its kind, because a prompt of the data is too long.
     """
     header = _encoder.encode(message)
     if len(header) > message.max_header_bytes or len(payload) > message.max_payload_bytes:
@@ -77,9 +77,9 @@ def decode(frames: Sequence[Buffer], kinds: Kinds = ANY) -> tuple[Message, memor
     """Decode two frames into a message and its payload: the inverse of `encode`.
 
     Args:
-        kinds: messages of any other kind are refused before they are decoded.
+        kinds: accepted kinds. Other messages are refused before they are decoded.
     Raises:
-        RefusedError: by `decode` (wrong number of frames, or a header that fits no message), `checksum` or `size`.
+        RefusedError: by `decode` (wrong number of frames, or an unknown header), `checksum` or `size`.
     """
     if len(frames) != 2 or len(frames[0]) <= DIGEST_BYTES:
         sizes = [len(frame) for frame in frames[:8]]
@@ -87,20 +87,20 @@ def decode(frames: Sequence[Buffer], kinds: Kinds = ANY) -> tuple[Message, memor
     first, payload = memoryview(frames[0]), memoryview(frames[1])
     header = first[DIGEST_BYTES:]
     if _digest(header, payload) != first[:DIGEST_BYTES]:
-        raise RefusedError("checksum", "digest mismatch: the message was altered on its way")
+        raise RefusedError("checksum", "digest mismatch: the message was altered in transit")
     kind = kinds.of(header)
     if kind is None:
-        raise RefusedError("decode", "header fits no known message that is for us")
+        raise RefusedError("decode", "header matches no message that this process accepts")
     if len(header) > kind.max_header_bytes or len(payload) > kind.max_payload_bytes:
         raise RefusedError("size", _too_long(kind, header, payload))
     try:
         return _decoder.decode(header), payload
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # text that is no UTF-8, nesting without end
-        raise RefusedError("decode", f"header fits no known message: {error}") from error
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # invalid UTF-8, unbounded nesting
+        raise RefusedError("decode", f"header matches no known message: {error}") from error
 
 
 def _too_long(kind: type[Message], header: Buffer, payload: Buffer) -> str:
     return (
         f"{kind.__name__} has {len(header)} bytes of header and {len(payload)} of payload; "
-        f"{kind.max_header_bytes} and {kind.max_payload_bytes} are read"
+        f"the limits are {kind.max_header_bytes} and {kind.max_payload_bytes}"
     )

@@ -1,8 +1,7 @@
 """Packs a group as a message and a payload of raw arrays, unpacks it, and checks that it can be trained.
 
-`check_group` checks what a schema cannot, before anyone keeps the group: lengths, spans, scores, and every token and
-log-prob of the payload. `check_lease` compares a group with its lease. A refusal has one of the reasons by which refusals
-are counted.
+`check_group` checks what a schema cannot, before the group is stored: lengths, spans, scores, and every token and log-prob
+of the payload. `check_lease` compares a group with its lease. Refusals are counted by reason.
 """
 
 import math
@@ -17,18 +16,18 @@ from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.rollouts import Batch, Deliver, RolloutHeader
 
 BYTES_PER_TOKEN = 8
-"""A sampled token takes an int32 token id and a float32 log-prob."""
+"""A sampled token: int32 token id and float32 log-prob."""
 BYTES_PER_OBSERVED = 4
-"""A token of an observation takes an int32 token id."""
+"""A token of an observation: int32 token id."""
 SHARED_FIELDS = tuple(name for name in Deliver.__struct_fields__ if name != "rollouts")
-"""What a `Group` and its message have in common."""
+"""Fields that `Group` and `Deliver` share."""
 
 # -- packing -----------------------------------------------------------------------------------------------------------
 
 
 def pack_group(group: Group) -> tuple[Deliver, bytes]:
-    """Pack a group as message and payload."""
-    parts: list[Any] = []  # arrays, whose bytes `join` copies once
+    """Pack a group into message and payload."""
+    parts: list[Any] = []  # arrays: `join` copies their bytes once
     observed: list[Any] = []
     headers = []
     for rollout in group.rollouts:
@@ -82,7 +81,7 @@ def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
         RefusedError: a group is malformed, or the sizes do not add up.
     """
     if len(message.groups) != len(message.payload_sizes) or sum(message.payload_sizes) != len(payload):
-        raise RefusedError("schema", f"a batch of {len(payload)} bytes says it has {sum(message.payload_sizes)}")
+        raise RefusedError("schema", f"a batch has {len(payload)} bytes, its header says {sum(message.payload_sizes)}")
     groups, offset = [], 0
     for header, size in zip(message.groups, message.payload_sizes, strict=True):
         groups.append(unpack_group(header, payload[offset : offset + size]))
@@ -94,25 +93,25 @@ def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
 
 
 LARGEST_LOGPROB = 1e-5
-"""The largest log-prob that is accepted: a probability of 1 may be rounded up."""
+"""Largest accepted log-prob: the log of a probability of 1 may round to a positive number."""
 
-# Read as integers, float32 numbers keep their order: signed ones rise with positive numbers, unsigned ones rise as
-# negative numbers fall to minus infinity, and NaNs come after both infinities. So the largest signed and the largest
-# unsigned integer say whether all log-probs of a completion are finite and none is positive.
+# Reinterpreted as integers, float32 numbers keep their order: signed integers rise with positive numbers, unsigned ones
+# rise as negative numbers fall to minus infinity, and NaNs follow both infinities. So the largest signed and the largest
+# unsigned integer show whether all log-probs of a completion are finite and none is positive.
 _POSITIVE = int(np.float32(LARGEST_LOGPROB).view(np.int32))
 _MINUS_INFINITY = int(np.float32(-np.inf).view(np.uint32))
 
 
 def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> None:
-    """Refuse a malformed group: one that no engine can have made.
+    """Refuse a malformed group.
 
     Args:
         vocabulary: token ids are below it.
     Raises:
         RefusedError: names the group and the completion. By `schema`: lengths do not add up, completions are out of
             order, spans do not partition, versions decrease, observations lie outside, or a score has both a value and
-            a failure, or neither. By `not_finite`: a score or log-prob is not a finite number. By `vocabulary`: the
-            model has no such token.
+            a failure, or neither. By `not_finite`: a score or log-prob is not a finite number. By `vocabulary`: a token
+            id is out of range.
     """
     if min((header.num_tokens for header in message.rollouts), default=0) < 0:
         raise _refused("schema", message, None, "a negative length")
@@ -159,7 +158,7 @@ def _check_values(message: Deliver, payload: Buffer, vocabulary: int) -> None:
         raise _refused("vocabulary", message, None, f"a token id of an observation is not in [0, {vocabulary})")
     if not starts:
         return
-    # By completion, the largest token and the largest log-prob, in turn.
+    # Per completion: the largest token id, then the largest log-prob.
     signed = np.maximum.reduceat(np.frombuffer(payload, "<i4", at), starts).tolist()
     unsigned = np.maximum.reduceat(np.frombuffer(payload, "<u4", at), starts).tolist()
     if max(unsigned[::2]) >= vocabulary:
@@ -172,33 +171,34 @@ def _check_values(message: Deliver, payload: Buffer, vocabulary: int) -> None:
 
 
 def check_lease(message: Deliver, lease: Lease, newest: PolicyVersion | None) -> None:
-    """Refuse a group that is not the one its lease asked for. Where an agent sent other messages than its row has, the
-    prompt of its group may be a beginning of the lease's.
+    """Refuse a group that does not match its lease.
+
+    If an agent sent other messages than its row has, the prompt of its group may be a prefix of the lease's.
 
     Args:
-        newest: the learner's version, as it said last. The next one may sample already.
+        newest: the version that the learner reported last. Generators may already sample with the next one.
     Raises:
-        RefusedError: by `lease` (another prompt, or another position in the run) or `version` (which does not exist yet).
+        RefusedError: by `lease` (another prompt or position in the run) or `version` (not published yet).
     """
     is_same = all(getattr(message, name) == getattr(lease, name) for name in ("group_id", "attempt", "prompt_index"))
     asked, came = lease.prompt, message.prompt
     is_same = is_same and message.purpose == lease.purpose and came.prompt_id == asked.prompt_id
-    if not is_same or not (came.token_ids == asked.token_ids or _is_beginning(message, asked.token_ids)):
-        raise _refused("lease", message, None, f"it is not the group that lease {lease.lease_id} asks for")
+    if not is_same or not (came.token_ids == asked.token_ids or _is_prefix(message, asked.token_ids)):
+        raise _refused("lease", message, None, f"it does not match lease {lease.lease_id}")
     if newest is None:
         return
     for header in message.rollouts:
         for span in header.spans:
             if span.version.lineage == newest.lineage and span.version.number > newest.number + 1:
-                text = f"weights {span.version} do not exist yet, the newest are {newest}"
+                text = f"weights {span.version} do not exist yet; the newest are {newest}"
                 raise _refused("version", message, header.index, text)
 
 
-def _is_beginning(message: Deliver, token_ids: tuple[int, ...]) -> bool:
-    """Whether a group's prompt is a beginning of these token ids, and each completion says what it read after it."""
-    beginning = message.prompt.token_ids
-    tell = all(header.observed and header.observed[0][0] == 0 for header in message.rollouts if header.num_tokens)
-    return 0 < len(beginning) < len(token_ids) and token_ids[: len(beginning)] == beginning and tell
+def _is_prefix(message: Deliver, token_ids: tuple[int, ...]) -> bool:
+    """Return True if the group's prompt is a proper prefix of these token ids, and completions begin with observations."""
+    prefix = message.prompt.token_ids
+    begins = all(header.observed and header.observed[0][0] == 0 for header in message.rollouts if header.num_tokens)
+    return 0 < len(prefix) < len(token_ids) and token_ids[: len(prefix)] == prefix and begins
 
 
 def _refused(reason: str, message: Deliver, completion: int | None, text: str) -> RefusedError:

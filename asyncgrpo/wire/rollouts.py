@@ -21,29 +21,29 @@ from asyncgrpo.types import (
 from asyncgrpo.wire import Message
 
 REWARDS_PAUSED = "rewards_paused"
-"""The reason of a lease that ended because no completion could be scored. It costs the prompt nothing."""
+"""Reason of a lease that ended because rewards were paused. It costs the prompt nothing."""
 OF_ONE_BATCH = "now_"
-"""How the counters begin that are of one batch or one moment, and are never added up."""
+"""Prefix of counters that describe one batch or one moment and are never summed."""
 PROMPT_BYTES = 2**22
-"""The longest header that holds a prompt: half a million tokens and their text."""
+"""Maximum header with a prompt: half a million tokens and their text."""
 TEXTS_BYTES = 2**26
-"""The longest header that holds the completions of an evaluation as text too."""
+"""Maximum header with the completions of an evaluation as text."""
 
 # -- generator -> buffer -----------------------------------------------------------------------------------------------
 
 
 class Register(Message):
-    """A generator's first message, sent again after it lost touch. It ends every lease of earlier incarnations."""
+    """Registers a generator, at its start and after it lost touch. It ends every lease of earlier incarnations."""
 
     protocol: int
     generator_id: Name
     incarnation: Name
     window: int
-    """Training groups that it works on at once."""
+    """Training groups in progress at once."""
 
 
 class Serving(Message):
-    """Names the weights that sample the generator's next token. Sent after every change, and every second."""
+    """Heartbeat of a generator, with the version that samples its next token. Sent every second and after every swap."""
 
     generator_id: Name
     version: PolicyVersion | None
@@ -51,13 +51,13 @@ class Serving(Message):
     rewards: RewardHealth = RewardHealth()
     seconds: GeneratorSeconds = GeneratorSeconds()
     token_s: Seconds | None = None
-    """How long a token of a running completion takes at present; None: nothing runs, weights change, or it is not known."""
+    """Present time of a token of a running completion; None: nothing runs, weights are swapped, or it is unknown."""
     running: Count = 0
     """Completions that are sampled at once."""
 
 
 class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One scored completion without its arrays."""
+    """One scored completion, without its arrays."""
 
     index: Count
     num_tokens: Count
@@ -66,21 +66,21 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     score: Score
     seed: int = 0
     observed: tuple[tuple[Count, Count], ...] = ()
-    """Of each observation: the sampled tokens before it, and its own tokens."""
+    """Per observation: number of sampled tokens before it, and number of its tokens."""
     text: str = ""
     """As in `Rollout`."""
 
     @property
     def num_observed(self) -> int:
-        """Tokens of all its observations."""
+        """Tokens of all observations."""
         return sum(size for _, size in self.observed)
 
 
 class Deliver(Message):
-    """A completed group.
+    """A complete group.
 
-    Its payload holds for each completion the token ids (int32), then the log-probs (float32); and after those of all
-    completions the token ids of their observations (int32).
+    The payload holds for each completion the token ids (int32), then the log-probs (float32). The token ids of all
+    observations (int32) follow.
     """
 
     max_header_bytes: ClassVar[int] = TEXTS_BYTES
@@ -104,47 +104,47 @@ class Deliver(Message):
 
     @property
     def num_observed(self) -> int:
-        """Tokens that environments said in all completions."""
+        """Tokens of all observations of all completions."""
         return sum(rollout.num_observed for rollout in self.rollouts)
 
     @property
     def versions(self) -> list[PolicyVersion]:
-        """Every version that sampled in this group, each once, oldest first."""
+        """All versions that sampled in this group, sorted, oldest first."""
         return sorted({span.version for rollout in self.rollouts for span in rollout.spans})
 
 
 SCORED_AT_ONCE_S = 0.1
-"""Scores that take longer than this let another group begin."""
+"""Scoring time after which a sampled group frees its place in the generator's window."""
 
 
 class AwaitsScores(Message):
-    """Tells that every completion of a lease is sampled and only scores are missing: it takes no place of the generator."""
+    """Reports that only scores are missing for a lease: it frees its place in the generator's window."""
 
     generator_id: Name
     lease_id: Name
 
 
 class LeaseFailed(Message):
-    """A generator could not finish a lease, which another may; or it cancelled the lease as it was told to."""
+    """Reports a lease that failed at a generator and may be granted again, or that was cancelled on request."""
 
     generator_id: Name
     lease_id: Name
     reason: Name
     detail: str = ""
     tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """Tokens sampled for it, if its group was to be trained."""
+    """Tokens sampled for it; 0 for an evaluation."""
 
 
 class RewardFailed(Message):
-    """Reports a kind of failed reward call: when it is seen first, and again at ten times, a hundred times and so on."""
+    """Reports the 1st, 10th, 100th, ... failed reward call of a kind."""
 
     generator_id: Name
     failure: Name
-    """The name of the failure; for an exception, with type and place."""
+    """Name of the failure; for an exception, with type and place."""
     detail: str
-    """The text of the last failure."""
+    """Text of the last failure."""
     count: Count
-    """Failures of this kind since the process began."""
+    """Failures of this kind since the process started."""
 
 
 OfGenerator = Register | Serving | Deliver | AwaitsScores | LeaseFailed | RewardFailed
@@ -154,13 +154,13 @@ OfGenerator = Register | Serving | Deliver | AwaitsScores | LeaseFailed | Reward
 
 
 class Welcome(Message):
-    """The buffer's reply to Register."""
+    """Reply to Register."""
 
     protocol: int
 
 
 class Reregister(Message):
-    """Asks a generator to register again: the buffer does not know it, or not any more."""
+    """Asks an unknown generator to register again."""
 
 
 class Grant(Message):
@@ -172,14 +172,14 @@ class Grant(Message):
 
 
 class Ack(Message):
-    """The buffer has kept a group; the generator may forget it."""
+    """Acknowledges a stored group. The generator may forget it."""
 
     group_id: str
     lease_id: str
 
 
 class Nack(Message):
-    """The buffer refuses a group; the generator may forget it."""
+    """Refuses a group. The generator may forget it."""
 
     group_id: str
     lease_id: str
@@ -187,14 +187,14 @@ class Nack(Message):
 
 
 class Cancel(Message):
-    """Asks a generator to stop sampling for these leases: they are over."""
+    """Asks a generator to stop sampling for these leases, which have ended."""
 
     lease_ids: tuple[str, ...]
     reason: str
 
 
 class Shutdown(Message):
-    """Asks a generator to close its engine and end: the run is over."""
+    """Asks a generator to close its engine and exit: the run is over."""
 
 
 ToGenerator = Welcome | Reregister | Grant | Ack | Nack | Cancel | Shutdown
@@ -204,45 +204,45 @@ ToGenerator = Welcome | Reregister | Grant | Ack | Nack | Cancel | Shutdown
 
 
 class Take(Message):
-    """Asks for the groups of one optimizer step that starts at `version`. Generators may serve it, or an older one."""
+    """Requests the groups of the optimizer step that starts at `version`. Generators may serve it or an older one."""
 
     step: Count
     version: PolicyVersion
     shares_within: dict[int, float] = msgspec.field(default_factory=dict)
-    """Of the step that made `version` (`StepReport`), for `buffer.max_lag: auto`. Empty: there was no step."""
+    """Of the step that made `version` (`StepReport`), for `buffer.max_lag: auto`; empty before the first step."""
 
 
 class Trained(Message):
-    """Tells that the learner has made `version`: the groups of the step before it are trained."""
+    """Reports that the learner has made `version`: the groups of the step before it are trained."""
 
     version: PolicyVersion
 
 
 class RequestEval(Message):
-    """Asks for an evaluation: the held-out prompts are sampled with the weights of this step, or later ones."""
+    """Requests an evaluation: held-out prompts are sampled with the weights of this step or later ones."""
 
     step: Count
 
 
 class TakeSnapshot(Message):
-    """Asks for what a checkpoint must hold of the buffer."""
+    """Requests the buffer's part of a checkpoint."""
 
     trained: PolicyVersion | None = None
-    """The learner's version; in the snapshot, the groups of the steps before it are trained."""
+    """The learner's version. In the snapshot, the groups of the steps before it are trained."""
 
 
 class Saved(Message):
-    """Tells that the checkpoint of this step is on the disk."""
+    """Reports that the checkpoint of this step is on disk."""
 
     step: Count
 
 
 class LastEvals(Message):
-    """Asks for no more training leases, and for NoMore once no evaluation is in flight."""
+    """Stops training leases, and requests NoMore once all evaluations are finished."""
 
 
 class Finished(Message):
-    """Tells that the learner is done; the buffer may end."""
+    """Reports that the learner is done, so the buffer may exit."""
 
 
 OfLearner = Take | Trained | RequestEval | TakeSnapshot | Saved | LastEvals | Finished
@@ -252,7 +252,7 @@ OfLearner = Take | Trained | RequestEval | TakeSnapshot | Saved | LastEvals | Fi
 
 
 class SuiteResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a finished evaluation says of one of its suites: of one held-out file."""
+    """Results of a finished evaluation on one suite, that is, one held-out file."""
 
     prompts: int
     completions: int
@@ -263,26 +263,26 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     numbers: dict[str, tuple[float, float | None, float | None]]
     """`reward`, `pass@k` and `maj@k`, each with its 95 % interval (`algorithms.estimates.Estimate`)."""
     parts: dict[str, float]
-    """Mean of each named part of the rewards, over the completions that have it."""
+    """Mean of each named reward part, over the completions that have it."""
 
     def fields(self) -> dict[str, Any]:
-        """What an event, or a command, says of it: `version` is the newest that sampled."""
+        """Return the fields of an event or a command's output. `version` is the newest that sampled."""
         fields = msgspec.structs.asdict(self)
         versions = [str(version) for version in (fields.pop("oldest"), fields.pop("newest")) if version is not None]
         return {"version": versions[-1] if versions else None, "versions_sampled": sorted(set(versions)), **fields}
 
 
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A finished evaluation, of all suites together and of each."""
+    """A finished evaluation: all suites together, and each."""
 
     step: int
     oldest: PolicyVersion | None
-    """The oldest version that sampled; None: every prompt failed."""
+    """Oldest version that sampled; None: every prompt failed."""
     newest: PolicyVersion | None
-    """The newest version that sampled; None: every prompt failed."""
+    """Newest version that sampled; None: every prompt failed."""
     completions: int
     reward_mean: float | None
-    """Over scored completions; None when none was scored."""
+    """Mean over scored completions; None: none was scored."""
     failures: dict[str, int]
     completion_length_mean: float | None
     seconds: float
@@ -290,7 +290,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Batch(Message):
-    """The groups of one step. The payload holds the payloads of the groups, one after the other."""
+    """The groups of one step. The payload concatenates the payloads of the groups."""
 
     max_header_bytes: ClassVar[int] = 2**30
     max_payload_bytes: ClassVar[int] = 2**30
@@ -304,22 +304,22 @@ class Batch(Message):
 
 
 class Waiting(Message):
-    """Tells that there is no batch, or no snapshot, yet; `what` names what is awaited."""
+    """Reports that a batch or snapshot is not ready; `what` names the missing part."""
 
     max_header_bytes: ClassVar[int] = 2**24
 
     what: str
     evals: tuple[EvalResult, ...] = ()
     hopeless: str = ""
-    """Why what is awaited will never come; the run ends with this sentence. Empty: it may come."""
+    """Reason why the wait will never end; the run fails with it. Empty: it may end."""
     of_snapshot: bool = False
     is_paused: bool = False
-    """A person has paused the run, so the wait has no limit."""
+    """True if the operator paused the run, so that the wait has no limit."""
 
 
 class NoMore(Message):
-    """Tells that no batch will come: every prompt is trained (`exhausted`), or the run ends as asked (`draining`) or
-    because it is given up (`failing`)."""
+    """Reports that there are no more batches: every prompt is trained (`exhausted`), or the run stops on request
+    (`draining`) or after a failure (`failing`)."""
 
     max_header_bytes: ClassVar[int] = 2**24
 
@@ -329,17 +329,17 @@ class NoMore(Message):
 
 
 class Snapshot(Message):
-    """What a checkpoint must hold of the buffer."""
+    """The buffer's part of a checkpoint."""
 
     max_header_bytes: ClassVar[int] = 2**24
 
     state: dict[str, Any]
     draining: bool = False
-    """Whether the run is to end."""
+    """True if the run is to end."""
     failing: bool = False
-    """Whether it ends because it is given up."""
+    """True if it ends because of a failure."""
     counters: dict[str, float] = msgspec.field(default_factory=dict)
-    """The totals that a batch has too, taken at the same moment as the state."""
+    """Totals as in a batch, of the same moment as the state."""
 
 
 ToLearner = Batch | Waiting | NoMore | Snapshot

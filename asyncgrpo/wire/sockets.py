@@ -1,8 +1,8 @@
-"""ROUTER and DEALER sockets whose every wait has a bound. No other file imports zmq.
+"""ROUTER and DEALER sockets whose waits all have timeouts. No other file imports zmq.
 
-The driver makes CURVE keys for each start and hands them to the processes of its run: who has none is not heard, neither
-from another machine nor from another user of this one. Without keys, as in tests, a socket is bound to loopback only.
-Heartbeats of ZeroMQ find a peer that stopped without closing.
+The driver makes CURVE keys for each start and passes them to the processes of its run. Peers without keys are rejected,
+from other machines and from other users of this one. Without keys, as in tests, a socket binds to loopback only. ZeroMQ
+heartbeats detect a peer that stopped without closing.
 """
 
 import atexit
@@ -25,25 +25,25 @@ from asyncgrpo.wire.codec import Buffer, decode, encode
 MAX_MESSAGE_BYTES = 2**30
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 20_000
-"""Long, because an engine that compiles or loads may hold the interpreter for seconds."""
+"""Long, because an engine that compiles or loads may hold the GIL for seconds."""
 LINGER_MS = 2_000
 SEND_TIMEOUT_MS = 5_000
-"""How long a send waits without a connection, as after a refused handshake. With one, it does not wait."""
+"""Timeout of a send without a connection, as after a refused handshake. With a connection, sends do not block."""
 
 _open: "set[Server | _Dealer]" = set()
-"""References to open sockets, kept because collecting a server whose authenticator still runs would never return."""
+"""References to open sockets: collecting a server whose authenticator still runs would hang."""
 
 
 @atexit.register
 def _close_all() -> None:
-    """Close the sockets that an error left open."""
+    """Close the sockets that remain open after an error."""
     for end in list(_open):
         end.close()
 
 
 @dataclass(frozen=True)
 class Keys:
-    """One CURVE key pair for the servers of a run and one for its clients. Secret: never logged."""
+    """A CURVE key pair for the servers of a run and one for its clients. Secret: never logged."""
 
     server_public: bytes
     server_secret: bytes
@@ -55,12 +55,12 @@ class Keys:
 
     @staticmethod
     def make() -> "Keys":
-        """Fresh keys for one run."""
+        """Make fresh keys for one run."""
         return Keys(*zmq.curve_keypair(), *zmq.curve_keypair())
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
+    """Return True if `host` is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -72,7 +72,7 @@ def is_loopback(host: str) -> bool:
 def _set_common_options(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
-    # Unbounded on purpose: leases bound what peers may send, and a ROUTER at its limit drops messages silently.
+    # Deliberately unbounded: leases bound what peers may send, and a full ROUTER drops messages silently.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -91,7 +91,7 @@ def check_bind(bind: str) -> None:
 
 
 def _bind(socket: zmq.Socket, bind: str) -> tuple[str, int]:
-    """Bind to a free port. Returns the address, also where `bind` is a name, and the port."""
+    """Bind to a free port. Return the port and the address, resolved if `bind` is a name."""
     try:
         socket.bind_to_random_port(f"tcp://{bind}")
     except zmq.ZMQError as error:
@@ -104,15 +104,15 @@ def _bind(socket: zmq.Socket, bind: str) -> tuple[str, int]:
 
 
 class Server:
-    """A bound ROUTER with many named peers. One thread uses it."""
+    """A bound ROUTER with named peers. One thread uses it."""
 
     def __init__(self, bind: str, keys: Keys | None = None, advertise: str | None = None) -> None:
         """Bind to a free port of `bind`.
 
         Args:
-            advertise: host by which peers reach this process, where it is bound to every address.
+            advertise: host by which peers reach this process, used if it binds to every address.
         Raises:
-            ConfigError: other machines can reach `bind` and there are no keys, or `bind` is no address of this machine.
+            ConfigError: other machines can reach `bind` and there are no keys, or it is not an address of this machine.
         """
         if not is_loopback(bind) and keys is None:
             raise ConfigError(f"cluster.bind is {bind}, which other machines can reach, and there are no CURVE keys")
@@ -141,7 +141,7 @@ class Server:
         _open.add(self)
 
     def receive(self, timeout_s: float) -> tuple[str, Sequence[Buffer]] | None:
-        """Receive the next message as (peer, frames); None after `timeout_s`."""
+        """Receive the next message as (peer, frames). Return None after `timeout_s`."""
         try:
             identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)  # a poll costs as much as this
         except zmq.Again:
@@ -151,7 +151,7 @@ class Server:
         return identity.bytes.decode(errors="replace"), [frame.buffer for frame in frames]
 
     def send(self, peer: str, message: Message, payload: Buffer = b"") -> bool:
-        """Queue a message for `peer`. False if there is no such peer now."""
+        """Queue a message for `peer`. Return False if it is not connected."""
         frames = encode(message, payload)
         if self._held is not None:
             self._held.setdefault(peer, []).extend(frames)
@@ -160,7 +160,7 @@ class Server:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Send what is sent inside at the end, to each peer in one piece: a small message costs as much as a large one."""
+        """Batch the messages sent inside, one multipart message per peer: a small message costs as much as a large one."""
         self._held = {}
         try:
             yield
@@ -188,7 +188,7 @@ class Server:
 
 
 class _AllowOnly:
-    """Credentials callback that accepts one client key."""
+    """Credentials callback that accepts a single client key."""
 
     def __init__(self, client_public: bytes) -> None:
         self._allowed = client_public
@@ -197,25 +197,8 @@ class _AllowOnly:
         return key == self._allowed
 
 
-class _Pieces:
-    """Queue of messages that arrived in one piece, two frames each."""
-
-    def __init__(self) -> None:
-        self._frames: deque[Buffer] = deque()
-
-    def add(self, frames: list[Any]) -> None:
-        self._frames.extend(frame.buffer for frame in frames)
-
-    def __bool__(self) -> bool:
-        return bool(self._frames)
-
-    def next(self) -> tuple[Message, memoryview]:
-        """Decode and remove the first message. Raises WireError if it is malformed."""
-        return decode([self._frames.popleft() for _ in range(min(2, len(self._frames)))])
-
-
 class _Dealer:
-    """A DEALER: the end of a connection to one server."""
+    """A DEALER: the client end of a connection."""
 
     def __init__(self, context: zmq.Context, endpoint: str, name: str, keys: Keys | None) -> None:
         self._context = context
@@ -228,12 +211,16 @@ class _Dealer:
             self._socket.curve_publickey = keys.client_public
             self._socket.curve_secretkey = keys.client_secret
         self._socket.connect(endpoint)
-        self._arrived = _Pieces()
+        self._frames: deque[Buffer] = deque()  # received, two for each message
         self.endpoint = endpoint
         _open.add(self)
 
+    def _next(self) -> tuple[Message, memoryview]:
+        """Decode and remove the first received message. Raises WireError if it is malformed."""
+        return decode([self._frames.popleft() for _ in range(min(2, len(self._frames)))])
+
     def _refused(self) -> WireError:
-        return WireError(f"{self.endpoint} has no connection to us: it refused the keys of this process")
+        return WireError(f"{self.endpoint} is not connected: it refused the keys of this process")
 
     def close(self) -> None:
         _open.discard(self)
@@ -242,35 +229,35 @@ class _Dealer:
 
 
 class Client(_Dealer):
-    """A DEALER for a thread that waits."""
+    """A DEALER for a blocking thread."""
 
     def __init__(self, endpoint: str, name: str, keys: Keys | None = None) -> None:
         super().__init__(zmq.Context(), endpoint, name, keys)
 
     def send(self, message: Message, payload: Buffer = b"") -> None:
-        """Queue a message. Raises WireError if the server refused this process, for instance its keys."""
+        """Queue a message. Raises WireError if the server refused the connection, for instance its keys."""
         try:
             self._socket.send_multipart(encode(message, payload))
         except zmq.Again:
             raise self._refused() from None
 
     def receive(self, timeout_s: float) -> tuple[Message, memoryview] | None:
-        """Receive the next message and its payload; None after `timeout_s`. Raises WireError if it is malformed."""
-        if not self._arrived:
+        """Receive a message and its payload. Return None after `timeout_s`. Raises WireError if it is malformed."""
+        if not self._frames:
             if not self._socket.poll(max(0, int(timeout_s * 1000))):
                 return None
-            self._arrived.add(self._socket.recv_multipart(copy=False))
-        return self._arrived.next()
+            self._frames.extend(frame.buffer for frame in self._socket.recv_multipart(copy=False))
+        return self._next()
 
 
 class AsyncClient(_Dealer):
-    """A DEALER for an asyncio loop. `receive` may be cancelled without losing a message."""
+    """A DEALER for an asyncio loop. Cancelling `receive` loses no message."""
 
     def __init__(self, endpoint: str, name: str, keys: Keys | None = None) -> None:
         super().__init__(zmq.asyncio.Context(), endpoint, name, keys)
 
     async def send(self, message: Message, payload: Buffer = b"") -> None:
-        """Queue a message. Raises WireError if the server refused this process, for instance its keys."""
+        """Queue a message. Raises WireError if the server refused the connection, for instance its keys."""
         try:
             await self._socket.send_multipart(encode(message, payload))
         except zmq.Again:
@@ -278,6 +265,6 @@ class AsyncClient(_Dealer):
 
     async def receive(self) -> tuple[Message, memoryview]:
         """Receive the next message and its payload. Raises WireError if it is malformed."""
-        if not self._arrived:
-            self._arrived.add(await self._socket.recv_multipart(copy=False))
-        return self._arrived.next()
+        if not self._frames:
+            self._frames.extend(frame.buffer for frame in await self._socket.recv_multipart(copy=False))
+        return self._next()

@@ -1,5 +1,4 @@
-"""Messages between the driver and all other processes: heartbeats, lost generators, new endpoints, what a person asks for,
-the end of a run."""
+"""Messages between the driver and all other processes: heartbeats, lost generators, new endpoints, steering, draining."""
 
 from asyncgrpo.types import Count, Name
 from asyncgrpo.wire import Message
@@ -8,24 +7,24 @@ from asyncgrpo.wire import Message
 
 
 class Heartbeat(Message):
-    """A process says that it lives. A thread of its own sends this every second."""
+    """Heartbeat of a process, sent every second by a thread of its own."""
 
     name: str
     """`buffer`, `learner-<rank>` or `generator-<index>`."""
     incarnation: str
     pid: int
     waits: dict[str, float]
-    """Seconds that it has waited, by what it waits for (`metrics.WAITS`)."""
+    """Seconds spent waiting, by cause (`metrics.WAITS`)."""
     loop_age_s: float | None
-    """Seconds since its main loop last came round; None: the loop has not begun."""
+    """Seconds since the last iteration of its main loop; None: the loop has not started."""
     buffer_endpoint: str = ""
-    """Set by a generator: the buffer that it works for."""
+    """Of a generator: the buffer that it works for."""
     step: int | None = None
-    """Set by the learner: optimizer steps done."""
+    """Of the learner: optimizer steps done."""
     missing: tuple[Name, ...] = ()
-    """Set by the buffer and the learner's rank 0: generators they lost touch with, as `<name>-<incarnation>`."""
+    """Of the buffer and the learner's rank 0: generators they lost touch with, as `<name>-<incarnation>`."""
     steered: Count = 0
-    """Set by the same two: the revision of the last `Steer` that is in effect."""
+    """Of the buffer and the learner's rank 0: revision of the applied `Steer`."""
 
 
 # -- driver -> any process ---------------------------------------------------------------------------------------------
@@ -38,7 +37,7 @@ class DumpStacks(Message):
 
 
 class EndpointsChanged(Message):
-    """Tells a generator that buffer and learner were started again, and where they are."""
+    """Gives a generator the endpoints of a new buffer and learner."""
 
     buffer_endpoint: str
     weights_endpoint: str
@@ -48,54 +47,54 @@ class EndpointsChanged(Message):
 
 
 class Steer(Message):
-    """Tells what a person asked for while the run goes on: always all of it, so that a later one replaces an earlier one.
+    """The operator's settings of the running run, always complete, so that a later one replaces an earlier one.
 
-    The driver sends it until the heartbeats name its revision.
+    The driver resends it until the heartbeats report its revision.
     """
 
     revision: Count = 0
     is_paused: bool = False
-    """No more leases and no more batches."""
+    """True: no more leases and batches."""
     max_lag: Count | None = None
-    """Bound on the lag for leases from now on; None: as configured."""
+    """Bound on the lag of later leases, optimizer steps; None: as configured."""
     groups_in_flight: Count | None = None
-    """Groups that a generator works on at once; None: as configured."""
+    """Groups in progress at once per generator; None: as configured."""
     lr: float | None = None
     """Peak learning rate; None: as configured."""
     checkpoints: Count = 0
-    """Checkpoints that were asked of this learner so far."""
+    """Checkpoints requested from this learner so far."""
     evaluations: Count = 0
-    """Evaluations that were asked of this learner so far."""
+    """Evaluations requested from this learner so far."""
     leaving: tuple[Name, ...] = ()
-    """Generators, as `<name>-<incarnation>`, that get no more leases and no more weights."""
+    """Generators, as `<name>-<incarnation>`, that get no more leases and weights."""
     ending: tuple[Name, ...] = ()
-    """Those of them that end once they have delivered what they hold: the learner has let them go."""
+    """Leaving generators that exit once they have delivered their groups: the learner has released them."""
 
 
 # -- driver -> buffer --------------------------------------------------------------------------------------------------
 
 
 class Drain(Message):
-    """Asks the buffer to grant no more leases and to tell the learner to stop after its current step.
+    """Asks the buffer to stop granting leases and to make the learner stop after its current step.
 
-    A learner that cannot go on sends it as well, before its last checkpoint.
+    A failing learner also sends it, before its last checkpoint.
     """
 
     reason: str
     is_failure: bool = False
-    """The run is given up."""
+    """True if the run failed."""
 
 
 class GeneratorLost(Message):
-    """Tells that a generator is lost: its leases are free again.
+    """Reports a lost generator, whose leases are freed.
 
-    The driver sends it to the buffer and to the learner's rank 0 when a process is gone. Rank 0 sends it to the buffer
-    when a publication left a generator out; that one may live, and comes back with another Register.
+    The driver sends it to the buffer and to the learner's rank 0 when a process has ended. Rank 0 sends it to the buffer
+    when a publication left a generator out. That generator may be alive, and returns with another Register.
     """
 
     generator_id: Name
     incarnation: Name = ""
-    """The incarnation that is meant; empty: whichever has the name."""
+    """The lost incarnation; empty: any."""
     reason: str = "its process ended"
 
 

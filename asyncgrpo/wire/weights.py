@@ -1,6 +1,6 @@
 """Messages of a publication, between the publisher (learner, rank 0) and the receivers (generators).
 
-`group_number` counts how often a weight group was formed. A message of an earlier group counts for nothing.
+`group_number` counts the weight groups formed so far. A message with an earlier number is ignored.
 """
 
 from typing import ClassVar, Literal
@@ -12,7 +12,7 @@ from asyncgrpo.wire import Message
 
 
 class Join(Message):
-    """A generator asks for weights, once, at its start."""
+    """A generator's request for weights, sent once at its start."""
 
     generator_id: Name
     incarnation: Name
@@ -21,24 +21,22 @@ class Join(Message):
 
 
 class Alive(Message):
-    """A generator's receiver is there. It says so about twice a second, also while its engine loads weights."""
+    """Heartbeat of a generator's weight receiver, sent twice a second, also while its engine loads weights."""
 
     generator_id: Name
     incarnation: Name
 
 
 class WeightsLayout(Message):
-    """The publisher's reply to `Join`: what every publication of this learner consists of."""
+    """Reply to `Join`: the tensors of every publication of this learner."""
 
     max_header_bytes: ClassVar[int] = 2**24
     """Room for tens of thousands of tensors."""
 
     tensors: tuple[TensorInfo, ...]
     check: tuple[tuple[int, ...], ...] = ()
-    """Token ids of the sequences that are scored after a swap, from `check_start` on."""
+    """Token ids of the sequences that are scored after each swap, from `check_start` on."""
     check_start: int = 1
-    check_every: int = 0
-    """Versions whose number is a multiple of it are checked; 0: none."""
 
 
 class FormGroup(Message):
@@ -54,7 +52,7 @@ class FormGroup(Message):
 
 
 class GroupFormed(Message):
-    """A generator is in the group of this number, or `problem` says why it is not."""
+    """Reports that a generator joined the group of this number, or the `problem` that kept it out."""
 
     generator_id: Name
     group_number: int
@@ -67,8 +65,8 @@ class GroupFormed(Message):
 class Offer(Message):
     """Offers the weights of `version`, whose digest is known.
 
-    They lie in the learner's memory, in arena `slot` of `file`, which has been written `writes` times. Or, with a `group_number`,
-    they are broadcast in pieces of `piece_bytes`. Or, with a `transfer`, deltas that lead to them follow in parts (`DeltaPart`).
+    They lie in the learner's memory, in arena `slot` of `file`, which was written `writes` times. With a `group_number` they are
+    broadcast in pieces of `piece_bytes` instead. With a `transfer`, deltas that lead to them follow in parts (`DeltaPart`).
     """
 
     version: PolicyVersion
@@ -79,13 +77,13 @@ class Offer(Message):
     group_number: int = 0
     piece_bytes: int = 0
     transfer: int = 0
-    """Number of the transfer, which no other has; 0: no deltas."""
+    """Unique number of the transfer; 0: no deltas."""
     delta_bytes: tuple[int, ...] = ()
-    """Of the payload of each delta, in the order in which they are applied."""
+    """Payload bytes of each delta, in the order of application."""
 
 
 class DeltaPart(Message):
-    """The payload has the bytes of a transfer from `start` on: all its deltas are one run of bytes."""
+    """A part of a transfer. The payload has its bytes from `start` on; its deltas are concatenated."""
 
     max_payload_bytes: ClassVar[int] = 2**26
 
@@ -94,7 +92,7 @@ class DeltaPart(Message):
 
 
 class PartTaken(Message):
-    """A generator has the first `taken` bytes of a transfer. More are sent when some are taken."""
+    """Reports the first `taken` bytes of a transfer as received; the publisher then sends more."""
 
     generator_id: Name
     transfer: int
@@ -102,8 +100,8 @@ class PartTaken(Message):
 
 
 class Staged(Message):
-    """A generator has received `version` into memory of its own; `digest` is of the bytes as received. If it is not what was
-    offered, they are not loaded."""
+    """Reports that a generator holds `version` in staging memory; `digest` is of the received bytes. On a mismatch they are not
+    loaded."""
 
     generator_id: Name
     version: PolicyVersion
@@ -111,7 +109,7 @@ class Staged(Message):
 
 
 class Swapped(Message):
-    """A generator samples with `version` now; `checksum` is of the weights as its engine holds them."""
+    """Reports that a generator samples with `version`; `checksum` is of the weights in its engine."""
 
     generator_id: Name
     version: PolicyVersion
@@ -120,7 +118,7 @@ class Swapped(Message):
 
 
 class Checked(Message):
-    """The log-probs of the check sequences as a generator's engine finds them under `version`; empty: it cannot say."""
+    """Log-probs of the check sequences under `version`, scored by a generator's engine; empty: scoring failed."""
 
     generator_id: Name
     version: PolicyVersion
@@ -128,13 +126,13 @@ class Checked(Message):
 
 
 class SyncFailed(Message):
-    """A generator could not stage or load a version. `poisoned`: its engine must be replaced."""
+    """Reports a failure to stage or load a version. `poisoned`: the engine must be replaced."""
 
     generator_id: Name
     reason: str
     poisoned: bool
     transfer: int = 0
-    """Of the deltas that failed; 0: it was something else."""
+    """The failed transfer; 0: the failure was not in deltas."""
 
 
 ToPublisher = Join | Alive | GroupFormed | Staged | Swapped | Checked | SyncFailed | PartTaken

@@ -277,7 +277,7 @@ ROLLOUTS = Board(
                 "Time to generate a group",
                 "From lease to last completion.",
                 "p99 far above p50: one long completion holds its group; see sampling.max_tokens and "
-                "generators.extra_completions.",
+                "algorithm.min_completions.",
                 "s",
                 quantiles("asyncgrpo_generate_seconds", 0.5, 0.99),
             ),
@@ -413,7 +413,7 @@ ROLLOUTS = Board(
             ),
             Panel(
                 "Completions in no group",
-                "Per second. retried: sampled again; spare: the reserve, not needed; censored: cut at the group's deadline.",
+                "Per second. censored: cut at the group's deadline.",
                 "Many censored: what is trained is shorter than what is sampled; raise buffer.straggler_factor.",
                 "suffix: /s",
                 {"{{why}}": "sum by (why) (rate(asyncgrpo_completions_discarded_total[$__rate_interval]))"},
@@ -922,7 +922,7 @@ RELIABILITY = Board(
             number(
                 "Free disk",
                 "Room on the disk of the run folder.",
-                "Below 5 GB make room: samples (run.keep_samples_gb) and checkpoints (run.keep_checkpoints).",
+                "Below 5 GB make room: samples (run.keep_samples) and checkpoints (run.keep_checkpoints).",
                 "bytes",
                 {"free": "min(asyncgrpo_disk_free_bytes)"},
                 width=3,

@@ -199,7 +199,7 @@ def m2po(log_rho, mask, *, max_mean_square=0.04) -> list[Verdict]:
     return by_token(mask, lambda t: (1.0, t in kept))
 
 
-def divergence(log_rho, mask, sequences, *, estimator, level, max_nats, reduction="mean") -> list[Verdict]:
+def divergence(log_rho, mask, sequences, *, estimator, level, max_nats) -> list[Verdict]:
     def estimate(t: int) -> float:
         x = clip(log_rho[t], -20, 20)
         return x * x / 2 if estimator == "k2" else math.exp(x) - 1 - x
@@ -210,15 +210,8 @@ def divergence(log_rho, mask, sequences, *, estimator, level, max_nats, reductio
         if level == "token":
             found |= dict(zip(tokens, values, strict=True))
         elif tokens:
-            one = {"sum": math.fsum(values), "mean": math.fsum(values) / len(values), "max": max(values)}[reduction]
-            found |= dict.fromkeys(tokens, one)
+            found |= dict.fromkeys(tokens, math.fsum(values) / len(values))
     return by_token(mask, lambda t: (1.0, found[t] <= max_nats))
-
-
-def normalise(verdicts: list[Verdict], mask) -> list[Verdict]:
-    weights = [w for (w, _), m in zip(verdicts, mask, strict=True) if m]
-    mean = math.fsum(weights) / len(weights)
-    return [(w / mean, keep) for w, keep in verdicts]
 
 
 def combine(several: list[list[Verdict]]) -> list[Verdict]:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from asyncgrpo.algorithms.critic import gae, length_adaptive_lambda, value_loss, whiten
+from asyncgrpo.algorithms.critic import gae, value_loss, whiten
 from tests.algorithms import oracle_advantages as oracle
 
 LENGTHS = [7, 0, 1, 12, 1, 33, 0, 5, 0]
@@ -35,15 +35,6 @@ def test_gae_is_the_recursion_of_each_sequence(gamma, lam, dtype, tolerance):
         torch.testing.assert_close(ours.advantages, expected, rtol=tolerance, atol=1e-12)
         returns = torch.where(mask, expected + values, 0.0)
         torch.testing.assert_close(ours.returns, returns, rtol=tolerance, atol=1e-12)
-
-
-def test_every_sequence_may_have_its_own_lambda():
-    rewards, values, mask, cu_seqlens = packed(0, torch.float64)
-    lam = torch.linspace(0.1, 0.9, len(LENGTHS))
-    ours = gae(rewards, values, mask, cu_seqlens, gamma=0.9, lam=lam).advantages
-    for i, (a, b) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-        one = gae(rewards, values, mask, cu_seqlens, gamma=0.9, lam=lam[i].item()).advantages
-        torch.testing.assert_close(ours[a:b], one[a:b], rtol=1e-12, atol=1e-15)
 
 
 def test_gae_of_a_sequence_does_not_depend_on_its_neighbours():
@@ -127,8 +118,3 @@ def test_value_loss_and_its_coefficient_are_autograds(clip, dtype, tolerance):
 def test_an_unmoved_value_is_never_clipped():
     values = torch.tensor([0.1, 0.7, -0.3])
     assert not value_loss(values, torch.zeros(3), values, clip=0.0).clipped.any()
-
-
-def test_lambda_grows_with_length_and_is_never_negative():
-    lam = length_adaptive_lambda(torch.tensor([0, 1, 19, 20, 40, 2000]), alpha=0.05)
-    torch.testing.assert_close(lam, torch.tensor([0.0, 0.0, 0.0, 0.0, 0.5, 0.99], dtype=torch.float64))

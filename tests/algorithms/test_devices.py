@@ -7,8 +7,8 @@ import torch
 
 from asyncgrpo.algorithms import diagnostics
 from asyncgrpo.algorithms.aggregation import Aggregation, token_weights, weighted_sum
-from asyncgrpo.algorithms.corrections import combine, divergence, importance, interpolated, m2po, normalise, opsm, veto
-from asyncgrpo.algorithms.penalties import KlKind, entropy, entropy_gradient, full_kl, kl_penalty
+from asyncgrpo.algorithms.corrections import combine, divergence, importance, interpolated, m2po, opsm, veto
+from asyncgrpo.algorithms.penalties import KlKind, kl_penalty
 from asyncgrpo.algorithms.surrogates import SURROGATES
 
 X = torch.zeros(8, device="meta")
@@ -35,10 +35,9 @@ def test_importance_waits_for_nothing(level, action):
 
 def test_the_other_corrections_wait_for_nothing():
     found = [veto(X, MASK, CU), opsm(X, X, MASK, CU, max_nats=0.1), m2po(X, MASK)]
-    for reduction in ("sum", "mean", "max"):
-        found.append(divergence(X, MASK, CU, estimator="k3", level="sequence", reduction=reduction, max_nats=0.1))
+    found.append(divergence(X, MASK, CU, estimator="k3", level="sequence", max_nats=0.1))
     assert_on_device(combine(found))
-    assert_on_device([normalise(X, MASK), interpolated(X, X, IDS, 3), interpolated(X, X, IDS, IDS[0])])
+    assert_on_device([interpolated(X, X, IDS, 3), interpolated(X, X, IDS, IDS[0])])
 
 
 @pytest.mark.parametrize("mode", get_args(Aggregation))
@@ -51,12 +50,10 @@ def test_weights_wait_for_nothing(mode):
 @pytest.mark.parametrize("kind", get_args(KlKind))
 def test_penalties_wait_for_nothing(kind):
     assert_on_device(kl_penalty(X, X, kind=kind, log_ratio=X))
-    logits = X.view(2, 4)
-    assert_on_device([*full_kl(logits, logits), entropy(logits), entropy_gradient(logits)])
 
 
 def test_diagnostics_wait_for_nothing():
-    sums = diagnostics.mean_sums(MASK, x=X) | diagnostics.importance_sums(X, MASK, cap=2.0)
+    sums = diagnostics.mean_sums(MASK, x=X)
     sums |= diagnostics.gap_sums(X, X, MASK) | diagnostics.ratio_sums(X, MASK, CU)
     sums |= diagnostics.outside_sums("x", X, MASK, CU, level="geometric", low_ratio=0.5, high_ratio=2.0)
     sums |= diagnostics.kept_sums("y", MASK, MASK, CU) | diagnostics.update_sums(X, X, MASK, MASK, dual_ratio=3.0)

@@ -8,7 +8,6 @@ from asyncgrpo.algorithms.corrections import importance, veto
 from asyncgrpo.algorithms.diagnostics import (
     effective_sample_share,
     gap_sums,
-    importance_sums,
     kept_sums,
     lag_report,
     lag_sums,
@@ -44,7 +43,7 @@ def all_sums(b, chosen: list[int]):
     policy, anchor, advantages = (tensor(v)[tokens] for v in (b.policy, b.anchor, b.advantages))
     clipped = ppo_clip(policy, anchor, advantages, mask, None, dual_ratio=3.0).clipped
     sums = mean_sums(mask, squares=log_rho.square(), positive=log_rho > 0)
-    sums |= importance_sums(log_rho, mask, cap=2.0) | gap_sums(policy, anchor, mask) | ratio_sums(log_rho, mask, cu)
+    sums |= gap_sums(policy, anchor, mask) | ratio_sums(log_rho, mask, cu)
     sums |= outside_sums("veto", log_rho, mask, cu, level="token", low_ratio=1e-4, high_ratio=100.0)
     sums |= outside_sums("geo", log_rho, mask, cu, level="geometric", low_ratio=0.8, high_ratio=1.25)
     sums |= kept_sums("vetoed", veto(log_rho, mask, cu).keep, mask, cu)
@@ -75,16 +74,12 @@ def test_merging_adds_or_takes_the_extreme_by_the_ending_of_the_name():
 
 def test_values_follow_a_loop_over_the_trained_tokens():
     sums = mean_sums(MASK, entropy=LOG_RHO.square(), clipped=LOG_RHO > 0)
-    sums |= importance_sums(LOG_RHO, MASK, cap=2.0) | gap_sums(LOG_RHO, torch.zeros_like(LOG_RHO), MASK)
+    sums |= gap_sums(LOG_RHO, torch.zeros_like(LOG_RHO), MASK)
     x = [v for v, m in zip(LOG_RHO.tolist(), MASK.tolist(), strict=True) if m]
-    rho = [math.exp(min(v, 20.0)) for v in x]
     expected = {
         "tokens": 5,
         "entropy": sum(v * v for v in x),
         "clipped": 3,
-        "importance": sum(rho),
-        "importance_squares": sum(r * r for r in rho),
-        "importance_capped": 2,
         "gap": sum(map(abs, x)),
         "gap_tokens": 5,
         "gap_max": 24.0,

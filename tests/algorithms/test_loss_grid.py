@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.algorithms.aggregation import weighted_sum
-from asyncgrpo.algorithms.corrections import Correction, combine, divergence, importance, m2po, normalise, opsm, veto
+from asyncgrpo.algorithms.corrections import Correction, combine, divergence, importance, m2po, opsm, veto
 from asyncgrpo.algorithms.surrogates import SURROGATES
 from tests.algorithms import oracle_losses as oracle
 from tests.algorithms.batches import GROUPS, NUM_VOCAB, Batch, batch, logits_for, tensor
@@ -45,11 +45,10 @@ CORRECTIONS = {
     "sequence TIS": [("importance", {"level": "sequence", "action": "truncate", "high_ratio": 2.0})],
     "sequence MIS": [("importance", {"level": "sequence", "action": "mask", "high_ratio": 3.0})],
     "geometric reject": CHAIN[1:2],
-    "k3 reject": [("divergence", {"estimator": "k3", "level": "sequence", "reduction": "mean", "max_nats": 0.3})],
+    "k3 reject": [("divergence", {"estimator": "k3", "level": "sequence", "max_nats": 0.3})],
     "veto": CHAIN[2:],
     "opsm": [("opsm", {"max_nats": 0.1})],
     "m2po": [("m2po", {"max_mean_square": 0.04})],
-    "normalised": [*CHAIN[:1], ("normalise", {})],
     "chain": CHAIN,
 }
 
@@ -57,10 +56,7 @@ CORRECTIONS = {
 def correct(log_rho: Tensor, advantages: Tensor, mask: Tensor, cu: Tensor, names: list) -> Correction:
     found = [Correction(mask.to(log_rho.dtype), mask)]
     for name, parameters in names:
-        if name == "normalise":
-            together = combine(found)
-            found = [Correction(normalise(together.weight, mask), together.keep)]
-        elif name == "opsm":
+        if name == "opsm":
             found.append(opsm(log_rho, advantages, mask, cu, **parameters))
         elif name == "m2po":
             found.append(m2po(log_rho, mask, **parameters))
@@ -74,9 +70,6 @@ def oracle_correct(b: Batch, names: list) -> list[float]:
     """Weight times verdict of each token."""
     verdicts = [(float(m), m) for m in b.mask]
     for name, parameters in names:
-        if name == "normalise":
-            verdicts = oracle.normalise(verdicts, b.mask)
-            continue
         if name == "opsm":
             more = oracle.opsm(b.log_rho, b.advantages, b.mask, b.sequences, **parameters)
         elif name == "m2po":

@@ -1,4 +1,4 @@
-"""KL estimators, the KL over the vocabulary and entropy: values and derivatives."""
+"""KL estimators: values and derivatives."""
 
 import math
 from typing import get_args
@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from asyncgrpo.algorithms.penalties import KlKind, entropy, entropy_gradient, full_kl, kl_penalty
+from asyncgrpo.algorithms.penalties import KlKind, kl_penalty
 from tests.algorithms import oracle_losses as oracle
 
 KINDS = list(get_args(KlKind))
@@ -69,6 +69,13 @@ def test_a_penalty_is_bounded_under_any_gap(kind, log_ratio):
         assert (ours.loss_gradient == 0).all(), "beyond the cut the ratio is a constant of the broken token"
 
 
+def full_kl(z: torch.Tensor, reference: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL(softmax(z) ‖ reference) over the vocabulary, and its derivative by z."""
+    log_p = z.log_softmax(0)
+    value = (log_p.exp() * (log_p - reference)).sum()
+    return value.detach(), torch.autograd.grad(value, z)[0]
+
+
 @pytest.mark.parametrize("kind", ["k2", "k1+", "abs+", "k3+", "low_var_kl+"])
 def test_averaged_over_the_policy_it_has_the_gradient_of_the_true_kl(kind):
     z = logits(0, 6).requires_grad_()
@@ -76,7 +83,7 @@ def test_averaged_over_the_policy_it_has_the_gradient_of_the_true_kl(kind):
     logp = z.log_softmax(0)
     coefficient = kl_penalty(logp, reference, kind=kind).loss_gradient
     (estimated,) = torch.autograd.grad((logp.exp().detach() * coefficient * logp).sum(), z)
-    torch.testing.assert_close(estimated, full_kl(z, reference).gradient)
+    torch.testing.assert_close(estimated, full_kl(z, reference)[1])
 
 
 def test_reweighted_k3_has_the_gradient_of_the_true_kl_under_another_sampler():
@@ -84,43 +91,13 @@ def test_reweighted_k3_has_the_gradient_of_the_true_kl_under_another_sampler():
     reference, sampler, logp = logits(1, 6).log_softmax(0), logits(2, 6).log_softmax(0), z.log_softmax(0)
     ours = kl_penalty(logp, reference, kind="k3_reweighted", log_ratio=logp - sampler)
     (estimated,) = torch.autograd.grad((sampler.exp() * ours.loss_gradient * logp).sum(), z)
-    torch.testing.assert_close(estimated, full_kl(z, reference).gradient)
-    torch.testing.assert_close((sampler.exp() * ours.value).sum(), full_kl(z, reference).value)
+    torch.testing.assert_close(estimated, full_kl(z, reference)[1])
+    torch.testing.assert_close((sampler.exp() * ours.value).sum(), full_kl(z, reference)[0])
 
 
 def test_reweighting_needs_a_ratio():
     with pytest.raises(AssertionError, match="log_ratio"):
         kl_penalty(torch.zeros(1), torch.zeros(1), kind="k3_reweighted")
-
-
-def test_full_kl_is_the_definition_and_its_gradient_is_autograds():
-    z, other = logits(0, 4, 7).requires_grad_(), logits(1, 4, 7)
-    log_p, log_q = z.log_softmax(-1), other.log_softmax(-1)
-    exact = (log_p.exp() * (log_p - log_q)).sum(-1)
-    (gradient,) = torch.autograd.grad(exact.sum(), z)
-    ours = full_kl(z, other)
-    torch.testing.assert_close(ours.value, exact.detach())
-    torch.testing.assert_close(ours.gradient, gradient)
-
-
-def test_entropy_is_the_definition_and_both_gradients_are_autograds():
-    z = logits(0, 5, 11).requires_grad_()
-    p = z.softmax(-1)
-    exact = -(p * p.log()).sum(-1)
-    torch.testing.assert_close(entropy(z), exact)
-    ours, theirs = (torch.autograd.grad(x.sum(), z, retain_graph=True)[0] for x in (entropy(z), exact))
-    torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(entropy_gradient(z), theirs)
-
-
-def test_a_logit_outside_the_support_takes_no_part():
-    inside, other = logits(0, 4), logits(1, 4)
-    z, reference = (torch.cat([x, x.new_full((1,), -math.inf)]) for x in (inside, other))
-    ours, expected = full_kl(z, reference), full_kl(inside, other)
-    torch.testing.assert_close(ours.value, expected.value)
-    torch.testing.assert_close(ours.gradient, torch.cat([expected.gradient, torch.zeros(1, dtype=torch.float64)]))
-    torch.testing.assert_close(entropy_gradient(z)[:4], entropy_gradient(inside))
-    assert entropy_gradient(z)[4] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -132,9 +109,3 @@ def test_elementwise_without_gradient_and_upcast(kind):
     exact = kl_penalty(policy[::2].double(), reference[::2].double(), kind=kind, log_ratio=log_ratio[::2].double())
     torch.testing.assert_close(ours.value[::2].double(), exact.value, rtol=1e-4, atol=1e-9)
     assert ours.loss_gradient.dtype == torch.float32
-
-
-def test_gradients_over_the_vocabulary_keep_no_graph():
-    z = logits(0, 3, 4).requires_grad_()
-    assert not any(x.requires_grad for x in (*full_kl(z, z), entropy_gradient(z)))
-    assert entropy(z).requires_grad

@@ -6,7 +6,7 @@ import torch
 
 from asyncgrpo.algorithms.advantages import grpo
 from asyncgrpo.algorithms.aggregation import sequence_of_token, sum_by_sequence
-from asyncgrpo.algorithms.shaping import adaptive_kl_coefficient, apply_truncation, overlong_penalty, reward_with_kl
+from asyncgrpo.algorithms.shaping import apply_truncation, overlong_penalty, reward_with_kl
 
 LENGTHS = [0, 3, 0, 0, 1, 4, 0]
 CU_SEQLENS = torch.tensor([0, 0, 3, 3, 3, 4, 8, 8], dtype=torch.int32)
@@ -53,25 +53,6 @@ def test_kl_in_the_reward_is_summed_over_trained_tokens(dtype, tolerance):
         token += length
     expected = torch.tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=1e-7, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    "kl,expected",
-    [(0.1, 0.2), (0.11, 0.2 * 1.01), (0.09, 0.2 * 0.99), (5.0, 0.2 * 1.02), (0.0, 0.2 * 0.98), (-3.0, 0.2 * 0.98)],
-)
-def test_the_coefficient_follows_the_kl_by_at_most_a_fifth_of_the_horizon(kl, expected):
-    ours = adaptive_kl_coefficient(0.2, kl, target=0.1, horizon=1000, count=100)
-    assert ours == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("kl", [math.nan, math.inf])
-def test_a_kl_that_is_not_finite_says_nothing_of_the_coefficient(kl):
-    """It comes with a gradient that is skipped; a coefficient that is no number would stay one for ever."""
-    assert adaptive_kl_coefficient(0.2, kl, target=0.1, horizon=1000, count=100) == 0.2
-
-
-def test_a_step_of_many_horizons_does_not_turn_the_coefficient_negative():
-    assert adaptive_kl_coefficient(0.2, 0.0, target=0.1, horizon=1000, count=50_000) == 0.1
 
 
 TRUNCATED = torch.tensor([False, True, True, False])

@@ -13,10 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.groups import GroupEntry, State
+from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.recovery import Verdict, bring_back, earlier_failures, judge, reopen, surviving_path
-from asyncgrpo.buffer.totals import counters
+from asyncgrpo.buffer.service import counters
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.journal.format import FORMAT, Committed, RunStarted
@@ -49,16 +48,14 @@ class AnyCrash(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**32),
         max_lag=st.integers(0, 2),
-        rule_=st.sampled_from(["keep", "drop"]),
         durability=st.sampled_from(["memory", "written", "fsync_interval", "fsync_each"]),
         segment_bytes=st.sampled_from([300, 3000, 10**6]),
     )
-    def begin(self, seed, max_lag, rule_, durability, segment_bytes):
+    def begin(self, seed, max_lag, durability, segment_bytes):
         self.folder, self.clock = Path(tempfile.mkdtemp(prefix="journal-")), Clock()
         self.disk = SimulatedDisk(self.folder, random.Random(seed), self.clock)
-        self.config = {"after_resume": rule_, "durability": durability}
-        self.max_lag, self.segment_bytes = max_lag, segment_bytes
-        self.promises, self.weights = Promises(durability=durability, keeps=rule_ == "keep"), Weights()
+        self.durability, self.max_lag, self.segment_bytes = durability, max_lag, segment_bytes
+        self.promises, self.weights = Promises(durability=durability), Weights()
         self.disk.on_loss = self.promises.lost_what_was_synced
         self.lineage, self.checkpoint = 0, None
         self.ledger, self.totals = Ledger(), {}
@@ -69,7 +66,7 @@ class AnyCrash(RuleBasedStateMachine):
     def start(self, max_lag: int):
         """A start of the run. A smaller bound may make groups useless, and nothing else may."""
         self.lineage += 1
-        config = BufferConfig(prompts_per_step=PER_STEP, max_lag=max_lag, max_attempts=1000, **self.config)
+        config = BufferConfig(prompts_per_step=PER_STEP, max_lag=max_lag, durability=self.durability)
         source = PromptSource(prompts(PROMPTS), seed=0, shuffle=True, epochs=1)
         parent: PolicyVersion | None = None
         if self.checkpoint is not None:
@@ -99,6 +96,7 @@ class AnyCrash(RuleBasedStateMachine):
             seed=0,
             lineage=self.lineage,
             journal=reopened.journal,
+            max_attempts=1000,
         )
         bring_back(self.buffer, reopened)
         self.version = PolicyVersion(self.lineage, len(self.saved))
@@ -215,7 +213,7 @@ class AnyCrash(RuleBasedStateMachine):
     @rule(with_machine=st.booleans(), max_lag=st.none() | st.integers(0, 2))
     def crash(self, with_machine, max_lag):
         self.ledger = Ledger(self.totals, self.ledger.tokens(counters(self.buffer))["generated"])
-        if self.config["durability"] != "memory":
+        if self.durability != "memory":
             self.buffer.journal._close_file()
         if with_machine:
             self.promises.power_was_cut(has_holes=self.disk.power_cut())

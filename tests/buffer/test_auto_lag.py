@@ -6,7 +6,6 @@ import pytest
 
 from asyncgrpo.buffer.auto_lag import STEPS, AutoLag
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.schema import AutoLagConfig
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.journal.format import BoundChanged
 from tests.buffer.test_buffer import deliver, lease_all, make_buffer, v
@@ -14,21 +13,21 @@ from tests.buffer.test_buffer import deliver, lease_all, make_buffer, v
 WELL, LOW = 0.9, 0.3
 
 
-def controller(max_lag: int | None = None, **settings) -> AutoLag:
-    return AutoLag(AutoLagConfig(**settings), max_lag)
+def controller(max_lag: int | None = None, largest: int = 32) -> AutoLag:
+    return AutoLag(largest, max_lag)
 
 
 def run(auto: AutoLag, steps: int, shares: dict[int, float], waited: float = 0.0, start: int = 0) -> list[int]:
     return [auto.step_ended(version, shares, waited) for version in range(start, start + steps)]
 
 
-@pytest.mark.parametrize(("given", "began"), [(None, 4), (0, 2), (9, 9), (99, 16)])
+@pytest.mark.parametrize(("given", "began"), [(None, 4), (0, 1), (9, 9), (99, 16)])
 def test_it_begins_where_the_run_ended_within_its_bounds(given, began):
-    assert controller(given, min=2, max=16).max_lag == began
+    assert controller(given, largest=16).max_lag == began
 
 
 def test_a_learner_that_waits_for_the_bound_gets_more_as_long_as_the_share_is_high():
-    auto = controller(4, max=8)
+    auto = controller(4, largest=8)
     assert run(auto, 20, {1: WELL, 4: WELL}, waited=0.0) == [4] * 20, "nobody waits"
     assert run(auto, 5, {1: WELL, 4: WELL}, waited=0.5) == [5, 5, 5, 5, 5], "groups of the bound before come first"
     assert run(auto, 60, {4: WELL}, waited=0.5, start=5)[-1] == 8, "its largest"
@@ -56,7 +55,7 @@ def test_one_outlier_is_none():
 
 @pytest.mark.parametrize("share", [LOW, math.nan])
 def test_the_smallest_bound_is_kept_whatever_the_share(share):
-    assert set(run(controller(1, min=1), 20, {0: share, 1: share})) == {1}
+    assert set(run(controller(1), 20, {0: share, 1: share})) == {1}
 
 
 def test_steps_of_groups_of_an_earlier_bound_say_nothing():
@@ -79,26 +78,25 @@ def test_it_settles_under_a_share_that_falls_with_the_lag():
 
 
 def test_a_group_keeps_the_bound_of_its_lease_and_a_smaller_one_lets_none_begin_before_there_is_room():
-    buffer = make_buffer(count=40, per_step=1, max_lag="auto", auto_lag=AutoLagConfig(min=0))
+    buffer = make_buffer(count=40, per_step=1, max_lag="auto")
     buffer.trained(v(0))
     leases = lease_all(buffer)
     assert len(leases) == 5 and buffer.max_lag == 4
     records: list = []
     buffer.journal.append = records.append
     buffer.step_ended(v(0), {0: WELL, 4: LOW}, 0.0)
-    assert buffer.max_lag == 0 and records == [BoundChanged(version=v(0), max_lag=0)]
+    assert buffer.max_lag == 1 and records == [BoundChanged(version=v(0), max_lag=1)]
     for version, lease in enumerate(leases):
-        assert buffer.lease("g", 0.0) is None, "five hold a slot, and there is one"
+        assert version == 4 or buffer.lease("g", 0.0) is None, "more hold a slot than there are: two"
         assert buffer.accept(deliver(lease, 0), b"") is None
         (entry,) = buffer.take(v(version))
         assert entry.deadline == 4
         buffer.trained(v(version + 1))
-    last = buffer.lease("g", 0.0)
-    assert buffer._entries[last.group_id].deadline == 5 and buffer.lease("g", 0.0) is None
+    assert [buffer._entries[lease.group_id].deadline for lease in lease_all(buffer)] == [6, 6]
 
 
 def test_the_earliest_deadline_is_trained_first_not_the_oldest_group():
-    buffer = make_buffer(count=40, per_step=1, max_lag="auto", auto_lag=AutoLagConfig(min=0))
+    buffer = make_buffer(count=40, per_step=1, max_lag="auto")
     buffer.trained(v(0))
     first, old = buffer.lease("g", 0.0), buffer.lease("g", 0.0)
     buffer.accept(deliver(first, 0), b"")
@@ -131,7 +129,6 @@ def test_whether_the_bound_made_the_learner_wait():
     [
         (["buffer.policy=mask"], "buffer.policy=mask bounds tokens"),
         (["buffer.policy=train"], "buffer.policy=train bounds no lag"),
-        (["buffer.auto_lag.min=9", "buffer.auto_lag.max=8"], "buffer.auto_lag.min (9) is more than"),
     ],
 )
 def test_what_auto_does_not_go_with(settings, sentence):

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.buffer.admission import POLICIES
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.group_health import MIN_GROUPS
-from asyncgrpo.buffer.groups import State, group_seed, zero_signal
+from asyncgrpo.buffer.buffer import Buffer, State, group_seed
+from asyncgrpo.buffer.group_health import MIN_GROUPS, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.journal.format import Dropped, JournalRecord
@@ -37,7 +36,7 @@ def prompts(count: int) -> tuple[Prompt, ...]:
 
 
 def make_buffer(
-    count=12, per_step=2, max_lag=1, epochs=1, filters=False, too_long=(), journal=None, **settings
+    count=12, per_step=2, max_lag=1, epochs=1, filters=False, too_long=(), journal=None, max_attempts=3, **settings
 ) -> Buffer:
     """A buffer over `count` prompts, of which those in `too_long` have no tokens."""
     config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **({"admission": "eager"} | settings))
@@ -46,7 +45,7 @@ def make_buffer(
         msgspec.structs.replace(one, token_ids=()) if i in too_long else one for i, one in enumerate(prompts(count))
     ]
     source = PromptSource(some, seed=0, shuffle=True, epochs=epochs)
-    return Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1, journal=journal)
+    return Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1, journal=journal, max_attempts=max_attempts)
 
 
 def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1) -> Deliver:
@@ -353,14 +352,14 @@ def test_completions_left_out_of_a_group_are_counted_and_their_tokens_are_aborte
     buffer = make_buffer()
     buffer.trained(v(0))
     lease = buffer.lease("g", 0.0)
-    discarded = Discarded(tokens=70, retried=2, failed=1, spare=3, censored=4)
+    discarded = Discarded(tokens=70, censored=4)
     message = msgspec.structs.replace(deliver(lease, 0), discarded=discarded)
     assert buffer.accept(message, b"") is None
     assert buffer.tokens == {"generated": 72, "aborted": 70} and buffer.tokens_in_flight == 2
-    assert buffer.discarded == {"retried": 2, "failed": 1, "spare": 3, "censored": 4}
+    assert buffer.discarded == {"censored": 4}
     assert buffer.accept(message, b"") == "duplicate"
     assert buffer.tokens == {"generated": 144, "aborted": 70, "duplicate": 72}
-    assert buffer.discarded["retried"] == 2, "of a group that came twice, once"
+    assert buffer.discarded["censored"] == 4, "of a group that came twice, once"
 
 
 def test_a_deadline_follows_what_groups_took_but_for_the_last_lease_of_a_prompt():

@@ -12,7 +12,7 @@ from asyncgrpo.buffer.group_health import DEADLINE_WINDOW, MIN_GROUPS, SHORTEST_
 def after(durations, factor=3.0, longest_s=1800.0) -> Deadlines:
     deadlines = Deadlines(factor, longest_s)
     for seconds in durations:
-        deadlines.took(seconds)
+        deadlines.observe(seconds)
     return deadlines
 
 
@@ -65,9 +65,9 @@ def test_a_deadline_that_cuts_does_not_feed_on_itself(counts_cut: bool):
         limit_s, takes_s = deadlines.seconds(is_last=False), rng.expovariate(1 / 1000.0)
         given.append(limit_s)
         if takes_s < limit_s:
-            deadlines.took(takes_s)
+            deadlines.observe(takes_s)
         elif counts_cut:
-            deadlines.took(limit_s)
+            deadlines.observe(limit_s)
     settled = statistics.median(given[1000:])
     if counts_cut:
         assert settled == pytest.approx(2 * 693.0, rel=0.15)

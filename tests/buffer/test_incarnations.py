@@ -56,7 +56,7 @@ class Served:
             self.lines,  # type: ignore[arg-type]
             self.buffer,
             evaluations,
-            tell=lambda event, **fields: self.told.append((event, fields)),
+            emit=lambda event, **fields: self.told.append((event, fields)),
         )
         self.now_s = 0.0
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import ISOLATE_AFTER, QUARANTINE_FILE, Case, IsolatedPrompts, Quarantine
-from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.recovery import earlier_failures
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
@@ -39,10 +38,11 @@ from tests.buffer.test_recovery import start
 from tests.journal.journals import delivered, group, journal
 
 
-def make_buffer(count=8, per_step=4, max_lag=0, epochs=1, quarantine=None, **settings) -> Buffer:
+def make_buffer(count=8, per_step=4, max_lag=0, epochs=1, quarantine=None, max_attempts=3, **settings) -> Buffer:
     config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **settings)
     source = PromptSource(prompts(count), seed=0, shuffle=False, epochs=epochs)
-    buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1, quarantine=quarantine)
+    given = {"quarantine": quarantine, "max_attempts": max_attempts}
+    buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1, **given)
     buffer.trained(v(0))
     return buffer
 
@@ -375,7 +375,7 @@ def test_a_run_whose_every_prompt_is_in_quarantine_ends_instead_of_looking_for_e
     buffer = make_buffer(count=3, epochs=None)
     for index in range(3):
         buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", prompt_index=index, attempts=3))
-    with pytest.raises(DataError, match=r"every prompt of data.train is in quarantine \(quarantine.jsonl"):
+    with pytest.raises(DataError, match=r"every prompt of data.train is in quarantine \(see quarantine.jsonl"):
         buffer.lease("g", 0.0)
 
 

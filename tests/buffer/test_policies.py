@@ -8,8 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, Fresh
 from asyncgrpo.buffer.auto_lag import STEPS
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.groups import State
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.config.schema import AutoLagConfig, BufferConfig
 from asyncgrpo.types import Lease, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
@@ -277,9 +276,10 @@ class AnyPolicy(RuleBasedStateMachine):
         too_long=st.sets(st.integers(0, 13), max_size=6),
     )
     def start(self, policy, admission, per_step, max_lag, is_auto, too_long):
-        self.policy, self.per_step, self.max_lag, self.count = policy, per_step, max_lag, 14
+        self.policy, self.per_step, self.count = policy, per_step, 14
         self.is_auto = is_auto and policy in ("wait", "window", "drop")
-        chosen = {"max_lag": "auto", "auto_lag": AutoLagConfig(min=0, max=max_lag)} if self.is_auto else {}
+        self.max_lag = max(1, max_lag) if self.is_auto else max_lag
+        chosen = {"max_lag": "auto", "auto_lag": AutoLagConfig(max=self.max_lag)} if self.is_auto else {}
         settings = {"max_lag": max_lag, "policy": policy, "admission": admission, "max_attempts": 3} | chosen
         self.buffer = make_buffer(self.count, per_step, too_long=too_long, **settings)
         self.bounds: dict[str, int] = {}  # of every lease
@@ -302,7 +302,7 @@ class AnyPolicy(RuleBasedStateMachine):
         low, waited = data.draw(st.booleans()), data.draw(st.sampled_from([0.0, 0.5]))
         for _ in range(STEPS):
             self.buffer.step_ended(v(self.version), {0: 1.0, self.buffer.max_lag: 0.1 if low else 1.0}, waited)
-        assert 0 <= self.buffer.max_lag <= self.max_lag
+        assert 1 <= self.buffer.max_lag <= self.max_lag
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -380,7 +380,7 @@ TestAnyPolicy.settings = settings(max_examples=100, stateful_step_count=40, dead
 @pytest.mark.parametrize(("name", "offered"), [("policy", POLICIES), ("admission", ADMISSIONS)])
 def test_the_configuration_offers_these(name, offered):
     (field,) = [f for f in msgspec.inspect.type_info(BufferConfig).fields if f.name == name]
-    assert set(field.type.type.values) == set(offered)
+    assert set(field.type.values) == set(offered)
 
 
 # -- admission just in time --------------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def see_step(
     fresh: Fresh, at_s: float, in_flight: int, ready: int, wait_s: float = 0.0, slots: int = 1000
 ) -> int | None:
     """Return what is wanted after a step whose batch the learner asks for at `at_s`, and gets `wait_s` later."""
-    fresh.batch_asked(in_flight, ready, at_s, slots)
+    fresh.batch_requested(in_flight, ready, at_s, slots)
     fresh.batch_taken(at_s + wait_s)
     return fresh.wanted
 
@@ -506,7 +506,7 @@ def test_a_prompt_that_others_overtook_is_leased_however_many_of_these_are_ready
     for lease in others:
         assert buffer.accept(spanning(lease, 0), b"") is None
     buffer.fail(first.lease_id, "failed")
-    buffer._admission._right.append(under_way(buffer))  # so that what is under way is enough
+    buffer._admission._targets.append(under_way(buffer))  # so that what is under way is enough
     assert buffer.take(v(0)) is None
     again = buffer.lease("a", 0.0)
     assert again is not None and again.prompt_index == first.prompt_index

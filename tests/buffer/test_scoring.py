@@ -2,8 +2,8 @@
 
 import pytest
 
-from asyncgrpo.buffer.groups import REPORTED_STREAK
-from asyncgrpo.buffer.reward_health import MAX_COUNTED, NEVER_WORKED_CALLS, NEVER_WORKED_S, RewardMonitor
+from asyncgrpo.buffer.fleet import MAX_COUNTED, NEVER_WORKED_CALLS, NEVER_WORKED_S, RewardMonitor
+from asyncgrpo.buffer.group_health import REPORTED_STREAK
 from asyncgrpo.types import Prompt, RewardHealth
 from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.rollouts import (
@@ -137,20 +137,20 @@ def test_the_learner_hears_why_it_waits_and_when_the_next_probe_is():
     ],
 )
 def test_a_reward_that_never_worked_is_said_to_be_hopeless(health: RewardHealth, has_worked: bool, is_hopeless: bool):
-    monitor = RewardMonitor("reward function f.py", has_worked=has_worked, tell=lambda event, **fields: None)
+    monitor = RewardMonitor("reward function f.py", has_worked=has_worked, emit=lambda event, **fields: None)
     monitor.update("g", health, 0.0)
     sentence = (
         f"reward function f.py never worked: {health.failed} of {health.failed} calls failed, the last with timeout: no"
     )
-    assert monitor.hopeless_reason == (sentence if is_hopeless else "")
+    assert monitor.fatal_reason == (sentence if is_hopeless else "")
 
 
 def test_one_generator_whose_calls_work_keeps_the_run_going():
-    monitor = RewardMonitor("f", has_worked=False, tell=lambda event, **fields: None)
+    monitor = RewardMonitor("f", has_worked=False, emit=lambda event, **fields: None)
     monitor.update("a", RewardHealth(failed=100, failing_s=100.0, probe_in_s=1.0), 0.0)
-    assert monitor.hopeless_reason
+    assert monitor.fatal_reason
     monitor.update("b", RewardHealth(worked=1), 0.0)
-    assert not monitor.hopeless_reason
+    assert not monitor.fatal_reason
 
 
 def test_the_learner_is_told_that_it_waits_in_vain():
@@ -163,7 +163,7 @@ def test_the_learner_is_told_that_it_waits_in_vain():
 
 def test_pauses_and_ends_of_pauses_are_events():
     told: list[tuple] = []
-    monitor = RewardMonitor("f", has_worked=True, tell=lambda event, **fields: told.append((event, *fields.values())))
+    monitor = RewardMonitor("f", has_worked=True, emit=lambda event, **fields: told.append((event, *fields.values())))
     for now_s, probe_in_s in ((0.0, 1.0), (0.5, 0.5), (1.5, 2.0), (2.5, 1.0)):
         monitor.update("g", RewardHealth(failing_s=1.0, probe_in_s=probe_in_s, last="no"), now_s)
     assert monitor.is_paused("g") and not monitor.is_paused("h")
@@ -182,7 +182,7 @@ def test_pauses_and_ends_of_pauses_are_events():
 
 def test_a_kind_of_failure_is_told_once_for_all_generators_and_again_at_tenfold():
     told: list[int] = []
-    monitor = RewardMonitor("f", has_worked=True, tell=lambda event, **fields: told.append(fields["count"]))
+    monitor = RewardMonitor("f", has_worked=True, emit=lambda event, **fields: told.append(fields["count"]))
     for generator, count in (("a", 1), ("b", 1), ("a", 10), ("b", 10), ("a", 100), ("a", 1)):
         monitor.failed(RewardFailed(generator_id=generator, failure="timeout", detail="", count=count))
     assert told == [1, 11, 110]
@@ -228,7 +228,7 @@ def test_when_every_group_is_filtered_the_user_learns_why(scores: tuple, words: 
 
     for _ in range(10 * REPORTED_STREAK):
         completion(scores)
-    sentence = "all of the last {} groups were filtered as without signal: " + words
+    sentence = "all of the last {} groups were filtered for lack of signal: " + words
     assert served.told == [
         ("warning", {"about": "filter", "text": sentence.format(n)}) for n in (REPORTED_STREAK, 10 * REPORTED_STREAK)
     ]
@@ -240,7 +240,7 @@ def test_when_every_group_is_filtered_the_user_learns_why(scores: tuple, words: 
 
 def test_whatever_a_generator_says_of_its_failures_the_buffer_does_not_grow():
     told: list[int] = []
-    monitor = RewardMonitor("f", has_worked=True, tell=lambda event, **fields: told.append(len(fields["detail"])))
+    monitor = RewardMonitor("f", has_worked=True, emit=lambda event, **fields: told.append(len(fields["detail"])))
     for number in range(3 * MAX_COUNTED):
         monitor.failed(RewardFailed(generator_id="g", failure=f"kind {number}", detail="x" * 60_000, count=1))
     assert len(monitor._counted) == MAX_COUNTED and len(told) < 40 and max(told) == 500

@@ -12,8 +12,8 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
-from asyncgrpo.data import curriculum
-from asyncgrpo.data.curriculum import Curriculum
+from asyncgrpo.data import order
+from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.journal.format import BatchIssued, Committed, Delivered
 from asyncgrpo.journal.history import read_history
@@ -196,7 +196,7 @@ class EpochProcess(Process):
             self.line,  # type: ignore[arg-type]
             self.buffer,
             Evaluations((), Sampling(), 0, 60.0),
-            tell=lambda event, **fields: self.tellings.append((event, fields)),
+            emit=lambda event, **fields: self.tellings.append((event, fields)),
         )
         self.version = PolicyVersion(lineage, 0)
         self.hear(Trained(version=self.version), peer="learner")
@@ -254,19 +254,19 @@ def test_a_buffer_that_ends_between_writing_an_order_and_issuing_it_goes_on_in_t
     process.train(4)
     state = process.checkpoint()
     process.train(1)
-    write = curriculum._write
+    write = order._write
 
-    def ends(path: Path, decided: curriculum.Round) -> None:
+    def ends(path: Path, decided: order.Round) -> None:
         write(path, decided)
         raise Ended
 
-    monkeypatch.setattr(curriculum, "_write", ends)
+    monkeypatch.setattr(order, "_write", ends)
     with pytest.raises(Ended):
         process.service._grant(process.clock.now_s)
     assert process.line.of(Grant) == [], "nobody has heard of it"
     monkeypatch.undo()
     (file,) = (tmp_path / "curriculum").glob("*round_000002")
-    written = msgspec.msgpack.decode(file.read_bytes()[8:], type=curriculum.Round).order
+    written = msgspec.msgpack.decode(file.read_bytes()[8:], type=order.Round).order
     written = [f"train/{row}" for row in np.frombuffer(written, np.int32)]
     for lineage, checkpoint in ((2, state), (3, early)):
         again = EpochProcess(

@@ -5,8 +5,8 @@ import math
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.groups import State
-from asyncgrpo.buffer.sessions import FIRST_REST_S, IN_A_ROW_S, MEMORY, TOLERANCE, SlowGenerators, Speeds
+from asyncgrpo.buffer.buffer import State
+from asyncgrpo.buffer.fleet import FIRST_BENCH_S, IN_A_ROW_S, MEMORY, TOLERANCE, SlowGenerators, Speeds
 from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.rollouts import Cancel, Grant, LeaseFailed, Register, Serving, Take, Trained
 from asyncgrpo.wire.supervision import GeneratorLost
@@ -138,24 +138,24 @@ def three(**token_s: float) -> SlowGenerators:
 def test_who_is_slow_twice_in_a_row_rests_each_time_for_longer():
     slow = three()
     now_s = 0.0
-    for rest_s in (FIRST_REST_S, 2 * FIRST_REST_S, 4 * FIRST_REST_S):
+    for rest_s in (FIRST_BENCH_S, 2 * FIRST_BENCH_S, 4 * FIRST_BENCH_S):
         assert not slow.heard("c", 1.0, 8, now_s), "once may be chance"
         assert slow.heard("c", 1.0, 8, now_s + 1.0)
         now_s += 1.0 + rest_s
-        assert slow.rests("c", now_s - 0.1) and not slow.rests("c", now_s) and slow.is_tried("c")
-    assert not slow.heard("c", 0.1, 8, now_s) and not slow.is_tried("c"), "quick again"
+        assert slow.is_benched("c", now_s - 0.1) and not slow.is_benched("c", now_s) and slow.on_probation("c")
+    assert not slow.heard("c", 0.1, 8, now_s) and not slow.on_probation("c"), "quick again"
     assert [slow.heard("c", 1.0, 8, now_s + second) for second in (1, 2)] == [False, True]
-    assert slow.rests("c", now_s + 1.9 + FIRST_REST_S) and not slow.rests("c", now_s + 2.1 + FIRST_REST_S)
+    assert slow.is_benched("c", now_s + 1.9 + FIRST_BENCH_S) and not slow.is_benched("c", now_s + 2.1 + FIRST_BENCH_S)
 
 
 def test_less_is_slow_while_the_learner_waits_for_it_and_one_that_was_slow_is_tried_until_it_is_not():
     slow = three()
     assert not any(slow.heard("c", 0.3, 8, second) for second in range(9)), "it keeps up"
     assert [slow.heard("c", 0.3, 8, second, is_awaited=True) for second in range(2)] == [False, True]
-    now_s = 1.0 + FIRST_REST_S
-    assert not slow.rests("c", now_s)
-    assert not slow.heard("c", 0.3, 8, now_s) and slow.is_tried("c"), "neither quick nor slow: one lease"
-    assert not slow.heard("c", 0.19, 8, now_s) and not slow.is_tried("c")
+    now_s = 1.0 + FIRST_BENCH_S
+    assert not slow.is_benched("c", now_s)
+    assert not slow.heard("c", 0.3, 8, now_s) and slow.on_probation("c"), "neither quick nor slow: one lease"
+    assert not slow.heard("c", 0.19, 8, now_s) and not slow.on_probation("c")
 
 
 def test_a_single_slow_second_is_none():
@@ -193,7 +193,7 @@ def test_who_runs_nothing_says_nothing_and_who_is_gone_is_forgotten():
     assert not any(slow.heard("a", None, 0, second) for second in range(9))
     assert [slow.heard("c", 1.0, 8, second) for second in range(2)] == [False, True]
     slow.forget("c")
-    assert not slow.is_tried("c") and [slow.heard("c", 1.0, 8, second) for second in range(2)] == [False, True]
+    assert not slow.on_probation("c") and [slow.heard("c", 1.0, 8, second) for second in range(2)] == [False, True]
     slow.forget("a")
     slow.forget("b")
     assert not any(slow.heard("c", 1.0, 8, 1e6 + second) for second in range(9)), "nobody is left to compare it with"
@@ -223,7 +223,7 @@ def test_others_go_on_with_the_leases_of_a_slow_generator_and_it_gets_one_when_i
     assert says(served, "b", 1.0) == [("b", "Cancel"), ("a", "Grant"), ("a", "Grant")]
     assert [m.reason for _, m in served.lines.sent if isinstance(m, Cancel)] == ["slow"]
     assert not served.buffer._attempts.total(), "it costs the prompts nothing"
-    served.now_s += FIRST_REST_S
+    served.now_s += FIRST_BENCH_S
     for name in ("a", "b"):
         says(served, name, 0.1) if name == "a" else served.hear(name, Serving(generator_id=name, version=v(0)))
     served.hear("a", LeaseFailed(generator_id="a", lease_id="1.2.1", reason="failed"))

@@ -5,7 +5,7 @@ from asyncgrpo.buffer.auto_lag import AutoLag
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config.schema import AlgorithmConfig, AutoLagConfig, BufferConfig
+from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import GeneratorSeconds, Sampling
 from asyncgrpo.wire import PROTOCOL, Message
@@ -87,7 +87,7 @@ def test_a_batch_tells_the_bound_in_force_and_what_was_under_way_against_what_wa
 def test_what_is_wanted_is_never_more_than_there_are_slots():
     buffer = Process("fresh", max_lag=2).buffer
     for _ in range(2):
-        buffer._admission.batch_asked(in_flight=20, ready=2, now_s=0.0, slots=100)
+        buffer._admission.batch_requested(in_flight=20, ready=2, now_s=0.0, slots=100)
         buffer._admission.batch_taken(0.0)
     assert buffer.wanted == 6 == buffer.num_slots
 
@@ -132,7 +132,7 @@ def test_a_batch_tells_what_the_generators_did_since_the_one_before():
 def test_metrics_show_the_bound_the_slots_and_what_is_wanted():
     process = Process("fresh", max_lag=3)
     for _ in range(2):
-        process.buffer._admission.batch_asked(in_flight=3, ready=2, now_s=0.0, slots=100)
+        process.buffer._admission.batch_requested(in_flight=3, ready=2, now_s=0.0, slots=100)
         process.buffer._admission.batch_taken(0.0)
     process.wait(0.2)
     assert (value("max_lag_steps"), value("buffer_slots"), value("groups_wanted")) == (3, 8, 5)
@@ -143,7 +143,7 @@ def test_metrics_show_the_bound_the_slots_and_what_is_wanted():
 
 def test_a_bound_that_changed_is_told_from_the_next_batch_on():
     process = Process(max_lag=3)
-    process.buffer._auto = AutoLag(AutoLagConfig(), max_lag=5)
+    process.buffer._auto = AutoLag(32, max_lag=5)
     process.deliver(2)
     told = process.take()
     process.wait(0.2)

@@ -124,7 +124,7 @@ CASES = {
         ["model.lora.rank=4", "model.lora.targets=[qproj]"],
         ["model.lora.targets", "qproj"],
     ),
-    "a kernel that the device has not": (None, ["learner.attention=varlen"], ["learner.attention", "varlen"]),
+    "a removed key": (None, ["learner.attention=varlen"], ["learner.attention", "removed", "fastest"]),
     "a stop of several tokens": (None, ["sampling.stop=[end]"], ["sampling.stop", "'end'", "3 tokens"]),
     "a data file that is not there": (None, ["data.train=trian.json"], ["trian.json", "train.json"]),
     "an evaluation file that is not there": (None, ["--eval-data", "eval.json"], ["eval.json", "no such file"]),

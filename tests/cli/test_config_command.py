@@ -10,7 +10,7 @@ from asyncgrpo.config.load import load_config
 
 
 def test_explain_prints_one_key_or_all(asyncgrpo):
-    assert "completions to each prompt" in asyncgrpo("config", "explain", "algorithm.group_size").out
+    assert "Completions per prompt" in asyncgrpo("config", "explain", "algorithm.group_size").out
     assert len(asyncgrpo("config", "explain").out.splitlines()) == len(knobs())
 
 
@@ -40,9 +40,7 @@ def test_show_gives_json_to_scripts(asyncgrpo):
 def test_show_says_what_is_wrong_in_one_line(asyncgrpo):
     ended = asyncgrpo("config", "show", "one_node_8gpu", "algorithm.group_size=1")
     assert ended.code == 1
-    assert ended.err.startswith(
-        "error: command line: GRPO compares the completions of one prompt, so algorithm.group_size"
-    )
+    assert ended.err.startswith("error: command line: algorithm.group_size must be at least 2; it is 1")
     assert ended.err.count("\n") == 1
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from asyncgrpo.cli import doctor, options, running
-from asyncgrpo.config import reach, shapes
+from asyncgrpo.config import model_size, reach
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import GIB
-from asyncgrpo.config.shapes import PUBLISHED
+from asyncgrpo.config.model_size import PUBLISHED
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.host import Host
@@ -121,9 +121,9 @@ def test_a_model_that_is_not_here_is_looked_up_and_else_split_in_halves(monkeypa
     monkeypatch.setattr(reach, "why_no_hub", lambda: None)
     flags = options.train_overrides(model="Qwen/Qwen3-32B", data="d", n_gpus=8)
     config = load_config(None, flags)
-    monkeypatch.setattr(shapes, "_downloaded", lambda hub_id: None)
+    monkeypatch.setattr(model_size, "_downloaded", lambda hub_id: None)
     assert options.fitted(config, 8, ()) == []
-    monkeypatch.setattr(shapes, "_downloaded", lambda hub_id: shapes.Path(model("Qwen3-32B")))
+    monkeypatch.setattr(model_size, "_downloaded", lambda hub_id: model_size.Path(model("Qwen3-32B")))
     assert "learner.ranks=6" in options.fitted(config, 8, ())
 
 

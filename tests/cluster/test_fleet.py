@@ -58,7 +58,7 @@ class Watch:
 
     def unhealthy_reason(self, name: str, incarnation: str, *, silent_s: float, still_s: float) -> str | None:
         age = self.silent_s.get(f"{name} {incarnation}", 0.0)
-        return f"silent for {age:.0f} s" if age > silent_s else None
+        return f"no heartbeat for {age:.0f} s" if age > silent_s else None
 
     def missing(self) -> dict[str, str]:
         return self.missed
@@ -66,7 +66,7 @@ class Watch:
     def buffer_endpoint(self, name: str, incarnation: str) -> str | None:
         return self.works_for.get(name)
 
-    def tell(self, name: str, message: EndpointsChanged) -> None:
+    def send(self, name: str, message: EndpointsChanged) -> None:
         self.told.append((name, message))
 
     def has_begun(self, name: str, incarnation: str) -> bool:
@@ -142,7 +142,7 @@ def test_one_that_speaks_and_is_missed_by_another_process_for_long_is_replaced(p
     assert core.lost == [], "the limit of the configuration is 120 s"
     passes(20.0, both)
     assert core.lost == [("generator-0", "1.0")]
-    assert written[-1]["reason"] == "learner-0 has lost touch with it for 121 s"
+    assert written[-1]["reason"] == "learner-0 has had no contact with it for 121 s"
     passes(100.0, both)
     assert core.lost == [("generator-0", "1.0")], "the other was in touch in between"
 
@@ -159,7 +159,7 @@ def test_a_restart_is_an_event_once_something_has_started(plane):
     assert written == [], "there is no core to work for"
     fleet.work_for(core, ENDPOINTS)
     fleet.reconcile()
-    assert written == [{"event": "restart", "actor": "generator-0", "reason": "silent for 500 s", "count": 1}]
+    assert written == [{"event": "restart", "actor": "generator-0", "reason": "no heartbeat for 500 s", "count": 1}]
 
 
 def test_one_that_may_not_start_again_is_no_restart_and_nothing_starts_while_the_run_ends(plane):

@@ -39,7 +39,7 @@ def give_up(core: Core, folder: Path) -> list[bool]:
     fleet = SimpleNamespace(reconcile=lambda *, may_restart: looks.append(may_restart))
     watch = SimpleNamespace(listen=lambda: None)
     run = Run(config, SimpleNamespace(path=folder), "")  # type: ignore[arg-type]
-    run._save_before_giving_up(core, fleet, watch, "generator-1 ended too often")  # type: ignore[arg-type]
+    run._save_last_steps(core, fleet, watch, "generator-1 ended too often")  # type: ignore[arg-type]
     return looks
 
 
@@ -76,7 +76,7 @@ def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[
     monkeypatch.setattr(run_module, "uses_cuda", lambda config: False)
     monkeypatch.setattr(run_module, "check_bind_reaches", lambda *_: None)
     monkeypatch.setattr(run_module, "Placement", lambda *_, **__: SimpleNamespace(addresses=[], release=lambda: None))
-    monkeypatch.setattr(Run, "_keep_going", listed)
+    monkeypatch.setattr(Run, "_start_services", listed)
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"))
     run = Run(config, SimpleNamespace(path=folder, checkpoint=lambda: None), "")  # type: ignore[arg-type]
     run.execute()

@@ -48,11 +48,11 @@ def test_a_process_that_is_silent_or_stands_still_is_found(watch: Watch, clock: 
     for second in range(1, 7):
         clock.now_s = second
         watch.listen()
-    assert "silent for 6 s" in (watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) or "")
+    assert "no heartbeat for 6 s" in (watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) or "")
     assert watch.unhealthy_reason("buffer", "2", silent_s=5.0, still_s=5.0) is None, "of another start nothing is known"
     Heart(watch.endpoint, "buffer", "1", None, run_dir=tmp_path, loop_age_s=lambda: 8.0)
     listen_until(watch, lambda: watch.has_begun("buffer", "1"))
-    assert "stands still for 8 s" in (watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) or "")
+    assert "not turned for 8 s" in (watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) or "")
     assert watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=9.0) is None
 
 
@@ -88,7 +88,7 @@ def test_a_process_is_told_and_writes_its_stacks(watch: Watch, tmp_path: Path):
         watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, on_endpoints_changed=moved.append, step=lambda: 7
     )
     listen_until(watch, lambda: watch.step("generator-0", "1.0") == 7)
-    watch.tell("generator-0", EndpointsChanged(buffer_endpoint="a", weights_endpoint="b"))
+    watch.send("generator-0", EndpointsChanged(buffer_endpoint="a", weights_endpoint="b"))
     watch.dump_stacks("nothing moves")
     stacks = tmp_path / "logs" / "generator-0.stacks"
     listen_until(watch, lambda: stacks.exists() and "test_a_process_is_told" in stacks.read_text())
@@ -102,7 +102,7 @@ def test_what_one_process_knows_of_a_generator_the_driver_knows_and_tells(watch:
     Heart(watch.endpoint, "learner-0", "1", None, run_dir=tmp_path, on_lost=lost.append, missing=lambda: tuple(missing))
     listen_until(watch, lambda: watch.missing() == {"generator-1": "learner-0"})
     message = GeneratorLost(generator_id="generator-1", incarnation="1.0")
-    watch.tell("learner-0", message)
+    watch.send("learner-0", message)
     listen_until(watch, lambda: lost == [message])
     missing.clear()
     listen_until(watch, lambda: not watch.missing())

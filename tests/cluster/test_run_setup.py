@@ -28,7 +28,7 @@ def setup_on(bind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
     monkeypatch.setattr(run, "Core", core)
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"), cluster=ClusterConfig(bind=bind))
     with pytest.raises(NoFurther):
-        run.Run(config, RunFolder(folder), "")._keep_going(SimpleNamespace(), lambda text: None)  # type: ignore[arg-type]
+        run.Run(config, RunFolder(folder), "")._start_services(SimpleNamespace(), lambda text: None)  # type: ignore[arg-type]
     return told[0]
 
 

@@ -113,7 +113,7 @@ def test_a_killed_driver_leaves_no_process_and_no_session(tmp_path, short_tempor
 
 
 def test_a_cluster_that_is_not_there_is_known_at_once():
-    with pytest.raises(ConfigError, match=r"cluster.ray_address 127.0.0.1:1: no Ray cluster answers there"):
+    with pytest.raises(ConfigError, match=r"cluster.ray_address 127.0.0.1:1: no Ray cluster replies there"):
         check_ray("127.0.0.1:1")
     check_ray("auto")
 

@@ -39,7 +39,7 @@ class Watch:
         self.told: dict[str, Steer] = {}
         self.deaf: set[str] = set()
 
-    def tell(self, name: str, message: Steer) -> None:
+    def send(self, name: str, message: Steer) -> None:
         if name not in self.deaf:
             self.told[name] = message
 

@@ -72,7 +72,7 @@ def test_a_preset_is_the_same_over_a_file_that_sets_every_key(name, tmp_path):
     every = {
         "filter_zero_signal": True, "advantage": "opo", "loss": "dppo_kl", "loss_args": {"low_nats": 0.7, "max_ratio": 3.0},
         "anchor": "interpolated", "corrections": [{"high_ratio": 9.0}, {}], "aggregation": "seq-mean-token-sum",
-        "kl_coef": 0.5, "kl_kind": "k2", "kl_in": "reward", "kl_target": 0.1, "kl_horizon": 7, "behaviour_kl_coef": 0.3,
+        "kl_coef": 0.5, "kl_kind": "k2", "kl_in": "reward", "behaviour_kl_coef": 0.3,
         "entropy_coef": 0.2, "truncated": "mask", "overlong_buffer": 3, "overlong_factor": 2.0,
         "critic": {"lam": 0.5, "gamma": 0.9, "value_coef": 2.0, "value_clip": None, "lr_scale": 3.0},
         "group_size": 5, "min_completions": 3,

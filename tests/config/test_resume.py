@@ -3,11 +3,14 @@
 `APPLIED` lists the keys that a resume may change, so that each new key needs a decision.
 """
 
+import functools
+
+import msgspec
 import pytest
 
-from asyncgrpo.config.explain import knobs
-from asyncgrpo.config.load import load_config
-from asyncgrpo.config.resume import NOT_COMPARED, REFUSED, Settings, Source, changes, values_of
+from asyncgrpo.config.explain import knobs, removed
+from asyncgrpo.config.load import load_config, recorded
+from asyncgrpo.config.resume import NOT_COMPARED, REFUSED, Settings, Source, changes, values_in, values_of
 
 NEEDED = ["model.path=/models/a", "data.train=/data/train.jsonl"]
 
@@ -15,9 +18,9 @@ NEEDED = ["model.path=/models/a", "data.train=/data/train.jsonl"]
 # fmt: off
 APPLIED = frozenset({
     "model.dtype",
-    "data.eval", "data.eval_rows", "data.cache", "data.curriculum",
+    "data.eval", "data.eval_rows", "data.curriculum",
     "run.steps", "run.epochs", "run.checkpoint_every", "run.keep_checkpoints", "run.eval_every", "run.loggers",
-    "run.samples_every", "run.keep_samples", "run.keep_samples_gb", "run.keep_samples_days",
+    "run.samples_every", "run.keep_samples",
     "reward.function", "reward.weights", "reward.combine", "reward.gate_above", "reward.kwargs",
     "reward.format_score", "reward.qa_score", "reward.timeout_s", "reward.workers",
     "reward.code.url", "reward.code.max_concurrent", "reward.code.timeout_s", "reward.code.memory_mb", "reward.code.score",
@@ -33,19 +36,18 @@ APPLIED = frozenset({
     "algorithm.group_size", "algorithm.min_completions", "algorithm.filter_zero_signal", "algorithm.loss_args",
     "algorithm.anchor",
     "algorithm.corrections", "algorithm.aggregation", "algorithm.kl_coef", "algorithm.kl_kind", "algorithm.kl_in",
-    "algorithm.kl_target",
-    "algorithm.kl_horizon", "algorithm.behaviour_kl_coef", "algorithm.entropy_coef", "algorithm.truncated",
+    "algorithm.behaviour_kl_coef", "algorithm.entropy_coef", "algorithm.truncated",
     "algorithm.overlong_buffer", "algorithm.overlong_factor", "algorithm.critic.gamma", "algorithm.critic.lam",
     "algorithm.critic.value_coef", "algorithm.critic.value_clip", "algorithm.critic.lr_scale",
     "buffer.prompts_per_step", "buffer.max_lag", "buffer.policy", "buffer.admission",
-    "buffer.auto_lag.min", "buffer.auto_lag.max", "buffer.auto_lag.sample_share", "buffer.bias_threshold",
+    "buffer.auto_lag.max",
     "buffer.lease_timeout_s",
-    "buffer.max_attempts", "buffer.straggler_factor", "buffer.durability", "buffer.after_resume",
+    "buffer.straggler_factor", "buffer.durability",
     "buffer.keep_journal",
     "generators.engine", "generators.count", "generators.min", "generators.max", "generators.autopilot",
     "generators.gpus_each", "generators.groups_in_flight",
     "generators.memory_fraction",
-    "generators.keep_kv", "generators.prefix_cache", "generators.extra_completions", "generators.completion_retries",
+    "generators.keep_kv", "generators.prefix_cache",
     "generators.extra", "generators.ray_resources",
     "generators.restarts",
     "control.port", "control.bind",
@@ -53,14 +55,13 @@ APPLIED = frozenset({
     "learner.lr_min_ratio", "learner.full_lr_signal",
     "learner.betas", "learner.weight_decay",
     "learner.grad_clip",
-    "learner.minibatches", "learner.ppo_epochs", "learner.spike_factor", "learner.max_skips", "learner.ess_lr",
+    "learner.minibatches", "learner.ppo_epochs", "learner.spike_factor", "learner.ess_lr",
     "learner.tokens_per_microbatch",
     "learner.share_prompts", "learner.compile", "learner.activation_checkpointing", "learner.offload_reference",
-    "learner.offload_optimizer", "learner.ray_resources", "learner.attention",
+    "learner.offload_optimizer", "learner.ray_resources",
     "weights.backend", "weights.deltas", "weights.bucket_mb", "weights.timeout_s",
-    "weights.check_every", "weights.check_limit",
     "cluster.bind", "cluster.ray_address", "cluster.share_gpu", "cluster.gpu_memory_gb", "cluster.stall_timeout_s",
-    "cluster.silent_timeout_s", "cluster.restarts",
+    "cluster.silent_timeout_s",
 })
 # fmt: on
 
@@ -114,12 +115,14 @@ def test_a_model_is_known_by_what_it_holds():
     assert effects(settings(model="", data=""), settings()) == {}, "an older release did not look"
 
 
-def test_a_coefficient_that_is_steered_goes_on_from_the_checkpoint():
-    steered = "algorithm.kl_target=0.1"
-    found = changes(settings(steered, "algorithm.kl_coef=0.01"), settings(steered, "algorithm.kl_coef=0.02"))
-    assert [(change.key, change.effect) for change in found] == [("algorithm.kl_coef", "ignored")]
-    assert "kl_target" in found[0].why
-    assert effects(settings(), settings("algorithm.kl_coef=0.02")) == {"algorithm.kl_coef": "applied"}
+def test_removed_keys_in_the_settings_of_an_older_start_are_no_change():
+    written = msgspec.json.decode(msgspec.json.encode(load_config(None, NEEDED)))
+    for key in removed().keys:
+        *above, name = key.split(".")
+        functools.reduce(lambda node, step: node.setdefault(step, {}), above, written)[name] = "anything"
+    before = Settings(values=values_in(written), sources=settings().sources)
+    assert changes(before, settings()) == []
+    assert recorded(written, "config.yaml") == load_config(None, NEEDED)
 
 
 def test_a_knob_that_an_older_release_did_not_know_had_its_default():

@@ -280,7 +280,7 @@ class TestTranslation:
                     "algorithm.kl_ctrl.type": "adaptive",
                     "algorithm.kl_ctrl.target_kl": 0.1,
                 },
-                {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.001, "algorithm.kl_target": 0.1},
+                {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.001},
             ),
             ({"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.1}, {}),
             ({"algorithm.norm_adv_by_std_in_grpo": False}, {"algorithm.advantage": "dr_grpo"}),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.config.load import load_config
-from asyncgrpo.data.curriculum import (
+from asyncgrpo.data.order import (
     ALL_RIGHT,
     KINDS,
     MOST,
@@ -25,10 +25,10 @@ from asyncgrpo.data.curriculum import (
     Curriculum,
     kinds_of,
     order_of,
+    places,
     places_of,
 )
-from asyncgrpo.data.curriculum import share_of as share
-from asyncgrpo.data.mixing import places
+from asyncgrpo.data.order import share_of as share
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.types import Prompt

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncgrpo.data.reading import read_rows
+from asyncgrpo.data.sources import read_rows
 from asyncgrpo.errors import DataError
 
 ROWS = [
@@ -162,6 +162,6 @@ def test_a_missing_file_names_files_of_nearly_its_name(file, tmp_path):
 
 def test_a_hub_id_is_refused_with_the_way_out():
     with pytest.raises(
-        DataError, match="openai/gsm8k is no file; if it is a Hugging Face data set, write hf:openai/gsm8k"
+        DataError, match="openai/gsm8k is not a file; if it is a Hugging Face data set, write hf:openai/gsm8k"
     ):
         read_rows("openai/gsm8k")

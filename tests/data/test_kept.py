@@ -1,7 +1,6 @@
 """Prompts that are kept in a file: found only for the same data, tokenizer and settings, and equal to those that were made."""
 
 import json
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data import kept
-from asyncgrpo.data.kept import look, prepare, prepare_if_small
+from asyncgrpo.data.kept import load_cached, prepare, prepare_if_small
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.data.table import PromptTable
 from asyncgrpo.types import Prompt
@@ -77,7 +76,7 @@ def test_kept_prompts_are_those_that_were_made_and_need_no_tokenizer(tmp_path, m
 def test_a_source_of_kept_prompts_is_that_of_a_tuple_of_them(tmp_path, model):
     config = configured(tmp_path)
     prepare(config, tmp_path)
-    table = look(config, tmp_path)["train"]
+    table = load_cached(config, tmp_path)["train"]
     sources = [PromptSource(prompts, seed=0, shuffle=True, epochs=2) for prompts in (table, tuple(table))]
     assert sources[0].state() == sources[1].state()
     assert [sources[0].next() for _ in range(7)] == [sources[1].next() for _ in range(7)]
@@ -102,13 +101,13 @@ def test_a_source_of_kept_prompts_is_that_of_a_tuple_of_them(tmp_path, model):
 def test_what_prompts_depend_on_is_in_the_name_of_their_file(tmp_path, model, override, change):
     config = configured(tmp_path)
     prepare(config, tmp_path)
-    assert set(look(config, tmp_path)) == {"train", "eval"}
+    assert set(load_cached(config, tmp_path)) == {"train", "eval"}
     if change:
         with open(tmp_path / change, "a") as file:  # as long and as old as it was: only its bytes differ
             file.write(" ")
     else:
         config = configured(tmp_path, override)
-    assert set(look(config, tmp_path)) < {"train", "eval"}
+    assert set(load_cached(config, tmp_path)) < {"train", "eval"}
 
 
 def test_what_prompts_do_not_depend_on_leaves_them(tmp_path, model):
@@ -116,7 +115,7 @@ def test_what_prompts_do_not_depend_on_leaves_them(tmp_path, model):
     config = configured(tmp_path, "run.seed=9", "data.shuffle=false", "algorithm.group_size=4", "learner.lr=1e-4")
     with open(tmp_path / "model" / "model.safetensors", "ab") as weights:
         weights.write(b" ")
-    assert set(look(config, tmp_path)) == {"train", "eval"}
+    assert set(load_cached(config, tmp_path)) == {"train", "eval"}
 
 
 def test_any_flipped_byte_and_any_lost_end_is_found_and_made_good(tmp_path, model):
@@ -129,15 +128,15 @@ def test_any_flipped_byte_and_any_lost_end_is_found_and_made_good(tmp_path, mode
         damaged = bytearray(whole)
         damaged[place] ^= 0x20
         file.write_bytes(damaged)
-        if (found := look(config, tmp_path).get("train")) is not None:
+        if (found := load_cached(config, tmp_path).get("train")) is not None:
             assert tuple(found) == made
             padding += 1
     assert padding <= 5 * 7, "only what fills a column up to a multiple of 8 bytes may differ"
     for size in {0, 1, 20, 30, len(whole) // 2, len(whole) - 1}:
         file.write_bytes(whole[:size])
-        assert "train" not in look(config, tmp_path)
+        assert "train" not in load_cached(config, tmp_path)
     file.write_bytes(whole + b"\0")
-    assert "train" not in look(config, tmp_path)
+    assert "train" not in load_cached(config, tmp_path)
     assert tuple(prepare(config, tmp_path).train) == made
     assert file.read_bytes() == whole
 
@@ -149,7 +148,7 @@ def test_a_file_that_others_can_write_or_that_has_another_key_is_not_used(tmp_pa
     assert PromptTable.load(file, file.stem.partition("-")[2]) is not None
     assert PromptTable.load(other, file.stem.partition("-")[2]) is None
     file.chmod(0o666)
-    assert "train" not in look(config, tmp_path)
+    assert "train" not in load_cached(config, tmp_path)
 
 
 def test_several_starts_at_once_keep_one_whole_file(tmp_path, model):
@@ -160,22 +159,14 @@ def test_several_starts_at_once_keep_one_whole_file(tmp_path, model):
         start.start()
     for start in starts:
         start.join()
-    assert len(files(tmp_path)) == 2 and set(look(config, tmp_path)) == {"train", "eval"}
+    assert len(files(tmp_path)) == 2 and set(load_cached(config, tmp_path)) == {"train", "eval"}
     assert all(tuple(table) == tuple(tables[0]) for table in tables) and len(tables) == 8
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path, model, caplog):
     (tmp_path / "prompts").write_text("no folder")
     assert len(prepare(configured(tmp_path), tmp_path).train) == 3
-    assert "prompts are not kept for a later start" in caplog.text
-
-
-def test_a_shared_folder_serves_another_run(tmp_path, model, monkeypatch):
-    config = configured(tmp_path, f"data.cache={tmp_path / 'shared'}")
-    prepare(config, tmp_path / "one")
-    refuse_to_tokenise(monkeypatch)
-    assert len(prepare(config, tmp_path / "two").train) == 3
-    assert os.listdir(tmp_path / "shared") and not (tmp_path / "one").exists()
+    assert "the prompt cache was not written" in caplog.text
 
 
 def test_a_large_file_is_left_to_the_buffer(tmp_path, model, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
-from asyncgrpo.data import kept, lazy
+from asyncgrpo.data import kept
 from asyncgrpo.data.kept import check, prepare, prepare_if_small
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import CheckpointError, DataError
@@ -81,17 +81,17 @@ def test_nothing_of_the_rows_is_kept_and_a_later_start_checks_nothing(config, tm
 def test_only_rows_that_are_due_are_tokenised(config, tmp_path, monkeypatch):
     prepare(config, tmp_path)
     tokenised = []
-    token_ids_of = lazy.token_ids_of
+    token_ids_of = kept.token_ids_of
 
     def noting(source, index, *rest):
         tokenised.append(index)
         return token_ids_of(source, index, *rest)
 
-    monkeypatch.setattr(lazy, "token_ids_of", noting)
+    monkeypatch.setattr(kept, "token_ids_of", noting)
     source = source_of(config, tmp_path)
-    assert len(set(tokenised)) == len(tokenised) == lazy.PROBES
+    assert len(set(tokenised)) == len(tokenised) == kept.PROBES
     issued = [source.next()[1].prompt_id for _ in range(5)]
-    assert [f"train/{index}" for index in tokenised[lazy.PROBES :]] == issued
+    assert [f"train/{index}" for index in tokenised[kept.PROBES :]] == issued
 
 
 def test_a_restart_goes_on_in_the_same_order_also_where_the_cache_is_lost(config, tmp_path):
@@ -154,16 +154,16 @@ def test_a_file_that_changes_while_the_run_starts_or_goes_on_is_not_taken_for_th
 
     monkeypatch.setattr(kept, "check_prompts", changing)
     shutil.rmtree(tmp_path / "prompts")
-    with pytest.raises(DataError, match=r"data\.train was changed while the run started"):
+    with pytest.raises(DataError, match=r"data\.train changed while the run started"):
         prepare(config, tmp_path)
     assert not (tmp_path / "prompts").exists() or not os.listdir(tmp_path / "prompts")
 
 
-def test_a_long_check_tells_how_far_it_is(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("asyncgrpo.data.prompts.TELL_EVERY_S", -1.0)
+def test_a_long_check_reports_its_progress(config, tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncgrpo.data.prompts.PROGRESS_EVERY_S", -1.0)
     told = []
     check(config, tmp_path, told.append)
-    assert told == [f"{tmp_path / 'train.jsonl'}: 0 of 200 rows are checked"]
+    assert told == [f"{tmp_path / 'train.jsonl'}: checked 0 of 200 rows"]
 
 
 def test_without_a_key_as_of_a_model_to_be_downloaded_each_split_is_still_known_for_itself(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import DataConfig
-from asyncgrpo.data.mixing import places
+from asyncgrpo.data.order import places
 from asyncgrpo.data.prompts import PromptSource, load_prompts
 from asyncgrpo.errors import CheckpointError, ConfigError, DataError
 from asyncgrpo.types import Prompt

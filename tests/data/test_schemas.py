@@ -100,7 +100,7 @@ def test_a_prompt_under_another_name_leaves_the_rest_of_the_schema_as_it_is():
     assert first_record(plain, {"source": "origin"})[1] == Record("2+2?", "4", "sums", {"origin": "sums"})
     assert first_record({"question": "2+2?", "answer": "4", "kind": "sums"}, {"source": "kind"})[1].answer == "4"
     schema = recognise([verl], {"prompt": "messages"}, "rows.jsonl")
-    with pytest.raises(DataError, match=r"rows.jsonl, row 17: no messages; a prompt is spelt"):
+    with pytest.raises(DataError, match=r"rows.jsonl, row 17: no messages; a prompt is named"):
         schema.to_record({name: value for name, value in verl.items() if name != "messages"}, 17)
 
 
@@ -131,38 +131,38 @@ TRL = {"prompt": TURN, "solution": "4"}
 @pytest.mark.parametrize(
     ("first", "later", "said"),
     [
-        (VERL, {"prompt": TURN, "ground_truth": "4"}, "no reward_model; an answer is spelt reward_model.ground_truth"),
+        (VERL, {"prompt": TURN, "ground_truth": "4"}, "no reward_model; an answer is named reward_model.ground_truth"),
         (
             VERL,
             {**VERL, "reward_model": "4"},
             "reward_model is a string; expected an object with ground_truth; an answer",
         ),
-        (SKYRL, {"prompt": TURN, "data_source": "gsm8k"}, "no reward_spec; an answer is spelt"),
-        (SKYRL, {**SKYRL, "reward_spec": {"method": "rule"}}, "no reward_spec.ground_truth; an answer is spelt"),
-        (TRL, {"prompt": TURN}, "no solution; an answer is spelt"),
-        (TRL, {"solution": "4"}, "no prompt; a prompt is spelt prompt or question"),
-        (PLAIN, {**PLAIN, "data_source": {"of": "sums"}}, "data_source is an object; expected text, by which a reward"),
-        (VERL, {"prompt": TURN, "reward_model": {"style": "rule"}}, "no reward_model.ground_truth; an answer is spelt"),
+        (SKYRL, {"prompt": TURN, "data_source": "gsm8k"}, "no reward_spec; an answer is named"),
+        (SKYRL, {**SKYRL, "reward_spec": {"method": "rule"}}, "no reward_spec.ground_truth; an answer is named"),
+        (TRL, {"prompt": TURN}, "no solution; an answer is named"),
+        (TRL, {"solution": "4"}, "no prompt; a prompt is named prompt or question"),
+        (PLAIN, {**PLAIN, "data_source": {"of": "sums"}}, "data_source is an object; expected text, which selects"),
+        (VERL, {"prompt": TURN, "reward_model": {"style": "rule"}}, "no reward_model.ground_truth; an answer is named"),
         (VERL, {**VERL, "extra_info": "{"}, "extra_info is text but not JSON"),
         (VERL, {**VERL, "extra_info": [1]}, "extra_info is a list; expected an object, or the JSON text of one"),
-        (VERL, {**VERL, "prompt": None}, "no prompt; a prompt is spelt prompt or question"),
+        (VERL, {**VERL, "prompt": None}, "no prompt; a prompt is named prompt or question"),
         (VERL, {**VERL, "prompt": []}, "prompt is an empty list; expected text or a list of chat turns"),
         (PLAIN, {**PLAIN, "prompt": 3}, "prompt is a number; expected text or a list of chat turns"),
-        (VERL, {**VERL, "prompt": ["2+2?"]}, "turn 0 of prompt is no object with role and content"),
+        (VERL, {**VERL, "prompt": ["2+2?"]}, "turn 0 of prompt is not an object with role and content"),
         (VERL, {**VERL, "prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "turn 0 of prompt is not text"),
-        ({"question": "a", "answer": "b"}, {"question": "a"}, "no answer; an answer is spelt"),
-        ({"question": "a", "answer": "b"}, {"question": "a", "info": {}}, "no answer; an answer is spelt"),
-        ({"question": "a", "answer": "b"}, {"answer": "b"}, "no question; a prompt is spelt prompt or question"),
-        ({"prompt": "a", "ground_truth": "b"}, {"prompt": "a", "answer": "b"}, "no ground_truth; an answer is spelt"),
+        ({"question": "a", "answer": "b"}, {"question": "a"}, "no answer; an answer is named"),
+        ({"question": "a", "answer": "b"}, {"question": "a", "info": {}}, "no answer; an answer is named"),
+        ({"question": "a", "answer": "b"}, {"answer": "b"}, "no question; a prompt is named prompt or question"),
+        ({"prompt": "a", "ground_truth": "b"}, {"prompt": "a", "answer": "b"}, "no ground_truth; an answer is named"),
         (PLAIN, {**PLAIN, "prompt": "a\ud800"}, r"its prompt holds '\ud800', half of a surrogate pair"),
         (PLAIN, {**PLAIN, "ground_truth": ["\udfff"]}, r"its answer holds '\udfff', half of a surrogate pair"),
         (PLAIN, {**PLAIN, "extra_info": '{"\\ud83d": 1}'}, r"its info holds '\ud83d', half of a surrogate pair"),
         (PLAIN, {**PLAIN, "data_source": "\ud800"}, r"its source holds '\ud800', half of a surrogate pair"),
-        (PLAIN, {**PLAIN, "ground_truth": 10**30}, "its answer holds a whole number of more than 64 bits"),
+        (PLAIN, {**PLAIN, "ground_truth": 10**30}, "its answer holds an integer of more than 64 bits"),
         (
             PLAIN,
             {**PLAIN, "tests": "x" * 2**22},
-            "its answer and info have 4,194,318 bytes; a message holds 4,128,768 of them",
+            "its answer and info have 4,194,318 bytes; the limit of a message is 4,128,768",
         ),
     ],
 )

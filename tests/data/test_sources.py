@@ -12,8 +12,8 @@ from asyncgrpo.cluster.folder import settings_of
 from asyncgrpo.cluster.nodes import with_absolute_paths
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.resume import changes
-from asyncgrpo.data import gym
-from asyncgrpo.data.kept import look, prepare
+from asyncgrpo.data import sources
+from asyncgrpo.data.kept import load_cached, prepare
 from asyncgrpo.data.rows import recognise
 from asyncgrpo.data.sources import digest_of, parse, read_source
 from asyncgrpo.errors import ConfigError, DataError
@@ -41,7 +41,7 @@ def test_a_generator_gives_rows_that_say_which_task_they_are():
     record = recognise(rows, columns, SUMS).to_record(rows[7], 7)
     assert record.source == "reasoning-gym:chain_sum" and "=" in record.messages[0]["content"]
     assert record.info["reasoning_gym"]["index"] == 7
-    gym.make.cache_clear()
+    sources.make_tasks.cache_clear()
     assert read_source(SUMS, {})[0] == rows, "two reads differ"
     assert read_source(f"{SUMS}&seed=1", {})[0] != rows
     assert len(read_source("reasoning-gym:chain_sum", {})[0]) == 1000
@@ -144,9 +144,9 @@ def config(tmp_path, demo_model):
 def test_prompts_of_several_sources_are_kept_and_made_anew_for_others(config, tmp_path):
     prompts = prepare(config, tmp_path)
     assert prompts.train.about.sizes == (1, 20) and len(prompts.held_out or ()) == 20
-    assert look(config, tmp_path)["train"].about == prompts.train.about
+    assert load_cached(config, tmp_path)["train"].about == prompts.train.about
     (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "2", "ground_truth": "2"}) + "\n")
-    assert "train" not in look(config, tmp_path) and "eval" in look(config, tmp_path)
+    assert "train" not in load_cached(config, tmp_path) and "eval" in load_cached(config, tmp_path)
 
 
 def test_only_files_and_folders_become_absolute(tmp_path, monkeypatch):

@@ -131,7 +131,7 @@ def test_a_stop_of_several_tokens_is_refused(tokenizer, demo_model):
 def test_a_model_that_cannot_be_loaded_says_why_in_a_sentence(tmp_path, demo_model, monkeypatch):
     with pytest.raises(ConfigError, match="nowhere does not exist"):
         load_tokenizer(str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"is no model folder: it holds none of tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"is not a model folder: it holds none of tokenizer\.json"):
         load_tokenizer(str(tmp_path))
     shutil.copytree(demo_model, tmp_path / "broken")
     (tmp_path / "broken" / "tokenizer.json").write_text("{}")

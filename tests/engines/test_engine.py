@@ -14,8 +14,8 @@ import torch
 from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.rollout import SEED_STRIDE, GroupInFlight, Redundancy
-from asyncgrpo.types import Completion, Lease, PolicyVersion, Prompt, Sampling, Score
+from asyncgrpo.generators.rollout import GroupInFlight
+from asyncgrpo.types import Completion, Discarded, Lease, PolicyVersion, Prompt, Sampling, Score
 from asyncgrpo.weights.check import BOUNDS, CheckSequences, SyncGap
 from tests.engines.engines import MAX_CONTEXT, RIGS, VOCAB, Rig
 from tests.rewards.stubs import OneByOne
@@ -186,8 +186,7 @@ class Unrewarded(OneByOne):
         return Score(failure="timeout") if self.asked == 1 else Score(value=1.0)
 
 
-def test_a_group_with_a_reserve_and_a_retry_is_whole_and_leaves_the_engine_free(rig: Rig) -> None:
-    """The reserve is aborted in the middle, and one completion is sampled again alone, whatever the engine."""
+def test_a_group_is_whole_with_a_failed_reward_by_name_and_leaves_the_engine_free(rig: Rig) -> None:
     lease = Lease(
         lease_id="1.0.0",
         group_id="1.0",
@@ -199,12 +198,11 @@ def test_a_group_with_a_reserve_and_a_retry_is_whole_and_leaves_the_engine_free(
         sampling=Sampling(max_tokens=LONG, stop_token_ids=OFTEN),
         seed=40,
     )
-    group = rig.run(GroupInFlight(lease, rig.engine, Unrewarded(), str, Redundancy(retries=1, extra=4)).generate("g"))
+    group = rig.run(GroupInFlight(lease, rig.engine, Unrewarded(), str).generate("g"))
     assert [rollout.completion.index for rollout in group.rollouts] == [0, 1]
-    assert [(rollout.seed - 40) % SEED_STRIDE for rollout in group.rollouts] == [0, 1], "in order of launch"
-    assert [rollout.score.value for rollout in group.rollouts] == [1.0, 1.0]
-    assert (group.discarded.retried, group.discarded.spare, group.discarded.censored) == (1, 4, 0)
-    assert group.discarded.tokens > 0
+    assert [rollout.seed for rollout in group.rollouts] == [40, 41], "in order of launch"
+    assert {rollout.score.failure for rollout in group.rollouts} == {"timeout", None}
+    assert group.discarded == Discarded()
     for rollout in group.rollouts:
         assert_spans_partition(rollout.completion)
         if rig.reference_model is not None:

@@ -1,9 +1,9 @@
-"""The completions of a group: which are kept, which are sampled again, which are done without; and that this is unbiased."""
+"""A group has all of its completions, failed ones by name; only its deadline leaves late ones out, and counts them."""
 
 import asyncio
 import random
 import statistics
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
@@ -11,19 +11,10 @@ import pytest
 from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError, RequestError
-from asyncgrpo.generators import rollout
-from asyncgrpo.generators.rollout import (
-    NO_REDUNDANCY,
-    GroupInFlight,
-    Launched,
-    Redundancy,
-    TooFewCompletions,
-    choose,
-    retry_seed,
-)
+from asyncgrpo.generators.rollout import GroupInFlight, TooFewCompletions
 from asyncgrpo.planner.clock import VirtualLoop
 from asyncgrpo.rewards import Reward
-from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
+from asyncgrpo.types import Completion, Discarded, Group, Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from tests.rewards.stubs import OneByOne
 
 SEED = 7000
@@ -49,19 +40,14 @@ class Rewards(OneByOne):
         return self.first.pop(0) if self.first else Score(value=float(len(text)))
 
 
-def generated(
-    lease: Lease,
-    reward: Reward | None = None,
-    redundancy: Redundancy = NO_REDUNDANCY,
-    **engine,
-) -> Group:
+def generated(lease: Lease, reward: Reward | None = None, **engine) -> Group:
     """The group of a lease, on a virtual clock, by the fake engine at a token a second."""
     loop = VirtualLoop()  # type: ignore[abstract]
     fake = FakeEngine(seconds_per_token=1.0, **engine)
 
     async def work() -> Group:
         await fake.start(PolicyVersion(1, 0))
-        group = await GroupInFlight(lease, fake, reward or Rewards(), str, redundancy).generate("g")
+        group = await GroupInFlight(lease, fake, reward or Rewards(), str).generate("g")
         assert not fake._requests, "a request is left behind"
         return group
 
@@ -75,37 +61,8 @@ def indices(group: Group) -> list[int]:
 
 
 def launched(group: Group) -> list[int]:
-    """Place in the order of launch of each sampled completion that was not retried."""
+    """Position of each sampled completion in the order of launch."""
     return [r.seed - SEED for r in group.rollouts]
-
-
-def done(index: int, failure: str | None = None) -> Launched:
-    empty = Completion(index, np.empty(0, np.int32), np.empty(0, np.float32), (), "stop")
-    return Launched(index, completion=empty, score=Score(value=1.0) if failure is None else Score(failure=failure))
-
-
-def chosen(completions: Sequence[Launched], wanted: int, **how) -> list[int] | None:
-    found = choose(completions, wanted, **how)
-    return None if found is None else [one.index for one in found]
-
-
-# -- the rule ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_first_n_in_order_of_launch_are_waited_for_whoever_finishes_first():
-    assert chosen([done(0), Launched(1), done(2), done(3)], 2, is_late=False) is None
-    assert chosen([done(0), done(1), Launched(2), done(3)], 2, is_late=False) == [0, 1]
-
-
-def test_one_that_failed_makes_room_for_the_next_and_is_kept_by_name_where_there_is_none():
-    assert chosen([done(0), done(1, "timeout"), Launched(2)], 2, is_late=False) is None
-    assert chosen([done(0), done(1, "timeout"), done(2)], 2, is_late=False) == [0, 2]
-    assert chosen([done(0), done(1, "timeout"), done(2, "timeout")], 2, is_late=False) == [0, 1]
-
-
-def test_at_the_deadline_those_that_are_not_done_are_passed_over():
-    assert chosen([Launched(0), done(1), Launched(2), done(3), done(4)], 2, is_late=True) == [1, 3]
-    assert chosen([Launched(0), done(1), Launched(2)], 2, is_late=True) == [1]
 
 
 # -- lengths -----------------------------------------------------------------------------------------------------------
@@ -147,49 +104,32 @@ class LongTail:
         self._aborted.set()
 
 
-def mean_length(num_groups: int, size: int, extra: int, cut_after_s: float | None) -> tuple[float, float, float]:
-    """Mean length of what was kept, its standard error, and the share of completions that were cut."""
+TRUE_MEAN = statistics.mean(LongTail.length(10**9 + seed) for seed in range(50_000))
+
+
+@pytest.mark.parametrize("cut_after_s", [None, 60.0])
+def test_only_a_deadline_makes_what_is_kept_shorter_and_every_cut_is_counted(cut_after_s: float | None):
     lengths: list[int] = []
-    cut = 0
+    cut, size, num_groups = 0, 6, 400
     for number in range(num_groups):
         loop, lease = VirtualLoop(), make_lease(size, seed=1000 * number, cut_after_s=cut_after_s, min_completions=2)  # type: ignore[abstract]
-        engine = LongTail()
-        task = loop.create_task(GroupInFlight(lease, engine, Rewards(), str, Redundancy(0, extra)).generate("g"))  # type: ignore[arg-type]
+        task = loop.create_task(GroupInFlight(lease, LongTail(), Rewards(), str).generate("g"))  # type: ignore[arg-type]
         loop.run_until(1e6)
         group = task.result()
         kept = [len(r.completion.token_ids) for r in group.rollouts]
         assert kept == [LongTail.length(r.seed) for r in group.rollouts]
         lengths += kept
         cut += group.discarded.censored
-        ran_s = group.timings["generate"]
-        every = range(lease.seed, lease.seed + size + extra)
-        sampled = sum(min(LongTail.length(seed), int(ran_s)) for seed in every)
+        ran_s = int(group.timings["generate"])
+        sampled = sum(min(LongTail.length(seed), ran_s) for seed in range(lease.seed, lease.seed + size))
         assert group.discarded.tokens == sampled - sum(kept), "every token is in the group or among the discarded"
-    error = statistics.stdev(lengths) / len(lengths) ** 0.5
-    return statistics.mean(lengths), error, cut / (num_groups * size)
-
-
-TRUE_MEAN = statistics.mean(LongTail.length(10**9 + seed) for seed in range(50_000))
-
-
-def test_what_is_kept_is_as_long_as_what_is_sampled_and_the_first_to_finish_are_not(monkeypatch: pytest.MonkeyPatch):
-    mean, error, cut = mean_length(400, 6, 3, None)
-    assert cut == 0 and abs(mean - TRUE_MEAN) < 3 * error, (mean, TRUE_MEAN, error)
-
-    def first_finished(completions: Sequence[Launched], wanted: int, *, is_late: bool) -> list[Launched] | None:
-        good = [one for one in completions if one.is_good]
-        return good[:wanted] if len(good) >= wanted else choose(completions, wanted, is_late=is_late)
-
-    monkeypatch.setattr(rollout, "choose", first_finished)
-    biased, error, _ = mean_length(400, 6, 3, None)
-    assert biased < 0.7 * TRUE_MEAN and biased < TRUE_MEAN - 10 * error, (biased, TRUE_MEAN, error)
-
-
-def test_a_deadline_makes_what_is_kept_shorter_and_says_how_many_it_cut():
-    mean, error, cut = mean_length(400, 6, 3, 60.0)
-    assert mean < TRUE_MEAN - 5 * error
-    expected = sum(LongTail.length(seed) > 60 for seed in range(50_000)) / 50_000
-    assert cut == pytest.approx(expected, rel=0.25), "as many as are longer than the deadline"
+    mean, error = statistics.mean(lengths), statistics.stdev(lengths) / len(lengths) ** 0.5
+    if cut_after_s is None:
+        assert cut == 0 and abs(mean - TRUE_MEAN) < 3 * error, (mean, TRUE_MEAN, error)
+    else:
+        assert mean < TRUE_MEAN - 5 * error
+        longer = sum(LongTail.length(seed) > cut_after_s for seed in range(50_000)) / 50_000
+        assert cut / (num_groups * size) == pytest.approx(longer, rel=0.25), "as many as are longer than the deadline"
 
 
 # -- one completion that fails ---------------------------------------------------------------------------------------------
@@ -208,101 +148,13 @@ def once(index: int, what: str) -> Callable[[PendingCompletion, int], str | None
     return injected_fault
 
 
-def test_a_completion_that_the_engine_ended_is_sampled_again_alone_with_a_seed_of_its_own():
-    plain = generated(make_lease())
-    group = generated(make_lease(), redundancy=Redundancy(retries=1), injected_fault=once(1, "abort"))
-    assert indices(group) == [0, 1, 2]
-    assert [r.seed for r in group.rollouts] == [SEED, retry_seed(SEED, 1, 1), SEED + 2]
-    assert [r.completion.finish_reason for r in group.rollouts] == ["length"] * 3
-    tokens = [[r.completion.token_ids.tolist() for r in g.rollouts] for g in (plain, group)]
-    assert tokens[0][0] == tokens[1][0] and tokens[0][2] == tokens[1][2], "the others were not sampled again"
-    assert tokens[0][1] != tokens[1][1]
-    assert (group.discarded.retried, group.discarded.tokens) == (1, 2)
-
-
-def test_a_completion_whose_reward_failed_is_sampled_again_and_not_for_ever():
-    timeout = Score(failure="timeout")
-    group = generated(make_lease(), Rewards(timeout), Redundancy(retries=2))
-    assert [r.score.failure for r in group.rollouts] == [None] * 3
-    assert (group.discarded.retried, group.discarded.tokens) == (1, 8)
-    group = generated(make_lease(1), Rewards(timeout, timeout, timeout, timeout), Redundancy(retries=2))
-    assert [r.score.failure for r in group.rollouts] == ["timeout"] and group.discarded.retried == 2
-    assert [r.seed for r in group.rollouts] == [retry_seed(SEED, 0, 2)]
-
-
-def test_without_retries_the_group_has_the_failure_by_name():
+def test_a_group_has_a_failed_completion_by_name():
     group = generated(make_lease(), injected_fault=once(1, "abort"))
     assert [r.score.failure for r in group.rollouts] == [None, "aborted", None]
-    assert group.discarded.retried == group.discarded.tokens == 0
+    assert group.discarded == Discarded()
 
 
-def test_what_no_other_completion_would_mend_is_not_tried_again():
-    group = generated(make_lease(1), Rewards(Score(failure="unknown_source")), Redundancy(retries=5))
-    assert group.discarded.retried == 0
-
-
-def test_the_greedy_completion_is_retried_too_and_stays_greedy():
-    lease = make_lease(with_greedy=True)
-    plain = generated(lease).rollouts[-1]
-    group = generated(lease, Rewards(*[Score(failure="crash")] * 4), Redundancy(retries=1))
-    assert indices(group) == [0, 1, 2, 3] and group.discarded.retried == 4
-    assert group.rollouts[-1].completion.token_ids.tolist() == plain.completion.token_ids.tolist()
-    assert [r.score.failure for r in group.rollouts] == [None] * 4
-
-
-def test_seeds_of_tries_do_not_meet():
-    seeds = [retry_seed(SEED, index, tried) for index in range(1000) for tried in range(10)]
-    assert len(set(seeds)) == len(seeds)
-
-
-def test_an_evaluation_has_neither_reserve_nor_retries():
-    timeout = Score(failure="timeout")
-    group = generated(make_lease(1, purpose="eval"), Rewards(timeout), Redundancy(retries=3, extra=3))
-    assert [r.score.failure for r in group.rollouts] == ["timeout"]
-    assert group.discarded.retried == group.discarded.spare == 0
-
-
-# -- the reserve and the deadline --------------------------------------------------------------------------------------
-
-
-def test_the_reserve_takes_the_place_of_one_that_failed_and_is_aborted_where_it_is_not_needed():
-    group = generated(make_lease(), redundancy=Redundancy(extra=2), injected_fault=once(1, "abort"))
-    assert indices(group) == [0, 1, 2] and launched(group) == [0, 2, 3]
-    assert (group.discarded.failed, group.discarded.spare, group.discarded.censored) == (1, 1, 0)
-    assert group.discarded.tokens == 2 + 8
-
-
-def test_a_completion_that_never_ends_is_cut_at_the_deadline_and_counted():
-    stuck = once(1, "hang")
-    group = generated(make_lease(cut_after_s=50.0), redundancy=Redundancy(extra=1), injected_fault=stuck)
-    assert indices(group) == [0, 1, 2] and launched(group) == [0, 2, 3]
-    assert (group.discarded.censored, group.discarded.spare, group.discarded.tokens) == (1, 0, 2)
-
-
-def test_a_retry_that_is_cut_has_its_tokens_counted_once():
-    def fate(completion: PendingCompletion, length: int) -> str | None:
-        if completion.seed == SEED + 1 and length == 2:
-            return "abort"
-        return "hang" if completion.seed == retry_seed(SEED, 1, 1) and length == 3 else None
-
-    lease = make_lease(cut_after_s=50.0, min_completions=2)
-    group = generated(lease, redundancy=Redundancy(retries=1), injected_fault=fate)
-    assert launched(group) == [0, 2]
-    assert (group.discarded.retried, group.discarded.censored, group.discarded.tokens) == (1, 1, 2 + 3)
-
-
-def test_a_retry_that_never_begins_leaves_nothing_behind():
-    """It is given up while the engine has not sampled a token of it."""
-
-    def fate(completion: PendingCompletion, length: int) -> str | None:
-        if completion.seed == SEED + 1 and length == 2:
-            return "abort"
-        return "hang" if completion.seed == retry_seed(SEED, 1, 1) else None
-
-    group = generated(
-        make_lease(cut_after_s=50.0, min_completions=2), redundancy=Redundancy(retries=1), injected_fault=fate
-    )
-    assert group.discarded.tokens == 2
+# -- the deadline ------------------------------------------------------------------------------------------------------
 
 
 def test_a_smaller_group_is_delivered_at_the_deadline_if_it_is_large_enough():
@@ -332,7 +184,7 @@ def test_a_lease_that_can_do_without_nothing_waits_past_the_cut():
 
 def test_a_request_that_is_refused_is_not_a_failure_of_the_engine():
     with pytest.raises(RequestError, match="prompt token 999"):
-        generated(make_lease(prompt=Prompt(prompt_id="train/0", token_ids=(999,))), redundancy=Redundancy(retries=3))
+        generated(make_lease(prompt=Prompt(prompt_id="train/0", token_ids=(999,))))
     with pytest.raises(EngineError) as caught:
-        generated(make_lease(), fail_after_tokens=5, redundancy=Redundancy(retries=3))
+        generated(make_lease(), fail_after_tokens=5)
     assert not isinstance(caught.value, RequestError)

@@ -22,8 +22,7 @@ from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
 from asyncgrpo.environments.gateway import LARGEST_BODY, Gateway
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.agents import AgentSampler, Limits
-from asyncgrpo.generators.rollout import GroupInFlight
-from asyncgrpo.generators.turns import Played, with_common_prompt
+from asyncgrpo.generators.rollout import GroupInFlight, Played, with_common_prompt
 from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Sampling, Score
 from asyncgrpo.wire.groups import check_group, check_lease, pack_group
 from tests.generators.test_rollout import make_lease

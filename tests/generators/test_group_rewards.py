@@ -2,7 +2,7 @@
 
 import asyncio
 
-from asyncgrpo.generators.rollout import GroupInFlight, Redundancy
+from asyncgrpo.generators.rollout import GroupInFlight
 from asyncgrpo.types import Score
 from tests.generators import test_acceptance as acceptance
 from tests.generators.test_rollout import make_lease, started
@@ -34,17 +34,9 @@ async def test_all_completions_of_a_group_and_the_greedy_one_are_one_call():
     await engine.close()
 
 
-async def test_what_failed_is_sampled_again_and_scored_together():
-    engine, reward = await started(), Ranks(Score(failure="timeout"), Score(failure="timeout"))
-    group = await GroupInFlight(make_lease(with_greedy=False), engine, reward, str, Redundancy(retries=1)).generate("g")
-    assert reward.calls == [3, 2] and group.discarded.retried == 2
-    assert all(r.score.failure is None for r in group.rollouts)
-    await engine.close()
-
-
 async def test_a_reward_that_does_not_apply_is_not_asked_again():
     engine, reward = await started(), Ranks(*[Score(failure="not_applicable")] * 3)
-    group = await GroupInFlight(make_lease(with_greedy=False), engine, reward, str, Redundancy(retries=5)).generate("g")
+    group = await GroupInFlight(make_lease(with_greedy=False), engine, reward, str).generate("g")
     assert reward.calls == [3] and {r.score.failure for r in group.rollouts} == {"not_applicable"}
     await engine.close()
 
@@ -59,20 +51,6 @@ async def test_a_call_that_failed_is_made_once_more_for_all_when_the_reward_work
     await engine.close()
 
 
-def test_a_spare_completion_is_not_waited_for():
-    reward = Ranks()
-    group = acceptance.generated(
-        acceptance.make_lease(), reward, Redundancy(extra=1), injected_fault=acceptance.once(3, "hang")
-    )
-    assert acceptance.launched(group) == [0, 1, 2] and reward.calls == [3] and group.discarded.spare == 1
-
-
-def test_a_spare_completion_takes_the_place_of_one_that_failed():
-    reward = Ranks(Score(value=1.0), Score(failure="exception"))
-    group = acceptance.generated(acceptance.make_lease(), reward, Redundancy(extra=1))
-    assert acceptance.launched(group) == [0, 2, 3] and sum(reward.calls) == 4
-
-
 def test_at_the_deadline_those_that_are_sampled_are_scored_together():
     reward = Ranks()
     group = acceptance.generated(
@@ -84,10 +62,10 @@ def test_at_the_deadline_those_that_are_sampled_are_scored_together():
     assert [r.score.value for r in group.rollouts] == [0.0, 1.0, 2.0]
 
 
-def test_one_that_is_sampled_again_is_waited_for_also_if_it_ended_with_the_others():
+def test_a_completion_that_the_engine_ended_is_not_scored_also_if_it_ends_last():
     def ends_last(completion, length: int) -> str | None:
         return "abort" if completion.seed == acceptance.SEED and length == 7 else None
 
     reward = Ranks()
-    group = acceptance.generated(acceptance.make_lease(), reward, Redundancy(retries=1), injected_fault=ends_last)
-    assert reward.calls == [3] and group.discarded.retried == 1
+    group = acceptance.generated(acceptance.make_lease(), reward, injected_fault=ends_last)
+    assert reward.calls == [2] and [r.score.failure for r in group.rollouts] == ["aborted", None, None]

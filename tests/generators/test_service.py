@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.groups import group_seed
+from asyncgrpo.buffer.buffer import group_seed
 from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.activities import Activities, TokenTime
-from asyncgrpo.generators.rollout import NO_REDUNDANCY, Redundancy
-from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService
+from asyncgrpo.generators.rollout import Activities
+from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService, TokenTime
 from asyncgrpo.planner.clock import VirtualLoop
 from asyncgrpo.planner.lines import GeneratorLine
 from asyncgrpo.planner.stand_ins import Receiver
@@ -61,7 +60,6 @@ class Generator(GeneratorService):
 
     def __init__(
         self,
-        redundancy: Redundancy = NO_REDUNDANCY,
         reward: Reward | None = None,
         buffer_endpoint: str = "buffer",
         **engine: Any,
@@ -78,7 +76,6 @@ class Generator(GeneratorService):
             load_timeout_s=1.0,
             stuck_after_s=10.0,
             keys=None,
-            redundancy=redundancy,
             buffer_endpoint=buffer_endpoint,
             weights_endpoint="weights",
             host="",
@@ -335,14 +332,14 @@ def test_an_engine_that_answers_nothing_any_more_ends_the_generator():
     hear_leases(loop, generator, *(numbered(number, prompt=REFUSED) for number in range(MAX_FAILED_LEASES)))
     assert len(failures(generator)) == MAX_FAILED_LEASES - 1 and task.done()
     (cause,) = task.exception().exceptions
-    assert isinstance(cause, EngineError) and "requests of 5 leases in a row" in str(cause)
+    assert isinstance(cause, EngineError) and "requests of 5 consecutive leases" in str(cause)
 
 
 def test_a_group_with_too_few_completions_at_its_cut_is_given_back_as_late():
-    loop, generator = VirtualLoop(), Generator(Redundancy(extra=1), injected_fault=lambda completion, length: "hang")  # type: ignore[abstract]
+    loop, generator = VirtualLoop(), Generator(injected_fault=lambda completion, length: "hang")  # type: ignore[abstract]
     task = loop.create_task(generator.run())
     loop.run_until(0.5)
-    hear_leases(loop, generator, numbered(0, cut_after_s=5.0))
+    hear_leases(loop, generator, numbered(0, cut_after_s=5.0, min_completions=1))
     assert [message.reason for message in failures(generator)] == ["lease_timeout"]
     assert generator.delivered == [] and not generator._engine._requests
     generator.hear(Shutdown())
@@ -441,8 +438,7 @@ def test_a_prompt_whose_reward_always_fails_is_told_from_an_outage():
 
 
 def test_a_group_that_is_due_in_an_outage_is_not_cut_down_to_what_failed():
-    """Of a reserve all have failed as well, and would fill the places."""
-    generator = Generator(redundancy=Redundancy(extra=2), reward=Outage(0.0, 30.0))
+    generator = Generator(reward=Outage(0.0, 30.0))
     loop = VirtualLoop()  # type: ignore[abstract]
     loop.create_task(generator.run())
     loop.run_until(0.5)
@@ -475,12 +471,12 @@ def test_the_time_of_a_token_is_that_of_the_steps_since_the_last_look_or_of_one_
         return EngineOccupancy(running, 0, 8, math.nan, steps, step_s, present_s)
 
     time = TokenTime()
-    assert time.look(use(0, 0.0)) is None, "nothing is known yet"
-    assert time.look(use(10, 1.0)) == pytest.approx(0.1)
-    assert time.look(use(12, 3.0, present_s=0.5)) == pytest.approx(1.0)
-    assert time.look(use(12, 3.0, present_s=0.5)) == pytest.approx(1.0), "no step since: as before"
-    assert time.look(use(12, 3.0, present_s=1.5)) == pytest.approx(1.5)
-    assert time.look(use(22, 4.0, running=0)) is None
+    assert time.poll(use(0, 0.0)) is None, "nothing is known yet"
+    assert time.poll(use(10, 1.0)) == pytest.approx(0.1)
+    assert time.poll(use(12, 3.0, present_s=0.5)) == pytest.approx(1.0)
+    assert time.poll(use(12, 3.0, present_s=0.5)) == pytest.approx(1.0), "no step since: as before"
+    assert time.poll(use(12, 3.0, present_s=1.5)) == pytest.approx(1.5)
+    assert time.poll(use(22, 4.0, running=0)) is None
 
 
 def test_steps_before_an_idle_time_or_a_change_of_weights_say_nothing_of_the_time_of_a_token_after_it():
@@ -490,14 +486,14 @@ def test_steps_before_an_idle_time_or_a_change_of_weights_say_nothing_of_the_tim
         return EngineOccupancy(running, 0, 8, math.nan, steps, step_s, present_s)
 
     time = TokenTime()
-    assert time.look(use(3, 30.0)) is None, "the warm-up"
-    assert time.look(use(13, 31.0)) == pytest.approx(0.1)
-    assert time.look(use(15, 41.0, running=0)) is None
-    assert time.look(use(15, 41.0, present_s=0.1)) is None, "no step since"
-    assert time.look(use(25, 42.0)) == pytest.approx(0.1)
-    time.begin_anew(use(26, 52.0))
-    assert time.look(use(26, 52.0, present_s=5.0)) is None, "no step since"
-    assert time.look(use(36, 53.0)) == pytest.approx(0.1)
+    assert time.poll(use(3, 30.0)) is None, "the warm-up"
+    assert time.poll(use(13, 31.0)) == pytest.approx(0.1)
+    assert time.poll(use(15, 41.0, running=0)) is None
+    assert time.poll(use(15, 41.0, present_s=0.1)) is None, "no step since"
+    assert time.poll(use(25, 42.0)) == pytest.approx(0.1)
+    time.reset(use(26, 52.0))
+    assert time.poll(use(26, 52.0, present_s=5.0)) is None, "no step since"
+    assert time.poll(use(36, 53.0)) == pytest.approx(0.1)
 
 
 def test_each_time_of_a_token_is_reported_once_however_often_a_generator_reports_its_weights():

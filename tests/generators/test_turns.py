@@ -13,8 +13,8 @@ from asyncgrpo.data.tokenizer import continuation, decoder, load_tokenizer
 from asyncgrpo.engines.torch.engine import TorchEngine
 from asyncgrpo.environments.base import EnvironmentFailed, Reply
 from asyncgrpo.errors import EngineError, RequestError
-from asyncgrpo.generators.rollout import GroupInFlight, Redundancy
-from asyncgrpo.generators.turns import Played, TurnSampler
+from asyncgrpo.generators.rollout import GroupInFlight, Played
+from asyncgrpo.generators.turns import TurnSampler
 from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from tests.generators.test_rollout import make_lease
 from tests.learner.test_observations import true_logprobs
@@ -243,12 +243,12 @@ async def test_a_group_is_scored_by_its_environment_or_by_the_reward(scores):
     assert group.num_tokens == 3 * 4
 
 
-async def test_a_completion_whose_environment_failed_is_sampled_again_where_that_is_allowed():
+async def test_a_completion_whose_environment_failed_is_in_the_group_by_name():
     environment, lease = Echo(fails_at=1), make_lease(with_greedy=False)
     turns = sampler(Scripted("a", "b"), environment).of(lease.prompt)
-    group = await GroupInFlight(lease, turns, Length(), decode, Redundancy(retries=1)).generate("g")
+    group = await GroupInFlight(lease, turns, Length(), decode).generate("g")
     assert [one.score.failure for one in group.rollouts] == ["environment"] * 3
-    assert len(environment.tasks) == 6 and group.discarded.retried == 3
+    assert len(environment.tasks) == 3
 
 
 @pytest.fixture(scope="module")

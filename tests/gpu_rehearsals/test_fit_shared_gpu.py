@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from asyncgrpo.config.fit import changed, share_one_gpu
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import GIB, Card, engine_gpu, learner_rank
+from asyncgrpo.config.model_size import PUBLISHED, size_at
+from asyncgrpo.config.placement import changed, share_one_gpu
 from asyncgrpo.config.schema import Config
-from asyncgrpo.config.shapes import PUBLISHED, shape_at
 from asyncgrpo.engines.build import SHARED_FRACTION, build_engine
 from asyncgrpo.engines.installed import check_extra
 
@@ -26,14 +26,14 @@ def shared(tmp_path) -> Config:
             "cluster.gpu_memory_gb=24",
         ],
     )
-    chosen = share_one_gpu(shape_at(str(tmp_path)), config, Card.of(config))
+    chosen = share_one_gpu(size_at(str(tmp_path)), config, Card.of(config))
     return changed(config, chosen | {"cluster.share_gpu": True})
 
 
 def test_its_size_is_given_in_tokens(shared):
     pytest.importorskip("sglang")
     extra = build_engine(shared, seed=0).extra
-    fit = engine_gpu(shape_at(shared.model.path), shared, Card.of(shared))
+    fit = engine_gpu(size_at(shared.model.path), shared, Card.of(shared))
     assert extra["max_total_tokens"] == fit.tokens >= fit.wanted * fit.longest
     check_extra(changed(shared, {"generators.extra": extra}).generators)
     assert build_engine(changed(shared, {"cluster.share_gpu": False}), seed=0).extra == {}
@@ -44,8 +44,8 @@ def test_its_size_is_given_in_tokens(shared):
 @pytest.mark.parametrize("learner_is", ["not there", "loaded", "training"])
 def test_sglang_has_room_for_them_whoever_is_there_first(shared, learner_is):
     """By SGLang's rule: what is free after the weights, less (1 - mem_fraction_static) of what was free at the start."""
-    shape, card = shape_at(shared.model.path), Card.of(shared)
-    rank, engine = learner_rank(shape, shared), engine_gpu(shape, shared, card).gpu.parts
+    size, card = size_at(shared.model.path), Card.of(shared)
+    rank, engine = learner_rank(size, shared), engine_gpu(size, shared, card).gpu.parts
     held = {"not there": 0, "loaded": rank.parts["weights"] + GIB, "training": rank.total}[learner_is]
     at_start = card.num_bytes - held - GIB
     sized = at_start - engine["weights"] - (1 - SHARED_FRACTION) * at_start

@@ -4,8 +4,8 @@ import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncgrpo.config import memory
-from asyncgrpo.config.fit import changed
-from asyncgrpo.config.shapes import shape_at
+from asyncgrpo.config.model_size import size_at
+from asyncgrpo.config.placement import changed
 from asyncgrpo.learner import head
 from asyncgrpo.learner.learner import Learner
 from tests.gpu_rehearsals.step_memory import fake_ranks, peak_bytes
@@ -52,6 +52,6 @@ def test_the_peak_of_a_step_is_as_predicted(model, monkeypatch, ranks, settings)
     filled = changed(run, {"learner.tokens_per_microbatch": max(sizes)})
     if "learner.activation_checkpointing" not in settings:
         filled = changed(filled, {"learner.activation_checkpointing": False})  # the default of a CPU
-    predicted = memory.learner_tensors(shape_at(model), filled).total
+    predicted = memory.learner_tensors(size_at(model), filled).total
     assert predicted == pytest.approx(peak, rel=0.12)
     assert predicted > 0.94 * peak, "rather too much than too little"

@@ -11,10 +11,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from asyncgrpo.config.fit import refuse
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import Card, engine_gpu, learner_rank, learner_share
-from asyncgrpo.config.shapes import shape_of
+from asyncgrpo.config.model_size import size_of
+from asyncgrpo.config.placement import refuse
 from benchmarks import gpu_day, gpu_demo, gpu_tables, gpu_wheels
 from benchmarks.gpu_day import PARTS, Part, State
 from benchmarks.gpu_models import qwen3
@@ -192,14 +192,14 @@ def test_a_large_model_takes_the_place_of_the_demos(tmp_path):
 def test_the_demos_fit_a_card_of_80_gb(tmp_path):
     """By the arithmetic that a run is refused by, and with the engine's part of the card for the engine."""
     for name, more in (("tiny", []), ("0.6b", gpu_demo.LARGE)):
-        shape = shape_of(qwen3(SHAPES[name]).to_dict())
+        size = size_of(qwen3(SHAPES[name]).to_dict())
         settings = [*gpu_demo.SHARED, *more, "generators.engine=torch", "cluster.gpu_memory_gb=80"]
         config = load_config("quickstart", settings)
-        refuse(shape, config, Card.of(config))
-        engine = engine_gpu(shape, config, Card.of(config)).gpu.total
+        refuse(size, config, Card.of(config))
+        engine = engine_gpu(size, config, Card.of(config)).gpu.total
         assert engine < config.generators.memory_fraction * Card.of(config).num_bytes
         left = learner_share(config, Card.of(config))
-        assert learner_rank(shape, config).total < left * Card.of(config).num_bytes
+        assert learner_rank(size, config).total < left * Card.of(config).num_bytes
 
 
 ELSEWHERE = {"demo", "learner-0.6b"}

@@ -119,7 +119,7 @@ def test_ranks_on_two_nodes_train_and_publish_together(cluster: Cluster, folder:
     assert {(event["checksum"], event["engines"]) for event in published} == {("ok", 2)}
     assert published[-1]["version"] == "1.8" and not any(event.get("differing") for event in published)
     said = (run / "logs" / "learner-0.log").read_text()
-    assert "the rows of rank 1 come from another machine" in said and "rank 1 sends what changed" in said
+    assert "the rows of rank 1 come from another machine" in said and "rank 1 sends deltas" in said
     audit = cluster.run(1, *command("audit", "run"), cwd=folder)
     assert audit.returncode == 0, audit.stdout
 

@@ -136,16 +136,6 @@ def test_a_checkpoint_before_the_first_step_is_the_beginning(path, tmp_path):
     assert resumed.steps == 1 and all(expected[name].equal(tensor) for name, tensor in weights(resumed).items())
 
 
-@pytest.mark.parametrize(("target", "expected"), [(None, 0.5), (0.1, 0.25)])
-def test_a_coefficient_of_the_kl_is_the_checkpoints_only_where_it_is_steered(path, tmp_path, target, expected):
-    """Else a resume with another one would train with the old one, and say nothing."""
-    first = learner(path, algorithm={"kl_coef": 0.25, "kl_target": target})
-    first.save(str(tmp_path / "checkpoint"))
-    resumed = learner(path, algorithm={"kl_coef": 0.5, "kl_target": target})
-    resumed.load(str(tmp_path / "checkpoint"))
-    assert resumed.kl_coef == expected
-
-
 def test_an_unfinished_or_foreign_checkpoint_is_refused_by_name(path, tmp_path):
     ours = learner(path)
     with pytest.raises(CheckpointError, match="nothing is not complete"):

@@ -48,7 +48,7 @@ def test_a_checkpoint_that_is_being_written_does_not_count_and_an_earlier_start_
     finish = checkpoints.begin(state(10), fill)
     assert checkpoints.latest() == whole
     (tmp_path / "lineage").write_text("2")
-    with pytest.raises(CheckpointError, match="belongs to start 2"):
+    with pytest.raises(CheckpointError, match="is owned by start 2"):
         finish()
     assert checkpoints.latest() == whole
     (tmp_path / "lineage").unlink()
@@ -73,5 +73,5 @@ def test_only_the_newest_start_of_a_run_writes_into_its_folder(tmp_path: Path):
     check_owner(tmp_path, 1)
     (tmp_path / "lineage").write_text("3")
     check_owner(tmp_path, 3)
-    with pytest.raises(CheckpointError, match="belongs to start 3 of the run by now; this is start 2"):
+    with pytest.raises(CheckpointError, match="is owned by start 3 of the run; this is start 2"):
         check_owner(tmp_path, 2)

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from asyncgrpo.learner import compiling
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.learner.model import decoder_layers
+from asyncgrpo.learner.model import compiling_pays, decoder_layers
 from tests.learner.helpers import VERSION, config, learner, random_groups
 from tests.models import make_tiny_qwen3
 
@@ -25,8 +24,8 @@ def path(tmp_path_factory):
 def compiled(monkeypatch) -> list[nn.Module]:
     """The layers that were compiled, which torch is spared."""
     layers: list[nn.Module] = []
-    monkeypatch.setattr(compiling, "works", lambda device: True)
-    monkeypatch.setattr(compiling, "compile_layers", layers.extend)
+    monkeypatch.setattr("asyncgrpo.learner.learner.can_compile", lambda device: True)
+    monkeypatch.setattr("asyncgrpo.learner.learner.compile_layers", layers.extend)
     return layers
 
 
@@ -89,7 +88,7 @@ def test_it_pays_where_the_run_is_long_and_the_model_large_enough(expected, weig
     }
     settings = config("m", **sections | changed)
     device = torch.device(settings.learner.device)
-    assert compiling.pays(settings, layers(weights), vocabulary, device) == expected
+    assert compiling_pays(settings, layers(weights), vocabulary, device) == expected
 
 
 def test_where_nothing_can_be_compiled_the_layers_run_as_they_are_with_one_warning(path, monkeypatch, caplog, tmp_path):

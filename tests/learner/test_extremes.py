@@ -99,19 +99,15 @@ def one_step(
 
     precomputed = [Precomputed(reference=batch.behaviour_logprobs) for batch in step.trained]
     if needs_precompute(settings, config.learner.updates_per_step):
-        step, precomputed = precompute(step, before, settings, kl_coef=settings.kl_coef)
+        step, precomputed = precompute(step, before, settings)
     (batch,), (told,) = step.trained, precomputed
     policy = policy_of(batch, gaps)
     scores = TokenScores(policy, torch.ones_like(policy))
-    objective = MicrobatchObjective(
-        settings, batch, step, told, version=VERSION.number, max_length=8, kl_coef=settings.kl_coef
-    )
+    objective = MicrobatchObjective(settings, batch, step, told, version=VERSION.number, max_length=8)
     objective.use_scores(scores)
     gradients = objective(slice(0, len(policy)), scores).logprobs
     update = Update(grad_norm=gradients.double().norm().item(), lr=1.0, skipped=None)
-    report = build_report(
-        [objective.report(scores)], [step], [update], kl_coef=settings.kl_coef, group_size=3, seconds={}
-    )
+    report = build_report([objective.report(scores)], [step], [update], group_size=3, seconds={})
     return gradients, report
 
 

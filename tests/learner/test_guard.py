@@ -8,7 +8,7 @@ import torch
 from asyncgrpo.config.schema import LearnerConfig
 from asyncgrpo.errors import TrainingError
 from asyncgrpo.learner import optimizer
-from asyncgrpo.learner.optimizer import ENOUGH, WINDOW, GradientGuard
+from asyncgrpo.learner.optimizer import ENOUGH, MAX_SKIPS, WINDOW, GradientGuard
 from tests.learner.helpers import VERSION, learner, make_group, random_groups, weights
 from tests.models import make_tiny_qwen3
 
@@ -22,7 +22,7 @@ def path(tmp_path_factory):
 
 def used_to(norm: float, *, factor: float | None = 3.0, max_skips: int = 5, clip: float = 1e-3) -> GradientGuard:
     """A guard that has seen enough updates of that norm."""
-    one = GradientGuard(factor, max_skips, clip)
+    one = GradientGuard(factor, clip, max_skips=max_skips)
     assert [one.judge(norm) for _ in range(ENOUGH)] == [None] * ENOUGH
     return one
 
@@ -38,7 +38,7 @@ def test_a_spike_is_a_multiple_of_the_recent_median():
 
 
 def test_nothing_is_a_spike_before_enough_is_known_or_without_a_factor():
-    early = GradientGuard(3.0, 5, 1e-3)
+    early = GradientGuard(3.0, 1e-3)
     assert [early.judge(10.0**i) for i in range(ENOUGH)] == [None] * ENOUGH
     assert all(used_to(1.0, factor=None).judge(norm) is None for norm in (1e6, 1e12))
 
@@ -58,7 +58,7 @@ def test_the_defaults_let_a_run_that_has_learnt_meet_a_group_with_signal():
     """Norms fall from 1 to next to nothing, or to nothing; then a group that is not solved is 1000 times the median."""
     falling = [10 ** (-3.5 * i / 60) for i in range(60)]
     for quiet in (3e-4, 0.0):
-        one = GradientGuard(DEFAULTS.spike_factor, DEFAULTS.max_skips, DEFAULTS.grad_clip)
+        one = GradientGuard(DEFAULTS.spike_factor, DEFAULTS.grad_clip)
         norms = [*falling, *[quiet] * WINDOW, 0.3, quiet, 1.0, quiet, 20.0, *reversed(falling)]
         assert [one.judge(norm) for norm in norms] == [None] * len(norms)
 
@@ -69,33 +69,33 @@ def test_a_run_of_large_rewards_is_measured_by_its_own_median():
 
 
 def test_steps_without_signal_do_not_make_the_first_one_with_signal_a_spike():
-    one = GradientGuard(3.0, 5, 1e-3)
+    one = GradientGuard(3.0, 1e-3)
     assert [one.judge(norm) for norm in [0.0] * WINDOW + [5.0] * ENOUGH] == [None] * (WINDOW + ENOUGH)
     assert one.judge(100.0)
 
 
 def test_a_guard_goes_on_from_what_another_one_knew():
-    first = used_to(2.0, max_skips=4)
+    first = used_to(2.0)
     assert first.judge(100.0)
-    resumed = GradientGuard(3.0, 4, 1e-3)
+    resumed = GradientGuard(3.0, 1e-3)
     resumed.recall(first.memory())
     assert resumed.skips == 1 and resumed.memory().nan_to_num().equal(first.memory().nan_to_num())
     assert first.judge(7.0) == resumed.judge(7.0) is not None and resumed.judge(6.0) is None
-    fresh = GradientGuard(3.0, 4, 1e-3)
-    fresh.recall(GradientGuard(3.0, 4, 1e-3).memory())
+    fresh = GradientGuard(3.0, 1e-3)
+    fresh.recall(GradientGuard(3.0, 1e-3).memory())
     assert fresh.judge(1e9) is None, "nothing was known"
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
 @pytest.mark.parametrize("factor", [None, 3.0])
 def test_a_norm_that_is_not_finite_is_never_made(norm, factor):
-    one = GradientGuard(factor, 5, 1e-3)
+    one = GradientGuard(factor, 1e-3)
     assert one.judge(norm) == f"the gradient norm is {norm}"
     assert one.judge(1.0) is None
 
 
 def test_a_gradient_of_zero_neither_counts_as_skipped_nor_ends_a_row_of_skips():
-    one = GradientGuard(None, 3, 1e-3)
+    one = GradientGuard(None, 1e-3, max_skips=3)
     assert [one.judge(0.0) for _ in range(9)] == [None] * 9 and one.skips == 0
     assert one.judge(math.nan) and one.judge(0.0) is None and one.judge(math.nan) and one.skips == 2
     with pytest.raises(TrainingError, match="3 updates in a row"):
@@ -121,7 +121,7 @@ def test_too_many_in_a_row_end_the_run(bad):
         assert one.judge(bad) and one.judge(bad) and one.skips == 2
         assert one.judge(1.0) is None and one.skips == 0
     assert one.judge(bad) and one.judge(bad)
-    with pytest.raises(TrainingError, match=r"3 updates in a row were skipped \(learner.max_skips\), .* gradient norm"):
+    with pytest.raises(TrainingError, match=r"3 updates in a row were skipped, .* gradient norm"):
         one.judge(bad)
 
 
@@ -173,10 +173,10 @@ def test_one_skipped_update_of_several_is_reported(path, monkeypatch):
 
 def test_a_run_that_only_skips_ends(path):
     poisoned = [make_group(0, [1e200, 0.0, 1.0], [[1], [2], [3]])]
-    ours = learner(path, algorithm={"advantage": "dr_grpo"}, learner={"max_skips": 2})
+    ours = learner(path, algorithm={"advantage": "dr_grpo"})
     before = weights(ours)
-    assert ours.step(poisoned, VERSION).skipped
-    with pytest.raises(TrainingError, match="2 updates in a row"):
+    assert all(ours.step(poisoned, VERSION).skipped for _ in range(MAX_SKIPS - 1))
+    with pytest.raises(TrainingError, match=f"{MAX_SKIPS} updates in a row"):
         ours.step(poisoned, VERSION)
     assert all(before[name].equal(tensor) for name, tensor in weights(ours).items())
     assert all(p.grad is None for p in ours.parameters), "nothing of it is left behind"

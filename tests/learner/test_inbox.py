@@ -69,7 +69,7 @@ def test_a_batch_that_comes_while_a_snapshot_is_awaited_is_not_lost():
 def test_a_request_for_a_snapshot_that_was_lost_is_not_awaited_because_the_buffer_talks_of_a_batch():
     line = Line([Waiting(what="groups")] * 5)
     inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
-    with pytest.raises(WireError, match="nothing of a snapshot for 60 s"):
+    with pytest.raises(WireError, match="did not reply to a snapshot request for 60 s"):
         inbox.snapshot()
 
 

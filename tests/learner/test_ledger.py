@@ -173,7 +173,7 @@ def test_a_resume_reads_the_events_after_its_checkpoint_and_knows_what_all_of_th
     assert 20 < len(read) < 40 and read[0]["step"] == 101
     assert (tmp_path / "metrics.jsonl").read_bytes() == after_whole
     assert second.undone == whole.undone == {"generated": 12_000, "undone_steps": 20}
-    assert second._told == whole._told and second._watch.state() == whole._watch.state()
+    assert second._reported == whole._reported and second._watch.state() == whole._watch.state()
     assert second._watch.state().best == (10, 0.1) and len(second._watch.state().steps) == 20
 
 

@@ -173,7 +173,7 @@ def test_files_of_another_kind_are_loaded_whole_and_it_is_said(tmp_path, caplog,
         found = tensors(built(path, "full"))
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
     (said,) = [record.getMessage() for record in caplog.records if record.name == learner_model.__name__]
-    assert said.startswith(f"model.path ({path}): every rank loads the whole model, because") and reason in said
+    assert said.startswith(f"model.path ({path}): every rank loads the full model, because") and reason in said
 
 
 def test_a_buffer_of_one_number_has_no_rows_to_read(folder):

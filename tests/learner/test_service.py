@@ -45,7 +45,7 @@ class Inbox:
 
     def snapshot(self, within_s: float = 0.0) -> Snapshot:
         if self.is_forward_only:
-            raise WireError("the buffer has said nothing for 60 s")
+            raise WireError("the buffer did not respond for 60 s")
         return Snapshot(
             state={"done": self.version.number if self.version else 0},
             draining=self.is_draining,
@@ -204,7 +204,7 @@ def test_without_a_buffer_there_is_no_checkpoint_and_the_reason_for_the_end_stan
     inbox.give_up = lambda reason: setattr(inbox, "is_forward_only", True)  # type: ignore[method-assign]
     with pytest.raises(StalledError, match="nothing to train"):
         learner.run()
-    assert saved(tmp_path) == (2, 2) and "no last checkpoint: the buffer has said nothing" in caplog.text
+    assert saved(tmp_path) == (2, 2) and "no last checkpoint: the buffer did not respond" in caplog.text
 
 
 class Steered(Learner):
@@ -289,5 +289,5 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it
 def test_a_disk_that_refuses_beside_training_is_said_and_training_goes_on(tmp_path: Path, caplog):
     learner = SlowDisk(until=STEPS, error=CheckpointError("no space"))
     assert service(tmp_path, Inbox(), learner=learner).run() == "done"
-    assert "no space; training goes on" in caplog.text
+    assert "no space; training continues" in caplog.text
     assert saved(tmp_path) == (STEPS, STEPS)

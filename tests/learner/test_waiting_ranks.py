@@ -32,7 +32,7 @@ def wait_on_a_rank(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
     short = timedelta(seconds=GIVES_UP_S)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=short)
-    ranks.SAY_EVERY_S = GIVES_UP_S / 3
+    ranks.HEARTBEAT_EVERY_S = GIVES_UP_S / 3
     team = Team(rank, world)
     if rank == 0:
         running = service(Path(folder) / "run", Paused())
@@ -41,7 +41,7 @@ def wait_on_a_rank(rank: int, world: int, folder: str) -> None:
         return
     heard = []
     while not heard or heard[-1] != "end":
-        heard.append(team.hear().what)
+        heard.append(team.receive().what)
     Path(folder, "heard").write_text(" ".join(heard))
 
 

@@ -59,7 +59,7 @@ def one_step(rng: random.Random, step: int) -> None:
     metrics.buffer_groups.labels(state="leased").set(5)
     metrics.buffer_groups.labels(state="ready").set(3)
     metrics.buffer_oldest_group_age_seconds.set(rng.random())
-    metrics.completions_discarded_total.labels(why="spare").inc(GROUPS)
+    metrics.completions_discarded_total.labels(why="censored").inc(GROUPS)
     metrics.lease_deadline_seconds.set(60.0)
     metrics.quarantined_prompts.set(0)
     for kind, prompts, places in (("solved", 40, 10), ("mixed", 50, 85), ("hopeless", 10, 5)):

@@ -2,14 +2,12 @@
 
 import json
 import logging
-import os
 from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from asyncgrpo.config.schema import RunConfig
 from asyncgrpo.errors import DataError
 from asyncgrpo.recording import sample_search
 from asyncgrpo.recording.sample_search import SampleFiles, path_of, search
@@ -45,7 +43,7 @@ def samples(group, step=18):
 
 
 def test_a_row_says_what_was_asked_answered_and_scored(group, tmp_path):
-    path = SampleWriter(tmp_path / "samples", RunConfig()).write(18, samples(group))
+    path = SampleWriter(tmp_path / "samples", None).write(18, samples(group))
     assert path == tmp_path / "samples" / "000" / "step_000018.parquet"
     first, second = pq.read_table(path).to_pylist()
     assert json.loads(first.pop("ground_truth")) == {"target": "é"} and json.loads(first.pop("parts")) == {
@@ -71,17 +69,17 @@ def test_a_row_says_which_characters_an_environment_said(group):
 
 
 def test_the_file_has_the_schema_even_when_a_step_has_no_sample(tmp_path):
-    path = SampleWriter(tmp_path, RunConfig()).write(1, [])
+    path = SampleWriter(tmp_path, None).write(1, [])
     assert pq.read_schema(path) == SCHEMA and pq.read_table(path).num_rows == 0
 
 
 def test_columns_are_compressed_with_zstd(group, tmp_path):
-    metadata = pq.ParquetFile(SampleWriter(tmp_path, RunConfig()).write(18, samples(group))).metadata
+    metadata = pq.ParquetFile(SampleWriter(tmp_path, None).write(18, samples(group))).metadata
     assert metadata.row_group(0).column(0).compression == "ZSTD"
 
 
 def test_a_step_trained_again_replaces_its_file(group, tmp_path):
-    writer = SampleWriter(tmp_path, RunConfig())
+    writer = SampleWriter(tmp_path, None)
     writer.write(18, samples(group))
     writer.write(18, samples(group)[:1])
     assert pq.read_table(path_of(tmp_path, 18)).num_rows == 1
@@ -91,19 +89,19 @@ def test_a_file_is_whole_or_absent(group, tmp_path, monkeypatch):
     def full_disk(*_: object) -> None:
         raise OSError("no space left")
 
-    writer = SampleWriter(tmp_path, RunConfig())
+    writer = SampleWriter(tmp_path, None)
     monkeypatch.setattr("asyncgrpo.recording.samples.os.replace", full_disk)
     with pytest.raises(OSError, match="no space"):
         writer.write(18, samples(group))
     assert files_in(tmp_path) == [], "what a full disk refused does not fill it further"
     for left in (tmp_path / ".step_000018.parquet.tmp", tmp_path / "000" / ".step_000018.parquet.tmp"):
         left.touch()  # of a process that was killed; the first is of an older release
-    SampleWriter(tmp_path, RunConfig())
+    SampleWriter(tmp_path, None)
     assert files_in(tmp_path) == []
 
 
 def test_all_steps_read_as_one_table(group, tmp_path):
-    writer = SampleWriter(tmp_path, RunConfig())
+    writer = SampleWriter(tmp_path, None)
     for step in (1, 2, 3):
         writer.write(step, samples(group, step))
     assert pq.read_table(tmp_path)["step"].to_pylist() == [1, 1, 2, 2, 3, 3]
@@ -116,59 +114,41 @@ def steps(folder) -> list[int]:
     return sorted(int(path.stem[5:]) for path in folder.rglob("step_*.parquet"))
 
 
-def write(folder, *numbers: int, **limits: float) -> None:
-    writer = SampleWriter(folder, RunConfig(**limits))
+def write(folder, *numbers: int, keep: int | None = None) -> None:
+    writer = SampleWriter(folder, keep)
     for number in numbers:
         writer.write(number, [])
 
 
 def test_the_newest_files_are_kept_and_the_first_removal_is_said(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "asyncgrpo"):
-        write(tmp_path, *range(1, 8), keep_samples=3)
+        write(tmp_path, *range(1, 8), keep=3)
     assert steps(tmp_path) == [5, 6, 7]
     (line,) = caplog.messages
-    assert line.startswith("run.keep_samples is 3: step_000001.parquet is removed")
-
-
-def test_no_more_bytes_are_kept_than_asked_but_for_the_newest_file(tmp_path):
-    write(tmp_path, 1)
-    size = path_of(tmp_path, 1).stat().st_size
-    write(tmp_path, *range(2, 8), keep_samples_gb=2.5 * size / 2**30)
-    assert steps(tmp_path) == [6, 7]
-    write(tmp_path, 8, keep_samples_gb=0.5 * size / 2**30)
-    assert steps(tmp_path) == [8]
-
-
-def test_files_that_are_too_old_are_removed(tmp_path):
-    write(tmp_path, 1, 2, 3)
-    for number, days in ((1, 8.1), (2, 6.9)):
-        then = path_of(tmp_path, number).stat().st_mtime - days * 86400
-        os.utime(path_of(tmp_path, number), (then, then))
-    write(tmp_path, 4, keep_samples_days=7)
-    assert steps(tmp_path) == [2, 3, 4]
+    assert line.startswith("run.keep_samples is 3: step_000001.parquet and every further")
 
 
 def test_after_a_resume_what_was_written_last_outlives_later_steps_that_are_undone(tmp_path):
     write(tmp_path, 1, 2, 3, 4, 5)
-    write(tmp_path, 3, 4, keep_samples=3)
+    write(tmp_path, 3, 4, keep=3)
     assert steps(tmp_path) == [3, 4, 5]
-    write(tmp_path, 5, 6, keep_samples=3)
+    write(tmp_path, 5, 6, keep=3)
     assert steps(tmp_path) == [4, 5, 6]
 
 
 def test_without_limits_everything_is_kept_and_no_other_file_is_ever_removed(tmp_path):
     (tmp_path / "step_best.parquet").touch()
     (tmp_path / "step_000001.csv").touch()
-    write(tmp_path, 1, 2, 3, keep_samples=None, keep_samples_gb=None, keep_samples_days=None)
+    write(tmp_path, 1, 2, 3)
     assert len(files_in(tmp_path)) == 5
-    write(tmp_path, 4, keep_samples=1)
+    write(tmp_path, 4, keep=1)
     assert {path.name for path in files_in(tmp_path)} == {
         "step_000004.parquet", "step_best.parquet", "step_000001.csv",
     }  # fmt: skip
 
 
 def test_a_file_that_somebody_removed_already_is_no_trouble(tmp_path):
-    writer = SampleWriter(tmp_path, RunConfig(keep_samples=1))
+    writer = SampleWriter(tmp_path, 1)
     writer.write(1, [])
     path_of(tmp_path, 1).unlink()
     writer.write(2, [])
@@ -176,7 +156,7 @@ def test_a_file_that_somebody_removed_already_is_no_trouble(tmp_path):
 
 
 def test_the_samples_that_are_left_can_be_shown(group, tmp_path):
-    writer = SampleWriter(tmp_path / "samples", RunConfig(keep_samples=2))
+    writer = SampleWriter(tmp_path / "samples", 2)
     for number in (1, 2, 3):
         writer.write(number, samples(group, number))
     assert search(tmp_path).rows[0]["step"] == 3
@@ -188,12 +168,12 @@ def test_the_samples_that_are_left_can_be_shown(group, tmp_path):
 
 
 def test_a_folder_holds_the_files_of_a_thousand_steps_at_most(tmp_path):
-    write(tmp_path, 1, 999, 1_000, 1_999, 260_017, keep_samples=None, keep_samples_gb=None)
+    write(tmp_path, 1, 999, 1_000, 1_999, 260_017)
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.parquet"))] == [
         "000/step_000001.parquet", "000/step_000999.parquet", "001/step_001000.parquet", "001/step_001999.parquet",
         "260/step_260017.parquet",
     ]  # fmt: skip
-    write(tmp_path, 260_018, keep_samples=2)
+    write(tmp_path, 260_018, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["260"], "a folder goes with its last file"
 
 
@@ -201,9 +181,9 @@ def test_the_folder_of_an_older_release_is_read_and_goes_on(group, tmp_path):
     """It wrote all files into the folder itself."""
     old, run = tmp_path / "samples", tmp_path
     for number in (998, 999, 1_000, 1_001):
-        made = SampleWriter(old, RunConfig()).write(number, samples(group, number))
+        made = SampleWriter(old, None).write(number, samples(group, number))
         made.rename(old / made.name)
-    writer = SampleWriter(old, RunConfig(keep_samples=4))
+    writer = SampleWriter(old, 4)
     writer.write(1_001, samples(group, 1_001)[:1])  # trained again after a resume
     writer.write(1_002, samples(group, 1_002))
     assert list(SampleFiles(old)) == [999, 1_000, 1_001, 1_002] == steps(old)

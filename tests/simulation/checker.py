@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.auto_lag import FLOOR, LEAST
+from asyncgrpo.buffer.buffer import MAX_ATTEMPTS, Buffer, State, group_seed
 from asyncgrpo.buffer.group_health import ISOLATE_AFTER, Quarantine
-from asyncgrpo.buffer.groups import State, group_seed
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.generators.rollout import SEED_STRIDE, Redundancy
 from asyncgrpo.journal.history import History
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.types import Group, Lease, PolicyVersion
@@ -28,9 +27,7 @@ class Violation(Exception):
     """A promise is broken."""
 
 
-ISSUED_AGAIN = {
-    f"dropped_{why}" for why in ("stale", "cancelled", "superseded", "resume", "incompatible", "ahead", "damaged")
-}
+ISSUED_AGAIN = {f"dropped_{why}" for why in ("stale", "cancelled", "superseded", "incompatible", "ahead", "damaged")}
 """Ends of a group that are not the end of its prompt."""
 
 
@@ -81,7 +78,6 @@ class Checker:
         self,
         *,
         config: Config,
-        redundancy: Redundancy,
         rewards_fail: bool,
         killers: set[tuple[int, ...]],
         quarantine: Quarantine,
@@ -100,17 +96,16 @@ class Checker:
         """
         self._seed = config.run.seed
         self._algorithm = config.algorithm
-        self._redundancy = redundancy
         self._rewards_fail, self._brief_outages = rewards_fail, brief_outages
         self._killers = killers
-        self._killer_leases = ISOLATE_AFTER + config.buffer.max_attempts
+        self._killer_leases = ISOLATE_AFTER + MAX_ATTEMPTS
         self._quarantine = quarantine
         self._cut_after_s: dict[str, float] = {}  # by lease, over all lives
         self._vocab_size = vocab_size
         self._num_prompts = num_prompts
         buffer = config.buffer
-        self._policy, self._max_attempts = buffer.policy, buffer.max_attempts
-        self._auto = buffer.auto_lag if buffer.max_lag == "auto" else None
+        self._policy = buffer.policy
+        self._largest = buffer.auto_lag.max if buffer.max_lag == "auto" else None
         self._bounds: dict[str, int] = {}  # on lag, by lease, over all lives
         self._per_step, self._slots = buffer.prompts_per_step, buffer.num_slots
         self._asked_max_lags: set[int] = set()  # told at any time after they were asked for
@@ -138,7 +133,7 @@ class Checker:
             raise Violation(broken)
         for entry in buffer._entries.values():
             self._keep(entry.lease.lease_id, entry.lease.group_id)
-        if self._auto is not None and history is not None:
+        if self._largest is not None and history is not None:
             known = self.promises.bound_in_force(self._weights, history)
             self._require(known in (None, buffer.max_lag), "P26 the bound", f"{buffer.max_lag}, and it was {known}")
         self.counts["recovered"] += len(buffer._entries)
@@ -371,9 +366,7 @@ class Checker:
             f"{prompt.prompt_id} ends generators and is leased {life.grants[prompt_index]} times",
         )
         charged = life.grants[prompt_index] - life.losses[prompt_index]
-        self._require(
-            charged <= self._max_attempts, "P22 attempts", f"{lease_id} is the {charged}th of {self._max_attempts}"
-        )
+        self._require(charged <= MAX_ATTEMPTS, "P22 attempts", f"{lease_id} is the {charged}th of {MAX_ATTEMPTS}")
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -433,38 +426,22 @@ class Checker:
             "P20 completions",
             f"{group.group_id} has {len(sampled)} completions and {num_greedy} greedy ones",
         )
-        discarded, extra = group.discarded, self._redundancy.extra
+        num_censored = group.discarded.censored
         base = group_seed(self._seed, group.prompt_index, group.attempt)
-        places = [divmod(rollout.seed - base, SEED_STRIDE) for rollout in group.rollouts]
-        launched = [index for _, index in places[: len(sampled)]]
-        num_tries = sum(tried for tried, _ in places)
+        launched = [rollout.seed - base for rollout in sampled]
         self._require(
-            len(set(launched)) == len(sampled)
-            and all(0 <= tried <= self._redundancy.retries for tried, _ in places)
-            and all(0 <= index < size + extra for index in launched)
-            and (
-                num_tries == discarded.retried
-                if not extra and not discarded.censored
-                else num_tries <= discarded.retried
-            ),
+            len(set(launched)) == len(sampled) == size - num_censored and all(0 <= index < size for index in launched),
             "P20 completions",
-            f"{group.group_id} has completions of the tries {places}, and says that {discarded.retried} were tried again",
+            f"{group.group_id} has the completions {launched}, and says that {num_censored} were cut",
         )
-        for name in ("retried", "failed", "spare", "censored"):
-            self.counts[f"completions_{name}"] += getattr(discarded, name)
+        self.counts["completions_censored"] += num_censored
         self.counts["groups_short"] += len(sampled) < size
         took_s = sum(group.timings.values())
-        if discarded.censored:
+        if num_censored:
             self._require(
                 took_s >= self._cut_after_s.get(group.lease_id, 0.0) - 1e-6,
                 "P20 completions",
                 f"{group.group_id} was cut after {took_s:.1f} s, before its time",
-            )
-        elif not discarded.failed:
-            self._require(
-                sorted(launched) == list(range(size)),
-                "P20 completions",
-                f"{group.group_id} has the completions {launched}, and says of none that it failed or was cut",
             )
 
     def asked_for(self, max_lag: int) -> None:
@@ -473,17 +450,15 @@ class Checker:
         self._slots = max(self._slots, (max_lag + 1) * self._per_step)
 
     def _bound_changed(self, life: Life, bound: int) -> None:
-        auto = self._auto
         if bound in self._asked_max_lags:
             life.bounds.append(bound)
             self.counts["bound_asked_for"] += 1
             return
-        self._require(auto is not None and auto.min <= bound <= auto.max, "P26 the bound", f"it becomes {bound}")
-        if auto is not None and bound > life.bounds[-1]:
+        largest = self._largest
+        self._require(largest is not None and LEAST <= bound <= largest, "P26 the bound", f"it becomes {bound}")
+        if bound > life.bounds[-1]:
             share = statistics.median(life.shares[-3:])
-            self._require(
-                share >= auto.sample_share, "P26 the bound", f"raised to {bound} at a sample share of {share}"
-            )
+            self._require(share >= FLOOR, "P26 the bound", f"raised to {bound} at a sample share of {share}")
         life.bounds.append(bound)
         life.shares.clear()
         self.counts["bound_raised" if bound > life.bounds[-2] else "bound_lowered"] += 1

@@ -4,7 +4,8 @@ A simulator that finds no planted bug proves nothing; so each promise has a muta
 for as long as a `with` block, and name where the mistake was seen (docs/simulation.md has the table).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,14 @@ import msgspec
 from asyncgrpo.buffer import admission
 from asyncgrpo.buffer.admission import Mask, Policy, Wait, Window
 from asyncgrpo.buffer.auto_lag import AutoLag
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
-from asyncgrpo.buffer.groups import GroupEntry, State
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.data.curriculum import Curriculum
+from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
-from asyncgrpo.generators import rollout
 from asyncgrpo.generators import service as generator_service
-from asyncgrpo.generators.rollout import Launched
+from asyncgrpo.generators.rollout import GroupInFlight, Launched
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker
@@ -101,7 +100,7 @@ def forget_dedup() -> list[Change]:
         max_lag = self.max_lag
         entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest, max_lag)
         self._enter(entry)
-        self._turn(entry, State.READY)
+        self._set_state(entry, State.READY)
         entry.arrived(message, payload)
         self.outcomes["leased"] += 1
         return None
@@ -243,12 +242,11 @@ def stale_for_ever() -> list[Change]:
     give_up = Buffer._give_up
 
     def patient(self: Buffer, entry: GroupEntry, version: int, reason: str) -> None:
-        config = self._config
-        self._config = msgspec.structs.replace(config, max_attempts=10**6)
+        self._max_attempts, limit = 10**6, self._max_attempts
         try:
             give_up(self, entry, version, reason)
         finally:
-            self._config = config
+            self._max_attempts = limit
 
     return [(Buffer, "_give_up", patient)]
 
@@ -356,7 +354,7 @@ def step_trains_all() -> list[Change]:
     def sweeping(self: Buffer, version: PolicyVersion) -> None:
         for entry in self._entries.values():
             if entry.state is State.READY:
-                self._turn(entry, State.TAKEN)
+                self._set_state(entry, State.TAKEN)
         trained(self, version)
 
     return [(Buffer, "trained", sweeping)]
@@ -428,20 +426,20 @@ def version_at_completion() -> list[Change]:
 
 @mutant
 def first_finished() -> list[Change]:
-    """Of the completions launched, the first to finish make the group: the short ones."""
-    choose = rollout.choose
+    """A group is complete as soon as it may be trained: with the short completions."""
+    decided = GroupInFlight._decided
 
-    def quick(launched: Sequence[Launched], wanted: int, *, is_late: bool) -> list[Launched] | None:
-        good = [one for one in launched if one.is_good]
-        return good[:wanted] if len(good) >= wanted else choose(launched, wanted, is_late=is_late)
+    async def quick(self: GroupInFlight) -> list[Launched]:
+        whole = asyncio.ensure_future(decided(self))
+        while not whole.done():
+            done = [one for one in self._launched if one.is_good]
+            if len(done) >= self._min_completions and all(one.score is not None for one in self._baseline):
+                whole.cancel()
+                return done
+            await asyncio.sleep(0.01)
+        return whole.result()
 
-    return [(rollout, "choose", quick)]
-
-
-@mutant
-def retried_with_the_same_seed() -> list[Change]:
-    """A completion that failed is sampled again from the same stream."""
-    return [(rollout, "retry_seed", lambda seed, index, num_retries: seed + index)]
+    return [(GroupInFlight, "_decided", quick)]
 
 
 @mutant

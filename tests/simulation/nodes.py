@@ -109,7 +109,6 @@ class GeneratorHost:
             weights_endpoint="",
             host="",
             keys=None,
-            redundancy=world.redundancy,
         )
         self.task = world.loop.create_task(self.service.run(), name=self.peer)
         self.task.add_done_callback(self._ended)
@@ -187,6 +186,9 @@ class Publisher:
         self._busy: set[str] = set()
         self._newest: PolicyVersion | None = None
         self.cut_until: dict[str, float] = {}
+
+    def expect(self, version: PolicyVersion, scores: list[float]) -> None:
+        """Compare nothing: there is no model to score."""
 
     def join_later(self, host: GeneratorHost) -> None:
         """Its `Join` arrives after a moment, or when the line is whole again."""
@@ -267,6 +269,7 @@ class Trainer:
         self._world = world
         self._rng = rng
         self.snapshot = SimpleNamespace(is_behind=False, close=lambda: None)
+        self.check = SimpleNamespace(score=list)
 
     def step(self, groups: list[Group], version: PolicyVersion) -> SimpleNamespace:
         self._world.checker.trained(groups, version)

@@ -7,8 +7,7 @@ Weights are told apart by their history, not by their name: a step makes a child
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.groups import State
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.journal.format import BatchIssued, BoundChanged, Delivered, JournalRecord, RunStarted
 from asyncgrpo.journal.history import History
@@ -58,13 +57,8 @@ class Kept:
 class Promises:
     """What was acknowledged, and may not be lost."""
 
-    def __init__(self, *, durability: str, keeps: bool) -> None:
-        """
-        Args:
-            keeps: `buffer.after_resume` is `keep`.
-        """
+    def __init__(self, *, durability: str) -> None:
         self._durability = durability
-        self._keeps = keeps
         self._kept: dict[str, Kept] = {}  # acknowledged, by lease id
         self._altered: set[str] = set()  # leases whose record on the disk is another
         self._distrusted = 0  # starts up to this lineage: the record that begins them was altered
@@ -122,7 +116,6 @@ class Promises:
         for group in kept.values():
             if (
                 source.is_done(group.prompt_index)
-                or not self._keeps
                 or group.lineage <= self._distrusted
                 or not all(map(weights.are_there, group.versions))
             ):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncgrpo.buffer import group_health, recovery, sessions
+from asyncgrpo.buffer import fleet, group_health, recovery
 from asyncgrpo.buffer import service as buffer_service
-from asyncgrpo.buffer.totals import Gauges
+from asyncgrpo.buffer.service import Gauges
 from asyncgrpo.generators import service as generator_service
 from asyncgrpo.journal import history, log
 from asyncgrpo.learner import ranks
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 SCALED = ((generator_service, "HEARTBEAT_S", 2.0), (generator_service, "RESEND_AFTER_S", 6.0),
-          (sessions, "QUIET_AFTER_S", 4.0), (buffer_service, "SILENT_AFTER_S", 15.0),
+          (fleet, "QUIET_AFTER_S", 4.0), (buffer_service, "SILENT_AFTER_S", 15.0),
           (buffer_service, "WAITING_EVERY_S", 5.0),
           (breaker, "HOLD_S", 10.0), (breaker, "LAST_PROBE_S", 10.0),
           (group_health, "SHORTEST_S", 2.0), (group_health, "MIN_GROUPS", 3))  # fmt: skip

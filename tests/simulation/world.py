@@ -25,14 +25,12 @@ from asyncgrpo.config.schema import (
     GeneratorConfig,
     ModelConfig,
     RunConfig,
-    WeightsConfig,
 )
-from asyncgrpo.data.curriculum import Curriculum
+from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.engines.fake import InjectedFault
 from asyncgrpo.errors import AsyncGRPOError, StalledError
-from asyncgrpo.generators.rollout import Redundancy
 from asyncgrpo.journal.format import FORMAT, RunStarted
 from asyncgrpo.journal.history import read_history
 from asyncgrpo.journal.log import Journal
@@ -127,19 +125,16 @@ class World:
                 policy=self.policy,  # type: ignore[arg-type]
                 admission=self.admission,  # type: ignore[arg-type]
                 lease_timeout_s=rng.choice((8.0, 20.0, 40.0)),
-                max_attempts=rng.randint(2, 5),
                 durability=rng.choice(DURABILITIES),
-                after_resume=rng.choice(("keep", "keep", "drop")),
             ),
             generators=GeneratorConfig(engine="fake", count=rng.randint(1, 3)),
-            weights=WeightsConfig(check_every=0),
         )
         self.of_completions = draw_of_completions(seed) if of_completions is None else of_completions
         self._outage_calls: Counter[tuple[float, str]] = Counter()
         self.outages = draw_of_rewards(seed, self.faults.until_s) if outages is None else outages
         self.commands = draw_of_commands(seed, self.faults.until_s)
         self._steer = Steer()
-        self.redundancy, self.config = self._redundancy()
+        self.config = self._with_failures()
         poisoned = rng.randrange(count) if rng.random() < 0.2 else None
         self._prompts = tuple(
             Prompt(prompt_id=f"train/{i}", token_ids=_token_ids(i), info={"poison": i == poisoned})
@@ -156,7 +151,6 @@ class World:
         """Outlives every end of the run, as its file does."""
         self.checker = Checker(
             config=self.config,
-            redundancy=self.redundancy,
             brief_outages=lambda: sum(count < STREAK for count in self._outage_calls.values()),
             rewards_fail="bad_reward" in self.faults.kinds or "answer_aborts" in self.of_completions,
             killers=self.killers,
@@ -164,9 +158,7 @@ class World:
             vocab_size=VOCABULARY,
             num_prompts=self.num_prompts,
             windows=max([self.window, *(c.number for c in self.commands if c.what == "window")]),
-            promises=Promises(
-                durability=self.config.buffer.durability, keeps=self.config.buffer.after_resume == "keep"
-            ),
+            promises=Promises(durability=self.config.buffer.durability),
         )
         self._orders: Path | None = None
         """Where rounds of prompts are decided; three seeds of seven have a curriculum."""
@@ -181,11 +173,11 @@ class World:
         self._all_hosts: list[GeneratorHost] = []
         self._service: BufferService | None = None
 
-    def _redundancy(self) -> tuple[Redundancy, Config]:
-        """Where completions fail or hang, the run is set up for it in one of several ways; else as it is by default."""
+    def _with_failures(self) -> Config:
+        """Return the settings: where completions fail or hang, with one of several ways to tolerate it."""
         config, rng = self.config, random.Random(f"redundancy {self.seed}")
         if not self.of_completions:
-            return Redundancy(), config
+            return config
         size = rng.randint(2, 4)
         algorithm = msgspec.structs.replace(
             config.algorithm,
@@ -194,8 +186,7 @@ class World:
             advantage=rng.choice(("grpo", "remax")),
         )
         buffer = msgspec.structs.replace(config.buffer, straggler_factor=rng.choice((0.0, 1.5, 3.0)))
-        redundancy = Redundancy(retries=rng.choice((0, 1, 3)), extra=rng.choice((0, 1, 3)))
-        return redundancy, msgspec.structs.replace(config, algorithm=algorithm, buffer=buffer)
+        return msgspec.structs.replace(config, algorithm=algorithm, buffer=buffer)
 
     @property
     def now(self) -> float:
@@ -588,7 +579,7 @@ class World:
 
 def _auto_lag(seed: int) -> AutoLagConfig:
     rng = random.Random(f"auto {seed}")
-    return AutoLagConfig(min=rng.choice((0, 0, 1)), max=rng.choice((2, 4, 8)))
+    return AutoLagConfig(max=rng.choice((2, 4, 8)))
 
 
 def _token_ids(index: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from asyncgrpo.journal.format import BatchIssued, Committed
 from asyncgrpo.journal.history import read_history, repair
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
-from asyncgrpo.tools.timeline import read_timeline
+from asyncgrpo.tools.replay import read_timeline
 from asyncgrpo.types import PolicyVersion
 from tests.journal.journals import began, delivered, group
 
@@ -202,8 +202,8 @@ def of_another_release(run: FakeRun) -> None:
     ("prepare", "sentence"),
     [
         (lambda run: None, "has no journal"),
-        (untrained, "no step that could be trained again"),
-        (without_manifest, "does not say what step 2 was given"),
+        (untrained, "no step to train again"),
+        (without_manifest, "has no manifest of step 2"),
         (handed_twice, "two manifests of step 2"),
         (never_delivered, r"step 1 cannot be trained again: its group 1\.7\.0"),
         (of_an_older_release, "older release"),
@@ -243,7 +243,7 @@ def test_a_body_that_is_damaged_is_said_at_its_step(run: FakeRun):
     [
         (
             ["--with", "sampling.temperature=0.5"],
-            "cannot change sampling.temperature: the completions were sampled under it",
+            "cannot change sampling.temperature: the completions were sampled with it",
         ),
         (["--with", "learner.lr=fast"], "learner.lr must be a number"),
         (["--with", "nonsense"], "not of the form key=value"),

@@ -15,7 +15,7 @@ from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.check import BOUNDS, CheckSequences, GapLimit, SyncCheck, SyncGap, is_checked
+from asyncgrpo.weights.check import BOUNDS, CheckSequences, GapLimit, SyncCheck, SyncGap
 from asyncgrpo.weights.files import disk_tensors
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.weights.publisher import Publisher
@@ -62,7 +62,7 @@ class Plane:
             world=1,
             device="cpu",
         )
-        check = SyncCheck(self.learner.check.sequences, every=1, limit=GapLimit(dtype))
+        check = SyncCheck(self.learner.check.sequences, GapLimit(dtype))
         self.publisher = Publisher(
             WeightsConfig(), maps=True, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None
         )
@@ -266,7 +266,7 @@ def test_what_is_no_number_is_infinitely_far():
 
 
 def test_the_first_gap_is_awaited_as_long_as_kernels_compile_and_later_ones_are_not(monkeypatch: pytest.MonkeyPatch):
-    check = SyncCheck(CheckSequences.draw(260, 64), every=1, limit=GapLimit("float32"))
+    check = SyncCheck(CheckSequences.draw(260, 64), GapLimit("float32"))
     now = iter((60.0, 130.0, 60.0))
     monkeypatch.setattr("asyncgrpo.weights.check.time.monotonic", lambda: next(now))
     version = PolicyVersion(1, 0)
@@ -281,11 +281,3 @@ def test_the_first_gap_sets_the_limit_within_the_bounds_of_the_dtype():
         limit.find(SyncGap(first, first))
         limit.find(SyncGap(7.0, 7.0))
         assert limit.nats == pytest.approx(expected)
-    given = GapLimit("float32", 0.3)
-    given.find(SyncGap(1e-9, 1e-9))
-    assert given.nats == 0.3
-
-
-def test_every_nth_version_is_checked():
-    assert [n for n in range(7) if is_checked(PolicyVersion(2, n), 3)] == [0, 3, 6]
-    assert not is_checked(PolicyVersion(2, 0), 0)

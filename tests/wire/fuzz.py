@@ -23,9 +23,8 @@ import msgspec
 import numpy as np
 
 from asyncgrpo import metrics
-from asyncgrpo.buffer.buffer import Buffer
+from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.groups import State
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig, WeightsConfig
 from asyncgrpo.data.prompts import PromptSource
@@ -118,12 +117,13 @@ class Plane:
         prompts = tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1, 7), answer=[1]) for i in range(50))
         self.buffer = Buffer(
             # Malformed completions count against their prompts, which would all be in quarantine after some 100,000 frames.
-            BufferConfig(prompts_per_step=PER_STEP, max_lag=MAX_LAG, lease_timeout_s=4.0, max_attempts=10**6),
+            BufferConfig(prompts_per_step=PER_STEP, max_lag=MAX_LAG, lease_timeout_s=4.0),
             AlgorithmConfig(group_size=GROUP_SIZE),
             PromptSource(prompts, seed=seed, shuffle=True, epochs=None),
             Sampling(),
             seed=seed,
             lineage=1,
+            max_attempts=10**6,
         )
         evaluations = Evaluations(prompts[:2], Sampling(), seed, 30.0)
         self.service = BufferService(self.net, self.buffer, evaluations, VOCABULARY)  # type: ignore[arg-type]
@@ -303,7 +303,7 @@ class Readers:
             Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"), Welcome(protocol=1),
         ]  # fmt: skip
         self._to_receiver: list[Message] = [
-            WeightsLayout(tensors=_LAYOUT, check=((1, 2, 3),), check_start=1, check_every=1),
+            WeightsLayout(tensors=_LAYOUT, check=((1, 2, 3),), check_start=1),
             Offer(version=version, digest="d", file="f", slot=1, writes=2),
             Offer(version=version, digest="d", group_number=1, piece_bytes=64),
             Offer(version=version, digest="d", transfer=1, delta_bytes=(10, 20)), DeltaPart(transfer=1, start=0),

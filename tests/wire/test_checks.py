@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncgrpo import metrics
-from asyncgrpo.buffer.groups import State
+from asyncgrpo.buffer.buffer import State
 from asyncgrpo.errors import RefusedError, WireError
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, VersionSpan
 from asyncgrpo.wire import PROTOCOL, Message, codec
@@ -160,7 +160,7 @@ def test_weights_that_do_not_exist_yet_are_refused():
     """The version after the one that the learner named last may sample before the buffer hears of it."""
     message, _ = pack_group(make_group())  # of versions 4 and 5
     check_lease(message, LEASE, PolicyVersion(1, 4))
-    with pytest.raises(RefusedError, match=r"1\.5 do not exist yet, the newest are 1\.3") as error:
+    with pytest.raises(RefusedError, match=r"1\.5 do not exist yet; the newest are 1\.3") as error:
         check_lease(message, LEASE, PolicyVersion(1, 3))
     assert error.value.reason == "version"
 
@@ -200,7 +200,7 @@ def test_a_header_is_measured_before_it_is_decoded(monkeypatch):
 
 def test_a_message_that_nobody_would_read_is_not_sent():
     for message, payload in ((Saved(step=1), b"x"), (Trained(version=v(1)), b"x"), (long_register(), b"")):
-        with pytest.raises(WireError, match="are read"):
+        with pytest.raises(WireError, match="the limits are"):
             encode(message, payload)
 
 

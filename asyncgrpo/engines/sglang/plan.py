@@ -1,9 +1,8 @@
-"""Which elements of which published tensor each parameter of an SGLang model holds, found out by the model's own loader.
+"""The plan of an SGLang model: which elements of which published tensor each parameter holds, traced in its own loader.
 
-`load_weights` is run once with tensors that have no elements (`Source`). What a loader takes of one is a view, whose place in
-the published tensor its strides tell. A copy of a view into a parameter is noted as a `Part`, and not made. So nothing is
-read and nothing is written, whatever the size of the model. They are tensors and no mode of torch, because some loaders
-copy in threads of their own.
+`load_weights` runs once with tensors that have no elements (`Source`). A slice of one is a view whose strides give its place in
+the published tensor. A copy of a view into a parameter is recorded as a `Part` and not executed, so no weight is read or
+written. They are tensor subclasses and not a torch mode, because some loaders copy in threads of their own.
 """
 
 import threading
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 Shape = tuple[int, ...]
 Published = tuple[str, str, Shape]
-"""A published tensor: its name, its dtype and its shape."""
+"""Name, dtype and shape of a published tensor."""
 
 _SAME_ELEMENTS = frozenset({"aten.detach", "aten.alias", "aten.lift_fresh", "aten.clone", "aten._to_copy"})
 
@@ -32,38 +31,38 @@ class Box:
     size: Shape
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Its elements."""
+        """Return its elements."""
         return tensor[tuple(slice(first, first + length) for first, length in zip(self.start, self.size, strict=True))]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of a parameter that are a box of a published tensor."""
+    """Elements of a parameter that hold a box of a published tensor."""
 
     box: Box
     parameter: str
     offset: int
-    """Of the first element in the memory of the parameter, in elements."""
+    """Offset of the first element in the parameter's memory, elements."""
     strides: Shape
-    """Of the parameter along each dimension of the box, in elements."""
+    """Strides in the parameter along each dimension of the box, elements."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Its elements, in the shape of the box."""
+        """Return its elements in the shape of the box."""
         return parameter.detach().as_strided(self.box.size, self.strides, self.offset)
 
 
 class Untraceable(Exception):
-    """A loader does something with a tensor that needs its elements, or what it takes is no rectangle."""
+    """The loader needs elements of a tensor, or takes a selection that is not a rectangle."""
 
 
 def trace(model: nn.Module, published: Iterable[Published]) -> tuple[list[Part], dict[str, str]]:
-    """Return of what the parameters of a model are made, and the tensors that cannot be followed, each with the reason."""
+    """Return the parts of a model's parameters, and the tensors that cannot be traced with the reason of each."""
     infos = list(published)
     tracer = _Tracer(model)
     with torch.no_grad():
         try:
             tracer.load(infos)
-        except Exception:  # one by one, to find those that cannot be followed
+        except Exception:  # one by one, to find those that cannot be traced
             return _trace_each(model, infos)
     return tracer.parts, {}
 
@@ -81,16 +80,16 @@ def _trace_each(model: nn.Module, infos: list[Published]) -> tuple[list[Part], d
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a model, by name."""
+    """Return the parameters and buffers of a model by name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
 Left = dict[str, Tensor | None]
-"""By parameter, the elements of which no part says anything: their places [n] in it, flattened; None: all of them."""
+"""Elements outside all parts, by parameter: flat indices [n]; None: all elements."""
 
 
 def left_by(model: nn.Module, parts: Iterable[Part]) -> Left:
-    """Find the elements of which no part says anything. Only parameters and buffers that have some are in the result."""
+    """Return the elements outside all parts, of parameters and buffers that have any."""
     by_parameter: dict[str, list[Part]] = {}
     for part in parts:
         by_parameter.setdefault(part.parameter, []).append(part)
@@ -108,7 +107,7 @@ def left_by(model: nn.Module, parts: Iterable[Part]) -> Left:
 
 
 def rest(model: nn.Module, left: Left) -> dict[str, Tensor]:
-    """The elements of `left`, [n]."""
+    """Return the elements of `left`, [n] per parameter."""
     flat = {name: p.detach().reshape(-1) for name, p in state(model).items() if name in left}
     return {name: flat[name] if places is None else flat[name][places] for name, places in left.items()}
 

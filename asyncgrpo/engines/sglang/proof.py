@@ -1,10 +1,10 @@
-"""Whether an SGLang model holds the weights that were sent last: every element of it, in every later version.
+"""Proof that an SGLang model holds the weights that were sent last, element by element.
 
-Each scheduler says once which boxes of the published tensors its parameters are made of (`plan.py`). From then on its checksum
-has a digest of each box, of the live parameter, and the generator compares it with that of the tensor that it sent, rounded to
-the parameter's dtype. What no box says anything of is compared between engines only: padding, scales, what a loader computes.
-A parameter that holds other numbers there does not follow the weights, and neither does a box that the first weights leave
-as it was.
+Each scheduler reports once which boxes of the published tensors its parameters consist of (`plan.py`). From then on its
+checksum has a digest of each box of the live parameters. The generator compares it with the digest of the sent tensor, rounded
+to the parameter's dtype. Elements outside all boxes (padding, scales, values that a loader computes) are compared between
+engines only. A parameter with non-constant elements there does not follow the weights, nor does a box that the first weights
+leave unchanged.
 """
 
 import json
@@ -22,48 +22,49 @@ Given = Sequence[tuple[str, Tensor]]
 """Published tensors by their names on disk."""
 
 PLAN = "plan "
-"""In front of the published tensors as JSON: asks a scheduler of what its parameters are made."""
+"""Prefix of a request for the plan; the published tensors follow as JSON."""
 MAX_NAMES = 20
+"""Names in a log line."""
 
 
 # -- in a scheduler ----------------------------------------------------------------------------------------------------
 
 
 class Held:
-    """What one scheduler holds. Its replies are texts by name, as those of SGLang's checksums."""
+    """The parameters of one scheduler. Its replies are texts by name, as those of SGLang's checksums."""
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
         self._left: Left | None = None
-        """What is in no part; None: nobody has looked yet."""
+        """Elements outside all parts; None until computed."""
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def plan(self, model: nn.Module, asked: str) -> dict[str, str]:
-        """Find out of what the parameters are made."""
+        """Trace the loader. Returns the parts, untraced tensors, and parameters with other elements, as JSON."""
         published: list[Published] = [(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(asked)]
         self._shapes = {name: shape for name, _, shape in published}
         self._parts, untraced = trace(model, published)
         self._left = left_by(model, self._parts)
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state(model).items()}
         made = [[*_plain(part.box), part.parameter, dtypes[part.parameter]] for part in self._parts]
-        parameters = {name for name, _ in model.named_parameters()}  # what no tensor is written to may be a buffer
-        looked_at = {name: places for name, places in self._left.items() if name in parameters}
-        others = [name for name, values in rest(model, looked_at).items() if not _is_constant(values)]
+        parameters = {name for name, _ in model.named_parameters()}  # buffers may stay unwritten
+        left = {name: places for name, places in self._left.items() if name in parameters}
+        others = [name for name, values in rest(model, left).items() if not _is_constant(values)]
         return {"parts": json.dumps(made), "untraced": json.dumps(untraced), "others": json.dumps(others)}
 
     def checksum(self, model: nn.Module, skipped: Iterable[str]) -> dict[str, str]:
-        """A digest of each part, and of the elements of each parameter and buffer that are in none."""
+        """Return a digest of each part, and of the elements of each parameter and buffer outside all parts."""
         tensors, leave_out = state(model), set(skipped)
-        said = {}
+        digests = {}
         for number, part in enumerate(self._parts):
             box = part.box
             values = part.of(tensors[part.parameter])
-            said[str(number)] = f"{box_digest(values, box.tensor, self._shapes[box.tensor], box.start):016x}"
+            digests[str(number)] = f"{box_digest(values, box.tensor, self._shapes[box.tensor], box.start):016x}"
         if self._left is None:
             self._left = left_by(model, [])
         for name, values in rest(model, {n: at for n, at in self._left.items() if n not in leave_out}).items():
-            said[name] = f"{box_digest(values, name, (len(values),), (0,)):016x}"
-        return said
+            digests[name] = f"{box_digest(values, name, (len(values),), (0,)):016x}"
+        return digests
 
 
 def _plain(box: Box) -> tuple[Any, ...]:
@@ -71,7 +72,7 @@ def _plain(box: Box) -> tuple[Any, ...]:
 
 
 def _is_constant(values: Tensor) -> bool:
-    """True of padding and of scales that no checkpoint has."""
+    """True for padding, and for scales that no checkpoint has."""
     return bool((values == values[0]).all())
 
 
@@ -79,32 +80,32 @@ def _is_constant(values: Tensor) -> bool:
 
 
 def question(given: Given) -> str:
-    """What asks a scheduler for its plan."""
+    """Return the request for a scheduler's plan."""
     return PLAN + json.dumps([[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in given])
 
 
 class _Kind(NamedTuple):
-    """A box in the dtype of a parameter: what is digested once, wherever it lies."""
+    """A box in the dtype of a parameter. It is digested once, for all its copies."""
 
     box: Box
     dtype: torch.dtype
 
 
 class Proof:
-    """The boxes of which the parameters of one engine are made, and the digests of what it was sent last."""
+    """The boxes of one engine's parameters, and the digests of the weights that it was sent last."""
 
     def __init__(self, given: Given, ranks: Sequence[Mapping[str, str]]) -> None:
         """
         Args:
-            given: the first weights, which are not sent yet.
-            ranks: what each scheduler said to `question`.
+            given: the first weights, before they are sent.
+            ranks: reply of each scheduler to `question`.
         """
         self._made: list[dict[str, tuple[str, _Kind]]] = []
-        """By scheduler and number: a parameter, and what a part of it is."""
+        """By scheduler and number of the part: the parameter, and the box."""
         self.untraced: dict[str, str] = {}
-        """Tensors that could not be followed, with the reason."""
+        """Tensors that could not be traced, with the reason."""
         self.do_not_follow: list[str] = []
-        """Parameters with elements that no tensor is written to."""
+        """Parameters with elements that no published tensor writes."""
         for rank in ranks:
             parts = json.loads(rank["parts"])
             self.untraced |= json.loads(rank["untraced"])
@@ -115,17 +116,17 @@ class Proof:
                     for number, (tensor, start, size, parameter, dtype) in enumerate(parts)
                 }
             )
-        if self.untraced:  # what they are written to is not known
+        if self.untraced:  # they may write these elements
             self.do_not_follow = []
         used = {kind.box.tensor for made in self._made for _, kind in made.values()}
         self.nowhere = {name for name, _ in given} - used - self.untraced.keys()
-        """Tensors of which no parameter has anything."""
+        """Published tensors that no parameter uses."""
         self.left_out: list[str] = []
-        """Parameters that a loader changes after it has written them."""
+        """Parameters that the loader changes after the copy."""
         self._digests: dict[_Kind, int] = {}
 
     def published(self, given: Iterable[tuple[str, Tensor]]) -> None:
-        """Note the digests of the tensors that were written. Reads all of them."""
+        """Compute the digests of the tensors that were sent. Reads all of them."""
         boxes: dict[str, set[_Kind]] = {}
         for made in self._made:
             for _, kind in made.values():
@@ -140,19 +141,19 @@ class Proof:
         self._digests = dict(spread(work, wanted))
 
     def differing(self, ranks: Sequence[Mapping[str, str]]) -> list[str]:
-        """The parameters that are not made of the tensors that were sent last.
+        """Return the parameters that differ from the tensors that were sent last.
 
         Args:
-            ranks: the checksum of each scheduler.
+            ranks: checksum of each scheduler.
         """
         found = [name for name, _, _ in self._wrong(ranks)]
         return list(dict.fromkeys(found))
 
     def rely_on_what_follows(self, before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> None:
-        """Compare the first weights. What has changed into something else is computed by the loader, and left out from now on.
+        """Compare the first weights. Boxes that changed to other values are computed by the loader and left out from now on.
 
         Args:
-            before, after: the checksums of each scheduler around the first weights.
+            before, after: checksums of each scheduler around the first weights.
         """
         for name, rank, number in list(self._wrong(after)):
             if before[rank].get(number) == after[rank].get(number):
@@ -168,7 +169,7 @@ class Proof:
                     yield name, rank, number
 
     def summary(self) -> str:
-        """A line for the log: what is proved from now on."""
+        """Return a log line: the parameters that are proved from now on."""
         proved = {name for made in self._made for name, _ in made.values()}
         line = f"each version is proved in {len(proved)} parameters of the model"
         line += f", not in {listed(self.left_out)}, which the loader changes" if self.left_out else ""

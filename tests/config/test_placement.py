@@ -1,4 +1,4 @@
-"""What does not fit is refused with what would, and what nobody wrote is chosen so that it fits."""
+"""What does not fit is refused with the nearest settings that do, and open settings are chosen so that the run fits."""
 
 import itertools
 from dataclasses import replace
@@ -7,18 +7,6 @@ import pytest
 
 from asyncgrpo.config import memory
 from asyncgrpo.config.explain import sizes_in_words
-from asyncgrpo.config.fit import (
-    COMFORTABLE,
-    as_json,
-    changed,
-    choose,
-    estimate,
-    keeps_activations,
-    refuse,
-    refuse_host,
-    report,
-    share_one_gpu,
-)
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import (
     GIB,
@@ -29,16 +17,27 @@ from asyncgrpo.config.memory import (
     learner_rank,
     learner_tensors,
 )
+from asyncgrpo.config.model_size import PUBLISHED, ModelSize, size_of
+from asyncgrpo.config.placement import (
+    COMFORTABLE,
+    changed,
+    choose,
+    estimate,
+    keeps_activations,
+    refuse,
+    refuse_host,
+    report,
+    share_one_gpu,
+)
 from asyncgrpo.config.schema import Config
-from asyncgrpo.config.shapes import PUBLISHED, ModelShape, shape_of
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.host import Host
 from asyncgrpo.learner import head, optimizer
 from benchmarks import memory_table
 
 
-def shape(name: str) -> ModelShape:
-    return shape_of(PUBLISHED[name])
+def size(name: str) -> ModelSize:
+    return size_of(PUBLISHED[name])
 
 
 def run(*overrides: str, gb: float | None = 80) -> Config:
@@ -47,14 +46,14 @@ def run(*overrides: str, gb: float | None = 80) -> Config:
 
 
 def parts(name: str, *overrides: str) -> dict[str, int]:
-    return learner_rank(shape(name), run(*overrides)).parts
+    return learner_rank(size(name), run(*overrides)).parts
 
 
 # -- what a rank holds -------------------------------------------------------------------------------------------------
 
 
 def test_full_training_takes_16_bytes_a_parameter_divided_by_the_ranks():
-    numbers = shape("Qwen3-8B").parameters
+    numbers = size("Qwen3-8B").parameters
     held = parts("Qwen3-8B", "learner.ranks=4")
     assert 4 * held["weights"] == pytest.approx(4 * numbers, rel=1e-6)
     assert 4 * held["gradients"] == pytest.approx(4 * numbers, rel=1e-6)
@@ -63,9 +62,9 @@ def test_full_training_takes_16_bytes_a_parameter_divided_by_the_ranks():
 
 def test_adapters_leave_the_base_in_its_dtype_and_without_gradients():
     held = parts("Qwen3-8B", "model.lora.rank=32")
-    assert held["weights"] == 2 * shape("Qwen3-8B").parameters + 4 * shape("Qwen3-8B").adapter_parameters(32)
-    assert held["gradients"] == 4 * shape("Qwen3-8B").adapter_parameters(32)
-    wide = shape_of(PUBLISHED["Qwen3-8B"] | {"dtype": "float32"})
+    assert held["weights"] == 2 * size("Qwen3-8B").parameters + 4 * size("Qwen3-8B").adapter_parameters(32)
+    assert held["gradients"] == 4 * size("Qwen3-8B").adapter_parameters(32)
+    wide = size_of(PUBLISHED["Qwen3-8B"] | {"dtype": "float32"})
     assert learner_rank(wide, run("model.lora.rank=32")).parts["weights"] > 1.9 * held["weights"], (
         "files of float32 stay"
     )
@@ -73,7 +72,7 @@ def test_adapters_leave_the_base_in_its_dtype_and_without_gradients():
 
 def test_moments_off_the_gpu_are_on_the_host():
     there, off = run("learner.ranks=4"), run("learner.ranks=4", "learner.offload_optimizer=true")
-    model = shape("Qwen3-8B")
+    model = size("Qwen3-8B")
     assert "moments" not in learner_tensors(model, off).parts
     assert fullest_host(model, off).parts["moments"] == 8 * model.parameters
     assert "moments" not in fullest_host(model, there).parts
@@ -85,10 +84,10 @@ def test_moments_off_the_gpu_are_on_the_host():
 )
 def test_activations_are_kept_where_the_card_has_room_for_them(model, gb, keeps):
     config = run("learner.ranks=4", gb=gb)
-    assert keeps_activations(shape(model), config, Card.of(config)) is keeps
+    assert keeps_activations(size(model), config, Card.of(config)) is keeps
     explicit = changed(config, {"learner.activation_checkpointing": keeps})
-    held, other = estimate(shape(model), config, Card.of(config)), estimate(shape(model), explicit, Card.of(config))
-    assert learner_rank(shape(model), explicit).parts == other.learner.parts, "what is written counts"
+    held, other = estimate(size(model), config, Card.of(config)), estimate(size(model), explicit, Card.of(config))
+    assert learner_rank(size(model), explicit).parts == other.learner.parts, "what is written counts"
     assert (held.learner.parts["activations"] > other.learner.parts["activations"]) is keeps
     assert held.learner.total <= Card.of(config).num_bytes
 
@@ -108,14 +107,14 @@ def test_a_setting_moves_its_part(override, part):
 
 
 def test_a_checkpoint_is_copied_to_the_host_and_its_export_to_rank_0():
-    model, config = shape("Qwen3-8B"), run("learner.ranks=4")
+    model, config = size("Qwen3-8B"), run("learner.ranks=4")
     assert fullest_host(model, config).parts["checkpoint"] == (12 + 2) * model.parameters
     adapters = 12 * model.adapter_parameters(32) + 2 * model.parameters
     assert fullest_host(model, run("model.lora.rank=32")).parts["checkpoint"] == adapters
 
 
 def test_the_reference_is_on_the_host_unless_it_is_to_stay():
-    model, kl = shape("Qwen3-8B"), "algorithm.kl_coef=0.1"
+    model, kl = size("Qwen3-8B"), "algorithm.kl_coef=0.1"
     away, here = run("learner.ranks=4", kl), run("learner.ranks=4", kl, "learner.offload_reference=false")
     assert fullest_host(model, away).parts["reference"] == 2 * model.parameters
     assert learner_rank(model, here).parts["reference"] - learner_rank(model, away).parts["reference"] == (
@@ -127,7 +126,7 @@ def test_the_reference_is_on_the_host_unless_it_is_to_stay():
 
 
 def test_the_kv_cache_is_what_the_weights_leave():
-    model, config = shape("Qwen3-8B"), run("generators.memory_fraction=0.5")
+    model, config = size("Qwen3-8B"), run("generators.memory_fraction=0.5")
     fit = engine_gpu(model, config, Card(80 * GIB, "found"))
     assert fit.gpu.parts["weights"] == 2 * model.parameters
     assert fit.gpu.total == 80 * GIB
@@ -155,7 +154,7 @@ def test_the_constants_are_those_of_the_learner():
 def refusal(name: str, *overrides: str, gb: float = 80) -> str:
     config = run(*overrides, gb=gb)
     with pytest.raises(ConfigError) as error:
-        refuse(shape(name), config, Card.of(config))
+        refuse(size(name), config, Card.of(config))
     return str(error.value)
 
 
@@ -166,14 +165,14 @@ def test_a_rank_that_does_not_fit_is_refused_with_what_would():
     assert len(offered) > 1
     for choice in offered:
         config = run("learner.ranks=2", "learner.tokens_per_microbatch=65536", *choice)
-        refuse(shape("Qwen3-8B"), config, Card.of(config))
+        assert learner_rank(size("Qwen3-8B"), config).total <= COMFORTABLE * Card.of(config).num_bytes
 
 
 def test_an_engine_without_room_for_one_completion_is_refused():
     said = refusal("Qwen3-32B", "learner.ranks=48", gb=66)
     assert "too little for one completion of 1,536 tokens" in said
     config = run("learner.ranks=48", *said.partition("it fits with ")[2].split(" or with ")[0].split(), gb=66)
-    refuse(shape("Qwen3-32B"), config, Card.of(config))
+    refuse(size("Qwen3-32B"), config, Card.of(config))
     assert "generators.gpus_each=" in said
 
 
@@ -181,27 +180,33 @@ def test_what_fits_in_no_way_says_so():
     assert refusal("Llama-3.1-70B", gb=8).endswith("use larger GPUs or a smaller model")
 
 
-def test_a_shared_gpu_is_refused_where_only_one_of_the_two_fits():
-    said = refusal("Qwen3-8B", "model.lora.rank=8", "cluster.share_gpu=true", "generators.memory_fraction=0.8")
-    assert "do not fit one GPU together" in said
+@pytest.mark.parametrize(("name", "rank", "gb"), [("Qwen3-8B", 8, 80), ("Qwen2.5-3B", 8, 24), ("Qwen3-8B", 0, 80)])
+def test_a_shared_gpu_is_refused_where_only_one_of_the_two_fits(name, rank, gb):
+    settings = [f"model.lora.rank={rank}", "cluster.share_gpu=true", "generators.count=1", "learner.ranks=1"]
+    settings.append("generators.memory_fraction=0.8")
+    error = refusal(name, *settings, gb=gb)
+    assert ("do not fit one GPU of" in error) == (rank > 0)
+    for offered in error.partition("it fits with ")[2].split(" or with "):
+        config = run(*settings, *offered.split(), gb=gb)
+        refuse(size(name), config, Card.of(config))
 
 
 def test_an_assumed_card_refuses_nothing():
     config = run(gb=None)
-    refuse(shape("Llama-3.1-70B"), config, Card.of(config))
+    refuse(size("Llama-3.1-70B"), config, Card.of(config))
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
-def fits(model: ModelShape, config: Config, card: Card) -> bool:
+def fits(model: ModelSize, config: Config, card: Card) -> bool:
     """The learner with some room, and an engine with room for a group."""
     held = engine_gpu(model, config, card)
     rank = learner_rank(model, config).total
     return rank <= COMFORTABLE * card.num_bytes and held.completions >= config.algorithm.group_size
 
 
-def any_fits(model: ModelShape, config: Config, card: Card, n_gpus: int) -> bool:
+def any_fits(model: ModelSize, config: Config, card: Card, n_gpus: int) -> bool:
     for each, offload, tokens in itertools.product((1, 2, 4, 8), (False, True), (16384, 8192, 4096)):
         if each < n_gpus and model.heads % each == 0:
             most = {"generators.gpus_each": each, "generators.count": 1, "learner.ranks": n_gpus - each}
@@ -215,7 +220,7 @@ def any_fits(model: ModelShape, config: Config, card: Card, n_gpus: int) -> bool
 @pytest.mark.parametrize("rank", [0, 32])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_split_fits_where_any_fits(name, rank, gb):
-    model, config = shape(name), run(f"model.lora.rank={rank}", gb=gb)
+    model, config = size(name), run(f"model.lora.rank={rank}", gb=gb)
     card = Card.of(config)
     for n_gpus in (2, 3, 4, 6, 8, 16, 24, 64):
         chosen = choose(model, config, card, n_gpus, {})
@@ -231,12 +236,12 @@ def test_the_split_fits_where_any_fits(name, rank, gb):
 )  # fmt: skip
 def test_half_is_the_generators_unless_memory_says_otherwise(name, n_gpus, split):
     config = run()
-    chosen = choose(shape(name), config, Card.of(config), n_gpus, {})
+    chosen = choose(size(name), config, Card.of(config), n_gpus, {})
     assert tuple(chosen[f"{key}"] for key in ("generators.count", "generators.gpus_each", "learner.ranks")) == split
 
 
 def test_all_weights_of_32b_are_trained_on_8_gpus_of_80_gb():
-    model, config = shape("Qwen3-32B"), run()
+    model, config = size("Qwen3-32B"), run()
     card = Card.of(config)
     chosen = choose(model, config, card, 8, {})
     assert chosen["learner.offload_optimizer"] is True
@@ -246,14 +251,14 @@ def test_all_weights_of_32b_are_trained_on_8_gpus_of_80_gb():
 def test_what_was_decided_is_kept():
     config = run("learner.tokens_per_microbatch=8192")
     decided = {"learner.ranks": 2, "learner.offload_optimizer": False, "learner.tokens_per_microbatch": 8192}
-    chosen = choose(shape("Qwen3-14B"), config, Card.of(config), 8, decided)
+    chosen = choose(size("Qwen3-14B"), config, Card.of(config), 8, decided)
     assert chosen["learner.ranks"] == 2 and chosen["generators.count"] * chosen["generators.gpus_each"] == 6
     assert "learner.offload_optimizer" not in chosen and "learner.tokens_per_microbatch" not in chosen
 
 
 @pytest.mark.parametrize(("name", "rank"), [("Qwen3-0.6B", 0), ("Qwen2.5-3B", 32)])
 def test_a_24_gb_card_is_shared(name, rank):
-    model, config = shape(name), run(f"model.lora.rank={rank}", "algorithm.group_size=8", gb=24)
+    model, config = size(name), run(f"model.lora.rank={rank}", "algorithm.group_size=8", gb=24)
     card = Card.of(config)
     values = share_one_gpu(model, config, card) | {"cluster.share_gpu": True}
     shared = changed(config, values)
@@ -265,18 +270,27 @@ def test_a_24_gb_card_is_shared(name, rank):
 
 @pytest.mark.parametrize("engine", ["sglang", "torch"])
 def test_an_engine_that_leaves_the_learner_too_little_of_a_shared_gpu_is_refused(engine):
-    """Torch in the learner is held to what the fraction leaves, whatever else the engine would take."""
+    """Torch in the learner is held to what the fraction leaves, also where the engine would take less."""
     settings = ["cluster.share_gpu=true", "generators.count=1", "learner.ranks=1", "model.lora.rank=8"]
     settings += ["generators.memory_fraction=0.85", f"generators.engine={engine}", "generators.groups_in_flight=1"]
     config = run(*settings, gb=24)
-    with pytest.raises(ConfigError, match=r"memory_fraction|lower generators\.memory_fraction"):
-        refuse(shape("Qwen3-0.6B"), config, Card.of(config))
+    with pytest.raises(ConfigError, match=r"generators\.memory_fraction=0\.85 leaves it"):
+        refuse(size("Qwen3-0.6B"), config, Card.of(config))
+
+
+def test_a_torch_engine_makes_room_for_all_completions_whatever_its_fraction():
+    settings = ["cluster.share_gpu=true", "generators.count=1", "learner.ranks=1", "model.lora.rank=8"]
+    settings += ["generators.memory_fraction=0.1", "generators.engine=torch"]
+    fits, full = (run(*settings, f"generators.groups_in_flight={groups}") for groups in (48, 56))
+    refuse(size("Qwen3-0.6B"), fits, Card.of(fits))
+    with pytest.raises(ConfigError, match="do not fit one GPU"):
+        refuse(size("Qwen3-0.6B"), full, Card.of(full))
 
 
 def test_a_model_that_cannot_share_one_gpu_is_refused():
     config = run(gb=24)
     with pytest.raises(ConfigError, match=r"do not fit one GPU of 23.6 GiB.*model\.lora\.rank=32"):
-        share_one_gpu(shape("Qwen3-8B"), config, Card.of(config))
+        share_one_gpu(size("Qwen3-8B"), config, Card.of(config))
 
 
 # -- a machine ---------------------------------------------------------------------------------------------------------
@@ -285,7 +299,7 @@ ROOMY = Host(memory=2048 * GIB, shared=1024 * GIB, shared_free=1024 * GIB)
 
 
 def test_a_run_that_the_memory_of_its_machine_cannot_hold_is_refused():
-    model, config = shape("Qwen3-8B"), run("learner.ranks=4", "generators.count=4")
+    model, config = size("Qwen3-8B"), run("learner.ranks=4", "generators.count=4")
     held = fullest_host(model, config).total
     refuse_host(model, config, replace(ROOMY, memory=held))
     with pytest.raises(ConfigError, match=r"memory of this machine or container: .*publication 30\.5") as refused:
@@ -296,7 +310,7 @@ def test_a_run_that_the_memory_of_its_machine_cannot_hold_is_refused():
 
 def test_a_run_on_the_cpu_holds_what_it_trains_in_the_memory_of_its_machine():
     settings = ["model.path=m", "data.train=d", "learner.device=cpu", "generators.gpus_each=0", "learner.ranks=2"]
-    model, config = shape("Qwen3-0.6B"), load_config(None, settings)
+    model, config = size("Qwen3-0.6B"), load_config(None, settings)
     held = fullest_host(model, config).parts
     assert held["weights"] == pytest.approx(4 * model.parameters, abs=8)
     assert held["moments"] == pytest.approx(8 * model.parameters, abs=8)
@@ -306,7 +320,7 @@ def test_a_run_on_the_cpu_holds_what_it_trains_in_the_memory_of_its_machine():
 
 
 def test_weights_that_shared_memory_cannot_hold_are_refused_unless_they_are_broadcast():
-    model, config = shape("Qwen3-8B"), run("learner.ranks=4", "generators.count=4")
+    model, config = size("Qwen3-8B"), run("learner.ranks=4", "generators.count=4")
     copies = fullest_shared_memory(model, config).total
     assert copies == 2 * 2 * model.parameters, "engines load out of the learner's arenas"
     refuse_host(model, config, replace(ROOMY, shared_free=copies))
@@ -323,13 +337,12 @@ def test_weights_that_shared_memory_cannot_hold_are_refused_unless_they_are_broa
 def test_the_table_says_what_for_and_what_is_assumed(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     config = run("generators.groups_in_flight=64", gb=None)
-    fit = estimate(shape("Qwen3-8B"), config, Card.of(config))
+    fit = estimate(size("Qwen3-8B"), config, Card.of(config))
     said = report(fit, Host(512 * GIB, 256 * GIB, 250 * GIB))
     assert "learner rank  158" in said and "weights 30.5" in said and "512.0" in said
     assert "/dev/shm 30.5 250.0 arenas 30.5" in " ".join(said.split())
     assert "512 wanted; if all are so long, some wait" in said
     assert "an engine pauses about 0.3 s" in said and "cluster.gpu_memory_gb" in said
-    assert as_json(fit)["learner_rank"]["weights"] == 4 * shape("Qwen3-8B").parameters
 
 
 def test_the_sizes_of_a_run_say_that_a_gpu_is_shared():
@@ -346,5 +359,5 @@ def test_the_page_has_the_tables_of_today():
 
 def test_a_run_on_the_cpu_holds_nothing_of_a_gpu():
     config = load_config(None, ["model.path=m", "data.train=d", "learner.device=cpu", "generators.gpus_each=0"])
-    fit = estimate(shape("Qwen3-0.6B"), config, Card.of(config))
+    fit = estimate(size("Qwen3-0.6B"), config, Card.of(config))
     assert fit.learner is None and fit.engine is None

@@ -1,0 +1,390 @@
+"""Placement of a run on GPUs: what cannot fit is refused with the nearest settings that fit, open settings are chosen.
+
+One rule decides: `problems` compares the memory that `memory.py` predicts with the card. `refuse` and `refuse_host` raise
+before anything starts, `choose` and `share_one_gpu` choose settings, `report` is the table that commands print.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import msgspec
+
+from asyncgrpo.config.explain import value_in_words
+from asyncgrpo.config.memory import (
+    CONTEXT,
+    ENGINE_WORK,
+    GIB,
+    GPUS_PER_NODE,
+    SLACK,
+    Card,
+    EngineFit,
+    Holding,
+    engine_gpu,
+    fullest_host,
+    fullest_shared_memory,
+    itemsize,
+    learner_rank,
+    learner_share,
+    learner_tensors,
+    publication_seconds,
+    runs_on_gpu,
+    shared_memory_size,
+)
+from asyncgrpo.config.model_size import PUBLISHED, ModelSize, size_of
+from asyncgrpo.config.schema import Config
+from asyncgrpo.config.verl import split_gpus
+from asyncgrpo.errors import ConfigError
+from asyncgrpo.host import Host
+
+Changes = dict[str, Any]
+"""Values of settings by their dotted keys."""
+
+MIB = 2**20
+COMFORTABLE = 0.95
+"""Share of a card that chosen settings may fill. Given settings may fill all of it."""
+LEAST_CACHE = 0.4
+"""Share of a card that is enough for the KV cache, if it does not hold all completions that are wanted at once."""
+FEWEST_TOKENS = 4096
+"""Least `learner.tokens_per_microbatch` that is chosen: with fewer the GPU would wait for its weights."""
+
+
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """`config` with other values at some dotted keys."""
+    for key, value in values.items():
+        config = _set(config, key.split("."), value)
+    return config
+
+
+def _set(struct: Any, names: list[str], value: Any) -> Any:
+    name, *below = names
+    inner = _set(getattr(struct, name), below, value) if below else value
+    return msgspec.structs.replace(struct, **{name: inner})
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def problems(size: ModelSize, config: Config, card: Card, *, filled: float = 1.0) -> dict[str, str]:
+    """Return why learner or engine cannot run on GPUs like `card`, by "learner" and "engine"; empty if they can.
+
+    Args:
+        filled: share of its GPU that the learner may take.
+    """
+    found = {}
+    engine = _engine(size, config, card)
+    if runs_on_gpu(config):
+        rank = learner_rank(size, config)
+        if rank.total > filled * card.num_bytes:
+            found["learner"] = (
+                f"a learner rank does not fit its GPU: {_gib(rank.total)} of {_gib(card.num_bytes)} GiB ({_in_words(rank)})"
+            )
+        elif config.cluster.share_gpu and engine is not None:
+            needed = (1 + SLACK) * learner_tensors(size, config).total
+            left = min(learner_share(config, card) * card.num_bytes, card.num_bytes - CONTEXT - engine.gpu.total)
+            if needed > filled * left:
+                found["learner"] = (
+                    f"learner and engine do not fit one GPU of {_gib(card.num_bytes)} GiB together: the learner needs "
+                    f"{_gib(needed)} GiB, and an engine with generators.memory_fraction="
+                    f"{config.generators.memory_fraction:g} leaves it {_gib(max(left, 0))} GiB"
+                )
+    if engine is not None and engine.gpu.total > card.num_bytes:
+        found["engine"] = f"an engine does not fit its GPU: {_gib(engine.gpu.total)} of {_gib(card.num_bytes)} GiB"
+    elif engine is not None and engine.completions < 1:
+        found["engine"] = (
+            f"an engine's GPU of {_gib(card.num_bytes)} GiB has {_gib(engine.gpu.parts['KV cache'])} GiB left for the KV "
+            f"cache beside {_gib(engine.gpu.parts['weights'])} GiB of weights, too little for one completion of "
+            f"{engine.longest:,} tokens"
+        )
+    return found
+
+
+def _engine(size: ModelSize, config: Config, card: Card) -> EngineFit | None:
+    on_gpu = config.generators.gpus_each > 0 and config.generators.engine != "fake"
+    return engine_gpu(size, config, card) if on_gpu else None
+
+
+def keeps_activations(size: ModelSize, config: Config, card: Card) -> bool:
+    """True if a learner rank has room for all activations of a micro-batch, so that none need be recomputed."""
+    kept = changed(config, {"learner.activation_checkpointing": False})
+    return "learner" not in problems(size, kept, card, filled=COMFORTABLE)
+
+
+def refuse(size: ModelSize, config: Config, card: Card) -> None:
+    """Raise ConfigError for what cannot fit, with the nearest settings that do. An assumed card refuses nothing."""
+    found = {} if card.known == "assumed" else problems(size, config, card)
+    if not found:
+        return
+    side, why = next(iter(found.items()))
+    offers: list[Changes] = []
+    for change in _remedies(size, config, card, side):
+        if not any(simpler.items() <= change.items() for simpler in offers):
+            offers.append(change)
+    words = [" ".join(f"{key}={value_in_words(value)}" for key, value in change.items()) for change in offers[:3]]
+    instead = f"it fits with {' or with '.join(words)}" if words else "use larger GPUs or a smaller model"
+    raise ConfigError(f"{why}; {instead}")
+
+
+def _remedies(size: ModelSize, config: Config, card: Card, side: str) -> Iterator[Changes]:
+    """The smallest change of each kind with which `side` fits, or with which both share a GPU."""
+    learner, engine, ranks = config.learner, config.generators, config.learner.ranks
+    adapters: list[Changes] = [] if config.model.lora.rank else [{"model.lora.rank": 32}]
+    if config.cluster.share_gpu:
+        for change in ({}, *adapters):
+            with contextlib.suppress(ConfigError):
+                yield change | share_one_gpu(size, changed(config, change), card)
+        return
+    if side == "engine":
+        kinds: list[list[Changes]] = [
+            [{"generators.memory_fraction": f} for f in (0.8, 0.85, 0.88) if f > engine.memory_fraction],
+            [{"generators.gpus_each": n} for n in (2, 4, 8) if n > engine.gpus_each and size.heads % n == 0],
+        ]
+    else:
+        recompute = [{"learner.activation_checkpointing": True}] if learner.activation_checkpointing is False else []
+        smaller = [{"learner.tokens_per_microbatch": tokens} for tokens in _token_budgets(config)[1:]]
+        offload = [] if learner.offload_optimizer else [{"learner.offload_optimizer": True}]
+        more = [{"learner.ranks": count} for count in range(ranks + 1, 8 * ranks + 1)]
+        offload_over_more = [one | other for one in offload for other in more]
+        kinds = [recompute, smaller, offload, more, offload_over_more]
+        kinds.append([one | other for one in adapters for other in ({}, *smaller)])
+
+    def fits(change: Changes) -> bool:
+        return side not in problems(size, changed(config, change), card, filled=COMFORTABLE)
+
+    for kind in kinds:
+        yield from itertools.islice(filter(fits, kind), 1)
+
+
+def refuse_host(size: ModelSize, config: Config, host: Host) -> None:
+    """Raise ConfigError where this machine has too little memory, or too little shared memory, for a run on it alone."""
+    held = fullest_host(size, config)
+    if held.total > host.memory:
+        fewer = range(config.generators.count - 1, 0, -1)
+        fits = (n for n in fewer if fullest_host(size, changed(config, {"generators.count": n})).total <= host.memory)
+        instead = f"it fits with generators.count={count}" if (count := next(fits, 0)) else "use a smaller model"
+        raise ConfigError(
+            f"the run does not fit the memory of this machine or container: {_gib(held.total)} of {_gib(host.memory)} GiB "
+            f"({_in_words(held)}); {instead}"
+        )
+    shared = fullest_shared_memory(size, config)
+    if config.weights.backend in ("auto", "shared_memory") and shared.total > host.shared_free:
+        wanted = ceil(shared_memory_size(size, config) / GIB)
+        raise ConfigError(
+            f"the weights do not fit /dev/shm: {shared.total / MIB:,.0f} MiB ({_in_words(shared, MIB)}), and "
+            f"{host.shared_free / MIB:,.0f} of its {host.shared / MIB:,.0f} MiB are free; give it more (docker run "
+            f"--shm-size={wanted}g, or mount -o remount,size={wanted}g /dev/shm), or have weights broadcast, which is "
+            "slower (weights.backend=gloo)"
+        )
+
+
+# -- what is chosen ----------------------------------------------------------------------------------------------------
+
+
+def choose(size: ModelSize, config: Config, card: Card, n_gpus: int, decided: Mapping[str, Any]) -> Changes:
+    """The settings that share GPUs between generators and learner, so that the model fits where it can.
+
+    Half of the GPUs are the generators'. A learner that does not fit gets smaller micro-batches, then moments on the CPU,
+    then more of the GPUs. A model that fits in no way keeps the half, and `refuse` reports why.
+
+    Args:
+        config: of the run, with any split.
+        n_gpus: to share, at least 2.
+        decided: values of those returned keys that are given.
+    Returns:
+        Values of generators.count, generators.gpus_each and learner.ranks, and of learner.offload_optimizer and
+        learner.tokens_per_microbatch where they must change.
+    Raises:
+        ConfigError: one side would get nothing.
+    """
+    count, ranks = decided.get("generators.count"), decided.get("learner.ranks")
+    given = decided.get("generators.gpus_each")
+    engines = [given] if given else engine_gpus(size, config, card, n_gpus)
+    possible = [each for each in engines if (count or 1) * each + (ranks or 1) <= n_gpus]
+    placements = [_placements(n_gpus, each, count, ranks) for each in possible or engines]
+    for placed in (placed for of_engine in placements for placed in of_engine):
+        for saving in _savings(config, decided):
+            if "learner" not in problems(size, changed(config, placed | saving), card, filled=COMFORTABLE):
+                return placed | saving
+    return placements[0][0]
+
+
+def _placements(n_gpus: int, each: int, count: int | None, ranks: int | None) -> list[Changes]:
+    """The half, then ever fewer generators. GPUs that are too few for one more generator are the learner's."""
+    most, left = split_gpus(n_gpus, each, count=count, ranks=ranks)
+    splits = [(most, left)]
+    if count is None and ranks is None:
+        splits += [(fewer, n_gpus - fewer * each) for fewer in range(most - 1, 0, -1)]
+    return [
+        {"generators.count": generators, "generators.gpus_each": each, "learner.ranks": rest}
+        for generators, rest in splits
+    ]
+
+
+def _savings(config: Config, decided: Mapping[str, Any]) -> Iterator[Changes]:
+    """Changes that make a rank smaller, cheapest first."""
+    offload, tokens = "learner.offload_optimizer", "learner.tokens_per_microbatch"
+    budgets: list[Changes] = [{}]
+    if tokens not in decided:
+        budgets += [{tokens: budget} for budget in _token_budgets(config)[1:]]
+    is_open = offload not in decided and not config.learner.offload_optimizer
+    for offloaded in ({}, {offload: True}) if is_open else ({},):
+        yield from (offloaded | budget for budget in budgets)
+
+
+def _token_budgets(config: Config) -> list[int]:
+    """Tokens of a micro-batch: as configured, then halves, each enough for the longest sequence."""
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    budgets = [config.learner.tokens_per_microbatch]
+    while budgets[-1] // 2 >= max(longest, FEWEST_TOKENS):
+        budgets.append(budgets[-1] // 2)
+    return budgets
+
+
+def engine_gpus(size: ModelSize, config: Config, card: Card, n_gpus: int) -> list[int]:
+    """GPUs of one engine, the best number first; never empty.
+
+    The best is the smallest whose KV cache holds all completions wanted at once, or is large; where there is none, that with
+    the largest cache. Then come the others that hold a group, fewest first.
+    """
+    if config.generators.engine != "sglang":
+        return [1]
+    possible = [n for n in (1, 2, 4, 8) if n <= min(n_gpus - 1, GPUS_PER_NODE) and size.heads % n == 0]
+    fits = {n: engine_gpu(size, changed(config, {"generators.gpus_each": n}), card) for n in possible}
+    enough = (
+        number
+        for number, fit in fits.items()
+        if fit.completions >= fit.wanted or fit.gpu.parts["KV cache"] >= LEAST_CACHE * card.num_bytes
+    )
+    best = next(enough, max(fits, key=lambda n: fits[n].completions, default=1))
+    return [best, *(n for n, fit in fits.items() if n != best and fit.completions >= config.algorithm.group_size)]
+
+
+def share_one_gpu(size: ModelSize, config: Config, card: Card, decided: Mapping[str, Any] | None = None) -> Changes:
+    """The settings with which learner and generator share one GPU.
+
+    First the learner gets what it needs, then the engine's weights and the KV cache of a few groups.
+
+    Args:
+        decided: values of those returned keys that are given.
+    Returns:
+        Values of generators.memory_fraction and generators.groups_in_flight, and of learner.offload_optimizer and
+        learner.tokens_per_microbatch where they must change.
+    Raises:
+        ConfigError: they do not fit; the sentence names what would.
+    """
+    shared = {"cluster.share_gpu": True, "generators.count": 1, "generators.gpus_each": 1, "learner.ranks": 1}
+    config, weights = changed(config, shared), itemsize(config) * size.parameters
+    in_flight = config.generators.groups_in_flight
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    completions = config.algorithm.group_size
+    of_group = completions * longest * size.cache_bytes_per_token(itemsize(config), 1)
+    for enough in (min(in_flight, 4), 1):
+        for saving in _savings(config, decided or {}):
+            rank = learner_rank(size, changed(config, saving)).total
+            left = card.num_bytes * COMFORTABLE - rank - CONTEXT - ENGINE_WORK
+            groups = min(int((left - weights) // of_group), in_flight)
+            if groups >= enough:  # some room, so that a prefill need not wait
+                held = min(left, max(weights + 1.25 * groups * of_group, 0.1 * card.num_bytes))
+                fraction = int(1000 * held / (card.num_bytes - CONTEXT)) / 1000
+                return saving | {"generators.memory_fraction": fraction, "generators.groups_in_flight": groups}
+    instead = "use two GPUs" if config.model.lora.rank else "train adapters (model.lora.rank=32), or use two GPUs"
+    raise ConfigError(
+        f"learner and generator do not fit one GPU of {_gib(card.num_bytes)} GiB: they need more than "
+        f"{_gib(rank + weights + CONTEXT + ENGINE_WORK)} GiB; {instead}"
+    )
+
+
+def largest(n_gpus: int, card_bytes: int, *, adapters: int) -> str | None:
+    """The largest of the published models that these GPUs can train with the settings that are chosen, by name.
+
+    Args:
+        adapters: their rank; 0: all weights are trained.
+    """
+    from asyncgrpo.config.load import load_config
+
+    plain = load_config(
+        None, ["model.path=any", "data.train=any", "learner.device=cuda", f"model.lora.rank={adapters}"]
+    )
+    card, found = Card(card_bytes, "found"), None
+    for name, settings in PUBLISHED.items():
+        size = size_of(settings)
+        try:
+            if n_gpus == 1:
+                share_one_gpu(size, plain, card)
+            else:
+                refuse(size, changed(plain, choose(size, plain, card, n_gpus, {})), card)
+        except ConfigError:
+            continue
+        found = name
+    return found
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The memory of a run."""
+
+    card: Card
+    learner: Holding | None
+    """None: on the CPU."""
+    engine: EngineFit | None
+    """None: on the CPU, or the fake engine."""
+    host: Holding
+    """The node that holds most."""
+    shared: Holding
+    """The part of `host` in `/dev/shm`."""
+    publication_s: float
+
+
+def estimate(size: ModelSize, config: Config, card: Card) -> Fit:
+    """The memory that a run of this model takes of each GPU and node."""
+    if config.learner.activation_checkpointing is None:
+        config = changed(config, {"learner.activation_checkpointing": not keeps_activations(size, config, card)})
+    return Fit(
+        card=card,
+        learner=learner_rank(size, config) if runs_on_gpu(config) else None,
+        engine=_engine(size, config, card),
+        host=fullest_host(size, config),
+        shared=fullest_shared_memory(size, config),
+        publication_s=publication_seconds(size, config),
+    )
+
+
+def report(fit: Fit, host: Host | None = None) -> str:
+    """The memory of a run as a table.
+
+    Args:
+        host: this machine, if the run is on it.
+    """
+    from asyncgrpo.config.unknown_keys import table
+
+    return table(("memory", "GiB", "of", "what for"), list(_rows(fit, host)))
+
+
+def _rows(fit: Fit, host: Host | None) -> Iterator[tuple[str, str, str, str]]:
+    card = _gib(fit.card.num_bytes)
+    if fit.learner is not None:
+        yield "learner rank", _gib(fit.learner.total), card, _in_words(fit.learner)
+    if (engine := fit.engine) is not None:
+        yield "engine GPU", _gib(engine.gpu.total), card, _in_words(engine.gpu)
+        held = f"KV cache: {engine.completions:,} completions of {engine.longest:,} tokens at once, {engine.wanted:,} wanted"
+        waits = "; if all are so long, some wait (lower generators.groups_in_flight)"
+        yield "", "", "", held + (waits if engine.completions < engine.wanted else "")
+    yield "host, a node", _gib(fit.host.total), _gib(host.memory) if host else "", _in_words(fit.host)
+    yield "its /dev/shm", _gib(fit.shared.total), _gib(host.shared_free) if host else "", _in_words(fit.shared)
+    yield "", "", "", f"publication: an engine pauses about {max(fit.publication_s, 0.1):.1f} s for it"
+    if fit.card.known == "assumed":
+        yield "", "", "", "for cards of 80 GB, as there is no GPU here; set cluster.gpu_memory_gb for another size"
+
+
+def _in_words(holding: Holding, unit: int = GIB) -> str:
+    return ", ".join(f"{name} {size / unit:,.1f}" for name, size in holding.parts.items() if size >= unit / 20)
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f}"
