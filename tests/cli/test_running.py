@@ -20,7 +20,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list:
 
     started = []
 
-    def execute(self, tell=None):
+    def execute(self, report=None):
         started.append(self._config)
         lineage = self._folder.next_lineage()
         self._events.write("start", run="run", lineage=lineage, version=f"{lineage}.0", step=0, sizes=self._sizes)
