@@ -46,7 +46,7 @@ assert (ready.prompts, ready.dropped_too_long, ready.schema) == (8, 0, "plain"),
 DRIVER = """
 import sys
 import asyncgrpo.cli.running
-import asyncgrpo.cli.demo
+import asyncgrpo.cli.train
 import asyncgrpo.cluster.ray_session, asyncgrpo.cluster.run, asyncgrpo.cli.observe, asyncgrpo.recording.screen
 from asyncgrpo.cluster.wiring import uses_cuda
 from asyncgrpo.config.load import load_config

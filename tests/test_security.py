@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from asyncgrpo.cli import demo
+from asyncgrpo.cli import train
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.wiring import Setup
@@ -236,7 +236,7 @@ def claimed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of_a_demo(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_data, "make_demo_model", lambda *_, **__: None)
-    demo._make(folder, seed=0)
+    train._make(folder, seed=0)
 
 
 def of_a_replay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

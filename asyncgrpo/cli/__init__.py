@@ -1,37 +1,34 @@
-"""The command line: one module for each family of commands, each with a function `register(app)`.
+"""The command line: one module per family of commands, each with a function `register(app)`.
 
-An `AsyncGRPOError` ends the command with `error: <one sentence>` and exit code 1, and so does a path that the operating
-system refuses. Any other exception keeps its traceback.
-Commands import heavy packages when they run, so that `asyncgrpo --help` is quick.
+An `AsyncGRPOError` ends the command with `error: <one sentence>` and exit code 1. So does a path that the operating system
+refuses. A usage error is one such line with exit code 2. Any other exception keeps its traceback.
+Commands import heavy packages when they run, so that `asyncgrpo --help` is fast.
 """
 
 import errno
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from asyncgrpo import __version__
-from asyncgrpo.cli import audit, checkpoints, config, control, data, demo, doctor, plan, replay, samples, train
+from asyncgrpo.cli import audit, config, doctor, look, models, plan, train
 from asyncgrpo.cli.output import shorten
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import say_warnings, visible
 
-
-def _dashes(name: str) -> str:
-    return name.replace("_", "-")
-
-
 app = typer.Typer(
     name="asyncgrpo",
-    help="Asynchronous GRPO: generators stream completed groups into a buffer, an FSDP learner trains on them.",
+    help="Train language models with asynchronous GRPO: generators fill a buffer, an FSDP learner trains on it.",
     epilog="Example: asyncgrpo doctor",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # plain help: `[key=value ...]` is no markup
-    # `--rollout_n` is `--rollout-n`: scripts of this field write either.
-    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _dashes},
+    rich_markup_mode=None,  # `[key=value ...]` in a help text is not markup
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # verl's scripts write `--rollout_n`
+    },
 )
 
 
@@ -44,18 +41,18 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
 
 
-for family in (doctor, demo, train, control, plan, data, samples, audit, replay, checkpoints, config):
+for family in (doctor, train, look, audit, plan, models, config):
     family.register(app)
 
 
 def _keep_examples_whole(group: typer.Typer) -> None:
-    """Keep the examples in the help on one line, so that they can be copied: `\\b` stops the wrapping."""
+    """Print each example on one line, for copying: `\\b` turns off wrapping."""
     for command in group.registered_commands:
         command.epilog = f"\b\n{command.epilog}"
     for child in group.registered_groups:
@@ -65,25 +62,37 @@ def _keep_examples_whole(group: typer.Typer) -> None:
 
 _keep_examples_whole(app)
 
-
-_OF_THE_PATH = frozenset(
+_UsageError: Any = typer.BadParameter.__mro__[1]  # typer does not export it
+_PATH_ERRORS = frozenset(
     {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
 )
-"""Errors of the operating system whose cause is a path of the user's, or the disk below it."""
+"""Errors of the operating system that are caused by a path of the user or its disk."""
 
 
-def main() -> None:
-    """Entry point of the `asyncgrpo` script. The exit code is 0 only for success, and 130 after Ctrl-C."""
+def main() -> NoReturn:
+    """Run the `asyncgrpo` script. Exits with 0 on success, 1 on an error, 2 on a usage error and 130 on Ctrl-C."""
     say_warnings()
+    code = 1
     try:
-        app(prog_name="asyncgrpo")
+        sys.exit(app(prog_name="asyncgrpo", standalone_mode=False))
     except AsyncGRPOError as error:
         problem = str(error)
+    except _UsageError as error:
+        code, problem = 2, _usage_problem(error)
     except OSError as error:
-        if error.filename is None or error.errno not in _OF_THE_PATH:
+        if error.filename is None or error.errno not in _PATH_ERRORS:
             raise
         problem = f"{shorten(os.fsdecode(error.filename), 200)}: {error.strerror}"
-    else:
-        return
     typer.echo(f"error: {visible(problem)}", err=True)
-    sys.exit(1)
+    sys.exit(code)
+
+
+def _usage_problem(error: Any) -> str:
+    """Return a usage error as one line that names the parameter, the value and the help."""
+    message, ctx = error.format_message(), error.ctx
+    if message.startswith("Usage:"):  # the help, of a group without a command
+        typer.echo(message, err=True)
+        sys.exit(2)
+    if hasattr(error.__cause__, "errors"):  # pydantic, with which typer converts values
+        message += f", not {error.__cause__.errors()[0]['input']!r}"
+    return f"{' '.join(message.split()).rstrip('.')}; see `{'asyncgrpo' if ctx is None else ctx.command_path} --help`"

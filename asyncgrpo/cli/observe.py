@@ -1,10 +1,10 @@
-"""`--observe`: a Prometheus, and a Grafana where there is one, beside a run and for as long as it goes on.
+"""`--observe`: Prometheus, and Grafana if it is installed, for the lifetime of one run.
 
-    RUN/observe/    configuration, rules, data and logs of both; the next start goes on with the same data
-    RUN/observe.json    {"prometheus": URL, "grafana": URL}, while they live
+    RUN/observe/    configuration, rules, data and logs of both; the next start continues with the same data
+    RUN/observe.json    {"prometheus": URL, "grafana": URL} while they run
 
-Both listen on loopback and know this run only. They end with it, however it ends: so they cannot tell that a run is gone.
-Whoever wants to be told so has a Prometheus of his own (`ops/prometheus/prometheus.yml`).
+Both listen on loopback and know only this run. They end with it, so they cannot alert that the run ended. For that, run
+your own Prometheus with `ops/prometheus/prometheus.yml`.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from asyncgrpo.metrics import targets_path, token_beside
 
 FILE = "observe.json"
 READY_S = 20.0
-"""How long Prometheus may take to answer."""
+"""Deadline for Prometheus to start."""
 NOT_HERE = (
-    "--observe: there is no prometheus on PATH, so the run goes on without one; "
-    "get it with `apt install prometheus`, or from your package manager"
+    "--observe: prometheus is not on PATH, so the run continues without it; "
+    "install it with `apt install prometheus` or your package manager"
 )
 KEEP = ("--storage.tsdb.retention.time=30d", "--storage.tsdb.retention.size=4GB")
 
-# The kernel ends the program that this execs when the driver ends, however it does.
+# The kernel kills the program that this execs when the driver ends.
 _TIED = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
@@ -40,17 +40,17 @@ _TIED = (
 
 
 def shipped_ops() -> Path:
-    """The folder `asyncgrpo/ops` of an installed wheel, else `ops` of the checkout."""
+    """Return `asyncgrpo/ops` of an installed wheel, or `ops` of the checkout."""
     package = Path(__file__).parent.parent
     return next(found for found in (package / "ops", package.parent / "ops") if found.is_dir())
 
 
 @contextlib.contextmanager
 def observed(run_dir: Path, say: Callable[[str], None], *, with_token: bool) -> Iterator[None]:
-    """Have Prometheus scrape the run while the block runs. Where that fails, `say` why, and go on without.
+    """Have Prometheus scrape the run while the block runs. If it cannot start, report the reason to `say`.
 
     Args:
-        with_token: the processes of the run reply only to who sends the token of its folder.
+        with_token: the processes of the run require the token in its folder.
     """
     run_dir = run_dir.absolute()
     with contextlib.ExitStack() as started:
@@ -66,7 +66,7 @@ def observed(run_dir: Path, say: Callable[[str], None], *, with_token: bool) -> 
 def _start(
     run_dir: Path, say: Callable[[str], None], started: contextlib.ExitStack, *, with_token: bool
 ) -> dict[str, str]:
-    """Start what there is. Returns the address of each."""
+    """Start the installed programs. Returns the URL of each."""
     program = shutil.which("prometheus")
     if program is None:
         say(NOT_HERE)
@@ -80,7 +80,7 @@ def _start(
     log = folder / "prometheus.log"
     process = started.enter_context(_tied([*command, f"--storage.tsdb.path={folder / 'tsdb'}", *KEEP], log))
     if not _is_ready(process, f"{url}/-/ready"):
-        say(f"--observe: Prometheus does not start, so the run goes on without it; {log} says why")
+        say(f"--observe: Prometheus does not start, so the run continues without it; see {log}")
         return {}
     grafana = shutil.which("grafana") or shutil.which("grafana-server")
     if grafana is None:
@@ -92,7 +92,7 @@ def _start(
 
 
 def write_configuration(folder: Path, run_dir: Path, *, with_token: bool) -> Path:
-    """Write what `ops/prometheus` says, for this run alone. Returns the file of the configuration."""
+    """Write the configuration of `ops/prometheus` for this run. Returns its file."""
     ours = shipped_ops() / "prometheus"
     for rules in ("alerts.yml", "recording.yml"):
         shutil.copy(ours / rules, folder)
@@ -108,7 +108,7 @@ def write_configuration(folder: Path, run_dir: Path, *, with_token: bool) -> Pat
 
 
 def provision(folder: Path, prometheus: str, port: int) -> dict[str, str]:
-    """Write the data source and the boards for a Grafana. Returns the environment that it needs."""
+    """Write the data source and the boards for Grafana. Returns its environment variables."""
     shipped = shipped_ops() / "grafana"
     boards = shipped / "boards"
     for name, old, new in (
@@ -135,7 +135,7 @@ def provision(folder: Path, prometheus: str, port: int) -> dict[str, str]:
 
 
 def grafana_command(program: Path) -> list[str]:
-    """How this Grafana is started. Its files lie beside the program, or where Debian's package has them."""
+    """Return the command that starts Grafana. Its files are beside the program or where Debian's package has them."""
     command = [str(program), *(["server"] if program.name == "grafana" else [])]
     for home in (program.resolve().parent.parent, Path("/usr/share/grafana")):
         if (home / "conf" / "defaults.ini").is_file():
@@ -147,7 +147,7 @@ def grafana_command(program: Path) -> list[str]:
 def _tied(
     command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """Run a program while the block runs. Ctrl-C in the terminal does not reach it: the run drains first."""
+    """Run a program while the block runs. Ctrl-C does not reach it, so it observes the run until it has drained."""
     tied = [sys.executable, "-c", _TIED, str(os.getpid()), *command]
     with open(log, "ab") as output:
         process = subprocess.Popen(
@@ -185,5 +185,5 @@ def _free_port() -> int:
 
 
 def _in_quotes(path: Path) -> str:
-    """The path as it stands between double quotes in YAML."""
+    """Escape a path for double quotes in YAML."""
     return json.dumps(str(path), ensure_ascii=False)[1:-1]

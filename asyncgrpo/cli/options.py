@@ -1,52 +1,52 @@
-"""The flags of `train` as settings, and the completions that the shell offers after Tab.
+"""Options that commands share, the settings that flags stand for, and shell completion.
 
-A flag wins over the file, and an explicit `key=value` wins over a flag. A flag that is not given sets nothing.
+A flag overrides the file, and an explicit `key=value` overrides a flag. A flag that is not given sets nothing.
 """
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Annotated, Any
 
 import typer
 
 from asyncgrpo.config.schema import Config
-from asyncgrpo.config.verl import split_gpus
 
-# -- completions after Tab ---------------------------------------------------------------------------------------------
+# -- shell completion --------------------------------------------------------------------------------------------------
 
 Offer = tuple[str, str]
-"""A text to insert, and its meaning for shells that show it."""
+"""Text to insert, and its description for shells that show one."""
 
 
 def algorithms(incomplete: str) -> list[Offer]:
-    """The presets of `--algorithm`."""
+    """Complete the presets of `--algorithm`."""
     from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
 
-    return _fitting(((name, headline(algorithm_file(name))) for name in algorithm_names()), incomplete)
+    return _matching(((name, headline(algorithm_file(name))) for name in algorithm_names()), incomplete)
 
 
 def configurations(incomplete: str) -> list[Offer]:
-    """The files that come with the package. The shell adds those of the working directory."""
+    """Complete the files in the package. The shell adds those of the working directory."""
     from asyncgrpo.config.files import headline, shipped, shipped_names
 
-    return _fitting(((name, headline(shipped(name))) for name in shipped_names()), incomplete)
+    return _matching(((name, headline(shipped(name))) for name in shipped_names()), incomplete)
 
 
 def engines(incomplete: str) -> list[Offer]:
-    """The values of `--engine`."""
-    return _fitting(_values("generators.engine"), incomplete)
+    """Complete the values of `--engine`."""
+    return _matching(_values("generators.engine"), incomplete)
 
 
 def keys(incomplete: str) -> list[Offer]:
-    """The keys of the configuration."""
+    """Complete the keys of the configuration."""
     from asyncgrpo.config.explain import knobs
 
-    return _fitting(((knob.key, knob.description) for knob in knobs().values()), incomplete)
+    return _matching(((knob.key, knob.description) for knob in knobs().values()), incomplete)
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[Offer]:
-    """The completions of `key=value`: first the key with its `=`, then the values of a key that has few.
+    """Complete `key=value`: the key with its `=`, then the values of a key that has few.
 
-    Bash makes `=` a word of its own, so that the key is then among the words before. click leaves out a last `=`.
+    Bash splits words at `=`, so the key may be among the words before. click drops a last `=`.
     """
     from asyncgrpo.config.explain import knobs
 
@@ -54,161 +54,136 @@ def settings(ctx: typer.Context, incomplete: str) -> list[Offer]:
         case [*_, key, ""] if key in knobs():
             return _values(key)
         case [*_, key, "=", start]:
-            return _fitting(_values(key), start)
+            return _matching(_values(key), start)
     key, equals, _ = incomplete.partition("=")
     if equals:
-        return _fitting(((f"{key}={value}", what) for value, what in _values(key)), incomplete)
-    return _fitting(((f"{knob.key}=", knob.description) for knob in knobs().values()), incomplete)
+        return _matching(((f"{key}={value}", "") for value, _ in _values(key)), incomplete)
+    return _matching(((f"{knob.key}=", knob.description) for knob in knobs().values()), incomplete)
 
 
 def _values(key: str) -> list[Offer]:
-    """The values of a key that has few."""
     from asyncgrpo.config.explain import choices
 
     return [(value, "") for value in choices(key)]
 
 
-def _fitting(offers: Iterable[Offer], incomplete: str) -> list[Offer]:
-    return [(name, what) for name, what in offers if name.startswith(incomplete)]
+def _matching(offers: Iterable[Offer], incomplete: str) -> list[Offer]:
+    return [(name, description) for name, description in offers if name.startswith(incomplete)]
 
 
-# -- flags as settings -------------------------------------------------------------------------------------------------
+# -- options -----------------------------------------------------------------------------------------------------------
+
 ModelOption = Annotated[str | None, typer.Option("--model", help="Folder of a Hugging Face model, or its hub id.")]
 DataOption = Annotated[str | None, typer.Option("--data", help="Training prompts: Parquet, JSONL or JSON.")]
 EvalDataOption = Annotated[
-    list[str] | None,
-    typer.Option("--eval-data", help="Held-out prompts, evaluated while training; may be repeated."),
+    list[str] | None, typer.Option("--eval-data", help="Held-out prompts to evaluate during training; repeatable.")
 ]
 RewardFuncOption = Annotated[
     list[str] | None,
-    typer.Option(
-        "--reward-func", help="Python file with compute_score, FILE:NAME, or a built-in reward; may be repeated."
-    ),
+    typer.Option("--reward-func", help="Python file with compute_score, FILE:NAME, or a built-in reward; repeatable."),
 ]
 UnsafeRewardsOption = Annotated[
     bool,
     typer.Option(
-        "--unsafe-rewards", help="Run the model's code as your user where bubblewrap cannot run: reward.code.unsafe."
+        "--unsafe-rewards", help="Run generated code without a sandbox if bubblewrap cannot run (reward.code.unsafe)."
     ),
 ]
-RolloutNOption = Annotated[int | None, typer.Option("--rollout-n", help="Completions to each prompt, at least 2.")]
+RolloutNOption = Annotated[int | None, typer.Option("--rollout-n", help="Completions per prompt, at least 2.")]
 EpochsOption = Annotated[int | None, typer.Option("--epochs", help="Passes over the training data.")]
 StepsOption = Annotated[
-    int | None, typer.Option("--steps", help="Optimizer steps; alone it lifts the limit on epochs.")
+    int | None, typer.Option("--steps", help="Optimizer steps. Without --epochs, epochs are unlimited.")
 ]
 NGpusOption = Annotated[
     int | None,
-    typer.Option("--n-gpus", help="GPUs, half for generators, half for the learner; 1 is shared by both, 0 is CPU."),
+    typer.Option("--n-gpus", help="GPUs to split between generators and learner; 1: share it, 0: use the CPU."),
 ]
 LrOption = Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")]
 KlCoefOption = Annotated[
-    float | None, typer.Option("--kl-coef", help="Weight of the KL to the initial model; 0 is off.")
+    float | None, typer.Option("--kl-coef", help="Weight of the KL to the initial model; 0: none.")
 ]
 EngineOption = Annotated[
-    str | None,
-    typer.Option("--engine", help="Inference engine: sglang, torch or fake.", autocompletion=engines),
+    str | None, typer.Option("--engine", help="Inference engine: sglang, torch or fake.", autocompletion=engines)
 ]
 OutOption = Annotated[str | None, typer.Option("--out", help="Run folder.")]
 MaxLagOption = Annotated[
     str | None,
-    typer.Option("--max-lag", help="Optimizer steps that generators may run ahead; 0 is synchronous; or auto."),
+    typer.Option("--max-lag", help="Maximum staleness of a group in optimizer steps; 0: synchronous; or auto."),
 ]
 DryRunOption = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Say what the run would do and need, or why it would be refused; start nothing."),
+    bool, typer.Option("--dry-run", help="Check the run and print its sizes and placement without starting it.")
 ]
 ObserveOption = Annotated[
-    bool,
-    typer.Option("--observe", help="Start Prometheus beside the run until it ends, and Grafana if it is installed."),
+    bool, typer.Option("--observe", help="Start Prometheus with the run, and Grafana if it is installed.")
 ]
 AlgorithmOption = Annotated[
     str | None,
     typer.Option(
         "--algorithm",
-        help="A preset: the whole objective, whatever the file says. `asyncgrpo config algorithms` lists them.",
+        help="Preset of the objective; overrides the file. `asyncgrpo config algorithms` lists them.",
         autocompletion=algorithms,
     ),
 ]
-ConfigOption = Annotated[
-    str | None,
-    typer.Option(
-        "--config",
-        help="YAML file, or the name of one that comes with the package.",
-        autocompletion=configurations,
-    ),
-]
-ConfigArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="FILE",
-        help="YAML file, or the name of one that comes with the package.",
-        autocompletion=configurations,
-    ),
-]
+_FILE = "YAML file, or the name of one in the package."
+ConfigOption = Annotated[str | None, typer.Option("--config", help=_FILE, autocompletion=configurations)]
+ConfigArgument = Annotated[str, typer.Argument(metavar="FILE", help=_FILE, autocompletion=configurations)]
 SettingsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Any setting; wins over files and flags.",
+        help="Any setting; overrides files and flags.",
         show_default=False,
         autocompletion=settings,
     ),
 ]
 
+# -- settings of the flags ---------------------------------------------------------------------------------------------
 
-def train_overrides(
-    *,
-    model: str | None = None,
-    data: str | None = None,
-    eval_data: Sequence[str] | None = None,
-    reward_func: Sequence[str] | None = None,
-    unsafe_rewards: bool = False,
-    rollout_n: int | None = None,
-    epochs: int | None = None,
-    n_gpus: int | None = None,
-    lr: float | None = None,
-    kl_coef: float | None = None,
-    steps: int | None = None,
-    engine: str | None = None,
-    out: str | None = None,
-    max_lag: str | None = None,
-    explicit: Sequence[str] = (),
-) -> list[str]:
-    """The overrides for `load_config`: those of the flags, then the explicit ones.
+_KEYS = {
+    "model": "model.path",
+    "data": "data.train",
+    "eval_data": "data.eval",
+    "reward_func": "reward.function",
+    "unsafe_rewards": "reward.code.unsafe",
+    "rollout_n": "algorithm.group_size",
+    "kl_coef": "algorithm.kl_coef",
+    "lr": "learner.lr",
+    "engine": "generators.engine",
+    "out": "run.out",
+    "max_lag": "buffer.max_lag",
+    "steps": "run.steps",
+    "epochs": "run.epochs",
+}
+"""Setting of each flag."""
 
-    If only one of `steps` and `epochs` is given, it is the only end of the run, whatever the file says.
+
+def train_overrides(*, n_gpus: int | None = None, explicit: Sequence[str] = (), **flags: Any) -> list[str]:
+    """Return the overrides for `load_config`: those of the flags, then the explicit ones.
+
+    If only one of `steps` and `epochs` is given, the other is unlimited.
 
     Args:
         n_gpus: GPUs to split (`split_gpus`). 0 puts one generator and one learner on the CPU, in float32.
-        explicit: `key=value` as the person wrote them. The split respects those about GPUs.
+        explicit: `key=value` of the command line. The split keeps those about GPUs.
+        flags: value of each flag in `_KEYS`. None, False and an empty list set nothing.
     Raises:
         ConfigError: the GPUs cannot be split.
     """
-    values: dict[str, object] = {
-        "model.path": model,
-        "data.train": data,
-        "data.eval": one_or_all(eval_data),
-        "reward.function": one_or_all(reward_func),
-        "reward.code.unsafe": True if unsafe_rewards else None,
-        "algorithm.group_size": rollout_n,
-        "algorithm.kl_coef": kl_coef,
-        "learner.lr": lr,
-        "generators.engine": engine,
-        "run.out": out,
-        "buffer.max_lag": max_lag,
-        "run.steps": "null" if steps is None and epochs is not None else steps,
-        "run.epochs": "null" if epochs is None and steps is not None else epochs,
-    }
+    values: dict[str, object] = {}
+    for name, value in flags.items():
+        if value is not None and value is not False and value != []:
+            values[_KEYS[name]] = one_or_all(value) if isinstance(value, list) else value
+    if ("run.steps" in values) != ("run.epochs" in values):
+        values = {"run.steps": "null", "run.epochs": "null"} | values
     if n_gpus is not None:
         values |= _placement(n_gpus, explicit)
-    return [f"{key}={value}" for key, value in values.items() if value is not None] + list(explicit)
+    return [f"{key}={value}" for key, value in values.items()] + list(explicit)
 
 
-def one_or_all(specs: Sequence[str] | None) -> str | list[str] | None:
-    """The value of `reward.function` for what `--reward-func` was given."""
-    if not specs:
+def one_or_all(values: Sequence[str] | None) -> str | list[str] | None:
+    """Return the setting for a repeatable flag: its only value, a list of several, or None."""
+    if not values:
         return None
-    return specs[0] if len(specs) == 1 else list(specs)
+    return values[0] if len(values) == 1 else list(values)
 
 
 def _placement(n_gpus: int, explicit: Sequence[str]) -> dict[str, object]:
@@ -227,8 +202,10 @@ def _placement(n_gpus: int, explicit: Sequence[str]) -> dict[str, object]:
             "learner.ranks": 1,
             "learner.device": "cuda",
             "cluster.share_gpu": True,
-            "generators.memory_fraction": 0.35,  # until `fitted` knows the model
+            "generators.memory_fraction": 0.35,  # `fitted` replaces it if it knows the model
         }
+    from asyncgrpo.config.verl import split_gpus
+
     gpus_each = _explicit_int("generators.gpus_each", explicit) or 1
     count, ranks = split_gpus(
         n_gpus,
@@ -253,15 +230,15 @@ _FITTED = (
     "learner.offload_optimizer",
     "learner.tokens_per_microbatch",
 )
-"""What `fitted` may choose."""
+"""Settings that `fitted` may choose."""
 
 
 def fitted(config: Config, n_gpus: int, explicit: Sequence[str]) -> list[str]:
-    """The overrides that make a run of these GPUs fit them, by the size of the model; none where it is not known.
+    """Return overrides that fit a run to its GPUs by the size of the model; none if the size is unknown.
 
     Args:
-        config: with the split that `train_overrides` made without knowing the model.
-        explicit: `key=value` as the person wrote them; what they set is not chosen.
+        config: has the split of `train_overrides`, which does not know the model.
+        explicit: `key=value` of the command line, which are kept.
     Raises:
         ConfigError: learner and generator do not fit one GPU.
     """
@@ -273,18 +250,13 @@ def fitted(config: Config, n_gpus: int, explicit: Sequence[str]) -> list[str]:
     if size is None:
         return []
     written = {override.partition("=")[0].strip() for override in explicit}
-    kept = {key: _value_at(config, key) for key in _FITTED if key in written}
+    kept = {key: attrgetter(key)(config) for key in _FITTED if key in written}
     card = card_of(config)
     chosen = share_one_gpu(size, config, card, kept) if n_gpus == 1 else choose(size, config, card, n_gpus, kept)
     return [f"{key}={value}" for key, value in chosen.items() if key not in kept]
 
 
-def _value_at(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
-
-
 def _explicit_int(key: str, explicit: Sequence[str]) -> int | None:
-    """The last value given for `key`, if it is a whole number. `load_config` refuses any other."""
+    """Return the last value of `key` if it is a whole number. `load_config` refuses any other."""
     texts = [override.partition("=")[2].strip() for override in explicit if override.partition("=")[0].strip() == key]
     return int(texts[-1]) if texts and texts[-1].isdigit() else None

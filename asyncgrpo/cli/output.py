@@ -1,4 +1,4 @@
-"""How commands print: JSON for scripts, and text for people."""
+"""Output of the commands: JSON for scripts, text for the terminal."""
 
 import json
 import shlex
@@ -10,16 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def print_json(value: Any, *, indent: int | None = 2) -> None:
-    """Print one JSON value; `indent=None` puts it on one line."""
+    """Print one JSON value. `indent=None` prints it on one line."""
     typer.echo(json.dumps(value, ensure_ascii=False, indent=indent, default=str))
 
 
 def wrapped(line: str, *, indent: int) -> str:
-    """`line` wrapped to the terminal, indented from the second line on. Where stdout is a file it stays one line."""
+    """Wrap `line` to the terminal, indented from the second line on. Return it as it is if stdout is not a terminal."""
     if not sys.stdout.isatty():
         return line
     width = shutil.get_terminal_size().columns
@@ -27,22 +27,22 @@ def wrapped(line: str, *, indent: int) -> str:
 
 
 def command(*arguments: object) -> str:
-    """A command of ours for a shell, such as `asyncgrpo samples 'my run'`."""
+    """Return an asyncgrpo command quoted for a shell, such as `asyncgrpo samples 'my run'`."""
     return shlex.join(["asyncgrpo", *map(str, arguments)])
 
 
 def same_command(out: Path | None = None) -> str:
-    """The running command, to be typed again.
+    """Return the running command, quoted for a shell.
 
     Args:
-        out: the run folder that was chosen, if `--out` was not typed.
+        out: run folder to add as `--out`, if the command line has none.
     """
     name, *rest = sys.argv[1:]
     return command(name, *(["--out", out] if out is not None else []), *rest)
 
 
 def shorten(text: str, length: int) -> str:
-    """At most `length` characters of `text`, from both ends, with a count of those left out."""
+    """Keep `length` characters of `text` from both ends, and count the others."""
     if len(text) <= length:
         return text
     head = length * 2 // 3
@@ -50,7 +50,7 @@ def shorten(text: str, length: int) -> str:
 
 
 def size_in_words(num_bytes: float) -> str:
-    """A size such as `3.2 GiB`."""
+    """Format a size, such as `3.2 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.{0 if unit == 'B' else 1}f} {unit}"

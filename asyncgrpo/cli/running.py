@@ -1,7 +1,6 @@
-"""What `demo`, `train` and `serve` share: they check a run, preview it, run it with the screen, and sum it up.
+"""Check, preview and execute a run, for `demo`, `train` and `serve`.
 
-The checks read the same files as the run and call the same functions, so that a mistake shows within seconds and not after
-the engines of many GPUs have started.
+The checks read the files of the run and call its functions, so that an error shows within seconds, before engines start.
 """
 
 import logging
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import Console
 
 from asyncgrpo import scratch, warm
 from asyncgrpo.cli.output import size_in_words
@@ -26,7 +24,8 @@ from asyncgrpo.host import Host
 from asyncgrpo.importing import has_gpu, importing
 
 if TYPE_CHECKING:  # importing the cluster imports ray
-    from asyncgrpo.cluster.folder import RunFolder
+    from rich.console import Console
+
     from asyncgrpo.cluster.run import Outcome
     from asyncgrpo.config.memory import Card
     from asyncgrpo.config.model_size import ModelSize
@@ -39,41 +38,38 @@ log = logging.getLogger(__name__)
 # -- the checks before a run is started --------------------------------------------------------------------------------
 
 REWARD_IMPORT_S = 10.0
-"""How long the import of a user's reward file may take, while nothing else runs here."""
+"""Deadline for importing a user's reward file before the run starts."""
 _PROCESSES_PER_CORE = 4
-"""More on the CPU are a warning."""
+"""Maximum processes on the CPU without a warning."""
 _OTHER_FILES_BYTES = 2**26
-"""Space in a run folder for everything but checkpoints."""
+"""Space in a run folder for all files but checkpoints."""
 
 
 def check_run(config: Config) -> str:
-    """Check everything about a run that can be known before it is started.
+    """Check everything about a run that is known before it starts.
 
     Returns:
-        What scores the completions, in words.
+        Description of the reward.
     Raises:
-        ConfigError, DataError, RewardError: one sentence each.
+        ConfigError, DataError, RewardError: the run would fail.
     """
     from asyncgrpo.config.reach import find_model
 
-    find_model(config.model.path)  # before the imports of seconds
+    find_model(config.model.path)  # before imports that take seconds
     from asyncgrpo.cluster.wiring import uses_cuda
 
+    learner_on_gpu = uses_cuda(config)
     check_settings(config)
-    _check_gpus(config, learner_on_gpu=uses_cuda(config))
-    _check_cpus(config, learner_on_gpu=uses_cuda(config))
+    if config.cluster.ray_address is None:  # a Ray cluster is checked when the run has connected to it
+        _check_processes(config, learner_on_gpu=learner_on_gpu)
     reward = check_inputs(config)
     check_fit(config)
-    _check_training(config, learner_on_gpu=uses_cuda(config))
+    _check_training(config, learner_on_gpu=learner_on_gpu)
     return reward
 
 
 def check_settings(config: Config) -> None:
-    """Check what can be known of a configuration alone, without its files and this machine's GPUs.
-
-    Raises:
-        ConfigError: one sentence.
-    """
+    """Check a configuration without its files and the GPUs of this machine. Raises ConfigError."""
     from asyncgrpo.config.rules import check_algorithm
     from asyncgrpo.recording.loggers import check_loggers
     from asyncgrpo.wire.sockets import check_bind
@@ -84,12 +80,12 @@ def check_settings(config: Config) -> None:
 
 
 def check_inputs(config: Config) -> str:
-    """Check what an evaluation needs too: engine, model, tokenizer, reward and prompts.
+    """Check the inputs of a run or an evaluation: engine, model, tokenizer, reward and prompts.
 
     Returns:
-        What scores the completions, in words.
+        Description of the reward.
     Raises:
-        ConfigError, DataError, RewardError: one sentence each.
+        ConfigError, DataError, RewardError: an input cannot be used.
     """
     from asyncgrpo.config.reach import find_model
     from asyncgrpo.config.rules import check_model
@@ -125,42 +121,29 @@ def _check_prompts(config: Config, reward: "ConfiguredReward | None") -> None:
     for about in found.values():
         if reward is not None:
             reward.check_sources(set(about.sources))
-    _check_step(config, found["train"].num_rows)
-
-
-def _check_step(config: Config, rows: int) -> None:
-    """Warn about steps that take more prompts than there are."""
-    wanted, epochs = config.buffer.prompts_per_step, config.run.epochs
+    wanted, rows, epochs = config.buffer.prompts_per_step, found["train"].num_rows, config.run.epochs
     if wanted > rows:
         is_one = epochs is not None and epochs * rows <= wanted
         then = "the run is one smaller step" if is_one else "a step takes a prompt more than once"
         log.warning("buffer.prompts_per_step (%d) is more than the rows of data.train (%d): %s", wanted, rows, then)
 
 
-def _check_gpus(config: Config, *, learner_on_gpu: bool) -> None:
-    """Check the GPUs of this machine. Those of a Ray cluster are counted once the run has connected to it."""
-    if config.cluster.ray_address is not None:
-        return
+def _check_processes(config: Config, *, learner_on_gpu: bool) -> None:
+    """Refuse a run with too few GPUs on this machine. Warn about far more processes on the CPU than cores."""
     import torch
 
     from asyncgrpo.cluster.ray_session import check_gpus
 
     check_gpus(config, torch.cuda.device_count(), learner_on_gpu=learner_on_gpu)
-
-
-def _check_cpus(config: Config, *, learner_on_gpu: bool) -> None:
-    """Warn about far more processes on the CPU than this machine has cores."""
-    if config.cluster.ray_address is not None:
-        return
     generators = 0 if config.generators.gpus_each else config.generators.count
     ranks = 0 if learner_on_gpu else config.learner.ranks
     if generators + ranks > _PROCESSES_PER_CORE * cores():
-        what = f"{generators} generators and {ranks} learner ranks on the CPU"
-        log.warning("%s share %d cores; lower generators.count or learner.ranks", what, cores())
+        processes = f"{generators} generators and {ranks} learner ranks on the CPU"
+        log.warning("%s share %d cores; lower generators.count or learner.ranks", processes, cores())
 
 
 def card_of(config: Config) -> "Card":
-    """The GPU that a run has: the smallest one here, unless the configuration names its memory."""
+    """Return the GPU of a run: the smallest one here, unless the configuration gives its memory."""
     import torch
 
     from asyncgrpo.config.memory import Card
@@ -212,7 +195,7 @@ def _is_on_gpu(config: Config) -> bool:
 
 
 def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
-    """Check the model as the learner loads it, and the disk for a checkpoint. A model to be downloaded passes."""
+    """Check the model as the learner loads it, and the disk space for a checkpoint. Skip a model to be downloaded."""
     import torch
 
     from asyncgrpo.config.rules import local_model
@@ -223,18 +206,14 @@ def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
     model = check_language_model(str(folder), config, torch.device("cuda" if learner_on_gpu else "cpu"))
     exported = sum(p.numel() for p in model.parameters()) * getattr(torch, config.model.dtype).itemsize
     resumed = 3 * sum(4 * p.numel() for p in model.parameters() if p.requires_grad)  # weights and AdamW's two moments
-    _check_disk(config.run.out, exported + resumed)
-
-
-def _check_disk(out: str, checkpoint_bytes: int) -> None:
-    there = Path(out).absolute()
-    while not there.exists():
-        there = there.parent
-    free = shutil.disk_usage(there).free
-    if free < checkpoint_bytes + _OTHER_FILES_BYTES:
+    disk = Path(config.run.out).absolute()
+    while not disk.exists():
+        disk = disk.parent
+    free, needed = shutil.disk_usage(disk).free, exported + resumed
+    if free < needed + _OTHER_FILES_BYTES:
         raise ConfigError(
-            f"run.out {out}: a checkpoint takes about {size_in_words(checkpoint_bytes)}, and the disk has "
-            f"{size_in_words(free)} left; free some space, or choose a folder on another disk"
+            f"run.out {config.run.out}: a checkpoint takes about {size_in_words(needed)}, and the disk has "
+            f"{size_in_words(free)} left; free some space or choose a folder on another disk"
         )
 
 
@@ -242,13 +221,13 @@ def _check_disk(out: str, checkpoint_bytes: int) -> None:
 
 
 def preview(config: Config, algorithm: str | None = None, *, shown: Config | None = None) -> None:
-    """Check and print everything that `execute` checks before it starts.
+    """Check a run as `execute` does and print its sizes and placement.
 
     Args:
         algorithm: name of the preset that `config` was made with.
-        shown: the configuration whose file names are printed, where `config` names stand-ins for files to be made.
+        shown: configuration whose file names are printed, if `config` names stand-ins.
     Raises:
-        AsyncGRPOError: one sentence that says why the run would be refused.
+        AsyncGRPOError: the run would be refused.
     """
     from asyncgrpo.cluster.folder import RunFolder, look
 
@@ -257,23 +236,18 @@ def preview(config: Config, algorithm: str | None = None, *, shown: Config | Non
     folder = RunFolder(Path(config.run.out))
     folder.check_free()
     standing = look(config, folder)
-    rows = [
-        *_files(config, shown or config),
-        ("reward", reward),
-        ("processes", _processes(config)),
-        ("GPUs", _gpus(config)),
-    ]
-    begins = ["new: it would begin at step 0"] if standing.is_new else standing.lines(config.run.out)
-    rows += [("folder" if i == 0 else "", line) for i, line in enumerate([str(folder.path), *begins])]
+    start = ["new, starts at step 0"] if standing.is_new else standing.lines(config.run.out)
+    rows = [*_inputs(config, shown or config), ("reward", reward), *_placement(config), ("folder", str(folder.path))]
     typer.echo(sizes_in_words(config, algorithm))
-    for name, text in rows:
+    for name, text in [*rows, *(("", line) for line in start)]:
         typer.echo(f"{name:<11} {text}")
     if table := memory_table(config):
         typer.echo(table)
-    typer.echo("dry run: nothing was started, and nothing was written")
+    typer.echo("dry run: nothing was started or written")
 
 
-def _files(config: Config, shown: Config) -> Iterator[tuple[str, str]]:
+def _inputs(config: Config, shown: Config) -> Iterator[tuple[str, str]]:
+    """Yield the model and each data source with its number of prompts."""
     from asyncgrpo.config.rules import local_model
     from asyncgrpo.data.kept import is_lazy
     from asyncgrpo.data.prompts import load_prompts
@@ -284,13 +258,13 @@ def _files(config: Config, shown: Config) -> Iterator[tuple[str, str]]:
         tokenizer = load_tokenizer(config.model.path)
         yield "model", str(model.absolute() if shown is config else Path(shown.model.path))
     else:
-        yield "model", f"{shown.model.path}, to be downloaded: no prompt was counted"
+        yield "model", f"{shown.model.path}, not downloaded yet: prompts were not counted"
     named = [("train", name) for name in shown.data.sources] + list(shown.data.suites.items())
     sources = [*config.data.sources, *config.data.suites.values()]
     for (split, name), source in zip(named, sources, strict=True):
         text = str(Path(name).absolute()) if is_file(name) else name
         if split == "train" and is_lazy(config):
-            text += ": rows are tokenised when they are due"
+            text += ": rows are tokenized on demand"
         elif tokenizer is not None:
             limit = None if split == "train" else config.data.eval_rows
             loaded = load_prompts(source, split, tokenizer, config.data, limit=limit)
@@ -298,66 +272,55 @@ def _files(config: Config, shown: Config) -> Iterator[tuple[str, str]]:
         yield f"data.{split}" if split in ("train", "eval") else f"  {split}", text
 
 
-def _processes(config: Config) -> str:
-    from asyncgrpo.cluster.wiring import uses_cuda
-
-    generators = config.generators
-    learner = "one GPU each" if uses_cuda(config) else "on CPU"
-    engine = f"{generators.gpus_each} GPUs each" if generators.gpus_each else "on CPU"
-    return (
-        f"driver 1; buffer 1; learner {config.learner.ranks} ({learner}); generator {generators.count} "
-        f"({generators.engine}, {engine}), with reward worker {config.reward.workers} each"
-    )
-
-
-def _gpus(config: Config) -> str:
-    """How many GPUs the run needs, and how many there are. `check_run` has compared them."""
+def _placement(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the processes of the run and its GPUs. `check_run` has compared those with the GPUs here."""
     import torch
 
     from asyncgrpo.cluster.ray_session import gpus_wanted
     from asyncgrpo.cluster.wiring import uses_cuda
 
-    wanted = gpus_wanted(config, learner_on_gpu=uses_cuda(config))
-    if config.cluster.ray_address is not None:
-        return f"{wanted} wanted, of the cluster at {config.cluster.ray_address}"
-    return f"{wanted} wanted, {torch.cuda.device_count()} here"
+    generators, on_gpu = config.generators, uses_cuda(config)
+    learner = "one GPU each" if on_gpu else "on CPU"
+    engine = f"{generators.gpus_each} GPUs each" if generators.gpus_each else "on CPU"
+    yield (
+        "processes",
+        f"driver 1; buffer 1; learner {config.learner.ranks} ({learner}); generator {generators.count} "
+        f"({generators.engine}, {engine}), with reward worker {config.reward.workers} each",
+    )
+    ray, here = config.cluster.ray_address, torch.cuda.device_count()
+    available = f"{here} here" if ray is None else f"of the cluster at {ray}"
+    yield "GPUs", f"{gpus_wanted(config, learner_on_gpu=on_gpu)} wanted, {available}"
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
-def choose_folder(default: str, explicit: str | None) -> Path:
-    """The folder asked for, or else the first of `default`, `default-2`, ... without a finished run."""
-    from asyncgrpo.cluster.folder import unused
-
-    if explicit is not None and not explicit.strip():
-        raise ConfigError("--out is empty; name a folder")
-    return Path(explicit) if explicit is not None else unused(Path(default))
-
-
 def execute(
     config: Config,
-    console: Console,
     *,
     algorithm: str | None = None,
     make: Callable[[], None] | None = None,
     chaos: "Plan | None" = None,
     observe: bool = False,
 ) -> "Outcome":
-    """Run `config` in its folder until it is done or asked to stop, with the screen on `console`.
+    """Run `config` in its folder until it is done or asked to stop, and show its progress.
 
-    An unfinished run in the folder goes on from its newest checkpoint. The run is checked while Ray starts.
+    An unfinished run in the folder resumes from its newest checkpoint. The checks run while Ray starts.
 
     Args:
-        algorithm: name of the preset that `config` was made with, to be printed with the sizes.
-        make: makes the files that `config` names. It can be pickled.
+        algorithm: name of the preset that `config` was made with.
+        make: creates the files that `config` names. Must be picklable.
         chaos: faults to inject into the run.
-        observe: start Prometheus beside the run, and Grafana if it is installed.
+        observe: start Prometheus with the run, and Grafana if it is installed.
     Raises:
-        AsyncGRPOError: one sentence that says what ended the run.
+        AsyncGRPOError: the run was refused or failed.
     """
+    from rich.console import Console
+
     from asyncgrpo.cluster.folder import RunFolder, Standing, look, record
     from asyncgrpo.config.reach import find_model
+
+    console = Console()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -365,7 +328,7 @@ def execute(
     check_settings(config)
     if make is None:
         find_model(config.model.path)
-        scratch.folder()  # what a run that was killed has left in shared memory is not in the way
+        scratch.folder()  # removes what a killed run left in shared memory
         check_host(config)
     folder = RunFolder(Path(config.run.out))
     folder.check_free()
@@ -376,7 +339,7 @@ def execute(
             claim.callback(folder.release)
             return look(config, folder)
 
-        standing = claimed() if folder.path.is_dir() else None  # what is wrong with a resume is said at once
+        standing = claimed() if folder.path.is_dir() else None  # before Ray starts, for an error in a resume
         say("checking the run and starting Ray")
         with session_of_checked(config, make) as (reward, table, checked):
             from asyncgrpo.cli.observe import observed
@@ -392,9 +355,17 @@ def execute(
             warm.call(prepare_if_small, config, folder.path, checked)
             with_token = not is_loopback(config.cluster.bind)
             watched = observed(folder.path, say, with_token=with_token) if observe else nullcontext()
-            with watched, _screen(folder, console):
+            events = folder.path / "metrics.jsonl"
+            with watched, _screen(events, console):
                 outcome = Run(config, folder, sizes, chaos).execute(report=say)
-    say(_summary(folder))
+    from asyncgrpo.recording.curves import plot
+    from asyncgrpo.recording.progress import progress_of
+    from asyncgrpo.recording.text import summary
+
+    progress = progress_of(events)
+    if progress.steps:
+        plot(progress, folder.path / "curves.png")
+    say(summary(progress, folder.path))
     return outcome
 
 
@@ -402,7 +373,7 @@ def execute(
 def session_of_checked(
     config: Config, make: Callable[[], None] | None = None
 ) -> Iterator[tuple[str, str, "dict[str, About]"]]:
-    """Start the warm process and Ray, and check the run meanwhile. Yields what `_check` returns."""
+    """Start the warm process and Ray, and check the run meanwhile. Yields the result of `_check`."""
     _warm_up(config)
     from asyncgrpo.cluster.ray_session import session_beside  # imports ray, while the warm process imports torch
 
@@ -411,17 +382,17 @@ def session_of_checked(
 
 
 def _warm_up(config: Config) -> None:
-    """Start the warm process of a run on the CPU of this machine, which imports while this one goes on."""
+    """Start the warm process of a run on the CPU of this machine. It imports while this process continues."""
     if config.cluster.ray_address is None and not config.generators.gpus_each and not has_gpu():
         scratch.tidy_at_end()
         warm.begin(config.generators.engine, scratch.folder())
 
 
 def _check(config: Config, make: Callable[[], None] | None) -> tuple[str, str, "dict[str, About]"]:
-    """Make the files of a run and check it.
+    """Create the files of a run and check it.
 
     Returns:
-        What scores the completions, the table of its memory, and what was found in data files.
+        Description of the reward, the memory table, and facts about the data files.
     """
     from asyncgrpo.data.kept import checked
 
@@ -432,28 +403,16 @@ def _check(config: Config, make: Callable[[], None] | None) -> tuple[str, str, "
 
 
 @contextmanager
-def _screen(folder: "RunFolder", console: Console) -> Iterator[None]:
-    """Show the events of the run while it goes on."""
+def _screen(events: Path, console: "Console") -> Iterator[None]:
+    """Show the progress of the run from its events."""
     from asyncgrpo.recording.screen import watch
 
     stop = threading.Event()
     arguments = {"console": console, "stop": stop, "since": time.time()}
-    screen = threading.Thread(target=watch, args=(folder.path / "metrics.jsonl",), kwargs=arguments, daemon=True)
+    screen = threading.Thread(target=watch, args=(events,), kwargs=arguments, daemon=True)
     screen.start()
     try:
         yield
     finally:
         stop.set()
         screen.join(timeout=10.0)
-
-
-def _summary(folder: "RunFolder") -> str:
-    """Draw the curves of the run, and return its summary."""
-    from asyncgrpo.recording.curves import plot
-    from asyncgrpo.recording.progress import progress_of
-    from asyncgrpo.recording.text import summary
-
-    progress = progress_of(folder.path / "metrics.jsonl")
-    if progress.steps:
-        plot(progress, folder.path / "curves.png")
-    return summary(progress, folder.path)

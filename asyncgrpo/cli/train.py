@@ -1,14 +1,33 @@
-"""`asyncgrpo train` and `asyncgrpo serve`: a run from flags, and a run without an end from a file."""
+"""Start a run: `train` from flags, `serve` from a file, `demo` without any input."""
+
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from asyncgrpo.cli import options
 from asyncgrpo.cli.output import command, same_command
+from asyncgrpo.config.schema import Config
+from asyncgrpo.errors import ConfigError
+from asyncgrpo.importing import importing
+
+UNDER_CHAOS = [
+    "cluster.silent_timeout_s=6",  # the demo model restarts in seconds, a large one loads for minutes
+    "weights.timeout_s=10",  # a publication waits this long for a generator that hangs
+    "generators.restarts=1000000",  # --chaos asks for many restarts an hour
+    "run.checkpoint_every=5",
+    "run.eval_every=50",
+]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
+    app.command("demo", epilog="Example: asyncgrpo demo --engine torch --max-lag 0")(demo)
     app.command(
         "train",
         epilog="Example: asyncgrpo train --model Qwen/Qwen3-8B --data gsm8k.parquet --reward-func my_reward.py --n-gpus 8",
@@ -37,12 +56,10 @@ def train(
     dry_run: options.DryRunOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:
-    """Train a model on a file of prompts. The same command goes on after an interruption."""
-    from asyncgrpo.cli.running import choose_folder, execute, preview
+    """Train a model on a file of prompts. Repeat the command to resume an interrupted run."""
     from asyncgrpo.config.load import load_config
-    from asyncgrpo.environments.build import with_tools
 
-    folder = choose_folder("runs/train", out)
+    folder = _choose_folder("runs/train", out)
     settings = options.train_overrides(
         model=model,
         data=data,
@@ -62,14 +79,7 @@ def train(
     )
     if n_gpus:
         settings += options.fitted(load_config(config, settings, algorithm=algorithm), n_gpus, overrides or ())
-    resolved = with_tools(load_config(config, settings, algorithm=algorithm, tell=typer.echo))
-    if dry_run:
-        return preview(resolved, algorithm)
-    finished = execute(resolved, Console(), algorithm=algorithm, observe=observe)
-    if finished.status == "done":
-        typer.echo(f"next: {command('samples', finished.run_dir)}")
-    else:
-        typer.echo(f"to go on: {same_command(None if out else folder)}")
+    _start(config, settings, algorithm, folder=None if out else folder, observe=observe, dry_run=dry_run)
 
 
 def serve(
@@ -79,20 +89,145 @@ def serve(
     observe: options.ObserveOption = False,
     dry_run: options.DryRunOption = False,
 ) -> None:
-    """Train without an end, until SIGTERM or Ctrl-C.
+    """Train until SIGTERM or Ctrl-C.
 
-    Either signal finishes the step in flight, writes a checkpoint and exits with 0. The same command goes on from the
-    newest checkpoint. `run.steps` and `run.epochs` count only on the command line.
+    Either signal finishes the current step, writes a checkpoint and exits with 0. Repeat the command to resume from the
+    newest checkpoint. `run.steps` and `run.epochs` take effect only on the command line.
     """
+    settings = ["run.steps=null", "run.epochs=null", *(overrides or [])]
+    _start(config, settings, algorithm, observe=observe, dry_run=dry_run)
+
+
+def _start(
+    file: str | None,
+    settings: list[str],
+    algorithm: str | None,
+    *,
+    folder: Path | None = None,
+    observe: bool,
+    dry_run: bool,
+) -> None:
+    """Run or preview a configuration. `folder` is the run folder if `--out` did not name it."""
     from asyncgrpo.cli.running import execute, preview
     from asyncgrpo.config.load import load_config
     from asyncgrpo.environments.build import with_tools
 
-    settings = ["run.steps=null", "run.epochs=null", *(overrides or [])]
-    resolved = with_tools(load_config(config, settings, algorithm=algorithm, tell=typer.echo))
+    config = with_tools(load_config(file, settings, algorithm=algorithm, tell=typer.echo))
     if dry_run:
-        return preview(resolved, algorithm)
-    finished = execute(resolved, Console(), algorithm=algorithm, observe=observe)
-    typer.echo(f"{finished.status}: {finished.run_dir}")
-    if finished.status != "done":
-        typer.echo(f"to go on: {same_command()}")
+        return preview(config, algorithm)
+    outcome = execute(config, algorithm=algorithm, observe=observe)
+    _print_next(outcome.status, outcome.run_dir, folder)
+
+
+def _choose_folder(default: str, explicit: str | None) -> Path:
+    """Return the folder of `--out`, or the first of `default`, `default-2`, ... without a finished run."""
+    from asyncgrpo.cluster.folder import unused
+
+    if explicit is not None and not explicit.strip():
+        raise ConfigError("--out is empty; name a folder")
+    return Path(explicit) if explicit is not None else unused(Path(default))
+
+
+def _print_next(status: str, run_dir: Path, folder: Path | None) -> None:
+    """Print the command for the samples of a finished run, or the one that resumes an interrupted run."""
+    done = status == "done"
+    typer.echo(f"next: {command('samples', run_dir, '--best')}" if done else f"to resume: {same_command(folder)}")
+
+
+# -- demo --------------------------------------------------------------------------------------------------------------
+
+
+def demo(
+    engine: options.EngineOption = None,
+    max_lag: options.MaxLagOption = None,
+    algorithm: options.AlgorithmOption = None,
+    steps: options.StepsOption = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the model, the task and the sampling.")] = 0,
+    out: options.OutOption = None,
+    chaos: Annotated[
+        float | None,
+        typer.Option(
+            "--chaos",
+            metavar="PER_HOUR",
+            help="Inject this many faults per hour (kill, freeze, network partition, full disk), then run the audit.",
+            show_default=False,
+        ),
+    ] = None,
+    faults: Annotated[str | None, typer.Option("--faults", hidden=True, help="Faults for --chaos, in order.")] = None,
+    observe: options.ObserveOption = False,
+    dry_run: options.DryRunOption = False,
+    overrides: options.SettingsArgument = None,
+) -> None:
+    """Train a small model from scratch, without a GPU or a download.
+
+    The run has all components of a cluster run: Ray, SGLang, ZeroMQ, FSDP2, weight broadcast. It creates a random Qwen3
+    and a task in the run folder.
+    """
+    from asyncgrpo.cli.audit import audit
+    from asyncgrpo.cli.running import execute, preview
+    from asyncgrpo.config.files import algorithm_file
+    from asyncgrpo.config.load import load_config
+
+    if algorithm is not None:
+        algorithm_file(algorithm)  # refuse an unknown name before a model is made
+    if chaos is not None and not 0 < chaos < math.inf:
+        raise ConfigError(f"--chaos {chaos:g}: faults per hour must be a number above 0")
+    folder = _choose_folder("runs/demo", out)
+    settings = [
+        f"run.seed={seed}",
+        f"learner.ranks={2 if (os.cpu_count() or 1) >= 4 else 1}",
+        "buffer.keep_journal=true",  # small enough to keep, and allows a replay
+        *options.train_overrides(engine=engine or _best_engine(), max_lag=max_lag, steps=steps, out=str(folder)),
+        *(UNDER_CHAOS if chaos is not None else []),
+    ]
+
+    def configured(files: Path, tell: Callable[[str], None] | None = None) -> Config:
+        made = [f"model.path={(files / 'model').absolute()}"]
+        made += [f"data.{split}={files / 'data' / split}.jsonl" for split in ("train", "eval")]
+        return load_config("quickstart", [*settings, *made, *(overrides or [])], algorithm=algorithm, tell=tell)
+
+    config = configured(folder, typer.echo)
+    is_made = (folder / "model" / "config.json").exists()
+    if not is_made:
+        typer.echo(f"{'would create' if dry_run else 'creating'} a small random Qwen3 and its task in {folder}")
+        if not dry_run:
+            seconds = 15 if config.generators.engine == "sglang" else 10
+            typer.echo(f"the first step takes about {seconds} s on two cores")
+    if dry_run:
+        with tempfile.TemporaryDirectory() as elsewhere:
+            if not is_made:
+                _make(Path(elsewhere), seed)
+            return preview(configured(folder if is_made else Path(elsewhere)), algorithm, shown=config)
+    plan = None
+    if chaos is not None:
+        from asyncgrpo.tools.chaos import Plan  # imports ray
+
+        plan = Plan(per_hour=chaos, seed=seed, faults=tuple(faults.split(",")) if faults else ())
+    make = None if is_made else partial(_make, folder, seed)
+    outcome = execute(config, algorithm=algorithm, make=make, chaos=plan, observe=observe)
+    if chaos is not None:
+        audit(outcome.run_dir)
+    _print_next(outcome.status, outcome.run_dir, None if out else folder)
+
+
+def _best_engine() -> str:
+    """Return `sglang`, or `torch` if SGLang cannot run here. Prints the reason."""
+    from asyncgrpo.engines.installed import why_sglang_cannot_run
+
+    why = why_sglang_cannot_run()
+    if why is None:
+        return "sglang"
+    typer.echo(f"using the torch engine: {why}")
+    return "torch"
+
+
+def _make(folder: Path, seed: int) -> None:
+    """Create the model and the task of the demo."""
+    from asyncgrpo.data.demo import make_demo_model, write_demo_task
+
+    data = folder / "data"
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    data.mkdir(exist_ok=True)
+    with importing():
+        make_demo_model(folder / "model", seed=seed)
+    write_demo_task(data / "train.jsonl", data / "eval.jsonl", seed=seed)

@@ -119,16 +119,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def model_folder(path: Path) -> Path:
-    """The Hugging Face folder behind a run folder (its final model, else its newest checkpoint), a checkpoint, or itself.
-
-    Raises:
-        CheckpointError: there is no model.
-    """
-    latest = Checkpoints(path, keep=1).latest()
-    for candidate in (path, path / "final", path / "hf", *([latest / "hf"] if latest else [])):
-        if (candidate / "config.json").exists():
-            return candidate
-    raise CheckpointError(f"{path} holds no model: no config.json in it, in final/, in hf/ or in a checkpoint")

@@ -162,7 +162,7 @@ def search(
         import pyarrow.compute as pc
 
         column, order = _ORDER[sort]
-        found = found.take(pc.sort_indices(found, [(column, order)], null_placement="at_end"))
+        found = found.take(pc.sort_indices(found, [(column, order)]))  # None comes last
     first, last = files.first(), files.last()
     assert first is not None and last is not None, "files_of has raised"
     return Found(

@@ -31,7 +31,7 @@ def test_a_person_sees_schema_lengths_one_prompt_and_one_score(asyncgrpo, file, 
     assert "data_source      gsm8k 8" in lines
     assert "row 0, prompt    What is 1 + 1?" in lines
     assert "row 0, reward    0.25 for `2` as the completion" in lines
-    assert "characters: half up to 14" in ended.out
+    assert "characters: p50 14" in ended.out
 
 
 def test_scripts_get_the_whole_report(asyncgrpo, file, reward):

@@ -32,8 +32,8 @@ def test_a_person_gets_a_line_for_each_finding_and_how_to_mend_it(asyncgrpo, tmp
     ended = asyncgrpo("doctor", "--out", tmp_path)
     assert ended.code == 1
     assert "✗ gloo" in ended.out
-    assert "fix it: export GLOO_SOCKET_IFNAME=lo" in ended.out
-    assert "Training is not possible yet; fix gloo first." in ended.out
+    assert "fix: export GLOO_SOCKET_IFNAME=lo" in ended.out
+    assert "gloo" in ended.out.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def test_a_package_that_is_missing_or_broken_is_found(monkeypatch, tmp_path):
     (tmp_path / "ray.py").write_text("raise OSError('libsomething.so is missing')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    assert "does not import: OSError: libsomething.so is missing" in doctor.check_ray().detail
+    assert "OSError: libsomething.so is missing" in doctor.check_ray().detail
 
 
 @pytest.mark.parametrize(
     ("libc", "there", "status", "says"),
     [
         ("glibc 2.31", ("nvcc", "ninja", "c++"), "failed", "glibc 2.34"),
-        ("glibc 2.36", ("ninja",), "failed", "no nvcc and no c++"),
+        ("glibc 2.36", ("ninja",), "failed", "nvcc, c++"),
         ("glibc 2.36", ("nvcc", "ninja", "c++"), "ok", "nvcc"),
     ],
 )
@@ -105,7 +105,7 @@ def test_too_little_memory_that_may_be_locked_is_found_on_a_gpu(monkeypatch):
     inside = [sys.executable, "-c", "from asyncgrpo.cli import doctor; doctor.has_gpu = lambda: True; "]
     inside[-1] += "found = doctor.check_locked_memory(); print(found.status, found.detail, found.fix)"
     said = subprocess.run(["prlimit", f"--memlock=65536:{hard}", *inside], capture_output=True, text=True).stdout
-    assert said.startswith("warning up to 64.0 KiB"), said
+    assert said.startswith("warning") and "64.0 KiB" in said, said
     assert "ulimit -l unlimited" in said and "--ulimit memlock=-1" in said
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert doctor.check_locked_memory().status == "ok"
@@ -134,6 +134,5 @@ def test_a_driver_that_is_older_than_cuda_needs_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = doctor.check_cuda()
-    assert (
-        found.status == "failed" and "the driver is 535.104, and CUDA 13.0 of this torch needs 580.65" in found.detail
-    )
+    assert found.status == "failed"
+    assert all(version in found.detail for version in ("535.104", "13.0", "580.65"))

@@ -93,9 +93,26 @@ def test_the_version_is_printed(asyncgrpo):
     assert asyncgrpo("--version").out == f"asyncgrpo {__version__}\n"
 
 
-def test_an_unknown_command_or_option_is_a_usage_error(asyncgrpo):
-    assert asyncgrpo("trian").code == 2
-    assert asyncgrpo("doctor", "--nonsense").code == 2
+def test_a_usage_error_is_one_sentence_and_code_2(asyncgrpo):
+    for typed, names in (
+        (["trian"], ["trian", "train"]),
+        (["doctor", "--nonsense"], ["--nonsense", "asyncgrpo doctor --help"]),
+        (["train", "--lr", "fast"], ["--lr", "'fast'"]),
+        (["samples", "run", "--limit", "0"], ["--limit", "'0'"]),
+        (["scale", "learners", "3"], ["generators", "'learners'"]),
+        (["train", "--steps"], ["--steps"]),
+        (["audit"], ["RUN", "asyncgrpo audit --help"]),
+        (["audit", "a", "b"], ["b", "asyncgrpo audit --help"]),
+    ):
+        ended = asyncgrpo(*typed)
+        assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1), ended
+        assert ended.err.startswith("error: ") and all(name in ended.err for name in names), ended.err
+
+
+@pytest.mark.parametrize("typed", [[], ["data"], ["config"]])
+def test_a_group_without_a_command_prints_its_help(asyncgrpo, typed):
+    ended = asyncgrpo(*typed)
+    assert (ended.code, ended.out) == (2, "") and "Commands:" in ended.err
 
 
 class TestEnds:

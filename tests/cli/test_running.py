@@ -20,7 +20,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list:
 
     started = []
 
-    def execute(self, tell=None):
+    def execute(self, report=None):
         started.append(self._config)
         lineage = self._folder.next_lineage()
         self._events.write("start", run="run", lineage=lineage, version=f"{lineage}.0", step=0, sizes=self._sizes)
@@ -97,7 +97,7 @@ def test_a_dry_run_says_what_a_run_would_do_and_need(asyncgrpo, started, files):
     rows = len((files / "train.jsonl").read_text().splitlines())
     assert f"{files / 'train.jsonl'}: {rows:,} prompts, 0 longer" in ended.out
     assert "buffer 1; learner 1 (on CPU); generator 1 (torch, on CPU)" in ended.out and "0 wanted" in ended.out
-    assert f"{files / 'a run'}\n" in ended.out and "new: it would begin at step 0" in ended.out
+    assert f"{files / 'a run'}\n" in ended.out and "new, starts at step 0" in ended.out
 
 
 def test_a_script_of_trl_becomes_a_configuration_that_a_run_takes(asyncgrpo, started, files):
@@ -147,7 +147,7 @@ def test_a_dry_run_of_a_resume_says_what_changed_or_is_refused_as_the_run_would_
 def test_a_dry_run_of_a_demo_makes_no_model(asyncgrpo, started, files):
     ended = preview(asyncgrpo, "demo", "--engine", "torch", "--out", "other")
     assert ended.code == 0 and not started, ended
-    assert "would make a small random Qwen3" in ended.out and f"{files / 'other' / 'model'}\n" in ended.out
+    assert "would create a small random Qwen3" in ended.out and f"{files / 'other' / 'model'}\n" in ended.out
     assert preview(asyncgrpo, "demo", "--engine", "torch", "learner.betas=[1, 1]").code == 1
     asyncgrpo("demo", "--engine", "torch", "--out", "other")
     assert "going on from step 2" in preview(asyncgrpo, "demo", "--engine", "torch", "--out", "other").out

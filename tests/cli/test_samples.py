@@ -102,7 +102,7 @@ def test_the_same_completion_is_shown_once_with_its_count(asyncgrpo, without_sig
     assert out.count("the same") == 1
     assert "train/0 x4 reward 0" in out
     assert "4 of the 5 completions of step 1 (1 different)" in out
-    assert "every completion of this step has reward 0: none is better or worse" in out
+    assert "all completions of this step have reward 0" in out
     assert [(r["prompt_id"], r["count"]) for r in listed(asyncgrpo, without_signal, "--best")] == [
         ("train/0", 4),
         ("train/1", 1),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from asyncgrpo.cli.data import Lengths, check_file
+from asyncgrpo.cli.models import check_file
 from asyncgrpo.config.schema import DataConfig
 from asyncgrpo.errors import DataError
 from asyncgrpo.types import Score
@@ -27,7 +27,7 @@ def test_with_a_model_lengths_are_tokens_of_the_rendered_prompt(file, demo_model
     assert report.prompt_text == "<system>Hm<user>1<assistant>"
     assert report.prompt_tokens == 6
     # n digits, two letters and three special tokens
-    assert report.lengths == Lengths(p50=56, p90=96, p99=105, max=105)
+    assert report.lengths == {"p50": 56, "p90": 96, "p99": 105, "max": 105}
     assert report.over_long == 15
     assert report.sources == {"odd": 50, "even": 50}
     assert (report.answers_missing, report.first_missing) == (2, (4, 6))
@@ -37,7 +37,12 @@ def test_with_a_model_lengths_are_tokens_of_the_rendered_prompt(file, demo_model
 
 def test_without_a_model_lengths_are_characters(file):
     report = check_file(file, None, DataConfig(train=file))
-    assert (report.unit, report.lengths.max, report.over_long, report.prompt_tokens) == ("characters", 100, None, None)
+    assert (report.unit, report.lengths["max"], report.over_long, report.prompt_tokens) == (
+        "characters",
+        100,
+        None,
+        None,
+    )
     assert report.prompt_text == "1"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.errors import CheckpointError
-from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, model_folder, read_state
+from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, read_state
 
 
 def state(step: int) -> RunState:
@@ -67,16 +67,6 @@ def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, text: str | None):
         (tmp_path / "state.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"state\.json"):
         read_state(tmp_path)
-
-
-def test_the_model_is_found_behind_a_run_a_checkpoint_and_itself(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="holds no model"):
-        model_folder(tmp_path)
-    checkpoint = Checkpoints(tmp_path, keep=1).write(state(1), fill)
-    assert model_folder(tmp_path) == model_folder(checkpoint) == model_folder(checkpoint / "hf") == checkpoint / "hf"
-    (tmp_path / "final").mkdir()
-    (tmp_path / "final" / "config.json").write_text("{}")
-    assert model_folder(tmp_path) == tmp_path / "final"
 
 
 def test_only_the_newest_start_of_a_run_writes_into_its_folder(tmp_path: Path):

@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from asyncgrpo.cli.samples import read_step
 from asyncgrpo.errors import DataError
 from asyncgrpo.recording import sample_search
 from asyncgrpo.recording.sample_search import SampleFiles, path_of, search
@@ -160,9 +159,9 @@ def test_the_samples_that_are_left_can_be_shown(group, tmp_path):
     writer = SampleWriter(tmp_path / "samples", 2)
     for number in (1, 2, 3):
         writer.write(number, samples(group, number))
-    assert read_step(tmp_path)[0]["step"] == 3
+    assert search(tmp_path).rows[0]["step"] == 3
     with pytest.raises(DataError, match=r"no samples of step 1; there are steps 2 to 3 \(run\.keep_samples"):
-        read_step(tmp_path, 1)
+        search(tmp_path, 1)
 
 
 # -- many files --------------------------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ def test_the_folder_of_an_older_release_is_read_and_goes_on(group, tmp_path):
     assert list(SampleFiles(old)) == [999, 1_000, 1_001, 1_002] == steps(old)
     found = search(run, 1_001)
     assert (found.total, found.first_step, found.before, found.after, found.last_step) == (1, 999, 1_000, 1_002, 1_002)
-    assert (search(run, 999).before, search(run).after, read_step(run, 1_000)[0]["step"]) == (None, None, 1_000)
+    assert (search(run, 999).before, search(run).after, search(run, 1_000).rows[0]["step"]) == (None, None, 1_000)
 
 
 def test_a_search_among_many_files_lists_few_of_them(tmp_path, monkeypatch):

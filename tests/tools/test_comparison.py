@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from asyncgrpo.cli.replay import _Equality
+from asyncgrpo.cli.audit import Equality
 from asyncgrpo.recording.events import as_written
 from asyncgrpo.tools.replay import Pair, Replayed, means
 
@@ -72,5 +72,5 @@ def test_means_are_over_the_steps_that_have_the_field():
 
 def test_the_verdict_names_the_first_step_that_differs():
     pairs = [Pair(step, as_written(STEP), as_written(STEP | {"loss": loss})) for step, loss in ((6, 0.1), (7, 0.2))]
-    expected = "1 of 2 steps differ, the first is step 7: loss was 0.1 and is 0.2"
-    assert _Equality().last_line(Replayed(pairs)) == expected
+    verdict = Equality().last_line(Replayed(pairs))
+    assert all(words in verdict for words in ("1 of 2 steps", "step 7", "loss was 0.1 and is 0.2"))

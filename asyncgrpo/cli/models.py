@@ -1,0 +1,481 @@
+"""Use models and data without a run: `eval`, `export` and `data check`."""
+
+import asyncio
+import json
+import os
+import shutil
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+import typer
+
+from asyncgrpo.cli import options
+from asyncgrpo.cli.options import ModelOption, RewardFuncOption, SettingsArgument, UnsafeRewardsOption
+from asyncgrpo.cli.output import JsonOption, print_json, shorten, size_in_words
+from asyncgrpo.config.schema import Config, DataConfig
+from asyncgrpo.errors import AsyncGRPOError, CheckpointError
+from asyncgrpo.logs import visible
+
+if TYPE_CHECKING:  # each imports numpy, torch or transformers
+    from transformers import PreTrainedTokenizerBase
+
+    from asyncgrpo.data.rows import Record
+    from asyncgrpo.types import Prompt, Rollout, Score
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("eval", epilog="Example: asyncgrpo eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 4")(
+        evaluate
+    )
+    app.command("export", epilog="Example: asyncgrpo export runs/demo exported-model")(export)
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+    app.add_typer(group, name="data", help="Check data files.", epilog="Example: asyncgrpo data check train.parquet")
+    group.command("check", epilog="Example: asyncgrpo data check train.parquet --model Qwen/Qwen3-8B")(check)
+
+
+# -- export ------------------------------------------------------------------------------------------------------------
+
+
+def export(
+    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run folder, or a checkpoint in it.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder for the model.")],
+    step: Annotated[
+        int | None, typer.Option("--step", help="Export the checkpoint of this step. Default: the final model.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a trained model out of a run.
+
+    transformers and SGLang can load the folder. For a run without a final model, export its newest checkpoint.
+    """
+    model = find_model(source, step)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not an empty folder; name a new one")
+    if model.resolve() in folder.resolve().parents:
+        raise CheckpointError(f"{folder} is inside {model}, the folder to copy; name a folder outside it")
+    half = folder.with_name(f".{folder.name}.tmp")  # renamed when whole, so that `folder` is never half a copy
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(half, ignore_errors=True)
+        shutil.copytree(model, half)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(half, folder)
+    except (OSError, shutil.Error) as error:
+        shutil.rmtree(half, ignore_errors=True)
+        raise CheckpointError(f"{model} cannot be copied to {folder}: {error}") from error
+    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
+    if as_json:
+        print_json({"from": str(model), "to": str(folder), "files": len(sizes), "bytes": sum(sizes)})
+    else:
+        typer.echo(f"copied {len(sizes)} files, {size_in_words(sum(sizes))}, from {model} to {folder}")
+
+
+def find_model(source: Path, step: int | None = None) -> Path:
+    """Return the Hugging Face folder of a run (final model, else newest checkpoint), a checkpoint, or `source` itself.
+
+    Raises:
+        CheckpointError: no folder holds a `config.json` with weights.
+    """
+    if not source.is_dir():
+        raise CheckpointError(f"there is no folder {source}; name a run, such as runs/demo, or a checkpoint in it")
+    steps = {int(found.parent.name[5:]): found for found in source.glob("checkpoints/step_[0-9]*/hf")}
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, sorted(steps))) or "none"
+        raise CheckpointError(f"{source} has no checkpoint of step {step}; it has: {there}")
+    newest_first = [steps[number] for number in sorted(steps, reverse=True)]
+    candidates = [source, source / "hf", source / "final", *newest_first] if step is None else [steps[step]]
+    for folder in candidates:
+        if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+            return folder
+    raise CheckpointError(
+        f"{source} holds no model (config.json and *.safetensors) in final/ or checkpoints/step_*/hf; "
+        "a run writes one with its first checkpoint"
+    )
+
+
+# -- eval --------------------------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Run folder, checkpoint, or folder of a Hugging Face model.")
+    ],
+    data: Annotated[list[str], typer.Option(help="Prompts: Parquet, JSONL or JSON; repeatable.")],
+    reward_func: RewardFuncOption = None,
+    unsafe_rewards: UnsafeRewardsOption = False,
+    engine: Annotated[
+        str, typer.Option(help="Inference engine: sglang or torch.", autocompletion=options.engines)
+    ] = "torch",
+    rollout_n: Annotated[int, typer.Option("--rollout-n", help="Completions per prompt.")] = 1,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens per completion.")] = 1024,
+    success: Annotated[float, typer.Option(help="Minimum reward of a correct completion, for pass@k and maj@k.")] = 1.0,
+    as_json: JsonOption = False,
+    overrides: SettingsArgument = None,
+) -> None:
+    """Evaluate a model on held-out prompts.
+
+    Each file is a suite with its own metrics, each with a 95 % confidence interval. With --rollout-n above 1 and
+    --temperature above 0, the metrics include pass@k and maj@k.
+    """
+    import torch
+
+    from asyncgrpo.cli.running import check_inputs
+    from asyncgrpo.config.load import load_config
+    from asyncgrpo.environments.build import with_tools
+
+    folder = find_model(checkpoint)
+    settings = [
+        f"model.path={folder}",
+        f"data.train={data[0]}",
+        f"data.eval={options.one_or_all(data)}",
+        f"sampling.max_tokens={max_tokens}",
+        f"sampling.eval_temperature={temperature}",
+        f"sampling.eval_completions={rollout_n}",
+        f"reward.success={success}",
+    ]
+    if not torch.cuda.is_available():
+        settings += ["generators.gpus_each=0", "model.dtype=float32"]
+    context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    if context is not None and max_tokens < context < DataConfig(train="").max_prompt_tokens + max_tokens:
+        settings.append(f"data.max_prompt_tokens={context - max_tokens}")
+    settings += options.train_overrides(
+        engine=engine, reward_func=reward_func, unsafe_rewards=unsafe_rewards, explicit=overrides or ()
+    )
+    config = with_tools(load_config(None, settings))
+    check_inputs(config)
+    report = asyncio.run(_evaluate(config))
+    if as_json:
+        print_json(report)
+    else:
+        _print_evaluation(report)
+
+
+def _print_evaluation(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    suites = report["suites"]
+    metrics = list(dict.fromkeys(name for suite in suites.values() for name in suite["numbers"]))
+    table = Table("suite", "prompts", *metrics, box=None, pad_edge=False, header_style="dim")
+    for name, suite in suites.items():
+        table.add_row(name, str(suite["prompts"]), *(_estimate(suite["numbers"].get(metric)) for metric in metrics))
+    Console(highlight=False).print(table)
+    mean = "none" if report["reward_mean"] is None else f"{report['reward_mean']:.4f}"
+    typer.echo(f"{report['completions']} completions to {report['prompts']} prompts, mean reward {mean}")
+    if len(report["by_source"]) > 1:
+        for source, value in report["by_source"].items():
+            typer.echo(f"  {source or '(no source)'}: {value:.4f}")
+    for name, suite in suites.items():
+        if suite["parts"]:
+            parts = ", ".join(f"{part} {value:.4f}" for part, value in suite["parts"].items())
+            typer.echo(f"  parts of {name}: {parts}")
+    for failure, count in report["failures"].items():
+        typer.echo(f"  without a score ({failure}): {count}")
+
+
+def _estimate(estimate: Sequence[float | None] | None) -> str:
+    if estimate is None:
+        return "-"
+    value, low, high = estimate
+    return f"{value:.3f}" if low is None or high is None else f"{value:.3f} ({low:.3f} to {high:.3f})"
+
+
+async def _evaluate(config: Config) -> dict[str, Any]:
+    """Sample and score all suites. Return the metrics of each and those of all completions."""
+    from asyncgrpo.buffer.evaluation import Scored, Suite
+    from asyncgrpo.data.prompts import load_prompts
+    from asyncgrpo.data.tokenizer import load_tokenizer
+
+    tokenizer, limit = load_tokenizer(config.model.path, config.data.chat_template_kwargs), config.data.eval_rows
+    tables = {
+        name: load_prompts(file, name, tokenizer, config.data, limit=limit) for name, file in config.data.suites.items()
+    }
+    rollouts = iter(await _rollouts(config, tokenizer, [prompt for table in tables.values() for prompt in table]))
+    suites = {name: Suite(config.reward.success) for name in tables}
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for name, prompts in tables.items():
+        for prompt in prompts:
+            group = next(rollouts)
+            suites[name].add(prompt.source, [Scored(r.score, r.text, len(r.completion.token_ids)) for r in group])
+            by_source[prompt.source] += [r.score.value for r in group if r.score.value is not None]
+    values = [value for suite in suites.values() for value in suite.rewards]
+    results = {name: suite.result() for name, suite in suites.items()}
+    return {
+        "prompts": sum(map(len, tables.values())),
+        "completions": sum(suite.completions for suite in results.values()),
+        "reward_mean": statistics.fmean(values) if values else None,
+        "by_source": {source: statistics.fmean(scores) for source, scores in sorted(by_source.items()) if scores},
+        "failures": dict(sum((Counter(suite.failures) for suite in results.values()), Counter())),
+        "suites": {name: suite.fields() for name, suite in results.items()},
+    }
+
+
+async def _rollouts(
+    config: Config, tokenizer: "PreTrainedTokenizerBase", prompts: "Sequence[Prompt]"
+) -> "list[tuple[Rollout, ...]]":
+    """Return the rollouts of each prompt. At most `generators.groups_in_flight` prompts are in flight."""
+    from asyncgrpo.data.demo import demo_rules
+    from asyncgrpo.data.tokenizer import decoder, stop_token_ids
+    from asyncgrpo.engines.build import build_engine
+    from asyncgrpo.generators.build import build_sampler
+    from asyncgrpo.generators.rollout import GroupInFlight
+    from asyncgrpo.generators.service import UNPUBLISHED
+    from asyncgrpo.rewards import build_reward
+    from asyncgrpo.types import Lease, Sampling
+
+    decode = decoder(tokenizer, keep_special=False)
+    sampling = Sampling(
+        temperature=config.sampling.eval_temperature,
+        max_tokens=config.sampling.max_tokens,
+        stop_token_ids=stop_token_ids(tokenizer, config.model.path, config.sampling.stop),
+    )
+    completions = config.sampling.eval_completions
+    engine = build_engine(config, seed=config.run.seed)
+    reward = build_reward(config.reward, extra_rules=demo_rules())
+    turns = build_sampler(config, engine, tokenizer)
+    await engine.start(UNPUBLISHED)
+    slots = asyncio.Semaphore(config.generators.groups_in_flight)
+
+    async def rollouts(index: int) -> "tuple[Rollout, ...]":
+        lease = Lease(
+            lease_id=f"eval.{index}",
+            group_id=f"eval.{index}",
+            attempt=0,
+            prompt_index=index,
+            purpose="eval",
+            prompt=prompts[index],
+            num_completions=completions,
+            sampling=sampling,
+            seed=config.run.seed + index * completions,
+        )
+        async with slots:
+            sampler = engine if turns is None else turns.of(lease.prompt)
+            return (await GroupInFlight(lease, sampler, reward, decode).generate("eval")).rollouts
+
+    try:
+        return await asyncio.gather(*map(rollouts, range(len(prompts))))
+    finally:
+        await reward.close()
+        if turns is not None:
+            await turns.close()
+        await engine.close()
+
+
+# -- data check --------------------------------------------------------------------------------------------------------
+
+_SHOWN_ROWS = 10
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Contents of a data file."""
+
+    file: str
+    rows: int
+    schema_name: str
+    unit: Literal["tokens", "characters"]
+    """Unit of the lengths: characters without a model."""
+    lengths: dict[str, int]
+    """Prompt lengths: p50, p90, p99, max. A prompt far over the limit may count its first tokens only."""
+    max_prompt_tokens: int
+    over_long: int | None
+    """Rows that a run would drop; None without a model."""
+    sources: dict[str, int]
+    """Rows per `data_source`, most frequent first."""
+    answers_missing: int
+    """Rows whose ground truth is null or empty."""
+    first_missing: tuple[int, ...]
+    """The first ten of them, counted from 0."""
+    prompt_text: str
+    """Row 0 as the model sees it; without a model, the contents of its turns."""
+    prompt_tokens: int | None
+    answer: str
+    """Ground truth of row 0."""
+    scored_answer: str | None
+    """Text that the reward scored; None without a reward."""
+    scored_as: str
+    """Origin of that text; empty for the ground truth."""
+    score: "Score | None"
+    problem: str
+    """Reason why a run would refuse the file or the reward failed on row 0; empty without a problem."""
+
+
+def check(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Parquet, JSONL or JSON file of prompts, or hf:ID.")],
+    overrides: SettingsArgument = None,
+    model: ModelOption = None,
+    reward_func: RewardFuncOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that a data file can be read and scored.
+
+    Print its schema, a prompt as the model sees it, the prompt lengths, and the reward of the ground truth as a completion
+    (for code, of the row's solution). Without --model, lengths are in characters. Exits with 1 if a run would refuse the
+    file or the reward fails. Map columns with settings, such as data.columns.prompt=question.
+    """
+    from asyncgrpo.cli.running import REWARD_IMPORT_S
+    from asyncgrpo.config.load import load_config
+    from asyncgrpo.data.demo import demo_rules
+    from asyncgrpo.rewards import build_reward, score_one
+
+    functions = {"function": options.one_or_all(reward_func)}
+    base = {"model": {"path": model or ""}, "data": {"train": file}, "reward": functions}
+    config = load_config(None, overrides or (), base=base)
+    reward = build_reward(config.reward, extra_rules=demo_rules(), import_timeout_s=REWARD_IMPORT_S)
+    with asyncio.Runner() as runner:  # the workers of a reward belong to one loop
+
+        def score(prompt: "Prompt", answer: str) -> "Score":
+            return runner.run(score_one(reward, prompt, answer))
+
+        try:
+            report = check_file(file, model, config.data, score, reward.check_sources)
+        finally:
+            runner.run(reward.close())
+    if as_json:
+        print_json(msgspec.to_builtins(report) | {"reward": reward.about})
+    else:
+        _print_check(report, reward.about)
+    if report.problem:
+        raise AsyncGRPOError(report.problem)
+
+
+def check_file(
+    path: str | Path,
+    model_path: str | None,
+    config: DataConfig,
+    score: "Callable[[Prompt, str], Score] | None" = None,
+    check_sources: Callable[[set[str]], object] = set,
+) -> CheckReport:
+    """Read a whole file with the code of a run.
+
+    Args:
+        model_path: model whose tokenizer and chat template are used. None: lengths are in characters.
+        config: `columns`, `max_prompt_tokens` and `system_prompt` are used.
+        score: reward to try on row 0, with the ground truth (for code, the row's solution) as the completion.
+        check_sources: raises if the reward has no rule for a source; the reward is then not tried.
+    Raises:
+        DataError: the file or one of its rows cannot be used.
+        ConfigError: the model's tokenizer cannot be loaded.
+    """
+    from asyncgrpo.data.prompts import all_too_long
+    from asyncgrpo.rewards.rules import reference_of
+
+    schema_name, records = _records(path, model_path, config)
+    first, lengths, sources, missing = None, list[int](), Counter[str](), list[int]()
+    for record, text, token_ids in records:
+        first = first or (_prompt_of(record, token_ids), text)
+        if record.answer in (None, ""):
+            missing.append(len(lengths))
+        lengths.append(len(text if model_path is None else token_ids))
+        sources[record.source] += 1
+    assert first is not None, "a source has a row"
+    (prompt, prompt_text), prompt_tokens, last = first, lengths[0], len(lengths) - 1
+    over_long = None if model_path is None else sum(length > config.max_prompt_tokens for length in lengths)
+    reference, scored_as = reference_of(prompt)
+    problem, scored = "", None
+    lengths.sort()
+    try:
+        if over_long == len(lengths):
+            raise all_too_long(path, len(lengths), lengths[-1], config)
+        check_sources(set(sources))
+    except AsyncGRPOError as error:
+        problem = str(error)
+    else:
+        scored = None if score is None else score(prompt, reference)
+    if scored is not None and scored.failure is not None:
+        problem = f"{path}: the ground truth of row 0, as a completion, could not be scored{_failure(scored)}"
+    return CheckReport(
+        file=str(path),
+        rows=len(lengths),
+        schema_name=schema_name,
+        unit="characters" if model_path is None else "tokens",
+        lengths={f"p{p}": lengths[-(-p * last // 100)] for p in (50, 90, 99)} | {"max": lengths[-1]},
+        max_prompt_tokens=config.max_prompt_tokens,
+        over_long=over_long,
+        sources=dict(sources.most_common()),
+        answers_missing=len(missing),
+        first_missing=tuple(missing[:_SHOWN_ROWS]),
+        prompt_text=prompt_text,
+        prompt_tokens=None if model_path is None else prompt_tokens,
+        answer="" if prompt.answer is None else str(prompt.answer),
+        scored_answer=None if scored is None else reference,
+        scored_as="" if scored is None else scored_as,
+        score=scored,
+        problem=problem,
+    )
+
+
+def _records(
+    path: str | Path, model_path: str | None, config: DataConfig
+) -> "tuple[str, Iterator[tuple[Record, str, tuple[int, ...]]]]":
+    """Return the schema of a file and its records, each with its prompt as text and, with a model, as token ids."""
+    from asyncgrpo.data.prompts import open_source, rendered_rows
+    from asyncgrpo.data.tokenizer import load_tokenizer
+
+    schema, rows = open_source(path, config)
+    if model_path is not None:
+        tokenizer = load_tokenizer(model_path, config.chat_template_kwargs)
+        rendered = rendered_rows(path, schema, rows, tokenizer, config)
+        return schema.name, ((record, prompt.text, prompt.token_ids) for record, prompt in rendered)
+
+    def contents(record: "Record") -> str:
+        texts = [turn["content"] for turn in record.messages]
+        if config.system_prompt is not None and all(turn["role"] != "system" for turn in record.messages):
+            texts.insert(0, config.system_prompt)
+        return "\n".join(texts)
+
+    records = (schema.to_record(row, index) for index, row in enumerate(rows))
+    return schema.name, ((record, contents(record), ()) for record in records)
+
+
+def _prompt_of(record: "Record", token_ids: tuple[int, ...]) -> "Prompt":
+    from asyncgrpo.types import Prompt
+
+    return Prompt(
+        prompt_id="check/0",
+        token_ids=token_ids,
+        text=record.prompt if isinstance(record.prompt, str) else "",
+        turns=() if isinstance(record.prompt, str) else tuple(record.prompt),
+        answer=record.answer,
+        source=record.source,
+        info=record.info,
+    )
+
+
+def _print_check(report: CheckReport, reward: str) -> None:
+    lengths, limit = report.lengths, report.max_prompt_tokens
+    dropped = f"; a run drops {report.over_long:,} above {limit:,}" if report.over_long is not None else ""
+    missing = ", ".join(map(str, report.first_missing)) + ", ..." * (report.answers_missing > _SHOWN_ROWS)
+    facts = {
+        "file": report.file,
+        "rows": f"{report.rows:,}",
+        "schema": report.schema_name,
+        "data_source": ", ".join(f"{source or '(none)'} {count:,}" for source, count in report.sources.items()),
+        "prompt lengths": f"{report.unit}: p50 {lengths['p50']:,}, p90 {lengths['p90']:,}, p99 {lengths['p99']:,}, "
+        f"max {lengths['max']:,}{dropped}",
+        "without answer": f"{report.answers_missing:,} rows{f': {missing}' if missing else ''}",
+        "reward": reward,
+        "row 0, prompt": shorten(report.prompt_text, 2000),
+        "row 0, answer": shorten(report.answer, 600),
+    }
+    if report.score is not None:
+        value = f"{report.score.value:g}" if report.score.value is not None else f"no score{_failure(report.score)}"
+        origin = f": {report.scored_as}" if report.scored_as else ""
+        note = f"; {report.score.detail}" if report.score.value is not None and report.score.detail else ""
+        facts["row 0, reward"] = (
+            f"{value} for `{shorten(report.scored_answer or '', 60)}` as the completion{origin}{note}"
+        )
+    for name, value in facts.items():
+        typer.echo(f"{name:16} " + visible(value).replace("\n", f"\n{'':17}"))
+
+
+def _failure(score: "Score") -> str:
+    return f" ({score.failure}{f': {score.detail}' if score.detail else ''})"
