@@ -26,7 +26,7 @@ from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.model import reshard
 from asyncgrpo.learner.packing import pack
 from asyncgrpo.learner.report import StepReport
-from asyncgrpo.rewards import build_reward
+from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import Group, Lease, PolicyVersion, Prompt, Sampling
 
 

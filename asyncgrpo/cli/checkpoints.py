@@ -247,7 +247,7 @@ async def _rollouts(
     from asyncgrpo.generators.build import build_sampler
     from asyncgrpo.generators.rollout import GroupInFlight
     from asyncgrpo.generators.service import UNPUBLISHED
-    from asyncgrpo.rewards import build_reward
+    from asyncgrpo.rewards.build import build_reward
 
     decode = decoder(tokenizer, keep_special=False)
     sampling = Sampling(

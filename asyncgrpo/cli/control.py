@@ -13,7 +13,7 @@ from asyncgrpo.errors import ConfigError, RunNotAlive
 from asyncgrpo.logs import visible
 
 if TYPE_CHECKING:
-    from asyncgrpo.control.look import Look
+    from asyncgrpo.control.client import Look
     from asyncgrpo.control.operator import Command
 
 RUNS = Path("runs")
@@ -55,7 +55,7 @@ def status(runs: RunsArgument = None, as_json: JsonOption = False) -> None:
 
 
 def _looked(run: Path) -> "Look":
-    from asyncgrpo.control.look import Look
+    from asyncgrpo.control.client import Look
 
     look = Look(run)
     look.refresh()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.cluster.run import Outcome
     from asyncgrpo.config.memory import Card
     from asyncgrpo.data.table import About
-    from asyncgrpo.rewards import ConfiguredReward
+    from asyncgrpo.rewards.base import ConfiguredReward
     from asyncgrpo.tools.chaos import Plan
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def check_inputs(config: Config) -> str:
     from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.engines.installed import check_extra, why_sglang_cannot_run
     from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
-    from asyncgrpo.rewards import build_reward
+    from asyncgrpo.rewards.build import build_reward
     from asyncgrpo.weights.files import check_weight_files
 
     folder = find_model(config.model.path)

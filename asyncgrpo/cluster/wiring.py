@@ -42,8 +42,8 @@ from asyncgrpo.journal.format import FORMAT, RunStarted
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.recording.events import EventLog
-from asyncgrpo.rewards import build_reward
 from asyncgrpo.rewards.breaker import Breaker
+from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.pool import MOST_AT_ONCE
 from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.weights.check import GapLimit, SyncCheck
@@ -351,7 +351,7 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
     more = f" {reward.judge}" if "judge" in reward.functions else ""
     more += f" {reward.model.path}" if "model" in reward.functions else ""
     more += f" {reward.kwargs}" if reward.kwargs else ""
-    more += "" if reward.combine == "sum" else f" {reward.combine} {reward.gate_above}"
+    more += "" if reward.combine == "sum" else f" {reward.combine}"
     return {
         "prompts": prompts + ("" if config.data.curriculum == "none" else f" {config.data.curriculum}"),
         "model": config.model.path,

@@ -181,7 +181,6 @@ class JudgeConfig(Section, frozen=True):
     url: Annotated[
         str | None, Meta(description="its address, such as http://host:30000/v1; the reward judge needs it")
     ] = None
-    model: Annotated[str, Meta(description="name of the model in each request")] = "default"
     template: Annotated[
         str | None,
         Meta(
@@ -197,14 +196,17 @@ class JudgeConfig(Section, frozen=True):
     scale: Annotated[
         float, Meta(gt=0, description="the best number that it gives: the score is the number over this")
     ] = 10.0
-    max_tokens: Annotated[int, Meta(ge=1, description="longest reply, tokens, thoughts included")] = 1024
     max_concurrent: Annotated[int, Meta(ge=1, description="requests that each generator has there at once")] = 64
     timeout_s: Annotated[float, Meta(gt=0, description="deadline of one judgement, all tries together, seconds")] = 60.0
     api_key_env: Annotated[
         str | None, Meta(description="environment variable that holds the key it asks for; none: it asks for none")
     ] = None
     extra: Annotated[
-        dict[str, Any], Meta(description="further fields of each request, as they are; null leaves one of ours out")
+        dict[str, Any],
+        Meta(
+            description="fields of each request, such as model (default), max_tokens (1024, thoughts included) and temperature "
+            "(0); null leaves one out"
+        ),
     ] = {}
 
     @property
@@ -227,16 +229,6 @@ class RewardModelConfig(Section, frozen=True):
     device: Annotated[
         str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N, of the GPUs that a generator sees")
     ] = "cpu"
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Meta(description="of its weights; auto: as they are saved")
-    ] = "auto"
-    max_tokens: Annotated[
-        AtLeastOne | None,
-        Meta(
-            description="longest prompt and completion, tokens; a longer one has no score; none: as many as it has positions"
-        ),
-    ] = None
-    batch_size: Annotated[int, Meta(ge=1, description="completions that it runs at once")] = 16
     timeout_s: Annotated[float, Meta(gt=0, description="deadline of a group, seconds")] = 60.0
 
 
@@ -258,12 +250,9 @@ class RewardConfig(Section, frozen=True):
         Literal["sum", "first", "gate"],
         Meta(
             description="of several rewards the weighted sum; the first that applies; or the sum if the first is above "
-            "`gate_above`, else the first alone"
+            "0, else the first alone"
         ),
     ] = "sum"
-    gate_above: Annotated[
-        float, Meta(ge=-1e6, le=1e6, description="with combine=gate, what the first reward must be above")
-    ] = 0.0
     kwargs: Annotated[
         dict[str, Any], Meta(description="further arguments of your functions, by name; each gets those that it takes")
     ] = {}
@@ -343,7 +332,10 @@ class EnvironmentConfig(Section, frozen=True):
         Meta(description="functions that the model may call in its turns: calculator, FILE:FUNCTION; instead of name"),
     ] = ()
     max_turns: Annotated[int, Meta(ge=1, description="turns of the model in a completion, at most")] = 8
-    timeout_s: Annotated[float, Meta(gt=0, description="deadline of one reset or step, seconds")] = 30.0
+    timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="deadline of one reset or step, seconds; a whole call of an agent has 20 times as long"),
+    ] = 30.0
     processes: Annotated[
         int, Meta(ge=1, description="processes beside each generator in which an environment of your own runs")
     ] = 1
@@ -354,9 +346,6 @@ class EnvironmentConfig(Section, frozen=True):
             "FILE:FUNCTION (run); instead of name and tools"
         ),
     ] = None
-    agent_timeout_s: Annotated[float, Meta(gt=0, description="deadline of one whole call of the agent, seconds")] = (
-        600.0
-    )
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -18,8 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from asyncgrpo.control.client import RunClient
-from asyncgrpo.control.look import Look
+from asyncgrpo.control.client import Look, RunClient
 from asyncgrpo.control.operator import Command, Pause, Resume
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import visible

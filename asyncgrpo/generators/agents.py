@@ -17,9 +17,8 @@ import msgspec
 
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.environments.base import LONGEST_REPLY, EnvironmentFailed
-from asyncgrpo.environments.chat import Chat, Message, Refused, Said, check_sampling, for_template, message_of
-from asyncgrpo.environments.gateway import Gateway
-from asyncgrpo.environments.host import HostedAgent
+from asyncgrpo.environments.chat import Chat, Gateway, Message, Refused, Said, check_sampling, for_template, message_of
+from asyncgrpo.environments.hosted import HostedAgent
 from asyncgrpo.errors import DataError, EngineError, RequestError
 from asyncgrpo.generators.activities import Activities
 from asyncgrpo.generators.transcript import Transcript

@@ -7,7 +7,7 @@ from asyncgrpo.config.schema import Config
 from asyncgrpo.data.tokenizer import continuation, decoder, opening
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
-from asyncgrpo.environments.gateway import Gateway
+from asyncgrpo.environments.chat import Gateway
 from asyncgrpo.generators.agents import AgentSampler, Limits
 from asyncgrpo.generators.turns import Sampler, TurnSampler
 

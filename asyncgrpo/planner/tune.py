@@ -26,7 +26,8 @@ from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.planner.from_run import FEWEST, FIRST, learner_points, profile_of_run, timed_steps
 from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, Profile
 from asyncgrpo.planner.sweep import LOADS, decode_sweep
-from asyncgrpo.rewards import build_reward, score_one
+from asyncgrpo.rewards.base import score_one
+from asyncgrpo.rewards.build import build_reward
 
 SMALL = 4
 """The small run has so many times fewer prompts a step."""

@@ -17,28 +17,26 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.base import MAX_DETAIL, Sampled, describe, failed
-from asyncgrpo.rewards.pool import Pool
+from asyncgrpo.rewards.base import MAX_DETAIL, ConfiguredReward, Sampled, describe, failed, in_turn
+from asyncgrpo.rewards.pool import Pool, PoolReward
 from asyncgrpo.rewards.sandbox import (
     MAX_CODE,
     TIMEOUT,
+    FusionRunner,
     LocalRunner,
     Program,
     Runner,
     RunnerError,
     why_not_isolated,
 )
-from asyncgrpo.rewards.user import score_each
 from asyncgrpo.rewards.worker import Call, Scorer
 from asyncgrpo.types import Prompt, Score
-
-if TYPE_CHECKING:
-    from asyncgrpo.rewards.fusion import FusionRunner
 
 log = logging.getLogger(__name__)
 
@@ -106,11 +104,11 @@ class Prints:
     output: str
 
     def program(self, code: str) -> str:
-        """What is run."""
+        """Return what is run."""
         return code
 
     def passed(self, stdout: str) -> bool:
-        """Whether a run that ended well passed."""
+        """Return True if a run that ended well passed."""
         return _lines(stdout) == _lines(self.output)
 
 
@@ -123,11 +121,11 @@ class Asserts:
     mark: str = field(default_factory=_mark)
 
     def program(self, code: str) -> str:
-        """What is run."""
+        """Return what is run."""
         return f"{code}\n\n{self.statements}\n\nimport os as _os\n_os.write(1, b'\\n{self.mark}\\n')\n"
 
     def passed(self, stdout: str) -> bool:
-        """Whether a run that ended well passed."""
+        """Return True if a run that ended well passed."""
         return f"\n{self.mark}\n" in stdout
 
 
@@ -155,7 +153,7 @@ class Returns:
     mark: str = field(default_factory=_mark)
 
     def program(self, code: str) -> str:
-        """What is run."""
+        """Return what is run."""
         return (
             f"{_PRELUDE}\n{code}\n\nimport json as _json, os as _os\n"
             f"_call = globals().get({self.function!r}) or getattr(globals()['Solution'](), {self.function!r})\n"
@@ -164,7 +162,7 @@ class Returns:
         )
 
     def passed(self, stdout: str) -> bool:
-        """Whether a run that ended well passed."""
+        """Return True if a run that ended well passed."""
         _, mark, rest = stdout.rpartition(f"\n{self.mark}")
         try:
             return bool(mark) and json.loads(rest.partition("\n")[0]) in self.values
@@ -209,7 +207,7 @@ def _parsed(ground_truth: Any) -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise RewardError(f"the ground truth begins like JSON and is none: {error}") from error
+            raise RewardError(f"the ground truth looks like JSON but does not parse: {error}") from error
     lines = [line for line in text.splitlines() if line.strip()]
     return lines if all(line.startswith("assert ") for line in lines) else [text]
 
@@ -228,7 +226,7 @@ def _tests_of_dict(tests: dict[str, Any]) -> Iterator[Test]:
         raise RewardError(f"the ground truth has {len(inputs)} inputs for {len(outputs)} outputs")
     function = tests.get("fn_name")
     if function and not (isinstance(function, str) and function.isidentifier()):
-        raise RewardError(f"the ground truth's fn_name is no name of a function: {str(function)[:80]!r}")
+        raise RewardError(f"the ground truth's fn_name is not the name of a function: {str(function)[:80]!r}")
     for given, wanted in zip(inputs, outputs, strict=True):
         if function:
             yield Returns(function, _arguments(given), _values(wanted))
@@ -261,7 +259,7 @@ def _arguments(given: Any) -> list[Any]:
     try:
         return [json.loads(line) for line in str(given).splitlines() if line.strip()]
     except ValueError as error:
-        raise RewardError(f"the ground truth has fn_name, and an input that is no JSON: {error}") from error
+        raise RewardError(f"the ground truth has fn_name, and an input that is not JSON: {error}") from error
 
 
 def _values(wanted: Any) -> list[Any]:
@@ -329,24 +327,22 @@ def load_code(settings_json: str) -> Scorer:
 # -- the reward --------------------------------------------------------------------------------------------------------
 
 
-class CodeReward:
+class CodeReward(ConfiguredReward):
     """Scores code: in Sandbox Fusion where the settings have its URL, else in `workers` processes on this machine."""
 
     def __init__(self, settings: CodeSettings, *, workers: int | Literal["auto"]) -> None:
         self._settings = settings
         deadline_s = settings.start_within_s + settings.timeout_s + 1.0
         argument = msgspec.json.encode(settings).decode()
-        self._pool = Pool(f"{__name__}:load_code", argument, workers=workers, timeout_s=deadline_s)
+        self._here = PoolReward(Pool(f"{__name__}:load_code", argument, workers=workers, timeout_s=deadline_s))
         self._turn = asyncio.Semaphore(settings.max_concurrent)
-        self._service: FusionRunner | None = None
-        if settings.url is not None:
-            from asyncgrpo.rewards import fusion  # only here, because it imports aiohttp
+        self._service = (
+            None
+            if settings.url is None
+            else FusionRunner(settings.url, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb)
+        )
 
-            self._service = fusion.FusionRunner(
-                settings.url, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb
-            )
-
-    def check(self) -> None:
+    def check_sources(self, sources: set[str]) -> None:
         """Raise RewardError or ConfigError if code cannot be run. Blocks while bubblewrap runs a program to find out."""
         if self._settings.url is not None:
             from asyncgrpo.config.reach import check_service
@@ -361,25 +357,24 @@ class CodeReward:
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
         if self._service is None:
-            return await score_each(self._pool, prompt, completions)
-        return await asyncio.gather(*(self._score_there(self._service, prompt, one) for one in completions))
+            return await self._here.score(prompt, completions)
+        return await asyncio.gather(
+            *(in_turn(self._turn, partial(self._score_there, prompt, one)) for one in completions)
+        )
 
     def withdraw(self) -> None:
         """See `rewards.base.ConfiguredReward`."""
-        self._pool.withdraw()
+        self._here.withdraw()
 
     async def close(self) -> None:
         """End every worker process, and close the connections."""
-        await self._pool.close()
+        await self._here.close()
         if self._service is not None:
             await self._service.close()
 
-    async def _score_there(self, service: "FusionRunner", prompt: Prompt, completion: Sampled) -> Score:
-        asked = time.perf_counter()
-        async with self._turn:
-            started = time.perf_counter()
-            try:
-                score = await score_code(completion.text, prompt.answer, service, self._settings)
-            except Exception as error:  # of the row: what it holds instead of tests
-                score = failed("exception", describe(error))
-            return msgspec.structs.replace(score, seconds=time.perf_counter() - started, waited=started - asked)
+    async def _score_there(self, prompt: Prompt, completion: Sampled) -> Score:
+        assert self._service is not None
+        try:
+            return await score_code(completion.text, prompt.answer, self._service, self._settings)
+        except Exception as error:  # of the row: what it holds instead of tests
+            return failed("exception", describe(error))

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.maths import bound_memory
-from asyncgrpo.rewards.text import tagged
+from asyncgrpo.rewards.maths import bound_memory, tagged
 from asyncgrpo.rewards.worker import Call
 
 GYM_SOURCE = "reasoning-gym"

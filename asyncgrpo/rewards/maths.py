@@ -40,6 +40,7 @@ _HASH = re.compile(
     r"####[ ]*(?P<number>[-+−]?[$€£¥]?[ ]?\d[\d,]*(?:\.\d+)?(?:/\d+)?[ ]?%?)(?:[ ]*[^\W\d]+)?[.。]?[ ]*$", re.MULTILINE
 )
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
+_ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _CHINESE = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]+")
 _FULL_WIDTH = str.maketrans("０１２３４５６７８９％＋－−＝／．（）", "0123456789%+--=/.()")
 _SPACE = r"(?:\s|\\[ ,;:!])+"
@@ -109,6 +110,17 @@ def last_boxed(text: str) -> str | None:
         elif opened and (start := opened.pop()) is not None and (found is None or start > found[0]):
             found = start, match.start()
     return None if found is None else text[found[0] : found[1]].strip()
+
+
+def tagged(text: str) -> str | None:
+    """Return the text in the last `<answer>…</answer>`; the tags are read once, however many there are."""
+    start, found = None, None
+    for tag in _ANSWER_TAG.finditer(text):
+        if not tag[1]:
+            start = tag.end() if start is None else start
+        elif start is not None:
+            start, found = None, text[start : tag.start()]
+    return found
 
 
 def _gold_text(gold: Any, prefers_hash: bool) -> str:

@@ -13,8 +13,8 @@ import pytest
 
 from asyncgrpo.config.schema import ControlConfig
 from asyncgrpo.control import server
-from asyncgrpo.control.address import Address, read_address
 from asyncgrpo.control.api import serving
+from asyncgrpo.control.client import Address, read_address
 from asyncgrpo.control.fetch import fetch
 from asyncgrpo.control.operator import ChangeSettings, DrainRun, Evaluate, Pause, Resume, Scale, WriteCheckpoint
 from asyncgrpo.errors import CommandRefused, ConfigError, RunNotAlive

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from asyncgrpo.control import problems as module
-from asyncgrpo.control.groups import groups_in
+from asyncgrpo.control.api import groups_in
 from asyncgrpo.control.operator import ProcessStatus, Status
 from asyncgrpo.control.problems import problems, problems_in, read_runbook
 from asyncgrpo.errors import DataError

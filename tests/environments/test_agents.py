@@ -7,12 +7,11 @@ import pytest
 
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import EnvironmentConfig
-from asyncgrpo.environments.agent import AGENT
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
 from asyncgrpo.environments.build import build_agent
-from asyncgrpo.environments.chat import Chat, Said
-from asyncgrpo.environments.gateway import Gateway
-from asyncgrpo.environments.host import HostedAgent, check_environment
+from asyncgrpo.environments.chat import Chat, Gateway, Said
+from asyncgrpo.environments.hosted import HostedAgent, check_environment
+from asyncgrpo.environments.worker import AGENT
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.types import Score
 from tests.runs import wait_until

@@ -36,7 +36,7 @@ async def test_calls_are_answered_in_order_and_a_turn_without_one_is_the_answer(
     errors = [one["content"] for one in (await episode.step(bad)).messages]
     assert "KeyError: 'no such word'" in errors[0] and "missing 1 required" in errors[1]
     assert errors[2] == "error: there is no tool 'fly'; there are calculator, lookup, later"
-    assert "this tool call is no JSON" in errors[3]
+    assert "this tool call is not JSON" in errors[3]
     assert await episode.step("It is 42.") == Reply(done=True)
     await episode.close()
     await environment.close()

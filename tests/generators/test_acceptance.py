@@ -22,7 +22,7 @@ from asyncgrpo.generators.rollout import (
     retry_seed,
 )
 from asyncgrpo.planner.clock import VirtualLoop
-from asyncgrpo.rewards import Reward
+from asyncgrpo.rewards.base import Reward
 from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from tests.rewards.stubs import OneByOne
 

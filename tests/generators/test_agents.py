@@ -19,7 +19,7 @@ from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.data.tokenizer import continuation, decoder, load_tokenizer, opening
 from asyncgrpo.engines.torch.engine import TorchEngine
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
-from asyncgrpo.environments.gateway import LARGEST_BODY, Gateway
+from asyncgrpo.environments.chat import LARGEST_BODY, Gateway
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.agents import AgentSampler, Limits
 from asyncgrpo.generators.rollout import GroupInFlight

@@ -81,11 +81,11 @@ def test_lines_of_asserts_are_a_test_each():
         ({"inputs": "1", "outputs": "2"}, "inputs and outputs, lists"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs for 0 outputs"),
         ({"inputs": [], "outputs": []}, "has no tests"),
-        ("{'inputs': ['1'], 'outputs': ['2']}", "begins like JSON and is none"),
+        ("{'inputs': ['1'], 'outputs': ['2']}", "looks like JSON but does not parse"),
         ({"assert_case": [1]}, "assert_case must be texts"),
         ({"assert_case": ["assert 1"], "inputs": ["", ""]}, "2 inputs for 1 of assert_case"),
         ([{"input": "1"}], "assert statements must be texts"),
-        ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "an input that is no JSON"),
+        ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "an input that is not JSON"),
         ({"inputs": ["1"], "outputs": ["3"], "fn_name": "f(1)"}, "fn_name is no name of a function"),
     ],
 )

@@ -6,9 +6,10 @@ import re
 import pytest
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import RuleReward, Sampled, score_one
+from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.code import CodeSettings
 from asyncgrpo.rewards.gym import EVALUATING, score_gym
+from asyncgrpo.rewards.rules import RuleReward
 from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncgrpo.guests import Guest
 from asyncgrpo.rewards import pool as pool_module
-from asyncgrpo.rewards import score_one
+from asyncgrpo.rewards.base import score_one
 from asyncgrpo.rewards.pool import MOST_AT_ONCE, Pool
 from asyncgrpo.rewards.user import UserReward
 from asyncgrpo.rewards.worker import Call
@@ -118,8 +119,8 @@ def together(reward: UserReward, *texts: str) -> list[asyncio.Task]:
 
 async def test_quick_calls_that_wait_are_sent_together(monkeypatch):
     sizes = []
-    give = pool_module._Worker.give
-    monkeypatch.setattr(pool_module._Worker, "give", lambda self, some: sizes.append(len(some)) or give(self, some))
+    send = Guest.send
+    monkeypatch.setattr(Guest, "send", lambda self, some: sizes.append(len(some)) or send(self, some))
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
     await quick(reward)
     sizes.clear()
@@ -210,7 +211,8 @@ async def test_a_worker_that_cannot_start_any_more_is_a_named_failure():
 def test_no_worker_survives_the_kill_of_its_parent():
     parent_code = textwrap.dedent(f"""
         import asyncio
-        from asyncgrpo.rewards import UserReward, score_one
+        from asyncgrpo.rewards.base import score_one
+        from asyncgrpo.rewards.user import UserReward
         from tests.rewards.conftest import prompt
 
         async def main():
@@ -236,7 +238,7 @@ def auto(most: int, monkeypatch, idle_cores: float = 8.0) -> UserReward:
     monkeypatch.setattr(pool_module, "cores", lambda: most)
     monkeypatch.setattr(pool_module, "LOOK_EVERY_S", 0.02)
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers="auto")
-    reward._pool._idle_cores = lambda: idle_cores
+    reward.pool._idle_cores = lambda: idle_cores
     return reward
 
 

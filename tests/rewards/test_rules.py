@@ -4,9 +4,9 @@ import pytest
 
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import Sampled, build_reward, score_one
-from asyncgrpo.rewards.rules import SHAPE_RULES, RuleReward
-from asyncgrpo.rewards.text import exact_match, label_match, text_match, token_f1
+from asyncgrpo.rewards.base import Sampled, score_one
+from asyncgrpo.rewards.build import build_reward
+from asyncgrpo.rewards.rules import SHAPE_RULES, RuleReward, exact_match, label_match, text_match, token_f1
 from tests.rewards.conftest import prompt, workers_of
 
 MATHS = [
