@@ -17,7 +17,6 @@ from asyncgrpo.buffer.groups import group_seed
 from asyncgrpo.cluster.wiring import sampling_of
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.curriculum import Curriculum
-from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.prompts import PromptSource, load_prompts
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from asyncgrpo.engines.build import build_engine
@@ -85,7 +84,7 @@ async def train(
     source = PromptSource(
         prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=None, curriculum=curriculum
     )
-    engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward, extra_rules=demo_rules())
+    engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward)
     learner = Learner(config, rank=0, world=1, device="cpu")
     for group in learner.optimizer.param_groups:
         group["eps"] = group["eps"] if adam_eps is None else adam_eps

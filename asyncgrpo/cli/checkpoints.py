@@ -241,7 +241,6 @@ async def _rollouts(
     config: Config, tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Prompt]
 ) -> list[tuple[Rollout, ...]]:
     """The rollouts of each prompt. At most `generators.groups_in_flight` prompts are sampled at once."""
-    from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.data.tokenizer import decoder, stop_token_ids
     from asyncgrpo.engines.build import build_engine
     from asyncgrpo.generators.build import build_sampler
@@ -257,7 +256,7 @@ async def _rollouts(
     )
     completions = config.sampling.eval_completions
     engine = build_engine(config, seed=config.run.seed)
-    reward = build_reward(config.reward, extra_rules=demo_rules())
+    reward = build_reward(config.reward)
     turns = build_sampler(config, engine, tokenizer)
     await engine.start(UNPUBLISHED)
     slots = asyncio.Semaphore(config.generators.groups_in_flight)

@@ -210,11 +210,10 @@ def check(
 def _check(file: str, model: str | None, config: Config) -> tuple[CheckReport, str]:
     """The report, and what scores in words."""
     from asyncgrpo.cli.running import REWARD_IMPORT_S
-    from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.rewards.base import score_one
     from asyncgrpo.rewards.build import build_reward
 
-    reward = build_reward(config.reward, extra_rules=demo_rules(), import_timeout_s=REWARD_IMPORT_S)
+    reward = build_reward(config.reward, import_timeout_s=REWARD_IMPORT_S)
     with asyncio.Runner() as runner:  # one loop for all calls: the workers of a reward belong to it
 
         def score(prompt: Prompt, answer: str) -> Score:

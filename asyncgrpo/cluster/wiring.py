@@ -32,7 +32,6 @@ from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config, RewardConfig
 from asyncgrpo.cores import CoreClock
 from asyncgrpo.data.curriculum import Curriculum
-from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.kept import prepare
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.data.table import Prepared
@@ -321,7 +320,7 @@ def _steps_at_most(config: Config, prompts: int) -> int | None:
 
 def _guarded_reward(config: RewardConfig) -> Breaker:
     """The reward of a generator. Workers are sent several quick calls at once."""
-    reward = build_reward(config, extra_rules=demo_rules())
+    reward = build_reward(config)
     each = MOST_AT_ONCE if config.at_once_key == "reward.workers" else 1
     return Breaker(reward, at_once=each * config.at_once, withdraw=reward.withdraw)
 

@@ -19,7 +19,6 @@ from asyncgrpo.cluster.run import Run
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.fit import changed
 from asyncgrpo.config.schema import Config
-from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.prompts import load_prompts
 from asyncgrpo.data.tokenizer import load_tokenizer
 from asyncgrpo.errors import AsyncGRPOError
@@ -125,7 +124,7 @@ def _reward_seconds(config: Config, run: Path) -> float:
 
 
 async def _score(config: Config, texts: Sequence[tuple]) -> float:
-    reward = build_reward(config.reward, extra_rules=demo_rules())
+    reward = build_reward(config.reward)
     seconds = []
     try:
         for prompt, text in texts:

@@ -6,9 +6,9 @@ comes back as a named failure, never as a silent 0.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -16,7 +16,6 @@ from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.guests import START_TIMEOUT_S
 from asyncgrpo.rewards.base import MAX_DETAIL, MAX_PARTS, ConfiguredReward, Sampled, failed, score_of_value
-from asyncgrpo.rewards.code import CodeSettings
 from asyncgrpo.rewards.judge import JudgeReward
 from asyncgrpo.rewards.model import ModelReward, ServedModelReward
 from asyncgrpo.rewards.rules import RuleReward
@@ -24,19 +23,12 @@ from asyncgrpo.rewards.user import UserReward, check_user_function, split_spec
 from asyncgrpo.types import Prompt, Score
 
 
-def build_reward(
-    config: RewardConfig,
-    *,
-    extra_rules: dict[str, Callable[[str, Any], Any]] | None = None,
-    import_timeout_s: float = START_TIMEOUT_S,
-) -> ConfiguredReward:
+def build_reward(config: RewardConfig, *, import_timeout_s: float = START_TIMEOUT_S) -> ConfiguredReward:
     """Build the reward that `config` names. Blocks while a user's functions are checked, as long as their imports take.
 
     Args:
         config: with `function`, what it names scores completions; without, the rule for their `data_source` does.
-        extra_rules: rules by exact `data_source`, beside the built-in ones: `rule(completion_text, ground_truth)` gives
-            the score. They run in this process, so they must be quick and unable to hang.
-        import_timeout_s: how long a user's file may take to import; `reward.timeout_s` if that is longer.
+        import_timeout_s: deadline of importing a user's file; `reward.timeout_s` if that is longer.
     Raises:
         RewardError: a function cannot be loaded or there is no such reward; the message says why in one sentence.
     """
@@ -56,7 +48,7 @@ def build_reward(
     rewards = list[ConfiguredReward]()
     for spec in specs:
         if spec.isidentifier():
-            rewards.append(_built_in(spec, config, extra_rules))
+            rewards.append(_built_in(spec, config))
         else:
             ready = check_user_function(spec, kwargs=config.kwargs, timeout_s=max(import_timeout_s, config.timeout_s))
             taken.update(ready.kwargs)
@@ -78,22 +70,12 @@ def build_reward(
     return CombinedReward(named, config.combine)
 
 
-def _built_in(
-    name: str, config: RewardConfig, extra_rules: dict[str, Callable[[str, Any], Any]] | None
-) -> ConfiguredReward:
+def _built_in(name: str, config: RewardConfig) -> ConfiguredReward:
     if name == "judge":
         return JudgeReward(config.judge)
     if name == "model":
         return ModelReward(config.model) if config.model.url is None else ServedModelReward(config.model)
-    return RuleReward(
-        name=name,
-        timeout_s=config.timeout_s,
-        workers=config.workers,
-        format_score=config.format_score,
-        qa_score=config.qa_score,
-        code=CodeSettings(**msgspec.structs.asdict(config.code), start_within_s=config.timeout_s),
-        extra_rules=extra_rules,
-    )
+    return RuleReward(config, name)
 
 
 def _names(specs: tuple[str, ...]) -> list[str]:

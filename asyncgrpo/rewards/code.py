@@ -18,10 +18,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from asyncgrpo.config.reach import check_service
+from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import MAX_DETAIL, ConfiguredReward, Sampled, describe, failed, in_turn
 from asyncgrpo.rewards.pool import Pool, PoolReward
@@ -39,19 +41,6 @@ from asyncgrpo.rewards.worker import Call, Scorer
 from asyncgrpo.types import Prompt, Score
 
 log = logging.getLogger(__name__)
-
-
-class CodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How code is scored: `reward.code`, and the deadline and the workers of `reward`."""
-
-    url: str | None = None
-    max_concurrent: int = 64
-    timeout_s: float = 5.0
-    memory_mb: int = 1024
-    score: Literal["share", "all"] = "share"
-    unsafe: bool = False
-    start_within_s: float = 10.0
-    """The seconds within which the last test of a completion must have been started."""
 
 
 # -- which code --------------------------------------------------------------------------------------------------------
@@ -274,8 +263,10 @@ def _values(wanted: Any) -> list[Any]:
 # -- the score ---------------------------------------------------------------------------------------------------------
 
 
-async def score_code(completion_text: str, ground_truth: Any, runner: Runner, settings: CodeSettings) -> Score:
+async def score_code(completion_text: str, ground_truth: Any, runner: Runner, config: RewardConfig) -> Score:
     """Run the tests of a row, one after the other, until one is late: those after it count as failed.
+
+    The last test must have been started within `timeout_s` of the configuration.
 
     Raises:
         RewardError: the row's tests cannot be read.
@@ -283,13 +274,13 @@ async def score_code(completion_text: str, ground_truth: Any, runner: Runner, se
     tests = read_tests(ground_truth)
     code, language = code_of(completion_text)
     if len(code.encode(errors="replace")) > MAX_CODE:
-        return _score(0, tests, f"the code is longer than {MAX_CODE >> 20} MiB", settings)
+        return _score(0, tests, f"the code is longer than {MAX_CODE >> 20} MiB", config)
     if language != "python" and not isinstance(tests[0], Prints):
-        return _score(0, tests, f"tests in Python cannot test {language}", settings)
+        return _score(0, tests, f"tests in Python cannot test {language}", config)
     started, passed, complaint = time.monotonic(), 0, ""
     for number, test in enumerate(tests, 1):
-        if time.monotonic() - started > settings.start_within_s:
-            text = f"{number - 1} of {len(tests)} tests ended within reward.timeout_s, {settings.start_within_s:g} s"
+        if time.monotonic() - started > config.timeout_s:
+            text = f"{number - 1} of {len(tests)} tests ended within reward.timeout_s, {config.timeout_s:g} s"
             return failed("timeout", text)
         try:
             ran = await runner.run(Program(test.program(code), language, test.stdin))
@@ -301,25 +292,26 @@ async def score_code(completion_text: str, ground_truth: Any, runner: Runner, se
         complaint = complaint or f"test {number}: {ran.problem or 'wrong output'}"
         if ran.problem == TIMEOUT:
             break
-    return _score(passed, tests, complaint, settings)
+    return _score(passed, tests, complaint, config)
 
 
-def _score(passed: int, tests: Sequence[Test], complaint: str, settings: CodeSettings) -> Score:
+def _score(passed: int, tests: Sequence[Test], complaint: str, config: RewardConfig) -> Score:
     share = passed / len(tests)
     return Score(
-        value=share if settings.score == "share" else float(passed == len(tests)),
+        value=share if config.code.score == "share" else float(passed == len(tests)),
         parts={"tests_passed": share},
         detail=complaint[:MAX_DETAIL],
     )
 
 
-def load_code(settings_json: str) -> Scorer:
-    """The scorer of a worker, which runs code on this machine. Raises RewardError if it may not."""
-    settings = msgspec.json.decode(settings_json, type=CodeSettings)
-    runner = LocalRunner(timeout_s=settings.timeout_s, memory_mb=settings.memory_mb, unsafe=settings.unsafe)
+def load_code(config_json: str) -> Scorer:
+    """Load the scorer of a worker, which runs code on this machine. Raises RewardError if it may not."""
+    config = msgspec.json.decode(config_json, type=RewardConfig)
+    code = config.code
+    runner = LocalRunner(timeout_s=code.timeout_s, memory_mb=code.memory_mb, unsafe=code.unsafe)
 
     def score(call: Call) -> Any:
-        return score_code(call.completion_text, call.ground_truth, runner, settings)
+        return score_code(call.completion_text, call.ground_truth, runner, config)
 
     return score
 
@@ -328,29 +320,26 @@ def load_code(settings_json: str) -> Scorer:
 
 
 class CodeReward(ConfiguredReward):
-    """Scores code: in Sandbox Fusion where the settings have its URL, else in `workers` processes on this machine."""
+    """Scores code: in Sandbox Fusion where the configuration has its URL, else in worker processes on this machine."""
 
-    def __init__(self, settings: CodeSettings, *, workers: int | Literal["auto"]) -> None:
-        self._settings = settings
-        deadline_s = settings.start_within_s + settings.timeout_s + 1.0
-        argument = msgspec.json.encode(settings).decode()
-        self._here = PoolReward(Pool(f"{__name__}:load_code", argument, workers=workers, timeout_s=deadline_s))
-        self._turn = asyncio.Semaphore(settings.max_concurrent)
-        self._service = (
-            None
-            if settings.url is None
-            else FusionRunner(settings.url, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb)
-        )
+    def __init__(self, config: RewardConfig) -> None:
+        self._config, code = config, config.code
+        deadline_s = config.timeout_s + code.timeout_s + 1.0
+        argument = msgspec.json.encode(config).decode()
+        pool = Pool(f"{__name__}:load_code", argument, workers=config.workers, timeout_s=deadline_s)
+        self._here = PoolReward(pool)
+        self._turn = asyncio.Semaphore(code.max_concurrent)
+        self._service: FusionRunner | None = None
+        if code.url is not None:
+            self._service = FusionRunner(code.url, timeout_s=code.timeout_s, memory_mb=code.memory_mb)
 
     def check_sources(self, sources: set[str]) -> None:
         """Raise RewardError or ConfigError if code cannot be run. Blocks while bubblewrap runs a program to find out."""
-        if self._settings.url is not None:
-            from asyncgrpo.config.reach import check_service
-
-            return check_service(self._settings.url, "reward.code.url")
+        if self._config.code.url is not None:
+            return check_service(self._config.code.url, "reward.code.url")
         if (why := why_not_isolated()) is None:
             return
-        if not self._settings.unsafe:
+        if not self._config.code.unsafe:
             raise RewardError(why)
         log.warning("reward.code.unsafe: code of the model runs as your user, with your files and your network")
 
@@ -375,6 +364,6 @@ class CodeReward(ConfiguredReward):
     async def _score_there(self, prompt: Prompt, completion: Sampled) -> Score:
         assert self._service is not None
         try:
-            return await score_code(completion.text, prompt.answer, self._service, self._settings)
+            return await score_code(completion.text, prompt.answer, self._service, self._config)
         except Exception as error:  # of the row: what it holds instead of tests
             return failed("exception", describe(error))

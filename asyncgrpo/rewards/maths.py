@@ -27,9 +27,6 @@ from typing import Any
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.worker import Call
 
-FORMAT_SCORE = 0.1
-"""Of `gsm8k`, for a wrong answer in the right format."""
-
 TAIL = 4_000
 """Characters of free text that are searched for an answer."""
 
@@ -64,7 +61,7 @@ def bound_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def score_maths(call: Call, *, format_score: float = FORMAT_SCORE) -> float | dict[str, float]:
+def score_maths(call: Call, *, format_score: float = 0.1) -> float | dict[str, float]:
     """1.0 if the final answer of the completion equals the ground truth, or one of a list of them; else 0.0.
 
     For `gsm8k` a dict, whose `score` of a wrong answer in the right format is `format_score`.

@@ -1,6 +1,6 @@
 """The built-in rewards: which rule scores which `data_source`, and where it runs.
 
-Rules that compare text or look at its shape are quick and cannot hang: they run in this process, like the caller's extra rules.
+Rules that compare text or look at its shape are quick and cannot hang: they run in this process.
 Mathematics and the scorers of reasoning-gym can hang, so they run in worker processes (`maths.py`, `gym.py`); code is run in a
 sandbox (`code.py`). A source is matched by its whole name or by a prefix that no letter follows: `openai/gsm8k_zh` counts as
 `openai/gsm8k`, but `mathqa` does not count as `math`.
@@ -17,16 +17,18 @@ import time
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
+from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards import maths
 from asyncgrpo.rewards.base import ConfiguredReward, Sampled, failed, score_of_call
-from asyncgrpo.rewards.code import CodeReward, CodeSettings
+from asyncgrpo.rewards.code import CodeReward
 from asyncgrpo.rewards.gym import GYM_SOURCE, check_gym_source
-from asyncgrpo.rewards.maths import FORMAT_SCORE, last_boxed, tagged
+from asyncgrpo.rewards.maths import last_boxed, tagged
 from asyncgrpo.rewards.pool import Pool, PoolReward
 from asyncgrpo.types import Prompt, Score
 
@@ -78,6 +80,20 @@ def _text_vote(completion_text: str, *, whole: bool) -> str:
     if marked is not None:
         return normalise(marked)
     return completion_text.strip() if whole else normalise(_last_line(completion_text))
+
+
+def demo_score(completion_text: str, ground_truth: Any) -> float:
+    """Score a completion of the demo's tasks from 0 to 1; 1 only for the exact text.
+
+    Half of the score is for right characters in their places. The rest rewards what a model learns before: digits (0.1),
+    and the right digits in any place (0.4). All are shares of the longer text, so that too much text costs as much as too
+    little.
+    """
+    size = max(len(completion_text), len(ground_truth), 1)
+    in_place = sum(a == b for a, b in zip(completion_text, ground_truth, strict=False))
+    anywhere = (Counter(completion_text) & Counter(ground_truth)).total()
+    digits = sum(character in "0123456789" for character in completion_text[: len(ground_truth)])
+    return (5 * in_place + 4 * anywhere + digits) / (10 * size)
 
 
 def _words(text: str) -> list[str]:
@@ -193,7 +209,7 @@ CODE_SOURCES = ("code", "code_generation", "codecontests", "apps", "codeforces",
 
 
 def qa(score: Literal["match", "f1"]) -> TextRule:
-    """The rule for questions. Its score is one of its parts `match` and `f1`."""
+    """Return the rule for questions. Its score is one of its parts `match` and `f1`."""
 
     def rule(completion_text: str, ground_truth: Any) -> dict[str, float]:
         parts = {"match": text_match(completion_text, ground_truth), "f1": token_f1(completion_text, ground_truth)}
@@ -206,6 +222,7 @@ QA_SOURCES = ("qa", "trivia", "searchR1")
 TEXT_RULES: dict[str, TextRule] = dict.fromkeys(QA_SOURCES, qa("match")) | {
     "classification": label_match,
     "exact_match": exact_match,
+    "demo": demo_score,
 }
 SHAPE_RULES: dict[str, Callable[[Sampled], float]] = {
     "format": think_answer_format,
@@ -216,45 +233,27 @@ SHAPE_RULES: dict[str, Callable[[Sampled], float]] = {
 """Rules that need no ground truth. No source has them; a configuration names them."""
 
 OTHERS = ("judge", "model")
-"""Built-in rewards that are no rules: `rewards.build_reward` makes them."""
+"""Built-in rewards that are not rules: `build.build_reward` makes them."""
 
 
 class RuleReward(ConfiguredReward):
-    """Scores by a rule. Mathematics has `workers` processes, and `timeout_s` for a call."""
+    """Scores by a rule, in worker processes where the rule could hang."""
 
-    def __init__(
-        self,
-        *,
-        timeout_s: float,
-        workers: int | Literal["auto"],
-        name: str = BY_SOURCE,
-        format_score: float = FORMAT_SCORE,
-        qa_score: Literal["match", "f1"] = "match",
-        code: CodeSettings = CodeSettings(),  # noqa: B008 - frozen
-        extra_rules: dict[str, TextRule] | None = None,
-    ) -> None:
+    def __init__(self, config: RewardConfig, name: str = BY_SOURCE) -> None:
         """
         Args:
             name: the rule for all rows, whatever their source; `BY_SOURCE`: each row's own.
-            format_score: of `gsm8k`, for a wrong answer in the right format.
-            qa_score: of `qa`.
-            code: how code is run and scored.
-            extra_rules: by exact `data_source`, beside the built-in ones.
         Raises:
             RewardError: there is no rule of this name.
         """
-        self._name = name
-        self._text_rules = TEXT_RULES | dict.fromkeys(QA_SOURCES, qa(qa_score)) | (extra_rules or {})
-        maths_pool = Pool(
-            "asyncgrpo.rewards.maths:load_maths", repr(format_score), workers=workers, timeout_s=timeout_s
-        )
-        gym_pool = Pool("asyncgrpo.rewards.gym:load_gym", workers=workers, timeout_s=timeout_s)
+        self._config, self._name = config, name
+        self._text_rules = TEXT_RULES | dict.fromkeys(QA_SOURCES, qa(config.qa_score))
+        pool = partial(Pool, workers=config.workers, timeout_s=config.timeout_s)
         self._by_rule: dict[str, ConfiguredReward] = {
-            "maths": PoolReward(maths_pool),
-            "gym": PoolReward(gym_pool),
-            "code": CodeReward(code, workers=workers),
+            "maths": PoolReward(pool("asyncgrpo.rewards.maths:load_maths", repr(config.format_score))),
+            "gym": PoolReward(pool("asyncgrpo.rewards.gym:load_gym")),
+            "code": CodeReward(config),
         }
-        self._runs_unsafe_code = code.unsafe
         if name != BY_SOURCE and name not in SHAPE_RULES and self._rule(name) is None:
             raise RewardError(self._no_such_name())
         self.about = "by data_source" if name == BY_SOURCE else f"{name}, built in"
@@ -275,7 +274,7 @@ class RuleReward(ConfiguredReward):
             self._by_rule["code"].check_sources(sources)
         for source, rule in rules.items():
             if rule == "gym":
-                check_gym_source(source, is_unsafe_allowed=self._runs_unsafe_code)
+                check_gym_source(source, is_unsafe_allowed=self._config.code.unsafe)
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""

@@ -69,7 +69,7 @@ def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("tools", "why"),
     [
-        (("hammer.py",), "hammer.py is no tool; there are calculator, and FILE.py:FUNCTION"),
+        (("hammer.py",), "hammer.py is not a tool; there are calculator, and FILE.py:FUNCTION"),
         (("nowhere.py:f",), "there is no tools file .*nowhere.py"),
         ((f"{TOOLS}:missing",), "my_tools.py has no function missing"),
         (("calculator", "calculator"), "names calculator twice"),
