@@ -45,7 +45,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class GuestEnded(Exception):
-    """The process ended, or wrote something other than a frame. The message says how, such as "exited with code 1"."""
+    """The process ended, or wrote something other than a frame. The message is how, such as "exited with code 1"."""
 
 
 class Guest:
@@ -118,7 +118,7 @@ class Guest:
             ) from None
         except GuestEnded:
             raise RewardError(
-                f"the process of {what} {await guest.kill()} while it loaded {what}; its stderr may say why"
+                f"the process of {what} {await guest.kill()} while it loaded {what}; see its stderr"
             ) from None
         except BaseException:  # cancelled
             await guest.kill()

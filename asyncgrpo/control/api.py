@@ -44,7 +44,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PAGE = Path(__file__).parent / "page"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
-# -- what a request may say --------------------------------------------------------------------------------------------
+# -- parameters of requests --------------------------------------------------------------------------------------------
 
 
 class _Nothing(Struct, frozen=True, forbid_unknown_fields=True):
@@ -158,7 +158,7 @@ class Api:
             return error(404, f"there is nothing at {request.path[:100]!r}")
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
-            return error(500, "the run's driver could not do this; its log says why")
+            return error(500, "the run's driver failed; see its log")
 
     def _check_host(self, request: web.Request) -> None:
         """A page elsewhere whose name was made to resolve to us (DNS rebinding) names its own host."""
@@ -177,10 +177,10 @@ class Api:
             raise Refusal(403, "requests of pages of another origin are not served")
 
     def _check_token(self, request: web.Request) -> None:
-        said = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not said:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not given:
             raise Refusal(401, "a token is needed: `asyncgrpo page RUN` prints the address with it")
-        if not hmac.compare_digest(said, self._expected):
+        if not hmac.compare_digest(given, self._expected):
             raise Refusal(401, "the token is not that of this run: `asyncgrpo page RUN` prints the address with it")
 
     # -- the routes

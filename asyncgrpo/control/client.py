@@ -82,7 +82,7 @@ def read_address(run_dir: Path) -> Address:
     """The address of the run in this folder.
 
     Raises:
-        RunNotAlive: there is no such run, or it is not active, with how to start it.
+        RunNotAlive: the run does not exist, or it is not active, with how to start it.
     """
     path = run_dir / FILE
     try:
@@ -152,10 +152,10 @@ class RunClient:
 
 
 def _sentence(problem: urllib.error.HTTPError) -> str:
-    said: Any = None
+    body: Any = None
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        said = msgspec.json.decode(problem.read())
-    return said["error"] if isinstance(said, dict) and "error" in said else f"the reply was {problem.code}"
+        body = msgspec.json.decode(problem.read())
+    return body["error"] if isinstance(body, dict) and "error" in body else f"the reply was {problem.code}"
 
 
 def alive_in(folder: Path) -> list[Path]:
@@ -243,7 +243,7 @@ class Look:
 
     @property
     def state(self) -> str:
-        """How the run is, in a word."""
+        """State of the run, in a word."""
         return "no reply" if self.silence or self.status is None else self.status.state
 
     @property

@@ -79,7 +79,7 @@ async def body_of(request: web.Request) -> bytes:
     except web.HTTPRequestEntityTooLarge:
         raise Refusal(413, f"the body is longer than {LARGEST_BODY} bytes") from None
     except web.RequestPayloadError:
-        raise Refusal(400, "the body is not what its headers say") from None
+        raise Refusal(400, "the body does not match its headers") from None
 
 
 class Worker:
@@ -149,7 +149,7 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         if status >= 500:
             log.error("a request failed", exc_info=exc)
-            return error(status, "the request failed; the driver's log says why")
+            return error(status, "the request failed; see the driver's log")
         return error(status, "this is not a request of HTTP/1.1")
 
 

@@ -150,7 +150,7 @@ class _Reward:
 
 
 def watch(runs: Sequence[Path], console: Console | None = None) -> None:
-    """Show the runs until `q` or Ctrl-C. Where the output is no terminal they are printed once."""
+    """Show the runs until `q` or Ctrl-C. Where the output is not a terminal they are printed once."""
     console = console or Console()
     top = Top(runs)
     top.refresh()

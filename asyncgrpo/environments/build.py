@@ -18,7 +18,7 @@ def build_environment(config: EnvironmentConfig) -> Environment | None:
     """The environment, or None where a completion is one turn. Blocks while a user's file is imported.
 
     Raises:
-        ConfigError: there is no such environment, or its class cannot be used; one sentence.
+        ConfigError: the environment is unknown, or its class cannot be used; one sentence.
     """
     if config.name is None and not config.tools:
         return None
@@ -43,7 +43,7 @@ def build_agent(config: EnvironmentConfig) -> HostedAgent | None:
     """The agent that calls the model, or None where there is none. Blocks while its file is imported.
 
     Raises:
-        ConfigError: there is no such file or function, or it takes something unknown; one sentence.
+        ConfigError: the file or function does not exist, or it takes something unknown; one sentence.
     """
     if config.agent is None:
         return None

@@ -24,7 +24,7 @@ from asyncgrpo.errors import AsyncGRPOError
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
-"""A message of a conversation, with `role` and `content` and without fields that say nothing."""
+"""A message of a conversation, with `role` and `content` and without empty fields."""
 
 
 class Refused(AsyncGRPOError):
@@ -78,13 +78,13 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def longest(self) -> int | None:
-        """Most tokens of the turn, if it says so."""
+        """Most tokens of the turn, if the request has a limit."""
         return min((one for one in (self.max_tokens, self.max_completion_tokens) if one is not None), default=None)
 
 
 _NOTHING: dict[str, tuple[Any, str]] = {
     "n": (1, "a call samples one turn; the run samples several completions by itself"),
-    "stop": ([], "`sampling.stop` of the run says what ends a turn"),
+    "stop": ([], "`sampling.stop` of the run decides what ends a turn"),
     "tool_choice": ("auto", "the model chooses"),
     "response_format": ({"type": "text"}, "a turn is sampled freely"),
     "top_logprobs": (0, "only the log-prob of what was sampled is known"),
@@ -177,7 +177,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 # -- a reply -----------------------------------------------------------------------------------------------------------
 
 
-class Said(NamedTuple):
+class ChatTurn(NamedTuple):
     """A turn of the model, in reply to a request."""
 
     message: Message
@@ -204,26 +204,26 @@ def message_of(text: str, *, has_tools: bool) -> Message:
     return {"role": "assistant", "tool_calls": calls, "content": turn.text}
 
 
-def reply_of(said: Said, chat: Chat, model: str, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def reply_of(turn: ChatTurn, chat: Chat, model: str, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """The reply as OpenAI's JSON; with `token_ids` and `logprobs` where they are asked for."""
     choice: dict[str, Any] = {
         "index": 0,
-        "message": said.message | {"content": said.message["content"] or None}
-        if "tool_calls" in said.message
-        else said.message,
-        "finish_reason": said.finish_reason,
+        "message": turn.message | {"content": turn.message["content"] or None}
+        if "tool_calls" in turn.message
+        else turn.message,
+        "finish_reason": turn.finish_reason,
         "logprobs": None,
     }
     if chat.logprobs:
-        choice["token_ids"] = said.token_ids
-        texts = [decode([token]) for token in said.token_ids]
+        choice["token_ids"] = turn.token_ids
+        texts = [decode([token]) for token in turn.token_ids]
         choice["logprobs"] = {
             "content": [
                 {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, value in zip(texts, said.logprobs, strict=True)
+                for text, value in zip(texts, turn.logprobs, strict=True)
             ]
         }
-    sampled = len(said.token_ids)
+    sampled = len(turn.token_ids)
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
@@ -231,9 +231,9 @@ def reply_of(said: Said, chat: Chat, model: str, decode: Callable[[Sequence[int]
         "model": model,
         "choices": [choice],
         "usage": {
-            "prompt_tokens": said.num_read,
+            "prompt_tokens": turn.num_read,
             "completion_tokens": sampled,
-            "total_tokens": said.num_read + sampled,
+            "total_tokens": turn.num_read + sampled,
         },
     }
 
@@ -265,7 +265,7 @@ _HEADERS = {"x-should-retry": "false"}
 class Conversation(Protocol):
     """The model in one episode."""
 
-    async def reply(self, chat: Chat) -> Said:
+    async def reply(self, chat: Chat) -> ChatTurn:
         """The next turn of the model. Raises Refused."""
 
 
@@ -319,10 +319,10 @@ class Gateway:
         except web.HTTPRequestEntityTooLarge:
             return _refusal(Refused(413, f"the request is longer than {LARGEST_BODY} bytes"))
         except (web.RequestPayloadError, ConnectionError):
-            return _refusal(Refused(400, "the body is not what its headers say"))
+            return _refusal(Refused(400, "the body does not match its headers"))
         except Exception:
             log.exception("a call of an agent failed")
-            return _refusal(Refused(500, "the generator could not reply; its log says why", "server_error"))
+            return _refusal(Refused(500, "the generator could not reply; see its log", "server_error"))
 
     async def _reply_to(self, request: web.Request) -> web.StreamResponse:
         conversation = self._episodes.get(request.match_info.get("key", ""))

@@ -91,7 +91,7 @@ class Calculator:
 
 class Guess:
     """A number from 0 to `largest` is to be found: each guess is answered with `<` or `>`, meaning that the number is
-    smaller or larger. The reward is 1 for the number, less a tenth for each guess before; a turn that is no number loses.
+    smaller or larger. The reward is 1 for the number, less a tenth for each guess before; a turn that is not a number loses.
 
     The number is `ground_truth`; without one the row's seed decides. `extra_info.largest` is 9 by default.
     """
@@ -175,7 +175,7 @@ class Turn(NamedTuple):
     """A turn of the model."""
 
     text: str
-    """What stands beside the calls."""
+    """Text beside the calls."""
     calls: tuple[ToolCall, ...]
 
 

@@ -86,7 +86,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     make: Callable[..., Any]
     """Makes an environment for one episode; of an agent, the whole call."""
     takes: tuple[str, ...] | None = None
-    """Names that `reset`, or an agent, takes; None: there is no `reset`."""
+    """Names that `reset`, or an agent, takes; None: it has no `reset`."""
     scores: bool = True
     tools: dict[str, Callable[..., Any]] = {}
 

@@ -93,7 +93,7 @@ LARGEST = 1e6
 the whole batch, has no gradient."""
 
 LEFT_OUT, PRINTED = "parts left out", "printed more than"
-"""How a detail begins that is a warning about a score that counts."""
+"""Start of a detail that is a warning about a score that counts."""
 WITHDRAWN = "withdrawn"
 """The failure of a call that was not made, and is to be made again."""
 
@@ -189,7 +189,7 @@ def _score_of_number(value: Any, what: str) -> Score:
 
 
 def _number(value: Any) -> float | None:
-    """`value` as a float; None if it is no real number. Takes bool, int, float and scalars of numpy or torch."""
+    """`value` as a float; None if it is not a real number. Takes bool, int, float and scalars of numpy or torch."""
     if not isinstance(value, Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, Real):

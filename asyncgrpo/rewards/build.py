@@ -30,7 +30,7 @@ def build_reward(config: RewardConfig, *, import_timeout_s: float = START_TIMEOU
         config: with `function`, what it names scores completions; without, the rule for their `data_source` does.
         import_timeout_s: deadline of importing a user's file; `reward.timeout_s` if that is longer.
     Raises:
-        RewardError: a function cannot be loaded or there is no such reward; the message says why in one sentence.
+        RewardError: a function cannot be loaded or the reward is unknown; one sentence.
     """
     specs = config.functions
     if not specs:

@@ -127,7 +127,7 @@ from itertools import *
 from math import *
 from typing import *
 """
-"""What code that was written for a judge of functions expects to be there."""
+"""Imports that code written for a judge of functions expects."""
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Service:
 
 
 async def _read(response: "aiohttp.ClientResponse", limit: int) -> bytes:
-    """The body, cut off where it is longer than any that is used; then it is no JSON."""
+    """Read the body, cut off where it is longer than any that is used; then it is not JSON."""
     parts, size = [], 0
     async for part in response.content.iter_chunked(1 << 16):
         parts.append(part)

@@ -10,7 +10,7 @@ The final answer is the first of these that the completion has:
 
 In free text, math-verify searches the last 4,000 characters for what follows "final answer is" or "answer", else for the
 last LaTeX or plain expression. Equality is math-verify's too: `1/2` is `0.5` and `50\%`, `x=5` is `5`, `1,234` is
-`1234`, units are dropped; roundings are not equal. Text that is no mathematics is compared as text.
+`1234`, units are dropped; roundings are not equal. Text that is not mathematics is compared as text.
 
 math-verify's own timers are off: when one fires, a hard comparison looks like a wrong answer. The pool's deadline names
 it as a timeout instead.

@@ -77,7 +77,7 @@ class _Request:
         self.asked_s = self.begun_s = self._loop.time()
         self._waited_s: float | None = None
         self.slot: _Slot | None = None
-        """Where it was sent to."""
+        """The slot that it was sent to."""
 
     def begin(self) -> None:
         """Note that its turn has come. A second call leaves out of its time what a worker took to start."""
@@ -225,7 +225,7 @@ class Pool:
         """Calls that wait for their turn, in order."""
         self._is_dispatching = False
         self._call_s: float | None = None
-        """What a call takes, about; None: none has ended yet."""
+        """Mean duration of a call; None: none has ended yet."""
         self._following: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -330,7 +330,7 @@ class Pool:
                 await slot.clear()
 
     def _is_one_missing(self, now_s: float) -> bool:
-        """Whether a call has waited for longer than a call takes, and another worker would help. They start one by one."""
+        """Return True if a call has waited for longer than a call takes and another worker would help. They start one by one."""
         first = self._first()
         if first is None or self._call_s is None or len(self._all) >= self._most:
             return False

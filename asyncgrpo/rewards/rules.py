@@ -244,7 +244,7 @@ class RuleReward(ConfiguredReward):
         Args:
             name: the rule for all rows, whatever their source; `BY_SOURCE`: each row's own.
         Raises:
-            RewardError: there is no rule of this name.
+            RewardError: no rule has this name.
         """
         self._config, self._name = config, name
         self._text_rules = TEXT_RULES | dict.fromkeys(QA_SOURCES, qa(config.qa_score))
@@ -264,7 +264,7 @@ class RuleReward(ConfiguredReward):
         return sorted({*self._text_rules, *MATHS_SOURCES, *CODE_SOURCES, GYM_SOURCE})
 
     def check_sources(self, sources: set[str]) -> None:
-        """Raise RewardError if one of `sources` has no rule, and say which have one; or if code cannot be run here."""
+        """Raise RewardError if one of `sources` has no rule, with those that have one; or if code cannot be run here."""
         if self._name in SHAPE_RULES:
             return
         rules = {source: self._rule(source) for source in (sources if self._name == BY_SOURCE else {self._name})}

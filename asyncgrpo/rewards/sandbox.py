@@ -57,7 +57,7 @@ class Program(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """How a program ended."""
+    """End of a program."""
 
     stdout: str = ""
     problem: str = ""
@@ -148,11 +148,11 @@ class _Ended(NamedTuple):
     code: int
     is_late: bool
     text: str
-    """What bubblewrap reports: it has an `exit-code` if the program was started."""
+    """Report of bubblewrap: it has an `exit-code` if the program was started."""
 
 
 def why_not_isolated() -> str | None:
-    """Why programs cannot be isolated on this machine, in one sentence; None: they can be. Runs one to find out."""
+    """Return the reason why programs cannot be isolated on this machine, or None. Runs one to find out."""
     if shutil.which("bwrap") is None:
         return f"code is run in a sandbox to score it, and bwrap is not here: {_HINT}"
     with _file() as code, _file() as report:
@@ -164,8 +164,8 @@ def why_not_isolated() -> str | None:
         )
     if ended.returncode == 0:
         return None
-    said = _last_line(ended.stderr) or f"exit code {ended.returncode}"
-    return f"code is run in a sandbox to score it, and bwrap cannot make one here ({said}): {_HINT}"
+    problem = _last_line(ended.stderr) or f"exit code {ended.returncode}"
+    return f"code is run in a sandbox to score it, and bwrap cannot make one here ({problem}): {_HINT}"
 
 
 _BOOT = f"""
@@ -308,7 +308,7 @@ def _last_line(text: str) -> str:
 TRIES = 3
 """Requests for one run of a program."""
 QUEUE_S = 10.0
-"""How long a program may wait in the service, beside the time that compiling and running may take."""
+"""Longest wait of a program in the service, beside the time that compiling and running may take."""
 
 
 class _FusionResult(msgspec.Struct):
@@ -362,7 +362,7 @@ def _ran(body: bytes) -> Ran:
     try:
         reply = msgspec.json.decode(body, type=_FusionReply)
     except msgspec.MsgspecError as error:
-        raise RunnerError("sandbox", f"what came is no reply of Sandbox Fusion: {error}") from error
+        raise RunnerError("sandbox", f"the reply is not one of Sandbox Fusion: {error}") from error
     compiled, run = reply.compile_result, reply.run_result
     if reply.status not in ("Success", "Failed"):
         raise RunnerError("sandbox", f"Sandbox Fusion replied {reply.status}: {(reply.message or '')[:200]}")

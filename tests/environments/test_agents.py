@@ -9,7 +9,7 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import EnvironmentConfig
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
 from asyncgrpo.environments.build import build_agent
-from asyncgrpo.environments.chat import Chat, Gateway, Said
+from asyncgrpo.environments.chat import Chat, ChatTurn, Gateway
 from asyncgrpo.environments.hosted import HostedAgent, check_environment
 from asyncgrpo.environments.worker import AGENT
 from asyncgrpo.errors import ConfigError
@@ -40,12 +40,12 @@ async def test_agents_that_are_not_async_call_the_model_at_the_same_time():
     at_once = 0
 
     class Model:
-        async def reply(self, chat: Chat) -> Said:
+        async def reply(self, chat: Chat) -> ChatTurn:
             nonlocal at_once
             at_once += 1
             while at_once < 20:
                 await asyncio.sleep(0.01)
-            return Said({"role": "assistant", "content": chat.messages[0]["content"] * 2}, "stop", 1, [1], [0.0])
+            return ChatTurn({"role": "assistant", "content": chat.messages[0]["content"] * 2}, "stop", 1, [1], [0.0])
 
     gateway, host = Gateway("m", str), hosted("asks")
     access = [await gateway.open(Model()) for _ in range(20)]

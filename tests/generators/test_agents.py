@@ -198,8 +198,8 @@ SAID = {"role": "assistant", "content": "ab"}
         ([user("hello"), SAID, user("?")], r"messages\[0\] is not what it was"),
         ([*ROW, {"role": "assistant", "content": "AB"}, user("?")], r"messages\[1\] is not what it was"),
         ([*ROW, user("?")], r"messages\[1\] is not what it was"),
-        (ROW, "1 messages came where 2 were said"),
-        ([*ROW, SAID], "2 messages came where 2 were said and at least one must be new"),
+        (ROW, "1 messages came after 2"),
+        ([*ROW, SAID], "2 messages came after 2, and at least one must be new"),
     ],
 )
 async def test_a_call_that_does_not_extend_the_conversation_fails_the_completion_by_name(messages, why):

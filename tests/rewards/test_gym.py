@@ -51,7 +51,7 @@ async def test_a_worker_scores_a_prompt_and_names_a_row_that_does_not_say_its_ta
         right, wrong = await reward.score(row, [Sampled(task_of(SUM)["answer"]), Sampled("no number")])
         assert (right.value, wrong.value) == (1.0, 0.0)
         failure = await score_one(reward, prompt(source="reasoning-gym:chain_sum"), "1")
-        assert failure.failure == "exception" and "does not say which task" in failure.detail
+        assert failure.failure == "exception" and "does not name its task" in failure.detail
     finally:
         await reward.close()
 
