@@ -150,8 +150,8 @@ async def test_a_service_that_always_fails_is_asked_a_few_times_and_is_a_named_f
     [
         ((404, b"no such page"), "HTTP 404: no such page"),
         ((422, b"unknown language"), "HTTP 422: unknown language"),
-        ((200, b"<html>"), "no reply of Sandbox Fusion"),
-        ((200, b"[]"), "no reply of Sandbox Fusion"),
+        ((200, b"<html>"), "not one of Sandbox Fusion"),
+        ((200, b"[]"), "not one of Sandbox Fusion"),
         ((200, b'{"status": "SandboxError", "message": "disk full"}'), "SandboxError: disk full"),
         ((200, b'{"status": "Success"}'), "no run_result"),
     ],
