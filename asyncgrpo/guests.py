@@ -117,9 +117,7 @@ class Guest:
                 f"{what} was not imported within {timeout_s:g} s; does its import wait for something?{hint}"
             ) from None
         except GuestEnded:
-            raise RewardError(
-                f"the process of {what} {await guest.kill()} while it loaded {what}; see its stderr"
-            ) from None
+            raise RewardError(f"the process {await guest.kill()} while it loaded {what}; see its stderr") from None
         except BaseException:  # cancelled
             await guest.kill()
             raise

@@ -117,8 +117,9 @@ class Api:
             "/api/runbook": self._runbook,
         }
         app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
-        app.add_routes([web.get(path, do, allow_head=False) for path, do in (self._open | routes).items()])
-        app.add_routes([web.post("/api/command", self._command)])
+        for path, do in (self._open | routes).items():
+            app.router.add_get(path, do, allow_head=False, expect_handler=_no_continue)
+        app.router.add_post("/api/command", self._command, expect_handler=_no_continue)
         self._server = HttpServer(app)
 
     def start(self) -> str:
@@ -236,6 +237,10 @@ class Api:
     async def _runbook(self, request: web.Request) -> web.Response:
         asked = _query(request, _OfRunbook)
         return as_json(Page(await self._reads(partial(read_runbook, asked.name))))
+
+
+async def _no_continue(request: web.Request) -> None:
+    """Do not reply to the header `Expect` before the token is checked."""
 
 
 async def _healthz(request: web.Request) -> web.Response:

@@ -80,7 +80,7 @@ class _Host:
             timeout_s: deadline of one call.
             ready: as `check_environment` found it.
         """
-        self._spec, self._timeout_s, self._start_timeout_s = spec, timeout_s, start_timeout_s
+        self._spec, self.timeout_s, self._start_timeout_s = spec, timeout_s, start_timeout_s
         self.scores, self.about = ready.scores, f"environment {ready.about}"
         self._most, self._processes = processes, list[_Process]()
         self._starting = asyncio.Lock()
@@ -97,7 +97,7 @@ class _Host:
             fewest = min(free, key=lambda one: len(one.episodes), default=None)
             if fewest is None or (fewest.episodes and len(free) < self._most):
                 try:
-                    fewest = await _Process.start(self._spec, self._timeout_s, self._start_timeout_s)
+                    fewest = await _Process.start(self._spec, self.timeout_s, self._start_timeout_s)
                 except RewardError as error:
                     raise EnvironmentFailed(str(error)) from error
                 self._processes.append(fewest)

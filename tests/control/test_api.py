@@ -168,6 +168,13 @@ def test_a_name_that_was_made_to_resolve_to_us_is_refused(operator: FakeOperator
     assert received.split()[1] == b"%d" % status
 
 
+@pytest.mark.parametrize("expected", [b"100-continue", b"the moon"])
+def test_without_the_token_nothing_is_expected(operator: FakeOperator, expected: bytes):
+    with served(operator) as url:
+        head = b"GET /api/status HTTP/1.1\r\nHost: localhost\r\nExpect: " + expected + b"\r\nConnection: close\r\n\r\n"
+        assert send(url, head).startswith(b"HTTP/1.1 401 ")
+
+
 def test_beyond_loopback_any_name_will_do(operator: FakeOperator):
     with served(operator, bind="0.0.0.0") as url:
         received = send(

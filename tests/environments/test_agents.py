@@ -96,6 +96,11 @@ def test_what_is_no_agent_is_said_in_a_sentence(name, why):
         build_agent(EnvironmentConfig(agent=name))
 
 
+def test_a_whole_call_has_the_time_of_twenty_steps():
+    host = build_agent(EnvironmentConfig(agent=str(AGENTS), timeout_s=2.0))
+    assert host is not None and host.timeout_s == 40.0
+
+
 def test_an_agent_beside_an_environment_is_refused():
     assert build_agent(EnvironmentConfig()) is None
     with pytest.raises(ConfigError, match=r"environment.agent \(a.py\) and environment.name \(guess\) are both given"):

@@ -142,6 +142,32 @@ async def test_a_long_call_keeps_none_that_was_sent_with_it_from_an_idle_worker(
     await reward.close()
 
 
+async def test_a_call_that_is_taken_back_runs_once(reward_file, tmp_path):
+    held, ran = tmp_path / "held", tmp_path / "ran"
+    path = reward_file(
+        textwrap.dedent(f"""
+        import os, time
+        def compute_score(completion):
+            with open({str(ran)!r}, "a") as file:
+                file.write(completion + chr(10))
+            while completion == "held" and os.path.exists({str(held)!r}):
+                time.sleep(0.01)
+            return 1.0
+    """)
+    )
+    reward = UserReward(path, timeout_s=30, workers=2)
+    await quick(reward)
+    ran.write_text("")
+    held.write_text("")
+    texts = [str(number) for number in range(30)]
+    long, *others = together(reward, "held", *texts)
+    await asyncio.gather(*others)
+    held.unlink()
+    await asyncio.gather(long, *together(reward, "last", "last"))
+    assert sorted(ran.read_text().split()) == sorted(["held", "last", "last", *texts])
+    await reward.close()
+
+
 @pytest.mark.parametrize(("bad", "failure"), [("exits", "crash"), ("hang", "timeout"), ("raises", "exception")])
 async def test_of_calls_sent_together_only_the_one_that_ran_pays(bad, failure):
     reward = UserReward(BEHAVIOURS, timeout_s=0.5, workers=1)
