@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from asyncgrpo.rewards.pool import MOST_AT_ONCE, Pool
 from asyncgrpo.rewards.user import UserReward
 from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt, workers_of
+from tests.runs import wait_until
 from tests.test_metrics import value
 
 BEHAVIOURS = str(Path(__file__).with_name("behaviours.py"))
@@ -71,9 +71,9 @@ async def test_crashed_workers_leave_no_process_and_no_open_file(times):
 async def test_a_worker_that_dies_between_calls_costs_no_score():
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
     first = await pid_of_worker(reward)
+    (slot,) = reward.pool._all
     os.kill(first, signal.SIGKILL)
-    while psutil.pid_exists(first):
-        time.sleep(0.01)  # asyncio does not hear of its end before the next call
+    wait_until(lambda: slot._guest.has_ended, "its end", 30.0)  # of which asyncio hears once this test awaits
     assert await pid_of_worker(reward) != first
     await reward.close()
 
