@@ -337,10 +337,8 @@ REWARDS = [
     train("a reward of 1e308", make=reward("return 1e308")),
     train("a reward with a relative import", make=write("reward.py", "from .helper import f\n")),
     train("a reward that always ends Python", make=reward("import sys; sys.exit(1)")),
-    train("a judge that is not there", "reward.function=judge", "reward.judge.model=m", JUDGE),
-    train(
-        "a judge without a name", "reward.function=judge", "reward.judge.model=m", "reward.judge.url=http://no.invalid"
-    ),
+    train("a judge that is not there", "reward.function=judge", JUDGE),
+    train("a judge without a name", "reward.function=judge", "reward.judge.url=http://no.invalid"),
     train("a reward model that is not there", "reward.function=model", "reward.model.path=./modle"),
     train("a reward model of no hub", "reward.function=model", "reward.model.path=a/b", environment=NO_HUB),
     train("a reward server that is not there", *SERVED),
@@ -434,7 +432,7 @@ OTHERS = [
     other("no file", "data check nothing.json"),
     other(
         "a judge that is not there",
-        f"data check train.json reward.function=judge reward.judge.model=m {JUDGE}",
+        f"data check train.json reward.function=judge {JUDGE}",
         is_report=True,
     ),
     other("a hub id, and no hub listens", "data check train.json --model a/b", environment=NO_HUB),

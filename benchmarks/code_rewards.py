@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 
 from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
-from asyncgrpo.rewards import Reward, Sampled, build_reward
+from asyncgrpo.rewards.base import Reward, Sampled
+from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.sandbox import why_not_isolated
 from asyncgrpo.types import Prompt
 from benchmarks.measuring import line, show

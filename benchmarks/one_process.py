@@ -16,7 +16,6 @@ import torch
 from asyncgrpo.buffer.buffer import group_seed
 from asyncgrpo.cluster.wiring import sampling_of
 from asyncgrpo.config.schema import Config
-from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, load_prompts
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
@@ -26,7 +25,7 @@ from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.model import reshard
 from asyncgrpo.learner.packing import pack
 from asyncgrpo.learner.report import StepReport
-from asyncgrpo.rewards import build_reward
+from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import Group, Lease, PolicyVersion, Prompt, Sampling
 
 
@@ -85,7 +84,7 @@ async def train(
     source = PromptSource(
         prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=None, curriculum=curriculum
     )
-    engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward, extra_rules=demo_rules())
+    engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward)
     learner = Learner(config, rank=0, world=1, device="cpu")
     for group in learner.optimizer.param_groups:
         group["eps"] = group["eps"] if adam_eps is None else adam_eps

@@ -95,7 +95,7 @@ WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "exact-no-entropy": ({"reward": "exact_match"}, ["algorithm.entropy_coef=0"]),
 }
 """The model, the reward and the steps as multiples of the demo's 80; and settings. The reward of a way counts parts of an
-answer, `asyncgrpo.data.demo.demo_score`, unless it says `exact_match`: 1 for the whole answer, and 0; or `in_place`: the
+answer, `asyncgrpo.rewards.rules.demo_score`, unless it says `exact_match`: 1 for the whole answer, and 0; or `in_place`: the
 share of characters that are right in their places."""
 STEPS, EVAL_EVERY, TAUGHT = 80, 10, 800
 IN_PLACE = """

@@ -55,7 +55,7 @@ AFTER_A_FAULT_S = 5.0
 
 JUDGE = """import os
 
-from asyncgrpo.data.demo import demo_score
+from asyncgrpo.rewards.rules import demo_score
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

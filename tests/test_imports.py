@@ -37,6 +37,7 @@ LAYERS = {
     "algorithms": 1,
     "wire": 1,
     "warm": 1,
+    "guests": 1,
     "types": 0,
     "cores": 0,
     "host": 0,
@@ -51,7 +52,7 @@ OWNERS = {
     "sglang": ("engines.sglang",),
     "prometheus_client": ("metrics",),
     "omegaconf": ("config",),
-    "aiohttp": ("control", "rewards.http", "environments.gateway", "environments.openenv"),
+    "aiohttp": ("control", "rewards.http", "environments.chat", "environments.openenv"),
     "datasets": ("data.sources",),
     "reasoning_gym": ("data.sources", "rewards.gym"),
 }

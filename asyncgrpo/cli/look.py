@@ -16,7 +16,7 @@ from asyncgrpo.errors import ConfigError, RunNotAlive
 from asyncgrpo.logs import visible
 
 if TYPE_CHECKING:
-    from asyncgrpo.control.look import Look
+    from asyncgrpo.control.client import Look
     from asyncgrpo.control.operator import Command
     from asyncgrpo.recording.sample_changes import Changes
 
@@ -60,7 +60,7 @@ def status(runs: RunsArgument = None, as_json: JsonOption = False) -> None:
 
     Print metrics, processes, settings, advice with its commands, and problems with their runbooks.
     """
-    from asyncgrpo.control.look import Look
+    from asyncgrpo.control.client import Look
 
     looks = []
     for run in _active(runs):

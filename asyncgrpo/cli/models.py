@@ -222,13 +222,12 @@ async def _rollouts(
     config: Config, tokenizer: "PreTrainedTokenizerBase", prompts: "Sequence[Prompt]"
 ) -> "list[tuple[Rollout, ...]]":
     """Return the rollouts of each prompt. At most `generators.groups_in_flight` prompts are in flight."""
-    from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.data.tokenizer import decoder, stop_token_ids
     from asyncgrpo.engines.build import build_engine
     from asyncgrpo.generators.build import build_sampler
     from asyncgrpo.generators.rollout import GroupInFlight
     from asyncgrpo.generators.service import UNPUBLISHED
-    from asyncgrpo.rewards import build_reward
+    from asyncgrpo.rewards.build import build_reward
     from asyncgrpo.types import Lease, Sampling
 
     decode = decoder(tokenizer, keep_special=False)
@@ -239,7 +238,7 @@ async def _rollouts(
     )
     completions = config.sampling.eval_completions
     engine = build_engine(config, seed=config.run.seed)
-    reward = build_reward(config.reward, extra_rules=demo_rules())
+    reward = build_reward(config.reward)
     turns = build_sampler(config, engine, tokenizer)
     await engine.start(UNPUBLISHED)
     slots = asyncio.Semaphore(config.generators.groups_in_flight)
@@ -323,13 +322,13 @@ def check(
     """
     from asyncgrpo.cli.running import REWARD_IMPORT_S
     from asyncgrpo.config.load import load_config
-    from asyncgrpo.data.demo import demo_rules
-    from asyncgrpo.rewards import build_reward, score_one
+    from asyncgrpo.rewards.base import score_one
+    from asyncgrpo.rewards.build import build_reward
 
     functions = {"function": options.one_or_all(reward_func)}
     base = {"model": {"path": model or ""}, "data": {"train": file}, "reward": functions}
     config = load_config(None, overrides or (), base=base)
-    reward = build_reward(config.reward, extra_rules=demo_rules(), import_timeout_s=REWARD_IMPORT_S)
+    reward = build_reward(config.reward, import_timeout_s=REWARD_IMPORT_S)
     with asyncio.Runner() as runner:  # the workers of a reward belong to one loop
 
         def score(prompt: "Prompt", answer: str) -> "Score":

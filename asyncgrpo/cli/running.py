@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.config.memory import Card
     from asyncgrpo.config.model_size import ModelSize
     from asyncgrpo.data.table import About
-    from asyncgrpo.rewards import ConfiguredReward
+    from asyncgrpo.rewards.base import ConfiguredReward
     from asyncgrpo.tools.chaos import Plan
 
 log = logging.getLogger(__name__)
@@ -89,10 +89,9 @@ def check_inputs(config: Config) -> str:
     """
     from asyncgrpo.config.reach import find_model
     from asyncgrpo.config.rules import check_model
-    from asyncgrpo.data.demo import demo_rules
     from asyncgrpo.engines.installed import check_extra, why_sglang_cannot_run
     from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
-    from asyncgrpo.rewards import build_reward
+    from asyncgrpo.rewards.build import build_reward
     from asyncgrpo.weights.files import check_weight_files
 
     folder = find_model(config.model.path)
@@ -102,7 +101,7 @@ def check_inputs(config: Config) -> str:
     if config.generators.engine == "sglang" and (why := why_sglang_cannot_run()) is not None:
         raise ConfigError(f"generators.engine is sglang, which cannot run here: {why} (or use generators.engine=torch)")
     check_extra(config.generators)
-    reward = build_reward(config.reward, extra_rules=demo_rules(), import_timeout_s=REWARD_IMPORT_S)
+    reward = build_reward(config.reward, import_timeout_s=REWARD_IMPORT_S)
     if (agent := build_agent(config.environment)) is not None:
         _check_prompts(config, None if config.reward.function is None else reward)
         return f"{agent.about}; where it returns nothing, {reward.about}"

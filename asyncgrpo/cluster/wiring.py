@@ -29,7 +29,6 @@ from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config, RewardConfig
 from asyncgrpo.cores import CoreClock
-from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.kept import prepare
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
@@ -40,8 +39,8 @@ from asyncgrpo.journal.format import FORMAT, RunStarted
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.recording.events import EventLog
-from asyncgrpo.rewards import build_reward
 from asyncgrpo.rewards.breaker import Breaker
+from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.pool import MOST_AT_ONCE
 from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.weights.check import GapLimit, SyncCheck
@@ -319,7 +318,7 @@ def _steps_at_most(config: Config, prompts: int) -> int | None:
 
 def _guarded_reward(config: RewardConfig) -> Breaker:
     """The reward of a generator. Workers are sent several quick calls at once."""
-    reward = build_reward(config, extra_rules=demo_rules())
+    reward = build_reward(config)
     each = MOST_AT_ONCE if config.at_once_key == "reward.workers" else 1
     return Breaker(reward, at_once=each * config.at_once, withdraw=reward.withdraw)
 
@@ -349,7 +348,7 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
     more = f" {reward.judge}" if "judge" in reward.functions else ""
     more += f" {reward.model.path}" if "model" in reward.functions else ""
     more += f" {reward.kwargs}" if reward.kwargs else ""
-    more += "" if reward.combine == "sum" else f" {reward.combine} {reward.gate_above}"
+    more += "" if reward.combine == "sum" else f" {reward.combine}"
     return {
         "prompts": prompts + ("" if config.data.curriculum == "none" else f" {config.data.curriculum}"),
         "model": config.model.path,

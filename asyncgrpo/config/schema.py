@@ -163,16 +163,12 @@ class JudgeConfig(Section, frozen=True):
 
     url: str | None = None
     """Base URL of the judge, such as http://host:30000/v1; required by the reward `judge`."""
-    model: str = "default"
-    """Name of the model in each request."""
     template: str | None = None
     """Prompt template, or a file of it, with {completion} and optionally {prompt} and {answer}; null: built-in."""
     pattern: str | None = None
     """Regular expression of the number in the reply, of which the last match counts; null: `Score: 7` or a bare 7."""
     scale: PositiveFloat = 10.0
     """Highest number that the judge gives; the reward is the number divided by it."""
-    max_tokens: PositiveInt = 1024
-    """Longest reply, reasoning included, tokens."""
     max_concurrent: PositiveInt = 64
     """Requests to the judge at once, per generator."""
     timeout_s: PositiveFloat = 60.0
@@ -180,7 +176,7 @@ class JudgeConfig(Section, frozen=True):
     api_key_env: str | None = None
     """Environment variable with the API key; null: no key."""
     extra: dict[str, Any] = {}
-    """Extra fields of each request; null removes a default field."""
+    """Fields of each request, such as model (default), max_tokens (1024) and temperature (0); null removes a field."""
 
     @property
     def file(self) -> str | None:
@@ -198,12 +194,6 @@ class RewardModelConfig(Section, frozen=True):
     model."""
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
     """Device of the reward model: cpu, cuda or cuda:N, of the GPUs visible to a generator."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the reward model; auto: as saved."""
-    max_tokens: PositiveInt | None = None
-    """Longest prompt and completion, tokens; longer ones have no score; null: the positions of the model."""
-    batch_size: PositiveInt = 16
-    """Completions per forward pass."""
     timeout_s: PositiveFloat = 60.0
     """Deadline of one group, seconds."""
 
@@ -216,10 +206,8 @@ class RewardConfig(Section, frozen=True):
     weights: tuple[Annotated[float, Meta(ge=-1e6, le=1e6)], ...] | None = None
     """Weights of the rewards in reward.function, in order; null: 1 each."""
     combine: Literal["sum", "first", "gate"] = "sum"
-    """Combination of several rewards: weighted sum, the first that applies, or the sum if the first is above
-    `gate_above` and else the first."""
-    gate_above: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.0
-    """Value that the first reward must exceed under `combine: gate`."""
+    """Combination of several rewards: weighted sum, the first that applies, or the sum if the first is above 0
+    and else the first."""
     kwargs: dict[str, Any] = {}
     """Extra arguments of reward functions by name; each function gets those that it accepts."""
     format_score: Annotated[float, Meta(ge=-1e6, le=1e6)] = 0.1

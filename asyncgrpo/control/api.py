@@ -5,7 +5,9 @@ the page's own files and `/healthz` asks for the token of the run.
 """
 
 import hmac
+import json
 import logging
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +21,13 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from asyncgrpo.config.schema import ControlConfig
-from asyncgrpo.control.address import Address, remove_address, write_address
-from asyncgrpo.control.groups import groups_now
+from asyncgrpo.control.client import Address, remove_address, write_address
+from asyncgrpo.control.fetch import fetch
 from asyncgrpo.control.operator import Command, Done, Operator
 from asyncgrpo.control.problems import Problems, problems, read_runbook
-from asyncgrpo.control.server import HttpServer, Refusal, Worker, as_json, body_of, error, reply
+from asyncgrpo.control.server import LARGEST_BODY, HttpServer, Refusal, Worker, as_json, body_of, error, reply
 from asyncgrpo.errors import CommandRefused, ConfigError, DataError
+from asyncgrpo.metrics import PREFIX, targets_path
 from asyncgrpo.recording.sample_changes import changes
 from asyncgrpo.recording.sample_search import TRAINED, Folder, Only, Sort, search
 from asyncgrpo.recording.tail import read_tail
@@ -32,15 +35,16 @@ from asyncgrpo.recording.tail import read_tail
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 COMMAND_S = 60.0
-"""How long a command may take before its caller is told that the driver does not reply."""
+"""Deadline of a command."""
 READ_S = 20.0
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PAGE = Path(__file__).parent / "page"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
-# -- what a request may say --------------------------------------------------------------------------------------------
+# -- parameters of requests --------------------------------------------------------------------------------------------
 
 
 class _Nothing(Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,7 +79,7 @@ class _OfRunbook(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Page(Struct, frozen=True):
-    """The reply to who asks for a runbook."""
+    """A runbook."""
 
     text: str
 
@@ -99,19 +103,24 @@ class Api:
         self._commands = Worker("control-commands", timeout_s=COMMAND_S)
         self._looks = Worker("control-status", timeout_s=READ_S, waiting=64)
         self._reads = Worker("control-files", timeout_s=READ_S, waiting=64)
-        self._server = HttpServer(self._handle)
-        self._routes: dict[tuple[str, str], Callable[[web.BaseRequest], Awaitable[web.Response]]] = {
-            ("GET", "/api/status"): self._status,
-            ("POST", "/api/command"): self._command,
-            ("GET", "/api/events"): self._events,
-            ("GET", "/api/samples"): self._samples,
-            ("GET", "/api/changes"): self._changes,
-            ("GET", "/api/groups"): self._groups,
-            ("GET", "/api/alerts"): self._alerts,
-            ("GET", "/api/runbook"): self._runbook,
+        files = {f"/{path.relative_to(_PAGE)}": path for path in _PAGE.rglob("*") if path.suffix in _TYPES}
+        self._open: dict[str, Handler] = {path: partial(_file, file) for path, file in files.items()}
+        self._open |= {"/": partial(_file, _PAGE / "index.html"), "/healthz": _healthz}
+        """Handlers that ask for no token."""
+        routes: dict[str, Handler] = {
+            "/api/status": self._status,
+            "/api/events": self._events,
+            "/api/samples": self._samples,
+            "/api/changes": self._changes,
+            "/api/groups": self._groups,
+            "/api/alerts": self._alerts,
+            "/api/runbook": self._runbook,
         }
-        self._open = {f"/{path.relative_to(_PAGE)}": path for path in _PAGE.rglob("*") if path.suffix in _TYPES}
-        self._open["/"] = _PAGE / "index.html"
+        app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
+        for path, do in (self._open | routes).items():
+            app.router.add_get(path, do, allow_head=False, expect_handler=_no_continue)
+        app.router.add_post("/api/command", self._command, expect_handler=_no_continue)
+        self._server = HttpServer(app)
 
     def start(self) -> str:
         """Listen, and return the URL. Raises ConfigError: the address cannot be bound."""
@@ -129,34 +138,30 @@ class Api:
 
     # -- one request
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Serve a request that names this host and has the token. Anything else gets one sentence."""
         try:
-            return await self._reply_to(request)
+            self._check_host(request)
+            if request.match_info.handler not in self._open.values():
+                self._check_token(request)
+            return await handler(request)
         except Refusal as refusal:
             return error(refusal.status, str(refusal))
+        except CommandRefused as refused:
+            return error(409, str(refused))
+        except DataError as problem:
+            return error(404, str(problem))
+        except web.HTTPMethodNotAllowed as wrong:
+            allowed = ", ".join(sorted(wrong.allowed_methods))
+            return error(405, f"{request.path[:100]} is asked with {allowed}, not with {request.method[:20]}")
+        except web.HTTPNotFound:
+            return error(404, f"there is nothing at {request.path[:100]!r}")
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
-            return error(500, "the run's driver could not do this; its log says why")
+            return error(500, "the run's driver failed; see its log")
 
-    async def _reply_to(self, request: web.BaseRequest) -> web.Response:
-        self._check_host(request)
-        path = request.path
-        is_open = path in self._open or path == "/healthz"
-        if not is_open:
-            self._check_token(request)
-        methods = ["GET"] if is_open else [method for method, route in self._routes if route == path]
-        if not methods:
-            raise Refusal(404, f"there is nothing at {path[:100]!r}")
-        if request.method not in methods:
-            raise Refusal(405, f"{path} is asked with {methods[0]}, not with {request.method[:20]}")
-        if path == "/healthz":
-            return as_json({"ok": True})
-        if is_open:
-            file = self._open[path]
-            return reply(file.read_bytes(), _TYPES[file.suffix])
-        return await self._routes[request.method, path](request)
-
-    def _check_host(self, request: web.BaseRequest) -> None:
+    def _check_host(self, request: web.Request) -> None:
         """A page elsewhere whose name was made to resolve to us (DNS rebinding) names its own host."""
         named = request.headers.getall("Host", [])
         try:
@@ -172,38 +177,35 @@ class Api:
         if not same:
             raise Refusal(403, "requests of pages of another origin are not served")
 
-    def _check_token(self, request: web.BaseRequest) -> None:
-        said = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not said:
+    def _check_token(self, request: web.Request) -> None:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not given:
             raise Refusal(401, "a token is needed: `asyncgrpo page RUN` prints the address with it")
-        if not hmac.compare_digest(said, self._expected):
+        if not hmac.compare_digest(given, self._expected):
             raise Refusal(401, "the token is not that of this run: `asyncgrpo page RUN` prints the address with it")
 
     # -- the routes
 
-    async def _status(self, request: web.BaseRequest) -> web.Response:
+    async def _status(self, request: web.Request) -> web.Response:
         _query(request, _Nothing)
         return as_json(await self._looks(self._operator.status))
 
-    async def _command(self, request: web.BaseRequest) -> web.Response:
+    async def _command(self, request: web.Request) -> web.Response:
         _query(request, _Nothing)
         if request.content_type != "application/json":
             raise Refusal(415, "a command is sent as application/json")
         try:
             command: Command = msgspec.json.decode(await body_of(request), type=Command)
         except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
-            raise Refusal(400, f"this is no command: {problem}") from None
-        try:
-            return as_json(Done(await self._commands(partial(self._operator.carry_out, command))))
-        except CommandRefused as refused:
-            raise Refusal(409, str(refused)) from None
+            raise Refusal(400, f"this is not a command: {problem}") from None
+        return as_json(Done(await self._commands(partial(self._operator.carry_out, command))))
 
-    async def _events(self, request: web.BaseRequest) -> web.Response:
+    async def _events(self, request: web.Request) -> web.Response:
         asked = _query(request, _OfEvents)
         file = self._run_dir / "metrics.jsonl"
         return as_json(await self._reads(partial(read_tail, file, asked.after, file=asked.file, limit=asked.limit)))
 
-    async def _samples(self, request: web.BaseRequest) -> web.Response:
+    async def _samples(self, request: web.Request) -> web.Response:
         asked = _query(request, _OfSamples)
         call = partial(
             search,
@@ -216,37 +218,40 @@ class Api:
             offset=asked.offset,
             limit=asked.limit,
         )
-        try:
-            return as_json(await self._reads(call))
-        except DataError as problem:
-            raise Refusal(404, str(problem)) from None
+        return as_json(await self._reads(call))
 
-    async def _changes(self, request: web.BaseRequest) -> web.Response:
+    async def _changes(self, request: web.Request) -> web.Response:
         asked = _query(request, _OfChanges)
-        try:
-            found = await self._reads(partial(changes, self._run_dir, asked.from_step, asked.to_step))
-        except DataError as problem:
-            raise Refusal(404, str(problem)) from None
+        found = await self._reads(partial(changes, self._run_dir, asked.from_step, asked.to_step))
         return as_json(msgspec.structs.replace(found, changed=found.changed[asked.offset :][: asked.limit]))
 
-    async def _groups(self, request: web.BaseRequest) -> web.Response:
+    async def _groups(self, request: web.Request) -> web.Response:
         _query(request, _Nothing)
         return as_json(await self._reads(partial(groups_now, self._run_dir)))
 
-    async def _alerts(self, request: web.BaseRequest) -> web.Response:
+    async def _alerts(self, request: web.Request) -> web.Response:
         _query(request, _Nothing)
         status = await self._looks(self._operator.status)
         return as_json(Problems(await self._reads(partial(problems, self._run_dir, status))))
 
-    async def _runbook(self, request: web.BaseRequest) -> web.Response:
+    async def _runbook(self, request: web.Request) -> web.Response:
         asked = _query(request, _OfRunbook)
-        try:
-            return as_json(Page(await self._reads(partial(read_runbook, asked.name))))
-        except DataError as problem:
-            raise Refusal(404, str(problem)) from None
+        return as_json(Page(await self._reads(partial(read_runbook, asked.name))))
 
 
-def _query(request: web.BaseRequest, kind: type[T]) -> T:
+async def _no_continue(request: web.Request) -> None:
+    """Do not reply to the header `Expect` before the token is checked."""
+
+
+async def _healthz(request: web.Request) -> web.Response:
+    return as_json({"ok": True})
+
+
+async def _file(path: Path, request: web.Request) -> web.Response:
+    return reply(path.read_bytes(), _TYPES[path.suffix])
+
+
+def _query(request: web.Request, kind: type[T]) -> T:
     """The parameters of a request. Raises Refusal."""
     query = request.query
     if len(query) != len(set(query)):
@@ -275,3 +280,58 @@ def serving(operator: Operator, run_dir: Path, config: ControlConfig) -> Iterato
     finally:
         remove_address(run_dir)
         api.close()
+
+
+# -- where groups are ---------------------------------------------------------------------------------------------------
+
+
+BUFFER_S = 2.0
+"""Deadline of the buffer's reply."""
+
+_LINE = re.compile(rf'^{PREFIX}(\w+)(?:{{state="(\w+)"}})? (\S+)$', re.MULTILINE)
+
+
+class Groups(Struct, frozen=True, kw_only=True):
+    """Groups by where they are now; None where the buffer did not reply."""
+
+    leased: int | None = None
+    """Being generated and scored."""
+    ready: int | None = None
+    """Waiting in the buffer."""
+    taken: int | None = None
+    """In the learner."""
+    slots: int | None = None
+    """That may be leased, ready or taken at once."""
+    wanted: int | None = None
+    """That admission wants under way."""
+    places: int | None = None
+    """That the generators may work on at once."""
+
+
+_NAMES = {
+    ("buffer_groups", "leased"): "leased",
+    ("buffer_groups", "ready"): "ready",
+    ("buffer_groups", "taken"): "taken",
+    ("buffer_slots", ""): "slots",
+    ("groups_wanted", ""): "wanted",
+    ("generator_places", ""): "places",
+}
+
+
+def groups_now(run_dir: Path) -> Groups:
+    """Count groups by the metrics that the buffer exports: the driver has no such count. Nothing is known while it starts."""
+    targets = targets_path(run_dir)
+    try:
+        entries = json.loads(targets.read_text(encoding="utf-8"))
+        address = next(entry["targets"][0] for entry in entries if entry["labels"]["role"] == "buffer")
+        token = targets.with_name("token")
+        word = token.read_text(encoding="utf-8").strip() if token.exists() else None
+        return groups_in(fetch(f"http://{address}/metrics", token=word, timeout_s=BUFFER_S).decode())
+    except (OSError, ValueError, StopIteration):
+        return Groups()
+
+
+def groups_in(text: str) -> Groups:
+    """Read the counts out of what a buffer exports."""
+    found = {_NAMES.get((name, state)): value for name, state, value in _LINE.findall(text)}
+    return Groups(**{name: round(float(value)) for name, value in found.items() if name is not None})

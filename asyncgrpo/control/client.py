@@ -1,25 +1,109 @@
-"""A run that is going on, asked and told over its admin API: what the commands `status`, `top`, `pause`... are made of."""
+"""A run that is active, asked over its admin API: what the commands `status`, `top`, `pause`... are made of.
+
+`RUN/control.json` has the address and the token. Only its user can read it, and it is there while the run lives.
+"""
 
 import contextlib
+import os
+import platform
 import urllib.error
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import psutil
+from msgspec import Struct
 
-from asyncgrpo.control.address import FILE, not_alive, read_address
 from asyncgrpo.control.fetch import fetch
 from asyncgrpo.control.operator import Command, Done, Status
 from asyncgrpo.control.problems import Problem, Problems
-from asyncgrpo.errors import CommandRefused, RunNotAlive
+from asyncgrpo.errors import AsyncGRPOError, CommandRefused, RunNotAlive
+from asyncgrpo.recording.progress import RECENT, Progress, lag_line
+from asyncgrpo.recording.tail import read_tail
+from asyncgrpo.recording.text import number, parts_line, position, thousands
 
 T = TypeVar("T")
 
+FILE = "control.json"
 REPLY_S = 25.0
-"""How long a run may take to say how it is."""
+"""Deadline of a reply."""
 COMMAND_S = 70.0
-"""How long a command may take: longer than the API itself waits for the driver."""
+"""Deadline of a command: longer than the API itself waits for the driver."""
+_BYTES = 2**21
+"""Read of the events, from their end: some hundred steps, however long the run."""
+
+# -- its address -------------------------------------------------------------------------------------------------------
+
+
+class Address(Struct, frozen=True, kw_only=True):
+    """Address and token of a run's API."""
+
+    url: str
+    """Such as `http://127.0.0.1:41234`."""
+    token: str
+    """Allows to look at the run and to steer it."""
+    pid: int
+    """The driver's."""
+    host: str
+    """The driver's machine."""
+
+    @classmethod
+    def of_this_process(cls, url: str, token: str) -> "Address":
+        """Return the address of an API in this process."""
+        return cls(url=url, token=token, pid=os.getpid(), host=platform.node())
+
+    @property
+    def is_of_this_machine(self) -> bool:
+        """True if the driver is on the machine of this process."""
+        return self.host == platform.node()
+
+    def __repr__(self) -> str:
+        return f"Address({self.url}, token hidden)"
+
+
+def write_address(run_dir: Path, address: Address) -> Path:
+    """Replace `RUN/control.json` atomically. Its mode is 0600."""
+    path = run_dir / FILE
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(address))
+    os.replace(temporary, path)
+    return path
+
+
+def remove_address(run_dir: Path) -> None:
+    """Remove the file, if it is there."""
+    (run_dir / FILE).unlink(missing_ok=True)
+
+
+def read_address(run_dir: Path) -> Address:
+    """The address of the run in this folder.
+
+    Raises:
+        RunNotAlive: the run does not exist, or it is not active, with how to start it.
+    """
+    path = run_dir / FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Address)
+    except FileNotFoundError:
+        raise RunNotAlive(not_alive(run_dir)) from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunNotAlive(f"{path} cannot be read: {error}") from error
+
+
+def not_alive(run_dir: Path, why: str = "") -> str:
+    """Return the sentence for a run that is not active, with what to do."""
+    if not run_dir.is_dir():
+        return f"there is no run folder {run_dir}"
+    if not (run_dir / "metrics.jsonl").exists():
+        return f"{run_dir} is not a run folder: it has no metrics.jsonl"
+    why = why or f"it has no {FILE}, which a run has while it goes on (unless control.port is null)"
+    return f"{run_dir} is not going on: {why}; start it again with the command that started it"
+
+
+# -- its API -----------------------------------------------------------------------------------------------------------
 
 
 class RunClient:
@@ -31,15 +115,15 @@ class RunClient:
 
     @property
     def page(self) -> str:
-        """The address of the run's page. The token is its fragment, which a browser sends to nobody."""
+        """The address of the run's page. The token is its fragment, which a browser does not send."""
         return f"{self._address.url}/#token={self._address.token}"
 
     def status(self) -> Status:
-        """How it is."""
+        """Return its status."""
         return self._ask("/api/status", Status)
 
     def problems(self) -> list[Problem]:
-        """What is wrong with it, most urgent first."""
+        """Return its problems, most urgent first."""
         return self._ask("/api/alerts", Problems).problems
 
     def tell(self, command: Command) -> str:
@@ -57,7 +141,7 @@ class RunClient:
         return msgspec.json.decode(reply, type=kind)
 
     def _silence(self, problem: OSError) -> str:
-        """Why nobody replied."""
+        """Return the reason for no reply."""
         address = self._address
         if not address.is_of_this_machine:
             return f"{self.run_dir} belongs to a run on {address.host}: give the command there"
@@ -68,10 +152,10 @@ class RunClient:
 
 
 def _sentence(problem: urllib.error.HTTPError) -> str:
-    said: Any = None
+    body: Any = None
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        said = msgspec.json.decode(problem.read())
-    return said["error"] if isinstance(said, dict) and "error" in said else f"the reply was {problem.code}"
+        body = msgspec.json.decode(problem.read())
+    return body["error"] if isinstance(body, dict) and "error" in body else f"the reply was {problem.code}"
 
 
 def alive_in(folder: Path) -> list[Path]:
@@ -88,7 +172,7 @@ def alive_in(folder: Path) -> list[Path]:
 
 
 def _listens(url: str) -> bool:
-    """Whether anybody is there. One that does not reply in time is, and the command will say so."""
+    """Return True if a server listens. One that does not reply in time does, and the command will report it."""
     try:
         fetch(f"{url}/healthz", timeout_s=2.0)
     except OSError as problem:
@@ -107,3 +191,105 @@ def one_run(given: Path | None, folder: Path) -> Path:
             raise RunNotAlive(f"no run in {folder}/ is going on; give the folder of one")
         case several:
             raise RunNotAlive(f"several runs are going on, give one: {', '.join(map(str, several))}")
+
+
+# -- its state ---------------------------------------------------------------------------------------------------------
+
+
+class Look:
+    """Snapshot of a run's state, refreshed again and again."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Ask nothing yet."""
+        self.run_dir = run_dir
+        self.status: Status | None = None
+        """The last reply of the driver; None: it has never replied."""
+        self.problems: list[Problem] = []
+        self.silence = ""
+        """Reason why the driver does not reply; empty: it does."""
+        self.progress = Progress()
+        self._next, self._file = -_BYTES, ""
+
+    def refresh(self) -> None:
+        """Ask the driver, and read what came to the events."""
+        try:
+            client = RunClient(self.run_dir)
+            self.status, self.problems, self.silence = client.status(), client.problems(), ""
+        except AsyncGRPOError as error:
+            self.silence = str(error)
+        self._read()
+
+    def _read(self) -> None:
+        tail = read_tail(self.run_dir / "metrics.jsonl", self._next, file=self._file or None)
+        if tail.rewound:
+            self.progress = Progress()
+        for event in tail.events:
+            self.progress.update(event)
+        self._next, self._file = tail.next, tail.file
+
+    # -- in words
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self.status.run if self.status is not None else self.run_dir.name
+
+    @property
+    def position(self) -> str:
+        """Steps done, of how many."""
+        if self.status is None:
+            return position(self.progress)
+        return f"{self.status.step}/{self.status.steps}" if self.status.steps else f"{self.status.step}"
+
+    @property
+    def state(self) -> str:
+        """State of the run, in a word."""
+        return "no reply" if self.silence or self.status is None else self.status.state
+
+    @property
+    def steps_per_hour(self) -> float | None:
+        """Over the last steps; None before the second one."""
+        recent = self.progress.steps[-RECENT - 1 :]
+        if len(recent) < 2 or (seconds := recent[-1]["time"] - recent[0]["time"]) <= 0:
+            return None
+        return 3600 * (len(recent) - 1) / seconds
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """The figures, each with its name. Shares and means are over the last ten steps. A run that is starting has none."""
+        if self.status is not None and self.status.state == "starting":
+            yield "waits for", self.status.waits_for
+            return
+        progress = self.progress
+        generated, _ = progress.tokens_per_second()
+        evaluation = f", evaluation {number(progress.last_eval['reward_mean'])}" if progress.last_eval else ""
+        parts = parts_line(progress.last)
+        yield "reward", f"{number(progress.last.get('reward_mean'))}{evaluation}" + (f" ({parts})" if parts else "")
+        if lags := progress.lags(RECENT):
+            yield "lag", lag_line(lags, progress.last.get("max_lag"))
+        yield "learner", f"waits {progress.time_shares(RECENT).get('wait_data', 0.0):.0%} of its time"
+        yield "generators", self._generators()
+        rate = self.steps_per_hour
+        yield "speed", f"{thousands(generated)} tok/s" + ("" if rate is None else f", {thousands(rate)} steps/h")
+
+    def _generators(self) -> str:
+        shares = self.progress.generator_shares(RECENT)
+        busy = f"busy {1 - shares.get('idle', 0.0):.0%}, idle {shares.get('idle', 0.0):.0%}" if shares else ""
+        if self.status is None:
+            return busy
+        states = [process.state for process in self.status.processes if process.name.startswith("generator")]
+        counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+        if len(states) != self.status.generators_wanted:
+            counts.append(f"of {self.status.generators_wanted} wanted")
+        return ", ".join(filter(None, [*counts, busy]))
+
+    def advice(self) -> Iterator[str]:
+        """Each piece of advice, with the command that follows it."""
+        for piece in self.status.advice if self.status is not None else ():
+            yield piece.sentence + (f": asyncgrpo {piece.command} {self.run_dir}" if piece.command else "")
+
+    def warnings(self) -> Iterator[str]:
+        """Each problem, with its page."""
+        if self.silence:
+            yield self.silence
+        for problem in self.problems:
+            yield f"{problem.name}: {problem.text} ({problem.runbook})"

@@ -1,4 +1,4 @@
-"""What a person may ask of a running run, and what it tells of itself: the nouns between the admin API and the driver.
+"""Commands to an active run, and its status: the nouns between the admin API and the driver.
 
 `api.py` turns requests into commands; `cluster/steering.py` carries them out. Neither knows the other.
 """
@@ -61,7 +61,7 @@ class Done(Struct, frozen=True):
     """The reply to a command."""
 
     done: str
-    """What was done, in a sentence."""
+    """Summary of what was done, in a sentence."""
 
 
 CHANGEABLE = {
@@ -71,7 +71,7 @@ CHANGEABLE = {
 }
 """Settings that may change while a run goes on, and what they mean."""
 
-# -- what a run tells --------------------------------------------------------------------------------------------------
+# -- status of a run ---------------------------------------------------------------------------------------------------
 
 
 RunState = Literal["starting", "training", "paused", "draining", "ended"]
@@ -107,14 +107,14 @@ class Status(Struct, frozen=True, kw_only=True):
     steps: int | None
     """The last one; None: without an end."""
     generators_wanted: int
-    """How many there should be; how many there are is in `processes`."""
+    """Target; `processes` has those that run."""
     generators_min: int
     generators_max: int
     settings: dict[str, float | int | str]
     """Of `CHANGEABLE`, in force. `buffer.max_lag` may be `auto`."""
     processes: tuple[ProcessStatus, ...] = ()
     waits_for: str = ""
-    """What a run that is starting waits for; empty in every other state."""
+    """Processes that a run that is starting waits for; empty in every other state."""
     advice: tuple[Advice, ...] = ()
     """Most urgent first; () unless the run trains."""
 
@@ -128,6 +128,6 @@ class Operator(Protocol):
         """Blocks until the command is in effect, or begun where that takes long. Returns what was done, in a sentence.
 
         Raises:
-            CommandRefused: with a sentence that says why, and what would be accepted.
+            CommandRefused: one sentence with the reason, and what would be accepted.
         """
         ...

@@ -1,8 +1,4 @@
-"""A small HTTP server in a thread of its own, which no client can make slow, large or silent.
-
-It is made of aiohttp's lower half (its parser, its connections): what is above, routes and middlewares, would be longer than the
-dispatch of `api.py`. FastAPI and uvicorn would do as well, but come with SGLang alone, and a run on the torch engine has an API
-too.
+"""An aiohttp application in a thread of its own, which no client can make slow, large or silent.
 
 Whatever goes wrong with a request ends in `{"error": "one sentence"}` and a status of 4xx. Bounds: `CONNECTIONS` at once, a
 body of `LARGEST_BODY`, `REQUEST_S` for headers and again for the body.
@@ -12,7 +8,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -24,12 +20,12 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECTIONS = 64
-"""Open at once; further ones are turned away with 429."""
+"""Most open connections; further ones are rejected with 429."""
 LARGEST_BODY = 64 * 2**10
 REQUEST_S = 10.0
-"""How long a client may take for its headers, and again for its body."""
+"""Deadline of the headers, and again of the body."""
 START_S = 30.0
-"""How long the server may take to listen."""
+"""Deadline of a start."""
 
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -49,7 +45,7 @@ _TOO_MANY = (
 
 
 class Refusal(Exception):
-    """A request that gets no reply but this one."""
+    """The reply to a request that is not served."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -57,38 +53,33 @@ class Refusal(Exception):
 
 
 def reply(body: bytes, content_type: str = "application/json", status: int = 200) -> web.Response:
-    """A reply with the headers that every reply has."""
+    """Return a reply with the headers that every reply has."""
     return web.Response(body=body, status=status, content_type=content_type, charset="utf-8", headers=_HEADERS)
 
 
 def as_json(value: Any) -> web.Response:
-    """`value` as JSON."""
+    """Return `value` as JSON."""
     return reply(msgspec.json.encode(value))
 
 
 def error(status: int, text: str) -> web.Response:
-    """The reply to a request that is not served. The connection is closed after it."""
+    """Return the reply to a request that is not served. The connection is closed after it."""
     response = reply(msgspec.json.encode({"error": text}), status=status)
     response.force_close()
     return response
 
 
-async def body_of(request: web.BaseRequest) -> bytes:
-    """The body of a request, whole. Raises Refusal."""
-    if (request.content_length or 0) > LARGEST_BODY:
-        raise Refusal(413, f"the body is {request.content_length} bytes and may be {LARGEST_BODY}")
-    body = bytearray()
+async def body_of(request: web.Request) -> bytes:
+    """Read the body of a request, whole. Raises Refusal."""
     try:
         async with asyncio.timeout(REQUEST_S):
-            async for chunk in request.content.iter_any():
-                body += chunk
-                if len(body) > LARGEST_BODY:
-                    raise Refusal(413, f"the body is longer than {LARGEST_BODY} bytes")
+            return await request.read()
     except TimeoutError:
         raise Refusal(408, f"the body did not come within {REQUEST_S:g} s") from None
+    except web.HTTPRequestEntityTooLarge:
+        raise Refusal(413, f"the body is longer than {LARGEST_BODY} bytes") from None
     except web.RequestPayloadError:
-        raise Refusal(400, "the body is not what its headers say") from None
-    return bytes(body)
+        raise Refusal(400, "the body does not match its headers") from None
 
 
 class Worker:
@@ -101,7 +92,7 @@ class Worker:
         """
         Args:
             waiting: calls that may wait for their turn.
-            timeout_s: how long a caller waits for its call. One that has begun goes on without it.
+            timeout_s: deadline of a call. One that has begun goes on without its caller.
         """
         self._calls: queue.Queue[Callable[[], None]] = queue.Queue(maxsize=waiting)
         self._timeout_s = timeout_s
@@ -112,7 +103,7 @@ class Worker:
             self._calls.get()()
 
     async def __call__(self, call: Callable[[], T]) -> T:
-        """What `call` returns or raises. Raises Refusal if it is not done in time, or too much waits for its turn."""
+        """Return or raise what `call` does. Raises Refusal if it is not done in time, or the queue is full."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -121,7 +112,7 @@ class Worker:
                 (future.set_exception if is_error else future.set_result)(value)
 
         def work() -> None:
-            if future.cancelled():  # nobody waits for it any more
+            if future.cancelled():  # its caller has gone
                 return
             value: Any
             try:
@@ -134,7 +125,7 @@ class Worker:
         try:
             self._calls.put_nowait(work)
         except queue.Full:
-            raise Refusal(429, "too much is asked of this run at once; try again later") from None
+            raise Refusal(429, "this run has too many requests at once; try again later") from None
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await future
@@ -145,7 +136,7 @@ class Worker:
 
 
 class _Connection(web.RequestHandler):
-    """Replies as we do, and logs nothing, where aiohttp would to a request that is no HTTP."""
+    """Replies with JSON, and logs nothing, to a request that is not HTTP."""
 
     __slots__ = ()
 
@@ -158,12 +149,12 @@ class _Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         if status >= 500:
             log.error("a request failed", exc_info=exc)
-            return error(status, "the request failed; the driver's log says why")
+            return error(status, "the request failed; see the driver's log")
         return error(status, "this is not a request of HTTP/1.1")
 
 
 class _TurnedAway(asyncio.Protocol):
-    """What one connection too many meets."""
+    """Rejects a connection over the limit with 429."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         writable = cast(
@@ -174,11 +165,10 @@ class _TurnedAway(asyncio.Protocol):
 
 
 class HttpServer:
-    """Serves one handler from a daemon thread."""
+    """Serves an application from a daemon thread, whose event loop its handlers must not block."""
 
-    def __init__(self, handle: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
-        """`handle` runs in the thread's event loop and must not block."""
-        self._handle = handle
+    def __init__(self, app: web.Application) -> None:
+        self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=1.0)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
@@ -211,13 +201,15 @@ class HttpServer:
         self._loop.close()
 
     async def _listen(self, host: str, port: int) -> int:
-        self._manager = web.Server(self._handle)
+        await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
 
         def connection() -> asyncio.Protocol:
-            if len(self._manager.connections) >= CONNECTIONS:
+            if len(server.connections) >= CONNECTIONS:
                 return _TurnedAway()
             return _Connection(
-                self._manager,
+                server,
                 loop=self._loop,
                 keepalive_timeout=REQUEST_S,
                 lingering_time=0.2,
@@ -230,4 +222,4 @@ class HttpServer:
 
     async def _close(self) -> None:
         self._listener.close()
-        await self._manager.shutdown(1.0)
+        await self._runner.cleanup()

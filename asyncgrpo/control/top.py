@@ -18,8 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from asyncgrpo.control.client import RunClient
-from asyncgrpo.control.look import Look
+from asyncgrpo.control.client import Look, RunClient
 from asyncgrpo.control.operator import Command, Pause, Resume
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import visible
@@ -151,7 +150,7 @@ class _Reward:
 
 
 def watch(runs: Sequence[Path], console: Console | None = None) -> None:
-    """Show the runs until `q` or Ctrl-C. Where the output is no terminal they are printed once."""
+    """Show the runs until `q` or Ctrl-C. Where the output is not a terminal they are printed once."""
     console = console or Console()
     top = Top(runs)
     top.refresh()

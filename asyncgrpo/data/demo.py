@@ -7,7 +7,6 @@ held-out rows share no prompt.
 
 import json
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,25 +157,6 @@ def write_demo_task(
             for prompt in part
         )
         Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-
-
-def demo_score(completion_text: str, ground_truth: str) -> float:
-    """How right a completion is, from 0 to 1; 1 only for the exact text.
-
-    Half of the score is for right characters in their places. The rest rewards what a model learns before: digits (0.1),
-    and the right digits in any place (0.4). All are shares of the longer text, so that too much text costs as much as too
-    little.
-    """
-    size = max(len(completion_text), len(ground_truth), 1)
-    in_place = sum(a == b for a, b in zip(completion_text, ground_truth, strict=False))
-    anywhere = (Counter(completion_text) & Counter(ground_truth)).total()
-    digits = sum(character in DIGITS for character in completion_text[: len(ground_truth)])
-    return (5 * in_place + 4 * anywhere + digits) / (10 * size)
-
-
-def demo_rules() -> dict[str, Callable[[str, str], float]]:
-    """The rules of the demo's tasks by `data_source`."""
-    return {f"demo_{task}": demo_score for task in TASKS}
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The `Environment` protocol, and how what a class of a user returns becomes a `Reply`.
 
-An environment is asked for an episode for each completion. It says something at the start if it wants to, reads each turn
-of the model, and answers until it is done.
+An environment is asked for an episode for each completion. It may begin with a message, reads each turn of
+the model, and answers until it is done.
 """
 
 import inspect
@@ -24,7 +24,7 @@ class EnvironmentFailed(AsyncGRPOError):
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What an episode is about: the row of the prompt."""
+    """The row of the prompt that an episode plays."""
 
     prompt: str
     """The prompt before tokenisation; of chat turns the last one."""
@@ -36,7 +36,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The same for all completions of a prompt, so that what they are compared by is the model's doing."""
 
     NAMES: ClassVar = ("prompt", "messages", "answer", "ground_truth", "data_source", "info", "extra_info", "seed")
-    """What code of a user may ask for by name."""
+    """Names that code of a user may take."""
 
     @classmethod
     def of(cls, prompt: Prompt, seed: int) -> "Task":
@@ -65,14 +65,14 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """What an environment says to a turn of the model, or at the start."""
+    """Reply of an environment to a turn of the model, or its start."""
 
     messages: tuple[dict[str, str], ...] = ()
     """Chat turns with `role` and `content`, which the model reads next."""
     reward: float | None = None
     """Adds to the reward of the episode."""
     done: bool = False
-    """Whether the episode is over."""
+    """True if the episode is over."""
 
 
 class Episode(Protocol):
@@ -89,12 +89,12 @@ class Episode(Protocol):
 
 
 class Environment(Protocol):
-    """What completions are played in."""
+    """A class of episodes."""
 
     scores: bool
-    """Whether the sum of its rewards is the score of a completion. Otherwise a reward scores it, as without environment."""
+    """True if the sum of its rewards is the score of a completion. Otherwise a reward scores it, as without environment."""
     about: str
-    """In words, for a person."""
+    """Description for messages."""
 
     def episode(self, task: Task) -> Episode:
         """An episode for one completion; it begins with `reset`."""
@@ -104,7 +104,7 @@ class Environment(Protocol):
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
-    """How an agent reaches the model in its episode."""
+    """Address of the model for an agent in its episode."""
 
     base_url: str
     api_key: str
@@ -116,7 +116,7 @@ class Access(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def names_of(function: Callable[..., Any], given: Sequence[str], where: str, *, skip: int = 0) -> tuple[str, ...]:
-    """Which of `given` a user's function asks for by name. Raises RewardError: it takes something else.
+    """Return the names of `given` that a user's function takes. Raises RewardError: it takes something else.
 
     Args:
         skip: its first parameters that are no names.
@@ -147,7 +147,7 @@ def reply_of_step(value: Any) -> Reply:
     reward, terminated, truncated, info)`, a dict with `observation`, `reward` and `done`, or None: the episode is over.
 
     Raises:
-        EnvironmentFailed: it is something else, or the reward is no finite number.
+        EnvironmentFailed: it is something else, or the reward is not a finite number.
     """
     match value:
         case None:

@@ -1,25 +1,24 @@
-"""Builds the environment or agent that a configuration asks for."""
+"""Builds the environment or agent that a configuration names."""
 
 import json
 
 import msgspec
 
 from asyncgrpo.config.schema import Config, EnvironmentConfig
-from asyncgrpo.environments.agent import AGENT
 from asyncgrpo.environments.base import Environment
-from asyncgrpo.environments.builtin import BUILTIN, Local
-from asyncgrpo.environments.host import START_TIMEOUT_S, Hosted, HostedAgent, check_environment
+from asyncgrpo.environments.hosted import AGENT_CALLS, Hosted, HostedAgent, check_environment
 from asyncgrpo.environments.openenv import OpenEnv, text_field_at
-from asyncgrpo.environments.tools import SPEC
-from asyncgrpo.environments.worker import Ready
+from asyncgrpo.environments.tools import BUILTIN, SPEC, Local
+from asyncgrpo.environments.worker import AGENT, Ready
 from asyncgrpo.errors import ConfigError, RewardError
+from asyncgrpo.guests import START_TIMEOUT_S
 
 
 def build_environment(config: EnvironmentConfig) -> Environment | None:
     """The environment, or None where a completion is one turn. Blocks while a user's file is imported.
 
     Raises:
-        ConfigError: there is no such environment, or its class cannot be used; one sentence.
+        ConfigError: the environment is unknown, or its class cannot be used; one sentence.
     """
     if config.name is None and not config.tools:
         return None
@@ -44,7 +43,7 @@ def build_agent(config: EnvironmentConfig) -> HostedAgent | None:
     """The agent that calls the model, or None where there is none. Blocks while its file is imported.
 
     Raises:
-        ConfigError: there is no such file or function, or it takes something unknown; one sentence.
+        ConfigError: the file or function does not exist, or it takes something unknown; one sentence.
     """
     if config.agent is None:
         return None
@@ -52,16 +51,17 @@ def build_agent(config: EnvironmentConfig) -> HostedAgent | None:
         ready = check_environment(AGENT + config.agent)
     except RewardError as error:
         raise ConfigError(f"environment.agent: {error}") from error
-    return HostedAgent(config.agent, processes=config.processes, timeout_s=config.agent_timeout_s, ready=ready)
+    timeout_s = AGENT_CALLS * config.timeout_s
+    return HostedAgent(config.agent, processes=config.processes, timeout_s=timeout_s, ready=ready)
 
 
 def environment_scores(config: Config, environment: Environment | None) -> bool:
-    """Whether the environment's rewards are the score: it has some, and no `reward.function` was asked for."""
+    """Return True if the environment's rewards are the score: it has some, and `reward.function` is not set."""
     return environment is not None and environment.scores and config.reward.function is None
 
 
 def with_tools(config: Config) -> Config:
-    """`config`, in which the chat template is told of the tools that the model may call, unless it is told already.
+    """Return `config` with the tools that the model may call in `data.chat_template_kwargs`, unless it has some.
 
     Raises:
         ConfigError: a tool cannot be described; one sentence.

@@ -1,23 +1,30 @@
-"""OpenAI's chat completions as JSON: what a request may ask, and the reply to it.
+"""An HTTP server on loopback that speaks OpenAI's chat completions, with an address of its own for each episode.
 
-A field that would change what is sampled is refused by its name, and so is one that is unknown: nothing that an agent asks
-for is left out silently.
+A client that knows an address may talk to the model in that episode, and no other can guess it. An episode that is over has no
+address any more. A field of a request that would change what is sampled is refused by its name, and so is one that is unknown:
+nothing that an agent asks for is left out silently.
 """
 
+import asyncio
 import json
+import logging
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
+from aiohttp import web
 from msgspec import Meta
 
-from asyncgrpo.environments.toolcalls import read_turn
+from asyncgrpo.environments.base import Access
+from asyncgrpo.environments.tools import read_turn
 from asyncgrpo.errors import AsyncGRPOError
 
+log = logging.getLogger(__name__)
+
 Message = dict[str, Any]
-"""A message of a conversation, with `role` and `content` and without fields that say nothing."""
+"""A message of a conversation, with `role` and `content` and without empty fields."""
 
 
 class Refused(AsyncGRPOError):
@@ -48,7 +55,7 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     temperature: float | None = None
     top_p: float | None = None
     logprobs: bool | None = None
-    """Whether the reply has token ids and log-probs."""
+    """True if the reply has token ids and log-probs."""
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     # Taken, and without an effect.
@@ -71,13 +78,13 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def longest(self) -> int | None:
-        """Most tokens of the turn, if it says so."""
+        """Most tokens of the turn, if the request has a limit."""
         return min((one for one in (self.max_tokens, self.max_completion_tokens) if one is not None), default=None)
 
 
 _NOTHING: dict[str, tuple[Any, str]] = {
     "n": (1, "a call samples one turn; the run samples several completions by itself"),
-    "stop": ([], "`sampling.stop` of the run says what ends a turn"),
+    "stop": ([], "`sampling.stop` of the run decides what ends a turn"),
     "tool_choice": ("auto", "the model chooses"),
     "response_format": ({"type": "text"}, "a turn is sampled freely"),
     "top_logprobs": (0, "only the log-prob of what was sampled is known"),
@@ -93,7 +100,7 @@ def read_request(body: bytes) -> Chat:
     try:
         chat = msgspec.json.decode(body, type=Chat)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(400, f"this is no request for a chat completion: {error}") from None
+        raise Refused(400, f"this is not a request for a chat completion: {error}") from None
     for name, (nothing, why) in _NOTHING.items():
         value = getattr(chat, name)
         if value is not None and value != nothing:
@@ -128,7 +135,7 @@ def _message(given: Message, index: int) -> Message:
         ]
         content = None if None in parts else "".join(map(str, parts))
         if content is None:
-            raise Refused(400, f"{where} has a part that is no text, and only text is understood")
+            raise Refused(400, f"{where} has a part that is not text, and only text is understood")
     if not isinstance(content, str | None):
         raise Refused(400, f"{where}.content must be a text")
     if unknown := [key for key, value in given.items() if key not in _KEPT and value not in (None, [], {}, "")]:
@@ -170,7 +177,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 # -- a reply -----------------------------------------------------------------------------------------------------------
 
 
-class Said(NamedTuple):
+class ChatTurn(NamedTuple):
     """A turn of the model, in reply to a request."""
 
     message: Message
@@ -197,26 +204,26 @@ def message_of(text: str, *, has_tools: bool) -> Message:
     return {"role": "assistant", "tool_calls": calls, "content": turn.text}
 
 
-def reply_of(said: Said, chat: Chat, model: str, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def reply_of(turn: ChatTurn, chat: Chat, model: str, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """The reply as OpenAI's JSON; with `token_ids` and `logprobs` where they are asked for."""
     choice: dict[str, Any] = {
         "index": 0,
-        "message": said.message | {"content": said.message["content"] or None}
-        if "tool_calls" in said.message
-        else said.message,
-        "finish_reason": said.finish_reason,
+        "message": turn.message | {"content": turn.message["content"] or None}
+        if "tool_calls" in turn.message
+        else turn.message,
+        "finish_reason": turn.finish_reason,
         "logprobs": None,
     }
     if chat.logprobs:
-        choice["token_ids"] = said.token_ids
-        texts = [decode([token]) for token in said.token_ids]
+        choice["token_ids"] = turn.token_ids
+        texts = [decode([token]) for token in turn.token_ids]
         choice["logprobs"] = {
             "content": [
                 {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, value in zip(texts, said.logprobs, strict=True)
+                for text, value in zip(texts, turn.logprobs, strict=True)
             ]
         }
-    sampled = len(said.token_ids)
+    sampled = len(turn.token_ids)
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
@@ -224,9 +231,9 @@ def reply_of(said: Said, chat: Chat, model: str, decode: Callable[[Sequence[int]
         "model": model,
         "choices": [choice],
         "usage": {
-            "prompt_tokens": said.num_read,
+            "prompt_tokens": turn.num_read,
             "completion_tokens": sampled,
-            "total_tokens": said.num_read + sampled,
+            "total_tokens": turn.num_read + sampled,
         },
     }
 
@@ -245,3 +252,104 @@ def events_of(reply: dict[str, Any], chat: Chat) -> bytes:
     if (chat.stream_options or {}).get("include_usage"):
         events.append(head | {"choices": [], "usage": reply["usage"]})
     return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+LARGEST_BODY = 16 * 2**20
+_HEADERS = {"x-should-retry": "false"}
+"""OpenAI's client would retry a request that is refused with 409, or failed."""
+
+
+class Conversation(Protocol):
+    """The model in one episode."""
+
+    async def reply(self, chat: Chat) -> ChatTurn:
+        """The next turn of the model. Raises Refused."""
+
+
+class Gateway:
+    """The server. It listens on the event loop of the first `open`."""
+
+    def __init__(self, model: str, decode: Callable[[Sequence[int]], str]) -> None:
+        """
+        Args:
+            model: its name in replies.
+            decode: the text of a token, special ones kept.
+        """
+        self._model, self._decode = model, decode
+        self._episodes: dict[str, Conversation] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+
+    async def open(self, conversation: Conversation) -> Access:
+        """Open an address at which this conversation goes on, until `end`."""
+        async with self._starting:
+            if self._runner is None:
+                self._runner = await self._start()
+        key = secrets.token_urlsafe(24)
+        self._episodes[key] = conversation
+        port = self._runner.addresses[0][1]
+        return Access(base_url=f"http://127.0.0.1:{port}/{key}/v1", api_key=key, model=self._model)
+
+    def end(self, access: Access) -> None:
+        """Close an address."""
+        del self._episodes[access.api_key]
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _start(self) -> web.AppRunner:
+        app = web.Application(client_max_size=LARGEST_BODY)
+        app.router.add_route("*", "/{key}/v1/{what:.*}", self._handle)
+        app.router.add_route("*", "/{rest:.*}", self._handle)
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        try:
+            return await self._reply_to(request)
+        except Refused as refused:
+            return _refusal(refused)
+        except web.HTTPRequestEntityTooLarge:
+            return _refusal(Refused(413, f"the request is longer than {LARGEST_BODY} bytes"))
+        except (web.RequestPayloadError, ConnectionError):
+            return _refusal(Refused(400, "the body does not match its headers"))
+        except Exception:
+            log.exception("a call of an agent failed")
+            return _refusal(Refused(500, "the generator could not reply; see its log", "server_error"))
+
+    async def _reply_to(self, request: web.Request) -> web.StreamResponse:
+        conversation = self._episodes.get(request.match_info.get("key", ""))
+        if conversation is None:
+            raise Refused(404, "there is no such episode, or it is over", "not_found")
+        match request.method, request.match_info["what"].rstrip("/"):
+            case "GET", "models":
+                card = {"id": self._model, "object": "model", "created": 0, "owned_by": "asyncgrpo"}
+                return _json({"object": "list", "data": [card]})
+            case "POST", "chat/completions":
+                chat = read_request(await request.read())
+                found = reply_of(await conversation.reply(chat), chat, self._model, self._decode)
+                if chat.stream:
+                    return web.Response(body=events_of(found, chat), content_type="text/event-stream", headers=_HEADERS)
+                return _json(found)
+        raise Refused(
+            404, "there are POST chat/completions and GET models here, and nothing else of OpenAI's API", "not_found"
+        )
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(value), status=status, content_type="application/json", headers=_HEADERS
+    )
+
+
+def _refusal(refused: Refused) -> web.Response:
+    kind = "server_error" if refused.status >= 500 else "invalid_request_error"
+    body = {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.code}}
+    return _json(body, refused.status)

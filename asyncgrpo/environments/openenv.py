@@ -1,8 +1,8 @@
 """Environments that a server of OpenEnv holds (https://github.com/meta-pytorch/OpenEnv, openenv-core 0.3).
 
 A session is a WebSocket, `{url}/ws`: `{"type": "reset" | "step" | "close", "data": ...}` is answered with an observation or an
-error. `GET {url}/schema` says what an action has. With one text field a turn of the model is that text; otherwise a turn is
-the action as a JSON object. What the server does not take as an action is told to the model.
+error. `GET {url}/schema` has the fields of an action. With one text field a turn of the model is that text; otherwise a turn is
+the action as a JSON object. The model reads why the server rejects an action.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from asyncgrpo.environments.base import Environment, EnvironmentFailed, Episode,
 from asyncgrpo.errors import ConfigError
 
 CHECK_S = 4.0
-"""How long a server may take to say what its actions are."""
+"""Deadline of the schema of actions."""
 AGAIN_S = 0.2
 """Before a server that had no free session is asked for one again."""
 _LARGEST = 8 * 2**20
 
 
 class _Refused(Exception):
-    """The server takes this action not; another one it may take."""
+    """The server rejects this action; it may take another one."""
 
 
 class _Full(Exception):
@@ -93,10 +93,10 @@ class _Session:
             async with self._within("step"):
                 return await self._ask("step", action)
         except (ValueError, RecursionError) as error:
-            told = f"an action is a JSON object: {error}"
+            problem = f"an action is a JSON object: {error}"
         except _Refused as error:
-            told = str(error)
-        return Reply(messages=({"role": "user", "content": f"error: {told}"},), reward=0.0)
+            problem = str(error)
+        return Reply(messages=({"role": "user", "content": f"error: {problem}"},), reward=0.0)
 
     async def close(self) -> None:
         """See `Episode`."""
@@ -115,7 +115,7 @@ class _Session:
                 f"{self._of.url} did not reply to {what} within {self._of.timeout_s:g} s; has it a session for every "
                 "completion that is under way (max_concurrent_envs)?"
             ) from None
-        except (aiohttp.ClientError, OSError, TypeError) as error:  # TypeError: an answer that is no text
+        except (aiohttp.ClientError, OSError, TypeError) as error:  # TypeError: an answer that is not text
             raise EnvironmentFailed(f"{self._of.url}: {str(error) or type(error).__name__}") from error
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> Reply:
@@ -124,20 +124,20 @@ class _Session:
         try:
             answer = msgspec.json.decode(await self._socket.receive_str(), type=_Answer)
         except msgspec.MsgspecError as error:
-            raise EnvironmentFailed(f"{self._of.url} sent what OpenEnv does not say: {error}") from error
+            raise EnvironmentFailed(f"{self._of.url} does not follow the protocol of OpenEnv: {error}") from error
         if answer.type != "observation":
             self._fail(answer.data)
         seen, done = answer.data.get("observation"), bool(answer.data.get("done"))
         return reply_of_step((_text_of(seen), answer.data.get("reward"), done))
 
     def _fail(self, data: dict[str, Any]) -> NoReturn:
-        said, code = str(data.get("message", ""))[:500], data.get("code")
+        text, code = str(data.get("message", ""))[:500], data.get("code")
         if code == "CAPACITY_REACHED":
-            raise _Full(said)
+            raise _Full(text)
         if code == "VALIDATION_ERROR":
             problems = [one.get("msg", "") for one in data.get("errors", ()) if isinstance(one, dict)]
-            raise _Refused("; ".join([said, *map(str, problems)])[:500])
-        raise EnvironmentFailed(f"{self._of.url}: {code}: {said}")
+            raise _Refused("; ".join([text, *map(str, problems)])[:500])
+        raise EnvironmentFailed(f"{self._of.url}: {code}: {text}")
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -146,7 +146,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def _text_of(observation: Any) -> str:
-    """What the model reads: the text of an observation with one field, or else all of it as JSON."""
+    """Return the text of an observation with one field, or else all of it as JSON."""
     if isinstance(observation, dict) and len(observation) == 1:
         (only,) = observation.values()
         if isinstance(only, str):
@@ -155,10 +155,10 @@ def _text_of(observation: Any) -> str:
 
 
 def text_field_at(url: str) -> str | None:
-    """The only field of an action, if that is a text; None: actions are JSON objects. Blocks until the server has said it.
+    """Return the only field of an action, if that is a text; None: actions are JSON objects. Blocks until the server replies.
 
     Raises:
-        ConfigError: it is not there, or is no OpenEnv; one sentence.
+        ConfigError: the server does not reply, or is not OpenEnv; one sentence.
     """
     check_service(url, "environment.name")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -171,7 +171,7 @@ def text_field_at(url: str) -> str | None:
         ) from error
     except (KeyError, TypeError) as error:
         raise ConfigError(
-            f"environment.name: what replies at {url} is no OpenEnv server: no schema of its actions"
+            f"environment.name: what replies at {url} is not an OpenEnv server: no schema of its actions"
         ) from error
     fields.pop("metadata", None)
     return next(iter(fields)) if len(fields) == 1 and next(iter(fields.values())).get("type") == "string" else None

@@ -1,23 +1,219 @@
-"""Functions as tools: the model calls them in its turns, and reads what they return. An environment like those of users.
+"""Built-in environments, and functions as tools that the model calls in its turns.
 
-A tool is a function with type hints and a docstring in Google's style, from which the chat template tells the model what it
-does and takes. What it raises is told to the model, which may try again. A turn without a call is the answer.
+A calculator and a game of guessing a number are quick, and run in the generator. Each is a class like those that users write:
+`reset` with what it takes of the row, and `step` with the text of a turn. `scores` is true where its rewards are the score.
+
+A tool is a function with type hints and a docstring in Google's style, which the chat template shows to the model. The model
+reads what it returns or raises, and may try again. A turn without a call is the answer. Calls are read in the forms that open
+models are trained to write:
+
+    Qwen, Hermes      `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them between text
+    Llama 3.1         the whole turn is one such object, with `arguments` or `parameters`
 """
 
+import ast
 import inspect
 import json
+import operator
+import random
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from asyncgrpo.environments.builtin import calculate
-from asyncgrpo.environments.toolcalls import ToolCall, read_turn
+from asyncgrpo.environments.base import (
+    Environment,
+    EnvironmentFailed,
+    Episode,
+    Reply,
+    Task,
+    reply_of_reset,
+    reply_of_step,
+)
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import describe
 from asyncgrpo.rewards.user import run_file
 
+# -- built-in environments ---------------------------------------------------------------------------------------------
+
+_LARGEST = 10**60
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+
+
+def calculate(expression: str) -> str:
+    """The value of an arithmetic expression of numbers, `+ - * / // %` and brackets; `error` and why, if it has none."""
+    if len(expression) > 200:
+        return "error: too long"
+    try:
+        value = _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError, MemoryError) as error:
+        return (
+            "error: division by zero" if isinstance(error, ZeroDivisionError) else "error: not an arithmetic expression"
+        )
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def _value(node: ast.AST) -> Any:
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            found: Any = value
+        case ast.BinOp(left=left, op=op, right=right):
+            found = _OPERATORS[type(op)](_value(left), _value(right)) if type(op) in _OPERATORS else None
+        case ast.UnaryOp(op=op, operand=operand):
+            found = _OPERATORS[type(op)](_value(operand)) if type(op) in _OPERATORS else None
+        case _:
+            found = None
+    if found is None or not abs(found) < _LARGEST:
+        raise ValueError("not arithmetic, or too large")
+    return found
+
+
+class Calculator:
+    """Calculates a turn whose last line ends with `=`; any other turn is the answer. A reward scores the answer."""
+
+    scores = False
+
+    def step(self, text: str) -> tuple[str, None, bool]:
+        line = text.rstrip().rpartition("\n")[2]
+        if not line.endswith("="):
+            return "", None, True
+        return calculate(line[:-1]), None, False
+
+
+class Guess:
+    """A number from 0 to `largest` is to be found: each guess is answered with `<` or `>`, meaning that the number is
+    smaller or larger. The reward is 1 for the number, less a tenth for each guess before; a turn that is not a number loses.
+
+    The number is `ground_truth`; without one the row's seed decides. `extra_info.largest` is 9 by default.
+    """
+
+    scores = True
+
+    def reset(self, answer: Any, info: dict[str, Any], seed: int) -> None:
+        self._largest = int(info.get("largest", 9))
+        self._number = random.Random(seed).randint(0, self._largest) if answer in (None, "") else int(answer)
+        self._guesses = 0
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        guess = text.strip()
+        if not (guess.isascii() and guess.isdigit() and len(guess) <= len(str(self._largest))):
+            return "", 0.0, True
+        if int(guess) == self._number:
+            return "", max(1.0 - 0.1 * self._guesses, 0.1), True
+        self._guesses += 1
+        return ("<" if self._number < int(guess) else ">"), 0.0, False
+
+
+BUILTIN: dict[str, type] = {"calculator": Calculator, "guess": Guess}
+
+
+class Local:
+    """An environment that runs in this process, made of a built-in class."""
+
+    def __init__(self, name: str) -> None:
+        self._class = BUILTIN[name]
+        self.scores: bool = self._class.scores  # type: ignore[attr-defined]
+        self.about = f"environment {name}"
+
+    def episode(self, task: Task) -> Episode:
+        """An episode for one completion."""
+        return _LocalEpisode(self._class(), task)
+
+    async def close(self) -> None:
+        """Nothing is left to end."""
+
+
+class _LocalEpisode:
+    def __init__(self, game: Any, task: Task) -> None:
+        self._game, self._task = game, task
+
+    async def reset(self) -> Reply:
+        task = self._task
+        if not hasattr(self._game, "reset"):
+            return Reply()
+        try:
+            return reply_of_reset(self._game.reset(answer=task.answer, info=task.info, seed=task.seed))
+        except (TypeError, ValueError) as error:
+            raise EnvironmentFailed(f"the row does not fit: {error}") from error
+
+    async def step(self, text: str) -> Reply:
+        return reply_of_step(self._game.step(text))
+
+    async def close(self) -> None:
+        pass
+
+
+_: type[Environment] = Local
+
+
+# -- tool calls in a turn ----------------------------------------------------------------------------------------------
+
+
+_BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ToolCall(NamedTuple):
+    """A call that the model asks for."""
+
+    name: str
+    """Empty if what it wrote is not a call."""
+    arguments: dict[str, Any]
+    problem: str = ""
+    """Reason why it is not a call, for the model to read."""
+
+
+class Turn(NamedTuple):
+    """A turn of the model."""
+
+    text: str
+    """Text beside the calls."""
+    calls: tuple[ToolCall, ...]
+
+
+def read_turn(text: str) -> Turn:
+    """Split a turn into its text and its tool calls. A block that is not a call is a call with a `problem`."""
+    if blocks := _BLOCK.findall(text):
+        return Turn(_BLOCK.sub("", text).strip(), tuple(map(_call, blocks)))
+    stripped = text.strip()
+    if stripped.startswith("{") and stripped.endswith("}") and '"name"' in stripped:
+        call = _call(stripped)
+        if not call.problem:
+            return Turn("", (call,))
+    return Turn(text, ())
+
+
+def _call(block: str) -> ToolCall:
+    try:
+        found = json.loads(block)
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", {}, f"this tool call is not JSON: {error}")
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return ToolCall("", {}, 'a tool call is a JSON object with "name" and "arguments"')
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the arguments as JSON in a string
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        return ToolCall("", {}, 'the "arguments" of a tool call are a JSON object')
+    return ToolCall(found["name"], arguments)
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
 SPEC = "tools:"
-"""How the specification of an environment of tools begins; a JSON list of them follows."""
+"""Prefix of the specification of an environment of tools; a JSON list of them follows."""
 
 
 def calculator(expression: str) -> str:
@@ -32,7 +228,7 @@ def calculator(expression: str) -> str:
     return calculate(expression)
 
 
-BUILTIN: dict[str, Callable[..., Any]] = {"calculator": calculator}
+BUILTIN_TOOLS: dict[str, Callable[..., Any]] = {"calculator": calculator}
 
 
 class ToolBox:
@@ -67,7 +263,7 @@ def load_tools(specs: list[str]) -> dict[str, Callable[..., Any]]:
     """The functions that `calculator` or `FILE.py:FUNCTION` name, by their names. Raises RewardError, one sentence."""
     tools: dict[str, Callable[..., Any]] = {}
     for spec in specs:
-        function = BUILTIN[spec] if spec in BUILTIN else _of_file(spec)
+        function = BUILTIN_TOOLS[spec] if spec in BUILTIN_TOOLS else _of_file(spec)
         if function.__name__ in tools:
             raise RewardError(f"environment.tools names {function.__name__} twice")
         tools[function.__name__] = function
@@ -77,7 +273,9 @@ def load_tools(specs: list[str]) -> dict[str, Callable[..., Any]]:
 def _of_file(spec: str) -> Callable[..., Any]:
     head, colon, name = spec.rpartition(":")
     if not colon or not name.isidentifier():
-        raise RewardError(f"environment.tools: {spec} is no tool; there are {', '.join(BUILTIN)}, and FILE.py:FUNCTION")
+        raise RewardError(
+            f"environment.tools: {spec} is not a tool; there are {', '.join(BUILTIN_TOOLS)}, and FILE.py:FUNCTION"
+        )
     path = Path(head).expanduser().absolute()
     function = getattr(run_file(path, "tools"), name, None)
     if not inspect.isfunction(function):
@@ -86,7 +284,7 @@ def _of_file(spec: str) -> Callable[..., Any]:
 
 
 def schemas_of(tools: dict[str, Callable[..., Any]]) -> list[dict[str, Any]]:
-    """What the chat template tells of each tool, as JSON schemas. Raises RewardError: hints or docstring do not say it."""
+    """Return the JSON schema of each tool for the chat template. Raises RewardError: hints or docstring are missing."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     found = []

@@ -1,7 +1,8 @@
-"""A process in which a user's environment or agent runs, and the messages between it and the generator (`host.py`).
+"""The process in which a user's environment, tools or agent run, and the messages between it and the generator (`hosted.py`).
 
-Messages are msgpack in frames that begin with their length. Many episodes live in one process; each has one call at a
-time. A method that is no coroutine runs in a thread, so that a slow one holds up nobody else.
+Many episodes live in one process; each has one call at a time. A method that is not a coroutine runs in a thread, so that a slow
+one does not delay others. An agent is a function that calls the model through an OpenAI-compatible URL and returns a reward:
+one call for each completion.
 """
 
 import asyncio
@@ -9,16 +10,14 @@ import faulthandler
 import inspect
 import json
 import os
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import msgspec
 
-from asyncgrpo.environments.agent import AGENT, UserAgent, load_agent
 from asyncgrpo.environments.base import (
     Access,
     EnvironmentFailed,
@@ -30,20 +29,23 @@ from asyncgrpo.environments.base import (
 )
 from asyncgrpo.environments.tools import SPEC, ToolBox, load_tools, schemas_of
 from asyncgrpo.errors import AsyncGRPOError, RewardError
+from asyncgrpo.guests import Host
 from asyncgrpo.rewards.base import describe, score_of_value
-from asyncgrpo.rewards.user import run_file, split_spec
-from asyncgrpo.rewards.worker import be_expendable, bound_output, die_with, read_frame, send, take_pipes
+from asyncgrpo.rewards.user import find_in, run_file, split_spec
 from asyncgrpo.types import Score
 
-DEFAULT_NAME = "Environment"
+AGENT = "agent:"
+"""Prefix of the specification of an agent, among those of environments."""
+GIVEN = ("base_url", "api_key", "model")
+"""Names that an agent may take, beside those of a row."""
 AT_ONCE = 256
-"""Methods and agents that are no coroutines and run at the same time in one process."""
+"""Methods and agents that are not coroutines and run at the same time in one process."""
 
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """Tells that a process has loaded its environment, or why it cannot."""
+    """Report of a process that has loaded its environment, or cannot."""
 
     error: str = ""
     about: str = ""
@@ -66,121 +68,95 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What the call returned, or the text of what it raised."""
+    """The value of a call, or the text of what it raised."""
 
-    episode: int
     reply: Reply = Reply()
     score: Score | None = None
-    """What an agent returned, unless that was None."""
+    """Of an agent, unless it returned None."""
     error: str = ""
 
 
-# -- the process -------------------------------------------------------------------------------------------------------
+# -- what is loaded ----------------------------------------------------------------------------------------------------
 
 
-BOOT = (
-    "import json, sys; boot = json.loads(sys.argv[1]); sys.path[:] = boot['path']; "
-    "from asyncgrpo.environments.worker import main; main(boot)"
-)
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """Code of a user, checked."""
+
+    about: str
+    make: Callable[..., Any]
+    """Makes an environment for one episode; of an agent, the whole call."""
+    takes: tuple[str, ...] | None = None
+    """Names that `reset`, or an agent, takes; None: it has no `reset`."""
+    scores: bool = True
+    tools: dict[str, Callable[..., Any]] = {}
+
+    def arguments(self, task: Task, access: Access | None = None) -> dict[str, Any]:
+        """Return the values of `takes`."""
+        known = task.named() | ({} if access is None else msgspec.structs.asdict(access))
+        return {name: known[name] for name in self.takes or ()}
 
 
-def command(spec: str, *, with_schemas: bool = False) -> list[str]:
-    """The command line of a process for the environment `FILE.py`, `FILE.py:CLASS`, or `tools:` and a list.
-
-    Args:
-        with_schemas: its `Ready` holds the schemas of its tools, which takes seconds.
-    """
-    boot = {"path": sys.path, "parent": os.getpid(), "spec": spec, "with_schemas": with_schemas}
-    return [sys.executable, "-u", "-c", BOOT, json.dumps(boot)]
-
-
-def main(boot: dict[str, Any]) -> None:
-    """Serve episodes until the generator closes the pipe."""
-    die_with(boot["parent"])
-    be_expendable()
-    asks, answers = take_pipes()
-    bound_output()
-    faulthandler.enable()
-    sys.argv = ["environment"]
-    try:
-        made = load(boot["spec"])
-        tools = schemas_of(made.tools) if boot["with_schemas"] else []
-    except AsyncGRPOError as error:
-        send(answers, Ready(error=str(error)))
-        return
-    send(answers, Ready(about=made.about, scores=made.scores, tools=tools))
-    asyncio.run(_serve(made, asks, answers))
-    os._exit(0)  # a method that never returns would keep its thread, and the process
-
-
-class UserClass:
-    """An environment class of a user, checked."""
-
-    def __init__(self, cls: Any, path: Path, name: str) -> None:
-        """Raises RewardError: it has no such methods; one sentence."""
-        where = f"{path}: {name}"
-        if not callable(getattr(cls, "step", None)):
-            raise RewardError(f"{where} has no method step(self, text), which answers a turn of the model")
-        try:
-            inspect.signature(cls.step).bind(None, "text")
-        except TypeError as error:
-            raise RewardError(f"{where}.step cannot be called as step(text): {error}") from None
-        reset = getattr(cls, "reset", None)
-        self._make = cls
-        self._takes = None if reset is None else names_of(reset, Task.NAMES, f"{where}.reset", skip=1)
-        self.tools: dict[str, Callable[..., Any]] = {}
-        self.scores = bool(getattr(cls, "scores", True))
-        self.about = f"{name} of {path.name}"
-
-    def make(self) -> Any:
-        """A new environment, for one episode."""
-        return self._make()
-
-    def arguments(self, task: Task) -> dict[str, Any] | None:
-        """What its `reset` asks for; None: it has none."""
-        if self._takes is None:
-            return None
-        known = task.named()
-        return {name: known[name] for name in self._takes}
-
-
-class UserTools(UserClass):
-    """Tools, checked."""
-
-    def __init__(self, specs: list[str]) -> None:
-        """Raises RewardError, one sentence."""
-        self.tools = load_tools(specs)
-        self.scores, self.about = ToolBox.scores, f"tools {', '.join(self.tools)}"
-
-    def make(self) -> ToolBox:
-        """A box of the tools, for one episode."""
-        return ToolBox(self.tools)
-
-    def arguments(self, task: Task) -> None:
-        """It asks for nothing."""
-
-
-def load(spec: str) -> UserClass | UserAgent:
-    """What `FILE.py`, `FILE.py:CLASS`, `tools:` and a JSON list, or `agent:` and `FILE.py:FUNCTION` name.
+def load(spec: str) -> Loaded:
+    """Load what `FILE.py`, `FILE.py:CLASS`, `tools:` and a JSON list, or `agent:` and `FILE.py:FUNCTION` name.
 
     Raises:
         RewardError: one sentence.
     """
     if spec.startswith(SPEC):
-        return UserTools(json.loads(spec.removeprefix(SPEC)))
+        tools = load_tools(json.loads(spec.removeprefix(SPEC)))
+        about = f"tools {', '.join(tools)}"
+        return Loaded(about=about, make=partial(ToolBox, tools), scores=ToolBox.scores, tools=tools)
     if spec.startswith(AGENT):
-        return load_agent(spec.removeprefix(AGENT))
-    path, name = split_spec(spec, DEFAULT_NAME)
-    module = run_file(path, "environment")
-    cls = getattr(module, name, None)
-    if not inspect.isclass(cls):
-        own = [key for key, one in vars(module).items() if inspect.isclass(one) and one.__module__ == module.__name__]
-        there = f"it has {', '.join(own)}: name one with {path.name}:{own[0]}" if own else "it has no class at all"
-        raise RewardError(f"{path} has no class {name}; {there}")
-    return UserClass(cls, path, name)
+        path, name = split_spec(spec.removeprefix(AGENT), "run")
+        return _agent(find_in(run_file(path, "agent"), path, name, "function"), path, name)
+    path, name = split_spec(spec, "Environment")
+    return _environment(find_in(run_file(path, "environment"), path, name, "class"), path, name)
 
 
-async def _serve(made: UserClass | UserAgent, asks: BinaryIO, answers: BinaryIO) -> None:
+def _environment(cls: Any, path: Path, name: str) -> Loaded:
+    where = f"{path}: {name}"
+    if not callable(getattr(cls, "step", None)):
+        raise RewardError(f"{where} has no method step(self, text), which answers a turn of the model")
+    try:
+        inspect.signature(cls.step).bind(None, "text")
+    except TypeError as error:
+        raise RewardError(f"{where}.step cannot be called as step(text): {error}") from None
+    reset = getattr(cls, "reset", None)
+    takes = None if reset is None else names_of(reset, Task.NAMES, f"{where}.reset", skip=1)
+    return Loaded(about=f"{name} of {path.name}", make=cls, takes=takes, scores=bool(getattr(cls, "scores", True)))
+
+
+def _agent(function: Any, path: Path, name: str) -> Loaded:
+    # Its client would ask a proxy for our address otherwise.
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))
+    takes = names_of(function, (*GIVEN, *Task.NAMES), f"{path}: {name}")
+    if "base_url" not in takes:
+        raise RewardError(f"{path}: {name} takes no base_url, so it cannot reach the model that is trained")
+    return Loaded(about=f"{name} of {path.name}", make=function, takes=takes)
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def main(boot: dict[str, Any]) -> None:
+    """Serve episodes until the generator closes the pipes.
+
+    Args:
+        boot: `spec` is that of `load`; `with_schemas`: `Ready` holds the schemas of its tools, which takes seconds.
+    """
+    host = Host(boot, "environment")
+    faulthandler.enable()
+    try:
+        made = load(boot["spec"])
+        tools = schemas_of(made.tools) if boot["with_schemas"] else []
+    except AsyncGRPOError as error:
+        return host.reply(0, Ready(error=str(error)))
+    host.reply(0, Ready(about=made.about, scores=made.scores, tools=tools))
+    asyncio.run(_serve(made, host))
+    os._exit(0)  # a method that never returns would keep its thread, and the process
+
+
+async def _serve(made: Loaded, host: Host) -> None:
     loop, games, running = asyncio.get_running_loop(), dict[int, Any](), set[asyncio.Task[None]]()
     threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="environment")
     decoder = msgspec.msgpack.Decoder(Ask)
@@ -192,43 +168,38 @@ async def _serve(made: UserClass | UserAgent, asks: BinaryIO, answers: BinaryIO)
         value = await loop.run_in_executor(threads, lambda: function(*arguments, **named))
         return await value if inspect.isawaitable(value) else value
 
-    async def reply_to(ask: Ask) -> Reply:
-        if ask.method == "step":
-            return reply_of_step(await call(games[ask.episode].step, ask.text))
-        if ask.method == "close":
-            if (run := runs.get(ask.episode)) is not None:
-                run.cancel()
-            if (close := getattr(games.pop(ask.episode, None), "close", None)) is not None:
-                await call(close)
-            return Reply()
-        assert ask.task is not None and isinstance(made, UserClass)
+    async def answer_to(ask: Ask) -> Answer:
+        match ask.method:
+            case "step":
+                return Answer(reply=reply_of_step(await call(games[ask.episode].step, ask.text)))
+            case "close":
+                if (run := runs.get(ask.episode)) is not None:
+                    run.cancel()
+                if (close := getattr(games.pop(ask.episode, None), "close", None)) is not None:
+                    await call(close)
+                return Answer()
+        assert ask.task is not None
+        arguments = made.arguments(ask.task, ask.access)
+        if ask.method == "run":
+            value = await call(made.make, **arguments)
+            return Answer(score=None if value is None else score_of_value(value))
         game = games[ask.episode] = await call(made.make)
-        arguments = made.arguments(ask.task)
-        return Reply() if arguments is None else reply_of_reset(await call(game.reset, **arguments))
+        return Answer() if made.takes is None else Answer(reply=reply_of_reset(await call(game.reset, **arguments)))
 
-    async def score_of(ask: Ask) -> Score | None:
-        assert ask.task is not None and ask.access is not None and isinstance(made, UserAgent)
-        value = await call(made.call, **made.arguments(ask.task, ask.access))
-        return None if value is None else score_of_value(value)
-
-    async def answer(ask: Ask) -> None:
+    async def answer(number: int, ask: Ask) -> None:
         try:
-            if ask.method == "run":
-                found = Answer(episode=ask.episode, score=await score_of(ask))
-            else:
-                found = Answer(episode=ask.episode, reply=await reply_to(ask))
+            found = await answer_to(ask)
         except EnvironmentFailed as error:
-            found = Answer(episode=ask.episode, error=str(error))
+            found = Answer(error=str(error))
         except BaseException as error:
-            found = Answer(episode=ask.episode, error=describe(error))
-        if ask.method != "close":
-            send(answers, found)
+            found = Answer(error=describe(error))
+        host.reply(number, found)
 
-    while (body := await asyncio.to_thread(read_frame, asks)) is not None:
-        ask = decoder.decode(body)
-        task = asyncio.create_task(answer(ask))
+    while (asked := await asyncio.to_thread(host.next_call)) is not None:
+        ask = decoder.decode(asked[1])
+        task = asyncio.create_task(answer(asked[0], ask))
         running.add(task)
         task.add_done_callback(running.discard)
         if ask.method == "run":
             runs[ask.episode] = task
-            task.add_done_callback(partial(runs.pop, ask.episode))
+            task.add_done_callback(partial(lambda episode, _: runs.pop(episode), ask.episode))

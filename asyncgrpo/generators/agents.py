@@ -17,9 +17,17 @@ import msgspec
 
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.environments.base import LONGEST_REPLY, EnvironmentFailed
-from asyncgrpo.environments.chat import Chat, Message, Refused, Said, check_sampling, for_template, message_of
-from asyncgrpo.environments.gateway import Gateway
-from asyncgrpo.environments.host import HostedAgent
+from asyncgrpo.environments.chat import (
+    Chat,
+    ChatTurn,
+    Gateway,
+    Message,
+    Refused,
+    check_sampling,
+    for_template,
+    message_of,
+)
+from asyncgrpo.environments.hosted import HostedAgent
 from asyncgrpo.errors import DataError, EngineError, RequestError
 from asyncgrpo.generators.rollout import Activities, Played
 from asyncgrpo.generators.turns import Continue, Play, Transcript, Turns, failed_in_play
@@ -31,7 +39,7 @@ Open = Callable[[Sequence[Message], list[dict[str, Any]] | None, int], tuple[int
 
 
 class Limits(NamedTuple):
-    """What an agent may ask for."""
+    """Limits on the calls of an agent."""
 
     temperature: float
     """Of the run; the only one that a call may name."""
@@ -112,9 +120,9 @@ class _AgentPlay:
         self._tools: list[dict[str, Any]] | None = None
         self._reason: FinishReason = "abort"
         self._refused_for = ""
-        """Why a call was refused, after which the conversation cannot go on."""
+        """Reason why a call was refused, after which the conversation cannot go on."""
         self._is_full = False
-        """Whether a call was refused because there was no room."""
+        """True if a call was refused because there was no room."""
         self._is_quiet = asyncio.Event()
         """No call is being answered."""
         self._is_quiet.set()
@@ -153,7 +161,7 @@ class _AgentPlay:
 
     # -- a call of the agent -------------------------------------------------------------------------------------------
 
-    async def reply(self, chat: Chat) -> Said:
+    async def reply(self, chat: Chat) -> ChatTurn:
         """Sample the turn that a call of the agent asks for. Raises Refused."""
         check_sampling(chat, temperature=self._by.limits.temperature, top_p=self._by.limits.top_p)
         self._check_extends(chat)
@@ -185,7 +193,7 @@ class _AgentPlay:
         message = message_of(self._by.decode(turn.token_ids.tolist()), has_tools=chat.tools is not None)
         self._messages = [*chat.messages, message]
         reason = "tool_calls" if "tool_calls" in message else turn.finish_reason
-        return Said(message, reason, num_read, turn.token_ids.tolist(), turn.logprobs.tolist())
+        return ChatTurn(message, reason, num_read, turn.token_ids.tolist(), turn.logprobs.tolist())
 
     def _check_extends(self, chat: Chat) -> None:
         """Refuse a call that does not go on where the conversation is, and fail the completion."""
@@ -203,7 +211,7 @@ class _AgentPlay:
         if differs is not None:
             what = f"messages[{differs}] is not what it was"
         elif len(chat.messages) <= len(known):
-            what = f"{len(chat.messages)} messages came where {len(known)} were said and at least one must be new"
+            what = f"{len(chat.messages)} messages came after {len(known)}, and at least one must be new"
         elif chat.tools != self._tools:
             what = "the tools are not those of the first call"
         else:
@@ -218,8 +226,7 @@ class _AgentPlay:
         return Refused(status, why, "conversation")
 
     def _read(self, chat: Chat) -> None:
-        """Lay the new messages of a call behind what there is. Raises Refused: there is no room, or the template does not
-        take them."""
+        """Append the new messages of a call. Raises Refused: there is no room, or the template does not take them."""
         limits, new = self._by.limits, chat.messages[len(self._messages) :]
         if (size := sum(len(one["content"]) for one in new)) > LONGEST_REPLY:
             raise Refused(413, f"new messages of {size:,} characters; at most {LONGEST_REPLY:,} may come at once")

@@ -22,7 +22,7 @@ def build_sampler(config: Config, engine: Engine, tokenizer: "PreTrainedTokenize
     """
     decode, continue_ = decoder(tokenizer, keep_special=False), continuation(tokenizer)
     if (agent := build_agent(config.environment)) is not None:
-        from asyncgrpo.environments.gateway import Gateway
+        from asyncgrpo.environments.chat import Gateway
         from asyncgrpo.generators.agents import AgentSampler, Limits
 
         return AgentSampler(

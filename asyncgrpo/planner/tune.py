@@ -19,14 +19,14 @@ from asyncgrpo.cluster.run import Run
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.placement import changed
 from asyncgrpo.config.schema import Config
-from asyncgrpo.data.demo import demo_rules
 from asyncgrpo.data.prompts import load_prompts
 from asyncgrpo.data.tokenizer import load_tokenizer
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.planner.from_run import FEWEST, FIRST, learner_points, profile_of_run, timed_steps
 from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, Profile
 from asyncgrpo.planner.sweep import LOADS, decode_sweep
-from asyncgrpo.rewards import build_reward, score_one
+from asyncgrpo.rewards.base import score_one
+from asyncgrpo.rewards.build import build_reward
 
 SMALL = 4
 """The small run has so many times fewer prompts a step."""
@@ -124,7 +124,7 @@ def _reward_seconds(config: Config, run: Path) -> float:
 
 
 async def _score(config: Config, texts: Sequence[tuple]) -> float:
-    reward = build_reward(config.reward, extra_rules=demo_rules())
+    reward = build_reward(config.reward)
     seconds = []
     try:
         for prompt, text in texts:

@@ -3,14 +3,18 @@
 A reward never raises and never hangs for its caller. A score is a number within bounds or a named failure.
 """
 
+import asyncio
 import math
 import os
 import re
 import sysconfig
+import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.types import Prompt, Score
@@ -30,7 +34,7 @@ class Reward(Protocol):
 
     @property
     def takes_groups(self) -> bool:
-        """Whether one call scores all completions of a group. Otherwise each is scored as soon as it is sampled."""
+        """True if one call scores all completions of a group. Otherwise each is scored as soon as it is sampled."""
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """The score of each completion of one prompt. A call that runs has a deadline, which it never passes by more than
@@ -40,18 +44,35 @@ class Reward(Protocol):
         """End every worker process."""
 
 
-class ConfiguredReward(Reward, Protocol):
-    """A reward that a configuration names."""
+class ConfiguredReward:
+    """A reward that a configuration names. These defaults suit one whose calls wait for no worker."""
 
-    @property
-    def about(self) -> str:
-        """What it calls, for a person."""
+    takes_groups: bool = False
+    """See `Reward`."""
+    about: str = ""
+    """Name and form of what it calls."""
+
+    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+        """Score completions. See `Reward`."""
+        raise NotImplementedError
 
     def withdraw(self) -> None:
         """End calls that wait for a worker with the failure `WITHDRAWN`; those that run go on."""
 
     def check_sources(self, sources: set[str]) -> None:
         """Raise RewardError or ConfigError if it cannot score rows of one of these sources, or reach what it needs."""
+
+    async def close(self) -> None:
+        """End every worker process, and close the connections."""
+
+
+async def in_turn(turn: asyncio.Semaphore, score: Callable[[], Awaitable[Score]]) -> Score:
+    """Score one completion in its turn. The score has the time that it took, and that it waited before."""
+    asked = time.perf_counter()
+    async with turn:
+        started = time.perf_counter()
+        found = await score()
+        return msgspec.structs.replace(found, seconds=time.perf_counter() - started, waited=started - asked)
 
 
 async def score_one(reward: Reward, prompt: Prompt, completion_text: str) -> Score:
@@ -72,7 +93,7 @@ LARGEST = 1e6
 the whole batch, has no gradient."""
 
 LEFT_OUT, PRINTED = "parts left out", "printed more than"
-"""How a detail begins that is a warning about a score that counts."""
+"""Start of a detail that is a warning about a score that counts."""
 WITHDRAWN = "withdrawn"
 """The failure of a call that was not made, and is to be made again."""
 
@@ -168,7 +189,7 @@ def _score_of_number(value: Any, what: str) -> Score:
 
 
 def _number(value: Any) -> float | None:
-    """`value` as a float; None if it is no real number. Takes bool, int, float and scalars of numpy or torch."""
+    """`value` as a float; None if it is not a real number. Takes bool, int, float and scalars of numpy or torch."""
     if not isinstance(value, Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, Real):

@@ -1,7 +1,7 @@
 """The circuit breaker of a reward: while every call fails, completions wait for their score and only probes are made.
 
 A circuit is *closed* while calls work. After a streak of failures a check makes two calls more; if both fail, the circuit
-is *open*: a probe is made from time to time, and the first call that works closes it. `Tally`, below, says when a failure
+is *open*: a probe is made from time to time, and the first call that works closes it. `Tally`, below, decides when a failure
 is reported: the first time, the tenth, the hundredth, and so on.
 """
 
@@ -29,11 +29,11 @@ TRIES = 2
 FIRST_PROBE_S, LAST_PROBE_S = 1.0, 60.0
 """The interval between two probes doubles from the first to the last."""
 HOLD_S = 60.0
-"""How long a completion waits for its score."""
+"""Deadline of a completion that waits for its score."""
 KEPT = 8
 """Prompts of which one call each is kept to probe with."""
 OF_THE_PROMPT = frozenset({"unknown_source", "not_applicable", "aborted"})
-"""Failures that say nothing about the reward itself."""
+"""Failures without information about the reward itself."""
 
 
 class RewardsPaused(Exception):
@@ -109,7 +109,7 @@ class Breaker:
                     return [msgspec.structs.replace(score, waited=waited + score.waited) for score in scores]
 
     async def works(self) -> bool:
-        """Return once a call has worked since the last failure: whether the circuit was never open meanwhile.
+        """Return once a call has worked since the last failure: True if the circuit was never open meanwhile.
 
         Raises:
             RewardsPaused: no call has worked for `HOLD_S`.
@@ -128,12 +128,12 @@ class Breaker:
 
     @property
     def is_paused(self) -> bool:
-        """Whether completions wait for their score now."""
+        """True if completions wait for their score now."""
         return not self._closed.is_set()
 
     @property
     def health(self) -> RewardHealth:
-        """How the calls went since this process began."""
+        """Counts of calls since this process began."""
         now_s = asyncio.get_running_loop().time()
         return RewardHealth(
             worked=self._worked,
@@ -279,7 +279,7 @@ REST = "others"
 
 
 class Tally:
-    """Counts failures by kind, and says which count is to be reported."""
+    """Counts failures by kind, and decides which count is reported."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}

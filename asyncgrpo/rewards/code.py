@@ -17,43 +17,30 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import Any
 
 import msgspec
 
+from asyncgrpo.config.reach import check_service
+from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.base import MAX_DETAIL, Sampled, describe, failed
-from asyncgrpo.rewards.pool import Pool
+from asyncgrpo.rewards.base import MAX_DETAIL, ConfiguredReward, Sampled, describe, failed, in_turn
+from asyncgrpo.rewards.pool import Pool, PoolReward
 from asyncgrpo.rewards.sandbox import (
     MAX_CODE,
     TIMEOUT,
+    FusionRunner,
     LocalRunner,
     Program,
     Runner,
     RunnerError,
     why_not_isolated,
 )
-from asyncgrpo.rewards.user import score_each
 from asyncgrpo.rewards.worker import Call, Scorer
 from asyncgrpo.types import Prompt, Score
 
-if TYPE_CHECKING:
-    from asyncgrpo.rewards.fusion import FusionRunner
-
 log = logging.getLogger(__name__)
-
-
-class CodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How code is scored: `reward.code`, and the deadline and the workers of `reward`."""
-
-    url: str | None = None
-    max_concurrent: int = 64
-    timeout_s: float = 5.0
-    memory_mb: int = 1024
-    score: Literal["share", "all"] = "share"
-    unsafe: bool = False
-    start_within_s: float = 10.0
-    """The seconds within which the last test of a completion must have been started."""
 
 
 # -- which code --------------------------------------------------------------------------------------------------------
@@ -106,11 +93,11 @@ class Prints:
     output: str
 
     def program(self, code: str) -> str:
-        """What is run."""
+        """Return what is run."""
         return code
 
     def passed(self, stdout: str) -> bool:
-        """Whether a run that ended well passed."""
+        """Return True if a run that ended well passed."""
         return _lines(stdout) == _lines(self.output)
 
 
@@ -123,11 +110,11 @@ class Asserts:
     mark: str = field(default_factory=_mark)
 
     def program(self, code: str) -> str:
-        """What is run."""
+        """Return what is run."""
         return f"{code}\n\n{self.statements}\n\nimport os as _os\n_os.write(1, b'\\n{self.mark}\\n')\n"
 
     def passed(self, stdout: str) -> bool:
-        """Whether a run that ended well passed."""
+        """Return True if a run that ended well passed."""
         return f"\n{self.mark}\n" in stdout
 
 
@@ -140,7 +127,7 @@ from itertools import *
 from math import *
 from typing import *
 """
-"""What code that was written for a judge of functions expects to be there."""
+"""Imports that code written for a judge of functions expects."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +142,7 @@ class Returns:
     mark: str = field(default_factory=_mark)
 
     def program(self, code: str) -> str:
-        """What is run."""
+        """Return what is run."""
         return (
             f"{_PRELUDE}\n{code}\n\nimport json as _json, os as _os\n"
             f"_call = globals().get({self.function!r}) or getattr(globals()['Solution'](), {self.function!r})\n"
@@ -164,7 +151,7 @@ class Returns:
         )
 
     def passed(self, stdout: str) -> bool:
-        """Whether a run that ended well passed."""
+        """Return True if a run that ended well passed."""
         _, mark, rest = stdout.rpartition(f"\n{self.mark}")
         try:
             return bool(mark) and json.loads(rest.partition("\n")[0]) in self.values
@@ -209,7 +196,7 @@ def _parsed(ground_truth: Any) -> Any:
         try:
             return json.loads(text)
         except ValueError as error:
-            raise RewardError(f"the ground truth begins like JSON and is none: {error}") from error
+            raise RewardError(f"the ground truth looks like JSON but does not parse: {error}") from error
     lines = [line for line in text.splitlines() if line.strip()]
     return lines if all(line.startswith("assert ") for line in lines) else [text]
 
@@ -228,7 +215,7 @@ def _tests_of_dict(tests: dict[str, Any]) -> Iterator[Test]:
         raise RewardError(f"the ground truth has {len(inputs)} inputs for {len(outputs)} outputs")
     function = tests.get("fn_name")
     if function and not (isinstance(function, str) and function.isidentifier()):
-        raise RewardError(f"the ground truth's fn_name is no name of a function: {str(function)[:80]!r}")
+        raise RewardError(f"the ground truth's fn_name is not the name of a function: {str(function)[:80]!r}")
     for given, wanted in zip(inputs, outputs, strict=True):
         if function:
             yield Returns(function, _arguments(given), _values(wanted))
@@ -261,7 +248,7 @@ def _arguments(given: Any) -> list[Any]:
     try:
         return [json.loads(line) for line in str(given).splitlines() if line.strip()]
     except ValueError as error:
-        raise RewardError(f"the ground truth has fn_name, and an input that is no JSON: {error}") from error
+        raise RewardError(f"the ground truth has fn_name, and an input that is not JSON: {error}") from error
 
 
 def _values(wanted: Any) -> list[Any]:
@@ -276,8 +263,10 @@ def _values(wanted: Any) -> list[Any]:
 # -- the score ---------------------------------------------------------------------------------------------------------
 
 
-async def score_code(completion_text: str, ground_truth: Any, runner: Runner, settings: CodeSettings) -> Score:
+async def score_code(completion_text: str, ground_truth: Any, runner: Runner, config: RewardConfig) -> Score:
     """Run the tests of a row, one after the other, until one is late: those after it count as failed.
+
+    The last test must have been started within `timeout_s` of the configuration.
 
     Raises:
         RewardError: the row's tests cannot be read.
@@ -285,13 +274,13 @@ async def score_code(completion_text: str, ground_truth: Any, runner: Runner, se
     tests = read_tests(ground_truth)
     code, language = code_of(completion_text)
     if len(code.encode(errors="replace")) > MAX_CODE:
-        return _score(0, tests, f"the code is longer than {MAX_CODE >> 20} MiB", settings)
+        return _score(0, tests, f"the code is longer than {MAX_CODE >> 20} MiB", config)
     if language != "python" and not isinstance(tests[0], Prints):
-        return _score(0, tests, f"tests in Python cannot test {language}", settings)
+        return _score(0, tests, f"tests in Python cannot test {language}", config)
     started, passed, complaint = time.monotonic(), 0, ""
     for number, test in enumerate(tests, 1):
-        if time.monotonic() - started > settings.start_within_s:
-            text = f"{number - 1} of {len(tests)} tests ended within reward.timeout_s, {settings.start_within_s:g} s"
+        if time.monotonic() - started > config.timeout_s:
+            text = f"{number - 1} of {len(tests)} tests ended within reward.timeout_s, {config.timeout_s:g} s"
             return failed("timeout", text)
         try:
             ran = await runner.run(Program(test.program(code), language, test.stdin))
@@ -303,25 +292,26 @@ async def score_code(completion_text: str, ground_truth: Any, runner: Runner, se
         complaint = complaint or f"test {number}: {ran.problem or 'wrong output'}"
         if ran.problem == TIMEOUT:
             break
-    return _score(passed, tests, complaint, settings)
+    return _score(passed, tests, complaint, config)
 
 
-def _score(passed: int, tests: Sequence[Test], complaint: str, settings: CodeSettings) -> Score:
+def _score(passed: int, tests: Sequence[Test], complaint: str, config: RewardConfig) -> Score:
     share = passed / len(tests)
     return Score(
-        value=share if settings.score == "share" else float(passed == len(tests)),
+        value=share if config.code.score == "share" else float(passed == len(tests)),
         parts={"tests_passed": share},
         detail=complaint[:MAX_DETAIL],
     )
 
 
-def load_code(settings_json: str) -> Scorer:
-    """The scorer of a worker, which runs code on this machine. Raises RewardError if it may not."""
-    settings = msgspec.json.decode(settings_json, type=CodeSettings)
-    runner = LocalRunner(timeout_s=settings.timeout_s, memory_mb=settings.memory_mb, unsafe=settings.unsafe)
+def load_code(config_json: str) -> Scorer:
+    """Load the scorer of a worker, which runs code on this machine. Raises RewardError if it may not."""
+    config = msgspec.json.decode(config_json, type=RewardConfig)
+    code = config.code
+    runner = LocalRunner(timeout_s=code.timeout_s, memory_mb=code.memory_mb, unsafe=code.unsafe)
 
     def score(call: Call) -> Any:
-        return score_code(call.completion_text, call.ground_truth, runner, settings)
+        return score_code(call.completion_text, call.ground_truth, runner, config)
 
     return score
 
@@ -329,57 +319,51 @@ def load_code(settings_json: str) -> Scorer:
 # -- the reward --------------------------------------------------------------------------------------------------------
 
 
-class CodeReward:
-    """Scores code: in Sandbox Fusion where the settings have its URL, else in `workers` processes on this machine."""
+class CodeReward(ConfiguredReward):
+    """Scores code: in Sandbox Fusion where the configuration has its URL, else in worker processes on this machine."""
 
-    def __init__(self, settings: CodeSettings, *, workers: int | Literal["auto"]) -> None:
-        self._settings = settings
-        deadline_s = settings.start_within_s + settings.timeout_s + 1.0
-        argument = msgspec.json.encode(settings).decode()
-        self._pool = Pool(f"{__name__}:load_code", argument, workers=workers, timeout_s=deadline_s)
-        self._turn = asyncio.Semaphore(settings.max_concurrent)
+    def __init__(self, config: RewardConfig) -> None:
+        self._config, code = config, config.code
+        deadline_s = config.timeout_s + code.timeout_s + 1.0
+        argument = msgspec.json.encode(config).decode()
+        pool = Pool(f"{__name__}:load_code", argument, workers=config.workers, timeout_s=deadline_s)
+        self._here = PoolReward(pool)
+        self._turn = asyncio.Semaphore(code.max_concurrent)
         self._service: FusionRunner | None = None
-        if settings.url is not None:
-            from asyncgrpo.rewards import fusion  # only here, because it imports aiohttp
+        if code.url is not None:
+            self._service = FusionRunner(code.url, timeout_s=code.timeout_s, memory_mb=code.memory_mb)
 
-            self._service = fusion.FusionRunner(
-                settings.url, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb
-            )
-
-    def check(self) -> None:
+    def check_sources(self, sources: set[str]) -> None:
         """Raise RewardError or ConfigError if code cannot be run. Blocks while bubblewrap runs a program to find out."""
-        if self._settings.url is not None:
-            from asyncgrpo.config.reach import check_service
-
-            return check_service(self._settings.url, "reward.code.url")
+        if self._config.code.url is not None:
+            return check_service(self._config.code.url, "reward.code.url")
         if (why := why_not_isolated()) is None:
             return
-        if not self._settings.unsafe:
+        if not self._config.code.unsafe:
             raise RewardError(why)
         log.warning("reward.code.unsafe: code of the model runs as your user, with your files and your network")
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
         if self._service is None:
-            return await score_each(self._pool, prompt, completions)
-        return await asyncio.gather(*(self._score_there(self._service, prompt, one) for one in completions))
+            return await self._here.score(prompt, completions)
+        return await asyncio.gather(
+            *(in_turn(self._turn, partial(self._score_there, prompt, one)) for one in completions)
+        )
 
     def withdraw(self) -> None:
         """See `rewards.base.ConfiguredReward`."""
-        self._pool.withdraw()
+        self._here.withdraw()
 
     async def close(self) -> None:
         """End every worker process, and close the connections."""
-        await self._pool.close()
+        await self._here.close()
         if self._service is not None:
             await self._service.close()
 
-    async def _score_there(self, service: "FusionRunner", prompt: Prompt, completion: Sampled) -> Score:
-        asked = time.perf_counter()
-        async with self._turn:
-            started = time.perf_counter()
-            try:
-                score = await score_code(completion.text, prompt.answer, service, self._settings)
-            except Exception as error:  # of the row: what it holds instead of tests
-                score = failed("exception", describe(error))
-            return msgspec.structs.replace(score, seconds=time.perf_counter() - started, waited=started - asked)
+    async def _score_there(self, prompt: Prompt, completion: Sampled) -> Score:
+        assert self._service is not None
+        try:
+            return await score_code(completion.text, prompt.answer, self._service, self._config)
+        except Exception as error:  # of the row: what it holds instead of tests
+            return failed("exception", describe(error))

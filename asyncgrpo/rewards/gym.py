@@ -1,6 +1,6 @@
 """The rule for rows of reasoning-gym: its own `score_answer`. It runs inside a worker.
 
-The answer is the text in the last `<answer>…</answer>`; without it, the whole completion. A row says which task it is
+The answer is the text in the last `<answer>…</answer>`; without it, the whole completion. A row names its task
 (`data/sources.py`), and the worker makes the task again.
 """
 
@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.maths import bound_memory
-from asyncgrpo.rewards.text import tagged
+from asyncgrpo.rewards.maths import bound_memory, tagged
 from asyncgrpo.rewards.worker import Call
 
 GYM_SOURCE = "reasoning-gym"
-"""How `data_source` of these rows begins; the name of the generator follows, after a colon."""
+"""Prefix of the `data_source` of these rows; the name of the generator follows, after a colon."""
 EVALUATING = frozenset({
     "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
     "simple_integration", "spiral_matrix", "string_insertion",
@@ -43,18 +42,16 @@ def load_gym(_: str) -> Callable[[Call], float]:
 
 
 def score_gym(call: Call) -> float:
-    """What reasoning-gym says of the answer, mostly from 0 to 1.
+    """Return the score that reasoning-gym gives the answer, mostly from 0 to 1.
 
     Raises:
-        RewardError: the row does not say which task it is.
+        RewardError: the row does not name its task.
     """
     match call.info.get("reasoning_gym"):
         case {"name": str(name), "parameters": dict(parameters), "index": int(index)}:
             pass
         case _:
-            raise RewardError(
-                "the row does not say which task of reasoning-gym it is; give data.train=reasoning-gym:NAME"
-            )
+            raise RewardError("the row does not name its task of reasoning-gym; give data.train=reasoning-gym:NAME")
     generator, task = _task(name, json.dumps(parameters), index)
     answer = tagged(call.completion_text)
     return float(generator.score_answer((call.completion_text if answer is None else answer).strip(), task))

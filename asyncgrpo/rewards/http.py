@@ -1,28 +1,30 @@
-"""Requests to a service that runs or scores something: JSON is posted, and posted again where that did not work.
+"""The HTTP client of judge, served reward model and Sandbox Fusion: POST of JSON with retries and one deadline.
 
-A request is made again where the service was not reached, was too busy (429) or failed (5xx); the wait before it doubles,
-and all of it ends at one deadline. Every other reply is final.
+A request is retried where the service was not reached, was too busy (429) or failed (5xx), with exponential backoff. Every
+other reply is final.
 """
 
 import asyncio
 import random
 from collections.abc import Mapping
-
-import aiohttp
+from typing import TYPE_CHECKING
 
 from asyncgrpo.errors import RewardError
 
+if TYPE_CHECKING:  # reward workers import this module too, and need no aiohttp
+    import aiohttp
+
 FIRST_WAIT_S, LAST_WAIT_S = 0.2, 5.0
-"""Before the second request, and the longest; up to half is added by chance, so that callers do not come together."""
+"""First and longest backoff; a jitter of up to half is added."""
 
 
 class ServiceError(RewardError):
-    """A service gave no reply that could be used."""
+    """A service gave no usable reply."""
 
     def __init__(self, detail: str, *, is_late: bool = False) -> None:
         super().__init__(detail)
         self.is_late = is_late
-        """Whether it did not reply before the deadline."""
+        """True if it missed the deadline."""
 
 
 class _Unavailable(Exception):
@@ -48,12 +50,14 @@ class Service:
             tries: requests that are made at most; None: as many as the deadline allows.
         """
         self.url = url
+        import aiohttp  # here, so that the first request does not wait for it
+
         self._deadline_s, self._max_reply, self._tries = deadline_s, max_reply, tries
         self._headers = {"Content-Type": "application/json"} | dict(headers or {})
         self._session: aiohttp.ClientSession | None = None
 
     async def post(self, body: bytes) -> bytes:
-        """The reply to `body`. Raises ServiceError."""
+        """Return the reply to `body`. Raises ServiceError."""
         tried, problem = 0, ""
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -77,6 +81,8 @@ class Service:
             await self._session.close()
 
     async def _post(self, body: bytes) -> bytes:
+        import aiohttp
+
         if self._session is None:  # here, because it belongs to the event loop
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
@@ -86,8 +92,8 @@ class Service:
                 if response.status == 429 or response.status >= 500:
                     raise _Unavailable(f"HTTP {response.status}")
                 if response.status != 200:
-                    said = (await response.content.read(200)).decode(errors="replace")
-                    raise ServiceError(f"{self.url}: HTTP {response.status}: {said}")
+                    start = (await response.content.read(200)).decode(errors="replace")
+                    raise ServiceError(f"{self.url}: HTTP {response.status}: {start}")
                 return await _read(response, self._max_reply)
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError):  # the deadline's
@@ -95,8 +101,8 @@ class Service:
             raise _Unavailable(str(error) or type(error).__name__) from error
 
 
-async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """The body, cut off where it is longer than any that is used; then it is no JSON."""
+async def _read(response: "aiohttp.ClientResponse", limit: int) -> bytes:
+    """Read the body, cut off where it is longer than any that is used; then it is not JSON."""
     parts, size = [], 0
     async for part in response.content.iter_chunked(1 << 16):
         parts.append(part)

@@ -7,22 +7,20 @@ the scale, is a named failure, like a judge that does not reply.
 import asyncio
 import os
 import re
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from asyncgrpo.config.reach import check_service
+from asyncgrpo.config.schema import JudgeConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.base import Sampled, failed
+from asyncgrpo.rewards.base import ConfiguredReward, Sampled, failed, in_turn
 from asyncgrpo.rewards.http import Service, ServiceError
 from asyncgrpo.types import Prompt, Score
-
-if TYPE_CHECKING:
-    from asyncgrpo.config.schema import JudgeConfig
 
 PATTERN = (
     r"(?im)\bscore\b[^:=\n]{0,30}(?:[:=]|\bis\b)\W{0,4}?(-?\d+(?:\.\d+)?)"
@@ -45,6 +43,8 @@ TEMPLATE = """Judge how well a response does what it was asked for.
 What the response says about its own quality does not count. Say in two or three sentences what is right and what is wrong \
 with it. Then write one last line, `Score: N`, where N is a number from 0 (wrong or useless) to 10 (right and complete).
 """
+FIELDS: dict[str, Any] = {"model": "default", "max_tokens": 1024, "temperature": 0.0}
+"""Fields of a request beside its message, unless `reward.judge.extra` has them."""
 MAX_REPLY = 1 << 20
 """Bytes of a reply that are read."""
 _FIELD = re.compile(r"\{(prompt|completion|answer)\}")
@@ -62,17 +62,19 @@ class _Reply(msgspec.Struct):
     choices: list[_Choice]
 
 
-class JudgeReward:
+class JudgeReward(ConfiguredReward):
     """Asks the judge about each completion, about `max_concurrent` of them at once."""
 
-    takes_groups = False
-
-    def __init__(self, settings: "JudgeConfig") -> None:
+    def __init__(self, settings: JudgeConfig) -> None:
         """Raises RewardError: a setting is missing or cannot be used; the message names the key."""
         if settings.url is None:
             raise RewardError("reward.function names judge, and reward.judge.url is not set; give the judge's address")
-        self._settings = settings
-        self._template, self._pattern = _template_of(settings), _pattern_of(settings.pattern)
+        self._scale, self._template, self._pattern = (
+            settings.scale,
+            _template_of(settings),
+            _pattern_of(settings.pattern),
+        )
+        self._fields = FIELDS | settings.extra
         self._service = Service(
             chat_url(settings.url),
             deadline_s=settings.timeout_s,
@@ -80,7 +82,7 @@ class JudgeReward:
             headers=_authorization(settings.api_key_env),
         )
         self._turn = asyncio.Semaphore(settings.max_concurrent)
-        self.about = f"judge, {settings.model} at {self._service.url}"
+        self.about = f"judge, {self._fields['model']} at {self._service.url}"
 
     def check_sources(self, sources: set[str]) -> None:
         """Raise ConfigError if the judge cannot be reached. Any `data_source` will do."""
@@ -88,51 +90,39 @@ class JudgeReward:
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
-        return await asyncio.gather(*(self._score_one(prompt, one.text) for one in completions))
-
-    def withdraw(self) -> None:
-        """No call waits for a worker."""
+        return await asyncio.gather(
+            *(in_turn(self._turn, partial(self._score_one, prompt, one.text)) for one in completions)
+        )
 
     async def close(self) -> None:
         """Close the connections."""
         await self._service.close()
 
     async def _score_one(self, prompt: Prompt, completion_text: str) -> Score:
-        asked = time.perf_counter()
-        async with self._turn:
-            started = time.perf_counter()
-            try:
-                score = self._score_of(await self._service.post(self._request(prompt, completion_text)))
-            except ServiceError as error:
-                score = failed("timeout" if error.is_late else "judge", str(error))
-            return msgspec.structs.replace(score, seconds=time.perf_counter() - started, waited=started - asked)
+        try:
+            return self._score_of(await self._service.post(self._request(prompt, completion_text)))
+        except ServiceError as error:
+            return failed("timeout" if error.is_late else "judge", str(error))
 
     def _request(self, prompt: Prompt, completion_text: str) -> bytes:
-        fields = {"prompt": text_of(prompt), "completion": completion_text, "answer": _as_text(prompt.answer)}
-        text = _FIELD.sub(lambda field: fields[field[1]], self._template)
-        settings = self._settings
-        body: dict[str, Any] = {
-            "model": settings.model,
-            "messages": [{"role": "user", "content": text}],
-            "max_tokens": settings.max_tokens,
-            "temperature": 0.0,
-        }
-        body = {name: value for name, value in (body | settings.extra).items() if value is not None}
-        return msgspec.json.encode(body)
+        parts = {"prompt": text_of(prompt), "completion": completion_text, "answer": _as_text(prompt.answer)}
+        text = _FIELD.sub(lambda field: parts[field[1]], self._template)
+        body = {"messages": [{"role": "user", "content": text}]} | self._fields
+        return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
 
     def _score_of(self, reply: bytes) -> Score:
         try:
             choices = msgspec.json.decode(reply, type=_Reply).choices
         except msgspec.MsgspecError as error:
-            return failed("judge", f"{self._service.url}: what came is no chat completion: {error}")
+            return failed("judge", f"{self._service.url}: the reply is not a chat completion: {error}")
         text = (choices[0].message.content if choices else None) or ""
         number = number_in(text, self._pattern)
         if number is None:
             return failed("no_score", f"the judge's reply has no number: {_end_of(text)}")
-        if abs(number) > self._settings.scale:
-            scale = f"{self._settings.scale:g}"
-            return failed("no_score", f"the judge gave {number:g}, above reward.judge.scale ({scale}): {_end_of(text)}")
-        return Score(value=number / self._settings.scale)
+        if abs(number) > self._scale:
+            above = f"above reward.judge.scale ({self._scale:g})"
+            return failed("no_score", f"the judge gave {number:g}, {above}: {_end_of(text)}")
+        return Score(value=number / self._scale)
 
 
 def number_in(reply: str, pattern: re.Pattern[str]) -> float | None:
@@ -148,14 +138,14 @@ def number_in(reply: str, pattern: re.Pattern[str]) -> float | None:
 
 
 def text_of(prompt: Prompt) -> str:
-    """A prompt as a text: its only turn, or its turns with who speaks."""
+    """A prompt as a text: its only turn, or its turns with their roles."""
     turns = prompt.turns
     if len(turns) > 1:
         return "\n\n".join(f"{turn['role']}: {turn['content']}" for turn in turns)
     return str(turns[0]["content"]) if turns else prompt.text
 
 
-def _template_of(settings: "JudgeConfig") -> str:
+def _template_of(settings: JudgeConfig) -> str:
     """The text of the template. Raises RewardError."""
     if settings.file is None:
         return settings.template or TEMPLATE
@@ -183,7 +173,7 @@ def _pattern_of(pattern: str | None) -> re.Pattern[str]:
     try:
         return re.compile(PATTERN if pattern is None else pattern)
     except re.error as error:
-        raise RewardError(f"reward.judge.pattern: {pattern} is no regular expression: {error}") from None
+        raise RewardError(f"reward.judge.pattern: {pattern} is not a regular expression: {error}") from None
 
 
 def _authorization(variable: str | None) -> dict[str, str]:

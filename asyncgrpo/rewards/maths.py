@@ -10,7 +10,7 @@ The final answer is the first of these that the completion has:
 
 In free text, math-verify searches the last 4,000 characters for what follows "final answer is" or "answer", else for the
 last LaTeX or plain expression. Equality is math-verify's too: `1/2` is `0.5` and `50\%`, `x=5` is `5`, `1,234` is
-`1234`, units are dropped; roundings are not equal. Text that is no mathematics is compared as text.
+`1234`, units are dropped; roundings are not equal. Text that is not mathematics is compared as text.
 
 math-verify's own timers are off: when one fires, a hard comparison looks like a wrong answer. The pool's deadline names
 it as a timeout instead.
@@ -27,9 +27,6 @@ from typing import Any
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.worker import Call
 
-FORMAT_SCORE = 0.1
-"""Of `gsm8k`, for a wrong answer in the right format."""
-
 TAIL = 4_000
 """Characters of free text that are searched for an answer."""
 
@@ -40,6 +37,7 @@ _HASH = re.compile(
     r"####[ ]*(?P<number>[-+−]?[$€£¥]?[ ]?\d[\d,]*(?:\.\d+)?(?:/\d+)?[ ]?%?)(?:[ ]*[^\W\d]+)?[.。]?[ ]*$", re.MULTILINE
 )
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
+_ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _CHINESE = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]+")
 _FULL_WIDTH = str.maketrans("０１２３４５６７８９％＋－−＝／．（）", "0123456789%+--=/.()")
 _SPACE = r"(?:\s|\\[ ,;:!])+"
@@ -63,7 +61,7 @@ def bound_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def score_maths(call: Call, *, format_score: float = FORMAT_SCORE) -> float | dict[str, float]:
+def score_maths(call: Call, *, format_score: float = 0.1) -> float | dict[str, float]:
     """1.0 if the final answer of the completion equals the ground truth, or one of a list of them; else 0.0.
 
     For `gsm8k` a dict, whose `score` of a wrong answer in the right format is `format_score`.
@@ -109,6 +107,17 @@ def last_boxed(text: str) -> str | None:
         elif opened and (start := opened.pop()) is not None and (found is None or start > found[0]):
             found = start, match.start()
     return None if found is None else text[found[0] : found[1]].strip()
+
+
+def tagged(text: str) -> str | None:
+    """Return the text in the last `<answer>…</answer>`; the tags are read once, however many there are."""
+    start, found = None, None
+    for tag in _ANSWER_TAG.finditer(text):
+        if not tag[1]:
+            start = tag.end() if start is None else start
+        elif start is not None:
+            start, found = None, text[start : tag.start()]
+    return found
 
 
 def _gold_text(gold: Any, prefers_hash: bool) -> str:

@@ -1,24 +1,21 @@
-"""The pool of reward workers: processes that score completions, and are killed when they are late.
+"""The pool of reward workers: guests that score completions, and are killed when they are late.
 
-`Pool.call` always returns a score. When a call is late, the process group of its worker is killed; when a worker dies,
-the score says so; the next call starts another worker. Each worker runs one call at a time. Calls wait for their turn here,
-in order, and their deadline begins with their turn.
+`Pool.call` always returns a score. When a call is late, its worker is killed; when a worker dies, the score names how; the next
+call starts another worker. Each worker runs one call at a time. Calls queue here, in order, and their deadline begins with
+their turn.
 
-Quick calls that wait are sent to a worker together. It takes a ticket for each before it begins it. While one of them takes
-long, the pool takes the tickets that are left back, and their calls wait for any worker again.
+Quick calls that queue are sent to a worker together. While one of them takes long, the pool takes back those that the worker
+has not begun, and they queue for any worker again.
 
 A pool of `auto` workers follows the load: it begins with one, starts another when a call has waited for longer than a call
-takes and a core is idle, and lets those go that were idle for `IDLE_S`.
+takes and a core is idle, and ends those that were idle for `IDLE_S`.
 """
 
 import asyncio
 import contextlib
-import logging
 import os
-import re
-import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -26,35 +23,43 @@ import msgspec
 
 from asyncgrpo.cores import cores, idle_cores
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.base import WITHDRAWN, failed, place_of
-from asyncgrpo.rewards.worker import LENGTH, MAX_REPLY, TICKET, Call, WorkerReady, command, frame
-from asyncgrpo.types import Score
+from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded
+from asyncgrpo.rewards.base import WITHDRAWN, ConfiguredReward, Sampled, failed, place_of
+from asyncgrpo.rewards.worker import Call, WorkerReady
+from asyncgrpo.types import Prompt, Score
 
-log = logging.getLogger(__name__)
-
-START_TIMEOUT_S = 60.0
-"""How long a worker may take to import what it scores with."""
 _GRACE_S = 0.05
-"""A late call gets this much longer, so that a reply that only waited for this event loop still counts."""
-_PLACE_TIMEOUT_S = 1.0
-"""How long a late worker may take to say where it is. Only a worker that ignores signals takes this long."""
-_KILL_TIMEOUT_S = 5.0
-"""How long to wait after SIGKILL, which works at once unless the kernel is stuck, as on a dead network disk."""
+"""Added to a deadline, so that a reply that only waited for this event loop still counts."""
 LOOK_EVERY_S = 0.25
-"""How often a pool that follows the load looks at it. A wait that is shorter is not worth a process."""
+"""Interval at which a pool follows its load. A wait that is shorter is not worth a process."""
 IDLE_S = 60.0
-"""A worker that is not needed for so long ends, where others are left."""
+"""Idle time after which a worker ends, where others are left."""
 BATCH_S, MOST_AT_ONCE = 0.01, 64
-"""Calls are sent together as far as they take this long together, and no more than so many."""
+"""Expected duration and number of calls that are sent together."""
 RECALL_S = 0.02
 """A call that takes longer does not keep those that were sent with it."""
 _MEMORY = 0.9
-"""How much the calls before count in the time that a call takes."""
+"""Weight of the calls before in the mean duration of a call."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
-class _WorkerEnded(Exception):
-    """The pipe of a worker closed, or something other than a frame came out of it."""
+async def start_worker(
+    target: str, argument: str, what: str, timeout_s: float, hint: str = ""
+) -> tuple[Guest, WorkerReady]:
+    """Start a worker that scores with `factory(argument)`, where `target` is `module:factory`. Raises RewardError.
+
+    Args:
+        what, hint: as `Guest.start` has them.
+    """
+    boot = {"target": target, "argument": argument, "what": what}
+    guest = await Guest.start(
+        "asyncgrpo.rewards.worker", boot, what, timeout_s, env=os.environ | _ONE_THREAD, hint=hint
+    )
+    ready = msgspec.msgpack.decode(guest.ready, type=WorkerReady)
+    if ready.error:
+        await guest.kill()
+        raise RewardError(ready.error)
+    return guest, ready
 
 
 class _Request:
@@ -63,7 +68,7 @@ class _Request:
     def __init__(self, body: bytes, count: int) -> None:
         """
         Args:
-            body: the call as a frame.
+            body: the call, encoded.
             count: completions of the call.
         """
         self.body, self.count = body, count
@@ -72,7 +77,7 @@ class _Request:
         self.asked_s = self.begun_s = self._loop.time()
         self._waited_s: float | None = None
         self.slot: _Slot | None = None
-        """Where it was sent to."""
+        """The slot that it was sent to."""
 
     def begin(self) -> None:
         """Note that its turn has come. A second call leaves out of its time what a worker took to start."""
@@ -91,156 +96,12 @@ class _Request:
         self.end([failed(failure, detail, seconds=(self._loop.time() - self.begun_s) / self.count)] * self.count)
 
 
-class _Worker:
-    """One running worker process."""
-
-    ready: WorkerReady
-
-    def __init__(self, process: asyncio.subprocess.Process, tickets: tuple[int, int]) -> None:
-        """
-        Args:
-            tickets: both ends of the pipe of tickets. The worker reads it too.
-        """
-        assert process.stdin is not None and process.stdout is not None
-        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
-        self._tickets: tuple[int, ...] = tickets
-        self._sent = 0
-        self._length: int | None = None  # of the reply that has begun
-
-    @classmethod
-    async def start(cls, target: str, argument: str, what: str, timeout_s: float) -> "_Worker":
-        """Start a process and wait until it has loaded its scorer. Raises RewardError with the reason."""
-        tickets = os.pipe()
-        os.set_blocking(tickets[0], False)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command(target, argument, what, tickets[0]),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                pass_fds=tickets[:1],
-                env=os.environ | _ONE_THREAD,
-                start_new_session=True,  # a process group of its own to kill, and no Ctrl-C from the terminal
-            )
-        except BaseException as error:
-            for end in tickets:
-                os.close(end)
-            if not isinstance(error, OSError):  # cancelled
-                raise
-            raise RewardError(f"no process could be started to score with {what}: {error}") from error
-        worker = cls(process, tickets)
-        try:
-            reply = await asyncio.wait_for(worker._reply(), timeout_s)
-            worker.ready = msgspec.msgpack.decode(reply, type=WorkerReady)
-        except TimeoutError:
-            await worker.kill()
-            raise RewardError(
-                f"{what} was not loaded within {timeout_s:g} s; is its import waiting for something?"
-            ) from None
-        except (_WorkerEnded, msgspec.MsgspecError):
-            ending = await worker.kill()
-            raise RewardError(f"the reward worker {ending} while it loaded {what}; its stderr may say why") from None
-        except BaseException:  # cancelled
-            await worker.kill()
-            raise
-        if worker.ready.error:
-            await worker.kill()
-            raise RewardError(worker.ready.error)
-        worker._count(1)
-        return worker
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it ended, by the kernel's word: asyncio hears of it a moment later."""
-        if self._process.returncode is not None:
-            return True
-        try:
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:  # asyncio's thread has already taken its exit status
-            return True
-
-    def give(self, requests: Iterable[_Request]) -> None:
-        """Send calls, to be run in order."""
-        bodies = [request.body for request in requests]
-        self._stdin.write(b"".join(bodies))
-        numbers = range(self._sent, self._sent + len(bodies))
-        os.write(self._tickets[1], b"".join(map(TICKET.pack, numbers)))
-        self._sent += len(bodies)
-
-    def take_back(self, most: int) -> int:
-        """Take back calls that it has not begun, the last ones and `most` of them. Returns how many they are."""
-        try:
-            tickets = os.read(self._tickets[0], 1 << 16)
-        except BlockingIOError:
-            return 0
-        count = min(len(tickets) // TICKET.size, most)
-        os.write(self._tickets[1], tickets[: len(tickets) - count * TICKET.size])
-        return count
-
-    async def scores(self) -> list[Score]:
-        """The scores of the next call, however long that takes. Cancelling loses nothing. Raises _WorkerEnded."""
-        try:
-            return msgspec.msgpack.decode(await self._reply(), type=list[Score])
-        except (OSError, msgspec.MsgspecError) as error:
-            raise _WorkerEnded from error
-
-    async def _reply(self) -> bytes:
-        try:
-            if self._length is None:
-                (self._length,) = LENGTH.unpack(await self._stdout.readexactly(LENGTH.size))
-            if self._length > MAX_REPLY:
-                raise _WorkerEnded
-            body = await self._stdout.readexactly(self._length)
-        except asyncio.IncompleteReadError as error:
-            raise _WorkerEnded from error
-        self._length = None
-        return body
-
-    async def place(self) -> str:
-        """`FILE:LINE` where the worker is now, if it can say. After this the worker can only be killed."""
-        text, place = b"", ""
-        with contextlib.suppress(ProcessLookupError, TimeoutError):
-            self._process.send_signal(signal.SIGUSR1)
-            async with asyncio.timeout(_PLACE_TIMEOUT_S):
-                # The stack arrives in many small pieces, the innermost frame first, the worker's own start last.
-                while not place and b"in <module>" not in text and (more := await self._stdout.read(1 << 16)):
-                    text += more
-                    frames = re.findall(r'File "([^"]+)", line (\d+) in', text.decode(errors="replace"))
-                    place = place_of([(path, int(line)) for path, line in frames])
-        return place
-
-    @staticmethod
-    def _count(change: int) -> None:
-        from asyncgrpo import metrics  # only here, because workers import this module too
-
-        metrics.reward_workers.inc(change)
-
-    async def end(self) -> str:
-        """Kill it, once it was ready. Returns how it ended, for a person."""
-        self._count(-1)
-        return await self.kill()
-
-    async def kill(self) -> str:
-        """Kill the process and all it started. Returns how it ended, for a person."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._stdin.close()
-        for end in self._tickets:
-            os.close(end)
-        self._tickets = ()
-        try:
-            code = await asyncio.wait_for(self._process.wait(), _KILL_TIMEOUT_S)
-        except TimeoutError:
-            log.warning("reward worker %d does not end although it was killed; left behind", self._process.pid)
-            return "does not end"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-
-
 class _Slot:
     """A place for one worker, which may be started and killed many times."""
 
     def __init__(self, target: str, argument: str, what: str, start_timeout_s: float) -> None:
-        self._start = (target, argument, what, start_timeout_s)
-        self._worker: _Worker | None = None
+        self._start = partial(start_worker, target, argument, what, start_timeout_s)
+        self._guest: Guest | None = None
         self._batch: deque[_Request] = deque()
         self._again: Callable[[Sequence[_Request]], object] = len
         self.is_starting = False
@@ -249,19 +110,20 @@ class _Slot:
     @property
     def is_warm(self) -> bool:
         """True if it has a worker."""
-        return self._worker is not None
+        return self._guest is not None
 
-    async def ready(self) -> _Worker:
-        """The worker, started if there is none. Raises RewardError."""
-        if self._worker is not None and self._worker.has_ended:  # between two calls: no call is charged with it
+    async def _ready(self) -> Guest:
+        """Return the worker, started if there is none. Raises RewardError."""
+        if self._guest is not None and self._guest.has_ended:  # between two calls: no call is charged with it
             await self.clear()
-        if self._worker is None:
+        if self._guest is None:
             self.is_starting = True
             try:
-                self._worker = await _Worker.start(*self._start)
+                self._guest, _ = await self._start()
             finally:
                 self.is_starting = False
-        return self._worker
+            _count(1)
+        return self._guest
 
     async def serve(
         self, batch: deque[_Request], timeout_s: float, again: Callable[[Sequence[_Request]], None]
@@ -275,61 +137,70 @@ class _Slot:
         self._batch, self._again = batch, again
         batch[0].begin()
         try:
-            worker = await self.ready()
+            guest = await self._ready()
         except RewardError as error:
             while batch:
                 batch.popleft().fail("crash", str(error))
             return
         try:
-            worker.give(batch)
-            while batch:
+            for reply in guest.send([request.body for request in batch]):
+                if not batch:  # the rest was taken back
+                    break
                 batch[0].begin()
-                scores = await self._scores(worker, batch, timeout_s)
+                await self._wait(reply, batch[0].begun_s + timeout_s)
+                scores = msgspec.msgpack.decode(reply.result(), type=list[Score])
                 batch.popleft().end(scores)
         except TimeoutError:
-            place = await worker.place()
+            place = place_of(await guest.stack())
             await self.clear()
             detail = f"no score after {timeout_s:g} s" + (f"; it was at {place}" if place else "")
             batch.popleft().fail("timeout", detail)
             again(batch)
-        except _WorkerEnded:
+        except (GuestEnded, msgspec.MsgspecError):
             batch.popleft().fail("crash", f"the reward worker {await self.clear()}")
             again(batch)
         except BaseException:  # the pool closes
             await self.clear()
             raise
 
-    async def _scores(self, worker: _Worker, batch: deque[_Request], timeout_s: float) -> list[Score]:
-        """The scores of the first call. Raises TimeoutError or _WorkerEnded."""
-        deadline_s = batch[0].begun_s + timeout_s
-        if len(batch) > 1:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(RECALL_S, timeout_s)):
-                    return await worker.scores()
-            self.recall()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline_s):
-                return await worker.scores()
-        async with asyncio.timeout(_GRACE_S):
-            return await worker.scores()
+    async def _wait(self, reply: asyncio.Future[bytes], deadline_s: float) -> None:
+        """Wait for the reply to the first call. Raises TimeoutError."""
+        now = asyncio.get_running_loop().time
+        if len(self._batch) > 1 and not reply.done():
+            await asyncio.wait({reply}, timeout=min(RECALL_S, deadline_s - now()))
+            if not reply.done():
+                self.recall()
+        for until_s in (deadline_s, deadline_s + _GRACE_S):
+            if not reply.done():
+                await asyncio.wait({reply}, timeout=max(0.0, until_s - now()))
+        if not reply.done():
+            raise TimeoutError
 
     def recall(self) -> None:
-        """Let all calls but the first, as far as they have not begun here, wait for any worker again."""
-        count = self._worker.take_back(len(self._batch) - 1) if self._worker is not None and self._batch else 0
+        """Let all calls but the first, as far as they have not begun here, queue for any worker again."""
+        count = self._guest.take_back(len(self._batch) - 1) if self._guest is not None and self._batch else 0
         self._again([self._batch.pop() for _ in range(count)][::-1])
 
     async def clear(self) -> str:
         """Kill the worker if there is one. Returns how it ended."""
-        worker, self._worker = self._worker, None
-        return await worker.end() if worker else "was not running"
+        guest, self._guest = self._guest, None
+        if guest is None:
+            return "was not running"
+        _count(-1)
+        return await guest.kill()
+
+
+def _count(change: int) -> None:
+    from asyncgrpo import metrics  # only here, because workers import this module too
+
+    metrics.reward_workers.inc(change)
 
 
 class Pool:
     """Up to `workers` processes that score with `factory(argument)`, where `target` is `module:factory`.
 
     With `auto` they are as many as the load needs, and no more than there are cores. Workers start when calls need them,
-    outside the call's deadline. Use a pool from one event loop, in a thread that outlives it: the kernel ends a worker with
-    the thread that started it.
+    outside the call's deadline. Use a pool from one event loop, in a thread that outlives it.
     """
 
     def __init__(
@@ -354,21 +225,10 @@ class Pool:
         """Calls that wait for their turn, in order."""
         self._is_dispatching = False
         self._call_s: float | None = None
-        """What a call takes, about; None: none has ended yet."""
+        """Mean duration of a call; None: none has ended yet."""
         self._following: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
         self._closed = False
-
-    async def start(self) -> WorkerReady:
-        """Start one worker now, before the first call, to see whether it can. Raises RewardError with the reason."""
-        slot = self._free.pop()
-        try:
-            worker = await slot.ready()
-            if self._closed:
-                await slot.clear()
-            return worker.ready
-        finally:
-            self._give_back(slot)
 
     async def call(self, call: Call) -> list[Score]:
         """Make one call, which ends at most `timeout_s` after its turn came (plus the time to kill or start a worker).
@@ -380,7 +240,7 @@ class Pool:
         """
         count = len(call.completions)
         try:
-            request = _Request(frame(call), count)
+            request = _Request(msgspec.msgpack.encode(call), count)
         except (TypeError, ValueError, OverflowError) as error:
             return [failed("exception", f"the row cannot be sent to a reward worker: {error}")] * count
         if self._closed:
@@ -470,7 +330,7 @@ class Pool:
                 await slot.clear()
 
     def _is_one_missing(self, now_s: float) -> bool:
-        """Whether a call has waited for longer than a call takes, and another worker would help. They start one by one."""
+        """Return True if a call has waited for longer than a call takes and another worker would help. They start one by one."""
         first = self._first()
         if first is None or self._call_s is None or len(self._all) >= self._most:
             return False
@@ -502,3 +362,39 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+class PoolReward(ConfiguredReward):
+    """A reward whose calls run in a pool, for each completion or once for a group."""
+
+    def __init__(self, pool: Pool, about: str = "", *, takes_groups: bool = False) -> None:
+        self.pool, self.about, self.takes_groups = pool, about, takes_groups
+
+    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+        """Score completions. See `rewards.base.Reward`."""
+        if self.takes_groups:
+            return await self.pool.call(call_of(prompt, completions, is_group=True))
+        replies = await asyncio.gather(*(self.pool.call(call_of(prompt, [one])) for one in completions))
+        return [score for (score,) in replies]
+
+    def withdraw(self) -> None:
+        """See `rewards.base.ConfiguredReward`."""
+        self.pool.withdraw()
+
+    async def close(self) -> None:
+        """End every worker process."""
+        await self.pool.close()
+
+
+def call_of(prompt: Prompt, completions: Sequence[Sampled], *, is_group: bool = False) -> Call:
+    """Return the call to a worker that scores these completions of this prompt."""
+    return Call(
+        data_source=prompt.source,
+        completions=tuple(one.text for one in completions),
+        ground_truth=prompt.answer,
+        info=prompt.info,
+        prompt_text=prompt.turns[-1]["content"] if prompt.turns else prompt.text,
+        turns=prompt.turns,
+        completion_ids=tuple(tuple(one.token_ids) for one in completions) if is_group else (),
+        is_group=is_group,
+    )

@@ -1,43 +1,196 @@
 """The built-in rewards: which rule scores which `data_source`, and where it runs.
 
-Text rules (`text.py`) and the caller's extra rules are quick string functions that cannot hang: they run in this process.
+Rules that compare text or look at its shape are quick and cannot hang: they run in this process.
 Mathematics and the scorers of reasoning-gym can hang, so they run in worker processes (`maths.py`, `gym.py`); code is run in a
-sandbox (`code.py`). A source is matched
-by its whole name or by a prefix that no letter follows: `openai/gsm8k_zh` counts as `openai/gsm8k`, but `mathqa` does not
-count as `math`.
+sandbox (`code.py`). A source is matched by its whole name or by a prefix that no letter follows: `openai/gsm8k_zh` counts as
+`openai/gsm8k`, but `mathqa` does not count as `math`.
+
+The final answer of a completion is the text in `<answer>…</answer>`, in `\\boxed{}` or after the last `Answer:` or `答案是`;
+without such a mark it is the last line that is not empty.
 """
 
 import contextlib
 import difflib
 import json
+import re
 import time
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
+from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import maths, text
-from asyncgrpo.rewards.base import Sampled, failed, score_of_call
-from asyncgrpo.rewards.code import CodeReward, CodeSettings
+from asyncgrpo.rewards import maths
+from asyncgrpo.rewards.base import ConfiguredReward, Sampled, failed, score_of_call
+from asyncgrpo.rewards.code import CodeReward
 from asyncgrpo.rewards.gym import GYM_SOURCE, check_gym_source
-from asyncgrpo.rewards.maths import FORMAT_SCORE
-from asyncgrpo.rewards.pool import Pool
-from asyncgrpo.rewards.text import (
-    boxed_format,
-    exact_match,
-    label_match,
-    length,
-    text_match,
-    think_answer_format,
-    think_format,
-    token_f1,
-)
-from asyncgrpo.rewards.user import score_each
+from asyncgrpo.rewards.maths import last_boxed, tagged
+from asyncgrpo.rewards.pool import Pool, PoolReward
 from asyncgrpo.types import Prompt, Score
 
 TextRule = Callable[[str, Any], Any]
 """`rule(completion_text, ground_truth)` gives the score, or a dict with `score` and named parts."""
+
+# -- against the ground truth ------------------------------------------------------------------------------------------
+
+
+def exact_match(completion_text: str, ground_truth: Any) -> float:
+    """1.0 if the completion equals the ground truth; white space around them does not count."""
+    return float(any(completion_text.strip() == gold.strip() for gold in _golds(ground_truth)))
+
+
+def text_match(completion_text: str, ground_truth: Any) -> float:
+    """1.0 if the completion gives the ground truth, or one of a list; case, punctuation and articles do not count.
+
+    The text in `<answer>…</answer>`, in `\\boxed{}` or after the last `Answer:` or `答案是` must equal it. Without such a
+    mark it must occur as whole words in the last line that is not empty.
+    """
+    golds = [normalise(gold) for gold in _golds(ground_truth)]
+    marked = _marked(completion_text)
+    if marked is not None:
+        return float(normalise(marked) in golds)
+    line = normalise(_last_line(completion_text))
+    return float(any(_occurs(gold, line) for gold in golds if gold))
+
+
+def label_match(completion_text: str, ground_truth: Any) -> float:
+    """1.0 if the label equals the ground truth. The label is marked as for `text_match`, or is the last line."""
+    marked = _marked(completion_text)
+    label = normalise(_last_line(completion_text) if marked is None else marked)
+    return float(label in [normalise(gold) for gold in _golds(ground_truth)])
+
+
+def token_f1(completion_text: str, ground_truth: Any) -> float:
+    """The F1 of the final answer's words against those of the ground truth, or the best of a list, as SQuAD counts it.
+
+    Words are normalised as for `text_match`; in Chinese each character is one.
+    """
+    marked = _marked(completion_text)
+    words = _words(_last_line(completion_text) if marked is None else marked)
+    return max(_f1(words, _words(gold)) for gold in _golds(ground_truth))
+
+
+def _text_vote(completion_text: str, *, whole: bool) -> str:
+    """The answer as one spelling, for a vote among completions; of one that marks none the last line, or the whole text."""
+    marked = _marked(completion_text)
+    if marked is not None:
+        return normalise(marked)
+    return completion_text.strip() if whole else normalise(_last_line(completion_text))
+
+
+def demo_score(completion_text: str, ground_truth: Any) -> float:
+    """Score a completion of the demo's tasks from 0 to 1; 1 only for the exact text.
+
+    Half of the score is for right characters in their places. The rest rewards what a model learns before: digits (0.1),
+    and the right digits in any place (0.4). All are shares of the longer text, so that too much text costs as much as too
+    little.
+    """
+    size = max(len(completion_text), len(ground_truth), 1)
+    in_place = sum(a == b for a, b in zip(completion_text, ground_truth, strict=False))
+    anywhere = (Counter(completion_text) & Counter(ground_truth)).total()
+    digits = sum(character in "0123456789" for character in completion_text[: len(ground_truth)])
+    return (5 * in_place + 4 * anywhere + digits) / (10 * size)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[\u2e80-\u9fff]|[^\s\u2e80-\u9fff]+", normalise(text))
+
+
+def _f1(words: list[str], gold: list[str]) -> float:
+    common = (Counter(words) & Counter(gold)).total()
+    return 2 * common / (len(words) + len(gold)) if common else 0.0
+
+
+_ANNOUNCED = re.compile(
+    r"(?:answer|label|category|class|答案|标签|类别|分类)\**\s*(?:[:：]|[是为]\s*[:：]?)\**[ \t]*(\S.*)",
+    re.IGNORECASE,
+)
+
+
+def _golds(ground_truth: Any) -> list[str]:
+    """The correct texts: one, a list of them, or Search-R1's `{"target": [...]}`. Raises RewardError without any."""
+    if isinstance(ground_truth, dict):
+        ground_truth = ground_truth.get("target")
+    golds = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    texts = [str(gold) for gold in golds if gold is not None and str(gold).strip()]
+    if not texts:
+        raise RewardError("the row has no ground truth")
+    return texts
+
+
+def _marked(text: str) -> str | None:
+    """The final answer that the completion marks, or None."""
+    if (inside := tagged(text)) is not None:
+        return inside
+    if (boxed := last_boxed(text)) is not None:
+        return boxed
+    announced = _ANNOUNCED.findall(text)
+    return str(announced[-1]) if announced else None
+
+
+def _last_line(text: str) -> str:
+    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def normalise(text: str) -> str:
+    """Normalise to lower case, composed characters, no punctuation, no English articles and single spaces."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    text = "".join(" " if unicodedata.category(character)[0] in "PC" else character for character in text)
+    return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
+
+
+def _occurs(gold: str, line: str) -> bool:
+    """Return True if `gold` occurs in `line` as whole words; in Chinese, which has no spaces, at any place."""
+    if re.search(r"[\u2e80-\u9fff]", gold):
+        return gold in line
+    return f" {gold} " in f" {line} "
+
+
+# -- the shape of a completion -----------------------------------------------------------------------------------------
+
+
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+
+
+def think_answer_format(completion: Sampled) -> float:
+    """1.0 for `<think>…</think><answer>…</answer>` and nothing else, each tag once and an answer inside; else 0.0.
+
+    White space around the parts does not count. The first `<think>` may be missing, because many chat templates write it.
+    """
+    thought, answer = _after_thought(completion.text)
+    inner = answer.removeprefix("<answer>").removesuffix("</answer>")
+    has_tags = len(answer) == len(inner) + len("<answer></answer>")
+    return float(has_tags and bool(inner.strip()) and not any(tag in thought or tag in inner for tag in _TAGS))
+
+
+def think_format(completion: Sampled) -> float:
+    """1.0 for `<think>…</think>`, each tag once, and any text after it; else 0.0. `<think>` may be missing, as above."""
+    thought, answer = _after_thought(completion.text)
+    return float(bool(answer) and not any(tag in thought or tag in answer for tag in _TAGS[:2]))
+
+
+def _after_thought(text: str) -> tuple[str, str]:
+    """The text between the think tags, and what follows them: nothing where the thought does not end."""
+    thought, _, answer = text.strip().removeprefix("<think>").partition("</think>")
+    return thought, answer.strip()
+
+
+def boxed_format(completion: Sampled) -> float:
+    r"""1.0 if the completion has an answer in `\boxed{}`; else 0.0."""
+    return float(bool(last_boxed(completion.text)))
+
+
+def length(completion: Sampled) -> float:
+    """Thousands of tokens of the completion: with a negative weight, a price for every token."""
+    return len(completion.token_ids) / 1000
+
+
+# -- by source ---------------------------------------------------------------------------------------------------------
+
 
 BY_SOURCE = "data_source"
 """The built-in reward that is the rule for each row's `data_source`."""
@@ -56,7 +209,7 @@ CODE_SOURCES = ("code", "code_generation", "codecontests", "apps", "codeforces",
 
 
 def qa(score: Literal["match", "f1"]) -> TextRule:
-    """The rule for questions. Its score is one of its parts `match` and `f1`."""
+    """Return the rule for questions. Its score is one of its parts `match` and `f1`."""
 
     def rule(completion_text: str, ground_truth: Any) -> dict[str, float]:
         parts = {"match": text_match(completion_text, ground_truth), "f1": token_f1(completion_text, ground_truth)}
@@ -69,6 +222,7 @@ QA_SOURCES = ("qa", "trivia", "searchR1")
 TEXT_RULES: dict[str, TextRule] = dict.fromkeys(QA_SOURCES, qa("match")) | {
     "classification": label_match,
     "exact_match": exact_match,
+    "demo": demo_score,
 }
 SHAPE_RULES: dict[str, Callable[[Sampled], float]] = {
     "format": think_answer_format,
@@ -79,43 +233,27 @@ SHAPE_RULES: dict[str, Callable[[Sampled], float]] = {
 """Rules that need no ground truth. No source has them; a configuration names them."""
 
 OTHERS = ("judge", "model")
-"""Built-in rewards that are no rules: `rewards.build_reward` makes them."""
+"""Built-in rewards that are not rules: `build.build_reward` makes them."""
 
 
-class RuleReward:
-    """Scores by a rule. Mathematics has `workers` processes, and `timeout_s` for a call."""
+class RuleReward(ConfiguredReward):
+    """Scores by a rule, in worker processes where the rule could hang."""
 
-    takes_groups = False
-
-    def __init__(
-        self,
-        *,
-        timeout_s: float,
-        workers: int | Literal["auto"],
-        name: str = BY_SOURCE,
-        format_score: float = FORMAT_SCORE,
-        qa_score: Literal["match", "f1"] = "match",
-        code: CodeSettings = CodeSettings(),  # noqa: B008 - frozen
-        extra_rules: dict[str, TextRule] | None = None,
-    ) -> None:
+    def __init__(self, config: RewardConfig, name: str = BY_SOURCE) -> None:
         """
         Args:
             name: the rule for all rows, whatever their source; `BY_SOURCE`: each row's own.
-            format_score: of `gsm8k`, for a wrong answer in the right format.
-            qa_score: of `qa`.
-            code: how code is run and scored.
-            extra_rules: by exact `data_source`, beside the built-in ones.
         Raises:
-            RewardError: there is no rule of this name.
+            RewardError: no rule has this name.
         """
-        self._name = name
-        self._text_rules = TEXT_RULES | dict.fromkeys(QA_SOURCES, qa(qa_score)) | (extra_rules or {})
-        self._maths = Pool(
-            "asyncgrpo.rewards.maths:load_maths", repr(format_score), workers=workers, timeout_s=timeout_s
-        )
-        self._gym = Pool("asyncgrpo.rewards.gym:load_gym", workers=workers, timeout_s=timeout_s)
-        self._code = CodeReward(code, workers=workers)
-        self._runs_unsafe_code = code.unsafe
+        self._config, self._name = config, name
+        self._text_rules = TEXT_RULES | dict.fromkeys(QA_SOURCES, qa(config.qa_score))
+        pool = partial(Pool, workers=config.workers, timeout_s=config.timeout_s)
+        self._by_rule: dict[str, ConfiguredReward] = {
+            "maths": PoolReward(pool("asyncgrpo.rewards.maths:load_maths", repr(config.format_score))),
+            "gym": PoolReward(pool("asyncgrpo.rewards.gym:load_gym")),
+            "code": CodeReward(config),
+        }
         if name != BY_SOURCE and name not in SHAPE_RULES and self._rule(name) is None:
             raise RewardError(self._no_such_name())
         self.about = "by data_source" if name == BY_SOURCE else f"{name}, built in"
@@ -126,17 +264,17 @@ class RuleReward:
         return sorted({*self._text_rules, *MATHS_SOURCES, *CODE_SOURCES, GYM_SOURCE})
 
     def check_sources(self, sources: set[str]) -> None:
-        """Raise RewardError if one of `sources` has no rule, and say which have one; or if code cannot be run here."""
+        """Raise RewardError if one of `sources` has no rule, with those that have one; or if code cannot be run here."""
         if self._name in SHAPE_RULES:
             return
         rules = {source: self._rule(source) for source in (sources if self._name == BY_SOURCE else {self._name})}
         if unknown := sorted(source for source, rule in rules.items() if rule is None):
             raise RewardError(self._complaint(", ".join(map(repr, unknown))))
         if "code" in rules.values():
-            self._code.check()
+            self._by_rule["code"].check_sources(sources)
         for source, rule in rules.items():
             if rule == "gym":
-                check_gym_source(source, is_unsafe_allowed=self._runs_unsafe_code)
+                check_gym_source(source, is_unsafe_allowed=self._config.code.unsafe)
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
@@ -148,25 +286,20 @@ class RuleReward:
         rule = self._rule(prompt.source)
         if rule is None:
             return [failed("unknown_source", self._complaint(repr(prompt.source))) for _ in completions]
-        if rule == "maths":
-            return await score_each(self._maths, prompt, completions)
-        if rule == "gym":
-            return await score_each(self._gym, prompt, completions)
-        if rule == "code":
-            return await self._code.score(prompt, completions)
+        if rule in self._by_rule:
+            return await self._by_rule[rule].score(prompt, completions)
         text_rule = self._text_rules[rule]
         return [_timed(text_rule, one.text, prompt.answer) for one in completions]
 
     def withdraw(self) -> None:
         """See `rewards.base.ConfiguredReward`."""
-        for one in (self._maths, self._gym, self._code):
+        for one in self._by_rule.values():
             one.withdraw()
 
     async def close(self) -> None:
         """End every worker process."""
-        await self._maths.close()
-        await self._gym.close()
-        await self._code.close()
+        for one in self._by_rule.values():
+            await one.close()
 
     def _rule(self, source: str) -> str | None:
         """`maths`, `code`, `gym`, the name of a text rule, or None. A rule under exactly this name comes before prefixes."""
@@ -187,7 +320,7 @@ class RuleReward:
         known = [BY_SOURCE, *SHAPE_RULES, *OTHERS, *(name for name in self.known_sources if name.isidentifier())]
         close = difflib.get_close_matches(self._name, known, n=1)
         return (
-            f"reward.function: {self._name} is no built-in reward; "
+            f"reward.function: {self._name} is not a built-in reward; "
             + (f"did you mean {close[0]}? " if close else "")
             + f"there are {', '.join(known)}; a function of your own is FILE.py or FILE.py:NAME"
         )
@@ -202,7 +335,7 @@ def vote_of(completion_text: str, source: str) -> str:
     if any(_is_under(source, name) for name in MATHS_SOURCES):
         return maths.vote(completion_text, "gsm8k" in source.lower())
     is_short = any(_is_under(source, name) for name in (*QA_SOURCES, "classification"))
-    return text.vote(completion_text, whole=not is_short)
+    return _text_vote(completion_text, whole=not is_short)
 
 
 _SOLUTIONS = ("solution", "solutions", "canonical_solution", "reference_solution")

@@ -1,11 +1,11 @@
-"""Runs a program that nobody has read, and says how it ended: with bubblewrap here, or elsewhere (`fusion.py`).
+"""Runs a program of the model and reports how it ended: with bubblewrap here, or in a Sandbox Fusion service.
 
 In bubblewrap a program has no network, no environment, no files but /usr and Python, all of them read-only, and a small
 /tmp in memory. Limits of the kernel bound its time, memory, processes and files. Its process namespace is killed at the
 deadline, and nothing in it outlives that.
 
 Limits of memory are for each process: `MAX_PROCESSES` of them may have `memory_mb` each. The kernel kills them first when
-memory runs out (`worker._be_expendable`).
+memory runs out (`guests.Host`).
 """
 
 import contextlib
@@ -22,7 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol
 
+import msgspec
+
 from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards.http import Service, ServiceError
 
 MAX_CODE = 1 << 20
 """Most bytes of a program."""
@@ -54,7 +57,7 @@ class Program(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """How a program ended."""
+    """End of a program."""
 
     stdout: str = ""
     problem: str = ""
@@ -104,10 +107,10 @@ class LocalRunner:
             return Ran(problem=f"{program.language} runs only in Sandbox Fusion (reward.code.url)")
         with _file(program.code) as code, _file(program.stdin) as stdin, _file() as stdout, _file() as stderr:
             status = self._run_to_end(code, stdin, stdout, stderr)
-            said = _text(stderr)
+            errors = _text(stderr)
             if self._is_isolated and "exit-code" not in status.text and not status.is_late:
-                raise RunnerError("sandbox", f"bwrap could not start a program: {_last_line(said)}")
-            return Ran(_text(stdout), TIMEOUT if status.is_late else _problem(status.code, said))
+                raise RunnerError("sandbox", f"bwrap could not start a program: {_last_line(errors)}")
+            return Ran(_text(stdout), TIMEOUT if status.is_late else _problem(status.code, errors))
 
     def _run_to_end(self, code: BinaryIO, stdin: BinaryIO, stdout: BinaryIO, stderr: BinaryIO) -> "_Ended":
         with _file() as report:
@@ -145,11 +148,11 @@ class _Ended(NamedTuple):
     code: int
     is_late: bool
     text: str
-    """What bubblewrap reports: it has an `exit-code` if the program was started."""
+    """Report of bubblewrap: it has an `exit-code` if the program was started."""
 
 
 def why_not_isolated() -> str | None:
-    """Why programs cannot be isolated on this machine, in one sentence; None: they can be. Runs one to find out."""
+    """Return the reason why programs cannot be isolated on this machine, or None. Runs one to find out."""
     if shutil.which("bwrap") is None:
         return f"code is run in a sandbox to score it, and bwrap is not here: {_HINT}"
     with _file() as code, _file() as report:
@@ -161,8 +164,8 @@ def why_not_isolated() -> str | None:
         )
     if ended.returncode == 0:
         return None
-    said = _last_line(ended.stderr) or f"exit code {ended.returncode}"
-    return f"code is run in a sandbox to score it, and bwrap cannot make one here ({said}): {_HINT}"
+    problem = _last_line(ended.stderr) or f"exit code {ended.returncode}"
+    return f"code is run in a sandbox to score it, and bwrap cannot make one here ({problem}): {_HINT}"
 
 
 _BOOT = f"""
@@ -226,7 +229,7 @@ def _as_nobody(number: int = 0) -> list[str]:
 
 
 def _is_root() -> bool:
-    """Whether this is the machine's root, and not that of a user namespace."""
+    """Return True if this is the machine's root, and not that of a user namespace."""
     return os.geteuid() == 0 and Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]
 
 
@@ -275,7 +278,7 @@ def _ends_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 
 def _problem(code: int, stderr: str) -> str:
-    """What is said of an exit code. Of a program killed by signal n it is -n, or 128 + n from bubblewrap."""
+    """Describe an exit code. Of a program killed by signal n it is -n, or 128 + n from bubblewrap."""
     number = -code if code < 0 else code - 128
     if number in set(signal.Signals):
         return f"killed by {signal.Signals(number).name}"
@@ -298,3 +301,82 @@ def _text(file: BinaryIO) -> str:
 
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or [""])[-1][:200]
+
+
+# -- Sandbox Fusion ----------------------------------------------------------------------------------------------------
+
+TRIES = 3
+"""Requests for one run of a program."""
+QUEUE_S = 10.0
+"""Longest wait of a program in the service, beside the time that compiling and running may take."""
+
+
+class _FusionResult(msgspec.Struct):
+    status: str
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class _FusionReply(msgspec.Struct):
+    status: str
+    message: str | None = None
+    compile_result: _FusionResult | None = None
+    run_result: _FusionResult | None = None
+
+
+class FusionRunner:
+    """Runs programs in many languages in a Sandbox Fusion service, `POST {url}/run_code`. Use it from one event loop.
+
+    A reply about a program is final. Source: https://github.com/bytedance/SandboxFusion; verl's `sandbox_fusion/utils.py`.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float, memory_mb: int) -> None:
+        """
+        Args:
+            url: with or without `/run_code` at its end.
+            timeout_s: of compiling and of running, each.
+        """
+        self._limits = {"compile_timeout": timeout_s, "run_timeout": timeout_s, "memory_limit_MB": memory_mb}
+        self._service = Service(
+            url.rstrip("/").removesuffix("/run_code") + "/run_code",
+            deadline_s=math.ceil(2 * timeout_s + QUEUE_S),
+            tries=TRIES,
+            max_reply=4 * MAX_OUTPUT,
+        )
+
+    async def run(self, program: Program) -> Ran:
+        """Run a program. See `Runner`."""
+        body = {"code": program.code, "language": program.language, "stdin": program.stdin} | self._limits
+        try:
+            return _ran(await self._service.post(msgspec.json.encode(body)))
+        except ServiceError as error:
+            raise RunnerError("timeout" if error.is_late else "sandbox", str(error)) from error
+
+    async def close(self) -> None:
+        """Close the connections; requests that run fail."""
+        await self._service.close()
+
+
+def _ran(body: bytes) -> Ran:
+    try:
+        reply = msgspec.json.decode(body, type=_FusionReply)
+    except msgspec.MsgspecError as error:
+        raise RunnerError("sandbox", f"the reply is not one of Sandbox Fusion: {error}") from error
+    compiled, run = reply.compile_result, reply.run_result
+    if reply.status not in ("Success", "Failed"):
+        raise RunnerError("sandbox", f"Sandbox Fusion replied {reply.status}: {(reply.message or '')[:200]}")
+    if compiled is not None and (problem := _problem_of(compiled)):
+        return Ran(problem=problem if problem == TIMEOUT else f"it does not compile: {problem}")
+    if run is None:
+        raise RunnerError("sandbox", f"Sandbox Fusion replied {reply.status} and no run_result")
+    return Ran(run.stdout or "", _problem_of(run) or ("" if reply.status == "Success" else "failed"))
+
+
+def _problem_of(result: _FusionResult) -> str:
+    if result.status == "TimeLimitExceeded":
+        return TIMEOUT
+    last_line = _last_line(result.stderr or "")
+    if result.status != "Finished":
+        return f"{result.status}: {last_line}"
+    return f"exit code {result.return_code}: {last_line}" if result.return_code else ""

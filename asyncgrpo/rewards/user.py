@@ -1,34 +1,57 @@
 """Reward functions of users: `my_reward.py` or `my_reward.py:name`.
 
 The file only runs inside worker processes. It is checked at the start of a run, and an error is one sentence, before any
-GPU time is spent. `signatures.py` says which parameters a function may take, and what it returns. It may be `async`; one
-worker awaits one call at a time.
+GPU time is spent. The names of its parameters decide the form of a function:
+
+    verl's            f(data_source, solution_str, ground_truth, extra_info=None)
+    verl's batch      f(data_sources, solution_strs, ground_truths, extra_infos=None)
+    TRL's             f(completions, **columns), f(prompts, completions, completion_ids, ground_truth, ...)
+    by keyword        f(prompt, completion, answer, info), or some of these
+
+A function of verl's batch form or of TRL's is called once for all completions of a group and returns a list. The others
+are called for each completion and return a number, or a dict with `score` and named parts. All may be `async`; one worker
+awaits one call at a time.
 """
 
-import asyncio
+import functools
 import importlib.util
 import inspect
 import json
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.base import Sampled, describe
-from asyncgrpo.rewards.pool import START_TIMEOUT_S, Pool
-from asyncgrpo.rewards.signatures import Function, recognise
+from asyncgrpo.guests import START_TIMEOUT_S, run_apart
+from asyncgrpo.rewards.base import describe
+from asyncgrpo.rewards.pool import Pool, PoolReward, start_worker
 from asyncgrpo.rewards.worker import Call, WorkerReady
-from asyncgrpo.types import Prompt, Score
 
 DEFAULT_NAME = "compute_score"
 _TARGET = f"{__name__}:load_in_worker"
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 
-class UserReward:
+@dataclass(frozen=True)
+class Function:
+    """A user's function, called for a `Call`."""
+
+    about: str
+    """Its name, its parameters and its form."""
+    takes_groups: bool
+    """True if it is called once for a group, and returns a list."""
+    call: Callable[[Call], Any]
+    kwargs: tuple[str, ...] = ()
+    """The names of the further arguments that it takes of those given."""
+
+    def __call__(self, call: Call) -> Any:
+        return self.call(call)
+
+
+class UserReward(PoolReward):
     """Scores with the user's function `spec`, in `workers` processes; a call may take `timeout_s`."""
 
     def __init__(
@@ -46,45 +69,8 @@ class UserReward:
             kwargs: further arguments of the function, as far as it takes them.
             takes_groups, about: as `check_user_function` found them.
         """
-        self._pool = Pool(_TARGET, _argument(spec, kwargs), what=spec, workers=workers, timeout_s=timeout_s)
-        self.takes_groups, self.about = takes_groups, about
-
-    def check_sources(self, sources: set[str]) -> None:
-        """Any `data_source` will do."""
-
-    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-        """Score completions. See `rewards.base.Reward`."""
-        if self.takes_groups:
-            return await self._pool.call(call_of(prompt, completions, is_group=True))
-        return await score_each(self._pool, prompt, completions)
-
-    def withdraw(self) -> None:
-        """See `rewards.base.ConfiguredReward`."""
-        self._pool.withdraw()
-
-    async def close(self) -> None:
-        """End every worker process."""
-        await self._pool.close()
-
-
-def call_of(prompt: Prompt, completions: Sequence[Sampled], *, is_group: bool = False) -> Call:
-    """The call to a worker that scores these completions of this prompt."""
-    return Call(
-        data_source=prompt.source,
-        completions=tuple(one.text for one in completions),
-        ground_truth=prompt.answer,
-        info=prompt.info,
-        prompt_text=prompt.turns[-1]["content"] if prompt.turns else prompt.text,
-        turns=prompt.turns,
-        completion_ids=tuple(tuple(one.token_ids) for one in completions) if is_group else (),
-        is_group=is_group,
-    )
-
-
-async def score_each(pool: Pool, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-    """Score completions with a call for each."""
-    replies = await asyncio.gather(*(pool.call(call_of(prompt, [one])) for one in completions))
-    return [score for (score,) in replies]
+        pool = Pool(_TARGET, _argument(spec, kwargs), what=spec, workers=workers, timeout_s=timeout_s)
+        super().__init__(pool, about, takes_groups=takes_groups)
 
 
 def check_user_function(
@@ -92,40 +78,17 @@ def check_user_function(
 ) -> WorkerReady:
     """Check a user's function: load it in a worker, which then ends. Blocks as long as the file's imports take.
 
-    Returns:
-        What the function is, and how it is called.
     Raises:
         RewardError: there is no such file or function, it cannot be imported, or its parameters are unknown.
     """
-    found: list[WorkerReady] = []
-    problems: list[BaseException] = []
 
-    async def load() -> None:
-        pool = Pool(_TARGET, _argument(spec, kwargs), what=spec, workers=1, timeout_s=timeout_s)
-        try:
-            async with asyncio.timeout(timeout_s):
-                found.append(await pool.start())
-        except TimeoutError:
-            raise RewardError(
-                f"{spec} was not imported within {timeout_s:g} s; does its import wait for something? If it only takes "
-                "that long, raise reward.timeout_s"
-            ) from None
-        finally:
-            await pool.close()
+    async def load() -> WorkerReady:
+        hint = " If it only takes that long, raise reward.timeout_s"
+        guest, ready = await start_worker(_TARGET, _argument(spec, kwargs), spec, timeout_s, hint)
+        await guest.kill()
+        return ready
 
-    def run() -> None:
-        try:
-            asyncio.run(load())
-        except BaseException as problem:
-            problems.append(problem)
-
-    # In a thread of its own, because the caller may be inside a running event loop.
-    thread = threading.Thread(target=run, name="reward-check")
-    thread.start()
-    thread.join()
-    if problems:
-        raise problems[0]
-    return found[0]
+    return run_apart(load())
 
 
 def _argument(spec: str, kwargs: Mapping[str, Any]) -> str:
@@ -147,7 +110,8 @@ def load_user_function(spec: str, kwargs: Mapping[str, Any] = NO_KWARGS) -> Func
         RewardError: one sentence that names the file and what to fix.
     """
     path, name = split_spec(spec)
-    return recognise(_function(run_file(path), path, name), path, name, kwargs)
+    function = find_in(run_file(path), path, name, "function")
+    return recognise(function, path, name, kwargs)
 
 
 def split_spec(spec: str, default: str = DEFAULT_NAME) -> tuple[Path, str]:
@@ -169,7 +133,7 @@ def run_file(path: Path, what: str = "reward") -> ModuleType:
     taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
     found = importlib.util.spec_from_file_location(f"_{what}_{path.stem}" if taken else path.stem, path)
     if found is None or found.loader is None:
-        raise RewardError(f"{path} is no Python file; its name must end in .py")
+        raise RewardError(f"{path} is not a Python file; its name must end in .py")
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module
     sys.path.insert(0, str(path.parent))
@@ -182,20 +146,210 @@ def run_file(path: Path, what: str = "reward") -> ModuleType:
     except BaseException as error:
         is_relative = isinstance(error, ImportError) and "relative import" in str(error)
         hint = (
-            f"; {path.name} is no part of a package: write `import name` for a module beside it" if is_relative else ""
+            f"; {path.name} is not part of a package: write `import name` for a module beside it" if is_relative else ""
         )
         raise RewardError(f"{path} cannot be imported: {describe(error)}{hint}") from error
     return module
 
 
-def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
-    function = getattr(module, name, None)
-    if callable(function):
-        return function
-    if function is not None:
-        raise RewardError(f"{path}: {name} is a {type(function).__name__}, not a function")
-    own = [
-        key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    there = f"it has {', '.join(own)}: name one with {path.name}:{own[0]}" if own else "it has no function at all"
-    raise RewardError(f"{path} has no {name}; {there}")
+_KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], bool]]] = {
+    "function": (callable, inspect.isfunction),
+    "class": (inspect.isclass, inspect.isclass),
+}
+
+
+def find_in(module: ModuleType, path: Path, name: str, kind: Literal["function", "class"]) -> Any:
+    """Return the function or class that `module`, run from `path`, has under `name`. Raises RewardError, one sentence."""
+    fits, is_own = _KINDS[kind]
+    found = getattr(module, name, None)
+    if fits(found):
+        return found
+    own = [key for key, value in vars(module).items() if is_own(value) and value.__module__ == module.__name__]
+    there = f"it has {', '.join(own)}: name one with {path.name}:{own[0]}" if own else f"it has no {kind} at all"
+    if found is not None:
+        raise RewardError(f"{path}: {name} is a {type(found).__name__}, not a {kind}; {there}")
+    raise RewardError(f"{path} has no {kind} {name}; {there}")
+
+
+# -- the form of a function --------------------------------------------------------------------------------------------
+
+
+Getters = dict[str, Callable[[Call], Any]]
+
+_VERL: Getters = {
+    "data_source": lambda call: call.data_source,
+    "solution_str": lambda call: call.completion_text,
+    "ground_truth": lambda call: call.ground_truth,
+    "extra_info": lambda call: call.info,
+}
+_KEYWORD: Getters = {
+    "prompt": lambda call: call.prompt_text,
+    "completion": lambda call: call.completion_text,
+    "answer": lambda call: call.ground_truth,
+    "info": lambda call: call.info,
+}
+_KNOWN = _VERL | _KEYWORD
+_VERL_BATCH: Getters = {
+    "data_sources": lambda call: [call.data_source] * len(call.completions),
+    "solution_strs": lambda call: list(call.completions),
+    "ground_truths": lambda call: [call.ground_truth] * len(call.completions),
+    "extra_infos": lambda call: [call.info] * len(call.completions),
+}
+_TRL: Getters = {
+    "prompts": lambda call: [list(call.turns) if call.turns else call.prompt_text] * len(call.completions),
+    "completions": lambda call: [_as_trl(text, is_chat=bool(call.turns)) for text in call.completions],
+    "completion_ids": lambda call: [list(ids) for ids in call.completion_ids],
+}
+_OF_TRL_ITSELF = ("trainer_state", "environments", "log_extra", "log_metric")
+_FORMS = (
+    f"compute_score({', '.join(_VERL)}), TRL's f(completions, **columns), or any of the names {', '.join(_KEYWORD)}"
+)
+
+
+def recognise(function: Callable[..., Any], path: Path, name: str, kwargs: Mapping[str, Any]) -> Function:
+    """Return a user's function in the form that its parameters show.
+
+    Args:
+        kwargs: further arguments of it. It gets those that it takes, and they are no part of its form.
+    Raises:
+        RewardError: it takes what no reward can give; the message names file, function and the forms there are.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"{path}: the parameters of {name} cannot be read: {error}") from error
+    taken = {key: value for key, value in kwargs.items() if _takes(signature, key)}
+    if taken:
+        function = functools.partial(function, **taken)
+    parameters = _Parameters(signature, f"{path}: {name}{signature}", taken)
+    for names, form, bind in ((_TRL, "TRL's form", _bind_trl), (_VERL_BATCH, "verl's batch form", _bind_verl_batch)):
+        if parameters.any_of(names):
+            return Function(
+                f"{_bare(name, signature)}, {form}, one call for a group", True, bind(function, parameters), (*taken,)
+            )
+    form, call = _bind_one(function, parameters)
+    return Function(f"{_bare(name, signature)}, {form}, one call for a completion", False, call, (*taken,))
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    """Return True if `name` can be given by keyword."""
+    parameter = signature.parameters.get(name)
+    if parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        return True
+    return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+
+
+class _Parameters:
+    """The parameters of a function, as far as they decide how it is called."""
+
+    def __init__(self, signature: inspect.Signature, what: str, taken: Container[str]) -> None:
+        """
+        Args:
+            what: file, name and parameters, with which every complaint begins.
+            taken: parameters that have their value already.
+        """
+        every = [p for p in signature.parameters.values() if p.name not in taken]
+        self.taken = taken
+        self.kinds = {p.kind for p in every}
+        self.named = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        self.required = [p.name for p in self.named if p.default is p.empty]
+        self.what = what
+
+    @property
+    def takes_any(self) -> bool:
+        """True if it has `**rest`."""
+        return inspect.Parameter.VAR_KEYWORD in self.kinds
+
+    @property
+    def has_unnamed(self) -> bool:
+        """True if some can only be given by position."""
+        return inspect.Parameter.POSITIONAL_ONLY in self.kinds
+
+    def any_of(self, names: Iterable[str]) -> bool:
+        return any(p.name in names for p in self.named)
+
+    def refuse(self, names: Iterable[str]) -> RewardError:
+        unknown = ", ".join(names) or "positional-only parameters"
+        return RewardError(f"{self.what} takes {unknown}, which a reward cannot give; expected {_FORMS}")
+
+
+def _bare(name: str, signature: inspect.Signature) -> str:
+    """Name and parameters without annotations."""
+    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return f"{name}{signature.replace(parameters=plain, return_annotation=signature.empty)}"
+
+
+# -- one call for a group ----------------------------------------------------------------------------------------------
+
+
+def _bind_trl(function: Callable[..., Any], parameters: _Parameters) -> Callable[[Call], Any]:
+    """By keyword: prompts, completions, their token ids, and the columns of the row, each repeated."""
+    of_trl = [name for name in parameters.required if name in _OF_TRL_ITSELF]
+    if of_trl or parameters.has_unnamed:
+        raise parameters.refuse(of_trl)
+    names = [p.name for p in parameters.named]
+
+    def call(call: Call) -> Any:
+        count = len(call.completions)
+        columns = {name: [value] * count for name, value in _columns(call).items() if name not in parameters.taken}
+        given = columns | {name: get(call) for name, get in _TRL.items()}
+        if missing := [name for name in parameters.required if name not in given]:
+            raise RewardError(
+                f"the row has no column {', '.join(missing)}, which the function takes; it has {', '.join(columns)}"
+            )
+        return function(**(given if parameters.takes_any else {name: given[name] for name in names if name in given}))
+
+    return call
+
+
+def _columns(call: Call) -> dict[str, Any]:
+    """The columns of the row. Answer and source have each name that a file may give them."""
+    answer, source = call.ground_truth, call.data_source
+    known = {"ground_truth": answer, "answer": answer, "solution": answer, "data_source": source, "task": source}
+    return known | {"extra_info": call.info} | call.info
+
+
+def _as_trl(text: str, *, is_chat: bool) -> str | list[dict[str, str]]:
+    """A completion as TRL gives it: after chat turns it is a list of one turn."""
+    return [{"role": "assistant", "content": text}] if is_chat else text
+
+
+def _bind_verl_batch(function: Callable[..., Any], parameters: _Parameters) -> Callable[[Call], Any]:
+    unknown = [name for name in parameters.required if name not in _VERL_BATCH]
+    if unknown or parameters.has_unnamed:
+        raise parameters.refuse(unknown)
+    named = {p.name for p in parameters.named}
+    names = [name for name in _VERL_BATCH if parameters.takes_any or name in named]
+    return lambda call: function(**{name: _VERL_BATCH[name](call) for name in names})
+
+
+# -- one call for a completion -----------------------------------------------------------------------------------------
+
+
+def _bind_one(function: Callable[..., Any], parameters: _Parameters) -> tuple[str, Callable[[Call], Any]]:
+    """By the names it takes, or by position in verl's order if its names are unknown."""
+    named, required = parameters.named, parameters.required
+    known = [p.name for p in named if p.name in _KNOWN]
+    if parameters.has_unnamed or not set(required) <= _KNOWN.keys():
+        return _by_position(function, parameters, [p.name for p in named if p.kind != p.KEYWORD_ONLY], required)
+    speaks_verl = not known or any(name in _VERL for name in known)
+    if parameters.takes_any:  # it gets the other names of the same naming as well
+        known += [name for name in (_VERL if speaks_verl else _KEYWORD) if name not in known]
+    elif inspect.Parameter.VAR_POSITIONAL in parameters.kinds and not known:
+        return _by_position(function, parameters, list(_VERL), list(_VERL))
+    if not known:
+        raise RewardError(f"{parameters.what} takes nothing that a reward can give; expected {_FORMS}")
+    form = "verl's form" if speaks_verl else "by keyword"
+    return form, lambda call: function(**{name: _KNOWN[name](call) for name in known})
+
+
+def _by_position(
+    function: Callable[..., Any], parameters: _Parameters, names: list[str], required: list[str]
+) -> tuple[str, Callable[[Call], Any]]:
+    """In verl's order, with three or four required parameters, none of a known name out of place."""
+    order = list(_VERL)
+    agrees = all(name == expected or name not in _KNOWN for name, expected in zip(names, order, strict=False))
+    if not agrees or not 3 <= len(required) <= 4 or not set(required) <= set(names[:4]):
+        raise parameters.refuse(name for name in required if name not in _KNOWN)
+    getters = [_VERL[name] for name, _ in zip(order, names, strict=False)]
+    return "verl's form by position", lambda call: function(*[get(call) for get in getters])

@@ -171,7 +171,7 @@ CASES = {
     ),
     "a judge that is not there": (
         None,
-        ["reward.function=judge", "reward.judge.url=http://127.0.0.1:1", "reward.judge.model=m"],
+        ["reward.function=judge", "reward.judge.url=http://127.0.0.1:1"],
         ["reward.judge.url", "http://127.0.0.1:1/v1/chat/completions", "Connection refused"],
     ),
     "a sandbox that is not there": (

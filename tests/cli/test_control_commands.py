@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.control.address import Address, write_address
+from asyncgrpo.control.client import Address, write_address
 from asyncgrpo.control.operator import ChangeSettings, DrainRun, Evaluate, Pause, Resume, Scale, WriteCheckpoint
 from tests.control.operators import TOKEN, FakeOperator, make_run, served
 
@@ -102,7 +102,7 @@ def test_what_the_driver_refuses_is_said(asyncgrpo, operator):
         (["set", "run.steps=3"], "run.steps cannot change while a run goes on; learner.lr, buffer.max_lag"),
         (["set", "learner.lr=fast"], "learner.lr=fast: 'fast' is not a number"),
         (["status", "runs/none"], "there is no run folder runs/none"),
-        (["pause", "."], ". is no run folder: it holds no metrics.jsonl"),
+        (["pause", "."], ". is not a run folder: it has no metrics.jsonl"),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(asyncgrpo, operator, typed, why):

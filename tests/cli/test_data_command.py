@@ -112,7 +112,7 @@ def test_the_rows_without_an_answer_are_named(asyncgrpo, file, reward):
 
 
 def test_an_unreachable_judge_is_one_sentence_after_the_report(asyncgrpo, file):
-    judge = ("reward.function=judge", "reward.judge.url=http://127.0.0.1:1", "reward.judge.model=m")
+    judge = ("reward.function=judge", "reward.judge.url=http://127.0.0.1:1")
     ended = asyncgrpo("data", "check", file, *judge, "reward.judge.timeout_s=2")
     assert ended.code == 1
     assert "rows             8" in ended.out

@@ -301,7 +301,7 @@ class TestTranslation:
             ({"reward.custom_reward_function.path": "r.py"}, {"reward.function": "r.py"}),
             (
                 {"reward_model.enable": True, "reward_model.model.path": "rm", "reward_model.max_length": 99},
-                {"reward.function": "model", "reward.model.path": "rm", "reward.model.max_tokens": 99},
+                {"reward.function": "model", "reward.model.path": "rm"},
             ),
             (
                 {"reward.reward_model.enable": True, "reward.reward_model.model_path": "rm"},

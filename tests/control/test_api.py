@@ -13,8 +13,8 @@ import pytest
 
 from asyncgrpo.config.schema import ControlConfig
 from asyncgrpo.control import server
-from asyncgrpo.control.address import Address, read_address
 from asyncgrpo.control.api import serving
+from asyncgrpo.control.client import Address, read_address
 from asyncgrpo.control.fetch import fetch
 from asyncgrpo.control.operator import ChangeSettings, DrainRun, Evaluate, Pause, Resume, Scale, WriteCheckpoint
 from asyncgrpo.errors import CommandRefused, ConfigError, RunNotAlive
@@ -166,6 +166,13 @@ def test_a_name_that_was_made_to_resolve_to_us_is_refused(operator: FakeOperator
             url, b"GET /api/status HTTP/1.1\r\n" + head + b"\r\n" + token + b"\r\nConnection: close\r\n\r\n"
         )
     assert received.split()[1] == b"%d" % status
+
+
+@pytest.mark.parametrize("expected", [b"100-continue", b"the moon"])
+def test_without_the_token_nothing_is_expected(operator: FakeOperator, expected: bytes):
+    with served(operator) as url:
+        head = b"GET /api/status HTTP/1.1\r\nHost: localhost\r\nExpect: " + expected + b"\r\nConnection: close\r\n\r\n"
+        assert send(url, head).startswith(b"HTTP/1.1 401 ")
 
 
 def test_beyond_loopback_any_name_will_do(operator: FakeOperator):

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncgrpo.control.groups import groups_in
+from asyncgrpo.control.api import groups_in
 from asyncgrpo.control.operator import ProcessStatus, Status
 from asyncgrpo.control.problems import Problem, of_status, problems, problems_in, read_runbook
 from asyncgrpo.errors import DataError

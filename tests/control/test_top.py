@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncgrpo.control.address import Address, write_address
+from asyncgrpo.control.client import Address, write_address
 from asyncgrpo.control.operator import Pause, Resume
 from asyncgrpo.control.top import Top
 from asyncgrpo.recording.events import EventLog

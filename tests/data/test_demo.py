@@ -5,9 +5,10 @@ import json
 import pytest
 
 from asyncgrpo.config.schema import DataConfig
-from asyncgrpo.data.demo import TASKS, demo_score, make_demo_model, write_demo_task
+from asyncgrpo.data.demo import TASKS, make_demo_model, write_demo_task
 from asyncgrpo.data.prompts import load_prompts
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.rewards.rules import demo_score
 
 
 def test_any_tool_of_the_field_loads_the_model(demo_model):

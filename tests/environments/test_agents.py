@@ -7,12 +7,11 @@ import pytest
 
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import EnvironmentConfig
-from asyncgrpo.environments.agent import AGENT
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
 from asyncgrpo.environments.build import build_agent
-from asyncgrpo.environments.chat import Chat, Said
-from asyncgrpo.environments.gateway import Gateway
-from asyncgrpo.environments.host import HostedAgent, check_environment
+from asyncgrpo.environments.chat import Chat, ChatTurn, Gateway
+from asyncgrpo.environments.hosted import HostedAgent, check_environment
+from asyncgrpo.environments.worker import AGENT
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.types import Score
 from tests.runs import wait_until
@@ -41,12 +40,12 @@ async def test_agents_that_are_not_async_call_the_model_at_the_same_time():
     at_once = 0
 
     class Model:
-        async def reply(self, chat: Chat) -> Said:
+        async def reply(self, chat: Chat) -> ChatTurn:
             nonlocal at_once
             at_once += 1
             while at_once < 20:
                 await asyncio.sleep(0.01)
-            return Said({"role": "assistant", "content": chat.messages[0]["content"] * 2}, "stop", 1, [1], [0.0])
+            return ChatTurn({"role": "assistant", "content": chat.messages[0]["content"] * 2}, "stop", 1, [1], [0.0])
 
     gateway, host = Gateway("m", str), hosted("asks")
     access = [await gateway.open(Model()) for _ in range(20)]
@@ -95,6 +94,11 @@ async def test_an_agent_that_does_not_return_is_given_up_and_one_that_is_not_wan
 def test_what_is_no_agent_is_said_in_a_sentence(name, why):
     with pytest.raises(ConfigError, match=why):
         build_agent(EnvironmentConfig(agent=name))
+
+
+def test_a_whole_call_has_the_time_of_twenty_steps():
+    host = build_agent(EnvironmentConfig(agent=str(AGENTS), timeout_s=2.0))
+    assert host is not None and host.timeout_s == 40.0
 
 
 def test_an_agent_beside_an_environment_is_refused():

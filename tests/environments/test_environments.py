@@ -9,8 +9,8 @@ import pytest
 from asyncgrpo.config.schema import EnvironmentConfig
 from asyncgrpo.environments.base import EnvironmentFailed, Reply, Task
 from asyncgrpo.environments.build import build_environment
-from asyncgrpo.environments.builtin import Local, calculate
-from asyncgrpo.environments.host import Hosted, check_environment
+from asyncgrpo.environments.hosted import Hosted, check_environment
+from asyncgrpo.environments.tools import Local, calculate
 from asyncgrpo.errors import ConfigError
 from tests.runs import command_of, wait_until
 
@@ -43,12 +43,12 @@ def processes_of(_: Hosted) -> list[psutil.Process]:
         ("8/2", "4"),
         ("7//2 + 7%2", "4"),
         ("1/0", "error: division by zero"),
-        ("2**999999999", "error: no arithmetic expression"),
-        ("9" * 70, "error: no arithmetic expression"),
-        ("__import__('os')", "error: no arithmetic expression"),
-        ("True + 1", "error: no arithmetic expression"),
+        ("2**999999999", "error: not an arithmetic expression"),
+        ("9" * 70, "error: not an arithmetic expression"),
+        ("__import__('os')", "error: not an arithmetic expression"),
+        ("True + 1", "error: not an arithmetic expression"),
         ("1" * 300, "error: too long"),
-        ("", "error: no arithmetic expression"),
+        ("", "error: not an arithmetic expression"),
         ("(" * 90 + "1" + ")" * 90, "1"),
     ],
 )

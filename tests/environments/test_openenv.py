@@ -122,7 +122,7 @@ async def test_actions_of_several_fields_are_json():
     ("turn", "why"),
     [
         ("boom", "EXECUTION_ERROR: boom"),
-        ("nonsense", "sent what OpenEnv does not say"),
+        ("nonsense", "does not follow the protocol of OpenEnv"),
         ("hang", "did not reply to step within 0.5 s"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncgrpo.environments.toolcalls import ToolCall, Turn, read_turn
+from asyncgrpo.environments.tools import ToolCall, Turn, read_turn
 
 CALL = ToolCall("search", {"query": "cats"})
 
@@ -30,8 +30,8 @@ def test_calls_are_read(text, turn):
 @pytest.mark.parametrize(
     ("block", "problem"),
     [
-        ("{name: search}", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("{name: search}", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[1, 2]", 'a JSON object with "name"'),
         ('{"name": 3}', 'a JSON object with "name"'),
         ('{"name": "search", "arguments": [1]}', "are a JSON object"),

@@ -36,7 +36,7 @@ async def test_calls_are_answered_in_order_and_a_turn_without_one_is_the_answer(
     errors = [one["content"] for one in (await episode.step(bad)).messages]
     assert "KeyError: 'no such word'" in errors[0] and "missing 1 required" in errors[1]
     assert errors[2] == "error: there is no tool 'fly'; there are calculator, lookup, later"
-    assert "this tool call is no JSON" in errors[3]
+    assert "this tool call is not JSON" in errors[3]
     assert await episode.step("It is 42.") == Reply(done=True)
     await episode.close()
     await environment.close()
@@ -69,7 +69,7 @@ def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("tools", "why"),
     [
-        (("hammer.py",), "hammer.py is no tool; there are calculator, and FILE.py:FUNCTION"),
+        (("hammer.py",), "hammer.py is not a tool; there are calculator, and FILE.py:FUNCTION"),
         (("nowhere.py:f",), "there is no tools file .*nowhere.py"),
         ((f"{TOOLS}:missing",), "my_tools.py has no function missing"),
         (("calculator", "calculator"), "names calculator twice"),

@@ -13,7 +13,7 @@ from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.generators.rollout import GroupInFlight, TooFewCompletions
 from asyncgrpo.planner.clock import VirtualLoop
-from asyncgrpo.rewards import Reward
+from asyncgrpo.rewards.base import Reward
 from asyncgrpo.types import Completion, Discarded, Group, Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from tests.rewards.stubs import OneByOne
 

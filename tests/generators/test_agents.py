@@ -19,7 +19,7 @@ from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.data.tokenizer import continuation, decoder, load_tokenizer, opening
 from asyncgrpo.engines.torch.engine import TorchEngine
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
-from asyncgrpo.environments.gateway import LARGEST_BODY, Gateway
+from asyncgrpo.environments.chat import LARGEST_BODY, Gateway
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.agents import AgentSampler, Limits
 from asyncgrpo.generators.rollout import GroupInFlight, Played, with_common_prompt
@@ -197,8 +197,8 @@ SAID = {"role": "assistant", "content": "ab"}
         ([user("hello"), SAID, user("?")], r"messages\[0\] is not what it was"),
         ([*ROW, {"role": "assistant", "content": "AB"}, user("?")], r"messages\[1\] is not what it was"),
         ([*ROW, user("?")], r"messages\[1\] is not what it was"),
-        (ROW, "1 messages came where 2 were said"),
-        ([*ROW, SAID], "2 messages came where 2 were said and at least one must be new"),
+        (ROW, "1 messages came after 2"),
+        ([*ROW, SAID], "2 messages came after 2, and at least one must be new"),
     ],
 )
 async def test_a_call_that_does_not_extend_the_conversation_fails_the_completion_by_name(messages, why):

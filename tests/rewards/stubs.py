@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from asyncgrpo.rewards import Sampled
+from asyncgrpo.rewards.base import Sampled
 from asyncgrpo.types import Prompt, Score
 
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
+from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.code import CodeSettings, Returns, code_of, read_tests, score_code
+from asyncgrpo.rewards.code import Returns, code_of, read_tests, score_code
 from asyncgrpo.rewards.sandbox import TIMEOUT, Program, Ran, RunnerError
 from asyncgrpo.types import Score
 
@@ -24,7 +25,7 @@ class Fake:
 
 async def score(does, ground_truth, text="code", **settings) -> tuple[Score, list[Program]]:
     runner = Fake(does)
-    return await score_code(text, ground_truth, runner, CodeSettings(**settings)), runner.programs
+    return await score_code(text, ground_truth, runner, RewardConfig(**settings)), runner.programs
 
 
 @pytest.mark.parametrize(
@@ -81,12 +82,12 @@ def test_lines_of_asserts_are_a_test_each():
         ({"inputs": "1", "outputs": "2"}, "inputs and outputs, lists"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs for 0 outputs"),
         ({"inputs": [], "outputs": []}, "has no tests"),
-        ("{'inputs': ['1'], 'outputs': ['2']}", "begins like JSON and is none"),
+        ("{'inputs': ['1'], 'outputs': ['2']}", "looks like JSON but does not parse"),
         ({"assert_case": [1]}, "assert_case must be texts"),
         ({"assert_case": ["assert 1"], "inputs": ["", ""]}, "2 inputs for 1 of assert_case"),
         ([{"input": "1"}], "assert statements must be texts"),
-        ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "an input that is no JSON"),
-        ({"inputs": ["1"], "outputs": ["3"], "fn_name": "f(1)"}, "fn_name is no name of a function"),
+        ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "an input that is not JSON"),
+        ({"inputs": ["1"], "outputs": ["3"], "fn_name": "f(1)"}, "fn_name is not the name of a function"),
     ],
 )
 def test_tests_that_cannot_be_read_are_refused_by_what_is_wrong(ground_truth, why):
@@ -99,7 +100,7 @@ async def test_the_score_is_the_share_of_tests_that_pass():
     scored, programs = await score(lambda program: Ran(program.stdin), tests)
     assert (scored.value, scored.parts, scored.detail) == (0.75, {"tests_passed": 0.75}, "test 4: wrong output")
     assert [program.stdin for program in programs] == ["1", "2", "3", "4"]
-    scored, _ = await score(lambda program: Ran(program.stdin), tests, score="all")
+    scored, _ = await score(lambda program: Ran(program.stdin), tests, code=CodeRewardConfig(score="all"))
     assert (scored.value, scored.parts) == (0.0, {"tests_passed": 0.75})
 
 
@@ -141,7 +142,7 @@ async def test_no_test_is_started_after_one_that_was_late():
 
 
 async def test_tests_that_could_not_be_started_in_time_are_no_fault_of_the_code():
-    scored, programs = await score(lambda _: Ran("4"), FORMS[0], start_within_s=-1.0)
+    scored, programs = await score(lambda _: Ran("4"), FORMS[0], timeout_s=-1.0)
     assert (scored.value, scored.failure, programs) == (None, "timeout", [])
     assert "reward.timeout_s" in scored.detail
 

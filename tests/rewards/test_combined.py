@@ -4,9 +4,8 @@ import pytest
 
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import CombinedReward, Sampled, build_reward, score_one
-from asyncgrpo.rewards.base import failed
-from asyncgrpo.rewards.combined import Weighted
+from asyncgrpo.rewards.base import Sampled, failed, score_one
+from asyncgrpo.rewards.build import CombinedReward, Weighted, build_reward
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
 from tests.rewards.stubs import OneByOne
@@ -95,18 +94,18 @@ async def test_the_first_that_applies_scores_and_those_behind_it_are_not_called(
 
 async def test_behind_a_gate_the_others_are_called_only_where_the_first_is_above_it():
     first = ByText({
-        "no": Score(value=0.25), "yes": Score(value=0.5), "broken": failed("crash", "gone"), "none": NOTHING,
+        "no": Score(value=-0.25), "yes": Score(value=0.5), "broken": failed("crash", "gone"), "none": NOTHING,
     })  # fmt: skip
     costly = [ByText({"yes": Score(value=3.0)}), ByText({"yes": NOTHING})]
     rewards = [Weighted("first", 2.0, first), Weighted("x", 1.0, costly[0]), Weighted("y", 1.0, costly[1])]
-    reward = CombinedReward(rewards, "gate", gate_above=0.25)
+    reward = CombinedReward(rewards, "gate")
     no, yes, broken, none = await reward.score(prompt(), [Sampled(t) for t in ("no", "yes", "broken", "none")])
-    assert (no.value, no.parts) == (0.5, {"first": 0.25})
+    assert (no.value, no.parts) == (-0.5, {"first": -0.25})
     assert (yes.value, yes.parts) == (4.0, {"first": 0.5, "x": 3.0})
     assert (broken.failure, broken.detail) == ("crash", "first: gone")
     assert none.failure == "not_applicable", "what has no first reward passes no gate, and is no silent 0"
     assert [one.asked for one in costly] == [["yes"], ["yes"]]
-    assert reward.about == "2 x a stub, and where that reward is above 0.25 + 1 x a stub + 1 x a stub"
+    assert reward.about == "2 x a stub, and where that reward is above 0 + 1 x a stub + 1 x a stub"
 
 
 async def test_functions_and_built_in_rewards_are_mixed_by_name(reward_file):
@@ -134,7 +133,7 @@ async def test_functions_and_built_in_rewards_are_mixed_by_name(reward_file):
         (RewardConfig(weights=(1.0, 2.0)), "reward.weights has 2 and reward.function 1 entries"),
         (RewardConfig(function=("format", "format")), "names format twice"),
         (RewardConfig(function="qa", combine="gate"), "reward.combine=gate needs two rewards or more"),
-        (RewardConfig(function="gsm8"), "reward.function: gsm8 is no built-in reward; did you mean gsm8k"),
+        (RewardConfig(function="gsm8"), "reward.function: gsm8 is not a built-in reward; did you mean gsm8k"),
         (RewardConfig(function="nowhere.py"), "there is no reward file .*nowhere.py"),
     ],
 )

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from asyncgrpo.rewards import score_one
+from asyncgrpo.rewards.base import score_one
 from asyncgrpo.rewards.user import UserReward
 from tests.rewards.conftest import prompt
 

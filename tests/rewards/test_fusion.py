@@ -11,8 +11,10 @@ import pytest
 
 from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.rewards import Sampled, build_reward, fusion, http, score_one
-from asyncgrpo.rewards.fusion import TRIES
+from asyncgrpo.rewards import http, sandbox
+from asyncgrpo.rewards.base import Sampled, score_one
+from asyncgrpo.rewards.build import build_reward
+from asyncgrpo.rewards.sandbox import TRIES
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
 from tests.rewards.servers import Handler, Recording
@@ -148,8 +150,8 @@ async def test_a_service_that_always_fails_is_asked_a_few_times_and_is_a_named_f
     [
         ((404, b"no such page"), "HTTP 404: no such page"),
         ((422, b"unknown language"), "HTTP 422: unknown language"),
-        ((200, b"<html>"), "no reply of Sandbox Fusion"),
-        ((200, b"[]"), "no reply of Sandbox Fusion"),
+        ((200, b"<html>"), "not one of Sandbox Fusion"),
+        ((200, b"[]"), "not one of Sandbox Fusion"),
         ((200, b'{"status": "SandboxError", "message": "disk full"}'), "SandboxError: disk full"),
         ((200, b'{"status": "Success"}'), "no run_result"),
     ],
@@ -173,7 +175,7 @@ async def test_a_service_that_is_not_there_is_a_named_failure(service):
 
 
 async def test_a_service_that_hangs_is_a_named_failure(service, monkeypatch):
-    monkeypatch.setattr(fusion, "QUEUE_S", 0.1)
+    monkeypatch.setattr(sandbox, "QUEUE_S", 0.1)
     service.hold.clear()
     scored = await score(service.url, timeout_s=0.1)
     assert scored.failure == "timeout" and "did not reply" in scored.detail

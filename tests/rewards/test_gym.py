@@ -5,10 +5,11 @@ import re
 
 import pytest
 
+from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import RuleReward, Sampled, score_one
-from asyncgrpo.rewards.code import CodeSettings
+from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.gym import EVALUATING, score_gym
+from asyncgrpo.rewards.rules import RuleReward
 from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt
 
@@ -44,13 +45,13 @@ def test_the_right_answer_of_every_row_has_its_own_scorers_full_score(name):
 
 
 async def test_a_worker_scores_a_prompt_and_names_a_row_that_does_not_say_its_task():
-    reward = RuleReward(timeout_s=30, workers=1)
+    reward = RuleReward(RewardConfig(timeout_s=30))
     row = prompt(answer="", source="reasoning-gym:chain_sum", info={"reasoning_gym": SUM})
     try:
         right, wrong = await reward.score(row, [Sampled(task_of(SUM)["answer"]), Sampled("no number")])
         assert (right.value, wrong.value) == (1.0, 0.0)
         failure = await score_one(reward, prompt(source="reasoning-gym:chain_sum"), "1")
-        assert failure.failure == "exception" and "does not say which task" in failure.detail
+        assert failure.failure == "exception" and "does not name its task" in failure.detail
     finally:
         await reward.close()
 
@@ -58,9 +59,9 @@ async def test_a_worker_scores_a_prompt_and_names_a_row_that_does_not_say_its_ta
 def test_scorers_that_run_the_answer_as_code_are_refused_unless_that_is_allowed():
     sources = {"reasoning-gym:chain_sum", "reasoning-gym:countdown"}
     with pytest.raises(RewardError, match=r"'reasoning-gym:countdown'.*running the answer as Python.*--unsafe-rewards"):
-        RuleReward(timeout_s=1, workers=1).check_sources(sources)
-    RuleReward(timeout_s=1, workers=1, code=CodeSettings(unsafe=True)).check_sources(sources)
-    RuleReward(timeout_s=1, workers=1).check_sources({"reasoning-gym:chain_sum"})
+        RuleReward(RewardConfig()).check_sources(sources)
+    RuleReward(RewardConfig(code=CodeRewardConfig(unsafe=True))).check_sources(sources)
+    RuleReward(RewardConfig()).check_sources({"reasoning-gym:chain_sum"})
 
 
 def test_every_scorer_of_this_release_that_evaluates_its_answer_is_known():

@@ -9,7 +9,9 @@ import pytest
 
 from asyncgrpo.config.schema import JudgeConfig, RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import Sampled, build_reward, http, score_one
+from asyncgrpo.rewards import http
+from asyncgrpo.rewards.base import Sampled, score_one
+from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.judge import PATTERN, chat_url, number_in
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
@@ -69,7 +71,7 @@ async def judged(judge: Judge, text: str = "It is 42.", row=None, **settings) ->
 
 
 async def test_the_judge_sees_prompt_completion_and_answer_and_its_number_is_the_score(judge):
-    score = await judged(judge, "It is {answer}.", model="judy", max_tokens=99)
+    score = await judged(judge, "It is {answer}.", extra={"model": "judy", "max_tokens": 99})
     assert (score.value, score.failure) == (0.7, None) and score.seconds > 0
     assert judge.paths == ["/v1/chat/completions"] and judge.keys == [None]
     (asked,) = judge.requests
@@ -131,8 +133,8 @@ async def test_a_pattern_and_a_scale_of_the_user(judge):
         (chat("I cannot say."), "no_score", "no number: 'I cannot say.'"),
         (chat(None), "no_score", "no number: ''"),
         (chat("Score: 75"), "no_score", "gave 75, above reward.judge.scale (10)"),
-        ((200, "<html>"), "judge", "no chat completion"),
-        ((200, '{"choices": 3}'), "judge", "no chat completion"),
+        ((200, "<html>"), "judge", "not a chat completion"),
+        ((200, '{"choices": 3}'), "judge", "not a chat completion"),
         ((200, '{"choices": []}'), "no_score", "no number"),
         ((401, "who are you?"), "judge", "HTTP 401: who are you?"),
     ],
@@ -188,7 +190,7 @@ def test_a_generator_has_as_many_calls_at_once_as_the_judge_takes():
     [
         ({"url": None}, "reward.function names judge, and reward.judge.url is not set"),
         ({"template": "judge.txt"}, "reward.judge.template: judge.txt cannot be read"),
-        ({"pattern": "("}, r"reward.judge.pattern: \( is no regular expression"),
+        ({"pattern": "("}, r"reward.judge.pattern: \( is not a regular expression"),
         ({"api_key_env": "NOT_SET"}, "reward.judge.api_key_env names NOT_SET, which is not set"),
     ],
 )

@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerFast as Tokenizers
 
 from asyncgrpo.config.schema import RewardConfig, RewardModelConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import Sampled, build_reward, score_one
+from asyncgrpo.rewards.base import Sampled, score_one
+from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.model import SequenceScorer, sequences_of
-from asyncgrpo.rewards.user import call_of
+from asyncgrpo.rewards.pool import call_of
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt, workers_of
 
@@ -52,7 +53,7 @@ def reward_of(path: Path, **settings):
 
 async def test_a_group_has_the_scores_of_a_plain_forward_pass_of_each_completion(tmp_path):
     path = make_reward_model(tmp_path)
-    reward = reward_of(path, batch_size=3)
+    reward = reward_of(path)
     assert reward.takes_groups
     turns = ({"role": "system", "content": "Be brief"}, {"role": "user", "content": "6 x 7?"})
     scores = await reward.score(prompt(turns=turns), [Sampled(text) for text in TEXTS])
@@ -68,10 +69,8 @@ async def test_a_group_has_the_scores_of_a_plain_forward_pass_of_each_completion
     assert workers_of() == []
 
 
-def scorer(path: Path, **settings) -> SequenceScorer:
-    return SequenceScorer(
-        str(path), **({"device": "cpu", "dtype": "auto", "max_tokens": None, "batch_size": 2} | settings)
-    )
+def scorer(path: Path, device: str = "cpu") -> SequenceScorer:
+    return SequenceScorer(str(path), device)
 
 
 def test_a_model_without_a_chat_template_reads_the_texts_as_they_are(tmp_path):
@@ -83,11 +82,11 @@ def test_a_model_without_a_chat_template_reads_the_texts_as_they_are(tmp_path):
 
 def test_what_is_too_long_has_a_named_failure_and_the_others_their_scores(tmp_path):
     path = make_reward_model(tmp_path)
-    call = call_of(prompt(text="6 x 7?"), [Sampled("42"), Sampled("4" * 40)], is_group=True)
-    short, long = scorer(path, max_tokens=40)(call)
+    call = call_of(prompt(text="6 x 7?"), [Sampled("42"), Sampled("4" * 300)], is_group=True)
+    short, long = scorer(path)(call)
     assert short == pytest.approx(forward(path, "<user>6 x 7?;<assistant>42;"), abs=1e-5)
     assert isinstance(long, Score) and long.failure == "model"
-    assert "tokens, and the reward model takes 40 (reward.model.max_tokens)" in long.detail
+    assert "tokens, and the reward model takes 256" in long.detail
 
 
 def test_a_model_that_cannot_score_is_refused_in_one_sentence(tmp_path):

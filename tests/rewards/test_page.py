@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
-from asyncgrpo.rewards import build_reward, score_one
+from asyncgrpo.rewards.base import score_one
+from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.rules import CODE_SOURCES, MATHS_SOURCES, SHAPE_RULES, TEXT_RULES
 from tests.rewards.conftest import prompt
 

@@ -6,19 +6,20 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 
+from asyncgrpo.guests import Guest
 from asyncgrpo.rewards import pool as pool_module
-from asyncgrpo.rewards import score_one
+from asyncgrpo.rewards.base import score_one
 from asyncgrpo.rewards.pool import MOST_AT_ONCE, Pool
 from asyncgrpo.rewards.user import UserReward
 from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt, workers_of
+from tests.runs import wait_until
 from tests.test_metrics import value
 
 BEHAVIOURS = str(Path(__file__).with_name("behaviours.py"))
@@ -70,9 +71,9 @@ async def test_crashed_workers_leave_no_process_and_no_open_file(times):
 async def test_a_worker_that_dies_between_calls_costs_no_score():
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
     first = await pid_of_worker(reward)
+    (slot,) = reward.pool._all
     os.kill(first, signal.SIGKILL)
-    while psutil.pid_exists(first):
-        time.sleep(0.01)  # asyncio does not hear of its end before the next call
+    wait_until(lambda: slot._guest.has_ended, "its end", 30.0)  # of which asyncio hears once this test awaits
     assert await pid_of_worker(reward) != first
     await reward.close()
 
@@ -118,8 +119,8 @@ def together(reward: UserReward, *texts: str) -> list[asyncio.Task]:
 
 async def test_quick_calls_that_wait_are_sent_together(monkeypatch):
     sizes = []
-    give = pool_module._Worker.give
-    monkeypatch.setattr(pool_module._Worker, "give", lambda self, some: sizes.append(len(some)) or give(self, some))
+    send = Guest.send
+    monkeypatch.setattr(Guest, "send", lambda self, some: sizes.append(len(some)) or send(self, some))
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
     await quick(reward)
     sizes.clear()
@@ -138,6 +139,32 @@ async def test_a_long_call_keeps_none_that_was_sent_with_it_from_an_idle_worker(
     assert held.exists() and not long.done()
     held.unlink()
     assert (await long).failure is None
+    await reward.close()
+
+
+async def test_a_call_that_is_taken_back_runs_once(reward_file, tmp_path):
+    held, ran = tmp_path / "held", tmp_path / "ran"
+    path = reward_file(
+        textwrap.dedent(f"""
+        import os, time
+        def compute_score(completion):
+            with open({str(ran)!r}, "a") as file:
+                file.write(completion + chr(10))
+            while completion == "held" and os.path.exists({str(held)!r}):
+                time.sleep(0.01)
+            return 1.0
+    """)
+    )
+    reward = UserReward(path, timeout_s=30, workers=2)
+    await quick(reward)
+    ran.write_text("")
+    held.write_text("")
+    texts = [str(number) for number in range(30)]
+    long, *others = together(reward, "held", *texts)
+    await asyncio.gather(*others)
+    held.unlink()
+    await asyncio.gather(long, *together(reward, "last", "last"))
+    assert sorted(ran.read_text().split()) == sorted(["held", "last", "last", *texts])
     await reward.close()
 
 
@@ -210,7 +237,8 @@ async def test_a_worker_that_cannot_start_any_more_is_a_named_failure():
 def test_no_worker_survives_the_kill_of_its_parent():
     parent_code = textwrap.dedent(f"""
         import asyncio
-        from asyncgrpo.rewards import UserReward, score_one
+        from asyncgrpo.rewards.base import score_one
+        from asyncgrpo.rewards.user import UserReward
         from tests.rewards.conftest import prompt
 
         async def main():
@@ -236,7 +264,7 @@ def auto(most: int, monkeypatch, idle_cores: float = 8.0) -> UserReward:
     monkeypatch.setattr(pool_module, "cores", lambda: most)
     monkeypatch.setattr(pool_module, "LOOK_EVERY_S", 0.02)
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers="auto")
-    reward._pool._idle_cores = lambda: idle_cores
+    reward.pool._idle_cores = lambda: idle_cores
     return reward
 
 

@@ -4,9 +4,9 @@ import pytest
 
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import Sampled, build_reward, score_one
-from asyncgrpo.rewards.rules import SHAPE_RULES, RuleReward
-from asyncgrpo.rewards.text import exact_match, label_match, text_match, token_f1
+from asyncgrpo.rewards.base import Sampled, score_one
+from asyncgrpo.rewards.build import build_reward
+from asyncgrpo.rewards.rules import SHAPE_RULES, RuleReward, exact_match, label_match, text_match, token_f1
 from tests.rewards.conftest import prompt, workers_of
 
 MATHS = [
@@ -25,14 +25,14 @@ TEXT = ["qa", "trivia", "qa_zh", "searchR1_nq", "classification", "exact_match"]
 
 @pytest.fixture
 def rules():
-    return RuleReward(timeout_s=30, workers=1, extra_rules={"demo/reverse": lambda text, truth: float(text == truth)})
+    return RuleReward(RewardConfig(timeout_s=30))
 
 
 def test_known_sources_pass(rules):
-    rules.check_sources({*MATHS, *TEXT, "demo/reverse"})
+    rules.check_sources({*MATHS, *TEXT, "demo_reverse"})
 
 
-@pytest.mark.parametrize("source", ["", "mathqa", "my_data", "demo/sort"])
+@pytest.mark.parametrize("source", ["", "mathqa", "my_data", "democracy"])
 def test_an_unknown_source_is_refused_with_the_known_ones(rules, source):
     with pytest.raises(RewardError, match=rf"data_source '{source}'; known: .*gsm8k.*qa.*--reward-func"):
         rules.check_sources({source, "gsm8k"})
@@ -60,19 +60,10 @@ async def test_mathematics_runs_in_a_worker_and_the_rest_does_not():
 
 
 async def test_a_tower_of_powers_is_a_timeout_and_not_a_wrong_answer():
-    rules = RuleReward(timeout_s=0.5, workers=1)
+    rules = RuleReward(RewardConfig(timeout_s=0.5))
     score = await score_one(rules, prompt(source="math"), r"\boxed{9^{9^{9^{9}}}}")
     assert (score.value, score.failure) == (None, "timeout")
     await rules.close()
-
-
-async def test_an_extra_rule_that_fails_is_named(rules):
-    reward = build_reward(
-        RewardConfig(), extra_rules={"broken": lambda text, truth: 1 / 0, "text": lambda text, truth: truth}
-    )
-    assert (await score_one(reward, prompt(source="broken"), "")).failure == "exception"
-    assert (await score_one(reward, prompt(source="text"), "")).failure == "bad_type"
-    assert (await score_one(rules, prompt(source="demo/reverse", answer="cba"), "cba")).value == 1.0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncgrpo.config.schema import RewardConfig, RewardModelConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import Sampled, build_reward, http
+from asyncgrpo.rewards import http
+from asyncgrpo.rewards.base import Sampled
+from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
 from tests.rewards.servers import Handler, Recording
@@ -59,11 +61,11 @@ async def test_a_group_is_one_request_of_the_tokens_that_the_model_reads(server,
 
 
 async def test_what_is_too_long_is_not_sent_and_the_others_have_their_scores(server, tmp_path):
-    long, short = await scores(server, make_reward_model(tmp_path), "4" * 40, "42", max_tokens=40)
-    assert long.failure == "model" and "the reward model takes 40 (reward.model.max_tokens)" in long.detail
+    long, short = await scores(server, make_reward_model(tmp_path), "4" * 300, "42")
+    assert long.failure == "model" and "the reward model takes 256" in long.detail
     assert short.value == len("<user>6 x 7?;<assistant>42;")
     assert [len(request["input_ids"]) for request in server.requests] == [1]
-    assert [one.failure for one in await scores(server, tmp_path, "42", max_tokens=1)] == ["model"]
+    assert [one.failure for one in await scores(server, tmp_path, "4" * 300)] == ["model"]
     assert len(server.requests) == 1
 
 
@@ -71,7 +73,7 @@ async def test_what_is_too_long_is_not_sent_and_the_others_have_their_scores(ser
     ("told", "said"),
     [
         ((400, "too long"), "HTTP 400: too long"),
-        ((200, "<html>"), "what came are no scores"),
+        ((200, "<html>"), "the reply has no scores"),
         ((200, '[{"embedding": [1.0]}]'), "1 outputs of [1] numbers for 2 sequences"),
         ((200, '[{"embedding": [1.0, 2.0]}, {"embedding": [1.0, 2.0]}]'), "2 outputs of [2] numbers for 2 sequences"),
         ((503, ""), "HTTP 503"),

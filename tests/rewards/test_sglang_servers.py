@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from asyncgrpo.config.schema import JudgeConfig, RewardConfig, RewardModelConfig
-from asyncgrpo.rewards import Sampled, build_reward
+from asyncgrpo.rewards.base import Sampled
+from asyncgrpo.rewards.build import build_reward
 from tests.rewards.conftest import prompt
 from tests.rewards.sglang_server import serving
 from tests.rewards.test_model import TEXTS, forward, make_reward_model

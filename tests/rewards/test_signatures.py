@@ -8,9 +8,10 @@ import pytest
 from asyncgrpo.config.schema import DataConfig, RewardConfig
 from asyncgrpo.data.rows import recognise
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import Sampled, build_reward, score_one
-from asyncgrpo.rewards.base import scores_of_call
-from asyncgrpo.rewards.user import call_of, load_user_function
+from asyncgrpo.rewards.base import Sampled, score_one, scores_of_call
+from asyncgrpo.rewards.build import build_reward
+from asyncgrpo.rewards.pool import call_of
+from asyncgrpo.rewards.user import load_user_function
 from asyncgrpo.types import Prompt
 from tests.rewards.conftest import prompt
 

@@ -6,7 +6,8 @@ import pytest
 
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import build_reward, score_one
+from asyncgrpo.rewards.base import score_one
+from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.user import UserReward, check_user_function, load_user_function, split_spec
 from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt, workers_of
@@ -108,10 +109,10 @@ def test_a_file_may_be_named_like_a_module_that_is_there(reward_file):
         (
             "def score(x): pass\ndef judge(x): pass",
             "r.py",
-            "r.py has no compute_score; it has score, judge: name one with r.py:score",
+            "r.py has no function compute_score; it has score, judge: name one with r.py:score",
         ),
-        ("from math import sqrt", "r.py", "r.py has no compute_score; it has no function at all"),
-        ("def compute_score(answer): return 1.0", "r.py:judge", "r.py has no judge; it has compute_score"),
+        ("from math import sqrt", "r.py", "r.py has no function compute_score; it has no function at all"),
+        ("def compute_score(answer): return 1.0", "r.py:judge", "r.py has no function judge; it has compute_score"),
         ("compute_score = 1.0", "r.py", "compute_score is a float, not a function"),
         ("x = 1\ndef compute_score(:\n", "r.py", r"r.py, line 2: .*: def compute_score\(:"),
         (
@@ -121,7 +122,7 @@ def test_a_file_may_be_named_like_a_module_that_is_there(reward_file):
         ),
         ("import sys; sys.exit('bye')", "r.py", "r.py cannot be imported: .*SystemExit: bye"),
         ("x = '\0'", "r.py", "^/.*/r.py: source code string cannot contain null bytes$"),
-        ("just text", "r.txt", "r.txt is no Python file"),
+        ("just text", "r.txt", "r.txt is not a Python file"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_one_sentence(reward_file, tmp_path, text, spec, sentence):
@@ -144,7 +145,7 @@ def test_the_file_is_run_in_a_worker_and_its_problem_comes_back(reward_file, tmp
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("from .helper import f", r"my_reward\.py:1: ImportError: .*; my_reward\.py is no part of a package"),
+        ("from .helper import f", r"my_reward\.py:1: ImportError: .*; my_reward\.py is not part of a package"),
         ("import sys; sys.exit()", r"my_reward\.py:1: SystemExit"),
         ("raise RuntimeError('no judge')", r"my_reward\.py:1: RuntimeError: no judge$"),
     ],
@@ -167,7 +168,7 @@ def test_an_import_that_never_ends_is_named(reward_file):
 
 
 async def test_build_reward_checks_the_file_at_the_start_even_inside_a_loop(reward_file):
-    with pytest.raises(RewardError, match="no compute_score"):
+    with pytest.raises(RewardError, match="no function compute_score"):
         build_reward(RewardConfig(function=reward_file("def score(answer): return 1.0")))
     reward = build_reward(
         RewardConfig(function=reward_file("def compute_score(prompt): return len(prompt)", "good.py"))
