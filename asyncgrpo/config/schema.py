@@ -278,8 +278,6 @@ class EnvironmentConfig(Section, frozen=True):
     agent: str | None = None
     """Function that calls the model at an OpenAI-compatible URL and returns a reward: FILE or FILE:FUNCTION
     (run); excludes environment.name and tools."""
-    agent_timeout_s: PositiveFloat = 600.0
-    """Deadline of one call of the agent, seconds."""
 
     @property
     def files(self) -> tuple[str, ...]:
