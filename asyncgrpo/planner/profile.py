@@ -1,6 +1,6 @@
 """What was measured of a task on some hardware: all that a plan needs to know, as one JSON file.
 
-`tune.py` measures it on the cluster, `from_run.py` reads it out of a run's folder, `presets.py` has assumed ones.
+`tune.py` measures it on the cluster, `plan.py` predicts from it, `simulation.py` simulates it.
 """
 
 from functools import cache
