@@ -4,7 +4,7 @@ python -m benchmarks.policies                          on a virtual clock: polic
 python -m benchmarks.policies --real --out runs/tails  runs of `asyncgrpo demo` with the `fake` engine
 
 On the virtual clock run the product's `BufferService`, `Buffer`, `GeneratorService` and `LearnerService` (as in
-`benchmarks/scheduler.py`), with engines of continuous batching. Lengths are log-normal with median 600 tokens and the
+`tests/simulation/scheduler.py`), with engines of continuous batching. Lengths are log-normal with median 600 tokens and the
 sigma named; half of the variance is the prompt's, so a prompt that was slow once is likely to be slow again, and long
 completions are the harder ones: their rewards are lower. The learner stops after `--steps`, and prompts do not run out.
 
@@ -33,7 +33,7 @@ from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
 from asyncgrpo.buffer.group_health import ks_distance
 from asyncgrpo.types import Group, PolicyVersion
 from benchmarks.measuring import line, rounded, show
-from benchmarks.scheduler import Case, Product
+from tests.simulation.scheduler import Case, Product
 
 MEDIAN, LONGEST = 600, 16384
 SLOWEST = "how many times as long as the others one generator takes for a token, on the virtual clock"
