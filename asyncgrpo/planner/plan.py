@@ -363,7 +363,7 @@ class RunPace(NamedTuple):
 def pace_of_run(run: Path) -> RunPace:
     """Read the pace of a run from the end of its events. Raises ConfigError if the steps are too few."""
     if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is no run folder: it has no config.yaml")
+        raise ConfigError(f"{run} is not a run folder: it has no config.yaml")
     config, file = load_config(str(run / "config.yaml"), []), run / "metrics.jsonl"
     newest = list(itertools.islice(newest_first(file), EVENTS))
     first = read_tail(file, 0, limit=10).events  # where the last start is too long ago

@@ -1,7 +1,7 @@
 """A run on the virtual clock: the product's own buffer, admission, dispatch and services, and engines of continuous batching.
 
-`VirtualRun` runs `BufferService`, `GeneratorService`, `LearnerService` and the codec. What a step, a publication, a token
-and a reward take is said by a `Case`. Nothing waits, so an hour of a run costs what its events cost.
+`VirtualRun` runs `BufferService`, `GeneratorService`, `LearnerService` and the codec. A `Case` has the
+times of a step, a publication, a token and a reward. Nothing waits, so the cost of an hour is the cost of its events.
 """
 
 import asyncio
@@ -49,18 +49,18 @@ LONGEST = 2**20
 MOST_STEPS, FEWEST_STEPS = 36, 10
 """Steps that count, after those of the start."""
 ROLLOUTS = 40_000
-"""So many are enough: a large batch needs fewer steps."""
+"""Rollouts that are enough: a large batch needs fewer steps."""
 START = 12
 """Steps of the start, beside those of the bound: as many as `fresh` looks at."""
 UNITS = 200
 """A mean completion has so many tokens: there are many, and one is like the next."""
 LONGEST_STEP_S = 20.0
-"""A step takes no longer: heartbeats come each second, and say nothing new."""
+"""Longest step, in virtual seconds: longer ones are scaled down, which saves heartbeats."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is simulated. Lengths in tokens, times in seconds."""
+    """The sizes and times of a simulation. Lengths in tokens, times in seconds."""
 
     max_lag: int
     steps: int
@@ -74,21 +74,21 @@ class Case:
     policy: str = "wait"
     admission: str = "eager"
     slowest: float = 1.0
-    """How many times as long as the others the last generator takes for a token."""
+    """Seconds of a token of the last generator, over those of the others."""
     filters: bool = False
-    """Whether groups without signal are replaced (`algorithm.filter_zero_signal`)."""
+    """True if groups without signal are replaced (`algorithm.filter_zero_signal`)."""
 
     token_s: ClassVar[float] = 0.02
     token_s_per_completion: ClassVar[float] = 0.0001
     stall_s: ClassVar[float] = 0.0
-    """Of a publication while the learner waits: for a copy of its weights."""
+    """Part of a publication in which the learner waits for the copy of its weights."""
     transfer_s: ClassVar[float] = 1.0
-    """Of a publication while learner and engines go on."""
+    """Part of a publication that overlaps with learner and engines."""
     swap_s: ClassVar[float] = 0.5
-    """Of a publication while an engine does not."""
+    """Part of a publication in which an engine pauses."""
     latency_s: ClassVar[float] = 0.001
     tick_s: ClassVar[float] = 0.1
-    """How often the buffer looks around when nothing arrives."""
+    """Interval of the buffer's loop when nothing arrives."""
     capacity: ClassVar[int | None] = None
     reward_s: ClassVar[float] = 0.0
     """Of one reward."""
@@ -112,11 +112,11 @@ class Case:
         return 1.0
 
     def train_seconds(self, tokens: int) -> float:
-        """What the learner takes for a step of so many sampled tokens."""
+        """Return the seconds of a step of so many sampled tokens."""
         raise NotImplementedError
 
     def token_seconds(self, running: int) -> float:
-        """What an engine takes for a token of each of so many completions."""
+        """Return the seconds of a token of each of so many completions."""
         return self.token_s + self.token_s_per_completion * running
 
 
@@ -131,8 +131,6 @@ class StepSeen:
     tokens: int
     """Sampled tokens in it."""
     lags: tuple[int, ...]
-    in_flight: int
-    """Groups leased, when it has its batch."""
 
 
 class _Reward:
@@ -185,7 +183,7 @@ class _NoCheckpoints:
 
 @dataclass
 class VirtualRun:
-    """Runs the product on a case. It stands for the learner's model and for its publisher, whose time passes."""
+    """Runs the product on a case. It stands for the learner's model and for its publisher."""
 
     case: Case
     seen: list[StepSeen] = field(default_factory=list)
@@ -197,16 +195,15 @@ class VirtualRun:
         self._build()
         self._learner.run()
         self.end_s = self._loop.time()
-        self._loop.run_until(self._loop.time() + 1.0)  # the last words arrive, and the generators end
+        self._loop.run_until(self._loop.time() + 1.0)  # the generators receive the shutdown
         return self
 
-    # What stands for the learner's parts: they take their time, and the world goes on.
+    # Stand-ins for the parts of the learner: the clock runs for as long as they take.
 
     def step(self, groups: list[Group], version: PolicyVersion) -> SimpleNamespace:
         now_s, tokens = self._loop.time(), sum(group.num_tokens for group in groups)
         lags = tuple(version.number - group.versions[0].number for group in groups)
-        in_flight = sum(len(service._working) for service in self._generators)
-        self.seen.append(StepSeen(now_s, now_s - self._is_free_s, tokens, lags, in_flight))
+        self.seen.append(StepSeen(now_s, now_s - self._is_free_s, tokens, lags))
         self._loop.run_until(now_s + self.case.train_seconds(tokens))
         return SimpleNamespace(seconds={}, shares_within={})
 
@@ -219,7 +216,7 @@ class VirtualRun:
         return True
 
     def _arrive(self) -> None:
-        """Every engine swaps to the newest version; one that came meanwhile is on its way now."""
+        """Swap every engine to the newest version."""
         version, self._newest = self._newest, None
         assert version is not None
         for service in self._generators:
@@ -330,7 +327,7 @@ class VirtualRun:
 
 @dataclass(frozen=True)
 class PlannedCase(Case):
-    """A profile and a split as a case. Its tokens stand for `unit` tokens each, its seconds for `slowdown` seconds."""
+    """A profile and a split as a case. Each of its tokens stands for `unit` tokens, each second for `slowdown` seconds."""
 
     profile: Profile = field(kw_only=True)
     ranks: int = 1
@@ -450,7 +447,7 @@ def simulate(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings of a run that is not there."""
+    """Suppress warnings of the simulated run."""
     log = logging.getLogger("asyncgrpo")
     before = log.level
     log.setLevel(logging.ERROR)

@@ -43,7 +43,7 @@ class GeneratorLine:
 
 
 class LearnerLine:
-    """Stands for `wire.sockets.Client`: whoever waits on it lets the world go on."""
+    """Stands for `wire.sockets.Client`. `receive` runs the loop."""
 
     def __init__(self, loop: VirtualLoop, send: Callable[[Message, Buffer], None]) -> None:
         self._loop = loop
@@ -66,7 +66,7 @@ class LearnerLine:
 
 
 class BufferSocket:
-    """Stands for `wire.sockets.Server`: sends to peers that are there, and says so when one is not."""
+    """Stands for `wire.sockets.Server`. `send` returns False if the peer is gone."""
 
     def __init__(self, send: Callable[[str, Message, Buffer], bool]) -> None:
         self._send = send
@@ -79,7 +79,7 @@ class BufferSocket:
 
 
 class Receiver:
-    """Stands for `weights.Receiver`: its only message is that it wants weights."""
+    """Stands for `weights.Receiver`: it only joins."""
 
     def __init__(self, join: Callable[[], None]) -> None:
         self._join = join
@@ -94,7 +94,7 @@ class Receiver:
 
 
 class Silent:
-    """Stands for `learner.Recorder`: takes everything and says nothing."""
+    """Stands for `learner.Recorder` and for gauges: accepts every call."""
 
     def last(self, counters: dict[str, float]) -> dict[str, float]:
         """The totals for a checkpoint."""
@@ -104,19 +104,17 @@ class Silent:
         return self
 
     def __call__(self, *arguments: Any, **named: Any) -> None:
-        """Whatever it is."""
+        """Accept a call."""
 
 
 @dataclass
 class EngineUse:
-    """What an engine did, in seconds."""
+    """Seconds that an engine spent."""
 
     busy_s: float = 0.0
-    """At least one completion ran."""
+    """With at least one completion."""
     completion_s: float = 0.0
     """Summed over the completions that ran at once."""
-    paused_s: float = 0.0
-    """Weights were swapped."""
 
 
 class VirtualEngine:
@@ -213,9 +211,7 @@ class VirtualEngine:
     def _advance(self) -> None:
         now_s, running = asyncio.get_running_loop().time(), len(self._running)
         elapsed_s, self._since_s = now_s - self._since_s, now_s
-        if self._paused:
-            self.use.paused_s += elapsed_s
-        elif running:
+        if running and not self._paused:
             self._tokens += elapsed_s / self._token_s(running)
             self.use.busy_s += elapsed_s
             self.use.completion_s += elapsed_s * running

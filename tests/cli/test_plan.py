@@ -48,7 +48,7 @@ def test_the_best_splits_are_simulated(measured, asyncgrpo):
     ("arguments", "message"),
     [
         (["plan", "--profile", "gone.json"], "gone.json cannot be read"),
-        (["plan", "--from", "gone"], "gone is no run folder"),
+        (["plan", "--from", "gone"], "gone is not a run folder"),
         (["plan", "--profile", "mine.json", "--from", "gone"], "--profile and --from exclude each other"),
         (["plan", "--gpus", "1"], "--gpus"),
         (["simulate", "--profile", "gone.json"], "gone.json cannot be read"),

@@ -17,8 +17,7 @@ from asyncgrpo.config.memory import Card, engine_gpu, learner_rank, learner_shar
 from asyncgrpo.config.shapes import shape_of
 from benchmarks import gpu_day, gpu_demo, gpu_tables, gpu_wheels
 from benchmarks.gpu_day import PARTS, Part, State
-from benchmarks.gpu_models import qwen3
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, qwen3
 from tests.test_project import DEPENDENCIES, EXTRAS
 
 
