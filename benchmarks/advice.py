@@ -16,6 +16,7 @@ process is added all the same: a gain of 0 is predicted. Compared are mean secon
 
 import argparse
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,12 +29,15 @@ from typing import Any
 from asyncgrpo.config.load import load_config
 from asyncgrpo.recording.advice import Advice
 from asyncgrpo.recording.pace import Pace, pace_of
-from benchmarks.bottlenecks import SHARED, Case, followed, reward_of, slept
 from benchmarks.measuring import rounded, show, where
 from benchmarks.trials import Fence, events
+from tests.recording.bottlenecks import followed
 
 STILL = ("learner.lr=1e-12", "run.eval_every=100000", "run.checkpoint_every=100000", "run.epochs=null")
-SLEEPS = (*SHARED[:3], "generators.extra={vocab_size: 261, seconds_per_token: 0.04, median_tokens: 25, sigma: 0.3}")
+SLEEPS = (
+    "buffer.prompts_per_step=8", "algorithm.group_size=4", "sampling.max_tokens=400",
+    "generators.extra={vocab_size: 261, seconds_per_token: 0.04, median_tokens: 25, sigma: 0.3}",
+)  # fmt: skip
 TRIVIAL = """def compute_score(solution_str):
     return float(len(solution_str) % 2)
 """
@@ -46,6 +50,44 @@ GAME = '''class Environment:
     def step(self, text):
         self.turns += 1
         return "ok", float(len(text) % 2), self.turns == 3
+'''
+REWARD = """import zlib
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    has_signal = zlib.crc32(ground_truth.encode()) % 10
+    return float(bool(has_signal) and zlib.crc32(solution_str.encode()) % 2)
+"""
+SITE = '''"""A `sitecustomize.py` that slows `Learner.step` down when its module is imported."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import time
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "asyncgrpo.learner.learner":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            step = module.Learner.step
+
+            def slow(self, *arguments):
+                time.sleep(SECONDS / self.world)
+                return step(self, *arguments)
+
+            module.Learner.step = slow
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
 '''
 JUDGE_S = 0.2
 
@@ -151,8 +193,7 @@ def follow(setting: Setting, before: Ran, piece: Advice, change: str) -> dict[st
 def run(setting: Setting, *more: str) -> Ran:
     """Make a run in a fence of its own."""
     with Fence() as fence, slept(fence.root, setting.train_s), judging() as url:
-        case = Case((), reward_s=0.0)
-        for file, text in (("trivial.py", TRIVIAL), ("game.py", GAME), ("reward.py", reward_of(case))):
+        for file, text in (("trivial.py", TRIVIAL), ("game.py", GAME), ("reward.py", REWARD)):
             (fence.root / file).write_text(text)
         settings = [
             text.replace("{root}", str(fence.root)).replace("{url}", url) for text in (*setting.settings, *more)
@@ -198,6 +239,21 @@ def _advice_in(text: str) -> tuple[dict[str, Any], ...]:
     except json.JSONDecodeError:
         return ()
     return tuple((told[0] if isinstance(told, list) else told)["status"]["advice"])
+
+
+@contextmanager
+def slept(folder: Path, train_s: float) -> Iterator[None]:
+    """In processes that start in the block, the learner sleeps for so long before each step. Its ranks share the sleep."""
+    (folder / "sitecustomize.py").write_text(SITE.replace("SECONDS", repr(train_s)))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
 
 
 @contextmanager

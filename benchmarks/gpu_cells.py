@@ -25,10 +25,9 @@ from asyncgrpo.learner.model import keep_gathered
 from asyncgrpo.learner.packing import StepBatch
 from asyncgrpo.learner.report import PhaseClock
 from benchmarks.gpu_clock import Stopwatch, matmul_tflops
-from benchmarks.gpu_models import qwen3
 from benchmarks.measuring import line, rounded, show
 from benchmarks.rollouts import VERSION, Lengths, make_groups, reasoning_lengths
-from benchmarks.shapes import SHAPES, Shape, Work, train_flops
+from benchmarks.shapes import SHAPES, Shape, Work, qwen3, train_flops
 
 VENDOR_TFLOPS = 989.0
 """The vendor's figure for dense bfloat16 of an H100 or H200 (SXM)."""

@@ -97,7 +97,7 @@ _TINY = (
     "--parts",
     "steps",
 )
-_THREADS = ("threads", "--rounds", "5")
+_THREADS = ("--rounds", "5")
 _TESTS = ("-m", "gpu", "tests/gpu", "-rs", "-p", "no:cacheprovider")
 
 PARTS = [
@@ -109,7 +109,7 @@ PARTS = [
     _own("nccl", "benchmarks.gpu_weights", 60, 150, "nccl"),
     _own("memory", "benchmarks.gpu_memory", 110, 400),
     Part("memory-1.7b", "benchmarks.gpu_memory", ("--device", "cuda", "--shape", "1.7b"), None, 100, 300),
-    Part("threads", "benchmarks.weights_delta", (*_THREADS, "--mb", "256", "--threads", "8"),
+    Part("threads", "benchmarks.weights_threads", (*_THREADS, "--mb", "256", "--threads", "8"),
          (*_THREADS, "--mb", "1", "--threads", "3"), 15, 90),
     _own("demo", "benchmarks.gpu_demo", 120, 300),
     Part("demo-0.6b", "benchmarks.gpu_demo", ("--device", "cuda", "--shape", "0.6b"), None, 120, 300),

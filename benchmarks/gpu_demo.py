@@ -116,8 +116,7 @@ def figures(metrics: Path) -> dict[str, Any]:
 def _prepare(folder: Path, shape: str, device: str) -> Path:
     """Make the run's folder as `asyncgrpo demo` does, but with a larger model; the file of its reward."""
     from asyncgrpo.data.demo import make_demo_model, write_demo_task
-    from benchmarks.gpu_models import write_model
-    from benchmarks.shapes import SHAPES
+    from benchmarks.shapes import SHAPES, write_model
 
     data = folder / "data"
     data.mkdir(parents=True)

@@ -22,10 +22,9 @@ from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.schema import Config
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import Group
-from benchmarks.gpu_models import write_model
 from benchmarks.measuring import rounded, show, where
 from benchmarks.rollouts import VERSION, make_groups, reasoning_lengths
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, write_model
 
 SEED = 1234
 GROUP = 8

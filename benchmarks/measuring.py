@@ -11,7 +11,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -47,17 +47,6 @@ def show(measured: dict) -> None:
 def rounded(value: float, digits: int = 4) -> float:
     """`value` with that many significant digits."""
     return float(f"{value:.{digits}g}")
-
-
-def cpu_seconds(work: Callable[[], object], runs: int) -> list[float]:
-    """CPU seconds of each run of `work`, over all threads of this process, after one run that is not counted."""
-    work()
-    seconds = []
-    for _ in range(runs):
-        started = time.process_time()
-        work()
-        seconds.append(time.process_time() - started)
-    return seconds
 
 
 class PeakMemory:

@@ -1,10 +1,9 @@
 """The staleness policies side by side: who waits, what is dropped, and which groups the learner trains.
 
 python -m benchmarks.policies                          on a virtual clock: policy x max_lag x tail of the lengths
-python -m benchmarks.policies --real --out runs/tails  runs of `asyncgrpo demo` with the `fake` engine
 
 On the virtual clock run the product's `BufferService`, `Buffer`, `GeneratorService` and `LearnerService` (as in
-`benchmarks/scheduler.py`), with engines of continuous batching. Lengths are log-normal with median 600 tokens and the
+`tests/simulation/scheduler.py`), with engines of continuous batching. Lengths are log-normal with median 600 tokens and the
 sigma named; half of the variance is the prompt's, so a prompt that was slow once is likely to be slow again, and long
 completions are the harder ones: their rewards are lower. The learner stops after `--steps`, and prompts do not run out.
 
@@ -16,16 +15,11 @@ of leases that were dropped or cancelled for their age, `wasted` the share of to
 
 import argparse
 import itertools
-import json
 import logging
 import math
 import statistics
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
-from pathlib import Path
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -33,7 +27,7 @@ from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
 from asyncgrpo.buffer.group_health import ks_distance
 from asyncgrpo.types import Group, PolicyVersion
 from benchmarks.measuring import line, rounded, show
-from benchmarks.scheduler import Case, Product
+from tests.simulation.scheduler import Case, Product
 
 MEDIAN, LONGEST = 600, 16384
 SLOWEST = "how many times as long as the others one generator takes for a token, on the virtual clock"
@@ -52,8 +46,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--generators", nargs="+", type=int, default=[4], help="on the virtual clock")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--real", action="store_true", help="real runs instead of the virtual clock")
-    parser.add_argument("--out", type=Path, default=Path("runs/policies"), help="folder of the real runs")
     arguments = parser.parse_args(argv)
     logging.getLogger("asyncgrpo").setLevel(logging.ERROR)
     names = ("sigma", "train_s", "slowest", "generators", "max_lag", "policy", "admission")
@@ -64,18 +56,17 @@ def main(argv: list[str] | None = None) -> None:
     for values in settings:
         how = dict(zip(names, values, strict=True))
         case = LongTail(steps=arguments.steps, seed=0, **how)
-        run = partial(whole_run, out=arguments.out) if arguments.real else virtual_run
-        report("whole run" if arguments.real else "virtual clock", case, arguments.seeds, run)
+        report(case, arguments.seeds)
 
 
-def report(where: str, case: "LongTail", seeds: list[int], run: Callable[["LongTail"], dict[str, float]]) -> None:
-    """One line: groups trained per second, and the medians of the other figures."""
-    found = [run(replace(case, seed=seed)) for seed in seeds]
+def report(case: "LongTail", seeds: list[int]) -> None:
+    """Print one line: groups trained per second, and the medians of the other figures."""
+    found = [virtual_run(replace(case, seed=seed)) for seed in seeds]
     medians = {name: rounded(statistics.median(one[name] for one in found), 3) for name in found[0] if name != "rate"}
     shown = ("policy", "admission", "max_lag", "sigma", "train_s", "slowest", "generators")
     fields = {name: getattr(case, name) for name in shown}
     rates = [one["rate"] for one in found]
-    show(line("groups trained per second", rates, "1/s", seed=seeds[0], where=where, **fields, **medians))
+    show(line("groups trained per second", rates, "1/s", seed=seeds[0], where="virtual clock", **fields, **medians))
 
 
 # -- on the virtual clock ----------------------------------------------------------------------------------------------
@@ -149,61 +140,6 @@ def trained_length(group: Group, version: PolicyVersion, policy: str, max_lag: i
     spans = [span for rollout in group.rollouts for span in rollout.completion.spans]
     kept = [s for s in spans if policy != "mask" or version.number - s.version.number <= max_lag]
     return sum(s.end - s.start for s in kept) / len(group.rollouts)
-
-
-# -- whole runs --------------------------------------------------------------------------------------------------------
-
-DEMO = (
-    "generators.count=2", "generators.groups_in_flight=12", "buffer.prompts_per_step=8", "algorithm.group_size=4",
-    "sampling.max_tokens=400", "run.eval_every=100000", "run.checkpoint_every=100000", "run.epochs=null",
-)  # fmt: skip
-
-
-def whole_run(case: LongTail, out: Path) -> dict[str, float]:
-    """The figures of a run with real processes: Ray, ZeroMQ, journal, a learner with a tiny model. Only tokens are random.
-
-    Raises:
-        subprocess.CalledProcessError: the run failed, or its audit found a difference.
-    """
-    folder = out / f"{case.policy}-{case.admission}-{case.max_lag}-{case.sigma:g}-{case.seed}"
-    engine = f"{{vocab_size: 261, seconds_per_token: 0.02, median_tokens: 25, sigma: {case.sigma:g}}}"
-    command = [
-        sys.executable,
-        "-m",
-        "asyncgrpo",
-        "demo",
-        "--engine",
-        "fake",
-        "--out",
-        str(folder),
-        "--seed",
-        str(case.seed),
-    ]
-    command += ["--steps", str(case.steps), "--max-lag", str(case.max_lag), f"buffer.policy={case.policy}"]
-    command += [f"buffer.admission={case.admission}", *DEMO]
-    subprocess.run([*command, f"generators.extra={engine}"], check=True, capture_output=True, text=True)
-    subprocess.run(
-        [sys.executable, "-m", "asyncgrpo", "audit", str(folder)], check=True, capture_output=True, text=True
-    )
-    events = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
-    taken = [event for event in events if event["event"] == "step"]
-    timed = taken[1:]  # the first one waits for engines to start
-    seconds = sum(sum(step["seconds"].values()) for step in timed)
-    lags = [int(lag) for step in taken for lag, count in step["lags"].items() for _ in range(count)]
-    dropped = sum(count for step in taken for why, count in step["dropped"].items())
-    bias = taken[-1].get("bias", {})
-    return {
-        "rate": sum(sum(step["lags"].values()) for step in timed) / seconds,
-        "idle": (waited := sum(step["seconds"].get("wait_data", 0.0) for step in timed)) / seconds,
-        "waited_s": waited / len(timed),
-        "given_up": dropped / (dropped + len(lags)),
-        "masked": statistics.fmean(step["diagnostics"]["stale_dropped"] for step in taken),
-        "length_mean": statistics.fmean(step["completion_length_mean"] for step in taken),
-        "monitor_length": bias.get("length", math.nan),
-        "lag_mean": statistics.fmean(lags),
-        "lag_max": max(lags),
-        "steps": len(taken),
-    }
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import yaml
 from benchmarks.measuring import ROOT
 
 OURS = ROOT / "ops" / "prometheus"
-SCRAPE_S, EVALUATION_S = 5.0, 5.0
+EVALUATION_S = 5.0
 """Of `prometheus.yml`, as shipped."""
 
 Firing = dict[str, list[tuple[float, float]]]
@@ -58,22 +58,6 @@ class Prometheus:
         url = f"http://{self._address}/api/v1/{path}?{urllib.parse.urlencode(params, doseq=True)}"
         with urllib.request.urlopen(url, timeout=30) as reply:
             return json.load(reply)["data"]
-
-    def value(self, query: str) -> float | None:
-        """The first value of a query now; None: it has no result, or nobody replies."""
-        try:
-            result = self.ask("query", query=query)["result"]
-        except OSError:
-            return None
-        return float(result[0]["value"][1]) if result else None
-
-    def firing_now(self) -> set[str]:
-        """The alerts that fire now; none while nobody replies."""
-        try:
-            found = self.ask("alerts")["alerts"]
-        except OSError:
-            return set()
-        return {alert["labels"]["alertname"] for alert in found if alert["state"] == "firing"}
 
     def fired(self, run: str, since: float, until: float | None = None) -> Firing:
         """Every alert of a run that fired between two Unix times, and when."""

@@ -1,13 +1,16 @@
-"""Shapes of the Qwen3 models that a learner is measured with, and how many operations a step of each needs.
+"""Random Qwen3 models of published shapes, and the operations that a step of each needs.
 
-The count has only what the mathematics needs: no padding, no recomputed activations, and no head where nothing is read. So
-whatever a learner does beyond that lowers its share of the card's peak.
+The count has only what the mathematics needs: no padding, no recomputed activations, and no head where nothing is read. Other
+work of a learner lowers its share of the card's peak.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from transformers import Qwen3Config
+
     from asyncgrpo.learner.packing import PackedBatch
 
 
@@ -43,6 +46,36 @@ SHAPES = {
     "8b": Shape(4096, 36, 32, 8, 128, 12_288, 151_936, False),
 }
 """Three published shapes, and one that a test can train."""
+
+
+def qwen3(shape: Shape, **settings: Any) -> "Qwen3Config":
+    """Return the configuration of a model of `shape`."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.is_tied,
+        max_position_embeddings=40_960,
+        **settings,
+    )
+
+
+def write_model(folder: Path, shape: Shape, *, device: str, seed: int, **settings: Any) -> Path:
+    """Write a bfloat16 model of `shape` into `folder`, and return it. It is drawn on `device`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(qwen3(shape, **settings), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder
 
 
 class Work(NamedTuple):

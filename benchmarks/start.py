@@ -1,28 +1,18 @@
-"""The time from Enter to the first step of the demo, and from a data file to prompts that can be leased.
+"""The time from Enter to the first step of the demo.
 
 python -m benchmarks.start --engines torch sglang --runs 3
 python -m benchmarks.start --engines torch sglang --kills 10
-python -m benchmarks.start --rows 1000000
 
 A demo is a new folder, so it makes its model and its task too. Its line has the wall seconds to each mark of the start, and the
 CPU seconds of each kind of process up to the first step: on a machine that others use, the wall says little.
 
 With `--kills`, one process of a start is killed so many times, each time later: the driver, the warm process, the learner, a
 generator. A driver must leave nothing after 10 s, and its command go on. Any other run must end well by itself.
-
-A row is 240 characters of plain JSON Lines, which are 242 tokens of the demo's tokenizer. Of rows it measures the driver, from
-the configuration to prompts that are checked and, if they are few, tokenised; and the buffer, from there to a prompt source
-with its first batch of `--batch` prompts. Each is a process of its own, at a first start and at later ones; imports do not count.
 """
 
 import argparse
 import contextlib
-import json
-import random
 import re
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -30,41 +20,27 @@ from pathlib import Path
 
 import psutil
 
-from asyncgrpo.config.load import load_config
-from asyncgrpo.data.demo import make_demo_model
-from asyncgrpo.data.kept import check, prepare, prepare_if_small
-from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.data.tokenizer import load_tokenizer
 from asyncgrpo.recording.events import read_events
-from benchmarks.measuring import ROOT, PeakMemory, line, show, where
+from benchmarks.measuring import line, show, where
 from benchmarks.trials import Fence, audited, events
 
-PROCESSES = ("driver", "buffer")
 LIMIT_S = 300.0
 LOOK_EVERY_S = 0.25
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="*", default=[], choices=["torch", "sglang", "fake"])
-    parser.add_argument("--rows", nargs="*", type=int, default=[])
-    parser.add_argument("--batch", type=int, default=64, help="prompts of the first batch")
+    parser.add_argument("--engines", nargs="+", default=["torch"], choices=["torch", "sglang", "fake"])
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--process", choices=PROCESSES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.process is not None:
-        return show(of_rows(arguments.process, arguments.folder, arguments.batch))
     for engine in arguments.engines:
         if arguments.kills:
             show_kills(engine, [kill(engine, who, at_s) for who in VICTIMS for at_s in moments(arguments.kills)])
             continue
         starts = [first_step(engine, arguments.seed) for _ in range(arguments.runs)]
         show_starts(engine, starts, arguments.seed)
-    for count in arguments.rows:
-        measure_rows(count, arguments.runs, arguments.seed, arguments.batch)
 
 
 # -- a demo ------------------------------------------------------------------------------------------------------------
@@ -171,59 +147,6 @@ def show_kills(engine: str, found: list[dict]) -> None:
     for one in bad:
         show(one)
     show({"benchmark": "kills of a start", "engine": engine, "kills": len(found), "bad": len(bad)} | where())
-
-
-# -- rows --------------------------------------------------------------------------------------------------------------
-
-
-def measure_rows(count: int, runs: int, seed: int, batch: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        make_demo_model(Path(folder) / "model", seed=seed)
-        write_rows(Path(folder) / "train.jsonl", count, seed)
-        starts = [[_of_a_process(process, folder, batch) for process in PROCESSES] for _ in range(1 + runs)]
-        kept_bytes = sum(file.stat().st_size for file in (Path(folder) / "run" / "prompts").iterdir())
-    for start, found in (("first", starts[:1]), ("later", starts[1:])):
-        for place, process in enumerate(PROCESSES):
-            of = [processes[place] for processes in found]
-            beside = {"cpu_s": [one["cpu_s"] for one in of], "peak_mb": [one["mb"] for one in of]}
-            about = {"rows": count, "process": process, "kept_mb": kept_bytes / 1e6} | beside
-            show(line(f"first batch of a {start} start", [one["s"] for one in of], "s", seed=seed, **about))
-
-
-def write_rows(path: Path, count: int, seed: int) -> None:
-    draw = random.Random(seed)
-    with open(path, "w", encoding="utf-8") as file:
-        for number in range(count):
-            text = draw.randbytes(120).hex()
-            file.write(json.dumps({"prompt": text, "ground_truth": str(number), "data_source": "rows"}) + "\n")
-
-
-def _of_a_process(process: str, folder: str, batch: int) -> dict:
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.start", "--process", process, "--folder", folder, "--batch", str(batch)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
-    return json.loads(ended.stdout)
-
-
-def of_rows(process: str, folder: Path, batch: int) -> dict:
-    """What one process of a start does with the prompts: seconds, CPU seconds, and how much memory grew at most, MB."""
-    config = load_config(None, [f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}"])
-    load_tokenizer(config.model.path)  # its import is that of every start
-    memory, began_s, began_cpu_s = PeakMemory(), time.monotonic(), time.process_time()
-    if process == "driver":
-        check(config, folder / "run", lambda line: print(line, file=sys.stderr))
-        prepare_if_small(config, folder / "run")
-    else:
-        source = PromptSource(prepare(config, folder / "run").train, seed=0, shuffle=True, epochs=None)
-        assert all(source.next() for _ in range(batch))
-    return {
-        "s": time.monotonic() - began_s,
-        "cpu_s": time.process_time() - began_cpu_s,
-        "mb": memory.mb(),
-    }
 
 
 if __name__ == "__main__":

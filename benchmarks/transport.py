@@ -5,23 +5,19 @@
 Two processes, one connection over loopback TCP. The ways, interleaved in each round:
 
     raw              PUSH to PULL, nothing is copied, nothing is looked at
-    wire_plain       the same frames through the product's sockets: digest verified, header decoded, kept, acknowledged
-    wire             the same, encrypted (CURVE), as in every run
-    wire_written     the same, and in the journal, handed to the operating system
-    memory           from a `Group` to its acknowledgement: packed, digested, sent under a lease, checked, kept, acknowledged
+    memory           encrypted (CURVE), as in every run, from a `Group` to its acknowledgement: packed, digested, sent under a
+                     lease, checked, kept, acknowledged
     written          the same, and in the journal, handed to the operating system
     fsync_interval   the same, acknowledged once it is on the disk
 
-The first four say what the transport costs, the others what a generator's group costs from end to end. A group is 8
-completions of 1,536 tokens (98 KB). Batches are taken as soon as they are complete, by a call instead of a message. Of
-each round the ratio to raw is taken before the median of rounds. `codec` is each half by itself.
+A group is 8 completions of 1,536 tokens (98 KB). Batches are taken as soon as they are complete, by a call instead of a
+message. Of each round the ratio to raw is taken before the median of rounds. `codec` is each half by itself.
 """
 
 import argparse
 import multiprocessing
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,7 +27,7 @@ import zmq
 
 from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.service import BURST, BufferService
+from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.journal.format import FORMAT, RunStarted
@@ -41,7 +37,7 @@ from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Prompt, Rol
 from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.codec import decode, encode
 from asyncgrpo.wire.groups import check_group, pack_group, unpack_group
-from asyncgrpo.wire.rollouts import Ack, Deliver, Grant, Register, Serving
+from asyncgrpo.wire.rollouts import Ack, Grant, Register, Serving
 from asyncgrpo.wire.sockets import Client, Keys, Server
 from benchmarks.measuring import line, rounded, show
 from benchmarks.rollouts import Lengths, make_groups
@@ -50,7 +46,7 @@ VOCABULARY = 151_936
 COMPLETIONS = 8
 PER_STEP, MAX_LAG = 32, 3
 WINDOW = 2 * PER_STEP
-WAYS = ("raw", "wire_plain", "wire", "wire_written", "memory", "written", "fsync_interval")
+WAYS = ("raw", "memory", "written", "fsync_interval")
 Done = tuple[float, float]
 """Groups a second, and the receiver's CPU microseconds for each group."""
 
@@ -138,7 +134,7 @@ def measure(way: str, group: Group, count: int, folder: Path) -> Done:
     """Send `count` groups from this process to another."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    send, receive = ENDS.get(way, (send_groups, receive_groups))
+    send, receive = (send_raw, receive_raw) if way == "raw" else (send_groups, receive_groups)
     receiver = context.Process(target=receive, args=(there, way, count, folder))
     receiver.start()
     send(*here.recv(), group, count)
@@ -165,49 +161,6 @@ def receive_raw(pipe: Connection, way: str, count: int, folder: Path) -> None:
         pipe.send(watch.done(count - 1))
 
 
-def send_frames(endpoint: str, keys: Keys | None, group: Group, count: int) -> None:
-    """Send frames, at most `WINDOW` of them without an acknowledgement."""
-    client = Client(endpoint, "generator-0-a", keys)
-    frames = encode(*pack_group(group))
-    sent = acknowledged = 0
-    while acknowledged < count:
-        while sent < count and sent - acknowledged < WINDOW:
-            client._socket.send_multipart(frames, copy=False)
-            sent += 1
-        received = client.receive(10.0)
-        assert received is not None and isinstance(received[0], Ack)
-        acknowledged += 1
-    client.close()
-
-
-def receive_frames(pipe: Connection, way: str, count: int, folder: Path) -> None:
-    """Receive and acknowledge like the buffer's process, without a buffer."""
-    keys = None if way == "wire_plain" else Keys.make()
-    server, kept = Server("127.0.0.1", keys), deque[memoryview](maxlen=PER_STEP * (MAX_LAG + 1))
-    journal = ledger(way.removeprefix("wire_"), prompts(1), folder)
-    pipe.send((server.endpoint, keys))
-    received, done = server.receive(10.0), 0
-    watch = Watch()
-    while done < count:
-        with server.together():
-            for _ in range(BURST):
-                if received is None:
-                    break
-                peer, frames = received
-                message, payload = decode(frames)
-                assert isinstance(message, Deliver)
-                kept.append(payload)
-                journal.append_group(message, payload, MAX_LAG, frames[0])
-                server.send(peer, Ack(group_id=message.group_id, lease_id=message.lease_id))
-                done += 1
-                received = server.receive(0.0)
-        if received is None and done < count:
-            received = server.receive(10.0)
-    pipe.send(watch.done(count))
-    journal.close()
-    server.close()
-
-
 def send_groups(endpoint: str, keys: Keys, group: Group, count: int) -> None:
     """Send as a generator whose groups are ready as soon as they are leased."""
     client = Client(endpoint, "generator-0-a", keys)
@@ -216,7 +169,7 @@ def send_groups(endpoint: str, keys: Keys, group: Group, count: int) -> None:
     acknowledged = 0
     while acknowledged < count:
         received = client.receive(10.0)
-        assert received is not None, "the buffer says nothing"
+        assert received is not None, "no message from the buffer"
         message, _ = received
         if isinstance(message, Grant):
             lease = message.lease
@@ -265,20 +218,12 @@ def prompts(count: int) -> PromptSource:
 
 
 def ledger(way: str, source: PromptSource, folder: Path) -> Ledger:
-    if way in ("plain", "wire", "memory"):
+    if way == "memory":
         return InMemory()
     began = RunStarted(
         format=FORMAT, lineage=1, parent=None, compatibility_key={}, max_lag=MAX_LAG, prompts=source.state()
     )
     return Journal(History(folder, []), began, "written" if way == "written" else "fsync_interval")
-
-
-ENDS = {
-    "raw": (send_raw, receive_raw),
-    "wire_plain": (send_frames, receive_frames),
-    "wire": (send_frames, receive_frames),
-    "wire_written": (send_frames, receive_frames),
-}
 
 
 class Watch:

@@ -5,10 +5,8 @@ No figure is judged here; that takes a quiet machine.
 
 import argparse
 import ast
-import inspect
 import json
 import math
-import re
 import subprocess
 import sys
 import time
@@ -22,35 +20,18 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from asyncgrpo.data.rows import recognise
 from asyncgrpo.data.sources import read_rows
-from asyncgrpo.journal.format import BatchIssued, delivered
 from asyncgrpo.learner.packing import pack
-from benchmarks import (
-    drills,
-    gpu_cells,
-    gpu_learner,
-    journal_cost,
-    learner_step,
-    loss_memory,
-    packing,
-    presets,
-    transport,
-    weights_arithmetic,
-    weights_delta,
-)
+from benchmarks import gpu_cells, gpu_learner, learner_step, transport, weights_threads
 from benchmarks.bad_input_cases import CASES, Case
 from benchmarks.bad_inputs import is_good
-from benchmarks.drills import NOT_DRILLED, STORIES, for_s
 from benchmarks.leaks import BINS, kind_of, trend
 from benchmarks.new_user import CHANGES, FORMATS, TASKS, command, make
 from benchmarks.prometheus import OURS, configuration, contradictions, spans
-from benchmarks.recorded import as_text, in_words
 from benchmarks.rollouts import VERSION, Lengths, make_groups
 from benchmarks.shapes import SHAPES, Work, train_flops
 from benchmarks.soak import Seen, balance, stops_of, tenths, times_of_trouble
-from benchmarks.step_changes import steps_until_settled
 from benchmarks.trials import Ended, Fence
 from benchmarks.verl_scripts import judge, misfit, says_why
-from tests.journal.journals import group, journal
 
 SMALLEST = {
     "device": "cpu",
@@ -104,36 +85,6 @@ class TestVerlScripts:
         )
         assert (ended.returncode, ended.stderr) == (0, "")
         assert ended.stdout.splitlines()[-1] == "run.sh: 2 keys, 2 right, 0 said, 0 lost, exit code 0"
-
-
-def test_memory_of_the_loss(capsys):
-    settings = ["--vocabularies", "4096", "--tokens", "512", "--dtypes", "float32", "--runs", "1"]
-    loss_memory.main([*settings, "--limit-gb", "0"])
-    (fused,) = lines(capsys.readouterr().out)
-    assert fused["way"] == "fused" and fused["fused_to_this"] == 1.0
-    assert fused["value"] > 0
-    loss_memory.main(settings)
-    fused, full = lines(capsys.readouterr().out)
-    assert (fused["way"], full["way"]) == ("fused", "full")
-    assert full["value"] > 0
-
-
-def test_loading_by_rows_takes_less_memory_than_whole_models():
-    command = [sys.executable, "-m", "benchmarks.loading", "--shape", "tiny", "--ranks", "3", "--runs", "1"]
-    printed = subprocess.run(command, capture_output=True, text=True, timeout=120)  # it forks, as no test should
-    assert printed.returncode == 0, printed.stderr[-2000:]
-    by_rows, whole = lines(printed.stdout)
-    assert (by_rows["way"], whole["way"]) == ("rows", "whole")
-    assert by_rows["copies"] < 2 < whole["copies"]
-
-
-def test_packing(capsys):
-    packing.main(["--groups", "4", "--budgets", "16384", "32768", "--worlds", "2", "--runs", "1"])
-    found = lines(capsys.readouterr().out)
-    assert [one["what"] for one in found] == ["rows of lengths", "pack"] * 4
-    shared, apart = found[0], found[2]
-    assert shared["forwarded"] < apart["forwarded"] == apart["tokens"]
-    assert 0 < shared["fill_of_budget"] <= shared["fill"] <= 1
 
 
 @pytest.fixture
@@ -229,71 +180,17 @@ def test_every_cell_is_planned_once():
     }
 
 
+def test_work_on_bytes_by_threads(capsys):
+    weights_threads.main(["--mb", "1", "--rounds", "1", "--threads", "3"])
+    found = [one["what"].partition(" ")[0] for one in lines(capsys.readouterr().out)]
+    assert found == ["copy", "digest", "compare", "apply", "boxes"]
+
+
 def test_transport(capsys):
     transport.main(["--groups", "64", "--tokens", "16", "--rounds", "1", "--ways", "raw", "written"])
     found = {one["what"]: one for one in lines(capsys.readouterr().out)}
     assert {"transport raw", "transport written", "transport written / raw"} < set(found)
     assert len([what for what in found if what.startswith("codec ")]) == 4
-
-
-def test_speed_of_digests_and_deltas(capsys):
-    weights_delta.main(["speed", "--mb", "1", "--rounds", "1"])
-    found = lines(capsys.readouterr().out)
-    assert [one["what"] for one in found[:4]] == ["digest", "checksum of the torch engine", "encode", "apply"]
-    fewer = {one["share"]: one["times_fewer_bytes"] for one in found[2:]}
-    assert list(fewer) == list(weights_delta.SHARES) and fewer[0.01] > 40 > 1 > fewer[1.0] > 0.99
-
-
-def test_work_on_bytes_by_threads(capsys):
-    weights_delta.main(["threads", "--mb", "1", "--rounds", "1", "--threads", "3"])
-    found = [one["what"].partition(" ")[0] for one in lines(capsys.readouterr().out)]
-    assert found == ["copy", "digest", "compare", "apply", "boxes"]
-
-
-def test_arithmetic_of_a_publication(capsys):
-    weights_arithmetic.main()
-    text = capsys.readouterr().out
-    assert text.count("| 8B |") == text.count("| 32B |") == text.count("| 70B |") == 1 + 4
-    assert text.count("does not fit") == 2 * 3
-    fleet = weights_arithmetic.Fleet(gpus=64, size=100e9, tensor_parallel=4)
-    assert (fleet.stall, fleet.pause) == (100 / 32 / 50, 100 / 4 / 50)
-    slow = weights_arithmetic.ETHERNET
-    rows = 0.75 * 100 / 3.125  # those of three of the four machines that learn
-    digests = (100 / 32 + 75 / 8) / 13.7
-    assert fleet.collect(8, slow, changes=False) == pytest.approx(rows + digests)
-    changes = rows / 33.7 + 100 / 32 / 2.1 + 75 / 8 / 12 + 75 / 8 / 15  # compared, copied, applied
-    assert fleet.collect(8, slow, changes=True) == pytest.approx(changes + digests)
-    assert weights_arithmetic.Fleet(16, 1e9, 1).collect(8, slow, changes=True) == 0
-    assert fleet.dense(8, slow) > rows + 32 > rows > fleet.delta(8, slow)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["demo", "model"])
-def test_how_much_of_a_publication_changes(what, capsys):
-    weights_delta.main([what, "--model", "tiny", "--steps", "4", "--tokens", "256"])
-    found = lines(capsys.readouterr().out)
-    assert [one["steps_apart"] for one in found] == [1, 2]
-    assert all(0 < one["value"] < 0.2 and one["times_fewer_bytes"] > 3 for one in found)
-
-
-def test_cost_of_the_journal(capsys, tmp_path):
-    written = journal(tmp_path / "journal", durability="written")
-    for prompt_index in range(4):
-        written.append(*delivered(*group(prompt_index)))
-    written.append(BatchIssued(step=1, version=VERSION, lease_ids=()))
-    written.close()
-    steps = [{"event": "step", "seconds": {"optimizer": 0.25, "wait_data": 0.25}}] * 2
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
-    journal_cost.main([str(tmp_path), "--runs", "2"])
-    found = lines(capsys.readouterr().out)
-    assert [(one["steps"], one["step_s"]) for one in found] == [(1, 0.5)] * 3
-    assert found[0]["body_bytes_a_step"] > 4 * 32
-
-
-def test_presets():
-    one = json.loads(json.dumps(presets.measure("a3po", 1, 0, 2, ["algorithm.entropy_coef=0.02"])))
-    assert (one["algorithm"], one["lag"], one["steps"], one["ended"]) == ("a3po", 1, 2, "steps")
-    assert 0.1 < one["share_true"] < 0.999 and one["share_error"] < 1e-5
 
 
 @pytest.mark.slow
@@ -403,23 +300,3 @@ def test_a_trial_is_watched_with_our_configuration(tmp_path: Path):
     assert all(Path(name).is_file() for name in written["rule_files"])
     places = written["scrape_configs"][0]["file_sd_configs"][0]["files"]
     assert places == [str(tmp_path / "prometheus" / "*.json")]
-
-
-def test_what_was_recorded_is_written_as_promtool_reads_it():
-    values = [(10.0, 1.0), (15.0, 1.0), (20.0, 2.5), (40.0, math.nan)]
-    assert in_words(values, since=0.0, until=45.0, every_s=5) == "_x2 1x1 2.5 stale _x2 NaN stale"
-    assert as_text({"__name__": "up", "run": "a", "job": "j"}) == 'up{job="j",run="a"}'
-
-
-def test_every_alert_is_drilled_or_said_not_to_be():
-    assert for_s("LearnerStarved") == 600.0 and for_s("RejectedFrames") == 0.0
-    source = inspect.getsource(drills)
-    alerts = re.findall(r"alert: (\w+)", (OURS / "alerts.yml").read_text())
-    assert STORIES and NOT_DRILLED.keys() <= set(alerts)
-    assert [name for name in alerts if f'"{name}"' not in source] == []
-
-
-def test_settled_is_what_stays_near_its_last_values():
-    assert steps_until_settled([10] * 20) == 0
-    assert steps_until_settled([40, 30, 12, *[10] * 20]) == 2
-    assert steps_until_settled([10, 10, 30, 10, *[10] * 20]) == 3

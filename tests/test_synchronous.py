@@ -10,7 +10,7 @@ from asyncgrpo.config.files import shipped
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
-from benchmarks import one_process
+from tests import one_process
 from tests.runs import asyncgrpo, events
 
 STEPS = 4

@@ -1,8 +1,9 @@
 """`asyncgrpo tune`, `plan` and `simulate`: how many GPUs for each side."""
 
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -12,41 +13,34 @@ from asyncgrpo.cli.output import JsonOption, command, print_json
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asyncgrpo.planner.from_run import RunPace
     from asyncgrpo.planner.plan import Option, Plan
     from asyncgrpo.planner.profile import Profile
-    from asyncgrpo.recording.advice import Option as SplitOfRun
-    from asyncgrpo.recording.pace import Pace
 
-ProfileOption = Annotated[
-    Path | None, typer.Option("--profile", help="Written by the command tune.", show_default=False)
-]
-FromOption = Annotated[
-    Path | None,
-    typer.Option("--from", metavar="RUN", help="Run folder: its events are the profile.", show_default=False),
-]
+SHOWN = 10
+"""Splits that are printed."""
+PROFILE = Path("profile.json")
 
-PresetOption = Annotated[
-    str | None, typer.Option("--preset", help="An assumed profile: 7b-long-tail.", show_default=False)
+ProfileOption = Annotated[Path, typer.Option("--profile", help="Written by the command tune.")]
+GpusOption = Annotated[
+    int | None,
+    typer.Option("--gpus", min=2, help="GPUs to share (without GPUs: processes). Default: those of the profile."),
 ]
-
-WhatIfOption = Annotated[
-    list[str] | None,
-    typer.Option("--what-if", metavar="KEY=VALUE", help="A change, such as length=2x or gpus=16; repeatable."),
+MaxLagOption = Annotated[
+    int | None, typer.Option("--max-lag", min=0, help="The bound; none: the smallest that costs no time.")
 ]
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command("tune", epilog="Example: asyncgrpo tune configs/one_node_8gpu.yaml --out profile.json")(tune)
-    app.command("plan", epilog="Example: asyncgrpo plan --gpus 64 --profile profile.json --what-if length=2x")(plan)
-    app.command("simulate", epilog="Example: asyncgrpo simulate --preset 7b-long-tail --gpus 32 --gpus 128")(simulate)
+    app.command("plan", epilog="Example: asyncgrpo plan --gpus 64 --profile profile.json")(plan)
+    app.command("simulate", epilog="Example: asyncgrpo simulate --gpus 64 --profile profile.json")(simulate)
 
 
 def tune(
     config: options.ConfigArgument,
     overrides: options.SettingsArgument = None,
-    out: Annotated[Path, typer.Option("--out", help="File of the profile.")] = Path("profile.json"),
+    out: Annotated[Path, typer.Option("--out", help="File of the profile.")] = PROFILE,
     steps: Annotated[int, typer.Option("--steps", min=8, help="Steps of each of the two short runs.")] = 8,
 ) -> None:
     """Measure a configuration on its cluster for `plan`.
@@ -75,7 +69,7 @@ def tune(
 
 
 def _measured(profile: "Profile") -> str:
-    """The table of what was measured."""
+    """Return the table of a new profile."""
     decode, learner = profile.decode, profile.learner
     knee, spread = decode.knee, profile.lengths.spread(profile.group_size)
     rows = {
@@ -97,226 +91,157 @@ def _error(residual: float) -> str:
 
 
 def plan(
-    gpus: Annotated[
-        int | None,
-        typer.Option("--gpus", min=2, help="GPUs to share (without GPUs: processes). Default: those of the profile."),
+    gpus: GpusOption = None,
+    profile: ProfileOption = PROFILE,
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Run folder: its steps replace the profile.", show_default=False),
     ] = None,
-    profile: ProfileOption = None,
-    from_run: FromOption = None,
-    preset: PresetOption = None,
-    what_if: WhatIfOption = None,
-    max_lag: Annotated[
-        int | None, typer.Option("--max-lag", min=0, help="The bound; none: the smallest that costs no time.")
-    ] = None,
-    simulated: Annotated[int, typer.Option("--simulate", min=0, help="Best splits to simulate; not with --from.")] = 10,
-    save: Annotated[Path | None, typer.Option("--save", help="Write the profile that was used.")] = None,
+    max_lag: MaxLagOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Rank ways to split GPUs between generators and learner.
 
     The settings of the best one are printed.
 
-    From a profile, all splits are predicted in closed form, and the best ones are simulated with the product's own
-    scheduler on a virtual clock.
+    From a profile, all splits are predicted in closed form. `simulate` runs the best of them on a virtual clock.
 
     From a run, its steps under the present conditions are the measurement, and the advice of the run is printed with them:
     the model is the same. On a machine without GPUs a split needs free cores.
     """
-    from asyncgrpo.planner.plan import make_plan
-    from asyncgrpo.planner.profile import write_profile
-    from asyncgrpo.planner.what_if import what_if as changed_by
-
-    _check_one_source(profile, from_run, preset)
     if from_run is not None:
-        if save is not None:
-            write_profile(_profile(None, from_run, None), save)
-        return _plan_of_run(from_run, gpus, max_lag, what_if or [], as_json)
-    measured = _profile(profile, None, preset)
-    if save is not None:
-        write_profile(measured, save)
-    made = make_plan(measured, gpus, max_lag, simulated=simulated, tell=_progress)
-    if what_if:
-        other, other_gpus = changed_by(measured, gpus, what_if)
-        changed = make_plan(other, other_gpus, max_lag, simulated=simulated, tell=_progress)
+        if profile != PROFILE:
+            raise ConfigError("--profile and --from exclude each other; give one")
+        return _plan_of_run(from_run, gpus, max_lag, as_json)
+    from asyncgrpo.planner.plan import make_plan
+
+    made = make_plan(_read(profile), gpus, max_lag)
     if as_json:
-        print_json(_as_json(made) | ({"what_if": {"changes": what_if, **_as_json(changed)}} if what_if else {}))
-        return
+        return print_json(
+            {
+                "gpus": made.gpus,
+                "source": made.profile.source,
+                "options": [
+                    {"split": asdict(one.split), "fits": one.fits, "flags": one.flags, **asdict(one.expected)}
+                    for one in made.options
+                ],
+                "valid": {"shortest": made.shortest, "longest": made.longest},
+                "beyond": None if made.beyond is None else asdict(made.beyond),
+            }
+        )
     _print(made)
-    if what_if:
-        typer.echo(f"\nwhat if {', '.join(what_if)}")
-        _print(changed)
-        typer.echo(_difference(made, changed))
 
 
-def _progress(done: int, of: int) -> None:
-    """A line that replaces itself, where a person looks."""
-    if sys.stderr.isatty():
-        typer.echo(f"\rsimulated {done} of {of} splits", err=True, nl=done == of)
+def simulate(
+    gpus: GpusOption = None,
+    profile: ProfileOption = PROFILE,
+    max_lag: MaxLagOption = None,
+    splits: Annotated[int, typer.Option("--splits", min=1, help="Splits to simulate, the best of the plan.")] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate the best splits of a plan.
+
+    The buffer, admission, dispatch and learner loop of the product run on a virtual clock, with the lengths and times of the
+    profile.
+    """
+    from asyncgrpo.planner.plan import make_plan
+    from asyncgrpo.planner.simulation import simulate as run
+
+    made = make_plan(_read(profile), gpus, max_lag)
+    found = []
+    for number, option in enumerate(made.options[:splits]):
+        found.append((option, run(made.profile, option.split)))
+        if sys.stderr.isatty():
+            done = f"simulated {number + 1} of {min(splits, len(made.options))} splits"
+            typer.echo(f"\r{done}", err=True, nl=number + 1 == min(splits, len(made.options)))
+    found.sort(key=lambda pair: pair[1].step_s)
+    if as_json:
+        rows = [
+            {"split": asdict(one.split), **asdict(simulated), "formula": asdict(one.expected)}
+            for one, simulated in found
+        ]
+        return print_json(rows)
+    typer.echo(_title(made))
+    rows = []
+    for option, simulated in found:
+        row = _row(made, replace(option, expected=simulated))
+        rows.append(
+            {"split": row.pop("split"), "s/step": row.pop("s/step"), "formula": _seconds(option.expected.step_s)} | row
+        )
+    typer.echo(columns(rows))
 
 
-def _check_one_source(file: Path | None, run: Path | None, preset: str | None) -> None:
-    given = [name for name, value in (("--profile", file), ("--from", run), ("--preset", preset)) if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} name two profiles; give one")
-
-
-def _profile(file: Path | None, run: Path | None, preset: str | None) -> "Profile":
-    """Return the one profile that was asked for."""
-    from asyncgrpo.planner.from_run import profile_of_run
-    from asyncgrpo.planner.presets import preset_profile
+def _read(file: Path) -> "Profile":
     from asyncgrpo.planner.profile import read_profile
 
-    _check_one_source(file, run, preset)
-    if run is not None:
-        return profile_of_run(run)
-    if preset is not None:
-        return preset_profile(preset)
-    if file is None and not Path("profile.json").exists():
+    if file == PROFILE and not file.exists():
         raise ConfigError(
-            "there is no profile.json here; measure one with `asyncgrpo tune CONFIG`, or name a finished run with --from RUN"
+            "there is no profile.json here; measure one with `asyncgrpo tune CONFIG`, or plan from a run with --from RUN"
         )
-    return read_profile(file or Path("profile.json"))
+    return read_profile(file)
 
 
 # -- of a run ----------------------------------------------------------------------------------------------------------
 
 
-def _plan_of_run(run: Path, gpus: int | None, max_lag: int | None, changes: list[str], as_json: bool) -> None:
-    """Print the splits of a run, those of the changed task, and the advice."""
-    from asyncgrpo.planner.from_run import pace_of_run
+def _plan_of_run(run: Path, gpus: int | None, max_lag: int | None, as_json: bool) -> None:
+    """Print the splits of a run, and the advice."""
+    from asyncgrpo.planner.plan import pace_of_run
     from asyncgrpo.recording.advice import splits
 
-    found = pace_of_run(run)
-    pace, config = found.pace, found.config
-    if not config.generators.gpus_each and (gpus or any(change.startswith("gpus=") for change in changes)):
+    pace, config, run_gpus, advice = pace_of_run(run)
+    if gpus and not config.generators.gpus_each:
         raise ConfigError(
             f"{run} uses no GPU, so there are none to share: its splits are those that its cores have room for"
         )
-    options = splits(pace, config, gpus or found.gpus, max_lag)
-    other = _changed_splits(run, found, gpus, max_lag, changes) if changes else []
+    found = splits(pace, config, gpus or run_gpus, max_lag)
     if as_json:
-        of_run = {"run": str(run), "steps": pace.steps, "step_s": pace.step_s, "limit": pace.limit}
-        what_if = {"what_if": {"changes": changes, "options": _plain(other, pace)}} if changes else {}
-        advice = {"advice": [msgspec.to_builtins(piece) for piece in found.advice]}
-        return print_json(of_run | {"options": _plain(options, pace)} | advice | what_if)
+        return print_json(
+            {
+                "run": str(run),
+                "steps": pace.steps,
+                "step_s": pace.step_s,
+                "limit": pace.limit,
+                "options": [msgspec.to_builtins(one) | {"gain": 1 - one.step_s / pace.step_s} for one in found],
+                "advice": [msgspec.to_builtins(piece) for piece in advice],
+            }
+        )
     now = f"{pace.generators} generator{'s' * (pace.generators > 1)}, {pace.ranks} learner rank{'s' * (pace.ranks > 1)}"
     cores = pace.learner_cores
     used = f"; {1 - cores.spare:.0%} of {cores.count:.0f} cores used" if cores is not None else ""
     typer.echo(f"{run}, steps {pace.steps[0]} to {pace.steps[1]}: {_seconds(pace.step_s)} s a step with {now}{used}")
-    typer.echo(columns([_row_of_run(option, pace.step_s) for option in options[:SHOWN]]))
-    for piece in found.advice:
-        typer.echo(f"advice: {piece.sentence} ({piece.evidence})")
-    if changes:
-        typer.echo(f"\nwhat if {', '.join(changes)}")
-        typer.echo(columns([_row_of_run(option, pace.step_s) for option in other[:SHOWN]]))
-
-
-def _changed_splits(
-    run: Path, found: "RunPace", gpus: int | None, max_lag: int | None, changes: list[str]
-) -> "list[SplitOfRun]":
-    """The splits of the changed task, best first: each step is as much longer as the closed form makes it."""
-    from asyncgrpo.planner.from_run import profile_of_run
-    from asyncgrpo.planner.model import Split, predict
-    from asyncgrpo.planner.what_if import what_if
-    from asyncgrpo.recording.advice import splits
-
-    profile = profile_of_run(run)
-    changed, gpus = what_if(profile, gpus, changes)
-    options = []
-    for option in splits(found.pace, found.config, gpus or found.gpus, max_lag):
-        bound = found.pace.max_lag if max_lag is None else max_lag
-        split = Split(
-            option.generators, option.ranks, profile.groups_in_flight, bound, profile.admission, profile.policy
+    rows = []
+    for one in found[:SHOWN]:
+        change = one.step_s / pace.step_s - 1
+        rows.append(
+            {
+                "generators:ranks": f"{one.generators}:{one.ranks}",
+                "s/step": _seconds(one.step_s),
+                "change": f"{change:+.0%}" if abs(change) >= 0.005 else "none",
+                "limited by": one.limit,
+            }
         )
-        after = predict(changed, split)
-        step_s = option.step_s * after.step_s / predict(profile, split).step_s
-        options.append(msgspec.structs.replace(option, step_s=step_s, limit=after.bottleneck))
-    return sorted(options, key=lambda option: option.step_s)
+    typer.echo(columns(rows))
+    for piece in advice:
+        typer.echo(f"advice: {piece.sentence} ({piece.evidence})")
 
 
-def _plain(options: "list[SplitOfRun]", pace: "Pace") -> list[dict[str, Any]]:
-    """The options as plain fields, each with the share by which its step is shorter."""
-    return [msgspec.to_builtins(option) | {"gain": 1 - option.step_s / pace.step_s} for option in options]
-
-
-def _row_of_run(option: "SplitOfRun", now_s: float) -> dict[str, str]:
-    change = option.step_s / now_s - 1
-    return {
-        "generators:ranks": f"{option.generators}:{option.ranks}",
-        "s/step": _seconds(option.step_s),
-        "change": f"{change:+.0%}" if abs(change) >= 0.005 else "none",
-        "limited by": option.limit,
-    }
-
-
-# -- simulate ----------------------------------------------------------------------------------------------------------
-
-POLICIES = ("asyncgrpo", "drop", "synchronous", "split", "one-step-off", "drained")
-
-
-def simulate(
-    profile: ProfileOption = None,
-    from_run: FromOption = None,
-    preset: PresetOption = None,
-    gpus: Annotated[
-        list[int] | None, typer.Option("--gpus", min=2, help="GPUs to share; repeatable. None: those of the profile.")
-    ] = None,
-    policies: Annotated[
-        list[str] | None, typer.Option("--policy", help=f"One of {', '.join(POLICIES)}; repeatable. None: all.")
-    ] = None,
-    what_if: WhatIfOption = None,
-    max_lag: Annotated[
-        int | None, typer.Option("--max-lag", min=0, help="The bound; none: the smallest that costs no time.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Compare our scheduler with models of others.
-
-    All meet the same lengths, ours on a virtual clock.
-
-    `asyncgrpo` is the default policy, `drop` ours with buffer.policy=drop. `synchronous` shares all GPUs and takes turns; `split`
-    takes turns on GPUs of its own; `one-step-off` trains one batch while the next is generated; `drained` streams groups and
-    empties the engines before each publication. Each gets the split that is best for it.
-    """
-    from asyncgrpo.planner.compare import compare
-    from asyncgrpo.planner.what_if import what_if as changed_by
-
-    measured, other_gpus = changed_by(_profile(profile, from_run, preset), None, what_if or ())
-    for policy in policies or ():
-        if policy not in POLICIES:
-            raise ConfigError(f"--policy {policy}: there is no such schedule; expected {', '.join(POLICIES)}")
-    rows = [
-        row
-        for count in gpus or [other_gpus or measured.gpus]
-        for row in compare(measured, count, policies or POLICIES, max_lag)
-    ]
-    if as_json:
-        return print_json(rows)
-    typer.echo(f"{measured.source} ({measured.hardware}); {_task(measured)}")
-    typer.echo(columns([{name: _cell(value) for name, value in row.items()} for row in rows]))
-
-
-def _cell(value: object) -> str:
-    return f"{value:,.2f}" if isinstance(value, float) else str(value)
-
-
-# -- how a plan is printed ---------------------------------------------------------------------------------------------
-
-SHOWN = 10
+# -- of a profile ------------------------------------------------------------------------------------------------------
 
 
 def _print(made: "Plan") -> None:
-    profile, best = made.profile, made.options[0]
-    typer.echo(f"{made.gpus} {profile.units}, {profile.source} ({profile.hardware}); {_task(profile)}")
+    typer.echo(_title(made))
     typer.echo(columns([_row(made, option) for option in made.options[:SHOWN]]))
-    typer.echo(f"use: {' '.join(best.flags)}")
-    typer.echo(_valid(made))
-    for warning in _warnings(made, best):
+    typer.echo(f"use: {' '.join(made.options[0].flags)}")
+    valid = f"valid for a mean length of {made.shortest:,.0f} to {made.longest:,.0f} tokens"
+    beyond = "" if made.beyond is None else f"; above that use {made.beyond.generators}:{made.beyond.ranks}"
+    typer.echo(valid + beyond)
+    for warning in _warnings(made):
         typer.echo(f"note: {warning}")
 
 
 def columns(rows: list[dict[str, str]]) -> str:
-    """The rows as text under their names: the first and the last column to the left, the others to the right."""
+    """Return the rows as text under their names: the first and the last column to the left, the others to the right."""
     names = list(rows[0])
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in names}
     lines = [{name: name for name in names}, *rows]
@@ -327,92 +252,51 @@ def columns(rows: list[dict[str, str]]) -> str:
     )
 
 
-def _task(profile: "Profile") -> str:
+def _title(made: "Plan") -> str:
+    profile = made.profile
     return (
-        f"{profile.prompts_per_step} prompts x {profile.group_size} completions of {profile.lengths.mean:,.0f} tokens (mean), "
+        f"{made.gpus} {profile.units}, {profile.source} ({profile.hardware}); {profile.prompts_per_step} prompts x "
+        f"{profile.group_size} completions of {profile.lengths.mean:,.0f} tokens (mean), "
         f"the longest of a group {profile.lengths.spread(profile.group_size):.1f} times that"
     )
 
 
 def _row(made: "Plan", option: "Option") -> dict[str, str]:
-    split, best = option.split, option.best
-    each = made.profile.gpus_of_engine
+    split, expected, each = option.split, option.expected, made.profile.gpus_of_engine
+    engines = f"{split.generators}" if each == 1 else f"{split.generators}x{each}"
+    hours = f"{made.gpus * expected.step_s / 3.6:,.{1 if expected.step_s < 10 else 0}f}"
     return {
-        "split": _split(option, each),
-        "s/step": _seconds(best.step_s),
-        "formula": _seconds(option.expected.step_s),
-        "tokens/s": f"{best.tokens_per_s:,.0f}",
-        **(
-            {"GPU-h/1k": f"{made.gpus * best.step_s / 3.6:,.{1 if best.step_s < 10 else 0}f}"}
-            if made.profile.gpus_each
-            else {}
-        ),
-        "idle l": f"{best.learner_idle:.0%}",
-        "idle g": f"{best.generator_idle:.0%}",
-        "satur.": f"{best.saturation:.2f}",
-        "sync": f"{best.publish_share:.0%}",
+        "split": f"{engines}:{split.ranks}",
+        "s/step": _seconds(expected.step_s),
+        "tokens/s": f"{expected.tokens_per_s:,.0f}",
+        **({"GPU-h/1k": hours} if made.profile.gpus_each else {}),
+        "idle l": f"{expected.learner_idle:.0%}",
+        "idle g": f"{expected.generator_idle:.0%}",
+        "satur.": f"{expected.saturation:.2f}",
+        "sync": f"{expected.publish_share:.0%}",
         "max_lag": str(split.max_lag),
-        "lag": f"{best.lag_mean:.1f}",
-        "p99": f"{best.lag_p99:.0f}",
+        "lag": f"{expected.lag_mean:.1f}",
+        "p99": f"{expected.lag_p99:.0f}",
         "in flight": str(split.groups_in_flight),
-        "limited by": best.bottleneck if option.fits else "does not fit its GPUs",
+        "limited by": expected.bottleneck if option.fits else "does not fit its GPUs",
     }
-
-
-def _split(option: "Option", gpus_each: int) -> str:
-    engines = f"{option.split.generators}" if gpus_each == 1 else f"{option.split.generators}x{gpus_each}"
-    return f"{engines}:{option.split.ranks}"
 
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.{2 if seconds < 10 else 1}f}"
 
 
-def _valid(made: "Plan") -> str:
-    text = f"valid for a mean length of {made.shortest:,.0f} to {made.longest:,.0f} tokens"
-    if made.beyond is None:
-        return text
-    return f"{text}; above that use {made.beyond.generators}:{made.beyond.ranks}"
-
-
-def _warnings(made: "Plan", best: "Option") -> list[str]:
-    """What a reader of this plan should know of its profile."""
-    decode, found = made.profile.decode, []
-    loads = [load for load, _ in decode.measured]
-    if loads and not decode.is_near(best.best.running):
+def _warnings(made: "Plan") -> list[str]:
+    """Return the limits of the profile that the best split meets."""
+    decode, learner, running = made.profile.decode, made.profile.learner, made.options[0].expected.running
+    loads, found = [load for load, _ in decode.measured], []
+    if loads and not decode.is_near(running):
         found.append(
             f"decoding was measured at {min(loads):.0f} to {max(loads):.0f} completions an engine, and this split runs "
-            f"{best.best.running:.0f}; `asyncgrpo tune CONFIG` measures more"
+            f"{running:.0f}"
         )
     if decode.residual > 0.15:
         found.append(f"the decode curve misses a measured point by {decode.residual:.0%}")
-    if made.profile.learner.residual > 0.15:
-        found.append(f"the learner's line misses a measured point by {made.profile.learner.residual:.0%}")
+    if learner.residual > 0.15:
+        found.append(f"the learner's line misses a measured point by {learner.residual:.0%}")
     return found
-
-
-def _difference(made: "Plan", changed: "Plan") -> str:
-    before, after = made.options[0].best, changed.options[0].best
-    more = after.step_s / before.step_s - 1
-    return f"a step takes {abs(more):.0%} {'longer' if more > 0 else 'less'}, at {after.tokens_per_s:,.0f} tokens/s"
-
-
-def _as_json(made: "Plan") -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {
-        "gpus": made.gpus,
-        "source": made.profile.source,
-        "options": [
-            {
-                "split": asdict(one.split),
-                "fits": one.fits,
-                "flags": one.flags,
-                **asdict(one.best),
-                "formula": asdict(one.expected),
-            }
-            for one in made.options
-        ],
-        "valid": {"shortest": made.shortest, "longest": made.longest},
-        "beyond": None if made.beyond is None else asdict(made.beyond),
-    }

@@ -1,1 +1,1 @@
-"""How many generators and learner ranks: measured, predicted in closed form, simulated with the product's own code."""
+"""Splits of GPUs between generators and learner: a measured profile, a closed form, a simulation of the product's own code."""

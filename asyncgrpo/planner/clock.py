@@ -1,7 +1,7 @@
-"""An event loop whose time is a number. Nothing in it waits, so an hour of a run costs what its events cost.
+"""An event loop on virtual time: nothing waits, so the cost of an hour is the cost of its events.
 
-Callbacks at one instant run in the order in which they were asked for; so a program that draws its chance from one
-generator is a function of the seed.
+Callbacks at one instant run in the order of their requests, so a program with one random generator is a function of its
+seed.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """An event loop with as much as asyncio's own tasks, locks, queues and task groups need; no files, no threads."""
+    """The part of an event loop that asyncio's tasks, locks, queues and task groups need; no files, no threads."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -23,7 +23,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._sequence = itertools.count()
         self.failure: BaseException | None = None
-        """Set by whoever ends the simulation, or its current life; `run_until` raises it, once."""
+        """Set by a part of the simulation that ends it; `run_until` raises it, once."""
         self.num_events = 0
 
     def run_until(self, deadline_s: float, is_done: Callable[[], Any] = lambda: False) -> None:
@@ -81,7 +81,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return asyncio.Task(coro, loop=self, name=name, context=context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """A callback raised. A task that failed and was dropped is whoever's business held it."""
+        """Keep the exception of a callback. The holder of a failed task handles its exception."""
         if "handle" in context and self.failure is None:
             self.failure = context["exception"]
 

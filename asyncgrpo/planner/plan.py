@@ -1,22 +1,63 @@
-"""From a profile to a ranked list of splits: closed form for all, the product on the virtual clock for the best."""
+"""Ways to split GPUs between generators and learner: of a profile in closed form, of a run by the model of its advice.
 
+B prompts a step, G completions to each, L tokens of a completion on average, κ = E[longest of a group] / L, E engines that
+hold W groups each, N learner ranks, f the share of groups that are replaced for lack of signal, r seconds of a reward,
+B' = B / (1 − f). An engine takes τ(b) = a + c b seconds for a token of each of b completions. A publication takes s_l of
+the learner's time and s_g of an engine's; the time in which the weights travel is in no formula.
+
+    engine rate        μ(b) = b / τ(b)                                knee b* = 3 a / c: three quarters of the most, 1 / c
+    time of a group    R = κ L τ(b) + r
+    groups in flight   M = min(E W, (max_lag + 1) B − B T_l / T − B / 2)      slots, less those in training or ready
+    completions        b = (M G / E) · L τ(b) / R                     of M groups, those that are still sampled
+    generation         T_g = B' G L / (E μ(b)) + s_g
+    learner            T_l = t_0 + t · tokens / N + s_l
+    tail               T_t = (L* τ(b) + r + T_l) / (max_lag + 1)      L* = E[longest of B G max(1, max_lag / 2)]
+    step               T = max(T_l, (T_g⁶ + T_t⁶)^⅙)
+    saturation         b / b*                                         unlike idleness, it sees a starved engine
+
+A group that is leased at version v is trained by the step that starts at v + max_lag, so max_lag + 1 steps last at least as
+long as their longest completion: the tail. Such stretches overlap, so that the longest of max_lag / 2 steps counts (found by
+simulation). The sixth power is a smooth maximum: where both are near, they add to each other.
+At max_lag 0 nothing overlaps: T = a E[longest of B G] + c B' G L / E + r + T_l, the integral of τ over those that are left.
+
+The mean lag counts publications from a group's lease to its step. By Little's law it is
+
+    where generation decides     M / B' + 1 − idle_l
+    where the learner decides    `buffer.admission: eager`: max_lag, for every slot is filled
+                                 `fresh`: 1 + Σ p_k,   p_k = P(R > k T), k = 1, 2, ...
+
+and at most max_lag. `fresh` keeps B + F groups under way, F of them in flight when the learner asks. So its lag is the steps
+that a group takes to generate, and not the bound. The learner may wait for 5 % of its time, which keeps the margin small.
+
+Sources: Little (1961) for M = R / T; the rest is worked out here, checked against `simulation.py` in tests/planner, and
+against runs in docs/tuning.md.
+"""
+
+import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
-from asyncgrpo.config.load import recorded
+from asyncgrpo.config.load import load_config, recorded
 from asyncgrpo.config.memory import Card
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.placement import changed, problems
+from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.planner.model import Prediction, Split, knee_groups, predict
 from asyncgrpo.planner.profile import Profile
-from asyncgrpo.planner.simulate import simulate
+from asyncgrpo.recording.advice import Advice, advise
+from asyncgrpo.recording.pace import EVENTS, FEWEST, SETTLE, Pace, pace_of
+from asyncgrpo.recording.tail import newest_first, read_tail
+from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 
-SIMULATED = 10
-"""Splits that are simulated."""
+ROUNDS = 24
+DRAWN = 4096
+"""Groups of which the time is drawn for the lag."""
+SMOOTH = 6
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Bounds that are tried."""
 NEARLY = 0.02
@@ -26,24 +67,183 @@ FACTORS = [2 ** (power / 8) for power in range(-16, 17)]
 
 
 @dataclass(frozen=True)
+class Split:
+    """Numbers of generators and learner ranks, and the limits on groups under way."""
+
+    generators: int
+    ranks: int
+    groups_in_flight: int
+    """Of one engine."""
+    max_lag: int
+    admission: str = "fresh"
+    policy: str = "wait"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """An expected step. Seconds, tokens, optimizer steps."""
+
+    step_s: float
+    lag_mean: float
+    lag_p99: float
+    tokens_per_s: float
+    """Sampled tokens that are trained."""
+    learner_idle: float
+    """Share of time without a batch."""
+    generator_idle: float
+    """Share of time in which an engine samples nothing."""
+    saturation: float
+    """Completions that run in an engine on average, over the knee of the decode curve."""
+    running: float
+    """b, while any run."""
+    publish_share: float
+    """Share of the learner's time that publications take."""
+    bottleneck: str
+    """`generators`, `learner` or `longest completions`."""
+
+
+def predict(profile: Profile, split: Split) -> Prediction:
+    """Return the step of a split by the closed form."""
+    return _synchronous(profile, split) if split.max_lag == 0 else _asynchronous(profile, split)
+
+
+def learner_seconds(profile: Profile, ranks: int) -> float:
+    """Return T_l: a step of the learner, its publication included."""
+    tokens = profile.learner_tokens(profile.lengths.mean)
+    return profile.learner.seconds(tokens, ranks) + profile.publish_s
+
+
+def generate_seconds(profile: Profile, generators: int, in_flight: float) -> tuple[float, float]:
+    """Return T_g and b, with so many groups in flight in all."""
+    lengths, decode, size = profile.lengths, profile.decode, profile.group_size
+    held, mean, longest = in_flight * size / generators, lengths.mean, lengths.longest_of(1, size)
+    # b (κ L τ(b) + r) = held · L τ(b), for b; a group that only awaits its scores gives its place back
+    square, constant = longest * decode.per_completion_s, held * mean * decode.base_s
+    linear = longest * decode.base_s + min(profile.reward_s, SCORED_AT_ONCE_S) - held * mean * decode.per_completion_s
+    running = _root(square, linear, -constant) if constant else held * mean / longest
+    running = min(running, profile.kv_completions or math.inf)
+    groups_per_s = generators * decode.rate(running) / (size * mean)
+    if profile.reward_s:
+        groups_per_s = min(groups_per_s, generators * profile.reward_workers / (profile.reward_s * size))
+    return _useful(profile) / groups_per_s + profile.pause_s, running
+
+
+def _root(square: float, linear: float, constant: float) -> float:
+    """Return the positive root of `square` x² + `linear` x + `constant`."""
+    if not square:
+        return -constant / linear
+    return (math.sqrt(linear * linear - 4 * square * constant) - linear) / (2 * square)
+
+
+def knee_groups(profile: Profile) -> int:
+    """Return the groups in flight that keep an engine at its knee: past it the lag grows more than the throughput."""
+    knee = min(profile.decode.knee, profile.kv_completions or math.inf)
+    if math.isinf(knee):
+        return profile.groups_in_flight
+    return max(1, round(knee * profile.lengths.spread(profile.group_size) / profile.group_size))
+
+
+def _useful(profile: Profile) -> float:
+    """Return B': groups that are generated for a step."""
+    return profile.prompts_per_step / (1 - profile.filtered)
+
+
+def _running_at(profile: Profile, generators: int, step_s: float) -> float:
+    """Return b: completions that one engine runs when a step takes so long."""
+    tokens_per_s = _useful(profile) * profile.group_size * profile.lengths.mean / (generators * step_s)
+    left = 1 - profile.decode.per_completion_s * tokens_per_s
+    return tokens_per_s * profile.decode.base_s / left if left > 0 else math.inf
+
+
+def _synchronous(profile: Profile, split: Split) -> Prediction:
+    """Generate, then train, then publish."""
+    lengths, decode, size = profile.lengths, profile.decode, profile.group_size
+    each = _useful(profile) * size / split.generators
+    most = min(each, split.groups_in_flight * size, profile.kv_completions or math.inf)
+    longest_s = decode.base_s * lengths.longest_of(profile.prompts_per_step, size)
+    waves_s = each * lengths.mean / decode.rate(most) if most < each else 0.0  # those that do not fit at once follow
+    generate_s = max(longest_s + decode.per_completion_s * each * lengths.mean, waves_s) + profile.reward_s
+    learn_s = learner_seconds(profile, split.ranks)
+    running = each * lengths.mean * decode.token_seconds(most / 2) / generate_s
+    return _prediction(profile, split, generate_s + learn_s, learn_s, running, 0.0, 0.0, "longest completions")
+
+
+def _asynchronous(profile: Profile, split: Split) -> Prediction:
+    batch, engines, bound = profile.prompts_per_step, split.generators, split.max_lag + 1
+    learn_s = learner_seconds(profile, split.ranks)
+    longest = profile.lengths.longest_of(batch * max(1, split.max_lag // 2), profile.group_size)
+    step_s = learn_s
+    for _ in range(ROUNDS):
+        slots = bound * batch - batch * min(1.0, learn_s / step_s) - batch / 2
+        in_flight = max(1.0, min(float(engines * split.groups_in_flight), slots))
+        generate_s, most = generate_seconds(profile, engines, in_flight)
+        running = min(most, _running_at(profile, engines, step_s))
+        tail_s = (longest * profile.decode.token_seconds(running) + profile.reward_s + learn_s) / bound
+        both_s = (generate_s**SMOOTH + tail_s**SMOOTH) ** (1 / SMOOTH)
+        step_s += 0.5 * (max(learn_s, both_s) - step_s)
+    lag, lag_p99 = in_flight / _useful(profile) + learn_s / step_s, math.inf
+    if learn_s >= both_s:
+        bottleneck = "learner"
+        fresh, lag_p99 = _fresh_lag(profile, running, step_s)
+        lag = min(lag, fresh) if split.admission == "fresh" else split.max_lag
+    else:
+        bottleneck = "generators" if generate_s >= tail_s else "longest completions"
+    return _prediction(
+        profile, split, step_s, learn_s, running, min(lag, split.max_lag), min(lag_p99, split.max_lag), bottleneck
+    )
+
+
+def _fresh_lag(profile: Profile, running: float, step_s: float) -> tuple[float, float]:
+    """Return the mean lag and its 99th percentile where generators begin groups just in time."""
+    longest = profile.lengths.sample(DRAWN, profile.group_size).max(axis=1)
+    steps = (longest * profile.decode.token_seconds(running) + profile.reward_s) / step_s
+    late = sum(float((steps > k).mean()) for k in range(1, math.ceil(float(steps.max())) + 1))
+    return 1 + late, math.ceil(float(np.quantile(steps, 0.99)))
+
+
+def _prediction(
+    profile: Profile,
+    split: Split,
+    step_s: float,
+    learn_s: float,
+    running: float,
+    lag_mean: float,
+    lag_p99: float,
+    bottleneck: str,
+) -> Prediction:
+    tokens_per_s = profile.prompts_per_step * profile.group_size * profile.lengths.mean / step_s
+    sampled_s = (
+        tokens_per_s * step_s / (1 - profile.filtered) / split.generators / profile.decode.rate(max(running, 1.0))
+    )
+    return Prediction(
+        step_s=step_s,
+        lag_mean=lag_mean,
+        lag_p99=lag_p99,
+        tokens_per_s=tokens_per_s,
+        learner_idle=max(0.0, 1 - learn_s / step_s),
+        generator_idle=max(0.0, 1 - (sampled_s + profile.pause_s) / step_s),
+        saturation=running / profile.decode.knee,
+        running=running,
+        publish_share=profile.publish_s / step_s,
+        bottleneck=bottleneck,
+    )
+
+
+# -- of all splits ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class Option:
     """One split."""
 
     split: Split
     expected: Prediction
-    """By the closed form."""
-    simulated: Prediction | None
     fits: bool
-    """Whether each side fits its GPUs, where the model's size is known."""
-
-    @property
-    def best(self) -> Prediction:
-        """What is known best of it."""
-        return self.simulated or self.expected
+    """True if each side fits its GPUs, or the size of the model is unknown."""
 
     @property
     def flags(self) -> list[str]:
-        """Its settings."""
+        """The settings of the split."""
         split = self.split
         return [
             f"generators.count={split.generators}",
@@ -55,7 +255,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """The splits, best first, and how far the best one holds."""
+    """The splits, best first, and the mean lengths for which the best one holds."""
 
     gpus: int
     profile: Profile
@@ -64,43 +264,26 @@ class Plan:
     """Mean length, tokens, down to which it stays as good."""
     longest: float
     beyond: Split | None
-    """The best one for lengths just above; none: it holds as far as was looked."""
+    """The best split for lengths just above `longest`. None: none of `FACTORS` has a better one."""
 
 
-def make_plan(
-    profile: Profile,
-    gpus: int | None = None,
-    max_lag: int | None = None,
-    *,
-    simulated: int = SIMULATED,
-    tell: Callable[[int, int], None] = lambda done, of: None,
-) -> Plan:
-    """The splits of so many GPUs, best first.
+def make_plan(profile: Profile, gpus: int | None = None, max_lag: int | None = None) -> Plan:
+    """Return the splits of so many GPUs, best first.
 
     Args:
-        gpus: to share; none: as many as the profile's run had.
-        max_lag: the bound; none: the smallest that costs no more than `NEARLY` of a step.
-        simulated: splits that are simulated, the best by the closed form.
-        tell: called as each is done.
+        gpus: to share; None: as many as the profile's run had.
+        max_lag: the bound; None: the smallest that costs no more than `NEARLY` of a step.
     Raises:
         ConfigError: there are too few GPUs.
     """
     gpus = gpus or profile.gpus
-    options = [
-        Option(split, predict(profile, split), None, fits(profile, split)) for split in splits(profile, gpus, max_lag)
-    ]
+    options = [Option(split, predict(profile, split), fits(profile, split)) for split in splits(profile, gpus, max_lag)]
     options.sort(key=lambda option: (not option.fits, option.expected.step_s))
-    head = []
-    for number, option in enumerate(options[:simulated]):
-        head.append(replace(option, simulated=simulate(profile, option.split)))
-        tell(number + 1, min(simulated, len(options)))
-    head.sort(key=lambda option: (not option.fits, option.best.step_s))
-    ranked = (*head, *options[simulated:])
-    return Plan(gpus, profile, ranked, *validity(profile, gpus, ranked[0].split))
+    return Plan(gpus, profile, tuple(options), *validity(profile, gpus, options[0].split))
 
 
 def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Split]:
-    """All ways to share so many GPUs. Raises ConfigError where one side would get none."""
+    """Return all ways to share so many GPUs. Raises ConfigError if one side gets none."""
     each = profile.gpus_of_engine
     if gpus < each + 1:
         raise ConfigError(
@@ -113,18 +296,18 @@ def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Spli
 
 
 def groups_in_flight(profile: Profile) -> int:
-    """Those that hold an engine at its knee, if the decode curve is known there; else as many as the profile's run had."""
+    """Return the groups that hold an engine at its knee, or those of the profile's run if the curve is unknown there."""
     return knee_groups(profile) if profile.decode.is_near(profile.decode.knee) else profile.groups_in_flight
 
 
 def best_max_lag(profile: Profile, split: Split) -> int:
-    """The smallest bound with a step at most `NEARLY` longer than that of the largest."""
+    """Return the smallest bound with a step at most `NEARLY` longer than that of the largest."""
     steps = {lag: predict(profile, replace(split, max_lag=lag)).step_s for lag in LAGS}
     return next(lag for lag in LAGS if steps[lag] <= (1 + NEARLY) * min(steps.values()))
 
 
 def fits(profile: Profile, split: Split) -> bool:
-    """True if learner and engines fit their GPUs, or the model's size is not known."""
+    """Return True if learner and engines fit their GPUs, or the size of the model is unknown."""
     if not (profile.config and profile.gpus_each):
         return True
     config = recorded(profile.config, "the profile")
@@ -141,14 +324,11 @@ def fits(profile: Profile, split: Split) -> bool:
 
 
 def validity(profile: Profile, gpus: int, split: Split) -> tuple[float, float, Split | None]:
-    """From which mean length to which `split` stays as good as it is, and the best split above.
-
-    By the closed form, which may find it somewhat worse than the best already here, where the simulation chose it.
-    """
+    """Return the smallest and the largest mean length for which `split` stays as good as it is, and the best split above."""
     mean = profile.lengths.mean
 
     def excess(factor: float) -> tuple[float, Split]:
-        """Its step over that of the best split, and that split, with lengths times `factor`."""
+        """Return the step of `split` over that of the best split, and the latter, with lengths times `factor`."""
         longer = msgspec.structs.replace(profile, lengths=profile.lengths.times(factor))
         steps = {other: predict(longer, other).step_s for other in splits(longer, gpus, split.max_lag)}
         best = min(steps, key=lambda other: steps[other])
@@ -163,3 +343,33 @@ def validity(profile: Profile, gpus: int, split: Split) -> tuple[float, float, S
         if found > allowed and factor > 1:
             return below, factor * mean, best
     return below, above, None
+
+
+# -- of a run ----------------------------------------------------------------------------------------------------------
+
+
+class RunPace(NamedTuple):
+    """The pace of a run under its present conditions, and the advice on it: the same as in `status` and the summary."""
+
+    pace: Pace
+    config: Config
+    gpus: int | None
+    """GPUs of the cluster. None: the events of the run lack them."""
+    advice: tuple[Advice, ...]
+
+
+def pace_of_run(run: Path) -> RunPace:
+    """Read the pace of a run from the end of its events. Raises ConfigError if the steps are too few."""
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} is not a run folder: it has no config.yaml")
+    config, file = load_config(str(run / "config.yaml"), []), run / "metrics.jsonl"
+    newest = list(itertools.islice(newest_first(file), EVENTS))
+    first = read_tail(file, 0, limit=10).events  # where the last start is too long ago
+    gpus = next((event.get("gpus") for event in (*newest, *first) if event["event"] == "start"), None)
+    events = newest[::-1]
+    pace = pace_of(events, config)
+    if pace is None:
+        raise ConfigError(
+            f"{run} has fewer than {SETTLE + FEWEST} steps since its last start or change: let it run longer"
+        )
+    return RunPace(pace, config, gpus, advise(events, config, gpus=gpus))

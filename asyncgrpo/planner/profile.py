@@ -1,6 +1,6 @@
-"""What was measured of a task on some hardware: all that a plan needs to know, as one JSON file.
+"""The measurements of a task on some hardware that a plan needs, as one JSON file.
 
-`tune.py` measures it on the cluster, `from_run.py` reads it out of a run's folder, `presets.py` has assumed ones.
+`tune.py` measures it on the cluster, `plan.py` predicts from it, `simulation.py` simulates it.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from asyncgrpo.errors import ConfigError
 
 FORMAT = 1
 DEVIATIONS = np.linspace(-4.0, 4.0, 81)
-"""Where `Lengths.tokens` is given: standard deviations of a normal variable of the same rank."""
+"""Points of `Lengths.tokens`: standard deviations of a normal variable of the same rank."""
 NEAR = 1.5
 """A decode curve is trusted up to so many times the load at which it was measured."""
 
@@ -30,7 +30,7 @@ class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Lengths(_Part, frozen=True, kw_only=True):
-    """How long completions are, and how alike those of one prompt."""
+    """Distribution of the lengths of completions, and the correlation within a prompt."""
 
     tokens: Annotated[tuple[Positive, ...], Meta(min_length=81, max_length=81)]
     """The length at each of `DEVIATIONS`: at 0 the median, at 1 that of the 84th percentile, and so on."""
@@ -40,7 +40,7 @@ class Lengths(_Part, frozen=True, kw_only=True):
     """By which `tokens` are multiplied."""
 
     def sample(self, prompts: int, completions: int, seed: object = 0) -> np.ndarray:
-        """[prompts, completions] tokens."""
+        """Draw [prompts, completions] tokens."""
         rng = np.random.default_rng(seed)  # type: ignore[arg-type]
         common, own = rng.standard_normal((prompts, 1)), rng.standard_normal((prompts, completions))
         deviation = common * self.correlation**0.5 + own * (1 - self.correlation) ** 0.5
@@ -52,7 +52,7 @@ class Lengths(_Part, frozen=True, kw_only=True):
         return self.scale * _means(self.tokens, self.correlation, 1, 1)[0]
 
     def longest_of(self, prompts: int, completions: int) -> float:
-        """Mean tokens of the longest of so many completions to each of so many prompts."""
+        """Return the mean tokens of the longest of so many completions per prompt, over so many prompts."""
         return self.scale * _means(self.tokens, self.correlation, prompts, completions)[1]
 
     def spread(self, group_size: int) -> float:
@@ -60,12 +60,12 @@ class Lengths(_Part, frozen=True, kw_only=True):
         return self.longest_of(1, group_size) / self.mean
 
     def times(self, factor: float) -> "Lengths":
-        """All lengths times `factor`."""
+        """Return all lengths times `factor`."""
         return msgspec.structs.replace(self, scale=self.scale * factor)
 
     @staticmethod
     def of(lengths: np.ndarray) -> "Lengths":
-        """Those of a sample.
+        """Fit the lengths of a sample.
 
         Args:
             lengths: [groups, completions] tokens.
@@ -78,14 +78,14 @@ class Lengths(_Part, frozen=True, kw_only=True):
 
 @cache
 def _means(tokens: tuple[float, ...], correlation: float, prompts: int, completions: int) -> tuple[float, float]:
-    """Mean length, and mean of the longest, of draws that are always the same."""
+    """Return the mean length and the mean of the longest, of seeded draws."""
     repeats = max(64, 65536 // (prompts * completions))
     drawn = Lengths(tokens=tokens, correlation=correlation).sample(repeats * prompts, completions).reshape(repeats, -1)
     return float(drawn.mean()), float(drawn.max(axis=1).mean())
 
 
 def _correlation(lengths: np.ndarray) -> float:
-    """The intraclass correlation of [groups, completions] lengths, each in the place of its normal score."""
+    """Return the intraclass correlation of [groups, completions] lengths, each in the place of its normal score."""
     groups, size = lengths.shape
     if groups < 2 or size < 2:
         return 0.0
@@ -97,7 +97,7 @@ def _correlation(lengths: np.ndarray) -> float:
 
 
 class DecodeCurve(_Part, frozen=True, kw_only=True):
-    """What one engine takes for a token of each of b completions that run at once: a + c b seconds."""
+    """Seconds of one token of each of b concurrent completions of an engine: a + c b."""
 
     base_s: NotNegative
     """a: however few run."""
@@ -110,27 +110,27 @@ class DecodeCurve(_Part, frozen=True, kw_only=True):
         return self.base_s + self.per_completion_s * running
 
     def rate(self, running: float) -> float:
-        """Tokens a second of one engine at so many completions."""
+        """Return the tokens a second of one engine at so many completions."""
         return running / self.token_seconds(running) if running else 0.0
 
     @property
     def knee(self) -> float:
-        """b* = 3 a / c: where an engine has three quarters of the most it can. Infinite where more never cost anything."""
+        """b* = 3 a / c: load at three quarters of the largest throughput. Infinite if c is 0."""
         return 3 * self.base_s / self.per_completion_s if self.per_completion_s else float("inf")
 
     @property
     def residual(self) -> float:
-        """The largest share by which the line misses a measured point; 0 where nothing was measured."""
+        """Largest relative error of the line at a measured point; 0 without points."""
         return max((abs(self.token_seconds(b) / seconds - 1) for b, seconds in self.measured), default=0.0)
 
     def is_near(self, running: float) -> bool:
-        """Whether the curve was measured at about this load."""
+        """Return True if the curve was measured at about this load."""
         loads = [load for load, _ in self.measured]
         return not loads or min(loads) / NEAR <= running <= max(loads) * NEAR
 
     @staticmethod
     def fit(measured: list[tuple[float, float]]) -> "DecodeCurve":
-        """The line through (completions, seconds of a token), least squares of relative errors; neither part is negative.
+        """Fit (completions, seconds of a token) by least squares of relative errors; neither part is negative.
 
         Measured at one load alone, both parts are taken to be equal there: then twice the load is 1.3 times the tokens a
         second, which errs by at most a third either way.
@@ -144,7 +144,7 @@ class DecodeCurve(_Part, frozen=True, kw_only=True):
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Intercept and rise of the line with the least sum of squared relative errors, neither of them negative."""
+    """Return intercept and slope of the line with the least sum of squared relative errors, neither negative."""
     best, _, _, _ = np.linalg.lstsq(np.stack([1 / y, x / y], axis=1), np.ones_like(y), rcond=None)
     if best[1] < 0:
         return float(1 / np.mean(1 / y)), 0.0
@@ -154,7 +154,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 class LearnerTimes(_Part, frozen=True, kw_only=True):
-    """What a step of the learner takes, without its publication."""
+    """Seconds of a step of the learner, without its publication."""
 
     base_s: NotNegative
     """However few tokens are trained."""
@@ -164,18 +164,18 @@ class LearnerTimes(_Part, frozen=True, kw_only=True):
     """(tokens for each rank, seconds) as measured."""
 
     def seconds(self, tokens: float, ranks: int) -> float:
-        """What a step takes of so many tokens, prompts included."""
+        """Return the seconds of a step of so many tokens, prompts included."""
         return self.base_s + self.rank_s_per_token * tokens / ranks
 
     @property
     def residual(self) -> float:
-        """The largest share by which the line misses a measured point."""
+        """Largest relative error of the line at a measured point."""
         errors = [abs((self.base_s + self.rank_s_per_token * each) / seconds - 1) for each, seconds in self.measured]
         return max(errors, default=0.0)
 
     @staticmethod
     def fit(measured: list[tuple[float, float]]) -> "LearnerTimes":
-        """The line through (tokens for each rank, seconds of a step). Of one size alone, all of it is the tokens'."""
+        """Fit (tokens per rank, seconds of a step). With one size alone, all of the time depends on tokens."""
         tokens, seconds = np.array([t for t, _ in measured]), np.array([s for _, s in measured])
         if tokens.max() < 1.2 * tokens.min():
             return LearnerTimes(
@@ -190,7 +190,7 @@ class Profile(_Part, frozen=True, kw_only=True):
 
     format: Annotated[int, Meta(ge=1)] = FORMAT
     source: str
-    """Where it comes from, in words."""
+    """Origin, as shown to the user."""
     hardware: str
     model: str = ""
     engine: str = ""
@@ -211,15 +211,15 @@ class Profile(_Part, frozen=True, kw_only=True):
     prompt_tokens: NotNegative = 0.0
     """Mean."""
     shares_prompts: bool = True
-    """Whether the learner runs a prompt once for all completions of its group."""
+    """True if the learner runs a prompt once for all completions of its group."""
     lengths: Lengths
     decode: DecodeCurve
     learner: LearnerTimes
     publish_s: NotNegative
-    """For how long the learner stands still at a publication: while its weights are copied, and where copies of earlier ones
-    are still being read. They travel beside the next step."""
+    """Stall of the learner at a publication: the copy of its weights, and the wait for a free copy. The transfer overlaps with
+    the next step."""
     pause_s: NotNegative
-    """For how long an engine samples nothing in it."""
+    """Pause of an engine at a publication."""
     reward_s: NotNegative = 0.0
     """Of one reward."""
     reward_workers: Count = 1
@@ -243,19 +243,19 @@ class Profile(_Part, frozen=True, kw_only=True):
         return self.generators * self.gpus_of_engine + self.ranks
 
     def learner_tokens(self, length: float) -> float:
-        """Tokens that the learner runs in a step of completions of this mean length."""
+        """Return the tokens that the learner runs in a step of completions of this mean length."""
         prompts = self.prompt_tokens * (1 if self.shares_prompts else self.group_size)
         return self.prompts_per_step * (self.group_size * length + prompts)
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write it as JSON."""
+    """Write a profile as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
 
 
 def read_profile(path: Path) -> Profile:
-    """Raises ConfigError, which names the file and what is wrong in it."""
+    """Read a profile. Raises ConfigError, which names the file and the error in it."""
     try:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
@@ -263,7 +263,7 @@ def read_profile(path: Path) -> Profile:
             f"{path} cannot be read ({error.strerror}); `asyncgrpo tune CONFIG` writes a profile"
         ) from error
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{path} is no profile: {error}; `asyncgrpo tune CONFIG` writes one") from error
+        raise ConfigError(f"{path} is not a profile: {error}; `asyncgrpo tune CONFIG` writes one") from error
     if profile.format != FORMAT:
         raise ConfigError(f"{path} has format {profile.format}, this asyncgrpo reads {FORMAT}; measure it again")
     return profile

@@ -1,13 +1,16 @@
 """A run on the virtual clock: the product's own buffer, admission, dispatch and services, and engines of continuous batching.
 
-`VirtualRun` runs `BufferService`, `GeneratorService`, `LearnerService` and the codec. What a step, a publication, a token
-and a reward take is said by a `Case`. Nothing waits, so an hour of a run costs what its events cost.
+`VirtualRun` runs `BufferService`, `GeneratorService`, `LearnerService` and the codec. A `Case` has the
+times of a step, a publication, a token and a reward. Nothing waits, so the cost of an hour is the cost of its events.
 """
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -31,9 +34,9 @@ from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.ranks import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.planner.clock import VirtualLoop
-from asyncgrpo.planner.lines import BufferSocket, GeneratorLine, LearnerLine
-from asyncgrpo.planner.stand_ins import Receiver, Silent
-from asyncgrpo.planner.virtual_engine import VirtualEngine
+from asyncgrpo.planner.plan import Prediction, Split, predict
+from asyncgrpo.planner.profile import Profile
+from asyncgrpo.planner.stand_ins import BufferSocket, GeneratorLine, LearnerLine, Receiver, Silent, VirtualEngine
 from asyncgrpo.rewards.base import Sampled
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Group, PolicyVersion, Prompt, Sampling, Score
@@ -42,11 +45,21 @@ from asyncgrpo.wire.codec import encode
 
 LONGEST = 2**20
 """Tokens of the longest completion; lengths are the case's."""
+MOST_STEPS, FEWEST_STEPS = 36, 10
+"""Steps that count, after those of the start."""
+ROLLOUTS = 40_000
+"""Rollouts that are enough: a large batch needs fewer steps."""
+START = 12
+"""Steps of the start, beside those of the bound: as many as `fresh` looks at."""
+UNITS = 200
+"""A mean completion has so many tokens: there are many, and one is like the next."""
+LONGEST_STEP_S = 20.0
+"""Longest step, in virtual seconds: longer ones are scaled down, which saves heartbeats."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is simulated. Lengths in tokens, times in seconds."""
+    """The sizes and times of a simulation. Lengths in tokens, times in seconds."""
 
     max_lag: int
     steps: int
@@ -60,21 +73,21 @@ class Case:
     policy: str = "wait"
     admission: str = "eager"
     slowest: float = 1.0
-    """How many times as long as the others the last generator takes for a token."""
+    """Seconds of a token of the last generator, over those of the others."""
     filters: bool = False
-    """Whether groups without signal are replaced (`algorithm.filter_zero_signal`)."""
+    """True if groups without signal are replaced (`algorithm.filter_zero_signal`)."""
 
     token_s: ClassVar[float] = 0.02
     token_s_per_completion: ClassVar[float] = 0.0001
     stall_s: ClassVar[float] = 0.0
-    """Of a publication while the learner waits: for a copy of its weights."""
+    """Part of a publication in which the learner waits for the copy of its weights."""
     transfer_s: ClassVar[float] = 1.0
-    """Of a publication while learner and engines go on."""
+    """Part of a publication that overlaps with learner and engines."""
     swap_s: ClassVar[float] = 0.5
-    """Of a publication while an engine does not."""
+    """Part of a publication in which an engine pauses."""
     latency_s: ClassVar[float] = 0.001
     tick_s: ClassVar[float] = 0.1
-    """How often the buffer looks around when nothing arrives."""
+    """Interval of the buffer's loop when nothing arrives."""
     capacity: ClassVar[int | None] = None
     reward_s: ClassVar[float] = 0.0
     """Of one reward."""
@@ -98,11 +111,11 @@ class Case:
         return 1.0
 
     def train_seconds(self, tokens: int) -> float:
-        """What the learner takes for a step of so many sampled tokens."""
+        """Return the seconds of a step of so many sampled tokens."""
         raise NotImplementedError
 
     def token_seconds(self, running: int) -> float:
-        """What an engine takes for a token of each of so many completions."""
+        """Return the seconds of a token of each of so many completions."""
         return self.token_s + self.token_s_per_completion * running
 
 
@@ -117,8 +130,6 @@ class StepSeen:
     tokens: int
     """Sampled tokens in it."""
     lags: tuple[int, ...]
-    in_flight: int
-    """Groups leased, when it has its batch."""
 
 
 class _Reward:
@@ -172,7 +183,7 @@ class _NoCheckpoints:
 
 @dataclass
 class VirtualRun:
-    """Runs the product on a case. It stands for the learner's model and for its publisher, whose time passes."""
+    """Runs the product on a case. It stands for the learner's model and for its publisher."""
 
     case: Case
     seen: list[StepSeen] = field(default_factory=list)
@@ -184,16 +195,15 @@ class VirtualRun:
         self._build()
         self._learner.run()
         self.end_s = self._loop.time()
-        self._loop.run_until(self._loop.time() + 1.0)  # the last words arrive, and the generators end
+        self._loop.run_until(self._loop.time() + 1.0)  # the generators receive the shutdown
         return self
 
-    # What stands for the learner's parts: they take their time, and the world goes on.
+    # Stand-ins for the parts of the learner: the clock runs for as long as they take.
 
     def step(self, groups: list[Group], version: PolicyVersion) -> SimpleNamespace:
         now_s, tokens = self._loop.time(), sum(group.num_tokens for group in groups)
         lags = tuple(version.number - group.versions[0].number for group in groups)
-        in_flight = sum(len(service._working) for service in self._generators)
-        self.seen.append(StepSeen(now_s, now_s - self._is_free_s, tokens, lags, in_flight))
+        self.seen.append(StepSeen(now_s, now_s - self._is_free_s, tokens, lags))
         self._loop.run_until(now_s + self.case.train_seconds(tokens))
         return SimpleNamespace(seconds={}, shares_within={})
 
@@ -209,7 +219,7 @@ class VirtualRun:
         """Compare nothing: there is no model to score."""
 
     def _arrive(self) -> None:
-        """Every engine swaps to the newest version; one that came meanwhile is on its way now."""
+        """Swap every engine to the newest version."""
         version, self._newest = self._newest, None
         assert version is not None
         for service in self._generators:
@@ -312,3 +322,138 @@ class VirtualRun:
         self._turn(None)
         if not self._service._finished:
             self._loop.call_later(self.case.tick_s, self._tick)
+
+
+# -- of a profile ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlannedCase(Case):
+    """A profile and a split as a case. Each of its tokens stands for `unit` tokens, each second for `slowdown` seconds."""
+
+    profile: Profile = field(kw_only=True)
+    ranks: int = 1
+    slowdown: float = 1.0
+
+    @property
+    def num_prompts(self) -> int:
+        return 3 * self.num_groups + 2 * self.generators * self.window
+
+    @cached_property
+    def unit(self) -> float:
+        """Tokens of a unit."""
+        return max(1.0, self.profile.lengths.mean / UNITS)
+
+    @cached_property
+    def _drawn(self) -> dict[int, np.ndarray]:
+        """[prompts, completions] tokens of each attempt that was made."""
+        return {}
+
+    def lengths_of(self, prompt_index: int, attempt: int) -> np.ndarray:
+        if attempt not in self._drawn:
+            sampled = self.profile.lengths.sample(self.num_prompts, self.group_size, [self.seed, attempt])
+            self._drawn[attempt] = np.maximum(np.rint(sampled / self.unit), 1).astype(int)
+        return self._drawn[attempt][prompt_index]
+
+    def reward(self, prompt_index: int, completion: int) -> float:
+        """Equal for all completions of a prompt without signal, else of two kinds."""
+        if not self.profile.filtered:
+            return float(completion % 2)
+        has_signal = np.random.default_rng([self.seed, prompt_index]).random() >= self.profile.filtered
+        return float(completion % 2) if has_signal else 1.0
+
+    def train_seconds(self, tokens: int) -> float:
+        mean = tokens * self.unit / (self.per_step * self.group_size)
+        return self.profile.learner.seconds(self.profile.learner_tokens(mean), self.ranks) / self.slowdown
+
+    def token_seconds(self, running: int) -> float:
+        return self.unit * self.profile.decode.token_seconds(running) / self.slowdown
+
+    transfer_s = 0.0
+
+    @property
+    def stall_s(self) -> float:  # type: ignore[override]
+        return self.profile.publish_s / self.slowdown
+
+    @property
+    def swap_s(self) -> float:  # type: ignore[override]
+        return self.profile.pause_s / self.slowdown
+
+    @property
+    def capacity(self) -> int | None:  # type: ignore[override]
+        return self.profile.kv_completions
+
+    @property
+    def reward_s(self) -> float:  # type: ignore[override]
+        return self.profile.reward_s / self.slowdown
+
+    @property
+    def reward_workers(self) -> int:  # type: ignore[override]
+        return self.profile.reward_workers
+
+
+def simulate(
+    profile: Profile, split: Split, *, start: int | None = None, steps: int | None = None, seed: int = 0
+) -> Prediction:
+    """Run the product on the virtual clock, and measure the steps after the start.
+
+    Args:
+        start: steps that do not count; None: as many as `fresh` remembers of an eager start.
+        steps: that count; None: enough, by the size of a batch.
+    """
+    begin = min(split.max_lag, START) + START if start is None else start
+    if steps is None:
+        enough = ROLLOUTS // (profile.prompts_per_step * profile.group_size)
+        steps = max(FEWEST_STEPS, min(MOST_STEPS, enough))
+    case = PlannedCase(
+        max_lag=split.max_lag,
+        steps=begin + steps,
+        seed=seed,
+        generators=split.generators,
+        window=split.groups_in_flight,
+        group_size=profile.group_size,
+        per_step=profile.prompts_per_step,
+        policy=split.policy,
+        admission=split.admission,
+        filters=profile.filtered > 0,
+        profile=profile,
+        ranks=split.ranks,
+        slowdown=max(1.0, predict(profile, split).step_s / LONGEST_STEP_S),
+    )
+    run = VirtualRun(case)
+    with _quiet():
+        run.run()
+    seen = run.seen[begin:]
+    first = run.seen[begin - 1]
+    elapsed_s = (seen[-1].start_s - first.start_s) * case.slowdown
+    lags = np.array([lag for step in seen for lag in step.lags])
+    waited_s = sum(step.waited_s for step in seen) * case.slowdown
+    busy_s = sum(engine.use.busy_s for engine in run.engines) / len(run.engines)
+    completion_s = sum(engine.use.completion_s for engine in run.engines) / len(run.engines)
+    running = completion_s / max(busy_s, 1e-9)
+    step_s = elapsed_s / len(seen)
+    tokens = sum(step.tokens for step in seen) * case.unit
+    return Prediction(
+        step_s=step_s,
+        lag_mean=float(lags.mean()),
+        lag_p99=float(np.quantile(lags, 0.99, method="inverted_cdf")),
+        tokens_per_s=tokens / elapsed_s,
+        learner_idle=waited_s / elapsed_s,
+        generator_idle=1 - busy_s / run.end_s,
+        saturation=running / profile.decode.knee,
+        running=running,
+        publish_share=profile.publish_s / step_s,
+        bottleneck=predict(profile, split).bottleneck,
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress warnings of the simulated run."""
+    log = logging.getLogger("asyncgrpo")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

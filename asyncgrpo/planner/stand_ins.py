@@ -1,11 +1,85 @@
-"""Stand-ins for what a run on the virtual clock has beside the scheduler: they take their time, or nothing."""
+"""Stand-ins on the virtual clock: sockets, the receiver of weights, the recorder, and an engine of continuous batching."""
 
-from collections.abc import Callable
+import asyncio
+import heapq
+import itertools
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+
+from asyncgrpo.engines.base import EngineOccupancy, PendingCompletion, Request
+from asyncgrpo.planner.clock import VirtualLoop
+from asyncgrpo.types import Completion, PolicyVersion, Sampling
+from asyncgrpo.wire import Message
+from asyncgrpo.wire.codec import Buffer, decode
+
+Frames = list[bytes]
+
+
+class GeneratorLine:
+    """Stands for `wire.sockets.AsyncClient`."""
+
+    def __init__(self, send: Callable[[Message, Buffer], None]) -> None:
+        self._send = send
+        self._arrived: asyncio.Queue[Frames] = asyncio.Queue()
+        self.is_closed = False
+
+    def arrive(self, frames: Frames) -> None:
+        self._arrived.put_nowait(frames)
+
+    async def send(self, message: Message, payload: Buffer = b"") -> None:
+        if not self.is_closed:
+            self._send(message, payload)
+
+    async def receive(self) -> tuple[Message, memoryview]:
+        return decode(await self._arrived.get())
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class LearnerLine:
+    """Stands for `wire.sockets.Client`. `receive` runs the loop."""
+
+    def __init__(self, loop: VirtualLoop, send: Callable[[Message, Buffer], None]) -> None:
+        self._loop = loop
+        self._send = send
+        self._arrived: deque[Frames] = deque()
+        self.endpoint = "the simulated buffer"
+
+    def arrive(self, frames: Frames) -> None:
+        self._arrived.append(frames)
+
+    def send(self, message: Message, payload: Buffer = b"") -> None:
+        self._send(message, payload)
+
+    def receive(self, timeout_s: float) -> tuple[Message, memoryview] | None:
+        self._loop.run_until(self._loop.time() + timeout_s, lambda: self._arrived)
+        return decode(self._arrived.popleft()) if self._arrived else None
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+class BufferSocket:
+    """Stands for `wire.sockets.Server`. `send` returns False if the peer is gone."""
+
+    def __init__(self, send: Callable[[str, Message, Buffer], bool]) -> None:
+        self._send = send
+
+    def send(self, peer: str, message: Message, payload: Buffer = b"") -> bool:
+        return self._send(peer, message, payload)
+
+    def receive(self, timeout_s: float) -> tuple[str, Sequence[Buffer]] | None:
+        raise NotImplementedError("the simulation calls `turn` with what arrives")
 
 
 class Receiver:
-    """Stands for `weights.Receiver`: its only message is that it wants weights."""
+    """Stands for `weights.Receiver`: it only joins."""
 
     def __init__(self, join: Callable[[], None]) -> None:
         self._join = join
@@ -20,7 +94,7 @@ class Receiver:
 
 
 class Silent:
-    """Stands for `learner.Recorder`: takes everything and says nothing."""
+    """Stands for `learner.Recorder` and for gauges: accepts every call."""
 
     def last(self, counters: dict[str, float]) -> dict[str, float]:
         """The totals for a checkpoint."""
@@ -30,4 +104,130 @@ class Silent:
         return self
 
     def __call__(self, *arguments: Any, **named: Any) -> None:
-        """Whatever it is."""
+        """Accept a call."""
+
+
+@dataclass
+class EngineUse:
+    """Seconds that an engine spent."""
+
+    busy_s: float = 0.0
+    """With at least one completion."""
+    completion_s: float = 0.0
+    """Summed over the completions that ran at once."""
+
+
+class VirtualEngine:
+    """`engines.base.Engine` of continuous batching: of b that run, every completion gets a token each a + c b seconds."""
+
+    def __init__(
+        self,
+        lengths_of: Callable[[int, int], np.ndarray],
+        token_s: Callable[[int], float],
+        swap_s: float,
+        capacity: int | None = None,
+    ) -> None:
+        """
+        Args:
+            lengths_of: [completions] tokens of the group of this prompt index and attempt.
+            token_s: seconds of a token of each of so many that run.
+            swap_s: seconds for which a change of weights stops sampling.
+            capacity: completions that run at once at most, the others wait; none: all run.
+        """
+        self._lengths_of, self._token_s, self._swap_s = lengths_of, token_s, swap_s
+        self._capacity = math.inf if capacity is None else capacity
+        self.aborted_tokens = 0.0
+        self.use = EngineUse()
+        self._tokens = 0.0  # that a completion has got which runs since the start
+        self._since_s = 0.0
+        self._running: list[tuple[float, int, float, PendingCompletion]] = []
+        """End, tie, start, completion, in `_tokens`; a heap."""
+        self._queued: deque[tuple[int, PendingCompletion]] = deque()
+        """Tokens and completion of those that wait for room."""
+        self._ties = itertools.count()
+        self._paused = False
+        self._wake: asyncio.TimerHandle | None = None
+        self.version = PolicyVersion(0, 0)
+
+    async def start(self, version: PolicyVersion) -> None:
+        self.version = version
+
+    async def generate(
+        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
+    ) -> AsyncIterator[Completion]:
+        self._advance()
+        request = Request(request_id, prompt, num_completions, sampling, seed)
+        lengths = self._lengths_of(*map(int, request_id.split(".")[1:3]))
+        self._queued += ((int(lengths[completion.index]), completion) for completion in request.pending)
+        self._admit()
+        self._set_alarm()
+        async for completion in request.completions():
+            yield completion
+
+    async def load_weights(self, tensors: Iterable, version: PolicyVersion, **how: Any) -> None:
+        self._advance()
+        self._paused = True
+        self._set_alarm()
+        await asyncio.sleep(self._swap_s)
+        self._advance()
+        self._paused, self.version = False, version
+        for _, _, start, completion in self._running:
+            completion.sampled_by(version, int(self._tokens - start))
+        self._set_alarm()
+
+    async def abort(self, request_id: str) -> None:
+        self._advance()
+        ended = [entry for entry in self._running if entry[3].request.request_id == request_id]
+        self.aborted_tokens += sum(self._tokens - start for _, _, start, _ in ended)
+        self._running = [entry for entry in self._running if entry[3].request.request_id != request_id]
+        self._queued = deque(entry for entry in self._queued if entry[1].request.request_id != request_id)
+        heapq.heapify(self._running)
+        self._admit()
+        self._set_alarm()
+
+    def occupancy(self) -> EngineOccupancy:
+        self._advance()
+        running = len(self._running)
+        return EngineOccupancy(running, 0, running, math.nan, self._tokens, self.use.busy_s)
+
+    async def probe(self) -> None:
+        """It never hangs."""
+
+    async def checksum(self) -> str:
+        return ""
+
+    async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
+        return []
+
+    async def close(self) -> None:
+        """Nothing runs."""
+
+    def _admit(self) -> None:
+        while self._queued and len(self._running) < self._capacity:
+            length, completion = self._queued.popleft()
+            completion.sampled_by(self.version, 0)
+            heapq.heappush(self._running, (self._tokens + length, next(self._ties), self._tokens, completion))
+
+    def _advance(self) -> None:
+        now_s, running = asyncio.get_running_loop().time(), len(self._running)
+        elapsed_s, self._since_s = now_s - self._since_s, now_s
+        if running and not self._paused:
+            self._tokens += elapsed_s / self._token_s(running)
+            self.use.busy_s += elapsed_s
+            self.use.completion_s += elapsed_s * running
+
+    def _set_alarm(self) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        if self._running and not self._paused:
+            wait_s = (self._running[0][0] - self._tokens) * self._token_s(len(self._running))
+            self._wake = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._complete)
+
+    def _complete(self) -> None:
+        self._advance()
+        while self._running and self._running[0][0] <= self._tokens + 1e-6:
+            end, _, start, completion = heapq.heappop(self._running)
+            length = round(end - start)
+            completion.complete(np.zeros(length, np.int32), np.zeros(length, np.float32), "length")
+        self._admit()
+        self._set_alarm()

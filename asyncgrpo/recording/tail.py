@@ -129,17 +129,6 @@ def newest_first(path: Path) -> Iterator[Event]:
             end = start
 
 
-def newest_steps(path: Path, count: int) -> list[Event]:
-    """Return the newest `step` events of the last start, at most `count`, oldest first."""
-    steps: list[Event] = []
-    for event in newest_first(path):
-        if event["event"] == "start" or len(steps) == count:
-            break
-        if event["event"] == "step":
-            steps.append(event)
-    return steps[::-1]
-
-
 def decode(line: bytes) -> Event | None:
     """Decode a line; None if it is no event."""
     try:

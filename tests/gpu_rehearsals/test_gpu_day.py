@@ -17,8 +17,7 @@ from asyncgrpo.config.model_size import size_of
 from asyncgrpo.config.placement import refuse
 from benchmarks import gpu_day, gpu_demo, gpu_tables, gpu_wheels
 from benchmarks.gpu_day import PARTS, Part, State
-from benchmarks.gpu_models import qwen3
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import SHAPES, qwen3
 from tests.test_project import DEPENDENCIES, EXTRAS
 
 

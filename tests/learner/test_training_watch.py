@@ -60,7 +60,7 @@ RECORDED: dict[str, dict[str, list]] = json.loads((Path(__file__).parent / "reco
 
 
 def recorded(name: str) -> list[dict]:
-    """The steps of a training of `benchmarks/small_tasks.py`: 48 groups of 16 completions each."""
+    """The steps of a training of `benchmarks/small_tasks.py` at 2657806: 48 groups of 16 completions each."""
     columns = RECORDED[name]
     steps = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return [{"event": "step", "lags": {"2": 48}, "diagnostics": {"kl_k3": step.pop("kl_k3")}, **step} for step in steps]

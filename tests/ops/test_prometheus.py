@@ -255,7 +255,7 @@ def test_no_two_alerts_that_advise_opposite_things_fire_at_once(tmp_path: Path):
 @HAS_PROMTOOL
 @pytest.mark.parametrize("recording", RECORDED, ids=lambda path: path.stem)
 def test_no_two_alerts_that_advise_opposite_things_fire_at_once_in_what_was_recorded(recording: Path, tmp_path: Path):
-    """What Prometheus recorded of real runs (`python -m benchmarks.recorded`), seen with the rules of today."""
+    """What Prometheus recorded of real runs (`python -m benchmarks.recorded` at 2657806), seen with the rules of today."""
     test = yaml.safe_load(recording.read_text())
     last, fires = test.pop("minutes"), test.pop("fires")
     test["promql_expr_test"] = [

@@ -1,9 +1,10 @@
 """Profiles of tests."""
 
+import math
+
 import msgspec
 
-from asyncgrpo.planner.presets import lognormal
-from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, Lengths, Profile
+from asyncgrpo.planner.profile import DEVIATIONS, DecodeCurve, LearnerTimes, Lengths, Profile
 
 LENGTH = 100.0
 SAME = Lengths(tokens=(LENGTH,) * 81)
@@ -31,4 +32,6 @@ def profile(**changes: object) -> Profile:
 
 
 def long_tail(sigma: float = 0.6) -> Lengths:
-    return lognormal(100.0, sigma, 2000.0)
+    """Log-normal lengths of median 100, cut at 2,000. Half of the variance is the prompt's."""
+    tokens = tuple(min(2000.0, 100 * math.exp(sigma * float(deviation))) for deviation in DEVIATIONS)
+    return Lengths(tokens=tokens, correlation=0.5)

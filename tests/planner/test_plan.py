@@ -1,21 +1,19 @@
-"""A plan ranks all splits, says how far the best one holds, and answers what if."""
+"""A plan ranks all splits, and gives the lengths for which the best one holds."""
 
 import dataclasses
 
 import pytest
 
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.planner.model import predict
-from asyncgrpo.planner.plan import groups_in_flight, make_plan, splits, validity
-from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes
-from asyncgrpo.planner.what_if import NOW, what_if
+from asyncgrpo.planner.plan import groups_in_flight, make_plan, predict, splits, validity
+from asyncgrpo.planner.profile import DecodeCurve
 from tests.planner.profiles import long_tail, profile
 
 TASK = profile(lengths=long_tail(), decode=DecodeCurve.fit([(b, 0.02 + 0.001 * b) for b in (1.0, 16.0, 64.0)]))
 
 
 def test_every_split_of_the_gpus_is_there_and_the_shortest_step_is_first():
-    made = make_plan(TASK, 6, simulated=0)
+    made = make_plan(TASK, 6)
     assert {(o.split.generators, o.split.ranks) for o in made.options} == {(n, 6 - n) for n in range(1, 6)}
     steps = [option.expected.step_s for option in made.options]
     assert steps == sorted(steps)
@@ -27,14 +25,6 @@ def test_engines_of_several_gpus_leave_the_rest_to_the_learner():
         splits(profile(gpus_each=2), 2)
 
 
-def test_the_best_ones_are_simulated():
-    told = []
-    made = make_plan(TASK, 4, simulated=2, tell=lambda done, of: told.append((done, of)))
-    assert [option.simulated is not None for option in made.options] == [True, True, False]
-    assert told == [(1, 2), (2, 2)]
-    assert made.options[0].best.step_s <= made.options[1].best.step_s
-
-
 def test_an_engine_is_filled_to_its_knee_where_the_knee_was_measured():
     assert groups_in_flight(TASK) == pytest.approx(60 * TASK.lengths.spread(4) / 4, abs=0.5)
     one_load = profile(decode=DecodeCurve.fit([(10.0, 0.03)]))
@@ -42,23 +32,23 @@ def test_an_engine_is_filled_to_its_knee_where_the_knee_was_measured():
 
 
 def test_the_bound_is_the_smallest_that_costs_no_time():
-    made = make_plan(TASK, 6, simulated=0)
+    made = make_plan(TASK, 6)
     best = made.options[0]
     assert 0 < best.split.max_lag < 32
     smaller = dataclasses.replace(best.split, max_lag=best.split.max_lag // 2)
     assert predict(TASK, smaller).step_s > 1.01 * best.expected.step_s
-    assert {option.split.max_lag for option in make_plan(TASK, 6, max_lag=3, simulated=0).options} == {3}
+    assert {option.split.max_lag for option in make_plan(TASK, 6, max_lag=3).options} == {3}
 
 
 def test_longer_completions_want_more_generators():
-    made = make_plan(TASK, 8, simulated=0)
+    made = make_plan(TASK, 8)
     assert made.shortest < TASK.lengths.mean < made.longest
     if made.beyond is not None:
         assert made.beyond.generators > made.options[0].split.generators
 
 
-def test_a_split_that_only_the_simulation_prefers_holds_around_its_length():
-    options = make_plan(TASK, 6, simulated=0).options
+def test_every_split_holds_around_its_own_length():
+    options = make_plan(TASK, 6).options
     assert options[-1].expected.step_s > 1.5 * options[0].expected.step_s
     for option in options:
         shortest, longest, _ = validity(TASK, 6, option.split)
@@ -66,40 +56,10 @@ def test_a_split_that_only_the_simulation_prefers_holds_around_its_length():
 
 
 def test_the_flags_are_settings():
-    option = make_plan(TASK, 4, max_lag=2, simulated=0).options[0]
+    option = make_plan(TASK, 4, max_lag=2).options[0]
     assert option.flags == [
         f"generators.count={option.split.generators}",
         f"learner.ranks={option.split.ranks}",
         f"generators.groups_in_flight={option.split.groups_in_flight}",
         "buffer.max_lag=2",
     ]
-
-
-@pytest.mark.parametrize("key", [key for key in NOW if key not in ("gpus", "reward", "filtered")])
-def test_a_factor_multiplies_what_it_names(key: str):
-    changed, _ = what_if(TASK, None, [f"{key}=2x"])
-    assert NOW[key](changed) == pytest.approx(2 * NOW[key](TASK))
-
-
-def test_what_if_takes_values_too():
-    changed, gpus = what_if(TASK, 8, ["length=250", "gpus=2x", "reward=0.5", "filtered=0.25", "learner=2000"])
-    assert gpus == 16
-    assert changed.lengths.mean == pytest.approx(250)
-    assert (changed.reward_s, changed.filtered) == (0.5, 0.25)
-    assert changed.learner == LearnerTimes(base_s=1.0, rank_s_per_token=pytest.approx(1 / 2000))
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("lenght=2x", "--what-if lenght=2x: expected KEY=VALUE or KEY=2x, with KEY one of gpus, length"),
-        ("length", "--what-if length: '' makes no number above 0"),
-        ("length=twice", "'twice' makes no number above 0"),
-        ("gpus=-1", "'-1' makes no number above 0"),
-        ("length=infx", "'infx' makes no number above 0"),
-        ("filtered=1.5", "a share below 1 is needed"),
-    ],
-)
-def test_what_if_refuses_in_a_sentence(change: str, said: str):
-    with pytest.raises(ConfigError, match=said):
-        what_if(TASK, 8, [change])

@@ -1,7 +1,4 @@
-"""Six bottlenecks made on purpose, with the product's services on the virtual clock: the advice is right, and it helps.
-
-`python -m benchmarks.bottlenecks --real` does the same with whole runs.
-"""
+"""Six bottlenecks made on purpose, with the product's services on the virtual clock: the advice is right, and it helps."""
 
 from pathlib import Path
 
@@ -9,7 +6,7 @@ import pytest
 
 from asyncgrpo.recording.advice import Advice
 from asyncgrpo.recording.events import read_events
-from benchmarks.bottlenecks import CASES, Found, followed, found_in, virtual_events
+from tests.recording.bottlenecks import CASES, Found, followed, found_in, virtual_events
 
 STEPS = 24
 RUNS = Path(__file__).parent / "recorded"
@@ -65,7 +62,7 @@ def test_groups_without_signal_are_trained_no_more():
     ],
 )
 def test_whole_runs_say_the_same(name, setting):
-    """Recorded by `python -m benchmarks.bottlenecks --real` on two cores that others used too."""
+    """Recorded by `python -m benchmarks.bottlenecks --real` of commit 2657806 on two busy cores."""
     before, advice, after = recorded(name)
     assert followed(advice) == setting
     assert after.step_s < (1 - advice.gain + 0.05) * before.step_s

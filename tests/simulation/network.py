@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from asyncgrpo.planner.clock import VirtualLoop
-from asyncgrpo.planner.lines import Frames
+from asyncgrpo.planner.stand_ins import Frames
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, encode
 from tests.simulation.faults import Faults

@@ -21,8 +21,7 @@ from asyncgrpo.engines.fake import FakeEngine, InjectedFault
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.checkpoints import RunState
-from asyncgrpo.planner.lines import Frames, GeneratorLine
-from asyncgrpo.planner.stand_ins import Receiver
+from asyncgrpo.planner.stand_ins import Frames, GeneratorLine, Receiver
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Group, PolicyVersion, Prompt, Score
 from asyncgrpo.wire import Message

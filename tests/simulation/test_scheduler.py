@@ -1,10 +1,8 @@
 """The scheduler reaches what an event model of its rule reaches, on any machine: the clock is virtual."""
 
-import json
-
 import pytest
 
-from benchmarks.scheduler import Case, Product, main, model
+from tests.simulation.scheduler import Case, Product, model
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
@@ -19,10 +17,3 @@ def test_the_product_makes_97_percent_of_the_rollouts_of_the_event_model(max_lag
 def test_the_same_seed_is_the_same_run():
     case = Case(1, steps=4, seed=2)
     assert Product(case).run().trained_at == Product(case).run().trained_at
-
-
-def test_the_benchmark_writes_its_case(capsys: pytest.CaptureFixture[str]):
-    main(["--lags", "1", "--steps", "2", "--seeds", "3"])
-    written = json.loads(capsys.readouterr().out)
-    assert (written["max_lag"], written["steps"], written["seed"], written["slowest"]) == (1, 2, 3, 1.0)
-    assert written["largest_lag"] <= 1 and written["same_run_twice"]

@@ -38,8 +38,7 @@ from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.learner.ranks import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.planner.clock import VirtualLoop
-from asyncgrpo.planner.lines import BufferSocket, Frames, LearnerLine
-from asyncgrpo.planner.stand_ins import Silent
+from asyncgrpo.planner.stand_ins import BufferSocket, Frames, LearnerLine, Silent
 from asyncgrpo.rewards.breaker import STREAK
 from asyncgrpo.types import PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire import Message

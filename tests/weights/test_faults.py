@@ -1,4 +1,4 @@
-"""Publications under injected faults, a few; `python -m benchmarks.weights_faults` makes as many as are wanted."""
+"""Publications under injected faults, a few; `python -m tests.weights.faults` makes as many as you want."""
 
 from collections import Counter
 
@@ -6,8 +6,8 @@ import pytest
 
 from asyncgrpo.weights import receiver
 from asyncgrpo.weights.arena import Layout
-from benchmarks import weights_faults
-from benchmarks.weights_faults import FAULTS, WRONG, run
+from tests.weights import faults
+from tests.weights.faults import FAULTS, WRONG, run
 
 
 def test_no_version_is_torn_or_under_another_name():
@@ -24,7 +24,7 @@ def test_no_version_is_torn_or_under_another_name():
 
 def test_what_is_given_to_an_engine_unproved_is_seen(monkeypatch):
     """The check itself: a receiver that believes whatever it gets."""
-    monkeypatch.setattr(weights_faults, "AFTER_A_PUBLICATION", {})
+    monkeypatch.setattr(faults, "AFTER_A_PUBLICATION", {})
     stage = receiver.Receiver._stage
 
     def believe(self: receiver.Receiver, layout: Layout, offer, receive) -> None:
@@ -37,4 +37,4 @@ def test_what_is_given_to_an_engine_unproved_is_seen(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(weights_faults, "LONGEST_PAUSE_S", 1.0)
+    monkeypatch.setattr(faults, "LONGEST_PAUSE_S", 1.0)

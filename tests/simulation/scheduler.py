@@ -1,30 +1,23 @@
-"""How much the scheduler loses: the product's buffer, admission and dispatch against a plain event model of the same rule.
-
-python -m benchmarks.scheduler --lags 0 1 4 --steps 40
+"""The product's buffer, admission and dispatch beside a plain event model of the same rule.
 
 `product` runs `BufferService`, `GeneratorService`, `LearnerService` and the codec on a virtual clock; its engines are fakes
 of continuous batching: every running completion gets a token each 0.02 + 0.0001 * running seconds, and lengths are
 lognormal. `model` knows none of these classes: a list of engines, a list of groups, and the rule in twenty lines. Both
-meet the same lengths, training times and publications, so the ratio of rollouts/s is what messages, heartbeats and our
-code lose. CPU microseconds are of one process that does everything; `buffer` is the share of the buffer's process.
+meet the same lengths, training times and publications, so the ratio of rollouts/s is the loss to messages, heartbeats and
+our code.
 """
 
-import argparse
 import heapq
-import logging
 import math
-import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
 from asyncgrpo.planner import simulation
 from asyncgrpo.planner.simulation import VirtualRun
 from asyncgrpo.types import Group, PolicyVersion
-from benchmarks.measuring import line, rounded, show
 
 
 @dataclass(frozen=True)
@@ -49,41 +42,6 @@ class Case(simulation.Case):
         return self.train_s
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lags", nargs="+", type=int, default=[0, 1, 4])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    arguments = parser.parse_args(argv)
-    logging.getLogger("asyncgrpo").setLevel(logging.ERROR)
-    for max_lag in arguments.lags:
-        ratios, cpu_us, buffer_us, rates, most, exact = [], [], [], [], 0, True
-        for seed in arguments.seeds:
-            case = Case(max_lag, arguments.steps, seed)
-            product = Product(case, with_cpu=True).run()
-            exact = exact and Product(case).run().trained_at == product.trained_at
-            rates.append(product.rollouts_per_s)
-            ratios.append(product.rollouts_per_s / model(case))
-            cpu_us.append(product.cpu_s / product.rollouts * 1e6)
-            buffer_us.append(product.buffer_s / product.rollouts * 1e6)
-            most = max(most, product.largest_lag)
-        show(
-            line(
-                "rollouts/s of the product / of the event model",
-                ratios,
-                "1",
-                seed=arguments.seeds[0],
-                max_lag=max_lag,
-                largest_lag=most,
-                same_run_twice=exact,
-                rollouts_per_virtual_s=[rounded(rate) for rate in rates],
-                cpu_us_per_rollout=[rounded(one, 3) for one in cpu_us],
-                buffer_us_per_rollout=[rounded(one, 3) for one in buffer_us],
-                **{k: v for k, v in asdict(case).items() if k not in ("max_lag", "seed")},
-            )
-        )
-
-
 # -- the product -------------------------------------------------------------------------------------------------------
 
 
@@ -92,20 +50,10 @@ class Product(VirtualRun):
     """Runs the product on a case, and keeps what it trained."""
 
     case: Case
-    with_cpu: bool = False
-    """Whether the CPU time of the buffer's part is measured, which itself takes long."""
-    cpu_s: float = 0.0
-    buffer_s: float = 0.0
     trained_at: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     """When which prompt indices were trained."""
     groups: list[tuple[Group, PolicyVersion]] = field(default_factory=list)
     """What was trained, and the version at which its step started."""
-
-    def run(self) -> "Product":
-        started = time.process_time()
-        super().run()
-        self.cpu_s = time.process_time() - started
-        return self
 
     def step(self, groups: list[Group], version: PolicyVersion) -> SimpleNamespace:
         report = super().step(groups, version)
@@ -124,11 +72,6 @@ class Product(VirtualRun):
     @property
     def largest_lag(self) -> int:
         return max(lag for step in self.seen for lag in step.lags)
-
-    def _turn(self, received: Any) -> None:
-        started = time.process_time() if self.with_cpu else 0.0
-        super()._turn(received)
-        self.buffer_s += time.process_time() - started if self.with_cpu else 0.0
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -200,7 +143,3 @@ def _batch(case: Case, born: dict[int, int], missing: dict[int, int], version: i
     others = [born[g] + case.max_lag - version for g in born if g not in batch]
     fits = all(sum(due <= k for due in others) <= k * case.per_step for k in range(case.max_lag + 1))
     return batch if fits and all(due >= 0 for due in others) else []
-
-
-if __name__ == "__main__":
-    main()

@@ -2,17 +2,9 @@
 
 import pytest
 
-from asyncgrpo.planner.model import (
-    Split,
-    balanced_ranks,
-    generate_seconds,
-    knee_groups,
-    learner_seconds,
-    predict,
-    smallest_max_lag,
-)
+from asyncgrpo.planner.plan import Split, generate_seconds, knee_groups, learner_seconds, predict
 from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes
-from asyncgrpo.planner.simulate import PlannedCase, simulate
+from asyncgrpo.planner.simulation import PlannedCase, simulate
 from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 from tests.planner.profiles import long_tail, profile
 
@@ -59,18 +51,6 @@ def test_without_lag_nothing_overlaps():
     found = predict(profile(), Split(2, 2, 4, 0))
     assert found.step_s == pytest.approx(100 * 0.02 + 0.001 * 16 * 100 + learner_seconds(profile(), 2))
     assert (found.lag_mean, found.bottleneck) == (0.0, "longest completions")
-
-
-def test_the_balanced_split_has_equal_times():
-    ranks = balanced_ranks(profile(), generators=2, groups_in_flight=4)
-    assert learner_seconds(profile(), ranks) == pytest.approx(generate_seconds(profile(), 2, 8)[0])  # type: ignore[arg-type]
-    assert balanced_ranks(profile(publish_s=9.0), 2, 4) == float("inf")
-
-
-def test_the_smallest_bound_has_room_for_all_places():
-    assert smallest_max_lag(profile(), generators=2, groups_in_flight=4) == 2
-    assert smallest_max_lag(profile(), generators=5, groups_in_flight=8) == 6
-    assert smallest_max_lag(profile(filtered=0.5), generators=5, groups_in_flight=8) == 4
 
 
 def test_the_knee_in_groups():

@@ -1,6 +1,6 @@
 """Publications under injected faults: is any version ever torn, or under another's name?
 
-    python -m benchmarks.weights_faults --publications 10000
+    python -m tests.weights.faults --publications 10000
 
 A real publisher and real receivers, over real sockets and gloo groups, in one process: one generator maps the learner's
 memory, the others get deltas and broadcasts. Meanwhile parts of deltas are lost, doubled, altered on the wire and altered
