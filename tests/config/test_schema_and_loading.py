@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncgrpo.config.explain import explain, knobs, sizes_in_words
+from asyncgrpo.config.explain import explain, knobs, removed, sizes_in_words
 from asyncgrpo.config.files import shipped, shipped_names
 from asyncgrpo.config.load import load_config, to_yaml
 from asyncgrpo.config.rules import check, check_model
@@ -238,6 +238,10 @@ class TestMistakes:
         message = message_of(override)
         assert message.startswith("command line: ")
         assert sentence in message
+
+    @pytest.mark.parametrize("key", removed().keys)
+    def test_a_removed_key_is_refused_with_what_to_do_instead(self, key):
+        assert key not in knobs() and message_of(f"{key}=1").endswith(f"it was removed; {removed().keys[key]}")
 
     def test_the_file_that_holds_the_mistake_is_named_not_the_one_that_was_asked_for(self, file):
         file.write_text(file.read_text() + "run: {steps: none at all}\n")
