@@ -108,8 +108,8 @@ def _engine(size: ModelSize, config: Config, card: Card) -> EngineFit | None:
 
 
 def keeps_activations(size: ModelSize, config: Config, card: Card) -> bool:
-    """True if a learner rank has room for all activations of a micro-batch, so that none need be recomputed."""
-    kept = changed(config, {"learner.activation_checkpointing": False})
+    """True if a learner rank on `card` has room for all activations of a micro-batch, so that none need be recomputed."""
+    kept = changed(config, {"learner.activation_checkpointing": False, "learner.device": "cuda"})
     return "learner" not in problems(size, kept, card, filled=COMFORTABLE)
 
 
