@@ -52,6 +52,7 @@ def run_isolated(
     memory_mb: int,
     stdin: str = "",
     folder: str = "/tmp",
+    discarded: Sequence[str] = (),
     number: int = 0,
 ) -> Ended:
     """Run a program in a sandbox of its own, to its end or to its deadline.
@@ -61,6 +62,7 @@ def run_isolated(
         files: further files, path -> text.
         memory_mb: address space of each process, MiB.
         folder: its working directory, which is empty unless it is visible.
+        discarded: files that it may write; they are /dev/null.
         number: which program of this process it is: neighbours get different users (`_as_nobody`).
     """
     with contextlib.ExitStack() as opened:
@@ -76,6 +78,7 @@ def run_isolated(
             *("--perms", "1777", "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"),
             *("--perms", "1777", "--size", str(_TMP_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
             *(word for path, file in texts.items() for word in _written(path, file)),
+            *(word for path in discarded for word in (*_folders(Path(path)), "--dev-bind", "/dev/null", path)),
             *(*_folders(Path(folder)), "--dir", folder, "--remount-ro", "/", "--chdir", folder),
             *("--json-status-fd", str(report.fileno()), "--"),
         ]

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from asyncgrpo.config.foreign_rules import split_gpus
 from asyncgrpo.config.schema import Config
-from asyncgrpo.config.verl import split_gpus
 
 # -- completions after Tab ---------------------------------------------------------------------------------------------
 

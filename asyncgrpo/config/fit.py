@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from asyncgrpo.config.explain import value_in_words
+from asyncgrpo.config.foreign_rules import split_gpus
 from asyncgrpo.config.memory import (
     CONTEXT,
     ENGINE_WORK,
@@ -34,7 +35,6 @@ from asyncgrpo.config.memory import (
 )
 from asyncgrpo.config.schema import Config
 from asyncgrpo.config.shapes import PUBLISHED, ModelShape, shape_of
-from asyncgrpo.config.verl import split_gpus
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.host import Host
 
@@ -413,7 +413,7 @@ def report(fit: Fit, host: Host | None = None) -> str:
     Args:
         host: this machine, where the run is on it.
     """
-    from asyncgrpo.config.unknown_keys import table
+    from asyncgrpo.config.foreign import table
 
     return table(("memory", "GiB", "of", "what for"), list(_rows(fit, host)))
 

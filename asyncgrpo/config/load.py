@@ -24,8 +24,8 @@ from yaml import YAMLError
 from asyncgrpo.config import rules
 from asyncgrpo.config.explain import bounds_in_words, choices, knobs, near, sections, type_in_words, value_in_words
 from asyncgrpo.config.files import Layer, algorithm_file, find, flat, look_up, read, yaml_value
+from asyncgrpo.config.foreign import Unknown, refusal
 from asyncgrpo.config.schema import AlgorithmConfig, Config
-from asyncgrpo.config.unknown_keys import Unknown, refusal
 from asyncgrpo.errors import ConfigError
 
 COMMAND_LINE = "command line"

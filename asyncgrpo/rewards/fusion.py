@@ -8,8 +8,9 @@ import math
 
 import msgspec
 
+from asyncgrpo.isolation import MAX_OUTPUT
 from asyncgrpo.rewards.http import Service, ServiceError
-from asyncgrpo.rewards.sandbox import MAX_OUTPUT, TIMEOUT, Program, Ran, RunnerError
+from asyncgrpo.rewards.sandbox import TIMEOUT, Program, Ran, RunnerError
 
 TRIES = 3
 """Requests for one run of a program."""
