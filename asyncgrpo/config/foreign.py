@@ -229,6 +229,8 @@ tee() { cat > /dev/null; }
 cd() { local to=${!#}; [[ $to == /* ]] || to=$PWD/$to; PWD=$(realpath -sm -- "$to"); }
 pwd() { printf '%s\n' "$PWD"; }
 ulimit() { :; }
+kill() { :; }
+wait() { builtin wait; }
 """
 """Read by bash before the script. A record is the number of words and the words, each ended by a null byte."""
 _UNSET = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?\?[^}]*)?\})")

@@ -34,6 +34,7 @@ def commands(text: str, **environment: str) -> list[str]:
         ("HERE=$(cd \"$(dirname \"${BASH_SOURCE[0]}\")\" && pwd); run $HERE $0", ["run / /script.sh"]),
         ("run $M ${M:?set it} ${M:-no} a$M", ["run $M $M $M a$M"]),
         ("if x; then M=1; fi; run a$M", ["x", "run a1"]),
+        ("set -e; kill $P; wait $P; run a", ["run a"]),
         ("set -eu; source env.sh; run a", ["source env.sh", "run a"]),
     ],
 )  # fmt: skip
@@ -50,8 +51,8 @@ def test_a_script_writes_connects_and_ends_nothing(tmp_path, monkeypatch):
         echo lost > {tmp_path}/kept
         echo new > {tmp_path}/new
         sed -i s/x/y/ {tmp_path}/kept && run wrote
-        kill -9 {os.getpid()} && run killed
-        kill -9 -1
+        builtin kill -9 {os.getpid()} && run killed
+        builtin kill -9 -1
     """
     assert not {"run wrote", "run killed"} & set(commands(text))
     assert (tmp_path / "kept").read_text() == "x"
