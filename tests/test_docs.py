@@ -24,7 +24,7 @@ from msgspec import inspect
 from asyncgrpo import metrics
 from asyncgrpo.cli import app
 from asyncgrpo.config.explain import knobs, removed, sections, type_in_words, value_in_words
-from asyncgrpo.config.verl import VERL
+from asyncgrpo.config.foreign_rules import VERL
 from asyncgrpo.recording.events import KINDS
 from asyncgrpo.wire import codec
 from tests.simulation.mutants import MUTANTS
@@ -284,7 +284,7 @@ def is_setting(key: str) -> bool:
 
 
 def wrong_translations(text: str) -> list[str]:
-    """Rows `| verl's key | ours |` that `verl_keys.yaml` translates otherwise, or has not."""
+    """Rows `| verl's key | ours |` that `foreign_keys.yaml` translates otherwise, or has not."""
     _, heading, table = text.partition("| verl |")
     rows = _ROW.findall(table.partition("\n\n")[0]) if heading else []
     return [verls for verls, ours in rows if verls not in VERL.keys or not names_all(VERL.keys[verls].ours, ours)]

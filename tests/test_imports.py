@@ -41,6 +41,7 @@ LAYERS = {
     "types": 0,
     "cores": 0,
     "host": 0,
+    "isolation": 0,
     "errors": 0,
     "importing": 0,
 }

@@ -12,8 +12,8 @@ from asyncgrpo.cli.output import JsonOption, print_json, wrapped
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:  # the schema is read where it is used
+    from asyncgrpo.config.foreign_rules import KeyMap
     from asyncgrpo.config.schema import Config
-    from asyncgrpo.config.translation import Translation
 
 
 def register(app: typer.Typer) -> None:
@@ -25,8 +25,12 @@ def register(app: typer.Typer) -> None:
     group.command("explain", epilog="Example: asyncgrpo config explain buffer.max_lag")(explain)
     group.command("show", epilog="Example: asyncgrpo config show one_node_8gpu learner.lr=2e-6")(show)
     group.command("algorithms", epilog="Example: asyncgrpo config algorithms")(algorithms)
-    group.command("from-verl", epilog="Example: asyncgrpo config from-verl run_qwen3_8b.sh --yaml")(from_verl)
-    group.command("from-trl", epilog="Example: asyncgrpo config from-trl train_grpo.py num_processes=8")(from_trl)
+    takes_flags = {"ignore_unknown_options": True}
+    for name, command, example in (
+        ("from-verl", from_verl, "run_qwen3_8b.sh --yaml"),
+        ("from-trl", from_trl, "args.json model_name_or_path=Qwen/Qwen3-8B"),
+    ):
+        group.command(name, context_settings=takes_flags, epilog=f"Example: asyncgrpo config {name} {example}")(command)
 
 
 def explain(
@@ -116,56 +120,44 @@ def algorithms(as_json: JsonOption = False) -> None:
         typer.echo(wrapped(f"{name:<{width}}  {what}", indent=width + 2))
 
 
-def from_verl(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE|KEY=VALUE", help="YAML files, shell scripts, - for a script on stdin, or single keys."
-        ),
-    ],
-    as_yaml: Annotated[bool, typer.Option("--yaml", help="A configuration file instead of a command.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+SourcesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="FILE|KEY=VALUE|COMMAND",
+        help="YAML or JSON files, shell scripts, - for a script on stdin, single keys, or the command itself.",
+    ),
+]
+YamlOption = Annotated[bool, typer.Option("--yaml", help="A configuration file instead of a command.")]
+
+
+def from_verl(sources: SourcesArgument, as_yaml: YamlOption = False, as_json: JsonOption = False) -> None:
     """Translate a verl configuration to the keys of asyncgrpo.
 
-    Prints a command, or with --yaml a file. Comments name every key that was given and its counterpart, or why there is
-    none. A script is read and not run; keys in its branches and loops are left out and named. Exits with 1 if what it
-    prints does not run yet, and says all that is missing.
+    Prints a command, or with --yaml a file. Comments name every key that was given and its counterpart, or the reason why there
+    is none. Bash runs a script in a sandbox without network and files, and only records the commands that it starts. Exits with
+    1 if the printed command does not run yet, and lists all that is missing.
     """
-    from asyncgrpo.config.from_verl import read
+    from asyncgrpo.config.foreign_rules import VERL
 
-    _print(read(sources, _stdin(sources)), as_yaml=as_yaml, as_json=as_json)
+    _translate(sources, VERL, as_yaml=as_yaml, as_json=as_json)
 
 
-def from_trl(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="FILE|FIELD=VALUE",
-            help="Python scripts, YAML or JSON files, shell scripts, - for a script on stdin, or single fields.",
-        ),
-    ],
-    as_yaml: Annotated[bool, typer.Option("--yaml", help="A configuration file instead of a command.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+def from_trl(sources: SourcesArgument, as_yaml: YamlOption = False, as_json: JsonOption = False) -> None:
     """Translate a TRL configuration to the keys of asyncgrpo.
 
-    Prints a command, or with --yaml a file. Comments name every field that was given and its counterpart, or why there is
-    none. A script is read and not run: literals and flags count, the rest is named. num_processes=N says how many
-    processes accelerate started, one if it is not given. Exits with 1 if what it prints does not run yet.
+    Takes the JSON of args.to_json_string(), YAML, a shell script (see from-verl), or the command itself. num_processes=N is the
+    number of processes that accelerate starts. Prints a command, or with --yaml a file, with comments on every field. Exits with
+    1 if the printed command does not run yet.
     """
-    from asyncgrpo.config.from_trl import read
+    from asyncgrpo.config.foreign_rules import TRL
 
-    _print(read(sources, _stdin(sources)), as_yaml=as_yaml, as_json=as_json)
-
-
-def _stdin(sources: list[str]) -> str:
-    return sys.stdin.read() if "-" in sources else ""
+    _translate(sources, TRL, as_yaml=as_yaml, as_json=as_json)
 
 
-def _print(found: "Translation", *, as_yaml: bool, as_json: bool) -> None:
-    from asyncgrpo.config.translation import report, to_json
+def _translate(sources: list[str], keys: "KeyMap", *, as_yaml: bool, as_json: bool) -> None:
+    from asyncgrpo.config.foreign import read, report, to_json
 
+    found = read(sources, keys, sys.stdin.read() if "-" in sources else "")
     problems = _problems(found.ours)
     if as_json:
         print_json(to_json(found, problems))
@@ -177,9 +169,9 @@ def _print(found: "Translation", *, as_yaml: bool, as_json: bool) -> None:
 
 def _problems(ours: dict[str, Any]) -> list[str]:
     """Every reason why a run with only these keys would be refused."""
+    from asyncgrpo.config.foreign import assignments
     from asyncgrpo.config.load import load_config, problems
     from asyncgrpo.config.rules import check_algorithm
-    from asyncgrpo.config.unknown_keys import assignments
 
     try:
         check_algorithm(load_config(None, assignments(ours)))

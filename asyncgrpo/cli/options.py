@@ -204,7 +204,7 @@ def _placement(n_gpus: int, explicit: Sequence[str]) -> dict[str, object]:
             "cluster.share_gpu": True,
             "generators.memory_fraction": 0.35,  # `fitted` replaces it if it knows the model
         }
-    from asyncgrpo.config.verl import split_gpus
+    from asyncgrpo.config.foreign_rules import split_gpus
 
     gpus_each = _explicit_int("generators.gpus_each", explicit) or 1
     count, ranks = split_gpus(

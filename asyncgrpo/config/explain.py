@@ -17,9 +17,8 @@ import msgspec
 from msgspec import inspect
 
 from asyncgrpo.config import schema
-from asyncgrpo.config.keymap import bare
+from asyncgrpo.config.foreign_rules import VERL, bare
 from asyncgrpo.config.schema import AlgorithmConfig, Config, CorrectionConfig
-from asyncgrpo.config.verl import VERL
 from asyncgrpo.errors import ConfigError
 
 

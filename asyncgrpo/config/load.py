@@ -33,8 +33,8 @@ from asyncgrpo.config.explain import (
     value_in_words,
 )
 from asyncgrpo.config.files import Layer, algorithm_file, find, flat, look_up, read, yaml_value
+from asyncgrpo.config.foreign import Unknown, refusal
 from asyncgrpo.config.schema import AlgorithmConfig, Config
-from asyncgrpo.config.unknown_keys import Unknown, refusal
 from asyncgrpo.errors import ConfigError
 
 COMMAND_LINE = "command line"

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from asyncgrpo.config.explain import value_in_words
+from asyncgrpo.config.foreign_rules import split_gpus
 from asyncgrpo.config.memory import (
     CONTEXT,
     ENGINE_WORK,
@@ -36,7 +37,6 @@ from asyncgrpo.config.memory import (
 )
 from asyncgrpo.config.model_size import PUBLISHED, ModelSize, size_of
 from asyncgrpo.config.schema import Config
-from asyncgrpo.config.verl import split_gpus
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.host import Host
 
@@ -361,7 +361,7 @@ def report(fit: Fit, host: Host | None = None) -> str:
     Args:
         host: this machine, if the run is on it.
     """
-    from asyncgrpo.config.unknown_keys import table
+    from asyncgrpo.config.foreign import table
 
     return table(("memory", "GiB", "of", "what for"), list(_rows(fit, host)))
 

@@ -160,7 +160,19 @@ def test_from_trl_reads_a_script_from_stdin_and_gives_json(asyncgrpo, monkeypatc
     assert [problem.split()[0] for problem in found["problems"]] == ["model.path", "data.train"]
 
 
-def test_from_trl_without_a_field_is_refused(asyncgrpo, tmp_path):
+def test_a_command_is_taken_as_it_is_typed(asyncgrpo):
+    verl = ("python3", "-m", "verl.trainer.main_ppo", "data.seed=3", "+data.shuffle=False", "--json")
+    assert json.loads(asyncgrpo("config", "from-verl", *verl).out)["ours"] == {"run.seed": 3, "data.shuffle": False}
+    trl = ("accelerate", "launch", "--num_processes", "2", "grpo.py", "--seed=3", "--use_vllm", "--json")
+    assert json.loads(asyncgrpo("config", "from-trl", *trl).out)["ours"] == {
+        "generators.count": 1,
+        "learner.ranks": 1,
+        "run.seed": 3,
+        "generators.engine": "sglang",
+    }
+
+
+def test_from_trl_without_a_key_is_refused(asyncgrpo, tmp_path):
     (tmp_path / "run.sh").write_text("echo hello\n")
     ended = asyncgrpo("config", "from-trl", tmp_path / "run.sh")
-    assert (ended.code, ended.err) == (1, f"error: {tmp_path}/run.sh: it has no field of TRL's\n")
+    assert (ended.code, ended.err) == (1, f"error: {tmp_path}/run.sh: it has no key of TRL's\n")

@@ -14,8 +14,8 @@ from asyncgrpo.cli.options import (
     RolloutNOption,
     train_overrides,
 )
+from asyncgrpo.config.foreign_rules import split_gpus
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.verl import split_gpus
 from asyncgrpo.errors import ConfigError
 
 

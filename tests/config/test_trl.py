@@ -1,8 +1,10 @@
 """TRL's fields in ours: the map, the translation of values, and what is read of scripts and command lines."""
 
 import ast
+import json
 import random
 import re
+import shlex
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,13 +13,11 @@ import pytest
 
 from asyncgrpo.config.explain import knobs
 from asyncgrpo.config.files import flat
-from asyncgrpo.config.from_trl import read, read_python, read_shell
-from asyncgrpo.config.keymap import merged
+from asyncgrpo.config.foreign import assignments, from_commands, read_script, report
+from asyncgrpo.config.foreign import read as read_any
+from asyncgrpo.config.foreign_rules import TRL, merged
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.rules import check_algorithm
-from asyncgrpo.config.translation import report
-from asyncgrpo.config.trl import RULES, TRL
-from asyncgrpo.config.unknown_keys import assignments
 from asyncgrpo.errors import ConfigError
 
 FIELDS = re.findall(
@@ -61,6 +61,10 @@ def training_arguments() -> list[str]:
     return fields
 
 
+def read(words):
+    return read_any(words, TRL)
+
+
 def ours(**given) -> dict:
     return merged(TRL.translate(given))
 
@@ -79,8 +83,7 @@ class TestTheMap:
             for words in (entry.note, entry.by_hand, entry.absent, *entry.without.values()):
                 assert len(words) <= 110 and not words.endswith("."), key
 
-    def test_every_rule_and_every_condition_exists(self):
-        assert {entry.rule for entry in TRL.keys.values() if entry.rule} == set(RULES)
+    def test_every_condition_exists(self):
         assert [other for entry in TRL.keys.values() for other in entry.when if other not in TRL.keys] == []
 
 
@@ -236,30 +239,6 @@ class TestTranslation:
         assert "learner.lr" not in unasked
 
 
-SCRIPT = '''
-import trl
-from datasets import load_dataset
-from peft import LoraConfig
-
-MODEL = "Qwen/Qwen3-0.6B"
-rows = load_dataset("json", data_files="rows.jsonl", split="train")
-steps = 1
-steps += 1
-
-def correct(completions, answer, **kwargs):
-    return [float(a in c) for a, c in zip(answer, completions)]
-
-def main(extra):
-    args = trl.GRPOConfig("out", num_generations=4, per_device_train_batch_size=2 * 8, max_steps=steps, lerning_rate=1e-5,
-                          report_to=["wandb"], **extra)
-    trainer = trl.GRPOTrainer(model=MODEL, args=args, reward_funcs=[correct, trl.rewards.think_format_reward],
-                              train_dataset=rows, peft_config=LoraConfig(r=8, target_modules=["q_proj"]))
-    trainer.train()
-
-if __name__ == "__main__":
-    main({})
-'''  # fmt: skip
-
 COMMAND = """
 N=${N:-4}
 FLAGS=(
@@ -276,66 +255,13 @@ accelerate launch --num_processes $N grpo.py \\
 
 
 class TestSources:
-    def test_a_python_script_is_read_where_it_has_literals(self):
-        given, unread = read_python(SCRIPT, "grpo.py")
-        assert given == {
-            "num_generations": 4,
-            "lerning_rate": 1e-5,
-            "report_to": ["wandb"],
-            "model_name_or_path": "Qwen/Qwen3-0.6B",
-            "data_files": "rows.jsonl",
-            "reward_funcs": ["grpo.py:correct", "trl.rewards.think_format_reward"],
-            "use_peft": True,
-            "lora_r": 8,
-            "lora_target_modules": ["q_proj"],
-        }
-        assert unread == [
-            "GRPOConfig('out'): name the field",
-            "per_device_train_batch_size: `2 * 8` is no literal",
-            "max_steps: `steps` is no literal",
-            "GRPOConfig(**extra): its fields are not literals",
-        ]
-
-    @pytest.mark.parametrize(
-        ("call", "source"),
-        [
-            ('load_dataset("openai/gsm8k", "main", split="train")', "hf:openai/gsm8k?name=main&split=train"),
-            ('datasets.load_dataset(path="a/b", name="c")', "hf:a/b?name=c"),
-            ('load_dataset("a/b", split=f"train[:{n}]")', None),
-            ('load_dataset("a/b", revision="x", streaming=True)', None),
-            ('load_dataset("a/b")["dev"]', "hf:a/b?split=dev"),
-            ('load_dataset("a/b", split="train")["dev"]', None),
-            ('load_dataset("a/b").map(f)', None),
-            ("load_dataset(name)", None),
-        ],
-    )
-    def test_a_call_of_load_dataset_with_literals_is_a_source(self, call, source):
-        given, unread = read_python(f"GRPOTrainer(train_dataset={call}, eval_dataset={call})", "grpo.py")
-        found = merged(TRL.translate(given))
-        assert unread == []
-        assert found == ({} if source is None else {"data.train": source, "data.eval": source})
-        assert source is not None or given["train_dataset"] == ast.unparse(ast.parse(call))
-
     def test_a_share_of_the_run_is_to_be_worked_out_by_hand_and_has_a_counterpart(self):
         printed = report(read(["warmup_ratio=0.1", "seed=1"]), [], as_yaml=False)
         head, by_hand = printed.split("# To be done by hand:\n")
         assert "#   warmup_ratio=0.1: learner.warmup_steps counts updates" in by_hand and "warmup_ratio" not in head
 
-    def test_a_reward_of_a_script_that_trains_when_it_is_imported_is_not_named(self):
-        text = "def correct(completions):\n    return []\n\nGRPOTrainer(reward_funcs=correct).train()\n"
-        given, unread = read_python(text, "grpo.py")
-        assert given == {}
-        assert unread == [
-            "reward_funcs: to load correct from grpo.py would train; move them to a file of their own",
-        ]
-
-    def test_a_script_is_not_run(self, tmp_path):
-        (tmp_path / "t.py").write_text(f"open({str(tmp_path / 'x')!r}, 'w')\nGRPOConfig(seed=open('y', 'w'))\n")
-        assert read([str(tmp_path / "t.py")]).unread == ["seed: `open('y', 'w')` is no literal"]
-        assert [file.name for file in tmp_path.iterdir()] == ["t.py"]
-
     def test_a_command_line_is_read_with_its_variables_and_its_launcher(self):
-        given, unread = read_shell(COMMAND, {})
+        given, unread = read_script(COMMAND, TRL, {})
         assert given == {
             "num_generations": 8,
             "reward_funcs": ["accuracy_reward", "think_format_reward"],
@@ -346,8 +272,8 @@ class TestSources:
             "bf16": False,
         }
         assert unread == [
-            "max_completion_length: in an `if`, a `case` or a loop of the script",
             "output_dir: `$NOWHERE` is not set in the script",
+            "max_completion_length: no command that the script starts has it",
         ]
 
     def test_a_file_of_fields_is_read_and_later_words_win(self, tmp_path):
@@ -365,15 +291,33 @@ class TestSources:
         with pytest.raises(ConfigError, match=word):
             read([word])
 
-    def test_a_script_without_a_field_is_refused(self, tmp_path):
-        (tmp_path / "t.py").write_text("print(1)\n")
-        with pytest.raises(ConfigError, match="no field of TRL's"):
+    def test_a_python_script_is_refused_with_the_way_out(self, tmp_path):
+        (tmp_path / "t.py").write_text("GRPOConfig(seed=1)\n")
+        with pytest.raises(ConfigError, match=r"t.py is Python.*args.to_json_string\(\)"):
             read([str(tmp_path / "t.py")])
 
-    def test_python_that_cannot_be_read_is_refused(self, tmp_path):
-        (tmp_path / "t.py").write_text("print(\n")
-        with pytest.raises(ConfigError, match="no Python"):
-            read([str(tmp_path / "t.py")])
+
+def test_the_json_of_trls_arguments_has_the_number_of_processes_in_its_sizes(tmp_path):
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+    fields = {
+        "output_dir": "out",
+        "hub_token": "<HUB_TOKEN>",
+        "generation_batch_size": 64,
+        "num_generations": 8,
+        "fsdp": [],
+    }
+    (tmp_path / "args.json").write_text(json.dumps({**sizes, **fields}, indent=2))
+    found = read([str(tmp_path / "args.json"), "dataset_name=a/b"])
+    assert found.ours == {
+        "buffer.prompts_per_step": 8,
+        "algorithm.group_size": 8,
+        "run.out": "out",
+        "data.train": "hf:a/b",
+        "generators.count": 4,
+        "learner.ranks": 4,
+    }
+    assert found.unread == []
+    assert read([str(tmp_path / "args.json"), "num_processes=1"]).ours["cluster.share_gpu"] is True
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
@@ -394,6 +338,6 @@ def test_the_two_runs_of_the_page_are_the_same():
     command = re.search(r"```\n(accelerate launch.*?)```", page, re.DOTALL)
     file = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)
     assert command is not None and file is not None
-    given, unread = read_shell(command[1], {})
+    given, unread = from_commands([shlex.split(command[1].replace("\\\n", ""))], TRL)
     assert unread == []
     assert ours(**given) == flat(msgspec.yaml.decode(file[1]))

@@ -7,9 +7,9 @@ import shutil
 import psutil
 import pytest
 
+from asyncgrpo import isolation
 from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import sandbox
 from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.sandbox import LocalRunner, Program, why_not_isolated
@@ -158,6 +158,6 @@ async def test_a_sandbox_that_does_not_start_is_no_fault_of_the_code(tmp_path, m
 
 @needs_bwrap
 def test_a_machine_without_a_tool_that_sets_limits_is_refused(monkeypatch):
-    monkeypatch.setattr(sandbox, "_limits", lambda *_, **__: ["prlimit-that-is-not-here", "--"])
+    monkeypatch.setattr(isolation, "limits", lambda *_, **__: ["prlimit-that-is-not-here", "--"])
     with pytest.raises(RewardError, match=r"cannot make one here \(.*prlimit-that-is-not-here"):
         reward().check_sources({"code"})
