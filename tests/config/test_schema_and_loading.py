@@ -220,7 +220,7 @@ class TestMistakes:
             ("rollout_correction.rollout_is=token", '[{"level": "token", "action": "truncate", "high_ratio": 2.0}]'),
             ("rollout_correction.bypass_mode=true", "algorithm.anchor=behaviour"),
             ("use_kl_in_reward=true", "algorithm.kl_in=reward"),
-            ("ppo_mini_batch_size=256", "verl's name for learner.minibatches: the number of updates of a step"),
+            ("ppo_mini_batch_size=256", "verl's: learner.minibatches cannot be computed from data.train_batch_size"),
             ("algorithm.loss=ppo", "algorithm.loss must be one of "),
             ("algorithm.loss=gpso", "topr, vespo; it is gpso: did you mean `gspo`?"),
             ("buffer.policy=wiat", "mask, train, wait, window; it is wiat: did you mean `wait`?"),
