@@ -41,6 +41,8 @@ REWARD_IMPORT_S = 10.0
 """Deadline for importing a user's reward file before the run starts."""
 _PROCESSES_PER_CORE = 4
 """Maximum processes on the CPU without a warning."""
+_READ_EARLY_BYTES = 2**22
+"""Size up to which a data file is read in the driver. Parquet is left to the warm process, which has pyarrow."""
 _OTHER_FILES_BYTES = 2**26
 """Space in a run folder for all files but checkpoints."""
 
@@ -77,6 +79,22 @@ def check_settings(config: Config) -> None:
     check_algorithm(config)
     check_bind(config.cluster.bind)
     check_loggers(config.run.loggers)
+
+
+def check_files(config: Config) -> None:
+    """Read small data files and the model's `config.json`, so that an error in them is reported before torch is imported.
+
+    Raises:
+        ConfigError, DataError: one sentence.
+    """
+    from asyncgrpo.config.rules import check_model
+    from asyncgrpo.data.sources import read_rows
+
+    check_model(config)
+    for file in map(Path, filter(is_file, (*config.data.sources, *config.data.suites.values()))):
+        if not file.is_file() or (file.suffix != ".parquet" and file.stat().st_size <= _READ_EARLY_BYTES):
+            for _ in read_rows(file):
+                pass
 
 
 def check_inputs(config: Config) -> str:
@@ -374,8 +392,13 @@ def session_of_checked(
 ) -> Iterator[tuple[str, str, "dict[str, About]"]]:
     """Start the warm process and Ray, and check the run meanwhile. Yields the result of `_check`."""
     _warm_up(config)
-    from asyncgrpo.cluster.ray_session import session_beside  # imports ray, while the warm process imports torch
-
+    try:
+        if make is None:
+            check_files(config)
+        from asyncgrpo.cluster.ray_session import session_beside  # imports ray, while the warm process imports torch
+    except BaseException:
+        warm.end()
+        raise
     with session_beside(lambda: warm.call(_check, config, make), config) as found:
         yield found
 
