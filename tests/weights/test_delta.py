@@ -380,14 +380,14 @@ SPARSE = 72 + 24
         (72, 2**63, 8, "a piece has"),
         (72, 1, 8, "no piece has"),
         (80, 2**32 - 1, 4, "a piece has"),
-        (80, 2, 4, "a position is not below"),
+        (80, 2, 4, "a position is beyond"),
         (84, 0, 4, "a piece has"),
         (84, 3, 4, "the blocks of a piece"),
         (88, 3, 4, "no piece has"),
         (92, 2, 4, "no piece has"),
         (92, 0, 4, "a dense piece has"),
         (SPARSE, 3, 4, "the blocks of a piece"),
-        (SPARSE + 10, 700, 2, "a position is not below"),
+        (SPARSE + 10, 700, 2, "a position is beyond"),
     ],
 )
 def test_every_number_of_a_payload_is_checked(at, number, size, message):
