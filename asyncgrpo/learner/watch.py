@@ -108,8 +108,8 @@ class TrainingWatch:
         reward = self._steps[-1]["reward_mean"]
         if all(step.get("reward_max") == step["reward_mean"] for step in self._steps) and reward <= 0:
             return (
-                f"no completion of the last {WINDOW} steps has earned more than another (all have {reward:.4g}), so there is no signal to "
-                "learn from: reward parts of a right answer, start with easier prompts, or give the model examples "
+                f"no completion of the last {WINDOW} steps has earned more than another (all have {reward:.4g}), so there "
+                "is no signal: reward parts of a right answer, start with easier prompts, or give the model examples "
                 "first; a larger algorithm.group_size helps if one completion in some hundreds is right"
             )
         return (
