@@ -1,4 +1,4 @@
-"""How many cores this process may use, how many of the machine's are idle, and what this process uses of them."""
+"""Core counts: the cores that this process may use, the machine's idle cores, and the core-seconds of this process."""
 
 import contextlib
 import math
@@ -12,13 +12,13 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores() -> int:
-    """Cores that this process may use: those it may run on, and no more than a container's quota of time."""
+    """Return the number of cores that this process may use: its affinity, limited by the CPU quota of a container."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(there, _quota(_CGROUP)))
 
 
 def idle_cores() -> float:
-    """Cores of the machine that were idle on average since the last call; all of them at the first."""
+    """Return the mean number of the machine's idle cores since the last call; all of them at the first call."""
     import psutil  # only here, because the configuration imports this module
 
     return (1 - psutil.cpu_percent() / 100) * (os.cpu_count() or 1)
@@ -28,18 +28,18 @@ class CoreSeconds(NamedTuple):
     """Core-seconds of a machine, or of the container that limits this process."""
 
     cores: float
-    """That there were: the number of cores times the seconds."""
+    """Available core-seconds: number of cores times wall time."""
     spare: float
-    """Of these, idle."""
+    """Idle core-seconds of these."""
     cpu: float
-    """Of these, used by this process and its descendants."""
+    """Core-seconds of these used by this process and its descendants."""
 
 
 class CoreClock:
-    """Counts core-seconds since it was made."""
+    """Counts core-seconds since its creation."""
 
     EVERY_S = 1.0
-    """The processes of the machine are listed at most so often. Between, the last count is returned."""
+    """Shortest interval between two listings of the machine's processes. In between, the last count is returned."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._began_s, self._cores = clock, clock(), cores()
@@ -47,7 +47,7 @@ class CoreClock:
         self._last, self._counted_s = CoreSeconds(0.0, 0.0, 0.0), self._began_s
 
     def count(self) -> CoreSeconds:
-        """Return the core-seconds so far. None of the three ever shrinks."""
+        """Return the core-seconds so far. None of the three decreases."""
         now_s = self._clock()
         if now_s - self._counted_s >= self.EVERY_S:
             self._counted_s = now_s
@@ -59,7 +59,7 @@ class CoreClock:
 
 
 def _busy_seconds() -> float:
-    """Core-seconds that the machine has worked; those of the container alone where a quota limits it."""
+    """Return the busy core-seconds of the machine, or of the container if a quota limits it."""
     import psutil
 
     if _quota(_CGROUP) < len(os.sched_getaffinity(0)):
@@ -73,7 +73,7 @@ def _busy_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    """CPU seconds of this process and its descendants, those that have ended included."""
+    """Return the CPU seconds of this process and its descendants, ended ones included."""
     import psutil
 
     total = sum(os.times()[:4])
@@ -84,11 +84,11 @@ def _own_seconds() -> float:
 
 
 def _quota(folder: Path) -> int:
-    """Cores that the time of a cgroup makes, rounded up; without a limit as many as anyone has."""
-    with contextlib.suppress(OSError, ValueError):  # version 2; without a limit it says `max`
+    """Return the CPU quota of a cgroup in cores, rounded up; 65536 without a limit."""
+    with contextlib.suppress(OSError, ValueError):  # version 2; `max` without a limit
         quota, period = (folder / "cpu.max").read_text().split()
         return math.ceil(int(quota) / int(period))
-    with contextlib.suppress(OSError, ValueError):  # version 1; without a limit it says -1
+    with contextlib.suppress(OSError, ValueError):  # version 1; -1 without a limit
         quota, period = ((folder / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         if int(quota) > 0:
             return math.ceil(int(quota) / int(period))

@@ -10,11 +10,11 @@ class AsyncGRPOError(Exception):
 
 
 class ConfigError(AsyncGRPOError):
-    """A configuration file, a `key=value` or a flag cannot be used as it is."""
+    """A configuration file, a `key=value` or a flag is invalid."""
 
 
 class DataError(AsyncGRPOError):
-    """A data file cannot be read, or its rows fit no known schema."""
+    """A data file cannot be read, or its rows match no known schema."""
 
 
 class RewardError(AsyncGRPOError):
@@ -26,7 +26,7 @@ class WireError(AsyncGRPOError):
 
 
 class RefusedError(WireError):
-    """A message is refused. `reason` is one of the few names by which refusals are counted."""
+    """A message was refused. `reason` is the label under which refusals are counted."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(reason, text)
@@ -37,7 +37,7 @@ class RefusedError(WireError):
 
 
 class WeightsError(AsyncGRPOError):
-    """A policy version did not arrive whole on every generator."""
+    """A policy version did not arrive completely on every generator."""
 
 
 class EngineError(AsyncGRPOError):
@@ -45,7 +45,7 @@ class EngineError(AsyncGRPOError):
 
 
 class RequestError(EngineError):
-    """One request is refused, or failed by itself. The engine goes on with the others."""
+    """One request was refused or failed. The engine continues with the others."""
 
 
 class CheckpointError(AsyncGRPOError):
@@ -53,7 +53,7 @@ class CheckpointError(AsyncGRPOError):
 
 
 class JournalError(AsyncGRPOError):
-    """The journal of groups cannot be read, or does not agree with the rest of the run."""
+    """The journal of groups cannot be read, or contradicts the rest of the run."""
 
 
 class StalledError(AsyncGRPOError):
@@ -61,10 +61,10 @@ class StalledError(AsyncGRPOError):
 
 
 class ProcessLost(AsyncGRPOError):
-    """A process of the run ended, or was killed, and another may take its place."""
+    """A process of the run ended or was killed, and may be replaced."""
 
     is_error = False
-    """Whether the process raised the cause of this error; else it was killed."""
+    """True if the process raised the cause of this error, False if it was killed."""
 
 
 class TrainingError(AsyncGRPOError):
@@ -72,8 +72,8 @@ class TrainingError(AsyncGRPOError):
 
 
 class CommandRefused(AsyncGRPOError):
-    """A command to a running run that it cannot carry out."""
+    """A running run cannot carry out a command."""
 
 
 class RunNotAlive(AsyncGRPOError):
-    """A run that is asked or told something, and no driver of it replies."""
+    """The driver of the run does not reply to a request or command."""

@@ -1,4 +1,4 @@
-"""Memory of this machine: what processes may take here, and what they may share."""
+"""Memory of this machine: main memory and shared memory that processes may use."""
 
 import contextlib
 import os
@@ -15,16 +15,16 @@ class Host:
     memory: int
     """Main memory; in a container that limits it, the limit. Shared memory counts towards it."""
     shared: int
-    """Size of the file system of shared memory; 0: there is none."""
+    """Size of the file system for shared memory; 0 if it does not exist."""
     shared_free: int
-    """Of these, free."""
+    """Free bytes of `shared`."""
 
     @classmethod
     def here(cls, shared_memory: Path) -> "Host":
-        """This machine.
+        """Measure this machine.
 
         Args:
-            shared_memory: where its processes share memory, `/dev/shm`.
+            shared_memory: file system for shared memory, `/dev/shm`.
         """
         import psutil  # only here, because commands that only print import this module
 
@@ -36,8 +36,8 @@ class Host:
 
 
 def _limit(folder: Path) -> int:
-    """Memory that a cgroup may take, bytes; without a limit more than anyone has."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of version 2, which says `max` without a limit, and 1
+    """Return the memory limit of a cgroup, bytes; 2^62 without a limit."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of version 2, `max` without a limit, and of version 1
         with contextlib.suppress(OSError, ValueError):
             return int((folder / name).read_text())
     return 1 << 62

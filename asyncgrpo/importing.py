@@ -1,4 +1,4 @@
-"""Imports of large libraries: quietly, and without the garbage collector, which takes a fifth to a third of their time."""
+"""Quiet imports of large libraries, without the garbage collector, which takes a fifth to a third of their time."""
 
 import gc
 import os
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 QUIET = {
     "PYTHONWARNINGS": "ignore",
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # nobody sees them, and Ray writes stderr to files whose disk may be full
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # Ray writes stderr to files, on a disk that may be full
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Environment variables of the processes of a run. Libraries read them when they are imported."""
@@ -16,7 +16,7 @@ _DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 def has_gpu() -> bool:
-    """True if torch sees a GPU here. Imports torch only where there is the device of a driver."""
+    """Return True if torch sees a GPU here. Imports torch only if the device file of a driver exists."""
     if not any(map(os.path.exists, _DEVICES)):
         return False
     import torch
@@ -26,10 +26,10 @@ def has_gpu() -> bool:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import torch, transformers or SGLang in the block, as a first import of them in this process.
+    """Disable the garbage collector for the block, which first imports torch, transformers or SGLang, then freeze objects.
 
-    They make a million objects that stay. The collector would walk them again and again while they are made, and, unless
-    they were frozen, in every full collection after.
+    The imports create a million permanent objects. The collector would traverse them repeatedly during the import, and,
+    unless frozen, in every later full collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()

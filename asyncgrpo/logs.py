@@ -1,11 +1,11 @@
-"""Logging setup: one line for each event, with time, role and rank.
+"""Logging setup: one line per event, with time, role and rank.
 
 Every record goes to `<folder>/logs/<role>-<rank>.log`, warnings and worse also to stderr. A line looks like
-`2026-11-20T17:15:03.250Z INFO learner-0 asyncgrpo.learner.learner: step 17 done`. A file that is full becomes
-`<role>-<rank>.log.1`, that one `.log.2`, and what was `.log.2` is gone.
+`2026-11-20T17:15:03.250Z INFO learner-0 asyncgrpo.learner.learner: step 17 done`. Full files are rotated to
+`<role>-<rank>.log.1` and `.log.2`; the oldest is deleted.
 
-A line may quote text from outside, such as a completion or a file name. Its control characters are escaped, so that a log
-cannot move the terminal's cursor.
+A line may quote external text, such as a completion or a file name. Its control characters are escaped, so that a log
+cannot control the terminal.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 
 LARGEST_BYTES = 64 * 2**20
-"""Of one log file."""
+"""Largest size of one log file."""
 OLDER_FILES = 2
-"""Full files kept of each process beside the one that is written."""
+"""Rotated files kept per process."""
 
 _OURS = "asyncgrpo setup"
 # Every character but tabs, line ends and printable ones: control characters, lone surrogates, text direction marks.
@@ -33,7 +33,7 @@ def say_warnings() -> None:
 
 
 def visible(text: str) -> str:
-    """`text` with control characters (an escape sequence could rewrite the terminal) shown as `\\x1b`."""
+    """Escape control characters in `text`, for example as `\\x1b`, because they could control the terminal."""
     return _INVISIBLE.sub(lambda match: _escaped(ord(match[0])), text)
 
 
@@ -42,7 +42,7 @@ def _escaped(code: int) -> str:
 
 
 class _Format(logging.Formatter):
-    """Times are in UTC with milliseconds. Further lines of a record are indented, so that only records start a line."""
+    """Formats records with UTC times in milliseconds. Continuation lines of a record are indented."""
 
     converter = staticmethod(time.gmtime)
 
@@ -56,21 +56,21 @@ class _Format(logging.Formatter):
 
 
 class _File(logging.handlers.RotatingFileHandler):
-    """Reports a full disk once, where logging would print a traceback for each record."""
+    """Reports a full disk once, in place of logging's traceback for each record."""
 
-    _has_said_so = False
+    _has_reported = False
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):  # a wrong logging call
             super().handleError(record)
-        elif not self._has_said_so:
-            self._has_said_so = True
+        elif not self._has_reported:
+            self._has_reported = True
             with contextlib.suppress(OSError):  # stderr may be a file on the same disk
                 print(f"{self.baseFilename} cannot be written: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # it tries once more to write what could not be written
+        with contextlib.suppress(OSError):  # it retries the failed writes
             super().close()
 
 
@@ -82,8 +82,8 @@ def setup(
     Args:
         role: `driver`, `buffer`, `generator` or `learner`.
         rank: number of this process in its role; None: it is the only one.
-        folder: run folder. None: no file, and stderr gets everything from `level` up.
-        level: of our own loggers. Other packages log from WARNING up.
+        folder: run folder. None: no file, and stderr gets all records from `level` up.
+        level: level of this package's loggers. Other packages log from WARNING up.
     Returns:
         The log file, to which records are appended, or None.
     """

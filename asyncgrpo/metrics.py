@@ -1,12 +1,13 @@
-"""Every Prometheus metric of asyncgrpo: its name, its unit and its help text. Nothing else imports prometheus_client.
+"""Every Prometheus metric of asyncgrpo: its name, unit and help text. Only this module imports prometheus_client.
 
-A metric is a module attribute, named as it is exported but without the prefix: `metrics.groups_total` is exported as
+A metric is a module attribute with its exported name without the prefix: `metrics.groups_total` is exported as
 `asyncgrpo_groups_total`. Each metric belongs to the roles that set it. `serve("buffer")` exports the metrics of that role
-only, so that no process exports a zero for what another one measures. All label values are listed here and start at 0, so
-that a board can tell "none so far" from "not measured"; but parts of rewards have the names that users give them.
+only, so that a process exports no zeros for the measurements of another one. All label values are listed here and start at
+0, so that a board can distinguish "none so far" from "not measured". Only users' own names, such as parts of rewards, are
+not listed.
 
-The end of the file has what belongs to metrics: `waiting` (what a process waits for), `LoopProgress` (when a loop last
-went round) and `write_targets` (where Prometheus finds the processes of a run).
+The end of the file has `waiting` (the current waits of a process), `LoopProgress` (the age of a loop's last iteration) and
+`write_targets` (the scrape targets of a run).
 
 Import this module before an SGLang engine with metrics is started: SGLang sets PROMETHEUS_MULTIPROC_DIR, and
 prometheus_client reads it once, when it is imported.
@@ -38,7 +39,7 @@ from asyncgrpo import __version__
 # -- the metrics -------------------------------------------------------------------------------------------------------
 
 Role = Literal["buffer", "generator", "learner", "rank", "driver"]
-"""`learner` is its rank 0, which sets the learner's metrics; the others are `rank`, for they would export zeros."""
+"""`learner` is rank 0, which sets the learner's metrics. The other ranks are `rank`: they would export zeros."""
 ROLES: tuple[Role, ...] = get_args(Role)
 
 PREFIX = "asyncgrpo_"
@@ -57,14 +58,14 @@ SECONDS = (
     2000,
     3600,
 )
-"""The middle of a bucket is within a quarter of what falls into it, where it matters."""
+"""Bucket bounds, seconds: from 1 ms to 100 s the middle of a bucket is within a quarter of the observed value."""
 LAGS = (*range(33), 48, 64, 128)
-"""A bucket for each lag, whatever the bound is and however it changes, so that quantiles of it are exact up to 32."""
+"""Bucket bounds, optimizer steps: one bucket per lag up to 32, so that quantiles are exact for any bound on the lag."""
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
 def _declare(metric: Any, roles: tuple[Role, ...], **labels: tuple[str, ...]) -> Any:
-    """Note whose metric it is, and start each combination of its label values at 0."""
+    """Register a metric for its roles, and start each combination of its label values at 0."""
     for role in roles:
         _metrics_by_role[role].append(metric)
     if labels:
@@ -82,7 +83,7 @@ def _gauge(name: str, text: str, *roles: Role, **labels: tuple[str, ...]) -> pro
 
 
 def _named_gauge(name: str, text: str, *roles: Role, labels: tuple[str, ...]) -> prometheus.Gauge:
-    """Declare a gauge for things whose names are not known here. Who sets it bounds their number."""
+    """Declare a gauge with label values that are not known here. The code that sets it bounds their number."""
     return _declare(prometheus.Gauge(PREFIX + name, text, labels, registry=None), roles)
 
 
@@ -102,7 +103,7 @@ build_info = _info("build", "Version of asyncgrpo that runs in this process.", *
 
 WAITS = ("batch", "publish", "checkpoint", "eval", "lease", "ack", "weights", "reward", "engine", "generators")
 waiting_seconds = _gauge(
-    "waiting_seconds", "Seconds that this process has by now been waiting for the one thing named; 0 when it is not.",
+    "waiting_seconds", "Duration of this process's current wait for the thing named, seconds; 0 without one.",
     *ROLES, what=WAITS)
 
 devices = _gauge(
@@ -120,7 +121,7 @@ GROUP_OUTCOMES = ("leased", "accepted", "duplicate", "refused", "trained",
 TOKEN_FATES = ("generated", "recovered", "trained", "masked", "filtered", "stale", "aborted", "failed", "duplicate",
                "unusable")
 groups_total = _counter(
-    "groups_total", "Groups by what happened to them; one group passes several of these.", "buffer",
+    "groups_total", "Groups by outcome; one group has several of these.", "buffer",
     outcome=GROUP_OUTCOMES)
 buffer_groups = _gauge(
     "buffer_groups", "Groups that hold a slot: being generated (leased), waiting (ready), in the learner (taken).",
@@ -137,7 +138,7 @@ group_lag_steps = _histogram(
     "group_lag_steps", "Lag of a group when it is trained: optimizer steps since the weights of its oldest token.",
     "buffer", buckets=LAGS)
 groups_at_bound_total = _counter(
-    "groups_at_bound_total", "Groups whose lag was that of their bound, or above it, when they were trained.", "buffer")
+    "groups_at_bound_total", "Groups trained with a lag at their bound or above.", "buffer")
 group_ready_seconds = _histogram(
     "group_ready_seconds", "Time that a group waits ready, until it goes to the learner.", "buffer", buckets=SECONDS)
 max_lag_steps = _gauge("max_lag_steps", "The bound on group_lag_steps that is in force.", "buffer")
@@ -149,29 +150,29 @@ rejected_frames_total = _counter(
     "rejected_frames_total", "Messages that the buffer refused, by reason.", "buffer",
     reason=("size", "decode", "schema", "not_finite", "vocabulary", "version", "lease", "checksum", "sender"))
 tokens_total = _counter(
-    "tokens_total", "Sampled tokens by what became of them: generated + recovered = the other fates + those in flight.",
+    "tokens_total", "Sampled tokens by fate: generated + recovered = the other fates + those in flight.",
     "buffer", fate=TOKEN_FATES)
 buffer_tokens = _gauge(
     "buffer_tokens", "Sampled tokens in flight: of groups that wait for the learner or are in it.", "buffer")
 journal_blocked = _gauge(
-    "journal_blocked", "Whether the journal cannot be written (1): no group is acknowledged, no lease granted.", "buffer")
-paused = _gauge("paused", "Whether the run was paused by its operator (1): no lease is granted, no batch trained.", "buffer")
+    "journal_blocked", "1 while the journal cannot be written: no group is acknowledged, no lease granted.", "buffer")
+paused = _gauge("paused", "1 while the run is paused by its operator: no lease is granted, no batch trained.", "buffer")
 journal_bytes_total = _counter("journal_bytes_total", "Bytes written to the journal of groups.", "buffer")
 journal_sync_seconds = _histogram(
-    "journal_sync_seconds", "Time to put what was written of the journal on the disk.", "buffer", buckets=SECONDS)
+    "journal_sync_seconds", "Time to sync the journal to disk.", "buffer", buckets=SECONDS)
 completions_discarded_total = _counter(
     "completions_discarded_total", "Completions that are in no group, because they were cut at its deadline.",
     "buffer", why=("censored",))
 lease_deadline_seconds = _gauge(
-    "lease_deadline_seconds", "Time that a lease granted now is given, if it is not its prompt's last.", "buffer")
+    "lease_deadline_seconds", "Deadline of a lease granted now, unless it is the last attempt of its prompt.", "buffer")
 quarantined_prompts = _gauge(
-    "quarantined_prompts", "Prompts that are leased no more, because generators ended or failed with them.", "buffer")
+    "quarantined_prompts", "Prompts excluded from leasing, because generators ended or failed with them.", "buffer")
 prompts_done = _gauge("prompts_done", "Prompts that are trained, filtered or dropped for good, over all epochs.", "buffer")
 curriculum_prompts = _gauge(
     "curriculum_prompts", "Prompts by how many completions were right in their last group, at the start of the epoch.", "buffer",
     kind=("unknown", "hopeless", "mixed", "solved"))
 curriculum_places = _gauge(
-    "curriculum_places", "How often these prompts come in the epoch, together.", "buffer",
+    "curriculum_places", "Places of these prompts in the epoch.", "buffer",
     kind=("unknown", "hopeless", "mixed", "solved"))
 epoch = _gauge("epoch", "Passes over the training file that are complete.", "buffer")
 
@@ -194,9 +195,9 @@ engine_places = _gauge("engine_places", "Completions that the engine can sample 
 kv_use_ratio = _gauge(
     "kv_use_ratio", "Share of the engine's memory for keys and values that completions hold; NaN: it keeps none.", "generator")
 groups_in_flight = _gauge("groups_in_flight", "Groups that this generator works on now.", "generator")
-tokens_generated_total = _counter("tokens_generated_total", "Tokens sampled, whatever became of them.", "generator")
+tokens_generated_total = _counter("tokens_generated_total", "Tokens sampled, whatever their fate.", "generator")
 completions_total = _counter(
-    "completions_total", "Completions completed, by why they ended.", "generator", finish_reason=("stop", "length", "abort"))
+    "completions_total", "Completions completed, by finish reason.", "generator", finish_reason=("stop", "length", "abort"))
 completion_length_tokens = _histogram("completion_length_tokens", "Sampled tokens of a completion.", "generator", buckets=TOKENS)
 generate_seconds = _histogram(
     "generate_seconds", "Time from a group's lease to its last completion.", "generator", buckets=SECONDS)
@@ -206,10 +207,10 @@ reward_wait_seconds = _histogram(
     "generator", buckets=SECONDS)
 reward_workers = _gauge("reward_workers", "Reward worker processes of this generator.", "generator")
 rewards_paused = _gauge(
-    "rewards_paused", "Whether every reward call fails (1), so that only probes are made and no lease is granted.",
+    "rewards_paused", "1 while every reward call fails: only probes are made, and no lease is granted.",
     "generator")
 reward_failures_total = _counter(
-    "reward_failures_total", "Reward calls that gave no score, and completions that were aborted, by what went wrong.",
+    "reward_failures_total", "Reward calls without a score, and aborted completions, by failure.",
     "generator",
     failure=("timeout", "crash", "exception", "not_finite", "too_large", "bad_type", "unknown_source",
         "not_applicable", "sandbox", "judge", "no_score", "model", "aborted"))
@@ -225,12 +226,12 @@ last_step_timestamp_seconds = _gauge(
 step_seconds = _histogram("step_seconds", "Wall time of one step, waiting included.", "learner", buckets=SECONDS)
 LEARNER_ACTIVITIES = ("wait_data", "forward_backward", "optimizer", "publish", "checkpoint", "eval", "other")
 learner_seconds_total = _counter(
-    "learner_seconds_total", "Wall time of the learner's first rank by what it was doing.", "learner",
+    "learner_seconds_total", "Wall time of the learner's rank 0 by activity.", "learner",
     activity=LEARNER_ACTIVITIES)
 tokens_trained_total = _counter("tokens_trained_total", "Sampled tokens that an optimizer step has used.", "learner")
 
 zero_signal_groups_total = _counter(
-    "zero_signal_groups_total", "Trained groups whose completions all had one reward: they teach nothing.", "learner")
+    "zero_signal_groups_total", "Trained groups without signal: their completions all had one reward.", "learner")
 
 reward_mean = _gauge("reward_mean", "Mean reward of the completions in the last step.", "learner")
 reward_std = _gauge("reward_std", "Standard deviation of the reward over the completions of the last step.", "learner")
@@ -305,10 +306,10 @@ checkpoint_last_success_timestamp_seconds = _gauge(
 
 # -------------------------------------------------------------------------------------------------------------- driver
 
-generators_expected = _gauge("generators_expected", "Generators that the run is to have: generators.count.", "driver")
+generators_expected = _gauge("generators_expected", "Number of generators that the run should have: generators.count.", "driver")
 page_info = _info("page", "Address of the run's web page, without its token.", "driver")
 actor_restarts_total = _counter(
-    "actor_restarts_total", "Processes started again after they ended or were ended, by their role.", "driver",
+    "actor_restarts_total", "Restarts of processes that ended or were killed, by role.", "driver",
     actor=("buffer", "generator", "learner"))
 restarts_spent_ratio = _gauge(
     "restarts_spent_ratio",
@@ -326,17 +327,17 @@ disk_free_bytes = _gauge(
 
 
 def serve(*roles: Role, port: int = 0, host: str = "127.0.0.1", token: str | None = None) -> int:
-    """Export the metrics of `roles` at http://host:port/metrics from a daemon thread. Call it once in a process.
+    """Export the metrics of `roles` at http://host:port/metrics from a daemon thread. Call it once per process.
 
     Args:
         roles: the roles of this process, usually one.
         port: 0 takes a free one.
-        host: loopback, unless other nodes take part in the run.
-        token: replies go only to requests with `Authorization: Bearer <token>`; None: to all.
+        host: loopback, unless the run spans several nodes.
+        token: required as `Authorization: Bearer <token>`; None: no authentication.
     Returns:
         The port.
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
     if "learner" in roles:
         last_step_timestamp_seconds.set_to_current_time()
@@ -354,11 +355,11 @@ class _ThreadingServer(ThreadingMixIn, WSGIServer):
 
 class _Silent(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """A scrape is no event."""
+        """Log nothing: scrapes are frequent."""
 
 
 def _only_with(token: str, app: Callable[..., Any]) -> Callable[..., Any]:
-    """`app` for requests with the token; the others get 401."""
+    """Wrap `app` so that requests without the token get 401."""
     expected = f"Bearer {token}".encode()
 
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
@@ -371,7 +372,7 @@ def _only_with(token: str, app: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def registry(*roles: Role) -> prometheus.CollectorRegistry:
-    """A registry of the metrics of `roles`, without the `_created` series of counters."""
+    """Return a registry of the metrics of `roles`, without the `_created` series of counters."""
     prometheus.disable_created_metrics()
     build_info.info({"version": __version__})
     collected = prometheus.CollectorRegistry()
@@ -382,12 +383,12 @@ def registry(*roles: Role) -> prometheus.CollectorRegistry:
 
 
 def exposition(*roles: Role) -> str:
-    """What `serve` would export now, in Prometheus' text format."""
+    """Return the present export of `serve` in Prometheus' text format."""
     return prometheus.generate_latest(registry(*roles)).decode()
 
 
 def names() -> set[str]:
-    """Every time series name that a query may use, histogram suffixes included."""
+    """Return every time series name that a query may use, histogram suffixes included."""
     collected = registry(*ROLES).collect()
     sampled = {sample.name for metric in collected for sample in metric.samples}
     named = (reward_part_mean, reward_part_std, eval_suite, *_OF_SOURCES.values())  # their labels are not known yet
@@ -395,16 +396,16 @@ def names() -> set[str]:
 
 
 class _Processes(Collector):
-    """Memory and open files of this process, and of all that it and they have started: engines, reward workers, Ray.
+    """Memory and open files of this process and of its descendants: engines, reward workers, Ray.
 
-    They are read when they are asked for. Below the driver is the whole run as far as it is on its node.
+    They are read at each scrape. The descendants of the driver are the whole run on its node.
     """
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         labels = ("of",)
         resident = GaugeMetricFamily(PREFIX + "resident_bytes", "Memory that processes hold, bytes.", labels=labels)
         files = GaugeMetricFamily(PREFIX + "open_files", "Open file descriptors of processes.", labels=labels)
-        count = GaugeMetricFamily(PREFIX + "processes", "Processes that there are.", labels=labels)
+        count = GaugeMetricFamily(PREFIX + "processes", "Number of processes.", labels=labels)
         this = psutil.Process()
         for of, processes in (("self", [this]), ("below", this.children(recursive=True))):
             found = [sizes for process in processes if (sizes := _sizes(process)) is not None]
@@ -415,7 +416,7 @@ class _Processes(Collector):
 
 
 def _sizes(process: psutil.Process) -> tuple[int, int] | None:
-    """Memory and open files of a process; None if it has ended or is not ours."""
+    """Return memory and open files of a process; None if it has ended or belongs to another user."""
     try:
         return process.memory_info().rss, process.num_fds()
     except psutil.Error:
@@ -459,9 +460,9 @@ _OF_SOURCES: dict[str, prometheus.Gauge] = {
 
 
 _reward_parts: set[str] = set()
-"""The parts that have series: a name that is new in every step must not make series without end."""
+"""Reward parts with series, limited in number because a reward may return new names in every step."""
 _sources: set[str] = set()
-"""The sources that have series."""
+"""Sources with series."""
 
 
 def observe_step(step: Mapping[str, Any]) -> None:
@@ -496,11 +497,11 @@ def observe_step(step: Mapping[str, Any]) -> None:
     last_step_timestamp_seconds.set_to_current_time()
 
 
-# -- what this process waits for ---------------------------------------------------------------------------------------
+# -- current waits -----------------------------------------------------------------------------------------------------
 
 
 class _Waits:
-    """What this process waits for, and since when. The scrape thread reads it, so that a hang shows while it lasts."""
+    """Current waits of this process and their start times. The scrape thread reads them, so a hang is visible at once."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -520,12 +521,12 @@ class _Waits:
             self._started[what].remove(started)
 
     def longest(self, what: str) -> float:
-        """Seconds of the longest current wait for `what`; 0 if there is none."""
+        """Return the duration of the longest current wait for `what`, seconds; 0 without one."""
         with self._lock:
             return self._clock() - min(self._started[what]) if self._started.get(what) else 0.0
 
     def all(self) -> dict[str, float]:
-        """Seconds of the longest current wait, by what is awaited."""
+        """Return the duration of the longest current wait by name, seconds."""
         with self._lock:
             now = self._clock()
             return {what: now - min(started) for what, started in self._started.items() if started}
@@ -535,13 +536,13 @@ _waits = _Waits()
 
 
 def waits() -> dict[str, float]:
-    """What this process waits for now, by the names of `WAITS`, and for how long, seconds."""
+    """Return the durations of this process's current waits by the names of `WAITS`, seconds."""
     return _waits.all()
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Makes `waiting_seconds{what=...}` grow while its block runs. `what` is one of WAITS. Waits may nest and overlap."""
+    """Count the block as a wait in `waiting_seconds{what=...}`. `what` is one of WAITS. Waits may nest and overlap."""
     started = _waits.begin(what)
     try:
         yield
@@ -549,17 +550,17 @@ def waiting(what: str) -> Iterator[None]:
         _waits.end(what, started)
 
 
-# -- whether a loop still goes round -----------------------------------------------------------------------------------
+# -- liveness of loops -------------------------------------------------------------------------------------------------
 
 
 class LoopProgress:
-    """When the loop of a service last went round. Any thread may read it."""
+    """Time of the last iteration of a service's loop. Any thread may read it."""
 
     def __init__(self) -> None:
         self._ticked_s: float | None = None
 
     def tick(self) -> None:
-        """The loop calls this each time it goes round."""
+        """Note an iteration of the loop."""
         self._ticked_s = time.monotonic()
 
     @property
@@ -568,18 +569,18 @@ class LoopProgress:
         return None if self._ticked_s is None else time.monotonic() - self._ticked_s
 
 
-# -- where Prometheus finds the processes ------------------------------------------------------------------------------
+# -- scrape targets ----------------------------------------------------------------------------------------------------
 
 
 MISSED: Mapping[str, tuple[str, int]] = {"driver": ("127.0.0.1", 0)}
-"""The targets of a run that gave up or was killed: its driver, at a port where nobody answers. Without them Prometheus would
-know as little of it as of a run that ended in order, and no alert would tell."""
+"""Targets of a failed or killed run: its driver at a port without a listener. Without them Prometheus could not distinguish
+it from a run that ended in order, and no alert would fire."""
 MISSED_FOR_S = 86400.0
-"""How long a run is missed that is not started again."""
+"""Time for which the targets of a failed run are kept, unless it is started again."""
 
 
 def targets_path(run_dir: Path) -> Path:
-    """The file with the targets of this run."""
+    """Return the path of the file with the targets of this run."""
     run_dir = Path(run_dir).absolute()
     return run_dir.parent / "prometheus" / f"{run_dir.name}.json"
 
@@ -590,10 +591,9 @@ def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> Path
     Args:
         run_dir: run folder; its name becomes the label `run`.
         targets: `role` or `role-rank` to (host, port); role and rank become labels. Empty: the run ended in order. The label
-            `instance` is made of them too, and not of the port: a process that starts again goes on with the series of
-            the one before it.
+            `instance` is made of role and rank without the port, so that a restarted process continues its series.
     Returns:
-        The file, which does not exist if there are no targets.
+        The file, which does not exist without targets.
     """
     path = targets_path(run_dir)
     if not targets:
@@ -617,7 +617,7 @@ def _as_text(run: str, targets: Mapping[str, tuple[str, int]]) -> str:
 
 
 def token_beside(run_dir: Path) -> str:
-    """The token that scrapes of all runs in the same parent folder send; made when there is none. Only this user can read it."""
+    """Return the scrape token of all runs in the same parent folder; create it if missing, readable by this user only."""
     path = targets_path(run_dir).with_name("token")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent) as made:  # its mode is 0600
@@ -629,12 +629,12 @@ def token_beside(run_dir: Path) -> str:
 
 
 def retire_targets_beside(run_dir: Path, is_over: Callable[[Path], bool]) -> None:
-    """Have the other runs in the same parent folder `MISSED` that were killed, and forget them after a day.
+    """Replace the targets of killed runs in the same parent folder by `MISSED`, and remove them after `MISSED_FOR_S`.
 
-    Their ports may belong to a process of another run by now.
+    Their ports may belong to processes of other runs by now.
 
     Args:
-        is_over: tells of a run folder whether its run is certainly over.
+        is_over: returns True for a run folder whose run is certainly over.
     """
     own = targets_path(run_dir)
     for path in own.parent.glob("*.json"):

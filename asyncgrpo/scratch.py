@@ -1,18 +1,18 @@
-"""Temporary files of a process outside the run folder, which are removed even if the process is killed.
+"""Temporary files of a process outside the run folder, removed even if the process is killed.
 
-Each process holds a lock on its folder, which the kernel releases when the process ends. The next process that needs a
-folder removes those whose lock is free, and the shared memory whose names contain their mark. Nothing else is removed.
-Locks work between containers, where process ids do not. Folders made under another `/dev/shm` stay: only a process that
+Each process holds a lock on its folder, which the kernel releases when the process ends. The next process that creates a
+folder removes those with a free lock, and the shared memory whose names contain their mark. Nothing else is removed.
+Locks work across containers, process ids do not. Folders created under another `/dev/shm` stay, because only a process that
 sees their shared memory can remove both.
 
-    <tmp>/asyncgrpo-<uid>/              only ours to read
-        .lock                           held while folders are made and removed
-        k3v9x2ab/.lock                  held by the process whose folder it is; names its /dev/shm and its owner
+    <tmp>/asyncgrpo-<uid>/              mode 0700
+        .lock                           held while folders are created and removed
+        k3v9x2ab/.lock                  held by the folder's process; contains its /dev/shm and its owner
         k3v9x2ab/...                    Ray's session, SGLang's sockets
     /dev/shm/*asyncgrpo-k3v9x2ab*
 
-A command that starts processes also starts a janitor (`tidy_at_end`), which runs this file alone: it waits for the lock
-of the command, kills what the command started, and removes the folders of all of them.
+A command that starts processes also starts a janitor (`tidy_at_end`), which runs only this file. The janitor waits for the
+command's lock, kills the processes that the command started, and removes the folders of all of them.
 """
 
 import atexit
@@ -40,10 +40,10 @@ _own: tuple[int, Path] | None = None
 
 
 def folder() -> Path:
-    """The folder of this process. The first call removes those of dead processes and makes this one.
+    """Return the folder of this process. The first call removes the folders of dead processes and creates this one.
 
     Raises:
-        ConfigError: its parent belongs to somebody else, or others can write to it.
+        ConfigError: its parent belongs to another user, or other users can write to it.
     """
     global _own
     if _own is None or _own[0] != os.getpid():
@@ -60,25 +60,25 @@ def folder() -> Path:
 
 
 def mark() -> str:
-    """The mark of this process. Shared memory whose name contains it is removed once the process is dead."""
+    """Return the mark of this process. Shared memory whose name contains it is removed once the process is dead."""
     return f"asyncgrpo-{folder().name}"
 
 
 def keep() -> None:
-    """Keep this process's folder for a person to look into: nothing removes it."""
+    """Keep this process's folder for inspection: it is never removed."""
     (folder() / _KEEP).touch()
 
 
 def same_machine() -> str:
-    """What two processes have in common exactly if they share `/dev/shm`: containers of one machine may not."""
+    """Return an identity that two processes share exactly if they share `/dev/shm`. Containers of one machine may not."""
     device = SHARED_MEMORY.stat()
     return f"{_boot_id()}-{device.st_dev}-{device.st_ino}"
 
 
 def tidy_at_end() -> None:
-    """Start a janitor, which ends what this process starts and removes what is left, however this process ends.
+    """Start a janitor, which cleans up after this process, however it ends.
 
-    It kills the processes that were started with `OWNER` in their environment, so after this call.
+    The janitor kills the processes that were started after this call, with `OWNER` in their environment.
     """
     made = folder()
     if os.environ.get(OWNER) == made.name:
@@ -86,12 +86,12 @@ def tidy_at_end() -> None:
     os.environ[OWNER] = made.name
     nowhere = subprocess.DEVNULL
     command = [sys.executable, "-I", "-S", __file__, str(made)]  # 10 MB: nothing but the standard library
-    # It goes on in a child of its own, so that it is no child of this process, which may count those that it has.
+    # The janitor forks and its parent exits, so that it is not among the children of this process, which may count them.
     subprocess.run(command, env={}, cwd="/", stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
 
 
 def is_unheld(lock: Path) -> bool:
-    """Whether no process locks this file. Raises OSError where it cannot be opened."""
+    """Return True if no process locks this file. Raises OSError if it cannot be opened."""
     descriptor = os.open(lock, os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -111,7 +111,7 @@ def _root() -> Path:
     if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid() or there.st_mode & 0o022:
         from asyncgrpo.errors import ConfigError  # the janitor cannot import it
 
-        raise ConfigError(f"{root} is no folder that only you can write to; remove it, or set TMPDIR to another place")
+        raise ConfigError(f"other users can write to {root}; remove it, or set TMPDIR to another folder")
     root.chmod(0o700)
     return root
 
@@ -137,9 +137,9 @@ def _boot_id() -> str:
 
 
 def _is_dead(there: Path) -> bool:
-    """True if no process holds this folder's lock, and no other `/dev/shm` may have memory with its mark.
+    """Return True if the folder's lock is free, and no other `/dev/shm` may have memory with its mark.
 
-    Folders are made and locked under the root's lock, which the caller holds.
+    Folders are created and locked under the root's lock, which the caller holds.
     """
     try:
         made_under = (there / _LOCK).read_text().partition(" ")[0]
@@ -168,12 +168,16 @@ def _remove(there: Path) -> None:
 # -- the janitor, in a process of its own ------------------------------------------------------------------------------
 
 _KILLS_S = 20.0
-"""Time after which the janitor leaves processes that SIGKILL does not end."""
+"""Time after which the janitor gives up on processes that SIGKILL does not end."""
 
 
 def _tidy(made: Path) -> None:
-    """Wait for the end of the process whose folder this is, then end what it started, and remove what is left."""
-    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a shutdown sends them to all, and the run drains
+    """Wait for the end of the folder's process, then kill its processes and remove their folders and shared memory."""
+    for ignored in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # a shutdown signals all processes, and the run drains
         signal.signal(ignored, signal.SIG_IGN)
     with contextlib.suppress(FileNotFoundError), _locked(made / _LOCK):
         pass
@@ -184,14 +188,14 @@ def _tidy(made: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
         with _locked(root / _LOCK):
             _remove_dead(root)
-        # A process that is being ended has no environment any more, and holds its lock for a moment.
+        # A process that is being killed has lost its environment, but holds its lock for a moment.
         if not owned and not any(lock.read_text().endswith(f" {name}") for lock in root.glob(f"*/{_LOCK}")):
             break
         time.sleep(0.1)
 
 
 def _owned_by(name: str) -> list[int]:
-    """The processes that were started with this owner in their environment. One that has ended has none."""
+    """Return the processes with this owner in their environment. An ended process has no environment."""
     owned = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

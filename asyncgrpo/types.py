@@ -11,22 +11,22 @@ import msgspec
 import numpy as np
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""A whole number that JSON and every other format in use holds exactly. It is checked when it is decoded."""
+"""An integer that JSON and all other formats in use represent exactly. It is checked at decoding."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
-"""An id, or a reason in a word. It is short, because other messages repeat it."""
+"""An id, or a one-word reason. It is short, because other messages repeat it."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 class Frozen(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the structs that are sent: immutable, made by keyword, and strict about unknown fields."""
+    """Base of message structs: immutable, keyword-only, and strict about unknown fields."""
 
 
 class PolicyVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """One set of published weights. No policy version is used twice: every start of a learner has another `lineage`."""
+    """One set of published weights. Versions are unique, because every start of a learner has a new `lineage`."""
 
     lineage: Count
     number: Count
@@ -37,7 +37,7 @@ class PolicyVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
 
     @classmethod
     def parse(cls, text: str) -> "PolicyVersion":
-        """The inverse of `str`; engines carry versions as text. Raises ValueError."""
+        """Parse the result of `str`; engines carry versions as text. Raises ValueError."""
         lineage, _, number = text.partition(".")
         return cls(int(lineage), int(number))
 
@@ -51,7 +51,7 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Sampling(Frozen):
-    """How completions are sampled."""
+    """Sampling parameters."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -64,18 +64,18 @@ class Sampling(Frozen):
 
 
 class Prompt(Frozen):
-    """A tokenised prompt and what its reward needs."""
+    """A tokenised prompt and the inputs of its reward."""
 
     prompt_id: str
     """An id that is stable over restarts and unique in a run, for example `train/17` (row 17 of the training file)."""
     token_ids: tuple[int, ...]
-    """Empty for one that is longer than `data.max_prompt_tokens`, which is dropped when it is due."""
+    """Empty for a prompt longer than `data.max_prompt_tokens`, which is dropped when it is due."""
     text: str = ""
-    """The prompt before tokenisation, where the row has a text."""
+    """The prompt before tokenisation, if the row has a text."""
     turns: tuple[dict[str, Any], ...] = ()
-    """The prompt before tokenisation, where the row has chat turns, each with `role` and `content`."""
+    """The prompt before tokenisation, if the row has chat turns, each with `role` and `content`."""
     answer: Any = None
-    """The ground truth as the data file has it: anything that JSON can hold."""
+    """The ground truth of the data file: any JSON value."""
     source: str = ""
     """`data_source` of the row; it chooses the rule when rewards are rule-based."""
     info: dict[str, Any] = {}
@@ -98,97 +98,97 @@ class Lease(Frozen):
     seed: int
     """The sampling seed of this group; completion i uses `seed + i`."""
     with_greedy: bool = False
-    """Whether one completion more, with index `num_completions`, is sampled greedily: a baseline that is not trained."""
+    """True if one further completion, with index `num_completions`, is sampled greedily as a baseline that is not trained."""
     min_completions: int = 0
-    """A group with fewer completions is refused, the greedy one not counted; 0: it needs all `num_completions`."""
+    """Fewest completions of an accepted group, without the greedy one; 0: all `num_completions`."""
     cut_after_s: float | None = None
-    """Seconds after which a group is cut: it does without completions that are missing, if it can. None: never."""
+    """Seconds after which the group is delivered without its missing completions, if enough are there. None: never."""
 
 
 class Score(Frozen):
     """The result of a reward call for one completion: a number, or the name of a failure."""
 
     value: float | None = None
-    """None exactly when `failure` is given."""
+    """None exactly if `failure` is given."""
     failure: Name | None = None
     """One of the label values of `metrics.reward_failures_total`, such as `timeout`, `exception` or `unknown_source`."""
     parts: dict[str, float] = {}
     """The named parts of a dict reward. Their means are in every step event and go to the loggers."""
     detail: str = ""
-    """A text for people, such as that of an exception; at most 500 characters."""
+    """Details for messages, such as the text of an exception; at most 500 characters."""
     seconds: float = 0.0
-    """The time that it took to score."""
+    """Time to score, seconds."""
     waited: float = 0.0
-    """Before that, the seconds of waiting for a worker, for a place at a service, or for rewards to work again."""
+    """Time in the queue before it, seconds: for a worker, for a place at a service, or for paused rewards."""
 
 
 class RewardHealth(Frozen):
-    """The reward calls of one generator since its process began."""
+    """Reward calls of one generator since its process began."""
 
     worked: Count = 0
-    """Calls that gave a score."""
+    """Calls that returned a score."""
     failed: Count = 0
     """Calls that failed."""
     failing_s: float = 0.0
     """Seconds since the first failure after the last call that worked; 0: the last call worked."""
     probe_in_s: float | None = None
-    """Seconds until the next probe, while rewards are paused; None: they are not."""
+    """Seconds until the next probe, while rewards are paused; None: rewards are not paused."""
     last: str = ""
-    """The text of the last failure."""
+    """Text of the last failure."""
 
 
 class GeneratorSeconds(Frozen):
-    """What one generator has done since its engine was up, in seconds."""
+    """Time of one generator by activity since its engine started, seconds."""
 
     generate: Seconds = 0.0
-    """At least one completion was being sampled."""
+    """Time with at least one completion being sampled."""
     reward: Seconds = 0.0
-    """Completions were being scored, or waited for a reply of their environment, and none was sampled."""
+    """Time with completions only in scoring, or waiting for a reply of their environment."""
     weights: Seconds = 0.0
-    """The engine changed its weights."""
+    """Time of weight changes."""
     idle: Seconds = 0.0
     sampling: Seconds = 0.0
-    """The time of every completion that was sampled, added up. Divided by wall time it is how many were at once."""
+    """Sampling time, summed over completions. Divided by wall time it is their mean number at once."""
     scoring: Seconds = 0.0
-    """The time of every completion from its last token to its score, waiting for a reward worker included."""
+    """Time from the last token to the score, summed over completions, the queue for reward workers included."""
     cores: Seconds = 0.0
-    """Core-seconds that its machine had (`cores.CoreSeconds`)."""
+    """Available core-seconds of its machine (`cores.CoreSeconds`)."""
     spare: Seconds = 0.0
-    """Core-seconds in which they were idle."""
+    """Idle core-seconds of these."""
     cpu: Seconds = 0.0
-    """Core-seconds that its processes used, engine and reward workers included."""
+    """Core-seconds used by its processes, engine and reward workers included."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment said between two turns of a completion. The model reads it, and is not trained on it."""
+    """Reply of an environment between two turns of a completion. The model reads it, and is not trained on it."""
 
     at: int
-    """Sampled tokens of the completion before it."""
+    """Number of sampled tokens of the completion before it."""
     token_ids: np.ndarray
-    """[K] int32, K >= 1; as they were given to the engine, turn markers of the chat template included."""
+    """[K] int32, K >= 1, as given to the engine, turn markers of the chat template included."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion as an engine sampled it: all turns of one answer, where an environment takes part."""
+    """One completion as sampled by an engine; with an environment, all turns of one answer."""
 
     index: int
-    """Its number among the `num_completions` of the request, from 0."""
+    """Its index among the `num_completions` of the request, from 0."""
     token_ids: np.ndarray
     """[L] int32, sampled tokens only, an end token included."""
     logprobs: np.ndarray
     """[L] float32, the log-prob of each sampled token in nats: of logits / temperature, over the whole vocabulary (before
     top-p and top-k)."""
     spans: tuple[VersionSpan, ...]
-    """The version spans: they partition [0, L), and versions never decrease."""
+    """Version spans, which partition [0, L). Versions never decrease."""
     finish_reason: FinishReason
     observations: tuple[Observation, ...] = ()
     """In order; `at` rises."""
 
     @property
     def all_token_ids(self) -> np.ndarray:
-        """[L + all K] int32, what follows the prompt: sampled tokens, and observations where the model read them."""
+        """[L + all K] int32, the tokens after the prompt: sampled tokens and observations in reading order."""
         if not self.observations:
             return self.token_ids
         return np.insert(
@@ -199,7 +199,7 @@ class Completion:
 
     @property
     def sampled_at(self) -> np.ndarray:
-        """[L] int64, the place of each sampled token in `all_token_ids`."""
+        """[L] int64, index of each sampled token in `all_token_ids`."""
         places = np.arange(len(self.token_ids))
         for one in self.observations:
             places[one.at :] += len(one.token_ids)
@@ -207,7 +207,7 @@ class Completion:
 
     @property
     def turns(self) -> list[np.ndarray]:
-        """The sampled tokens of each turn, without what the environment said between them."""
+        """The sampled tokens of each turn, without observations."""
         split = (
             np.split(self.token_ids, [one.at for one in self.observations]) if self.observations else [self.token_ids]
         )
@@ -223,16 +223,16 @@ class Rollout:
     seed: int = 0
     """The sampling seed, in engines that use one."""
     text: str = ""
-    """In an evaluation the completion without special tokens; else empty, since whoever trains can decode."""
+    """In an evaluation the completion without special tokens; else empty, because the learner decodes tokens itself."""
 
 
 class Discarded(Frozen, forbid_unknown_fields=False):  # journals of older releases have further counts
-    """Completions that were sampled for a group and are not in it."""
+    """Completions that were sampled for a group and left out of it."""
 
     tokens: int = 0
     """Tokens sampled in all of them."""
     censored: int = 0
-    """Completions not finished when the group was cut. Most are long ones, so the group's lengths are biased."""
+    """Unfinished completions at the group's deadline. Most are long, so the group's lengths are biased."""
 
 
 @dataclass(frozen=True)

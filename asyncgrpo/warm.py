@@ -5,9 +5,9 @@
     Ray    ── start a worker ──▶ this file as a script ──▶ a fork, which becomes the worker
     engine ── start a scheduler ──▶ a fork
 
-To import torch, transformers and SGLang takes seconds, and five processes of a small run need them. The warm process ends
-with the driver. Where there is none, or it was killed, processes start without it and import for themselves: on GPUs,
-whose libraries cannot be forked, and on a Ray cluster. Only the standard library is imported here.
+Importing torch, transformers and SGLang takes seconds, and five processes of a small run need them. The warm process ends
+with the driver. Without it, processes start and import on their own: after it was killed, on GPUs, whose libraries cannot be
+forked, and on a Ray cluster. Only the standard library is imported here.
 """
 
 import atexit
@@ -34,7 +34,7 @@ ENGINE = "ASYNCGRPO_WARM_ENGINE"
 """Environment variable of the warm process: the engine that it imports."""
 _PRELOAD = "asyncgrpo.cluster.preload"
 _NEWEST_PYTHON = (3, 13)
-"""Later fork servers ask for a key that only the process has which started them."""
+"""Later fork servers require a key that only the process that started them has."""
 _SETUP = "setup_worker.py"
 """The script that Ray runs to start a worker, beside that of the worker itself."""
 _FOR_SETUP = ("--serialized-runtime-env-context=", "--language=")
@@ -47,10 +47,10 @@ _server: Any = forkserver._forkserver  # type: ignore[attr-defined]
 
 
 def begin(engine: str, folder: Path) -> None:
-    """Start the warm process. It imports what a run with this engine needs while this process goes on.
+    """Start the warm process, which imports the libraries of a run with this engine in the background.
 
     Args:
-        folder: where its socket lies.
+        folder: folder of its socket.
     """
     if _server._forkserver_pid is not None or sys.version_info[:2] > _NEWEST_PYTHON:
         return
@@ -68,7 +68,7 @@ def is_on() -> bool:
 
 
 def end() -> None:
-    """Kill the warm process that this one has started, and the forks in which `call` waits. Workers live on."""
+    """Kill the warm process that this one has started, and the forks that `call` waits for. Workers keep running."""
     if os.environ.pop(ADDRESS, None) is None or _server._forkserver_pid is None:
         return
     for kill in (os.kill, os.killpg):  # it makes its group with its first import
@@ -83,12 +83,12 @@ class Lost(ChildProcessError):
 
 
 def call(function: Callable[..., Result], *args: Any) -> Result:
-    """Return what the function returns in a fork of the warm process; where there is none any more, here.
+    """Call the function in a fork of the warm process, or in this process if there is none, and return its result.
 
     Raises:
         AsyncGRPOError: the fork died.
         Lost: the warm process died, and this is not the main thread, which some functions need.
-        Exception: what the function raises.
+        Exception: the function raised it.
     """
     if not is_on():
         return function(*args)
@@ -160,7 +160,7 @@ class Context(ForkServerContext):
     Process = Process
 
     def set_start_method(self, method: str | None, force: bool = False) -> None:
-        """Ignore the wish of a library."""
+        """Ignore the call, which libraries make."""
 
 
 def _attach() -> None:
@@ -215,7 +215,7 @@ def start_worker(arguments: list[str]) -> None:
         with contextlib.suppress(OSError, EOFError):
             worker.start()
             os._exit(0)
-        del os.environ[ADDRESS]  # else the worker would look for it in its turn
+        del os.environ[ADDRESS]  # else the worker would look for it too
     os.execv(sys.executable, [sys.executable, str(Path(arguments[0]).with_name(_SETUP)), *arguments])
 
 

@@ -85,7 +85,7 @@ def steps_ahead(run: Path) -> int:
 
 
 def test_each_start_goes_on_from_the_newest_checkpoint(killed: Killed):
-    assert f"going on from step {killed.checkpoints[1]}" in killed.said
+    assert f"resuming from step {killed.checkpoints[1]}" in killed.said
     starts = events(killed.run, "start")
     assert [event["lineage"] for event in starts] == [1, 2, 3]
     assert [event["step"] for event in starts] == [0, *killed.checkpoints]

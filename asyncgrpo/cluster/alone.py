@@ -1,4 +1,4 @@
-"""One process of a run without the run: work done where the first generator would be, to be measured."""
+"""Runs work in one process, placed as the first generator of a run would be, so that the work can be measured."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,12 +15,12 @@ Found = TypeVar("Found")
 
 
 class _Alone:
-    """A process that does one piece of work."""
+    """Actor that does one piece of work."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         """
         Args:
-            environment: of the driver, as far as its processes share it.
+            environment: variables that the processes share with the driver.
         """
         set_environment(environment)
 
@@ -32,10 +32,10 @@ class _Alone:
 
 
 def in_generator(config: Config, work: Callable[[Config], Iterator[Found]]) -> Iterator[Found]:
-    """What `work` finds, one by one, in a process that Ray places and gives GPUs as it does with a run's first generator.
+    """Yield the results of `work`, run in a process with the placement and GPUs of a run's first generator.
 
     Raises:
-        AsyncGRPOError: the process could not be placed, or what `work` raised.
+        AsyncGRPOError: the process could not be placed, or `work` raised it.
     """
     config = with_absolute_paths(config)
     with ray_session_of(config):
@@ -47,6 +47,6 @@ def in_generator(config: Config, work: Callable[[Config], Iterator[Found]]) -> I
                 for reference in actor.work.options(num_returns="streaming").remote(work, config):
                     yield result(reference, "generator-0")
             finally:
-                ray.kill(actor)  # the session may go on
+                ray.kill(actor)  # the session may outlive it
         finally:
             placement.release()

@@ -1,8 +1,8 @@
-"""A run's folder: who owns it, which start of the run this is, and what it was configured with.
+"""A run's folder: its lock, its lineage and the configuration of each start.
 
 <run>/config.yaml                the configuration of the last start
 <run>/starts/0003/config.yaml    the configuration of each start, by its lineage
-<run>/starts/0003/files.json     the files that it named: their paths and a digest of each
+<run>/starts/0003/files.json     path and digest of each file that it names
 """
 
 import contextlib
@@ -33,17 +33,17 @@ log = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """One folder, held by one driver at a time."""
+    """A run's folder, locked by one driver at a time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()
         self._descriptor: int | None = None
 
     def claim(self) -> None:
-        """Make the folder, for this user alone, and hold it until this process ends. One that is there keeps its mode.
+        """Create the folder with mode 0700 and lock it until this process ends. An existing folder keeps its mode.
 
         Raises:
-            CheckpointError: another process holds it.
+            CheckpointError: another process holds the lock, or the folder cannot be written.
         """
         try:
             self.path.mkdir(0o700, parents=True, exist_ok=True)
@@ -57,18 +57,18 @@ class RunFolder:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise CheckpointError(
-                f"run.out {self.path} belongs to a run that is still going; stop it or choose another"
+                f"run.out {self.path} belongs to a run that is still active; stop it or choose another folder"
             ) from error
 
     def release(self) -> None:
-        """Let another process claim the folder."""
+        """Release the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     @property
     def lineage(self) -> int:
-        """The number of the newest start; 0 before the first. Raises CheckpointError."""
+        """Number of the newest start; 0 before the first. Raises CheckpointError."""
         path = self.path / "lineage"
         written = path.read_bytes() if path.exists() else b"0"
         if not written.isdigit():
@@ -78,17 +78,17 @@ class RunFolder:
         return int(written)
 
     def check_free(self) -> None:
-        """Raise CheckpointError where `claim` would, without writing or holding anything."""
+        """Raise CheckpointError if `claim` would, without writing or locking anything."""
         place = self.path
         while not place.exists():
             place = place.parent
         if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-            raise CheckpointError(f"run.out {self.path} cannot be written: {place} is no folder that we may write to")
+            raise CheckpointError(f"run.out {self.path} cannot be written: {place} is not a writable folder")
         with contextlib.suppress(FileNotFoundError), open(self.path / ".lock") as lock:
             self._lock(lock.fileno())
 
     def next_lineage(self) -> int:
-        """The number of this start of the run, from 1. It is on disk before it is used, so that none is used twice."""
+        """Allocate the number of this start, from 1. It is synced to disk before use, so that no number is used twice."""
         path, lineage = self.path / "lineage", self.lineage + 1
         temporary = path.with_suffix(".tmp")
         temporary.write_text(str(lineage))
@@ -98,11 +98,11 @@ class RunFolder:
         return lineage
 
     def checkpoint(self) -> Path | None:
-        """The newest whole checkpoint."""
+        """Return the newest complete checkpoint."""
         return Checkpoints(self.path, keep=1).latest()
 
     def status(self) -> str:
-        """`new`, `unfinished` or `done`."""
+        """Return `new`, `unfinished` or `done`."""
         events = newest_first(self.path / "metrics.jsonl")
         newest = next((event for event in events if event["event"] in ("start", "step", "end")), None)
         if newest is None:
@@ -111,7 +111,7 @@ class RunFolder:
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether this is a run folder that no driver holds."""
+    """Return True if `path` is a run folder whose lock no driver holds."""
     try:
         return is_unheld(path / ".lock")
     except OSError:
@@ -119,7 +119,7 @@ def is_abandoned(path: Path) -> bool:
 
 
 def hold(path: Path, within_s: float) -> int:
-    """Lock the file `path` until this process ends; returns its descriptor.
+    """Lock the file `path` until this process ends; return its descriptor.
 
     Raises:
         CheckpointError: another process still holds it after `within_s`.
@@ -138,7 +138,7 @@ def hold(path: Path, within_s: float) -> int:
 
 
 def unused(path: Path) -> Path:
-    """The first of `path`, `path-2`, `path-3`, ... that holds no finished run."""
+    """Return the first of `path`, `path-2`, `path-3`, ... that does not hold a finished run."""
     candidate, number = path, 2
     while RunFolder(candidate).status() == "done":
         candidate, number = path.with_name(f"{path.name}-{number}"), number + 1
@@ -148,44 +148,44 @@ def unused(path: Path) -> Path:
 # -- the configuration of each start -----------------------------------------------------------------------------------
 
 _SAMPLED_ABOVE = 2**24
-"""Bytes above which a file of a model is sampled instead of read: two trained models differ nearly everywhere."""
+"""Bytes above which only samples of a model file are digested: two trained models differ nearly everywhere."""
 _SAMPLES, _SAMPLE_BYTES = 64, 2**12
 _MODEL_FILES = ("config.json", "tokenizer.json", "*.safetensors", "*.bin")
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run would begin in its folder, and what has changed since the start before it."""
+    """State from which a run would start in its folder, and the changes since the previous start."""
 
     checkpoint: Path | None
     step: int
     """The step of the checkpoint; 0 without one."""
     is_new: bool
-    """No start of the run has written an event yet."""
+    """True if no start of the run has written an event yet."""
     changes: tuple[Change, ...]
     settings: Settings
     """The settings of this start."""
     unknown: str = ""
-    """What is not known of the earlier start, in words."""
+    """A sentence about missing records of the previous start; empty: none are missing."""
 
     def lines(self, out: str) -> list[str]:
-        """What to tell the person who starts the run."""
+        """Return the lines to print at the start of the run."""
         if self.is_new:
             return []
         if self.checkpoint is not None:
-            said = [f"going on from step {self.step} ({self.checkpoint})"]
+            lines = [f"resuming from step {self.step} ({self.checkpoint})"]
         else:
-            said = [f"{out} has no checkpoint yet: starting again from step 0"]
-        said += [self.unknown] if self.unknown else []
-        return said + [f"changed: {change}" for change in self.changes]
+            lines = [f"{out} has no checkpoint yet: starting again from step 0"]
+        lines += [self.unknown] if self.unknown else []
+        return lines + [f"changed: {change}" for change in self.changes]
 
 
 def look(config: Config, folder: RunFolder) -> Standing:
-    """Compare `config` with what is in `folder`. Writes nothing.
+    """Compare `config` with the run in `folder`, without writing anything.
 
     Raises:
-        ConfigError: the run in it is over, or a setting was changed that a resume cannot change.
-        CheckpointError: the files of the start before cannot be read.
+        ConfigError: the run is finished, or a changed setting cannot be changed by a resume.
+        CheckpointError: the files of the previous start cannot be read.
     """
     settings = settings_of(config)
     checkpoint, status = folder.checkpoint(), folder.status()
@@ -195,11 +195,11 @@ def look(config: Config, folder: RunFolder) -> Standing:
     if config.run.steps is not None and step >= config.run.steps:
         raise ConfigError(
             f"run.out {config.run.out} holds a run with {step} steps done and run.steps is {config.run.steps}; "
-            "raise run.steps to go on, or choose another folder"
+            "raise run.steps to resume, or choose another folder"
         )
     before, unknown = _read_last(folder.path)
     found = changes(before, settings) if before is not None else []
-    if checkpoint is None:  # nothing is left of what the earlier start trained
+    if checkpoint is None:  # no trained step of the previous start is left
         found = [replace(change, effect="applied", why="") for change in found]
     if refused := [change for change in found if change.effect == "refused"]:
         raise ConfigError(_refusal(config.run.out, step, refused))
@@ -210,12 +210,12 @@ def _refusal(out: str, step: int, refused: list[Change]) -> str:
     return (
         f"run.out {out} holds a run of {step} steps, and a resume cannot change "
         + "; nor ".join(f"{change} ({change.why})" for change in refused)
-        + "; give what it was to go on, or another folder (--out, or run.out=...) for a new run"
+        + "; restore the old value to resume, or give another folder (--out, or run.out=...) for a new run"
     )
 
 
 def record(config: Config, folder: RunFolder, standing: Standing) -> None:
-    """Write the configuration of this start, and an event for each change. Raises CheckpointError."""
+    """Write the configuration of this start and an event for each change. Raises CheckpointError."""
     text, place = to_yaml(config), folder.path / "starts" / f"{folder.lineage + 1:04d}"
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -232,9 +232,9 @@ def record(config: Config, folder: RunFolder, standing: Standing) -> None:
 
 
 def keep_changed(config: Config, folder: RunFolder) -> None:
-    """Keep settings that were changed while the run goes on: the next start is held against them, and says what differs.
+    """Write settings that were changed during the run. The next start is compared with them.
 
-    A disk that refuses does not end a run.
+    A failed write is logged and does not end the run.
     """
     text, place = to_yaml(config), folder.path / "starts"
     last = max(place.glob("[0-9]*/files.json"), default=None)
@@ -244,34 +244,39 @@ def keep_changed(config: Config, folder: RunFolder) -> None:
             temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, path)
     except OSError as error:
-        log.warning("the changed settings cannot be kept in %s: %s", folder.path, error.strerror)
+        log.warning("the changed settings cannot be written to %s: %s", folder.path, error.strerror)
 
 
 def _read_last(run: Path) -> tuple[Settings | None, str]:
-    """The settings of the start before, and what is not known of it, in words. Raises CheckpointError, ConfigError."""
+    """Return the settings of the previous start, and a sentence about missing records of it.
+
+    Raises:
+        CheckpointError: its `files.json` cannot be read.
+        ConfigError: its `config.yaml` cannot be read.
+    """
     files = max((run / "starts").glob("[0-9]*/files.json"), default=None)
     if files is not None:
         try:
             sources = msgspec.json.decode(files.read_bytes(), type=dict[str, Source])
         except (OSError, msgspec.MsgspecError) as error:
-            raise CheckpointError(f"{files} is not what a start of a run writes: {error}") from error
+            raise CheckpointError(f"{files} cannot be read: {error}") from error
         return Settings(values=values_in(read_plain(files.with_name("config.yaml"))), sources=sources), ""
     if (run / "config.yaml").exists():
         written = values_in(read_plain(run / "config.yaml"))
-        unknown = "whether its model, data and reward files have changed is not known"
+        unknown = "changes to its model, data and reward files cannot be detected"
         return Settings(values=written, sources=_places(written)), f"{run} was started by an older release: {unknown}"
-    return None, f"{run} does not say how it was started before: what has changed since is not known"
+    return None, f"{run} has no configuration of an earlier start: changes since then cannot be detected"
 
 
 def settings_of(config: Config) -> Settings:
-    """The settings of a start, with digests of the files that it names as they are now."""
+    """Return the settings of a start, with digests of the present files that it names."""
     values = values_of(config)
     places = _places(values)
     return Settings(values=values, sources={key: _with_digest(key, places[key], values) for key in places})
 
 
 def _places(values: dict[str, Any]) -> dict[str, Source]:
-    """Where the files are that the settings name. Relative paths start from the working directory."""
+    """Return the locations of the files that the settings name. Relative paths start from the working directory."""
     found = {}
     for key in ("data.train", "data.eval"):
         if paths := _sources_at(key, values):
@@ -284,7 +289,7 @@ def _places(values: dict[str, Any]) -> dict[str, Source]:
 
 
 def _sources_at(key: str, values: dict[str, Any]) -> list[str]:
-    """The sources of prompts that `data.train` or `data.eval` names."""
+    """Return the prompt sources that `data.train` or `data.eval` names."""
     value = values.get(key)
     if isinstance(value, dict):
         return list(value.values())
@@ -316,13 +321,13 @@ def _with_digest(key: str, source: Source, values: dict[str, Any]) -> Source:
 
 
 def _files_of_model(path: str) -> list[Path]:
-    """The files of a model that are digested; none for a hub id that is not downloaded yet."""
+    """Return the model files that are digested; none for a hub id that is not downloaded yet."""
     folder = local_model(path)
     return sorted(file for name in _MODEL_FILES for file in folder.glob(name)) if folder is not None else []
 
 
 def _feed(digest: Any, path: Path, *, sampled_above: int | None) -> None:
-    """Add the size of a file and its bytes to `digest`; of a large file only its head and an even sample."""
+    """Add a file's size and bytes to `digest`; of a large file only its head and evenly spaced samples."""
     size = path.stat().st_size
     digest.update(f"{size}\0".encode())
     with open(path, "rb") as file:

@@ -1,7 +1,7 @@
-"""What a process on another node needs: the driver's environment, a network interface, and the files of the run.
+"""Requirements of a process on another node: the driver's environment, a network interface and the files of the run.
 
-Ray starts it with that node's environment and working directory. So paths are made absolute, settings that libraries
-read from the environment travel with the run, and each process says which of its files are missing where it runs.
+Ray starts the process with that node's environment and working directory. So paths are made absolute, the environment
+variables that libraries read travel with the run, and each process reports which of its files its node lacks.
 """
 
 import os
@@ -21,20 +21,20 @@ from asyncgrpo.wire.sockets import is_loopback
 
 
 def host_of(config: Config) -> str:
-    """The address at which the other processes reach this one."""
+    """Return the address at which the other processes reach this one."""
     return "127.0.0.1" if is_loopback(config.cluster.bind) else ray.util.get_node_ip_address()
 
 
 def check_bind_reaches(config: Config, addresses: set[str]) -> None:
-    """Raise ConfigError where sockets would be bound to loopback, and processes run on several nodes.
+    """Raise ConfigError if sockets are bound to loopback while processes run on several nodes.
 
     Args:
-        addresses: of the driver's node, and of those on which Ray has reserved places.
+        addresses: of the driver's node and of the nodes on which Ray reserved resources.
     """
     bind = config.cluster.bind
     if len(addresses) > 1 and is_loopback(bind):
         raise ConfigError(
-            f"cluster.bind is {bind}, which no other node reaches, but Ray places the run on {len(addresses)} nodes "
+            f"cluster.bind is {bind}, which other nodes cannot reach, but Ray places the run on {len(addresses)} nodes "
             f"({', '.join(sorted(addresses))}); set cluster.bind=0.0.0.0"
         )
 
@@ -49,7 +49,7 @@ _OF_ONE_PROCESS = {"CUDA_VISIBLE_DEVICES", "TORCHELASTIC_RUN_ID"}
 
 
 def environment_to_share(*also: str | None) -> dict[str, str]:
-    """What processes on other nodes take over from the driver: the settings of the libraries that they use.
+    """Return the driver's variables for its processes on other nodes: the settings of the libraries that they use.
 
     Args:
         also: further variables.
@@ -62,15 +62,15 @@ def environment_to_share(*also: str | None) -> dict[str, str]:
 
 
 def set_environment(variables: dict[str, str]) -> None:
-    """Set what is not set yet. What the node itself has set stays."""
+    """Set the variables that are not set yet. Those that the node has set keep their values."""
     for name, text in variables.items():
         os.environ.setdefault(name, text)
 
 
 def network_environment(address: str) -> dict[str, str]:
-    """The settings by which gloo and NCCL use the interface that has `address`; none if no interface has it.
+    """Return the variables that bind gloo and NCCL to the interface with `address`; none if no interface has it.
 
-    Left to itself, gloo takes the address of the host's name, which on many machines is loopback.
+    By default gloo uses the address of the host's name, which on many machines is loopback.
     """
     for interface, addresses in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in addresses):
@@ -90,11 +90,11 @@ _READ_BY: dict[Role, tuple[str, ...]] = {
 }
 """The keys whose files a role reads."""
 MARK = "lineage"
-"""A file that the driver writes to the run folder before it starts anything."""
+"""A file that the driver writes to the run folder before it starts any process."""
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """`config` with every path absolute, because processes have other working directories. A hub id stays as it is."""
+    """Return `config` with absolute paths, because processes have other working directories. Hub ids are unchanged."""
     model, data, reward = config.model, config.data, config.reward
     return msgspec.structs.replace(
         config,
@@ -107,12 +107,12 @@ def with_absolute_paths(config: Config) -> Config:
 
 
 def _absolute(path: str | None) -> str | None:
-    """Also of `FILE:NAME`."""
+    """Return the absolute form of a path or of `FILE:NAME`."""
     return None if path is None else str(Path(path).expanduser().absolute())
 
 
 def _absolute_folder(path: str) -> str:
-    """`path` as it is, if no folder is there: it is a hub id."""
+    """Return the absolute form of a folder. A `path` without a folder is a hub id and is unchanged."""
     folder = Path(path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else path
 
@@ -128,7 +128,7 @@ def _with_absolute_paths(reward: RewardConfig) -> RewardConfig:
 
 
 def _absolute_source(source: str | None) -> str | None:
-    """Also of a folder that `datasets` loads."""
+    """Return the absolute form of a file or of a folder that `datasets` loads. Other sources are unchanged."""
     if source is None or is_file(source):
         return _absolute(source)
     scheme, _, rest = source.partition(":")
@@ -144,7 +144,7 @@ def _absolute_sources(sources: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 def _absolute_suites(held_out: str | tuple[str, ...] | dict[str, str] | None) -> str | dict[str, str] | None:
-    """Several are a mapping from now on: the names that a list gives depend on where its files are."""
+    """Return held-out sources with absolute paths; several become a mapping, because a list derives names from its paths."""
     if held_out is None or isinstance(held_out, str):
         return _absolute_source(held_out)
     suites = DataConfig(train="", eval=held_out).suites
@@ -186,6 +186,6 @@ def check_files(config: Config, role: Role, run_dir: Path, address: str) -> None
         if path is not None and os.path.isabs(path) and not file_of(path).exists():
             place = run_dir if key == "run.out" else path
             raise ConfigError(
-                f"{key}: {place} is not there on the node {address}, where a {role} runs; it must be on storage that "
-                "every node sees"
+                f"{key}: {place} does not exist on the node {address}, where a {role} runs; it must be on storage that "
+                "every node shares"
             )

@@ -1,11 +1,11 @@
-"""What the processes of a run on the CPU import, in the warm process of which they are forks (`warm.py`).
+"""Imports for the processes of a run on the CPU, made once in the warm process that they are forked from (`warm.py`).
 
-Nothing here may start a thread, which no fork would have. `import ray` does, so each worker imports it for itself.
+No import here may start a thread, because forks do not inherit threads. `import ray` starts some, so each worker imports it.
 """
 
 import os
 
-os.setpgrp()  # Ctrl-C and the end of a terminal are for the driver
+os.setpgrp()  # the driver alone handles Ctrl-C and SIGHUP
 
 from asyncgrpo.importing import QUIET, importing  # noqa: E402
 from asyncgrpo.logs import say_warnings  # noqa: E402

@@ -1,12 +1,12 @@
-"""What a person asks of a running run: checked, carried out by the driver, and brought into effect in buffer and learner.
+"""Commands to a running run: checked, carried out by the driver, and brought into effect in buffer and learner.
 
     admin API ──command──▶ Steering ──scale──▶ Fleet
-       (its own threads)      │  └────Steer───▶ buffer, learner-0      sent until their heartbeats name its revision
+       (own threads)          │  └────Steer───▶ buffer, learner-0      sent until their heartbeats name its revision
                               └──event──▶ metrics.jsonl
 
-`Steer` says all that is asked for, so one that is lost or late does no harm, and a buffer and learner that start again get it
-too. What is asked for holds as long as the command of the run; the next start begins with its configuration again, and says
-what differs.
+`Steer` holds the complete requested state and is idempotent, so a lost or late one does no harm, and a restarted buffer and
+learner get it too. The requested state lasts as long as the run's driver. The next start begins with its configuration again
+and prints the differences.
 """
 
 import logging
@@ -50,30 +50,30 @@ from asyncgrpo.wire.supervision import Steer
 log = logging.getLogger(__name__)
 
 IN_EFFECT_WITHIN_S = 10.0
-"""How long a command waits to be in effect before it is answered as begun: a step of the learner may take longer."""
+"""Time to wait for a command to take effect before it is answered as begun. A step of the learner may take longer."""
 CARRIED_OUT_WITHIN_S = 30.0
-"""How long a command waits for the driver, which is busy for seconds only while it starts or ends processes."""
+"""Deadline for the driver to accept a command. The driver is busy for seconds only while it starts or ends processes."""
 
 
 @dataclass
 class _Asked:
-    """A command on its way."""
+    """A command in progress."""
 
     command: Command
     by: str
     done: Future[str]
-    said: str = ""
-    """What was done, in a sentence."""
+    reply: str = ""
+    """The reply once it is in effect."""
     begun: str = ""
-    """The same while it is not in effect yet."""
+    """The reply while it is not in effect yet."""
     revision: int = 0
     awaits: tuple[str, ...] = ()
-    """Processes in which the revision must be in effect."""
+    """Processes that must report the revision."""
     deadline_s: float = 0.0
 
 
 class Steering:
-    """One run, steered. `status` and `carry_out` may be called from any thread, all else from the driver's."""
+    """Applies commands to one run. `status` and `carry_out` are thread-safe; the rest runs in the driver's thread."""
 
     def __init__(
         self,
@@ -88,23 +88,23 @@ class Steering:
     ) -> None:
         """
         Args:
-            config: as the processes of the run have it.
-            given: the same as a person gave it, for the folder: with paths that are not absolute, for example.
-            drain: ends the run in order.
-            gpus: of the cluster; None: not known.
+            config: resolved configuration of the run's processes.
+            given: the same as the user gave it, with relative paths for example; written to the run's folder.
+            drain: starts to drain the run.
+            gpus: GPUs of the cluster; None: unknown.
         """
         self.config = config
-        """With what was changed since the start: for a buffer and a learner that start again."""
+        """Includes the changes since the start, so that a restarted buffer and learner get them."""
         self._given = given
         self.steps: int | None = None
-        """The last step of the run; None: without an end, or not known yet."""
+        """The last step of the run; None: unlimited, or not known yet."""
         self._folder, self._events, self._drain, self._clock = folder, events, drain, clock
         self._queue: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
         self._pending: list[_Asked] = []
         self._steer = Steer()
-        self._leaving_since = 0  # the revision that named those who leave
+        self._leaving_since = 0  # the revision that listed the leaving generators
         self._core: Core | None = None
-        self._lineage = folder.lineage  # read from a file, so not in each look
+        self._lineage = folder.lineage  # read from a file, so not at each update
         self._started = time.time()
         self._is_draining = False
         self._step = 0
@@ -112,7 +112,7 @@ class Steering:
         self._autopilot = Autopilot(*bounds(config)) if config.generators.autopilot else None
         self._advice: tuple[Advice, ...] = ()
         self._advised_s = clock()
-        self._status = self._look(None, None, None)
+        self._status = self._snapshot(None, None, None)
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Steering:
         try:
             return asked.done.result(CARRIED_OUT_WITHIN_S)
         except FutureTimeout:
-            raise CommandRefused(f"the driver did not come to it within {CARRIED_OUT_WITHIN_S:.0f} s") from None
+            raise CommandRefused(f"timed out: the driver was busy for {CARRIED_OUT_WITHIN_S:.0f} s") from None
 
     # -- from the driver's thread --------------------------------------------------------------------------------------
 
@@ -135,14 +135,14 @@ class Steering:
         """Carry out pending commands, bring them into effect, and update the status. Called a few times a second.
 
         Args:
-            core: that trains; None: buffer and learner are being started.
+            core: the buffer and learner that train; None: they are starting.
         """
-        if core is not self._core:  # what a learner that is gone was asked for once is not asked of the next one
+        if core is not self._core:  # one-time requests to a lost learner are not repeated to the next one
             self._core, self._lineage, self._advice = core, self._folder.lineage, ()
             self._change(checkpoints=0, evaluations=0)
         while not self._queue.empty():
             self._begin(self._queue.get(), fleet)
-        self._let_go(core, fleet, watch)
+        self._release_leaving(core, fleet, watch)
         if core is not None:
             self._step = core.steps_done or core.first_step
             for name in ("buffer", "learner-0"):
@@ -150,14 +150,14 @@ class Steering:
                     watch.send(name, self._steer)
             self._advise(fleet)
         self._pending = [asked for asked in self._pending if not self._has_ended(asked, core, watch)]
-        self._status = self._look(core, fleet, watch)
+        self._status = self._snapshot(core, fleet, watch)
 
     def draining(self) -> None:
         """Note that the run drains."""
         self._is_draining, self._advice = True, ()
 
     def has_trained(self) -> None:
-        """Write the last advice, over the newest steps of the run, for its summary."""
+        """Write the final advice, computed over the newest steps, for the run's summary."""
         self._adviser.config = self.config
         self._adviser.look(time.time(), is_last=True)
 
@@ -170,8 +170,8 @@ class Steering:
             asked.done.set_exception(CommandRefused("the run is over"))
         self._pending = []
 
-    def _let_go(self, core: Core | None, fleet: Fleet, watch: Watch) -> None:
-        """Let generators leave: first the learner stops publishing to them, so that no broadcast breaks, then they exit."""
+    def _release_leaving(self, core: Core | None, fleet: Fleet, watch: Watch) -> None:
+        """Release leaving generators: the learner stops publishing to them first, so that no broadcast breaks, then they exit."""
         if fleet.leaving != self._steer.leaving:
             self._change(leaving=fleet.leaving, ending=())
             self._leaving_since = self._steer.revision
@@ -202,8 +202,8 @@ class Steering:
             self._record(asked, str(refusal), refused=True)
             asked.done.set_exception(refusal)
             return
-        self._record(asked, asked.said, refused=False)
-        self._advice, self._advised_s = (), self._clock()  # it was about the conditions before
+        self._record(asked, asked.reply, refused=False)
+        self._advice, self._advised_s = (), self._clock()  # the advice held for the earlier conditions
         asked.revision, asked.deadline_s = self._steer.revision, self._clock() + IN_EFFECT_WITHIN_S
         self._pending.append(asked)
 
@@ -217,19 +217,19 @@ class Steering:
                 self._pause(asked, is_paused=False)
             case DrainRun():
                 self._drain()
-                asked.said = "draining: the step in flight, a checkpoint, then the end"
+                asked.reply = "draining: the run finishes its step, writes a checkpoint and ends"
             case WriteCheckpoint():
                 self._ask_learner("a checkpoint")
                 self._change(checkpoints=self._steer.checkpoints + 1)
-                asked.said, asked.awaits = "a checkpoint is written", ("learner-0",)
-                asked.begun = "a checkpoint is written after the step in flight"
+                asked.reply, asked.awaits = "a checkpoint is written", ("learner-0",)
+                asked.begun = "a checkpoint is written after the current step"
             case Evaluate():
                 self._ask_learner("an evaluation")
                 if self.config.data.eval is None:
                     raise CommandRefused("the run has no held-out prompts: data.eval is not set")
                 self._change(evaluations=self._steer.evaluations + 1)
-                asked.said, asked.awaits = "an evaluation has begun", ("learner-0",)
-                asked.begun = "an evaluation begins after the step in flight"
+                asked.reply, asked.awaits = "an evaluation has begun", ("learner-0",)
+                asked.begun = "an evaluation begins after the current step"
             case Scale(generators=count):
                 self._scale(asked, count, fleet)
             case ChangeSettings(settings=settings):
@@ -239,12 +239,12 @@ class Steering:
         if self._steer.is_paused == is_paused:
             raise CommandRefused("the run is paused already" if is_paused else "the run is not paused")
         self._change(is_paused=is_paused)
-        asked.said = "paused: what is in flight is finished and kept" if is_paused else "the run goes on"
-        asked.begun, asked.awaits = asked.said, ("buffer",)
+        asked.reply = "paused: groups in flight are finished and kept" if is_paused else "resumed"
+        asked.begun, asked.awaits = asked.reply, ("buffer",)
 
     def _ask_learner(self, what: str) -> None:
         if self._core is None or self._core.steps_done is None:
-            raise CommandRefused(f"the learner is starting: ask for {what} once it trains")
+            raise CommandRefused(f"the learner is starting; retry {what} once it trains")
 
     def _scale(self, asked: _Asked, count: int, fleet: Fleet) -> None:
         generators, now = self.config.generators, fleet.wanted
@@ -255,14 +255,14 @@ class Steering:
             )
         if self.config.cluster.share_gpu:
             raise CommandRefused("learner and generator share one GPU (cluster.share_gpu), so there is one generator")
-        self._configure([f"generators.count={count}"])  # which may be refused, and then nothing has changed
+        self._configure([f"generators.count={count}"])  # may raise, before anything has changed
         fleet.scale(count)
         if count == now:
-            asked.said = f"{count} generators already"
+            asked.reply = f"{count} generators already"
         elif count > now:
-            asked.said = f"{count} generators: {count - now} more start, and train with the next publication"
+            asked.reply = f"{count} generators: {count - now} more start and join at the next publication"
         else:
-            asked.said = f"{count} generators: {now - count} leave once they have delivered what they hold"
+            asked.reply = f"{count} generators: {now - count} leave once they have delivered their groups"
 
     def _set(self, asked: _Asked, settings: dict[str, float | int]) -> None:
         if "buffer.max_lag" in settings:
@@ -271,21 +271,21 @@ class Steering:
         self._configure([f"{key}={value}" for key, value in settings.items()])
         changes = {_FIELDS[key]: _value(self.config, key) for key in settings}
         self._change(**changes)
-        said = ", ".join(f"{key} {before[key]} -> {_value(self.config, key)}" for key in settings)
-        asked.said, asked.begun = said, f"{said}, from the next step on"
+        changed = ", ".join(f"{key} {before[key]} -> {_value(self.config, key)}" for key in settings)
+        asked.reply, asked.begun = changed, f"{changed}, from the next step on"
         asked.awaits = tuple({"learner-0" if key == "learner.lr" else "buffer": None for key in settings})
 
     def _check_max_lag(self) -> None:
         buffer = self.config.buffer
         if buffer.max_lag == "auto":
-            raise CommandRefused("buffer.max_lag is auto, so the run chooses the bound; auto_lag.max holds it down")
+            raise CommandRefused("buffer.max_lag is auto, so the run chooses the bound; auto_lag.max limits it")
         if buffer.policy in ("mask", "train"):
             raise CommandRefused(f"buffer.policy={buffer.policy} has one bound for the whole run")
 
-    # -- what is asked for ---------------------------------------------------------------------------------------------
+    # -- the requested state -------------------------------------------------------------------------------------------
 
     def _configure(self, overrides: list[str]) -> None:
-        """Change the configuration, and keep it in the run's folder. Raises CommandRefused."""
+        """Change the configuration and write it to the run's folder. Raises CommandRefused."""
         try:
             self.config = with_overrides(self.config, overrides)
             self._given = with_overrides(self._given, overrides)
@@ -297,12 +297,12 @@ class Steering:
         self._steer = msgspec.structs.replace(self._steer, revision=self._steer.revision + 1, **fields)
 
     def _has_ended(self, asked: _Asked, core: Core | None, watch: Watch) -> bool:
-        """True if the command is in effect or its deadline has passed; it is then answered."""
+        """Answer the command and return True if it is in effect or its deadline has passed."""
         in_effect = not asked.awaits
         if core is not None:
             in_effect |= all(watch.steered(name, core.incarnation) >= asked.revision for name in asked.awaits)
         if in_effect or self._clock() > asked.deadline_s:
-            asked.done.set_result(asked.said if in_effect else asked.begun)
+            asked.done.set_result(asked.reply if in_effect else asked.begun)
             return True
         return False
 
@@ -311,9 +311,9 @@ class Steering:
         log.info("%s (%s): %s", text, asked.by, reply)
         self._events.write("command", by=asked.by, command=text, reply=reply, refused=refused)
 
-    # -- how the run stands --------------------------------------------------------------------------------------------
+    # -- status --------------------------------------------------------------------------------------------------------
 
-    def _look(self, core: Core | None, fleet: Fleet | None, watch: Watch | None) -> Status:
+    def _snapshot(self, core: Core | None, fleet: Fleet | None, watch: Watch | None) -> Status:
         least, most = bounds(self.config)
         state: RunState = "starting"
         if self._is_draining:
@@ -352,7 +352,7 @@ class Steering:
 
 
 _FIELDS = {"learner.lr": "lr", "buffer.max_lag": "max_lag", "generators.groups_in_flight": "groups_in_flight"}
-"""The field of `Steer` of each setting that may change."""
+"""The field of `Steer` for each setting that may change."""
 
 
 def _value(config: Config, key: str) -> Any:
@@ -367,7 +367,7 @@ def bounds(config: Config) -> tuple[int, int]:
 
 
 def in_words(command: Command) -> str:
-    """Return a command as typed, without the run."""
+    """Return a command as typed on the command line, without the run."""
     match command:
         case Scale(generators=count):
             return f"scale generators {count}"

@@ -58,39 +58,40 @@ if TYPE_CHECKING:  # these import torch, so the actors import them where they us
     from asyncgrpo.weights.publisher import Publisher
 
 LOCK_TIMEOUT_S = 60.0
-"""How long a buffer waits for the buffer of an earlier start, which has been killed or is about to be."""
+"""Timeout for the lock of the buffer of an earlier start, which has been killed or is about to be."""
 RANKS_START_TIMEOUT_S = 300.0
-"""How long the learner ranks wait for each other."""
+"""Timeout for the learner ranks to meet."""
 STALL_IS_SAID_S = 60.0
-"""How much longer a rank waits for rank 0 than rank 0 for the buffer, so that rank 0 can say what it waited for."""
+"""Extra timeout on ranks other than 0, so that rank 0 reports a stall first."""
 
 
-# -- what the driver and the actors tell each other --------------------------------------------------------------------
+# -- messages between the driver and the actors ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What every process of a run is told."""
+    """Arguments of every process of a run."""
 
     config: Config
     run_dir: Path
     lineage: int
     checkpoint: Path | None
-    """The checkpoint to go on from. None: training begins with the model's folder."""
+    """The checkpoint to resume from. None: training starts from the model's folder."""
     keys: Keys
     watch_endpoint: str
-    """Where the driver's `Watch` listens."""
+    """Address of the driver's `Watch`."""
     start_with: int
     """Generators that the learner waits for before its first publication."""
     metrics_token: str | None = field(default=None, repr=False)
-    """What a scrape must send; None: metrics are exported on loopback only, and to anyone. Secret: never logged."""
+    """Bearer token that a scrape must send. None: metrics are exported on loopback only, without authentication. A secret,
+    never logged."""
     reward_has_worked: bool = False
-    """Whether an earlier core of the same command trained a step, so that its reward calls worked."""
+    """True if an earlier core under the same driver trained a step, which proves that its reward calls worked."""
 
 
 @dataclass(frozen=True)
 class BufferReady:
-    """What the buffer found, and where it listens."""
+    """Address of the buffer, and the result of its start."""
 
     endpoint: str
     metrics_address: tuple[str, int]
@@ -98,28 +99,28 @@ class BufferReady:
     dropped_too_long: int
     schema: str
     steps: int | None
-    """Optimizer steps until every epoch is done, at most: filtered groups make no step. None: without an end."""
+    """Upper bound of the optimizer steps until every epoch is done; filtered groups make no step. None: unlimited."""
     recovered: dict[str, int]
-    """Groups of earlier starts that were not trained: those that are `ready`, and the others by reason."""
+    """Untrained groups of earlier starts: the number that is `ready`, and the others by reason."""
 
 
 @dataclass(frozen=True)
 class LearnerReady:
-    """Where to find a rank of the learner. Only rank 0 has the last two."""
+    """Addresses of a learner rank. Only rank 0 has the last two."""
 
     host: str
     metrics_address: tuple[str, int]
     group_port: int = 0
     """Port at which the ranks form their process group."""
     weights_endpoint: str = ""
-    """Where the publisher listens."""
+    """Address of the publisher."""
 
 
-# -- what the actors share ---------------------------------------------------------------------------------------------
+# -- shared by the actors ----------------------------------------------------------------------------------------------
 
 
 class _Service(Protocol):
-    """The buffer's, a generator's or the learner's service: its loop ticks `progress` each time it goes round."""
+    """The service of a buffer, generator or learner. Its loop ticks `progress` in each iteration."""
 
     progress: LoopProgress
 
@@ -136,7 +137,7 @@ def _begin(
     """Start the logs, the heartbeats and the metrics endpoint of this process, and return the endpoint's address.
 
     Args:
-        service: the service of this process once it exists, whose loop the heartbeats report.
+        service: returns the service of this process once it exists. Heartbeats report the age of its loop.
         heart: further arguments of `Heart`.
     Raises:
         ConfigError: a file that this process reads is not on this node.
@@ -159,10 +160,10 @@ def _begin(
 
 
 def uses_cuda(config: Config) -> bool:
-    """Whether the learner runs on a GPU.
+    """Return True if the learner runs on a GPU.
 
-    In a run this is decided (`ray_session.decide_device`). Before one, `auto` asks this machine; what is checked for a
-    cluster that is not connected yet is checked as for GPUs.
+    In a run `ray_session.decide_device` has resolved `auto`. Before a run, `auto` means a GPU if this machine has one, or
+    if the run is for a cluster that is not connected yet.
     """
     if config.learner.device == "auto":
         return config.cluster.ray_address is not None or has_gpu()
@@ -172,8 +173,8 @@ def uses_cuda(config: Config) -> bool:
 def prepare_environment(config: Config) -> None:
     """Set the environment variables that NCCL and torch read, before either is used in this process.
 
-    They must be the same in learner and generators, and the processes of a Ray cluster inherit nothing from the driver.
-    What is set already stays. docs/gpu.md says why each of them is there.
+    They must be equal in learner and generators, and the processes of a Ray cluster inherit nothing from the driver.
+    Variables that are already set keep their values. docs/gpu.md explains each one.
     """
     set_environment(
         {
@@ -185,9 +186,9 @@ def prepare_environment(config: Config) -> None:
 
 
 def prepare_allocator(config: Config) -> None:
-    """Let torch's allocator in a learner on a GPU grow its blocks in place, unless the user configured it.
+    """Enable expandable segments in torch's allocator for a learner on a GPU, unless the user configured the allocator.
 
-    Packed rows are of other lengths in every step: blocks of fixed sizes fragment. To be called before torch is imported.
+    The lengths of packed rows change every step, so blocks of fixed sizes fragment. Call it before torch is imported.
     """
     if uses_cuda(config) and "PYTORCH_ALLOC_CONF" not in os.environ:
         set_environment({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
@@ -202,7 +203,7 @@ class BufferActor:
     def __init__(self, environment: dict[str, str]) -> None:
         """
         Args:
-            environment: of the driver, as far as its processes share it.
+            environment: variables that the processes share with the driver.
         """
         set_environment(environment)
         self._service: BufferService | None = None
@@ -263,7 +264,7 @@ class BufferActor:
 
 
 def _recovered_buffer(setup: Setup, prompts: Prepared, sampling: Sampling) -> tuple[Buffer, dict[str, int]]:
-    """The buffer as checkpoint and journal say, and the counts of the groups of earlier starts (`BufferReady`)."""
+    """Restore the buffer from checkpoint and journal; return it with the counts of recovered groups (`BufferReady`)."""
     config, state = setup.config, read_state(setup.checkpoint) if setup.checkpoint is not None else None
     source = PromptSource(
         prompts,
@@ -309,7 +310,7 @@ def _recovered_buffer(setup: Setup, prompts: Prepared, sampling: Sampling) -> tu
 
 
 def _steps_at_most(config: Config, prompts: int) -> int | None:
-    """Optimizer steps until every epoch or `run.steps` is done; None: without an end."""
+    """Return the optimizer steps until every epoch or `run.steps` is done; None: unlimited."""
     if config.run.epochs is None:
         return config.run.steps
     steps = -(-prompts * config.run.epochs // config.buffer.prompts_per_step)
@@ -317,14 +318,14 @@ def _steps_at_most(config: Config, prompts: int) -> int | None:
 
 
 def _guarded_reward(config: RewardConfig) -> Breaker:
-    """The reward of a generator. Workers are sent several quick calls at once."""
+    """Build the reward of a generator behind its circuit breaker. A worker takes several quick calls at once."""
     reward = build_reward(config)
     each = MOST_AT_ONCE if config.at_once_key == "reward.workers" else 1
     return Breaker(reward, at_once=each * config.at_once, withdraw=reward.withdraw)
 
 
 def sampling_of(config: Config, stop_token_ids: tuple[int, ...], *, evaluation: bool) -> Sampling:
-    """How this run samples its training groups, or its evaluations."""
+    """Return the sampling parameters of training groups or of evaluations."""
     sampling = config.sampling
     return Sampling(
         temperature=sampling.eval_temperature if evaluation else sampling.temperature,
@@ -336,10 +337,10 @@ def sampling_of(config: Config, stop_token_ids: tuple[int, ...], *, evaluation: 
 
 
 def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> dict[str, str]:
-    """What must not have changed for this start to train a group of an earlier one.
+    """Return the settings that must be equal for this start to train a group of an earlier one.
 
     Args:
-        prompts: the fingerprint of `PromptSource`.
+        prompts: fingerprint of `PromptSource`.
     """
     reward, algorithm, environment = config.reward, config.algorithm, config.environment
     specs = [*reward.files, *environment.files, *([reward.judge.file] if reward.judge.file else [])]
@@ -365,7 +366,7 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
 
 
 def _reward_name(config: Config) -> str:
-    """Whom to name when rewards fail."""
+    """Return the name of the reward in messages about its failures."""
     names = [os.path.basename(spec) for spec in config.reward.functions]
     if config.reward.files:
         return f"reward function {', '.join(names)}"
@@ -376,7 +377,7 @@ def _reward_name(config: Config) -> str:
 
 
 def incarnation_of(setup: Setup, start: int) -> str:
-    """The incarnation of a generator. It is unique, because no lineage is used twice."""
+    """Return the incarnation of a generator. It is unique, because no lineage is used twice."""
     return f"{setup.lineage}.{start}"
 
 
@@ -386,8 +387,8 @@ class GeneratorActor:
     def __init__(self, environment: dict[str, str], setup: Setup, index: int, start: int) -> None:
         """
         Args:
-            environment: of the driver, as far as its processes share it.
-            start: how often this generator was started before.
+            environment: variables that the processes share with the driver.
+            start: number of earlier starts of this generator.
         """
         set_environment(environment)
         self._setup = setup
@@ -397,10 +398,10 @@ class GeneratorActor:
         self._service: GeneratorService | None = None
 
     def start(self, endpoints: EndpointsChanged) -> tuple[str, int]:
-        """Returns the address of its metrics.
+        """Start logs, heartbeats and metrics; return the address of the metrics.
 
         Args:
-            endpoints: of the core; empty while it starts too.
+            endpoints: of the core; empty while the core is starting too.
         """
         if not self._setup.config.generators.gpus_each:
             os.environ["OMP_NUM_THREADS"] = "1"
@@ -429,7 +430,7 @@ class GeneratorActor:
             from asyncgrpo.generators.build import build_sampler
             from asyncgrpo.generators.service import GeneratorService
 
-            engine = build_engine(config, seed=seed)  # imports it
+            engine = build_engine(config, seed=seed)  # imports the engine
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
         decode = decoder(tokenizer, keep_special=False)
         _limit_gpu_memory(config, is_learner=False)
@@ -454,9 +455,9 @@ class GeneratorActor:
 
 
 def _limit_gpu_memory(config: Config, *, is_learner: bool) -> None:
-    """Hold torch to this process's part of a GPU that two processes share: its cache would grow over the other's.
+    """Limit torch to this process's share of a GPU that learner and generator share.
 
-    SGLang's memory is that of another process, and limited by its arguments (`engines/build.py`).
+    SGLang allocates in processes of its own, which its arguments limit (`engines/build.py`).
     """
     import torch
 
@@ -478,7 +479,7 @@ class LearnerActor:
     def __init__(self, environment: dict[str, str], rank: int) -> None:
         """
         Args:
-            environment: of the driver, as far as its processes share it.
+            environment: variables that the processes share with the driver.
         """
         set_environment(environment)
         self._rank = rank
@@ -486,7 +487,7 @@ class LearnerActor:
         self._publisher: Publisher | None = None
 
     def start(self, setup: Setup) -> LearnerReady:
-        """Listen before the model is loaded, so that all processes can start at once."""
+        """Open the endpoints before the model is loaded, so that all processes can start in parallel."""
         prepare_allocator(setup.config)
         with importing():
             import torch
@@ -530,10 +531,10 @@ class LearnerActor:
             self._publisher.give_up(lost.generator_id, lost.incarnation)
 
     def run(self, leader: LearnerReady, buffer_endpoint: str, about: dict[str, Any]) -> str:
-        """Train. Returns how it ended: `done` or `drained`.
+        """Train, and return the final status: `done` or `drained`.
 
         Args:
-            about: fields of the run's `start` event.
+            about: further fields of the run's `start` event.
         """
         with importing():
             from asyncgrpo.learner.learner import Learner
@@ -584,26 +585,26 @@ class LearnerActor:
         if setup.checkpoint is not None:
             service.resume(setup.checkpoint)
         else:
-            recorder.resume(0, {})  # without a checkpoint, what an earlier start trained is undone
+            recorder.resume(0, {})  # without a checkpoint, the steps of an earlier start are undone
         start = {"lineage": setup.lineage, "version": str(service.version), "step": service.step}
         recorder.events.write("start", **start, **recorder.undone, **about)
         return service.run()
 
 
 def ranks_timeout_s(config: Config) -> float:
-    """How long a rank waits for the others in one collective, seconds.
+    """Return the timeout of one collective of the learner's ranks, seconds.
 
-    While rank 0 waits for a batch the others wait for rank 0, so the limit on a stall of the run must come first.
+    While rank 0 waits for a batch the others wait for rank 0, so the run's stall timeout must expire first.
     """
     return max(RANKS_START_TIMEOUT_S, config.cluster.stall_timeout_s + STALL_IS_SAID_S)
 
 
 @contextmanager
 def joined_ranks(store: "Store", rank: int, world: int, device: str, timeout_s: float) -> Iterator[None]:
-    """The default process group of the learner's ranks, as long as the block runs.
+    """Initialize the default process group of the learner's ranks for the duration of the block.
 
     Args:
-        device: `cuda` adds NCCL; what ranks tell each other goes through gloo in any case.
+        device: `cuda` adds NCCL. Control messages between ranks always use gloo.
     """
     import torch.distributed as dist
 
@@ -616,7 +617,7 @@ def joined_ranks(store: "Store", rank: int, world: int, device: str, timeout_s: 
 
 
 def _weights_backend(config: Config) -> "Backend":
-    """What brings weights to generators that cannot map the learner's memory."""
+    """Return the backend that broadcasts weights to generators that cannot map the learner's memory."""
     if config.weights.backend in ("nccl", "gloo"):
         return config.weights.backend
     between_gpus = uses_cuda(config) and config.generators.gpus_each > 0 and not config.cluster.share_gpu

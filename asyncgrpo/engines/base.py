@@ -1,9 +1,9 @@
-"""What a generator asks of an inference engine, and what the engines share: requests and their bookkeeping.
+"""The engine protocol, and the common base of the engines: requests and their bookkeeping.
 
-An engine lives on one asyncio event loop. It samples, it names the weights that sampled each token, and it changes its
-weights between two tokens. It knows nothing of rewards, groups, the buffer or the network. A request ends in exactly one
-of three ways: every completion is delivered; it is aborted, and every completion is still delivered; or it fails, and its
-caller gets the error.
+An engine lives on one asyncio event loop. It samples, reports the policy version of each token, and swaps its weights
+between two tokens. It is independent of rewards, groups, the buffer and the network. A request ends in exactly one of three
+ways: every completion is delivered; it is aborted, and every completion is still delivered; or it fails, and its caller
+gets the error.
 """
 
 import asyncio
@@ -22,22 +22,22 @@ from asyncgrpo.weights.arena import SharedTensors
 
 
 class EngineOccupancy(NamedTuple):
-    """How full an engine is."""
+    """Load of an engine."""
 
     running: int
-    """Completions that are sampled."""
+    """Completions being sampled."""
     waiting: int
-    """Completions that it has and does not sample yet: all places are taken, or their keys and values have no room."""
+    """Queued completions: all places are taken, or the KV cache is full."""
     places: int
     """Completions that it can sample at once."""
     kv: float
-    """Share of the memory for keys and values that completions hold, 0 to 1; NaN: the engine keeps none."""
+    """Share of the KV cache that completions hold, 0 to 1; NaN: the engine has no cache."""
     steps: float = 0.0
-    """Steps until now, each of which gave one token to completions that were running."""
+    """Decode steps so far, each of which gave one token to the running completions."""
     step_s: float = 0.0
-    """What they took together, seconds."""
+    """Total duration of these steps, seconds."""
     present_s: float = 0.0
-    """How long the step has lasted that is under way, as far as the engine can say; 0: none is."""
+    """Lower bound of the duration of the step in progress, seconds; 0 without one."""
 
 
 class Engine(Protocol):
@@ -48,7 +48,7 @@ class Engine(Protocol):
 
     @property
     def version(self) -> PolicyVersion:
-        """The version of the weights that sample the next token."""
+        """Version of the weights that sample the next token."""
 
     async def start(self, version: PolicyVersion) -> None:
         """Load the model from its folder. Its weights count as `version`. Raises EngineError."""
@@ -58,16 +58,16 @@ class Engine(Protocol):
     ) -> AsyncIterator[Completion]:
         """Sample `num_completions` completions of `prompt` (token ids); yield each as soon as it is complete, in any order.
 
-        No request that starts after `load_weights` reuses keys and values computed under older weights. Completion i is
-        seeded by `seed + i` in engines that can (`torch`, `fake`); SGLang's seeds are its own.
+        No request that starts after `load_weights` reuses keys and values computed under older weights. `torch` and `fake`
+        seed completion i by `seed + i`; SGLang uses seeds of its own.
 
         Raises:
-            RequestError: this request is refused or failed; others go on.
+            RequestError: this request was refused or failed; others continue.
             EngineError: the engine failed.
         """
 
     async def abort(self, request_id: str) -> None:
-        """End a request: unfinished completions are yielded with what they have, `finish_reason="abort"`.
+        """Abort a request: unfinished completions are yielded with their tokens so far, `finish_reason="abort"`.
 
         An unknown id is ignored.
         """
@@ -79,41 +79,41 @@ class Engine(Protocol):
         *,
         keep_kv: bool = True,
     ) -> None:
-        """Replace the weights between two tokens. Requests in flight go on; their later tokens carry `version`.
+        """Replace the weights between two tokens. Requests in flight continue; their later tokens carry `version`.
 
         Args:
             tensors: name on disk and CPU tensor, every tensor of the model's checkpoint; read only during the call.
-            version: becomes `self.version`, only when all tensors are in place.
-            keep_kv: requests in flight go on with the keys and values they have; False recomputes them.
+            version: becomes `self.version` once all tensors are in place.
+            keep_kv: True: requests in flight keep their keys and values; False: they are recomputed.
         Raises:
             EngineError: the weights may be part old, part new, and the engine does not sample with them.
         """
 
     async def checksum(self) -> str:
-        """The digest of the weights that the engine holds; equal on two engines of one kind exactly if their weights are."""
+        """Return the digest of the engine's weights, equal on two engines of one kind exactly if their weights are equal."""
 
     async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
-        """Log-probs of the tokens from `start` on of each sequence (token ids), in order, nats, at temperature 1, under
-        the present weights; empty: this engine has no model. `start` is at least 1.
+        """Return the log-probs of the tokens from `start` on of each sequence (token ids), in order, nats, at temperature 1,
+        under the present weights; empty if this engine has no model. `start` is at least 1.
 
-        It goes the way of a request, so that it meets what a request would: also keys and values that were kept by mistake.
+        It takes the path of a request, so that it is affected by the same faults, such as stale keys and values.
         """
 
     def occupancy(self) -> EngineOccupancy:
-        """How full it is now. Quick, and needs no reply of another process."""
+        """Return the present load. Quick: it needs no reply of another process."""
 
     async def probe(self) -> None:
-        """Return as soon as the model's process replies: at once, or between two batches. Never, if it is stuck."""
+        """Return as soon as the model's process replies: at once, or between two batches. Block while it is stuck."""
 
     async def close(self) -> None:
-        """Stop the engine, and leave no process behind."""
+        """Stop the engine and all its processes."""
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
 class Request:
-    """A prompt and its completions, for which a caller waits."""
+    """A prompt and its completions, which a caller awaits."""
 
     def __init__(self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int):
         self.request_id = request_id
@@ -124,14 +124,14 @@ class Request:
         self._results: asyncio.Queue[Completion | EngineError] = asyncio.Queue()
 
     def fail(self, failure: EngineError) -> None:
-        """Give the caller this error instead of the completions that are missing."""
+        """Raise this error in the caller in place of the missing completions."""
         self._results.put_nowait(failure)
 
     def deliver(self, completion: Completion) -> None:
         self._results.put_nowait(completion)
 
     async def completions(self) -> AsyncIterator[Completion]:
-        """Yield each completion as soon as it is complete. Raises the failure of the request, an EngineError of its kind."""
+        """Yield each completion as soon as it is complete. Raises the request's failure, an EngineError or a subclass."""
         for _ in self.pending:
             result = await self._results.get()
             if isinstance(result, EngineError):
@@ -140,7 +140,7 @@ class Request:
 
 
 class PendingCompletion:
-    """One completion of a request while it is sampled."""
+    """One completion of a request in progress."""
 
     def __init__(self, request: Request, index: int, seed: int):
         self.request = request
@@ -150,7 +150,7 @@ class PendingCompletion:
         self._starts: list[tuple[PolicyVersion, int]] = []
 
     def sampled_by(self, version: PolicyVersion, start: int) -> None:
-        """Note that `version` samples the tokens from `start` on, until the next call. `start` never decreases."""
+        """Note that `version` samples the tokens from `start` on. `start` never decreases between calls."""
         if self._starts and self._starts[-1][1] == start:
             self._starts.pop()  # that version sampled nothing
         if not self._starts or self._starts[-1][0] != version:
@@ -180,7 +180,7 @@ class PendingCompletion:
 
 
 def check_request(request: Request, *, vocab_size: int, max_context: int) -> None:
-    """Refuse a request that cannot be sampled, before it can hurt others in its batch. Raises RequestError."""
+    """Raise RequestError for a request that cannot be sampled, before it can break others in its batch."""
 
     def require(condition: bool, problem: str) -> None:
         if not condition:
@@ -204,16 +204,16 @@ def check_request(request: Request, *, vocab_size: int, max_context: int) -> Non
     )
 
 
-# -- what engines share ------------------------------------------------------------------------------------------------
+# -- the base of engines -----------------------------------------------------------------------------------------------
 
 
 R = TypeVar("R", bound=Request)
 
 
 class EngineBase(Generic[R]):
-    """What all engines share: the requests in flight, the failure that stops sampling, and the guard of a weight change.
+    """Common base of all engines: requests in flight, the failure that stops sampling, and the guard of a weight change.
 
-    A failure reaches every request in flight, and from then on `generate` refuses until `load_weights` succeeds.
+    A failure reaches every request in flight. From then on `generate` raises until `load_weights` succeeds.
     """
 
     request_type: type[R]
@@ -248,7 +248,7 @@ class EngineBase(Generic[R]):
         try:
             async for completion in request.completions():
                 yield completion
-        finally:  # also where the caller stops listening early
+        finally:  # also if the caller stops early
             del self._requests[request_id]
             await self._end(request)
 
@@ -277,19 +277,19 @@ class EngineBase(Generic[R]):
         self._version, self._failure = version, None
 
     def _begin(self, request: R) -> None:
-        """Begin to sample. Completions are delivered to the request."""
+        """Start to sample. Completions are delivered to the request."""
         raise NotImplementedError
 
     def _abort(self, request: R) -> None:
-        """Complete every unfinished completion with what it has."""
+        """Complete every unfinished completion with its tokens so far."""
         raise NotImplementedError
 
     async def _end(self, request: R) -> None:
-        """Stop whatever still runs for a request that has no caller any more."""
+        """Stop the remaining work for a request whose caller has left."""
         raise NotImplementedError
 
     async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
-        """Replace the weights, as `Engine.load_weights` says; what it raises makes the engine fail."""
+        """Replace the weights, see `Engine.load_weights`. An exception makes the engine fail."""
         raise NotImplementedError
 
     def _fail(self, failure: EngineError) -> None:

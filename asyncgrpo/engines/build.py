@@ -1,4 +1,4 @@
-"""Builds the engine that a configuration asks for. Only the chosen engine is imported."""
+"""Builds the configured engine. Only that engine is imported."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from asyncgrpo.errors import EngineError
 
 
 def build_engine(config: Config, *, seed: int) -> Engine:
-    """Build the engine that `config` asks for. It is not started yet.
+    """Build the engine of `config` without starting it.
 
     Args:
-        seed: for engines with a random stream of their own. It must differ between the engines and the starts of a run:
-            with equal streams they would sample the same completions.
+        seed: for engines with a random stream of their own. It must differ between the engines and the starts of a run,
+            because equal streams would sample the same completions.
     Raises:
-        EngineError: it cannot run here.
+        EngineError: the engine cannot run here.
     """
     generators = config.generators
     dtype = getattr(torch, config.model.dtype)
@@ -52,20 +52,20 @@ def build_engine(config: Config, *, seed: int) -> Engine:
     from asyncgrpo.data.tokenizer import vocabulary_size
     from asyncgrpo.engines.fake import FakeEngine
 
-    # Tokens that take no time would leave other processes of a small machine none either.
+    # Tokens without delay would starve the other processes of a small machine.
     own = {"vocab_size": vocabulary_size(config.model.path) or 256, "seconds_per_token": 0.005}
     return FakeEngine(**own | {"max_completions": max_completions} | generators.extra)
 
 
 SHARED_FRACTION = 0.9
-"""Of what is free of a shared GPU when SGLang starts: what weights and cache may take of it at most."""
+"""Largest share for SGLang's weights and cache of the memory that is free on a shared GPU when it starts."""
 
 
 def _beside_a_learner(config: Config) -> dict[str, Any]:
-    """SGLang's arguments for its part of a shared GPU; none for a GPU of its own.
+    """Return SGLang's arguments for its part of a shared GPU; none for a GPU of its own.
 
-    By itself it takes a share of what is free when it starts. That is all before the learner has loaded, and little when a
-    generator is started again beside one that trains. So the cache gets its size in tokens.
+    By default SGLang takes a share of the memory that is free at its start: nearly all before the learner has loaded, little
+    at a restart beside a training learner. So the cache gets a fixed size in tokens.
     """
     if not (config.cluster.share_gpu and config.generators.gpus_each and (size := size_at(config.model.path))):
         return {}

@@ -1,8 +1,8 @@
-"""The `fake` engine: tokens from a hash, without a model. For tests of what surrounds an engine, and of its faults.
+"""The `fake` engine: tokens from a hash, without a model, for tests of an engine's environment and of its faults.
 
-It keeps the promises of `base.Engine` about requests, versions and seeds, and behaves as a model whose next token is
-uniform over the vocabulary. A token is a function of prompt, seed, position and version. So a wrong version shows in the
-sampled tokens, and a wrong broadcast shows in the checksum.
+It keeps the contract of `base.Engine` for requests, versions and seeds, and behaves as a model whose next token is uniform
+over the vocabulary. A token is a function of prompt, seed, position and version. So the sampled tokens reveal a wrong
+version, and the checksum reveals a wrong broadcast.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from asyncgrpo.errors import EngineError
 from asyncgrpo.types import FinishReason, PolicyVersion
 
 InjectedFault = Literal["abort", "hang"]
-"""A fault of one completion: it ends as if the engine had aborted it, or it gets no token any more."""
+"""A fault of one completion: it ends as if the engine had aborted it, or it gets no further token."""
 
 
 class FakeRequest(Request):
@@ -35,7 +35,7 @@ class FakeRequest(Request):
 class FakeEngine(EngineBase[FakeRequest]):
     """An engine without a model, see `base.Engine`. At temperature 0 the seed does not matter; top-p and top-k are ignored.
 
-    All completions run at once. A successful `load_weights` repairs what a failed one broke, as in the real engines.
+    All completions run at once. After a failed `load_weights` a successful one restores the engine, as in the real engines.
     """
 
     request_type = FakeRequest
@@ -58,16 +58,15 @@ class FakeEngine(EngineBase[FakeRequest]):
         Args:
             vocab_size: token ids are 0 .. vocab_size - 1.
             max_context: longest prompt plus completion, tokens.
-            max_completions: what it says of its places; it samples all that it is given.
-            seconds_per_token: every running completion gets one token in this time; 0 still gives others their turn.
-            fail_after_tokens: the engine fails for good once it has sampled this many tokens. None: never.
-            hang_after_tokens: the engine hangs once it has sampled this many tokens. None: never.
-            injected_fault: is asked before each token of a completion, with its length so far.
-            median_tokens: completions have log-normal lengths with this median; they stop then, and not earlier. Half of
-                the variance is the prompt's: for some prompts all completions are long. None: they stop whenever the
-                table gives a stop token.
-            sigma: standard deviation of the logarithm of these lengths: above 1 a few take far longer than most.
-            seconds_per_completion: what each completion that runs adds to `seconds_per_token`, as in continuous batching.
+            max_completions: reported number of places; more completions are sampled all the same.
+            seconds_per_token: time of one token of every running completion; at 0 other tasks still get their turn.
+            fail_after_tokens: number of sampled tokens after which the engine fails permanently. None: never.
+            hang_after_tokens: number of sampled tokens after which the engine hangs. None: never.
+            injected_fault: called before each token of a completion with its length so far.
+            median_tokens: median of the log-normal lengths at which completions stop. Half of the variance belongs to the
+                prompt: for some prompts all completions are long. None: they stop at any sampled stop token.
+            sigma: standard deviation of the logarithm of these lengths; above 1 there are strong stragglers.
+            seconds_per_completion: added to `seconds_per_token` for each running completion, as in continuous batching.
         """
         super().__init__()
         self.vocab_size, self.max_context, self.max_completions = vocab_size, max_context, max_completions
@@ -121,7 +120,7 @@ class FakeEngine(EngineBase[FakeRequest]):
         self._checksum = weights_digest(tensors)
 
     async def _sample(self, request: FakeRequest) -> None:
-        """Sample one token for every unfinished completion of the request, then let others have their turn."""
+        """Sample one token for every unfinished completion of the request at a time, until all are complete."""
         limit = min(request.sampling.max_tokens, self.max_context - len(request.prompt))
         clock = asyncio.get_running_loop().time
         while request.tokens and not self._failure:
@@ -143,7 +142,7 @@ class FakeEngine(EngineBase[FakeRequest]):
                 elif len(tokens) == limit:
                     self._complete(completion, "length")
             if self.fail_after_tokens is not None and self._num_sampled >= self.fail_after_tokens:
-                self._fail(EngineError(f"the fake engine was told to fail after {self.fail_after_tokens} tokens"))
+                self._fail(EngineError(f"the fake engine is configured to fail after {self.fail_after_tokens} tokens"))
 
     def _complete(self, completion: PendingCompletion, reason: FinishReason) -> None:
         request = completion.request
@@ -165,7 +164,7 @@ class FakeEngine(EngineBase[FakeRequest]):
         return next((other for other in others if other not in stops), token)
 
     def _length(self, *shared_by: str) -> int:
-        """A log-normal length: each text in `shared_by`, which completions may share, adds an equal part of the variance."""
+        """Return a log-normal length. Each text in `shared_by`, which completions may share, adds equally to the variance."""
         assert self.median_tokens is not None
         uniform = [(xxhash.xxh3_64_intdigest(f"length {what}".encode()) + 0.5) / 2**64 for what in shared_by]
         deviation = sum(NormalDist().inv_cdf(u) for u in uniform) / math.sqrt(len(uniform))

@@ -1,4 +1,4 @@
-"""Says whether SGLang can run here, and with the arguments that are asked of it, without importing it or torch."""
+"""Checks that SGLang can run here with the configured arguments, without importing it or torch."""
 
 import ast
 import sys
@@ -12,13 +12,13 @@ from asyncgrpo.importing import has_gpu
 
 OLDEST_PYTHON = (3, 11)
 NAMES_OF_ARGUMENTS = "srt/arg_groups/field_order.py"
-"""The file of SGLang 0.5.23 that names all arguments of its engine, in one tuple."""
+"""The file of SGLang 0.5.23 that lists all arguments of its engine in one tuple."""
 
 
 def why_sglang_cannot_run() -> str | None:
-    """A sentence that names what is missing and the command that installs it; None if SGLang can be started.
+    """Return a sentence with the missing requirement and the command that installs it; None if SGLang can be started.
 
-    It does not check the model or the GPU driver: those show when the engine starts.
+    It does not check the model or the GPU driver, which the start of the engine does.
     """
     on_gpu = has_gpu()
     if sys.version_info[:2] < OLDEST_PYTHON:
@@ -42,7 +42,7 @@ def check_extra(generators: GeneratorConfig) -> None:
     if generators.engine != "sglang" or package is None or not package.submodule_search_locations:
         return
     file = Path(package.submodule_search_locations[0]) / NAMES_OF_ARGUMENTS
-    if not file.exists():  # another release; its engine says it
+    if not file.exists():  # another release, whose engine checks its arguments
         return
     (names,) = (
         ast.literal_eval(node.value) for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign)

@@ -1,6 +1,6 @@
-"""What a person should be told of the curves of a run: a pure function of its events, in order.
+"""Warnings about the curves of a run: a pure function of its events, in order.
 
-docs/small-tasks.md says of each warning when it comes, and what to turn.
+docs/small-tasks.md explains the condition and the remedy of each warning.
 """
 
 import math
@@ -16,19 +16,19 @@ from asyncgrpo.recording.health import limit_of
 Event = dict[str, Any]
 
 WINDOW = 20
-"""Steps that are looked at together."""
+"""Number of steps in the window."""
 LITTLE, ENOUGH = 1 - limit_of("LittleSignal"), 0.5
-"""Mean shares of groups with a signal below which it is little, and above which it is enough again."""
+"""Mean shares of groups with a signal: the warning starts below the first and ends above the second."""
 FALL = 0.05
-"""Share of the gain of the best evaluation over the first: two evaluations in a row that lost more than it are a fall."""
+"""Share of the best evaluation's gain over the first: two consecutive evaluations that lost more than this are a fall."""
 NARROW = 0.05
-"""Share of the first step's entropy below which the policy hardly tries anything new."""
+"""Share of the first step's entropy below which the policy hardly explores."""
 SHORT = 0.1
-"""Share of the way from the first mean reward to the best reward of a completion that is still to go: not nearly solved."""
+"""Remaining share of the way from the first mean reward to the best completion's reward above which a task is unsolved."""
 RISES = 0.01
-"""Share of that way by which the second half of the window is above the first where the reward still rises."""
+"""Rise from the first to the second half of the window, as a share of that way, above which the reward still improves."""
 FAR = 0.5
-"""Mean KL of the policy that sampled to the one that is trained, nats a token: above it most ratios say little."""
+"""Mean KL of the behaviour policy to the trained one, nats per token, above which most ratios are uninformative."""
 
 
 _LOOKED_AT = ("zero_signal_groups", "lags", "reward_mean", "reward_max", "entropy", "diagnostics")
@@ -38,26 +38,26 @@ class Watched(Struct, frozen=True, kw_only=True):
     """State of a `TrainingWatch`."""
 
     steps: list[Event] = []
-    """The newest `WINDOW` steps, with the fields that are looked at."""
+    """The newest `WINDOW` steps, reduced to the watched fields."""
     start: Event | None = None
     """The first step."""
     is_on: dict[str, bool] = {}
-    """By warning, true while what it warned of lasts."""
+    """By warning, True while its condition lasts."""
     first: float | None = None
     """Mean reward of the first evaluation."""
     best: tuple[int, float] | None = None
     """Step and mean reward of the best evaluation."""
     before: tuple[int, float] | None = None
-    """Those of the newest one."""
+    """Step and mean reward of the newest evaluation."""
 
 
 class TrainingWatch:
-    """Says each warning once, and again when what it warned of was over in between."""
+    """Emits each warning once per occurrence of its condition."""
 
     def __init__(self, state: Watched | None = None) -> None:
         """
         Args:
-            state: of the events so far; None: there were none.
+            state: state after the events so far; None: there were none.
         """
         state = state or Watched()
         self._steps: deque[Event] = deque(state.steps, maxlen=WINDOW)
@@ -68,7 +68,7 @@ class TrainingWatch:
         self._best, self._before = state.best or nothing, state.before or nothing  # evaluations: step, mean reward
 
     def state(self) -> Watched:
-        """What another one needs to go on from here."""
+        """Return the state from which another watch can continue."""
         evaluated = self._first is not None
         return Watched(
             steps=list(self._steps),
@@ -80,8 +80,8 @@ class TrainingWatch:
         )
 
     def see(self, event: Event) -> tuple[str, str] | None:
-        """Take one event in. Returns what it is about, `signal`, `entropy`, `steps` or `evaluation`, and the warning, if
-        there is one."""
+        """Process one event. Return the topic (`signal`, `entropy`, `steps` or `evaluation`) and the text of a new warning,
+        or None."""
         if event["event"] == "step" and event.get("zero_signal_groups") is not None:
             event = {name: event.get(name) for name in _LOOKED_AT}
             self._steps.append(event)
@@ -93,7 +93,7 @@ class TrainingWatch:
         return None
 
     def _new(self, about: str, look: Callable[[], str | bool]) -> tuple[str, str] | None:
-        """The warning, if it was not on before. `look` gives the text, False where it is over, True where it stays as it is."""
+        """Return the warning if it is new. `look` returns its text, False if the condition is over, True to keep the state."""
         if about != "evaluation" and len(self._steps) < WINDOW:
             return None
         found, was_on = look(), self._is_on.get(about, False)
@@ -108,18 +108,18 @@ class TrainingWatch:
         reward = self._steps[-1]["reward_mean"]
         if all(step.get("reward_max") == step["reward_mean"] for step in self._steps) and reward <= 0:
             return (
-                f"no completion of the last {WINDOW} steps has earned more than another (all have {reward:.4g}), so there is "
-                "nothing to learn from: reward parts of a right answer, begin with easier prompts, or give the model examples "
-                "first; a larger algorithm.group_size helps where one in some hundreds is right"
+                f"no completion of the last {WINDOW} steps has earned more than another (all have {reward:.4g}), so there "
+                "is no signal: reward parts of a right answer, start with easier prompts, or give the model examples "
+                "first; a larger algorithm.group_size helps if one completion in some hundreds is right"
             )
         return (
             f"only {share:.0%} of the groups of the last {WINDOW} steps have two different rewards (mean reward "
-            f"{reward:.4g}): the others are solved, or hopeless, and teach nothing; "
-            "give other prompts, or set algorithm.filter_zero_signal=true"
+            f"{reward:.4g}): the others are solved or hopeless and have no signal; "
+            "choose other prompts, or set algorithm.filter_zero_signal=true"
         )
 
     def _entropy(self) -> str | bool:
-        """Whether the policy has settled: it tries nothing new, though better completions are seen, and gets no better."""
+        """Detect entropy collapse: the policy hardly explores and does not improve, although better completions exist."""
         assert self._start is not None
         entropies, rewards, best = (self._numbers(name) for name in ("entropy", "reward_mean", "reward_max"))
         before, first = self._start.get("entropy"), self._start["reward_mean"]
@@ -132,9 +132,9 @@ class TrainingWatch:
             return True
         return (
             f"the policy has settled at a mean reward of {fmean(rewards):.4g}, where the best completion has {max(best):.4g}: "
-            f"its entropy is {fmean(entropies):.2g} nats, from {before:.2g}, so it tries nothing new; go back to an earlier "
-            "checkpoint or begin again, with a smaller learner.lr or a larger algorithm.entropy_coef, and look whether the "
-            "reward pays for what it does now: asyncgrpo samples RUN --worst"
+            f"its entropy is {fmean(entropies):.2g} nats, from {before:.2g}, so it no longer explores; return to an earlier "
+            "checkpoint or restart, with a smaller learner.lr or a larger algorithm.entropy_coef, and check whether the "
+            "reward favours its present behaviour: asyncgrpo samples RUN --worst"
         )
 
     def _far(self) -> str | bool:
@@ -143,12 +143,12 @@ class TrainingWatch:
         if not known or fmean(known) <= FAR:
             return bool(known) and fmean(known) > FAR / 2
         return (
-            f"the updates are large: in the last {WINDOW} steps the policy had moved {fmean(known):.2g} nats a token from the "
-            "weights that sampled, so the reward wobbles; lower learner.lr or buffer.max_lag"
+            f"the updates are large: in the last {WINDOW} steps the policy had moved {fmean(known):.2g} nats per token from "
+            "the weights that sampled, so training is unstable; lower learner.lr or buffer.max_lag"
         )
 
     def _numbers(self, name: str) -> Sequence[float]:
-        """One field of every step of the window; empty where one of them lacks it."""
+        """Return one field of every step of the window; empty if a step lacks it."""
         found = [step.get(name) for step in self._steps]
         return [] if None in found else [number for number in found if number is not None]
 
@@ -160,5 +160,5 @@ class TrainingWatch:
             return False
         return (
             f"the evaluation has fallen to {reward:.4g} at step {step}, from {best:.4g} at step {best_step}: "
-            "the run unlearns; docs/stability.md says what to look at"
+            "the policy is getting worse; see docs/stability.md"
         )

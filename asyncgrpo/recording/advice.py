@@ -1,8 +1,8 @@
-"""Advice on a run from its own events: what holds it back, and what would make its steps shorter.
+"""Advice on a run from its own events: the bottleneck, and the change that would make steps shorter.
 
-`advise` is a function of the last events and the configuration. It names one bottleneck: a run that is not healthy needs
-no tuning, then groups without signal, then what sets the pace (`pace.py` has the model). It names nothing that gains less
-than `WORTH`, and no process for which no core or GPU is free. `docs/tuning.md` says what each means.
+`advise` is a function of the last events and the configuration. It names one bottleneck, in this order: the health of the
+run, groups without signal, the pace (`pace.py` has the model). It recommends no change that gains less than `WORTH`, and no
+process for which no core or GPU is free. `docs/tuning.md` explains each bottleneck.
 """
 
 import itertools
@@ -23,43 +23,43 @@ Bottleneck = Literal[
 
 
 class Advice(Struct, frozen=True, kw_only=True):
-    """One piece of advice: one sentence, its evidence, and what following it would gain."""
+    """One piece of advice: a sentence, its evidence and its predicted gain."""
 
     bottleneck: Bottleneck
     sentence: str
-    """What to do and what it gains: "a third generator would make steps 18 % shorter; a fifth nothing"."""
+    """The recommendation and its gain: "a third generator would make steps 18 % shorter; a fifth nothing"."""
     evidence: str
-    """The measured figures behind it."""
+    """The measurements behind it."""
     gain: float = 0.0
-    """Predicted share by which a step gets shorter, 0 to 1. Of groups without signal: the time per group that has one."""
+    """Predicted share by which a step gets shorter, 0 to 1. For `signal`: by which the time per group with signal does."""
     command: str = ""
-    """That carries it out, without the run's folder: `scale generators 3`. Empty: there is none."""
+    """Command that carries it out, without the run's folder: `scale generators 3`. Empty: none."""
     generators: int | None = None
-    """Generators that it would have; None: the advice is about something else."""
+    """Recommended number of generators; None: the advice is not about generators."""
 
 
 WORTH = 0.1
-"""Gains below it are not worth a change."""
+"""Smallest gain that is worth a change."""
 SAME = 0.02
-"""A setting that gains less than the best one by no more than this is as good."""
+"""Difference in gain within which a setting counts as good as the best one."""
 ALMOST_ALL = limit_of("NoSignal")
-"""Share of groups without signal above which the data is at fault: replacing them takes twenty groups for each trained one."""
+"""Share of groups without signal above which the data is at fault: filtering would take twenty groups per trained one."""
 PUBLISHES = 0.2
-"""Publications are a bottleneck from this share of a step, or of the generators' time."""
+"""Share of a step, or of the generators' time, above which publications are a bottleneck."""
 MOST_GENERATORS = 64
-"""Without `generators.max`."""
+"""Largest number of generators without `generators.max`."""
 
 
 def advise(
     events: Iterable[Event], config: Config, now: float | None = None, gpus: int | None = None
 ) -> tuple[Advice, ...]:
-    """Return the advice that the last events give, the most urgent first; () while they are too few.
+    """Return the advice from the last events, the most urgent first; () while there are too few.
 
     Args:
-        events: the last ones of a run, in their order; a few hundred are enough.
-        config: as it is in force.
-        now: Unix time; None: that of the last event.
-        gpus: of the cluster; None: not known.
+        events: the last events of a run, in order; a few hundred suffice.
+        config: the configuration in force.
+        now: Unix time; None: the time of the last event.
+        gpus: GPUs of the cluster; None: unknown.
     """
     events = list(events)
     if not events:
@@ -91,11 +91,11 @@ def _of_the_pace(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, 
     return ()
 
 
-# -- what holds a healthy run back -------------------------------------------------------------------------------------
+# -- the bottleneck of a healthy run -----------------------------------------------------------------------------------
 
 
 def _signal(pace: Pace, config: Config) -> tuple[Advice, ...]:
-    """Most groups teach nothing: their completions all have one reward."""
+    """Return advice if most groups lack signal: their completions all have one reward."""
     lost = pace.filtered if config.algorithm.filter_zero_signal else pace.no_signal
     if lost < HALF:
         return ()
@@ -117,9 +117,9 @@ def _signal(pace: Pace, config: Config) -> tuple[Advice, ...]:
 
 
 def _reward(pace: Pace, config: Config) -> tuple[Advice, ...]:
-    """Completions spend most of their time in the reward, and wait for their turn in it.
+    """Return advice on scoring: completions spend most of their time in the reward and queue for it.
 
-    Where they do not wait, groups that are only scored take no place of their generator, and what sets the pace is elsewhere.
+    Without a queue, rewards do not limit the run, because groups that are only scored take no place of their generator.
     """
     setting = scoring_setting(config)
     assert setting is not None, "nothing limits how many are scored at once"
@@ -173,21 +173,21 @@ def _more_generators(pace: Pace, config: Config, gpus: int | None) -> tuple[Advi
 
 
 def _smallest(pace: Pace, steps: Mapping[int, float]) -> tuple[int, float]:
-    """Return the first key that gains as much as any, but for `SAME`, and its gain."""
+    """Return the first key whose gain is within `SAME` of the largest, and its gain."""
     gains = {key: pace.gain(step_s) for key, step_s in steps.items()}
     return next((key, gain) for key, gain in gains.items() if gain >= max(gains.values()) - SAME)
 
 
 def _busy(pace: Pace, what: str, cores: Cores | None, step_s: float) -> tuple[Advice, ...]:
-    """Return that no core is free, if one more process would help and has none; else ().
+    """Return the advice that no core is free, if one more process would help but lacks one; else ().
 
     Args:
         what: the process.
-        cores: of the machine where it would run; None: not known.
-        step_s: that a step would take if there were free cores.
+        cores: cores of the machine where it would run; None: unknown.
+        step_s: predicted step time with free cores.
     """
     if cores is None or (cores.room >= 1 and 1 - pace.work >= WORTH) or pace.gain(step_s) < WORTH:
-        return ()  # not known, or something else than cores is missing
+        return ()  # unknown, or cores do not limit the run
     advice = Advice(
         bottleneck="cores",
         sentence=f"no core is free for another {what}: {cores.idle:.1f} of {cores.count:.0f} idle, "
@@ -201,17 +201,17 @@ def _busy(pace: Pace, what: str, cores: Cores | None, step_s: float) -> tuple[Ad
 
 
 class Option(Struct, frozen=True, kw_only=True):
-    """One way to share the GPUs or cores of a run, as the model of `pace.py` predicts it."""
+    """One split of a run's GPUs or cores, with the prediction of `pace.py`."""
 
     generators: int
     ranks: int
     step_s: float
     limit: str
-    """What would set the pace."""
+    """The limiting term."""
 
 
 def free_gpus(config: Config, gpus: int | None) -> int:
-    """Return the GPUs that this run leaves free; `UNLIMITED` if it needs none, or if `gpus` is None: not known."""
+    """Return the number of GPUs that this run leaves free; `UNLIMITED` if it needs none, or `gpus` is None (unknown)."""
     generators = config.generators
     if not generators.gpus_each or gpus is None:
         return UNLIMITED
@@ -220,13 +220,13 @@ def free_gpus(config: Config, gpus: int | None) -> int:
 
 
 def splits(pace: Pace, config: Config, gpus: int | None = None, max_lag: int | None = None) -> list[Option]:
-    """Return the splits for which there is room, the shortest step first, then the fewest processes.
+    """Return the feasible splits, the shortest step first, then the fewest processes.
 
-    With GPUs all are used: those of the run, or `gpus`. On CPUs a new process needs a free core, and there are at most
-    twice as many of a kind as now.
+    On GPUs a split uses all of them: those of the run, or `gpus`. On CPUs a new process needs a free core, and the number
+    of each kind at most doubles.
 
     Args:
-        max_lag: the bound; None: as it is.
+        max_lag: the bound; None: unchanged.
     """
     each = config.generators.gpus_each
     if each:
@@ -243,7 +243,7 @@ def splits(pace: Pace, config: Config, gpus: int | None = None, max_lag: int | N
 
 
 def _other_split(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
-    """Return the best split of the same GPUs, if it is worth it; else ()."""
+    """Return the best split of the same GPUs, if it gains enough; else ()."""
     options = splits(pace, config, gpus) if config.generators.gpus_each and not config.cluster.share_gpu else []
     if not options or (gain := pace.gain(options[0].step_s)) < WORTH:
         return ()
@@ -258,7 +258,7 @@ def _other_split(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, 
 
 
 def _bound(pace: Pace, config: Config) -> tuple[Advice, ...]:
-    """The slots are full, or ready groups wait for others: then only another bound lets more begin."""
+    """Return advice on the bound: slots are full or ready groups wait for stragglers, so only a larger bound starts more."""
     wider = [2**power for power in range(12) if 2**power > pace.max_lag]
     allowed = [lag for lag in wider if lag <= max(1, 4 * pace.max_lag)] or wider[:1]
     wanted, gain = _smallest(pace, {lag: pace.predict(max_lag=lag)[0] for lag in allowed})
@@ -285,7 +285,7 @@ def _bound(pace: Pace, config: Config) -> tuple[Advice, ...]:
 
 
 def _fewer_generators(pace: Pace, config: Config) -> tuple[Advice, ...]:
-    """At most half are given back at once: how an engine slows down when its batch grows shows only then."""
+    """Return advice to release generators, at most half at once, because larger batches slow engines down measurably."""
     there = pace.generators
     needed = math.ceil(there * max(pace.saturation, pace.scored_at_once / pace.scorers) / FULL)
     enough = max(math.ceil(there / 2), config.generators.min, needed)
@@ -305,7 +305,7 @@ def _fewer_generators(pace: Pace, config: Config) -> tuple[Advice, ...]:
 
 
 def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
-    """The learner sets the pace: shorter steps need more of it."""
+    """Return advice for a run that the learner limits: more ranks or rarer checkpoints."""
     ranks = pace.ranks
     steps = {more: pace.predict(ranks=more)[0] for more in range(ranks + 1, 2 * ranks + 1)}
     room = min(free_gpus(config, gpus), pace.more_ranks)
@@ -326,7 +326,7 @@ def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> tuple[Advic
 
 
 def _weights(pace: Pace, config: Config, share: float) -> Advice:
-    """Publications take much of a step. Their cost is that of a step, however large its batch."""
+    """Return advice to enlarge batches: a publication costs the same per step, whatever the size of the batch."""
     change = f"buffer.prompts_per_step={2 * config.buffer.prompts_per_step} would halve their share"
     return Advice(
         bottleneck="weights",
@@ -337,7 +337,7 @@ def _weights(pace: Pace, config: Config, share: float) -> Advice:
 
 
 def _balanced(pace: Pace) -> Advice:
-    """Nothing was found. If the learner waits all the same, groups are on their way: more begin than before."""
+    """Return the advice that no change helps. If the learner still waits, more groups are about to begin."""
     found = (
         "balanced: nothing to gain" if not pace.lacks_groups else "nothing to change: more groups are about to begin"
     )

@@ -1,8 +1,8 @@
-"""The adviser of a running run, and the autopilot that scales its generators as it says.
+"""The adviser of a running run, and the autopilot that scales its generators by the advice.
 
 adviser = Adviser(events, config)                  in the driver
 advice = adviser.look(now)                         every LOOK_S
-generators = autopilot.decide(advice, there, now)  None: leave them
+generators = autopilot.decide(advice, there, now)  None: unchanged
 """
 
 from collections import deque
@@ -17,48 +17,48 @@ from asyncgrpo.recording.events import Event, EventLog, Follower
 from asyncgrpo.recording.pace import EVENTS
 
 LOOK_S = 5.0
-"""How often to look."""
+"""Interval between two computations of the advice."""
 TELL_S = 60.0
-"""An event is written at most so often."""
+"""Shortest interval between two `advice` events."""
 
 
 class Adviser:
-    """Follows the events of a run, and writes an `advice` event when its advice has changed."""
+    """Follows the events of a run and writes an `advice` event when the advice has changed."""
 
     def __init__(self, events: EventLog, config: Config, gpus: int | None = None) -> None:
         """
         Args:
-            gpus: of the cluster; None: not known.
+            gpus: GPUs of the cluster; None: unknown.
         """
         self._events, self._gpus = events, gpus
         self.config = config
-        """As it is in force: a person may change some of it."""
+        """The configuration in force, updated by commands to the run."""
         self._follower = Follower(events.path)
         self._last: deque[Event] = deque(maxlen=EVENTS)
-        self._told: tuple[str, str] | None = None
-        self._told_at = float("-inf")
+        self._written: tuple[str, str] | None = None
+        self._written_at = float("-inf")
 
     def look(self, now: float, *, is_last: bool = False) -> tuple[Advice, ...]:
-        """Return the advice at `now` (Unix seconds), the most urgent first; () while there is too little to tell from.
+        """Return the advice at `now` (Unix seconds), the most urgent first; () while there are too few steps.
 
         Args:
-            is_last: the run is over. Then an event is written whatever was written before, for the summary.
+            is_last: True at the end of the run: an event is always written, for the summary.
         """
         self._last += (event for event in self._follower.poll() if event["event"] != "advice")
         advice = advise(self._last, self.config, now, self._gpus)
         self._show(advice)
         if not advice:
-            self._told = None  # conditions have changed, and what was written before is no longer shown
+            self._written = None  # conditions have changed, and the earlier advice is no longer shown
         elif is_last or self._is_new(advice[0], now):
-            self._told, self._told_at = (advice[0].bottleneck, advice[0].command), now
+            self._written, self._written_at = (advice[0].bottleneck, advice[0].command), now
             fields = msgspec.structs.asdict(advice[0])
             self._events.write("advice", **fields, also=tuple(one.sentence for one in advice[1:]))
         return advice
 
     def _is_new(self, first: Advice, now: float) -> bool:
-        if self._told is None:
+        if self._written is None:
             return True
-        return now - self._told_at >= TELL_S and self._told != (first.bottleneck, first.command)
+        return now - self._written_at >= TELL_S and self._written != (first.bottleneck, first.command)
 
     def _show(self, advice: tuple[Advice, ...]) -> None:
         gains = {one.bottleneck: one.gain for one in reversed(advice)}
@@ -67,10 +67,10 @@ class Adviser:
 
 
 class Autopilot:
-    """Decides when to follow the advice on the number of generators. It goes by one at a time, and never to and fro.
+    """Decides when to follow the advice on the number of generators. It changes one at a time and does not oscillate.
 
-    It looks every `EVERY_S`, and goes by advice that was the same in `LOOKS` looks. After a change it rests for `REST_S`, in
-    which the new steps show what it did. A number that turned out too small is not tried again for `RETRY_S`.
+    It samples the advice every `EVERY_S`, and follows it after `LOOKS` equal samples. After a change it waits for `REST_S`,
+    until new steps show the effect. A number that proved too small is not tried again for `RETRY_S`.
     """
 
     EVERY_S = 20.0
@@ -86,17 +86,17 @@ class Autopilot:
         self._too_few: tuple[int, float] = (0, float("-inf"))
 
     def decide(self, advice: tuple[Advice, ...], generators: int, now_s: float) -> int | None:
-        """How many generators to have from now on; None: as many as there are.
+        """Return the new number of generators; None: unchanged.
 
         Args:
-            advice: of one look.
-            generators: how many the run is to have at present.
-            now_s: of any clock.
+            advice: the present advice.
+            generators: number of generators that the run should have now.
+            now_s: time of any clock.
         """
         if now_s - self._looked_s < self.EVERY_S:
             return None
         self._looked_s = now_s
-        direction = self._asked(advice, generators)
+        direction = self._direction_of(advice, generators)
         self._looks = self._looks + 1 if direction == self._direction else 1
         self._direction = direction
         wanted = generators + direction
@@ -111,8 +111,8 @@ class Autopilot:
         self._changed_s, self._looks = now_s, 0
         return wanted
 
-    def _asked(self, advice: tuple[Advice, ...], generators: int) -> int:
-        """1 for more, -1 for fewer, 0 for neither. Groups without signal are named first and set no pace: they do not count."""
+    def _direction_of(self, advice: tuple[Advice, ...], generators: int) -> int:
+        """Return 1 for more, -1 for fewer, 0 for neither. Advice about signal comes first but is ignored: it sets no pace."""
         of_pace = [one for one in advice if one.bottleneck != "signal"]
         wanted = of_pace[0].generators if of_pace else None
         return 0 if wanted is None else (wanted > generators) - (wanted < generators)

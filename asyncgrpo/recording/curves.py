@@ -1,4 +1,4 @@
-"""The curves of a run as one picture: reward, lag, log-prob gap between learner and engine, and time by activity."""
+"""Plots the curves of a run: reward, lag, log-prob gap between learner and engine, and time by activity."""
 
 import os
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from asyncgrpo.recording.progress import Curve, Progress
 
 _BLUE, _ORANGE, _GREEN, _RED, _GREY = "#2f6fb0", "#e08214", "#3a923a", "#c03d3e", "#9a9a9a"
 _SUITES = (_ORANGE, _GREEN, "#8c6bb1", _RED, "#17808e", "#b8860b", _GREY, "#d6a5c9")
-"""Of the curves of at most eight suites."""
+"""Colours of the curves of at most eight suites."""
 _TIME_COLOURS = {
     "train": _GREEN,
     "wait_data": _ORANGE,
@@ -22,7 +22,7 @@ _TIME_NAMES = {"wait_data": "wait for data"}
 
 
 def plot(progress: Progress, png_path: Path) -> Path:
-    """Draw the run into `png_path` (1600 x 1000 pixels), which is replaced atomically. A run without a step is fine."""
+    """Draw the run into `png_path` (1600 x 1000 pixels), which is replaced atomically. A run may have no steps yet."""
     # pyplot would keep global state and choose a backend for the whole process.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -68,7 +68,7 @@ def _series(progress: Progress, name: str) -> Curve:
 
 
 def _smoothed(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the `window` values around each point. At both ends there are fewer values."""
+    """Return the mean of the `window` values around each point, of fewer values at both ends."""
     half = window // 2
     parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in parts]
@@ -96,7 +96,7 @@ def _lag(axes: Any, progress: Progress) -> None:
         axes.fill_between(most.x, 0, most.y, step="mid", color=_GREY, alpha=0.3, linewidth=0, label="oldest group")
         axes.plot(mean.x, mean.y, color=_BLUE, linewidth=1.6, label="mean")
         top = max(1, *most.y) * 1.15
-        if bound.y and min(bound.y) <= top:  # one far above all lags is not drawn
+        if bound.y and min(bound.y) <= top:  # a bound far above all lags is not drawn
             style = {"linewidth": 1.2, "linestyle": "--", "drawstyle": "steps-mid"}
             axes.plot(bound.x, bound.y, color=_GREY, label="bound", **style)
         axes.legend(loc="best", frameon=False, fontsize=9)
@@ -118,7 +118,7 @@ def _gap(axes: Any, progress: Progress) -> None:
         positive = [(step, gap) for step, gap in _series(progress, field) if gap > 0]
         if positive:
             drawn = True
-            # Points, because at a lag above 0 few steps have completions of the current version, often only the first.
+            # Markers, because at a lag above 0 few steps have completions of the current version, often only the first.
             steps, gaps = zip(*positive, strict=True)
             axes.plot(steps, gaps, color=colour, linewidth=1.4, marker="o", markersize=4, label=label)
     if drawn:
@@ -127,7 +127,7 @@ def _gap(axes: Any, progress: Progress) -> None:
 
 
 def _time(axes: Any, progress: Progress) -> None:
-    _title(axes, "Where a step's time goes (seconds)")
+    _title(axes, "Time of a step by activity (seconds)")
     names = [name for name in _TIME_COLOURS if name in progress.seconds]
     names += sorted(progress.seconds.keys() - set(names))
     if not names:

@@ -1,8 +1,8 @@
 """Copies of a run's metrics for Weights & Biases, TensorBoard, Trackio and MLflow.
 
-`metrics.jsonl` is always written and is the record. The package of a logger is imported only if `run.loggers` names it.
-None needs a network: wandb is offline unless a key or a mode is set, and MLflow writes below the run folder unless
-MLFLOW_TRACKING_URI is set.
+The authoritative record is `metrics.jsonl`, which every run writes. A logger's package is imported only if `run.loggers`
+names it. No logger needs a network: wandb is offline unless a key or a mode is set, and MLflow writes below the run folder
+unless MLFLOW_TRACKING_URI is set.
 """
 
 import importlib
@@ -30,14 +30,14 @@ class _Logger(Protocol):
 def _load(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
-    except Exception as error:  # whatever a broken installation raises
+    except Exception as error:  # a broken installation may raise anything
         raise ConfigError(
             f"run.loggers names {extra!r}, which cannot be imported ({error}); pip install 'asyncgrpo[{extra}]'"
         ) from error
 
 
 def flatten(values: Nested, separator: str = "/") -> dict[str, Any]:
-    """Nested mappings as one with joined keys: {"seconds": {"publish": 1}} becomes {"seconds/publish": 1}."""
+    """Flatten nested mappings by joining keys: {"seconds": {"publish": 1}} becomes {"seconds/publish": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -48,7 +48,7 @@ def flatten(values: Nested, separator: str = "/") -> dict[str, Any]:
 
 
 def scalars_of(values: Nested) -> dict[str, float]:
-    """The finite numbers in `values`, flattened. Texts, lists and nulls are left out."""
+    """Return the finite numbers in `values`, flattened. Texts, lists and nulls are left out."""
     numbers = {key: value for key, value in flatten(values).items() if isinstance(value, (int, float))}
     return {key: float(value) for key, value in numbers.items() if math.isfinite(value)}
 
@@ -94,7 +94,7 @@ class _Tensorboard:
 
 class _Trackio:
     def __init__(self, run_dir: Path, run_name: str, config: Nested) -> None:
-        # Trackio reads where to write when it is imported.
+        # Trackio reads TRACKIO_DIR when it is imported.
         os.environ.setdefault("TRACKIO_DIR", str(run_dir / "trackio"))
         self._trackio = _load("trackio", "trackio")
         self._trackio.init(project="asyncgrpo", name=run_name, config=flatten(config, "."))
@@ -132,33 +132,33 @@ _KINDS: dict[str, Callable[[Path, str, Nested], _Logger]] = {
 
 
 def check_loggers(names: Iterable[str]) -> None:
-    """Raise ConfigError for a package that is not installed, or does not import."""
+    """Raise ConfigError if a logger's package is not installed or cannot be imported."""
     for name in names:
         _load(name, name)
 
 
 class Loggers:
-    """All loggers of `run.loggers` as one."""
+    """All loggers of `run.loggers` behind one interface."""
 
     def __init__(self, names: Iterable[str], run_dir: Path, run_name: str, config: Nested) -> None:
         """Start each logger. Raises ConfigError for an unknown name or a package that is not installed."""
         self._loggers: dict[str, _Logger] = {}
         for name in names:
             if name not in _KINDS:
-                raise ConfigError(f"run.loggers names {name!r}; known are {', '.join(_KINDS)}")
+                raise ConfigError(f"run.loggers names {name!r}; supported are {', '.join(_KINDS)}")
             self._loggers[name] = _KINDS[name](Path(run_dir), run_name, config)
 
     def log(self, step: int, values: Nested) -> None:
         """Send the finite numbers of `values` to each logger, nested keys joined with `/`.
 
-        A logger that fails is dropped with a warning, and the run goes on.
+        A logger that fails is dropped with a warning; the run continues.
         """
         scalars = scalars_of({key: value for key, value in values.items() if key not in ("step", "time")})
         for name, logger in list(self._loggers.items()):
             try:
                 logger.log(step, scalars)
             except Exception:
-                log.warning("logger %s failed at step %d and is switched off", name, step, exc_info=True)
+                log.warning("logger %s failed at step %d and is disabled", name, step, exc_info=True)
                 del self._loggers[name]
 
     def close(self) -> None:

@@ -1,21 +1,21 @@
-"""The model of a run's pace: what its last steps measured, and how long a step would be with other settings.
+"""The model of a run's pace: measurements of its last steps, and the predicted step time under other settings.
 
-`advise` (advice.py), the autopilot, `status`, the summary and `plan --from` use this model and this window, and no other.
-A step takes as long as the slowest of five:
+`advise` (advice.py), the autopilot, `status`, the summary and `plan --from` all use this model and this window.
+The step time is the largest of five terms:
 
     T_learn(r)       = T - waiting - training + training · ranks / r
-    T_generate(n')   = saturation · T · n / n'        saturation: the share of the generators' places that holds a group
+    T_generate(n')   = saturation · T · n / n'        saturation: share of the generators' places that hold a group
     T_bound(n', L')  = T · max(in flight / room, oldest / (L + 1)) · (L + 1) / (L' + 1)
-                       to the power TAIL where a few long groups hold up the others
+                       to the power TAIL if stragglers hold up the other groups
     T_reward(n', s)  = T · (1 - scoring + scoring · s) · n / n'
-    T_cores          = T · work                       work: the share of their machine's core-seconds that our processes used
+    T_cores          = T · work                       work: share of their machine's core-seconds that the run's processes used
 
-The term that limits the run now counts as T. Work on CPUs is conserved, so T_cores holds for every setting; a process
+The term that limits the run now counts as T. Work on CPUs is conserved, so T_cores holds for every setting. A process
 that needs a core of its own also needs one that is idle (`more_generators`, `more_ranks`).
 
-Saturation and not idleness says what generators could do: one that works on 1 group of 32 is never idle. T_generate takes
-the time of a group as it is now. An engine whose batch grows takes longer for each token, so that the gain of fewer
-generators is an upper bound.
+Spare generator capacity is measured by saturation, because a generator that works on 1 group of 32 is never idle.
+T_generate assumes the present time of a group. A larger batch slows each token down, so the gain of fewer generators is an
+upper bound.
 """
 
 from collections import Counter
@@ -28,36 +28,37 @@ from asyncgrpo.config.schema import Config
 from asyncgrpo.recording.events import Event
 
 WINDOW = 100
-"""Steps that are looked at, at most."""
+"""Largest number of steps in a window."""
 EVENTS = 8 * WINDOW
-"""Newest events that are enough for a window: its steps, and all that happens between them."""
+"""Newest events that suffice for a window: its steps and the events between them."""
 FEWEST = 5
-"""Steps that are needed to say something."""
+"""Smallest number of steps in a window."""
 SETTLE = 3
-"""Steps left out after something has changed: their groups began before it, and caches and compilers warm up."""
+"""Warm-up steps left out after a change: their groups began before it, and caches and compilers are cold."""
 
 WAITS = 0.1
-"""A learner that waits for a smaller share of a step is not held back. A little of it is right: it keeps the lag small."""
+"""Idle share of a step below which the learner is not starved. A short wait is right, because it keeps the lag small."""
 HAND_OVER_S = 0.1
-"""A batch that is ready takes up to so long to reach the learner."""
+"""Largest latency of handing a ready batch to the learner."""
 TAIL = 0.75
-"""Among more groups the longest is longer, so that a larger bound gains less. Measured: docs/staleness.md, `wait`, L 1 and 4."""
+"""Exponent of a larger bound under stragglers: among more groups the longest is longer, so that the bound gains less.
+Measured: docs/staleness.md, `wait`, L 1 and 4."""
 FULL = 0.85
-"""Saturation from which the generators' places count as full, and the most that fewer generators would have."""
+"""Saturation from which the generators' places count as full, and the target of a smaller number of generators."""
 PACKED = 0.95
-"""Saturation from which another bound would not let more groups begin."""
+"""Saturation above which a larger bound starts no more groups."""
 HALF = 0.5
-"""What takes more than half of something is the cause of it."""
+"""Share above which one cause counts as the main one."""
 ROUNDING = 0.1
-"""A core that is idle but for this share counts as free."""
+"""Tolerated busy share of a core that counts as free."""
 UNLIMITED = 1 << 16
-"""Processes for which there is room where nothing is known of the cores, or nothing limits them."""
+"""Room for further processes if the cores are not measured, or nothing limits them."""
 
 Limit = Literal["learner", "generators", "reward", "bound", "lengths", "cores", "none"]
-"""What sets the pace. `lengths`: the bound, through a few long completions. `none`: groups are about to begin."""
+"""The limiting term. `lengths`: the bound, through stragglers. `none`: groups are about to begin."""
 
 _ANEW = frozenset({"rewound", "changed", "start", "restart", "fault"})
-"""Events after which nothing said of the steps before is true any more."""
+"""Events that start a new window: earlier measurements no longer apply."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Cores:
     count: float
     idle: float
     process: float
-    """Cores that one learner rank or one generator keeps busy, with all its subprocesses."""
+    """Cores that one learner rank or one generator keeps busy, subprocesses included."""
 
     @property
     def spare(self) -> float:
@@ -76,20 +77,20 @@ class Cores:
 
     @property
     def room(self) -> int:
-        """Processes like this one for which a core is free."""
+        """Number of further processes like this one that the free cores allow."""
         return int(min(UNLIMITED, (self.idle + ROUNDING) / max(self.process, 1e-3)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """Means over the steps of a window. Times are seconds of one step."""
+    """Means over the steps of a window. Times are seconds per step."""
 
     steps: tuple[int, int]
     """The first and the last step of the window."""
     step_s: float
     """T: wall time of a step."""
     wait_s: float
-    """The learner waited for a batch."""
+    """Time in which the learner waits for a batch."""
     train_s: float
     publish_s: float
     checkpoint_s: float
@@ -101,71 +102,71 @@ class Pace:
     slots: float
     under_way: float
     ready: float
-    """Groups that waited ready, on average (by Little's law)."""
+    """Mean number of ready groups, by Little's law."""
     max_lag: int
     oldest: float
-    """The largest lag of a step, on average."""
+    """Mean of the largest lag of each step."""
     at_bound: float
-    """The share of the steps that trained a group as old as the bound, 0 to 1."""
+    """Share of the steps that trained a group as old as the bound, 0 to 1."""
     scoring: float
-    """The share of a completion's time in a generator that went to its reward, 0 to 1."""
+    """Share of a completion's time in a generator that went to its reward, 0 to 1."""
     scored_at_once: float
-    """Completions of one generator that were scored, or waited for a reward worker, at once."""
+    """Mean number of completions of one generator in scoring, the queue for reward workers included."""
     scorers: float
-    """Completions that a generator can score at once; infinite where no setting limits it."""
+    """Completions that a generator can score at once; infinite if no setting limits it."""
     loading: float
-    """The share of the generators' time that went to changes of weights, 0 to 1."""
+    """Share of the generators' time that went to weight changes, 0 to 1."""
     groups: float
-    """Groups that were trained."""
+    """Trained groups."""
     reward: float | None
-    """The mean reward."""
+    """Mean reward."""
     no_signal: float
-    """The share of the trained groups without signal, 0 to 1."""
+    """Share of the trained groups without signal, 0 to 1."""
     filtered: float
-    """The share of the groups that came, which were filtered for that, 0 to 1."""
+    """Share of the accepted groups that were filtered for lack of signal, 0 to 1."""
     learner_cores: Cores | None
-    """Of rank 0 and its machine; None: not counted."""
+    """Cores of rank 0 and its machine; None: not measured."""
     generator_cores: Cores | None
-    """Of a generator and its machine; None: not counted."""
+    """Cores of a generator and its machine; None: not measured."""
 
     @property
     def lacks_groups(self) -> bool:
-        """True if the learner waits for groups, and not for a batch to be handed over."""
+        """True if the learner is starved of groups, beyond the latency of handing a batch over."""
         return self.wait_s > max(WAITS * self.step_s, HAND_OVER_S)
 
     @property
     def wait(self) -> float:
-        """The share of a step in which the learner waits, 0 to 1."""
+        """Share of a step in which the learner waits, 0 to 1."""
         return self.wait_s / self.step_s
 
     @property
     def learn_s(self) -> float:
-        """T_learn: a step if every batch were there in time."""
+        """T_learn: the step time if every batch were ready in time."""
         return self.step_s - self.wait_s
 
     @property
     def saturation(self) -> float:
-        """The share of the generators' places that holds a group, 0 to 1."""
+        """Share of the generators' places that hold a group, 0 to 1."""
         return min(1.0, self.in_flight / self.places)
 
     @property
     def is_held_up(self) -> bool:
-        """True if more groups are ready than in flight, and wait for a few that take long."""
+        """True if more groups are ready than in flight: they wait for stragglers."""
         return self.ready > self.in_flight
 
     @property
     def must_wait(self) -> bool:
-        """True if ready groups wait for older ones: more of them than while a batch fills, and some at the bound."""
+        """True if ready groups wait for older ones: more are ready than while a batch fills, and some are at the bound."""
         return self.ready > 0.6 * self.groups and self.at_bound > 0.25
 
     @property
     def has_full_slots(self) -> bool:
-        """True if no other group may begin."""
+        """True if nearly all slots are taken, so that no other group may begin."""
         return self.under_way >= 0.9 * self.slots
 
     @property
     def limit(self) -> Limit:
-        """What sets the pace, by what was measured."""
+        """The term that limits the run, by its measurements."""
         if not self.lacks_groups:
             return "learner"
         if self.scoring > HALF and self.scored_at_once > self.scorers:
@@ -176,10 +177,9 @@ class Pace:
 
     @property
     def work(self) -> float:
-        """The share of a machine's core-seconds that the run's own processes used, 0 to 1; 0 where nothing is known.
+        """Share of a machine's core-seconds that the run's own processes used, 0 to 1; 0 if it was not measured.
 
-        Learner and generators are taken to be on one machine, but not to work more than it did. What others did there is
-        not in it.
+        It assumes learner and generators on one machine, capped by that machine's busy share. Other processes are excluded.
         """
         learner, generator = self.learner_cores, self.generator_cores
         if learner is None or generator is None:
@@ -189,16 +189,16 @@ class Pace:
 
     @property
     def more_generators(self) -> int:
-        """Generators for which there are free cores, beside those that there are."""
+        """Number of further generators that the free cores allow."""
         return self.generator_cores.room if self.generator_cores else UNLIMITED
 
     @property
     def more_ranks(self) -> int:
-        """Learner ranks for which there are free cores, beside those that there are."""
+        """Number of further learner ranks that the free cores allow."""
         return self.learner_cores.room if self.learner_cores else UNLIMITED
 
     def has_cores(self, generators: int, ranks: int) -> bool:
-        """True if there are free cores for the processes that are more than now. Both kinds are taken to share them."""
+        """Return True if the free cores allow the additional processes. Both kinds are assumed to share the cores."""
         more = (max(0, generators - self.generators), max(0, ranks - self.ranks))
         return (
             sum(n / max(room, 1e-9) for n, room in zip(more, (self.more_generators, self.more_ranks), strict=True)) <= 1
@@ -214,12 +214,12 @@ class Pace:
         checkpoint: float = 1.0,
         cores: bool = True,
     ) -> tuple[float, Limit]:
-        """Return T with other settings, and what would set the pace.
+        """Return T with other settings, and the term that would limit the run.
 
         Args:
-            generators, ranks, max_lag: None: as they are.
-            reward, checkpoint: share of the time that they would take.
-            cores: False: as if there were always a free one.
+            generators, ranks, max_lag: None: unchanged.
+            reward, checkpoint: factor on the present time of rewards and checkpoints.
+            cores: False: ignore the cores.
         """
         ranks = ranks or self.ranks
         fewer = self.generators / (generators or self.generators)
@@ -230,7 +230,7 @@ class Pace:
         bound: Limit = "lengths" if self.is_held_up else "bound"
 
         def now(term: Limit, share: float) -> float:
-            """What the term is at present: T if it limits the run, else its share of T."""
+            """Return the present value of the term: T if it limits the run, else its share of T."""
             return self.step_s * (1.0 if term == self.limit else share)
 
         terms: dict[Limit, float] = {
@@ -246,19 +246,19 @@ class Pace:
 
     @property
     def _room_taken(self) -> float:
-        """The share of T that the bound leaves, however many generators there are: the slots of a batch in training are
-        not free, and a group that now takes `oldest` steps may take L + 1 shorter ones."""
+        """Share of T that the bound imposes for any number of generators: the slots of a batch in training are not free,
+        and a group that now takes `oldest` steps may take L + 1 shorter ones."""
         room = max(1.0, self.groups, self.slots - self.groups)
         return min(1.0, max(self.in_flight / room, self.oldest / (self.max_lag + 1)))
 
     def gain(self, step_s: float) -> float:
-        """The share by which a step of `step_s` is shorter, 0 to 1."""
+        """Return the share by which a step of `step_s` is shorter than now, 0 to 1."""
         return max(0.0, 1 - step_s / self.step_s)
 
     def gain_of_filter(self) -> float:
-        """The share by which `algorithm.filter_zero_signal` shortens the time for a group with signal, 0 to 1.
+        """Return the share by which `algorithm.filter_zero_signal` shortens the time per group with signal, 0 to 1.
 
-        Generators sample 1 / (1 - no_signal) times as many groups, and need that much more of their cores.
+        Generators sample 1 / (1 - no_signal) times as many groups, and need that many times their cores.
         """
         kept = 1 - self.no_signal
         cores_s = 0.0
@@ -269,9 +269,9 @@ class Pace:
 
 
 def scoring_setting(config: Config) -> tuple[int, str] | None:
-    """Return how many completions a generator scores at once, and the key that says so; None: no setting does.
+    """Return the number of completions that a generator scores at once and the key that sets it; None: no setting does.
 
-    An environment scores by itself. Only one of your own has processes here that could be more.
+    An environment scores by itself. Only a user's own environment has processes here whose number can change.
     """
     environment = config.environment
     if environment.name is None and environment.agent is None and not environment.tools:
@@ -280,11 +280,11 @@ def scoring_setting(config: Config) -> tuple[int, str] | None:
 
 
 def pace_of(events: Iterable[Event], config: Config) -> Pace | None:
-    """Return the pace of the last steps under the present conditions; None: they are fewer than `FEWEST`, or say too little.
+    """Return the pace of the last steps under the present conditions; None: fewer than `FEWEST`, or without measurements.
 
     Args:
-        events: in their order.
-        config: as it is in force.
+        events: in order.
+        config: the configuration in force.
     """
     steps = _typical(_recent(events, config.buffer.max_lag == "auto"))
     if len(steps) < FEWEST:
@@ -336,23 +336,23 @@ def pace_of(events: Iterable[Event], config: Config) -> Pace | None:
     )
 
 
-def _cores(told: Counter[str], seconds: float, active: float) -> Cores | None:
-    """Return what the core-seconds of a window say; None: none were counted.
+def _cores(counted: Counter[str], seconds: float, active: float) -> Cores | None:
+    """Return the cores from the core-seconds of a window; None: none were counted.
 
     Args:
-        told: core-seconds.
-        seconds: in which they were counted, of all processes that counted them.
-        active: share of the time in which the process works; while it does, it needs its cores.
+        counted: core-seconds.
+        seconds: wall time of the window, summed over the processes that counted.
+        active: share of the time in which the process works and needs its cores.
     """
-    if told["cores"] <= 0:
+    if counted["cores"] <= 0:
         return None
-    count = max(1.0, float(round(told["cores"] / seconds)))
-    idle, process = (count * told[name] / told["cores"] for name in ("spare", "cpu"))
+    count = max(1.0, float(round(counted["cores"] / seconds)))
+    idle, process = (count * counted[name] / counted["cores"] for name in ("spare", "cpu"))
     return Cores(count=count, idle=idle, process=process / active)
 
 
 def _recent(events: Iterable[Event], is_auto: bool) -> list[Event]:
-    """The last steps that were made under one set of conditions, once they had settled."""
+    """Return the last steps under one set of conditions, without the warm-up steps."""
     steps: list[Event] = []
     for event in events:
         if event["event"] in _ANEW or is_command(event):
@@ -365,21 +365,20 @@ def _recent(events: Iterable[Event], is_auto: bool) -> list[Event]:
 
 
 def is_command(event: Event) -> bool:
-    """True if a person or the autopilot changed something."""
+    """Return True if the event is a command, of the user or the autopilot, that was carried out."""
     return event["event"] == "command" and not event["refused"]
 
 
 def _conditions(step: Event, is_auto: bool) -> tuple[int, ...]:
-    """Generators, places of one, and the bound."""
+    """Return the number of generators, the places of each and the bound."""
     in_touch = round(step["generators"]["in_touch"])
     return in_touch, round(step["generators"]["places"] / max(1, in_touch)), 0 if is_auto else step["max_lag"]
 
 
 def _typical(steps: Sequence[Event]) -> list[Event]:
-    """The steps without one that took more than twice as long as any other.
+    """Return the steps without an outlier, one that took more than twice as long as any other.
 
-    Means and not medians are taken of the rest: batches come in bursts, and a wait in every fifth step has no part in a
-    median.
+    The rest is averaged by means, because batches come in bursts, and a median misses a wait in every fifth step.
     """
     if len(steps) <= FEWEST:
         return list(steps)

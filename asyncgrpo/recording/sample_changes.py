@@ -1,4 +1,4 @@
-"""What changed between two evaluations on the same held-out prompts: which went from wrong to right, and which back."""
+"""Compares two evaluations on the same held-out prompts: the prompts that became right, and those that became wrong."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -14,20 +14,20 @@ Way = Literal["fixed", "broken"]
 
 
 class Side(Struct, frozen=True, kw_only=True):
-    """A prompt in one of the two evaluations."""
+    """Result of a prompt in one of the two evaluations."""
 
     right: float
-    """Share of its completions that are right."""
+    """Share of right completions, 0 to 1."""
     reward_mean: float | None
     completion: str
-    """The one that shows the change best: where the prompt is right the best of them, else the worst."""
+    """A completion that shows the change: the best one where the prompt is right, else the worst."""
     reward: float | None
     failure: str | None
     version: str
 
 
 class Changed(Struct, frozen=True, kw_only=True):
-    """A prompt that is right in one of the two evaluations only. It is right if half of its completions are."""
+    """A prompt that is right in exactly one of the two evaluations. It is right if at least half of its completions are."""
 
     prompt_id: str
     way: Way
@@ -38,36 +38,36 @@ class Changed(Struct, frozen=True, kw_only=True):
 
 
 class Changes(Struct, frozen=True, kw_only=True):
-    """What changed between two evaluations."""
+    """Comparison of two evaluations."""
 
     from_step: int
     to_step: int
     prompts: int
-    """That both have."""
+    """Number of prompts in both evaluations."""
     right_before: int
     right_after: int
     fixed: int
     broken: int
     changed: list[Changed]
-    """Those that were fixed, then those that were broken, each in the order of the file."""
+    """The fixed prompts, then the broken ones, each in the order of the file."""
     steps: list[int]
-    """Every step of which the evaluation is kept."""
+    """Steps whose evaluations are kept."""
 
 
 def changes(run: Path, from_step: int | None = None, to_step: int | None = None) -> Changes:
     """Compare two evaluations of a run.
 
     Args:
-        from_step, to_step: None: the first and the last that are kept.
+        from_step, to_step: None: the first and the last kept evaluation.
     Raises:
-        DataError: there are no two such evaluations.
+        DataError: an evaluation is missing, or both are the same.
     """
     files = files_of(run, EVALS)
     steps = list(files)
     first, last = steps[0] if from_step is None else from_step, steps[-1] if to_step is None else to_step
     if first == last:
         raise DataError(
-            f"{run}: there is nothing to compare step {first} with; evaluations are kept of: {', '.join(map(str, steps))}"
+            f"{run}: a comparison needs two evaluations, not step {first} twice; kept are: {', '.join(map(str, steps))}"
         )
     before, after = (_by_prompt(read_table(files, run, step)[1].to_pylist()) for step in (first, last))
     success, both = _success(run), [prompt_id for prompt_id in before if prompt_id in after]
@@ -127,7 +127,7 @@ def _side(rows: list[Row], success: float, *, shows_best: bool) -> Side:
 
 
 def _success(run: Path) -> float:
-    """`reward.success` of the run; 1 where its settings do not say."""
+    """Return `reward.success` of the run; 1 if its configuration lacks it."""
     try:
         from asyncgrpo.config.load import read_plain
 

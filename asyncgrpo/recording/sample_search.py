@@ -1,4 +1,4 @@
-"""The samples of a step, found and read again: whole for a command, or searched, filtered and cut to a page for a browser."""
+"""Reads the samples of a step: all of them for a command, or one page of a filtered search for a browser."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ Row = dict[str, Any]
 Folder = Literal["samples", "evals"]
 TRAINED: Folder = "samples"
 EVALS: Folder = "evals"
-"""Of a run: where the completions of its steps are, and those of its evaluations."""
+"""Folders of a run: the completions of its steps, and those of its evaluations."""
 Sort = Literal["file", "best", "worst", "longest", "oldest"]
 Only = Literal["all", "failed", "truncated", "untrained", "better", "worse"]
 
@@ -26,34 +26,34 @@ _SEARCHED = ("prompt", "completion", "ground_truth", "prompt_id", "source")
 
 
 class Found(Struct, frozen=True, kw_only=True):
-    """Some of the completions of a step."""
+    """One page of a search in the completions of a step."""
 
     step: int
     total: int
     """Completions of the step in the file."""
     found: int
-    """Those that were searched for."""
+    """Completions that match the search."""
     rows: list[Row]
-    """Of these, the page that was asked for."""
+    """The requested page of the matches."""
     first_step: int
     last_step: int
     before: int | None
-    """The step before this one that has samples."""
+    """The previous step that has samples."""
     after: int | None
-    """The step after it."""
+    """The next step that has samples."""
 
 
 SHARD = 1_000
-"""Steps of one folder of files."""
+"""Number of steps per folder."""
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """Where the samples of a step are written, as in `samples/260/step_260017.parquet`."""
+    """Return the path for the samples of a step, such as `samples/260/step_260017.parquet`."""
     return folder / f"{step // SHARD:03d}" / f"step_{step:06d}.parquet"
 
 
 class SampleFiles:
-    """The files of samples in a folder, by optimizer step. An older release wrote all of them into the folder itself."""
+    """The sample files in a folder, by optimizer step. Older releases wrote all of them into the folder itself."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -63,34 +63,34 @@ class SampleFiles:
 
     @property
     def is_of_training(self) -> bool:
-        """False for the completions of evaluations."""
+        """True for trained completions, False for those of evaluations."""
         return self._folder.name == TRAINED
 
     def __iter__(self) -> Iterator[int]:
-        """Yield every step that has samples, in order. Reads every folder."""
+        """Yield every step that has samples, in order. Lists every folder."""
         for shard in self._shards:
             yield from self._in(shard)
 
     def first(self) -> int | None:
-        """The first step that has samples."""
+        """Return the first step that has samples."""
         return next(iter(self), None)
 
     def last(self) -> int | None:
-        """The newest step that has samples."""
+        """Return the newest step that has samples."""
         return next((steps[-1] for shard in reversed(self._shards) if (steps := self._in(shard))), None)
 
     def before(self, step: int) -> int | None:
-        """The step before `step` that has samples."""
+        """Return the last step before `step` that has samples."""
         shards = (shard for shard in reversed(self._shards) if shard <= step // SHARD)
         return next((one for shard in shards for one in reversed(self._in(shard)) if one < step), None)
 
     def after(self, step: int) -> int | None:
-        """The step after `step` that has samples."""
+        """Return the first step after `step` that has samples."""
         shards = (shard for shard in self._shards if shard >= step // SHARD)
         return next((one for shard in shards for one in self._in(shard) if one > step), None)
 
     def find(self, step: int) -> Path | None:
-        """The file of a step; None: it has no samples."""
+        """Return the file of a step; None: it has no samples."""
         paths = path_of(self._folder, step), self._folder / f"step_{step:06d}.parquet"
         return next((path for path in paths if path.is_file()), None)
 
@@ -104,7 +104,7 @@ def _steps_in(folder: Path) -> set[int]:
 
 
 def files_of(run: Path, folder: Folder = TRAINED) -> SampleFiles:
-    """The files of samples in a folder of the run. Raises DataError where there is none."""
+    """Return the sample files in a folder of the run. Raises DataError if there are none."""
     files = SampleFiles(run / folder)
     if files.last() is None:
         why = f"it writes them after its first {'step' if folder == TRAINED else 'evaluation of data.eval'}"
@@ -113,7 +113,7 @@ def files_of(run: Path, folder: Folder = TRAINED) -> SampleFiles:
 
 
 def read_table(files: SampleFiles, run: Path, step: int | None = None) -> "tuple[int, pa.Table]":
-    """The step and its samples, a row each; without `step` those of the newest. Raises DataError."""
+    """Return a step and its samples, one row each; `step` None means the newest. Raises DataError."""
     step = files.last() if step is None else step
     assert step is not None, "files_of has raised"
     path = files.find(step)
@@ -142,18 +142,18 @@ def search(
     offset: int = 0,
     limit: int = 20,
 ) -> Found:
-    """Completions of a step, by their text and by what became of them.
+    """Search the completions of a step by text and outcome, and return one page.
 
     Args:
         step: None: the newest that has samples.
         folder: trained completions, or those of evaluations.
-        text: in prompt, completion, answer or source, whatever the case; empty: all.
+        text: text in prompt, completion, answer or source, ignoring case; empty: all.
         only: without a score, ended by length, outside the loss, or with an advantage above or below 0.
         sort: `file` is the order of the batch. Completions without a score come last.
-        offset: those before it are left out.
-        limit: rows, at most.
+        offset: number of matches to skip.
+        limit: largest number of rows.
     Raises:
-        DataError: there are no samples, or none of this step.
+        DataError: the run has no samples, or none of this step.
     """
     files = files_of(run, folder)
     step, table = read_table(files, run, step)
@@ -162,7 +162,7 @@ def search(
         import pyarrow.compute as pc
 
         column, order = _ORDER[sort]
-        found = found.take(pc.sort_indices(found, [(column, order)]))  # None comes last
+        found = found.take(pc.sort_indices(found, [(column, order)]))  # nulls are last
     first, last = files.first(), files.last()
     assert first is not None and last is not None, "files_of has raised"
     return Found(

@@ -1,7 +1,7 @@
-"""Trained completions as Parquet, one file for each step, so that a person can read what the reward saw.
+"""Trained completions as Parquet files, one per step, for inspection of prompts, completions and rewards.
 
 Each file, such as `samples/000/step_000017.parquet`, is written atomically. A row is one completion, and its columns are the
-fields of `Sample`. Nothing else needs these files, so the oldest above `run.keep_samples` are removed.
+fields of `Sample`. Files beyond `run.keep_samples` are removed, the oldest first.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ class Sample:
     """One trained completion, or one of an evaluation."""
 
     step: int
-    """Optimizer step that trained it, from 1; of an evaluation, the step after which it was asked for."""
+    """Optimizer step that trained it, from 1; in an evaluation, the step after which it was requested."""
     version_oldest: str
-    """Policy version that sampled its oldest token, as `lineage.version`; empty for a completion without a token."""
+    """Policy version that sampled its oldest token, as `lineage.version`; empty for a completion without tokens."""
     version_newest: str
     """Policy version that sampled its newest token."""
     lag: int
@@ -44,18 +44,18 @@ class Sample:
     ground_truth: str
     """The task's ground-truth answer as JSON."""
     reward: float | None
-    """The score; None exactly where `failure` is given."""
+    """The score; None exactly if `failure` is given."""
     advantage: float | None
-    """None where the completion took no part in the loss."""
+    """None if the completion took no part in the loss."""
     failure: str | None
     finish_reason: str
     num_tokens: int
     """Sampled tokens."""
     parts: str
-    """The named parts of the reward as JSON."""
+    """Named parts of the reward as JSON."""
     observed: str = "[]"
-    """What an environment said: `[start, end]` of each observation in the characters of `completion`, as JSON. Of an
-    evaluation's completions it is not known."""
+    """Observations from an environment: `[start, end]` of each in the characters of `completion`, as JSON. Empty in
+    evaluations, where they are not recorded."""
 
 
 _INT32 = ("lag", "num_tokens")
@@ -71,13 +71,13 @@ SCHEMA = pa.schema([(f.name, pa.int32() if f.name in _INT32 else _ARROW_TYPES[f.
 def samples_of(
     group: Group, *, step: int, lag: int, advantages: Sequence[float | None], decode: Callable[[Sequence[int]], str]
 ) -> list[Sample]:
-    """The rows of one trained group.
+    """Return the rows of one trained group.
 
     Args:
         step: optimizer step that trained it.
-        lag: the group's, in optimizer steps.
-        advantages: one for each rollout, in order; None where it took no part in the loss.
-        decode: token ids to text, special tokens kept.
+        lag: lag of the group, optimizer steps.
+        advantages: one per rollout, in order; None for a rollout that took no part in the loss.
+        decode: converts token ids to text and keeps special tokens.
     """
     prompt = decode(group.prompt.token_ids)
     truth = json.dumps(group.prompt.answer, ensure_ascii=False)
@@ -111,20 +111,20 @@ def samples_of(
 
 
 def _text_of(completion: Completion, decode: Callable[[Sequence[int]], str]) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a completion, and the characters of it that an environment said."""
+    """Return the text of a completion, and the character ranges of its observations."""
     if not completion.observations:
         return decode(completion.token_ids.tolist()), []
     first, *turns = np.split(completion.token_ids, [one.at for one in completion.observations])
     text, observed = decode(first.tolist()), []
     for one, turn in zip(completion.observations, turns, strict=True):
-        said = decode(one.token_ids.tolist())
-        observed.append((len(text), len(text) + len(said)))
-        text += said + decode(turn.tolist())
+        reply = decode(one.token_ids.tolist())
+        observed.append((len(text), len(text) + len(reply)))
+        text += reply + decode(turn.tolist())
     return text, observed
 
 
 def held_out_samples(group: Deliver, step: int) -> list[Sample]:
-    """The rows of one held-out prompt, whose completions came as text. None of them is trained."""
+    """Return the rows of one held-out prompt, whose completions are text. None of them is trained."""
     prompt, truth = text_of(group.prompt), json.dumps(group.prompt.answer, ensure_ascii=False)
     return [
         Sample(
@@ -150,18 +150,18 @@ def held_out_samples(group: Deliver, step: int) -> list[Sample]:
 
 
 def text_of(prompt: Prompt) -> str:
-    """The prompt as its row has it: the text, or the turns with their roles."""
+    """Return the prompt of a data row: its text, or its turns with their roles."""
     return prompt.text or "\n".join(f"{turn.get('role')}: {turn.get('content')}" for turn in prompt.turns)
 
 
 class SampleWriter:
-    """Writes the samples of a step into a folder, and replaces those of an earlier attempt at the same step."""
+    """Writes the samples of each step into a folder, and replaces those of an earlier attempt at the same step."""
 
     def __init__(self, folder: Path, keep: int | None) -> None:
-        """Make the folder, and remove half-written files that a crash left in it.
+        """Create the folder, and remove partial files that a crash left in it.
 
         Args:
-            keep: files to keep, the newest; None: all (`run.keep_samples`).
+            keep: number of newest files to keep; None: all (`run.keep_samples`).
         """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ class SampleWriter:
         self._keep = keep
         self._files = SampleFiles(self.folder)
         self._steps: dict[int, None] = {}
-        """Steps with a file, in the order in which they were written; empty without a limit."""
+        """Steps with a file, in the order of writing; empty without a limit."""
         if keep is not None:
             written = {
                 step: path.stat().st_mtime for step in self._files if (path := self._files.find(step)) is not None
@@ -179,7 +179,7 @@ class SampleWriter:
         self._has_removed = False
 
     def write(self, step: int, samples: Iterable[Sample]) -> Path:
-        """Write the samples of a step (zstd), remove what is more than is to be kept, and return its path. Raises OSError."""
+        """Write the samples of a step (zstd), remove files over the limit, and return the path. Raises OSError."""
         table = pa.Table.from_pylist([vars(sample) for sample in samples], schema=SCHEMA)
         path = path_of(self.folder, step)
         path.parent.mkdir(exist_ok=True)
@@ -189,7 +189,7 @@ class SampleWriter:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        (self.folder / path.name).unlink(missing_ok=True)  # where an older release had written this step
+        (self.folder / path.name).unlink(missing_ok=True)  # an older release wrote this step here
         if self._keep is not None:
             self._steps.pop(step, None)
             self._steps[step] = None
@@ -205,7 +205,7 @@ class SampleWriter:
             return
         if not self._has_removed:
             self._has_removed = True
-            log.info("run.keep_samples is %d: %s and every further oldest file is removed", self._keep, path.name)
+            log.info("run.keep_samples is %d: from now on the oldest file is removed, first %s", self._keep, path.name)
         path.unlink(missing_ok=True)
         if path.parent != self.folder:
             with contextlib.suppress(OSError):  # the folder has other files

@@ -1,7 +1,7 @@
 """The live screen: one terminal page about a run, drawn from its events alone.
 
-`watch` follows a `metrics.jsonl` and shows it: as a live page on a terminal, or as one line for each step where the output
-is a file or a pipe. `Screen` draws the page; it depends only on the events it was given and on `now`.
+`watch` follows a `metrics.jsonl` and shows it: as a live page on a terminal, or as one line per step if the output is a file
+or a pipe. `render` draws the page from the events so far and `now`.
 """
 
 import threading
@@ -31,7 +31,7 @@ from asyncgrpo.recording.text import (
     thousands,
 )
 
-# -- plots made of characters ------------------------------------------------------------------------------------------
+# -- character plots ---------------------------------------------------------------------------------------------------
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot of a braille cell, by row from the top, then column."""
@@ -39,7 +39,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def resample(values: Sequence[float], count: int) -> list[float]:
-    """`values` as `count` points: interpolated linearly where there are fewer, averaged where there are more."""
+    """Resample `values` to `count` points: interpolate linearly if there are fewer, average if there are more."""
     n = len(values)
     if n == 1:
         return [values[0]] * count
@@ -55,9 +55,9 @@ def resample(values: Sequence[float], count: int) -> list[float]:
 
 
 def line_plot(values: Sequence[float], width: int, height: int) -> list[str]:
-    """`height` lines of `width` characters that draw `values` from their least (bottom) to their greatest (top).
+    """Draw `values` as `height` lines of `width` characters, scaled from the smallest (bottom) to the largest (top).
 
-    Each character holds 2 by 4 dots. Fewer than two values, or all equal, give a flat line.
+    Each character holds 2 by 4 dots. Fewer than two values, or equal values, give a flat line.
     """
     if not values or width < 1 or height < 1:
         return [" " * max(0, width)] * max(0, height)
@@ -69,7 +69,7 @@ def line_plot(values: Sequence[float], width: int, height: int) -> list[str]:
     cells = [[0] * width for _ in range(height)]
     previous = levels[0]
     for x, level in enumerate(levels):
-        # The dots between two levels are filled in, so that a steep line stays a line.
+        # The dots between two levels are filled in, so that a steep line stays connected.
         start, stop = sorted((level, previous + (level > previous) - (level < previous)))
         for y in range(start, stop + 1):
             row, dot = divmod(rows - 1 - y, 4)
@@ -79,7 +79,7 @@ def line_plot(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def bar(share: float, width: int) -> str:
-    """A bar that fills `share` (0 to 1) of `width` characters, padded with spaces."""
+    """Return a bar that fills `share` (0 to 1) of `width` characters, padded with spaces."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     full, part = divmod(eighths, 8)
     return ("█" * full + (_EIGHTHS[part] if part else "")).ljust(width)
@@ -89,17 +89,17 @@ def bar(share: float, width: int) -> str:
 
 _ACTIVITIES = {"wait_data": "wait for data", "train": "train", "publish": "publish", "checkpoint": "checkpoint"}
 _COLOURS = {"wait_data": "yellow", "train": "green", "publish": "cyan", "checkpoint": "magenta"}
-# These keep the page within the 24 lines of a small terminal.
+# These limits keep the page within the 24 lines of a small terminal.
 _NUM_SYNCS = 3
 _NUM_WARNINGS = 3
 _NUM_SUITES = 4
 _PLOT_HEIGHT = 6
 _KEEP_EVERY_S = 30.0
-"""How long, at least, between two times that the progress is kept beside the events."""
+"""Shortest interval between two writes of the progress beside the events."""
 
 
 def render(progress: Progress, now: float | None = None) -> RenderableType:
-    """The page of a run. The clock shows `now` (Unix seconds), or the time of the last event without it."""
+    """Return the page of a run. The clock shows `now` (Unix seconds), or the time of the last event if it is None."""
     body = Table.grid(expand=True, padding=(0, 1))
     body.add_column(ratio=3)
     body.add_column(ratio=2)
@@ -232,7 +232,7 @@ def _lags(progress: Progress) -> str | None:
 
 
 def _under_way(progress: Progress) -> str | None:
-    """Groups under way, against what is wanted or allowed, and how long they wait ready: means of the last steps."""
+    """Return the groups under way against the wanted number or the slots, and their time ready: means of the last steps."""
     under_way, ready = progress.mean("under_way", RECENT), progress.mean("ready_seconds", RECENT)
     if under_way is None:
         return None
@@ -252,7 +252,7 @@ def _bars(rows: dict[str, tuple[float, str, str]]) -> RenderableType:
 
 
 def _paused(progress: Progress, now: float | None) -> str:
-    """Which generators' rewards are paused, and when they are tried again. `now` is that of `Screen.render`."""
+    """Return the generators whose rewards are paused, and the time of the next probe. `now` is that of `render`."""
     at = progress.updated if now is None else now
     events = progress.paused.values()
     probe_in_s = min(event["time"] + event["probe_in_s"] for event in events) - (at or 0.0)
@@ -265,7 +265,7 @@ def _paused(progress: Progress, now: float | None) -> str:
 
 
 def _notes(progress: Progress, now: float | None) -> RenderableType:
-    """How often prompts come, the last publications, the advice and the last warnings."""
+    """Return the notes: sources, prompts, the last publications, the advice and the last warnings."""
     notes = Table.grid(padding=(0, 2))
     notes.add_column(style="dim", no_wrap=True)
     notes.add_column(no_wrap=True, overflow="ellipsis")
@@ -299,13 +299,13 @@ def watch(
     poll_s: float = 0.25,
     clock: Callable[[], float] = time.time,
 ) -> Progress:
-    """Show the run that writes `path` until its `end` event or until `stop` is set, and keep its progress beside it.
+    """Show the run that writes `path` until its `end` event or until `stop` is set, and save its progress beside it.
 
     Args:
-        since: Unix time of this start of the run. Events before it print no line and show no warning, and an `end`
-            before it does not end the watch.
+        since: Unix time of this start of the run. Earlier events print no line and show no warning, and an earlier `end`
+            does not end the watch.
     Returns:
-        The state of the run at the end.
+        The progress of the run at the end.
     """
     console = console or Console()
     stop = stop or threading.Event()

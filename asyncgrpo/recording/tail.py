@@ -1,4 +1,4 @@
-"""Parts of a file of events: from a place in it on, or its newest events first. Each costs the same however long the file is."""
+"""Reads part of an event file: from an offset on, or the newest events first. The cost does not grow with the file."""
 
 import os
 from collections.abc import Iterator
@@ -12,37 +12,36 @@ from msgspec import Struct
 Event = dict[str, Any]
 
 LARGEST_BYTES = 4 * 2**20
-"""Read at once."""
+"""Largest number of bytes read at once."""
 _BLOCK_BYTES = 2**18
 _MARK_BYTES = 2**14
-"""More than one event, so that its time is among them: a step that is trained again looks the same but for that."""
+"""Longer than one event, so that a mark covers an event's time: a retrained step may otherwise look the same."""
 
 
 class Tail(Struct, frozen=True, kw_only=True):
-    """Whole lines of a file of events, and where to go on."""
+    """Whole lines of an event file, and the offset of the next read."""
 
     events: list[Event]
     next: int
-    """Bytes from the beginning of the file; give it as `after` to go on."""
+    """Byte offset of the next read; pass it as `after`."""
     size: int
-    """Bytes of the file. There is more at once while `next` is less."""
+    """Size of the file, bytes. More events can be read at once while `next` is smaller."""
     file: str
-    """Digest of the bytes before `next`, empty while there is no file. A resume takes events out and changes it."""
+    """Digest of the bytes before `next`; empty if the file does not exist. A resume removes events and changes it."""
     rewound: bool
-    """True if what stands before `after` is not what the reader knew. The reader forgets that: `events` begin anew."""
+    """True if the bytes before `after` are not those of the previous read. The reader discards its state: `events` restart."""
 
 
 def read_tail(path: Path, after: int = 0, *, file: str | None = None, limit: int = 10_000) -> Tail:
-    """Read events after a place in the file, oldest first; none while there is no file.
+    """Read events from an offset on, oldest first; none if the file does not exist.
 
-    A line that is still being written is left for the next call, one that is no event is skipped. After a resume took out
-    what the reader knew it reads the last 4 MiB.
+    An incomplete last line is left for the next call; invalid lines are skipped. If a resume has removed events that were
+    already read, the last 4 MiB are read.
 
     Args:
-        after: where to begin, a `Tail.next`; a negative one counts from the end. One that is no beginning of a line begins
-            with the next.
-        file: `Tail.file` of the call before; None: there was none.
-        limit: events, at most. It reads at most 4 MiB as well.
+        after: start offset, a `Tail.next`; a negative one counts from the end. An offset within a line means the next line.
+        file: `Tail.file` of the previous call; None: this is the first call.
+        limit: largest number of events. At most 4 MiB are read as well.
     """
     block = read_block(path, after, file)
     if block is None:
@@ -59,37 +58,37 @@ def read_tail(path: Path, after: int = 0, *, file: str | None = None, limit: int
 
 
 class Block(NamedTuple):
-    """Bytes of a file of events, and a few before them."""
+    """Bytes of an event file, and a few before them."""
 
     begin: int
-    """Bytes of the file before the first whole line in it."""
+    """Offset of the first whole line."""
     base: int
-    """Bytes of the file before `data`."""
+    """Offset of `data`."""
     data: bytes
     size: int
-    """Bytes of the file."""
+    """Size of the file, bytes."""
     rewound: bool
-    """As in `Tail`."""
+    """See `Tail.rewound`."""
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the whole lines, each with the bytes of the file up to its end."""
+        """Yield the whole lines, each with the offset of its end."""
         end = self.begin
         for line in self.data[self.begin - self.base :].splitlines(keepends=True):
             if line.endswith(b"\n"):
                 yield (end := end + len(line)), line
 
     def mark(self, place: int) -> str:
-        """Return a digest of what stands right before a place: events have times, so it is that of no other place."""
+        """Return a digest of the bytes right before an offset. Events have times, so it is unique to the offset."""
         end = place - self.base
         return xxhash.xxh3_64_hexdigest(self.data[max(0, end - _MARK_BYTES) : end])
 
 
 def read_block(path: Path, after: int, mark: str | None = None) -> Block | None:
-    """Read at most 4 MiB of a file; None while there is none.
+    """Read at most 4 MiB of a file; None if it does not exist.
 
     Args:
-        after: as in `read_tail`.
-        mark: what `Block.mark` gave for `after`; None or empty: not known.
+        after: see `read_tail`.
+        mark: result of `Block.mark` for `after`; None or empty: unknown.
     """
     try:
         with open(path, "rb") as file:
@@ -104,14 +103,14 @@ def read_block(path: Path, after: int, mark: str | None = None) -> Block | None:
                 after, mark, rewound = -LARGEST_BYTES, None, True
     except FileNotFoundError:
         return None
-    if start and data[start - base - 1 : start - base] != b"\n":  # it is in the middle of a line
+    if start and data[start - base - 1 : start - base] != b"\n":  # within a line
         cut = data.find(b"\n", start - base) + 1
         block = block._replace(begin=base + cut) if cut else block._replace(data=data[: start - base])
     return block
 
 
 def newest_first(path: Path) -> Iterator[Event]:
-    """Read events from the end of the file on, newest first; none where there is no file. A torn last line is ignored."""
+    """Yield events from the end of the file, newest first; none if it does not exist. A torn last line is ignored."""
     try:
         opened = open(path, "rb")  # noqa: SIM115  closed below
     except FileNotFoundError:
@@ -122,7 +121,7 @@ def newest_first(path: Path) -> Iterator[Event]:
             start = max(0, end - _BLOCK_BYTES)
             opened.seek(start)
             lines = (opened.read(end - start) + rest).splitlines(keepends=True)
-            rest = lines.pop(0) if start > 0 else b""  # it may begin in the block before
+            rest = lines.pop(0) if start > 0 else b""  # it may begin in the previous block
             for line in reversed(lines):
                 if line.endswith(b"\n") and (event := decode(line)) is not None:
                     yield event
@@ -130,7 +129,7 @@ def newest_first(path: Path) -> Iterator[Event]:
 
 
 def decode(line: bytes) -> Event | None:
-    """Decode a line; None if it is no event."""
+    """Decode a line; return None if it is not an event."""
     try:
         event: Any = msgspec.json.decode(line)
     except msgspec.DecodeError:

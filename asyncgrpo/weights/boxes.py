@@ -1,13 +1,13 @@
-"""The digest of a tensor: 64 bits, to which any boxes of the tensor add up, however it is cut.
+"""The digest of a tensor: 64 bits, the sum of the digests of its boxes for any partition of the tensor into boxes.
 
     digest = sum over rows r and columns c of  bits(r, c) R(r) C(c)   modulo 2^64
 
-`bits` are those of an element as a whole number, R and C odd numbers that a hash draws for each place. The columns are the last
-dimension, the rows all others. So who holds some boxes computes their digests where they lie, without the rest.
+`bits` are the element's bits as an integer; R and C are odd numbers that a hash draws for each row and column. The last
+dimension is the columns, all others are the rows. So a process that holds some boxes computes their digests in place.
 
-What it finds: any change of one element for certain, since its factor is odd. Several changes go unseen if they cancel under
-factors that nobody chose: about once in 2^64, in 2^49 where only signs of 16-bit numbers change, and in 2^33 where only signs
-of 32-bit numbers do, since their bits are then multiples of 2^15 and 2^31. It is no protection against an adversary.
+A change of one element is always detected, because its factor is odd. Several changes are missed if they cancel under the
+pseudorandom factors: with probability about 2^-64; 2^-49 if only signs of 16-bit numbers change and 2^-33 if only signs of
+32-bit numbers do, because their bits are then multiples of 2^15 and 2^31. The digest does not protect against an adversary.
 """
 
 from itertools import product
@@ -20,18 +20,18 @@ from torch import Tensor
 
 _MASK = 2**64 - 1
 _AT_ONCE = 2**17
-"""Elements that are widened to 8 bytes at once: they stay in a core's cache."""
+"""Elements widened to 8 bytes at once: they fit in a core's cache."""
 _AT_ONCE_ON_DEVICE = 2**24
 _PATTERN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def box_digest(values: Tensor, tensor: str, shape: tuple[int, ...], start: tuple[int, ...]) -> int:
-    """The digest of a box of a tensor.
+    """Return the digest of a box of a tensor.
 
     Args:
-        values: the elements of the box, of any strides and dtype, on a CPU or a GPU.
+        values: elements of the box, of any strides and dtype, on a CPU or a GPU.
         tensor, shape: name and shape of the whole tensor.
-        start: the place of the box in it.
+        start: indices of the first element of the box in the tensor.
     """
     if values.ndim < 2:
         values, shape, start = values.reshape(1, -1), (1, *(shape or (1,))), (0, *(start or (0,)))
@@ -47,7 +47,7 @@ def box_digest(values: Tensor, tensor: str, shape: tuple[int, ...], start: tuple
 
 
 def _factors(seed: int, first: int, count: int) -> NDArray[np.uint64]:
-    """An odd number for each place from `first` on (splitmix64: Steele, Lea and Flood 2014)."""
+    """Return `count` odd numbers for the indices from `first` on (splitmix64: Steele, Lea and Flood 2014)."""
     with np.errstate(over="ignore"):
         x = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -68,7 +68,7 @@ def _of_matrix(values: Tensor, rows: NDArray[np.uint64], columns: NDArray[np.uin
 
 
 def _on_device(values: Tensor, rows: NDArray[np.uint64], columns: NDArray[np.uint64]) -> int:
-    """Compute it by elementwise products: a GPU has no product of matrices of whole numbers. It is waited for once."""
+    """Compute the digest by elementwise products, because GPUs lack an integer matrix product. Synchronizes once."""
     size = values.element_size()
     step = max(1, _AT_ONCE_ON_DEVICE // len(columns))
     of_columns, of_rows = (torch.from_numpy(each.view(np.int64)).to(values.device) for each in (columns, rows))

@@ -1,11 +1,11 @@
-"""Whether an engine computes with the weights that it was sent: learner and engine score the same tokens, and are compared.
+"""The sync check: compares log-probs of learner and engine on the same tokens, to prove that the engine uses its new weights.
 
-A digest proves that bytes arrived. It does not see an engine that ignores a tensor, merges adapters wrongly or keeps keys and
-values of older weights. So under each published version the learner and every engine score the same few sequences: the
+A digest proves that bytes arrived. It cannot detect an engine that ignores a tensor, merges adapters wrongly or keeps keys
+and values of older weights. So under each published version the learner and every engine score the same few sequences. The
 difference of their log-probs is the sync gap, in nats. It is never 0, because their arithmetic differs.
 
-How much it differs depends on the dtype, the kernels and the model. The first gap of a run says it: its weights are those
-of the model's folder on both sides. A later one may be `TIMES_THE_FIRST` as large, within the bounds of its dtype.
+Its size depends on the dtype, the kernels and the model. The first gap of a run calibrates the limit, because both sides
+then hold the weights of the model's folder. A later gap may be `TIMES_THE_FIRST` as large, within the bounds of its dtype.
 """
 
 import math
@@ -19,28 +19,28 @@ from asyncgrpo.types import PolicyVersion
 
 NUM_SEQUENCES = 4
 LENGTH = 32
-"""Tokens of a sequence; fewer where the longest context is shorter."""
+"""Tokens of a sequence; fewer if the longest context is shorter."""
 VERSIONS_KEPT = 64
 CHECK_WITHIN_S = 10.0
-"""An engine that has not scored the sequences so long after its swap says nothing of this version."""
+"""Deadline after a swap for an engine's scores; later ones do not count for the version."""
 FIRST_CHECK_WITHIN_S = 120.0
-"""The same before the first gap of a run: the first sequences may wait until an engine's kernels are compiled."""
+"""The deadline before the first gap of a run, when an engine may still compile its kernels."""
 TIMES_THE_FIRST = 4.0
 BOUNDS = {"float32": (3e-5, 1e-3), "bfloat16": (1e-2, 1e-1), "float16": (3e-3, 3e-2)}
-"""Least and largest limit of the mean gap by the dtype of the weights, nats. docs/weights.md has what was measured."""
+"""Smallest and largest limit of the mean gap by the dtype of the weights, nats. Measurements: docs/weights.md."""
 
 
 @dataclass(frozen=True)
 class CheckSequences:
-    """The sequences of a run: the same for every process that knows vocabulary and context."""
+    """The sequences of a run, determined by vocabulary and context length."""
 
     tokens: tuple[tuple[int, ...], ...]
     start: int
-    """The tokens from here on are scored. Those before are what a prefix cache would keep."""
+    """Index of the first scored token. Earlier tokens are a prefix that a prefix cache would keep."""
 
     @classmethod
     def draw(cls, vocab_size: int, max_context: int) -> "CheckSequences":
-        """Random tokens: they read every part of a model, whatever it was trained on."""
+        """Draw random tokens, which exercise every part of a model, whatever its training data."""
         drawn = random.Random(f"{vocab_size} {max_context}")
         length = max(2, min(LENGTH, max_context - 1))
         tokens = (tuple(drawn.randrange(vocab_size) for _ in range(length)) for _ in range(NUM_SEQUENCES))
@@ -49,21 +49,21 @@ class CheckSequences:
 
 @dataclass(frozen=True)
 class SyncGap:
-    """How far an engine's log-probs are from the learner's, under one version; nats."""
+    """Distance of an engine's log-probs from the learner's under one version, nats."""
 
     mean: float
-    """Over the scored tokens of all sequences but the one that is farthest off; it is compared with the limit. In bfloat16 a
-    token may go to another expert of a mixture than in the learner, and then the rest of its sequence differs. What is wrong
-    with an engine shows in every sequence."""
+    """Mean over the scored tokens of all sequences but the farthest one; it is compared with the limit. In bfloat16 a token
+    may be routed to another expert than in the learner, and then the rest of its sequence differs. A faulty engine differs
+    in every sequence."""
     max: float
-    """Of one token of any sequence."""
+    """Largest distance of one token of any sequence."""
 
     @classmethod
     def between(cls, learner: Sequence[float], engine: Sequence[float]) -> "SyncGap":
-        """Infinite where the engine gave other numbers of tokens, or numbers that are none.
+        """Compare the log-probs of learner and engine. The gap is infinite if their lengths differ or one is not finite.
 
         Args:
-            learner, engine: log-probs of `NUM_SEQUENCES` sequences of one length, one after the other.
+            learner, engine: log-probs of `NUM_SEQUENCES` sequences of equal length, concatenated.
         """
         if len(learner) != len(engine) or not all(map(math.isfinite, engine)):
             return cls(math.inf, math.inf)
@@ -74,25 +74,25 @@ class SyncGap:
 
 
 class GapLimit:
-    """The largest mean gap that is rounding."""
+    """Largest mean gap that counts as rounding."""
 
     def __init__(self, dtype: str) -> None:
         """
         Args:
-            dtype: of the weights sent.
+            dtype: dtype of the published weights.
         """
         self._least, self._most = BOUNDS.get(dtype, BOUNDS["bfloat16"])
         self.nats, self.is_found = self._most, False
 
     def find(self, first: SyncGap) -> None:
-        """Set the limit by the first gap of the run; later calls change nothing."""
+        """Set the limit from the first gap of the run. Later calls have no effect."""
         if not self.is_found:
             self.nats = min(max(TIMES_THE_FIRST * first.mean, self._least), self._most)
             self.is_found = True
 
 
 class SyncCheck:
-    """The gaps of the publications that are under way. The learner's loop calls `expect`, the publisher's thread the rest."""
+    """Gaps of the publications in progress. The learner's loop calls `expect`, the publisher's thread the rest."""
 
     def __init__(self, sequences: CheckSequences, limit: GapLimit) -> None:
         self.sequences, self.limit = sequences, limit
@@ -101,33 +101,37 @@ class SyncCheck:
 
     @classmethod
     def none(cls) -> "SyncCheck":
-        """Nothing is checked."""
+        """Return a check without sequences, which accepts every engine."""
         return cls(CheckSequences((), 1), GapLimit("float32"))
 
     def asked(self) -> dict[str, Any]:
-        """What generators are told, as fields of `WeightsLayout`."""
+        """Return the sequences as fields of `WeightsLayout`, for the generators."""
         return {"check": self.sequences.tokens, "check_start": self.sequences.start}
 
     def expect(self, version: PolicyVersion, scores: list[float]) -> None:
-        """What the learner finds under `version`. It is kept for a while: a generator may be slow, or come later."""
+        """Record the learner's scores under `version`. The last `VERSIONS_KEPT` are kept for slow or later generators."""
         self._expected[version] = scores
         for oldest in list(self._expected)[:-VERSIONS_KEPT]:
             del self._expected[oldest]
             self._scored.pop(oldest, None)
 
     def scored(self, version: PolicyVersion, generator_id: str, scores: Sequence[float]) -> None:
-        """What an engine found; empty: it could not say."""
+        """Record an engine's scores; empty: scoring failed."""
         self._scored.setdefault(version, {})[generator_id] = scores
 
     def awaits(self, version: PolicyVersion, generators: Iterable[str], since_s: float) -> bool:
-        """Whether a score is still to come from the learner or from one of these, which swapped at `since_s` the latest."""
+        """Return True if a score from the learner or one of `generators` is pending and the deadline has not passed.
+
+        Args:
+            since_s: time of the last swap among `generators`, `time.monotonic`.
+        """
         within_s = CHECK_WITHIN_S if self.limit.is_found else FIRST_CHECK_WITHIN_S
         if not self.sequences.tokens or time.monotonic() - since_s > within_s:
             return False
         return version not in self._expected or not self._scored.get(version, {}).keys() >= set(generators)
 
     def conclude(self, version: PolicyVersion) -> dict[str, SyncGap]:
-        """The gaps under `version` by generator, of those that could say since the last call."""
+        """Return the gaps under `version` by generator, for the scores since the last call."""
         expected, scored = self._expected.get(version), self._scored.pop(version, {})
         gaps = {name: SyncGap.between(expected, scores) for name, scores in scored.items() if scores and expected}
         if gaps:

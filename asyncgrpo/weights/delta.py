@@ -1,14 +1,13 @@
-"""What changed between two publications, without loss: the new bits of the elements that differ, and where they are.
+"""Lossless deltas between two publications: the positions and new bits of the elements that differ.
 
-A small step leaves most bits of bfloat16 weights as they were. A delta holds pieces: runs of up to `PIECE` elements of one
-tensor, each compared as integers, so NaN, infinities and -0.0 are bits like any others. A piece without a change is left
-out; one with few is sparse, one with many is dense. A sparse piece lists positions within blocks of 2^16 elements as 16
-bits each, and how many there are in every block.
+A small step changes few bfloat16 weights. A delta holds pieces: runs of up to `PIECE` elements of one tensor, compared as
+integers, so NaN, infinities and -0.0 need no special case. A piece without changes is left out, one with few is sparse, one
+with many is dense. A sparse piece lists 16-bit positions within blocks of 2^16 elements, and the count of every block.
 
-    payload = header | a record for each piece | bodies      numbers are little-endian, every array starts at 8 bytes
+    payload = header | one record per piece | bodies         little-endian, every array aligned to 8 bytes
     sparse body = changes in each block [u32] | positions [u16] | new bits       dense body = new bits
 
-Values are absolute: to apply a delta twice is to apply it once. A delta names its base, and fits nothing else.
+Values are absolute, so applying a delta is idempotent. A delta names its base and applies to that base only.
 """
 
 from collections import deque
@@ -26,15 +25,15 @@ from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.threads import spread
 
 BLOCK = 2**16
-"""Elements that a position of 16 bits can name."""
+"""Elements that a 16-bit position can address."""
 PIECE = 16 * BLOCK
-"""Elements compared at once: they and the scratch stay in a core's cache."""
+"""Elements compared at once: they and the scratch memory fit in a core's cache."""
 SPARSE_UP_TO = 0.5
-"""A piece is sparse if that takes at most this share of its bytes: single elements cost more to write than a run."""
+"""Largest size of a sparse piece, as a share of its dense size: single elements cost more to write than a run."""
 LEAST_SAVING = 4
-"""Deltas are sent if they have at least so many times fewer bytes than the weights."""
+"""Smallest ratio of the bytes of the weights to those of a delta at which deltas are sent."""
 SKIPPED, MOST_SKIPPED = 4, 256
-"""Versions that are not compared, at first and at most."""
+"""Number of versions that skip the comparison after one that changed too much, at first and at most."""
 
 _UNSIGNED = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -46,15 +45,15 @@ _FORMAT = b"delta 1"
 
 
 class Span(NamedTuple):
-    """One tensor, or a shard of one, in a flat run of bytes."""
+    """One tensor, or a shard of one, in a flat byte array."""
 
     start: int
-    """Its first byte there."""
+    """Offset of its first byte in the array."""
     num_bytes: int
     itemsize: int
-    """Bytes of an element: 1, 2, 4 or 8. All starts, lengths and places are multiples of it."""
+    """Bytes of an element: 1, 2, 4 or 8. Starts, lengths and places are multiples of it."""
     place: int
-    """Its first byte in the whole publication."""
+    """Offset of its first byte in the whole publication."""
 
 
 class State(NamedTuple):
@@ -70,14 +69,14 @@ class Piece:
     """The changes of consecutive elements of one tensor."""
 
     place: int
-    """Its first byte in the publication."""
+    """Offset of its first byte in the publication."""
     elements: int
     values: NDArray[Any]
-    """[changed] new bits, unsigned integers of the element's size; of all elements where the piece is dense."""
+    """[changed] new bits, unsigned integers of the element's size; of all elements if the piece is dense."""
     positions: NDArray[np.uint16] = field(default_factory=lambda: np.empty(0, "<u2"))
-    """[changed] positions within their blocks; empty: the piece is dense."""
+    """[changed] positions within their blocks; empty if the piece is dense."""
     counts: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, "<u4"))
-    """[blocks] changes in every block."""
+    """[blocks] number of changes in every block."""
 
     @property
     def is_sparse(self) -> bool:
@@ -85,7 +84,7 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its body in a payload."""
+        """Size of its body in a payload, bytes."""
         return sum(_padded(part.nbytes) for part in self._body())
 
     def write(self, target: NDArray[np.uint8]) -> None:
@@ -103,28 +102,28 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Delta:
-    """All that changed from the weights `before` to those `after`."""
+    """The changes from the weights `before` to the weights `after`."""
 
     before: State
     after: State
     num_bytes: int
-    """Bytes of the whole publication."""
+    """Size of the whole publication, bytes."""
     pieces: tuple[Piece, ...]
     payload: NDArray[np.uint8] | None = None
-    """What it was read from."""
+    """The payload that it was decoded from."""
 
     @property
     def changed(self) -> int:
-        """Elements that are sent: those that changed, and the others of dense pieces."""
+        """Number of elements sent: the changed ones, and all others of dense pieces."""
         return sum(len(piece.values) for piece in self.pieces)
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of its payload."""
+        """Size of its payload, bytes."""
         return _HEADER.itemsize + sum(_RECORD.itemsize + piece.num_bytes for piece in self.pieces)
 
     def to_bytes(self) -> NDArray[np.uint8]:
-        """[packed_bytes] uint8: the payload that `from_bytes` reads."""
+        """Encode the delta as the payload that `from_bytes` reads: [packed_bytes] uint8."""
         if self.payload is not None:
             return self.payload
         payload = np.zeros(self.packed_bytes, np.uint8)
@@ -147,12 +146,12 @@ class Delta:
 
     @classmethod
     def from_bytes(cls, payload: bytes | bytearray | memoryview | NDArray[np.uint8]) -> "Delta":
-        """The inverse of `to_bytes`; its arrays are views of `payload`.
+        """Decode a payload of `to_bytes`. The arrays of the delta are views of `payload`.
 
-        Every length, place and position is checked: what this returns writes nothing outside `num_bytes`.
+        Every length, place and position is checked, so that the delta writes nothing outside `num_bytes`.
 
         Raises:
-            WireError: the payload is no delta.
+            WireError: the payload is not a valid delta.
         """
         return _Reader(payload).delta()
 
@@ -161,18 +160,18 @@ class Delta:
 
 
 def encode(new: Tensor, base: Tensor, spans: Iterable[Span]) -> tuple[Piece, ...]:
-    """The pieces of `spans` in which `new` differs from `base`: see `compare`."""
+    """Return the pieces of `spans` in which `new` differs from `base`, see `compare`."""
     return tuple(compare(new, base, spans))
 
 
 def compare(new: Tensor, base: Tensor, spans: Iterable[Span]) -> Iterator[Piece]:
-    """The pieces of `spans` in which `new` differs from `base`, one after the other.
+    """Yield the pieces of `spans` in which `new` differs from `base`, in order.
 
-    Every learner rank can do so for its shards: the pieces of all ranks, one after the other, are those of the whole.
-    Several threads compare a few pieces ahead; whoever takes a piece may write where it lies.
+    Every learner rank can compare its own shards: the concatenated pieces of all ranks are those of the whole.
+    Several threads compare a few pieces ahead. The caller may write to the bytes of a piece that it has received.
 
     Args:
-        new: [n] uint8, on the CPU or a GPU; the spans lie in it.
+        new: [n] uint8, on the CPU or a GPU, which contains the spans.
         base: [n] uint8 on the same device, laid out like `new`.
     """
     pieces = spread(lambda part: _compare(new, base, part), (part for span in spans for part in _parts(span)))
@@ -180,12 +179,12 @@ def compare(new: Tensor, base: Tensor, spans: Iterable[Span]) -> Iterator[Piece]
 
 
 def follow(mirror: Tensor, new: Tensor, spans: Iterable[Span], most: int) -> tuple[Piece, ...] | None:
-    """Make the mirror what `new` is. Returns what changed; None: more than `most` bytes, and the mirror is part old, part new.
+    """Update the mirror to `new` and return the changes; None: they exceed `most` bytes, and the mirror is part old, part new.
 
-    If somebody writes over `new` meanwhile, the mirror still becomes what the pieces say.
+    If `new` is overwritten meanwhile, the mirror still agrees with the returned pieces.
 
     Args:
-        mirror, new: [n] uint8 on the CPU, laid out alike; the place of each span is its start.
+        mirror, new: [n] uint8 on the CPU, laid out alike; the place of each span equals its start.
     """
     pieces, size = [], 0
     for piece in compare(new, mirror, spans):
@@ -198,18 +197,18 @@ def follow(mirror: Tensor, new: Tensor, spans: Iterable[Span], most: int) -> tup
 
 
 class Skips:
-    """Which versions are compared: after one that changed too much a few are not, then twice as many, and so on."""
+    """Exponential backoff of comparisons: after each version that changed too much, twice as many versions are skipped."""
 
     def __init__(self) -> None:
         self._left, self._next = 0, SKIPPED
 
     def is_due(self) -> bool:
-        """Whether the next version is to be compared. Asked once about each."""
+        """Return True if the next version is to be compared. Call it once per version."""
         self._left = max(self._left - 1, 0)
         return not self._left
 
     def note(self, *, pays: bool) -> None:
-        """What was compared changed little enough, or too much."""
+        """Note that a compared version changed little enough for a delta (`pays`), or too much."""
         if pays:
             self._next = SKIPPED
         else:
@@ -225,7 +224,7 @@ def _parts(span: Span) -> Iterator[Span]:
 
 
 def _compare(new: Tensor, base: Tensor, span: Span) -> Piece | None:
-    """The changes of up to `PIECE` elements; None: there are none."""
+    """Return the changes of up to `PIECE` elements; None: there are none."""
     ours, theirs = (flat[span.start : span.start + span.num_bytes] for flat in (new, base))
     elements = span.num_bytes // span.itemsize
     most = int(SPARSE_UP_TO * span.num_bytes / (_UNSIGNED[2].itemsize + span.itemsize))
@@ -246,9 +245,9 @@ def _compare(new: Tensor, base: Tensor, span: Span) -> Piece | None:
 def _differing(
     ours: NDArray[np.uint8], theirs: NDArray[np.uint8], itemsize: int, most: int
 ) -> NDArray[np.int64] | None:
-    """Positions of the elements that differ, ascending; None: more than `most`.
+    """Return the positions of the elements that differ, ascending; None: more than `most`.
 
-    Words of 8 bytes are compared first, where the length allows it. If few of them differ, only in those elements are.
+    Words of 8 bytes are compared first, if the length allows it. If few differ, elements are compared in those words only.
     """
     word = next(size for size in (8, 4, 2, 1) if len(ours) % size == 0 and size >= itemsize)
     new, base = ours.view(_UNSIGNED[word]), theirs.view(_UNSIGNED[word])
@@ -265,7 +264,7 @@ def _differing(
 def _differing_on_device(
     ours: Tensor, theirs: Tensor, itemsize: int, most: int
 ) -> tuple[NDArray[np.int64] | None, NDArray[Any]]:
-    """`_differing` where the tensors are, and the bits to send; only these are copied to the host."""
+    """Do as `_differing` on the tensors' device, and return the bits to send too. Only results are copied to the host."""
     new, base = ours.view(_SIGNED[itemsize]), theirs.view(_SIGNED[itemsize])
     positions = (new != base).nonzero()[:, 0]
     if len(positions) > most:
@@ -277,12 +276,11 @@ def _differing_on_device(
 
 
 def apply(delta: Delta, target: Tensor, holds: State) -> None:
-    """Make the weights `delta.after` of those `delta.before`.
+    """Update weights in place from `delta.before` to `delta.after`.
 
     Args:
-        target: [num_bytes] uint8 on the CPU, changed in place.
-        holds: what the target holds. If this call does not return, it is still to be named as the base: the same delta
-            can be applied again, and no other.
+        target: [num_bytes] uint8 on the CPU.
+        holds: state of the target. After an interrupted call it stays the base: only the same delta can be applied again.
 
     Raises:
         WeightsError: the target does not hold the base. Nothing has been written.
@@ -300,21 +298,21 @@ def apply(delta: Delta, target: Tensor, holds: State) -> None:
 
 
 class Chain:
-    """The last deltas, for generators that missed some of them."""
+    """The latest deltas, kept for generators that missed some of them."""
 
     def __init__(self, max_deltas: int, max_bytes: int) -> None:
         """
         Args:
-            max_deltas: kept at most.
-            max_bytes: of their payloads, all together.
+            max_deltas: largest number of deltas.
+            max_bytes: largest total size of their payloads.
         """
         self._max_deltas, self._max_bytes = max_deltas, max_bytes
         self._deltas: deque[Delta] = deque()
         self.num_bytes = 0
-        """Of the payloads of all that are kept."""
+        """Total size of the payloads."""
 
     def add(self, delta: Delta) -> None:
-        """Keep the newest delta. If it does not begin where the last one ends, those before it are of no use."""
+        """Append the newest delta. If its base is not the state after the last one, the earlier deltas are dropped."""
         if self._deltas and self._deltas[-1].after != delta.before:
             self.clear()
         self._deltas.append(delta)
@@ -327,8 +325,8 @@ class Chain:
         self.num_bytes = 0
 
     def since(self, state: State) -> list[Delta] | None:
-        """The deltas that lead from `state` to the newest weights, in order; None: they are not kept, or more than a
-        whole publication."""
+        """Return the deltas from `state` to the newest weights, in order; None: some are not kept, or together they are
+        larger than a whole publication."""
         deltas = list(self._deltas)
         if deltas and state == deltas[-1].after:
             return []
@@ -342,7 +340,7 @@ class Chain:
 
 
 class _Reader:
-    """Takes a payload apart, and believes nothing that it says."""
+    """Decodes a payload and validates every number in it."""
 
     def __init__(self, payload: bytes | bytearray | memoryview | NDArray[np.uint8]) -> None:
         self._bytes = np.frombuffer(payload, np.uint8)
@@ -362,7 +360,7 @@ class _Reader:
 
     def _piece(self, limit: int, place: int, elements: int, changed: int, itemsize: int, is_sparse: int) -> Piece:
         if itemsize not in _UNSIGNED or is_sparse > 1 or place % itemsize:
-            raise WireError(f"no piece has elements of {itemsize} bytes at {place} in form {is_sparse}")
+            raise WireError(f"a piece has invalid elements: {itemsize} bytes at {place}, form {is_sparse}")
         if not 0 < changed <= elements or place + elements * itemsize > limit:
             raise WireError(f"a piece has {changed} of {elements} elements from byte {place} on, of {limit} bytes")
         if not is_sparse:
@@ -373,16 +371,16 @@ class _Reader:
         positions = self._take(_UNSIGNED[2], changed)
         in_last = elements - BLOCK * (len(counts) - 1)
         if int(counts.sum(dtype=np.uint64)) != changed:
-            raise WireError(f"the blocks of a piece have other than its {changed} changes")
+            raise WireError(f"the blocks of a piece do not add up to its {changed} changes")
         if counts[-1] and positions[changed - int(counts[-1]) :].max() >= in_last:
-            raise WireError(f"a position is not below {in_last}, the length of its block")
+            raise WireError(f"a position is beyond its block of {in_last} elements")
         return Piece(place, elements, self._take(_UNSIGNED[itemsize], changed), positions, counts)
 
     def _take(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
-        """The next `count` numbers."""
+        """Return the next `count` numbers."""
         size = count * dtype.itemsize
         if self._at + _padded(size) > len(self._bytes):
-            raise WireError(f"a delta of {len(self._bytes)} bytes says that {size} more begin at {self._at}")
+            raise WireError(f"a delta of {len(self._bytes)} bytes is truncated: {size} more begin at {self._at}")
         part = self._bytes[self._at : self._at + size].view(dtype)
         self._at += _padded(size)
         return part

@@ -1,9 +1,9 @@
-"""A model's weight files: its tensors by their names and shapes on disk, and whether the files are whole.
+"""A model's weight files: its tensors by their names and shapes on disk, and checks that the files are complete.
 
 Transformers fuses some tensors when it loads a model, above all the experts of a mixture: one `gate_up_proj` in memory
-is two matrices for each expert on disk. Engines and Hugging Face folders need the tensors as on disk. Transformers itself
-reverts the conversion. This file makes each piece a view of the tensor it comes from, so that reading pieces copies
-nothing, and writing into them loads a model.
+is two matrices per expert on disk. Engines and Hugging Face folders need the tensors as on disk, and transformers can revert
+the conversion. Here each reverted piece is a view of its tensor in memory, so that reading pieces copies no data, and
+writing into them loads a model.
 """
 
 import json
@@ -27,10 +27,10 @@ SINGLE = "model.safetensors"
 
 
 def saved_tensors(model: PreTrainedModel, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that a checkpoint has, by their names in memory, in a fixed order.
+    """Yield the parameters and buffers of a checkpoint by their names in memory, in a fixed order.
 
     Args:
-        remove_duplicate: a tied tensor appears once, under its first name.
+        remove_duplicate: yield a tied tensor once, under its first name.
     """
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -40,60 +40,60 @@ def saved_tensors(model: PreTrainedModel, *, remove_duplicate: bool = True) -> I
 
 
 def disk_pieces(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The pieces of one tensor of the model as a checkpoint holds them; the tensor itself, if it is the same on disk.
+    """Return the pieces of one tensor of the model as a checkpoint stores them; the tensor itself if it is not converted.
 
     Args:
-        model: knows how it was loaded; its weights are not read.
-        name: of the tensor, in memory.
-        tensor: whole, in its shape in memory, on any device. On `meta` the pieces give names and shapes at no cost.
+        model: provides the conversion; its weights are not read.
+        name: name of the tensor in memory.
+        tensor: the whole tensor in its shape in memory, on any device. On `meta` the pieces give names and shapes only.
     Returns:
-        Pieces by their names on disk, in an order that depends only on the conversion. For every model type that we
-        know they are views of `tensor`; a caller that writes into them must check that.
+        Pieces by their names on disk, in an order that depends only on the conversion. For all known model types they are
+        views of `tensor`. A caller that writes into them must check this.
     Raises:
         ValueError: transformers cannot revert the conversion of this tensor.
     """
     try:
         with torch.no_grad(), _WithoutCopies():
             return revert_weight_conversion(model, {name: tensor})
-    except Exception as error:  # of any kind: conversions are written for all tensors at once
+    except Exception as error:  # of any type: conversions expect all tensors at once
         raise ValueError(f"{name} cannot be converted back to its form on disk: {error}") from error
 
 
 def disk_tensors(model: PreTrainedModel, *, remove_duplicate: bool = True) -> dict[str, Tensor]:
-    """Every tensor of the model's checkpoint, in the order of `saved_tensors`, as views of the model's memory.
+    """Return every tensor of the model's checkpoint, in the order of `saved_tensors`, as views of the model's memory.
 
     Raises:
-        ValueError: a tensor on disk is not made of one tensor in memory alone.
+        ValueError: a tensor on disk is made of more than one tensor in memory.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in saved_tensors(model, remove_duplicate=remove_duplicate):
         for piece_name, piece in disk_pieces(model, name, tensor).items():
             if piece_name in tensors:
-                raise ValueError(f"{piece_name} on disk is made of {name} and of other tensors in memory")
+                raise ValueError(f"{piece_name} on disk is made of {name} and other tensors in memory")
             tensors[piece_name] = piece
     return tensors
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Makes `contiguous` return the tensor as it is, so that the splits of a reverted conversion stay views."""
+    """Makes `contiguous` return its tensor unchanged, so that the splits of a reverted conversion stay views."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
-# -- whether the files are whole ---------------------------------------------------------------------------------------
+# -- completeness of the files -----------------------------------------------------------------------------------------
 
 
 _LENGTH_BYTES = 8
-"""A safetensors file begins with the length of its header, little-endian; the header is JSON, then come the tensors."""
+"""Bytes of the header's length at the start of a safetensors file, little-endian. A JSON header and the tensors follow."""
 _LFS = b"version https://git-lfs"
 
 
 def check_weight_files(folder: Path, *, is_complete: bool = True) -> None:
-    """Raise ConfigError if a model cannot be loaded from the files of `folder`; the sentence names the file.
+    """Raise ConfigError if a model cannot be loaded from the files of `folder`. The message names the file.
 
     Args:
-        is_complete: false for a folder of the Hugging Face cache, whose missing files are downloaded later.
+        is_complete: False for a folder of the Hugging Face cache, whose missing files are downloaded later.
     """
     for file in _named_by_index(folder, is_complete=is_complete) or sorted(folder.glob("*.safetensors")):
         _check_safetensors(file)
@@ -103,7 +103,7 @@ def check_weight_files(folder: Path, *, is_complete: bool = True) -> None:
 
 
 def _named_by_index(folder: Path, *, is_complete: bool) -> list[Path]:
-    """The shards that transformers would load; none without an index, or with a single file, which it prefers."""
+    """Return the shards that transformers would load; none without an index, or if a single file takes precedence."""
     index = folder / INDEX
     if (folder / SINGLE).is_file() or not index.is_file():
         return []
@@ -114,7 +114,7 @@ def _named_by_index(folder: Path, *, is_complete: bool) -> list[Path]:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing and is_complete:
         raise ConfigError(
-            f"model.path: {index} names {missing[0]}, which is not there ({len(missing)} of {len(names)} files are "
+            f"model.path: {index} names {missing[0]}, which does not exist ({len(missing)} of {len(names)} files are "
             "missing); download the model again"
         )
     return [folder / name for name in names if name not in missing]
@@ -133,23 +133,25 @@ def _check_safetensors(file: Path) -> None:
     except OSError as error:
         raise ConfigError(f"model.path: {file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"model.path: {file} is no safetensors file ({size:,} bytes); download it again") from error
+        raise ConfigError(
+            f"model.path: {file} is not a safetensors file ({size:,} bytes); download it again"
+        ) from error
     if start == _LFS:
-        raise ConfigError(f"model.path: {file} is what Git keeps in the place of a large file; run git lfs pull")
+        raise ConfigError(f"model.path: {file} is a Git LFS pointer to a large file; run git lfs pull")
     if size < wanted:
         raise ConfigError(
-            f"model.path: {file} is cut short: it has {size:,} bytes, and its header asks for {wanted:,}; "
+            f"model.path: {file} is truncated: it has {size:,} bytes, and its header requires {wanted:,}; "
             "download it again"
         )
 
 
 def open_tensors(path: str) -> dict[str, Any]:
-    """The open safetensors file of every tensor of a model, by the tensor's name on disk. They are mapped, not read.
+    """Open the safetensors files of a model; return the file of every tensor by its name on disk. They are mapped, not read.
 
     Args:
-        path: folder of a model, or a hub id that is in the local cache.
+        path: folder of a model, or a hub id in the local cache.
     Raises:
-        WeightsError: there are no safetensors, or they cannot be opened.
+        WeightsError: the safetensors files are missing or cannot be opened.
     """
     folder = _folder(path)
     try:
@@ -165,7 +167,7 @@ def open_tensors(path: str) -> dict[str, Any]:
 
 
 def _folder(path: str) -> Path:
-    """The folder of a model's files. Raises WeightsError."""
+    """Return the folder of a model's files. Raises WeightsError."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -173,5 +175,5 @@ def _folder(path: str) -> Path:
 
     try:
         return Path(snapshot_download(path, local_files_only=True))
-    except Exception as error:  # of many kinds, for an id that is none and one that is not there
+    except Exception as error:  # of many types, for an invalid id and for one that is not cached
         raise WeightsError(f"model.path ({path}) is neither a folder nor in the local Hugging Face cache") from error

@@ -1,11 +1,11 @@
-"""The weight group: how the bytes of a publication get from the learner, which is rank 0, to the generators.
+"""The weight group: broadcasts a publication from the learner, which is rank 0, to the generators.
 
     nccl    between GPUs; refuses two ranks on one GPU
     gloo    between hosts without GPUs
 
-A group stands beside torch's default group, which the learner's ranks use among themselves, and holds no global state.
-Members meet in the learner's store. Every wait has a deadline. When a member dies, the group is dropped and the next one
-is formed of those that are left.
+A group is independent of torch's default group, which the learner's ranks use, and has no global state. Its members meet in
+the learner's store. Every wait has a deadline. When a member dies, the group is dropped and the next one is formed without
+it.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ from torch import Tensor
 Backend = Literal["nccl", "gloo"]
 
 POLL_S = 0.0005
-"""How often a broadcast is looked at that cannot be waited for with a deadline."""
+"""Polling interval of an NCCL broadcast, whose own wait has no deadline."""
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
 
 
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Open the learner's store, where the members of a group meet; its port is `store.port`.
+    """Open the learner's store, in which the members of a group meet. Its port is `store.port`.
 
-    It listens at `host` alone. By default torch listens on every interface of the machine, without authentication.
+    It listens at `host` only. By default torch listens on every interface of the machine, without authentication.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, 0), family=family, backlog=1024)
@@ -44,7 +44,7 @@ def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
 
 
 def visit_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """Connect to the store that the learner serves."""
+    """Connect to the learner's store."""
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
@@ -55,20 +55,20 @@ class WeightGroup(Protocol):
     """Broadcasts from rank 0, each with a deadline."""
 
     device: torch.device
-    """Where the tensors to broadcast have to be."""
+    """Device of the tensors to broadcast."""
 
     def broadcast(self, flat: Tensor) -> None:
-        """Send `flat` (rank 0) or receive into it (others), [n] uint8.
+        """Send `flat` (rank 0) or receive into it (other ranks), [n] uint8.
 
         Raises:
-            RuntimeError: a member is gone or late. The group is of no further use.
+            RuntimeError: a member was lost or missed the deadline. The group is no longer usable.
         """
 
     def beside(self) -> contextlib.AbstractContextManager[object]:
-        """A block whose copies to and from `device` do not wait for what this process computes there."""
+        """Return a context in which copies to and from `device` do not wait for this process's computations there."""
 
     def cancel(self) -> None:
-        """End the broadcast under way, if it can be, because a member of it is gone. May be called from any thread."""
+        """Abort the broadcast in progress, if the backend can, because a member was lost. Thread-safe."""
 
     def close(self) -> None:
         """Drop the group without waiting for its members."""
@@ -77,13 +77,13 @@ class WeightGroup(Protocol):
 def form_group(
     store: dist.Store, *, number: int, rank: int, world: int, backend: Backend, host: str, timeout_s: float
 ) -> WeightGroup:
-    """Form a weight group. Blocks until all members are there.
+    """Form a weight group. Blocks until all members have joined.
 
     Args:
-        number: how often a group was formed; the members of this one have the same.
-        host: address of this process's network interface; gloo binds to it.
+        number: number of the group, equal at all members.
+        host: address of this process's network interface, to which gloo binds.
     Raises:
-        RuntimeError: not all members came within `timeout_s`.
+        RuntimeError: a member did not join within `timeout_s`.
     """
     prefixed = dist.PrefixStore(f"weights/{number}", store)
     prefixed.set_timeout(timedelta(seconds=timeout_s))
@@ -102,7 +102,7 @@ class GlooGroup:
         options = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = self._timeout
-        self._group: Any = dist.ProcessGroupGloo(store, rank, world, options)  # torch's stubs do not know it
+        self._group: Any = dist.ProcessGroupGloo(store, rank, world, options)  # missing in torch's stubs
 
     def broadcast(self, flat: Tensor) -> None:
         self._group.broadcast([flat], _from_rank_0(self._timeout)).wait(self._timeout)
@@ -111,7 +111,7 @@ class GlooGroup:
         return contextlib.nullcontext()
 
     def cancel(self) -> None:
-        """Gloo ends a broadcast at its deadline only."""
+        """Do nothing: gloo ends a broadcast at its deadline only."""
 
     def close(self) -> None:
         self._group.abort()
@@ -121,10 +121,9 @@ class GlooGroup:
 class NcclGroup:
     """A broadcast from GPU to GPU.
 
-    By itself NCCL waits for ever for a member that died, and by default torch's watchdog ends the process whose
-    communicator failed. So the communicator is made without blocking, while the members are known to be there; its
-    errors end no process; and each broadcast is watched from here until a deadline. What a broken broadcast leaves in
-    the tensor is found out by the digest.
+    NCCL waits forever for a dead member, and by default torch's watchdog ends the process whose communicator failed. So the
+    communicator is nonblocking and is created while all members are alive. Its errors do not end the process, and each
+    broadcast is polled until its deadline. The digest detects the data of a broken broadcast.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
@@ -145,7 +144,7 @@ class NcclGroup:
         while not work.is_completed():
             if self._is_cancelled or time.monotonic() > deadline:
                 self._group.abort()
-                raise RuntimeError(f"a broadcast of NCCL was {_ended(self._is_cancelled, self._timeout_s)}")
+                raise RuntimeError(f"an NCCL broadcast {_ended(self._is_cancelled, self._timeout_s)}")
             time.sleep(POLL_S)
 
     def beside(self) -> contextlib.AbstractContextManager[object]:
@@ -160,7 +159,7 @@ class NcclGroup:
 
 
 def _ended(is_cancelled: bool, timeout_s: float) -> str:
-    return "given up, because a member is gone" if is_cancelled else f"not done within {timeout_s:.0f} s"
+    return "was aborted, because a member was lost" if is_cancelled else f"timed out after {timeout_s:.0f} s"
 
 
 def _from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:
@@ -173,7 +172,7 @@ def _from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:
 
 @contextlib.contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """These environment variables have these values inside the block."""
+    """Set environment variables inside the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ |= values
     try:

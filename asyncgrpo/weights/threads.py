@@ -1,6 +1,6 @@
-"""Work on the bytes of a publication by several threads, on machines with cores to spare.
+"""Multithreaded work on the bytes of a publication, on machines with spare cores.
 
-Copies, xxHash and NumPy let the interpreter go while they work, so threads share it as processes would.
+Copies, xxHash and NumPy release the GIL while they work, so threads run in parallel.
 """
 
 from collections import deque
@@ -13,9 +13,9 @@ from asyncgrpo.cores import cores
 
 MOST = 8
 CORES_EACH = 8
-"""A machine with GPUs has about so many cores for each, and its other processes do the same at the same time."""
+"""Cores per thread: a machine with GPUs has about so many per GPU, and its other processes work at the same time."""
 SHARE_BYTES = 2**26
-"""What a thread takes at once."""
+"""Bytes that a thread takes at once."""
 
 Piece = TypeVar("Piece")
 Result = TypeVar("Result")
@@ -27,12 +27,12 @@ def num_threads() -> int:
 
 
 def spread(work: Callable[[Piece], Result], pieces: Iterable[Piece]) -> Iterator[Result]:
-    """Do `work` with every piece. Yields what it returns, in the order of the pieces, and raises what it raises.
+    """Apply `work` to every piece. Yield the results in the order of the pieces, and propagate exceptions.
 
-    Whoever stops to take results waits for the pieces that are under way.
+    Closing the iterator waits for the pieces in progress.
 
     Args:
-        pieces: taken one by one, not far ahead of the results: they may be made on the way.
+        pieces: consumed lazily, only a few ahead of the results.
     """
     if num_threads() == 1:
         yield from map(work, pieces)

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from asyncgrpo.types import Name, PolicyVersion, TensorInfo
 from asyncgrpo.wire import Message
 
-# -- who gets weights --------------------------------------------------------------------------------------------------
+# -- membership --------------------------------------------------------------------------------------------------------
 
 
 class Join(Message):
@@ -17,7 +17,7 @@ class Join(Message):
     generator_id: Name
     incarnation: Name
     machine: str = ""
-    """`scratch.same_machine()`, by which the publisher sees whether it can map the learner's memory."""
+    """`scratch.same_machine()`; if it equals the publisher's, the generator can map the learner's memory."""
 
 
 class Alive(Message):
@@ -63,7 +63,7 @@ class GroupFormed(Message):
 
 
 class Offer(Message):
-    """Offers the weights of `version`, whose digest is known.
+    """Offers the weights of `version` and their digest.
 
     They lie in the learner's memory, in arena `slot` of `file`, which was written `writes` times. With a `group_number` they are
     broadcast in pieces of `piece_bytes` instead. With a `transfer`, deltas that lead to them follow in parts (`DeltaPart`).

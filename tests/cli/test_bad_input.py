@@ -206,7 +206,7 @@ CASES = {
     "a configuration file that is not there": (None, ["--config", "nothing.yaml"], ["nothing.yaml"]),
     "an engine that does not exist": (None, ["--engine", "vllm"], ["generators.engine", "vllm"]),
     "a run folder below a file": (None, ["run.out=train.json/run"], ["run.out", "train.json/run"]),
-    "a run folder that is busy": (lambda folder: hold(folder / "run"), [], ["run", "still going"]),
+    "a run folder that is busy": (lambda folder: hold(folder / "run"), [], ["run", "still active"]),
 }
 
 

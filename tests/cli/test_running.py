@@ -130,7 +130,7 @@ def test_a_dry_run_for_gpus_says_what_they_would_hold(asyncgrpo, started, files,
 def test_a_dry_run_of_a_resume_says_what_changed_or_is_refused_as_the_run_would_be(asyncgrpo, started, files):
     asyncgrpo("train", "--model", "model1", *TRAIN)
     ended = preview(asyncgrpo, "train", "--model", "model1", *TRAIN, "--lr", "2e-6")
-    assert ended.code == 0 and "going on from step 2" in ended.out
+    assert ended.code == 0 and "resuming from step 2" in ended.out
     assert "changed: learner.lr 1e-06 -> 2e-06" in ended.out
     for wrong in (
         ["--model", "model2"],
@@ -148,7 +148,7 @@ def test_a_dry_run_of_a_demo_makes_no_model(asyncgrpo, started, files):
     assert "would create a small random Qwen3" in ended.out and f"{files / 'other' / 'model'}\n" in ended.out
     assert preview(asyncgrpo, "demo", "--engine", "torch", "learner.betas=[1, 1]").code == 1
     asyncgrpo("demo", "--engine", "torch", "--out", "other")
-    assert "going on from step 2" in preview(asyncgrpo, "demo", "--engine", "torch", "--out", "other").out
+    assert "resuming from step 2" in preview(asyncgrpo, "demo", "--engine", "torch", "--out", "other").out
 
 
 def test_a_dry_run_of_serve_finds_too_few_gpus_and_a_folder_that_is_taken(asyncgrpo, started, files):
@@ -192,5 +192,5 @@ def test_the_command_to_go_on_goes_on_as_printed(asyncgrpo, started, files, type
     assert first.code == 0, first
     again = asyncgrpo(*retyped(first.out))
     assert again.code == 0, again
-    assert "going on from step 2" in again.out and "changed" not in again.out
+    assert "resuming from step 2" in again.out and "changed" not in again.out
     assert len(started) == 2 and started[0] == started[1]

@@ -198,13 +198,13 @@ def test_one_that_cannot_start_ends_by_its_own_reason(plane, monkeypatch):
     failed = module.ray.started[1]
 
     def result(reference: object, name: str) -> None:
-        raise ConfigError("model.path: /models/a is not there on the node 10.0.0.7")
+        raise ConfigError("model.path: /models/a does not exist on the node 10.0.0.7")
 
     monkeypatch.setattr(module, "result", result)
     monkeypatch.setattr(module, "has_ended", lambda reference: reference is failed)
     fleet.reconcile()
     assert core.lost == [("generator-1", "1.0")]
-    assert written[-1]["reason"] == "model.path: /models/a is not there on the node 10.0.0.7"
+    assert written[-1]["reason"] == "model.path: /models/a does not exist on the node 10.0.0.7"
 
 
 def test_a_run_may_lose_a_generator_that_serves_or_whose_start_may_fail_once_more(plane):

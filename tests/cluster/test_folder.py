@@ -18,7 +18,7 @@ from asyncgrpo.recording.events import EventLog
 def test_one_owner_at_a_time(tmp_path: Path):
     first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
     first.claim()
-    with pytest.raises(CheckpointError, match="still going"):
+    with pytest.raises(CheckpointError, match="still active"):
         second.claim()
     first.release()
     second.claim()

@@ -74,7 +74,7 @@ def test_a_file_that_a_node_does_not_see_is_named_with_the_node(files: Path, rol
     (files / lost).rename(files / "elsewhere")
     named = files / "run" if key == "run.out" else files / lost
     with pytest.raises(
-        ConfigError, match=rf"^{key}: {named}.* is not there on the node 10\.0\.0\.7, where a {role} runs"
+        ConfigError, match=rf"^{key}: {named}.* does not exist on the node 10\.0\.0\.7, where a {role} runs"
     ):
         check_files(config, role, files / "run", "10.0.0.7")
 

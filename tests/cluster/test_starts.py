@@ -151,7 +151,7 @@ def test_a_folder_that_is_held_is_seen_without_touching_it(files: Path):
     folder.check_free()
     assert not (files / "run").exists()
     folder.claim()
-    with pytest.raises(CheckpointError, match="still going"):
+    with pytest.raises(CheckpointError, match="still active"):
         RunFolder(files / "run").check_free()
     folder.release()
     RunFolder(files / "run").check_free()

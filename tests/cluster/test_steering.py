@@ -115,11 +115,11 @@ def run(tmp_path: Path):
 
 
 def test_a_pause_reaches_the_buffer_and_ends_with_resume(run: Run):
-    assert run.ask(Pause()) == "paused: what is in flight is finished and kept"
+    assert run.ask(Pause()) == "paused: groups in flight are finished and kept"
     assert run.watch.told["buffer"].is_paused and run.status.state == "paused"
     with pytest.raises(CommandRefused, match="the run is paused already"):
         run.ask(Pause())
-    assert run.ask(Resume()) == "the run goes on"
+    assert run.ask(Resume()) == "resumed"
     assert not run.watch.told["buffer"].is_paused and run.status.state == "training"
     assert [(command, refused) for command, _, refused in run.commands] == [
         ("pause", False),
@@ -144,7 +144,7 @@ def test_what_a_busy_learner_has_not_done_yet_is_answered_as_begun(run: Run):
         run.now_s += 1.0
         run.turn()
 
-    assert run.ask(WriteCheckpoint(), a_second_passes) == "a checkpoint is written after the step in flight"
+    assert run.ask(WriteCheckpoint(), a_second_passes) == "a checkpoint is written after the current step"
     run.watch.deaf = set()
     run.turn()
     assert run.watch.told["learner-0"].checkpoints == 1, "it is told again until it has heard"

@@ -215,7 +215,7 @@ def test_weights_that_are_not_finite_end_every_request_and_leave_nothing_behind(
         await rig.engine.load_weights(bad.items(), PolicyVersion(0, 1))
         for outcome in await asyncio.gather(*requests, return_exceptions=True):
             assert isinstance(outcome, EngineError)
-            assert "0.1: the model gives logits that are not finite" in str(outcome)
+            assert "0.1: the model returned logits that are not finite" in str(outcome)
         with pytest.raises(EngineError, match="not finite"):
             await rig.sample(PROMPT)
         await rig.load(1)

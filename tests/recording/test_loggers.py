@@ -116,7 +116,7 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path):
-    with pytest.raises(ConfigError, match="'neptune'; known are wandb, tensorboard"):
+    with pytest.raises(ConfigError, match="'neptune'; supported are wandb, tensorboard"):
         Loggers(["neptune"], tmp_path, "demo", {})
 
 

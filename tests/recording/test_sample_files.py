@@ -125,7 +125,7 @@ def test_the_newest_files_are_kept_and_the_first_removal_is_said(tmp_path, caplo
         write(tmp_path, *range(1, 8), keep=3)
     assert steps(tmp_path) == [5, 6, 7]
     (line,) = caplog.messages
-    assert line.startswith("run.keep_samples is 3: step_000001.parquet and every further")
+    assert line.startswith("run.keep_samples is 3: from now on the oldest file is removed, first step_000001")
 
 
 def test_after_a_resume_what_was_written_last_outlives_later_steps_that_are_undone(tmp_path):

@@ -99,7 +99,7 @@ def test_a_file_that_needs_several_tensors_of_memory_is_refused_by_name() -> Non
     shape = {"hidden_size": 32, "intermediate_size": 16, "num_layers_per_stack": 1, "num_attention_heads": 2}
     with torch.device("meta"):
         model = HrmTextForCausalLM(HrmTextConfig(**shape, vocab_size=40))
-    with pytest.raises(ValueError, match=r"gqkv_proj\.weight on disk is made of .*k_proj\.weight and of other tensors"):
+    with pytest.raises(ValueError, match=r"gqkv_proj\.weight on disk is made of .*k_proj\.weight and other tensors"):
         disk_tensors(model)
 
 

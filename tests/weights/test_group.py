@@ -85,7 +85,7 @@ def test_a_failed_communicator_ends_no_process(nccl, monkeypatch):
 def test_a_broadcast_whose_member_is_gone_is_given_up_at_the_deadline(nccl, monkeypatch):
     monkeypatch.setattr(nccl, "done_s", None)
     group = nccl_group()
-    with pytest.raises(RuntimeError, match="within 0 s"):
+    with pytest.raises(RuntimeError, match="timed out after 0 s"):
         group.broadcast(torch.zeros(8, dtype=torch.uint8))
     assert nccl.made[0].calls[-1] == "abort"
 
@@ -94,7 +94,7 @@ def test_a_broadcast_whose_member_is_given_up_ends_before_the_deadline(nccl, mon
     monkeypatch.setattr(nccl, "done_s", None)
     group = nccl_group(timeout_s=1000.0)
     threading.Timer(0.05, group.cancel).start()
-    with pytest.raises(RuntimeError, match="a member is gone"):
+    with pytest.raises(RuntimeError, match="a member was lost"):
         group.broadcast(torch.zeros(8, dtype=torch.uint8))
     assert nccl.made[0].calls[-1] == "abort"
 

@@ -1,11 +1,11 @@
-"""The `sglang` engine: SGLang samples completions of token ids, names the version of each token, and loads weights in place.
+"""The `sglang` engine: SGLang samples token ids, reports the version of each token and loads weights in place.
 
-SGLang runs the model in processes of its own; this class lives on the caller's event loop and talks to them. It must be
-started from the main thread (SGLang's processes end with the thread that started them), and the main module needs an
-`if __name__ == "__main__"` guard (they are spawned). A process can have one engine.
+SGLang runs the model in processes of its own; this class lives on the caller's event loop. It must be started from the main
+thread, because SGLang's processes end with the thread that started them. The main module needs an
+`if __name__ == "__main__"` guard, because they are spawned. A process can have one engine.
 
     generate ──▶ one message, n SGLang requests ══▶ scheduler ══▶ completions, one by one
-    load_weights ──▶ hold new requests │ pause │ write │ label │ go on ──▶ let them start, under the new label
+    load_weights ──▶ hold new requests │ pause │ write │ label │ resume ──▶ release them under the new label
 """
 
 import asyncio
@@ -49,8 +49,8 @@ class SGLangRequest(Request):
 class SGLangEngine(EngineBase[SGLangRequest]):
     """A model in SGLang's processes, see `base.Engine` for the methods.
 
-    If one of SGLang's processes dies the failure is final: close this engine and start another. SGLang's seeds are its
-    own: the `seed` of a request changes nothing.
+    The death of one of SGLang's processes is final: close this engine and start another. The `seed` of a request has no
+    effect, because SGLang uses seeds of its own.
     """
 
     request_type = SGLangRequest
@@ -69,19 +69,18 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         random_seed: int = 0,
         extra: dict[str, Any] | None = None,
     ):
-        """Start nothing before `start`.
-
+        """
         Args:
             model_path: folder in Hugging Face's format, or its hub id.
-            dtype: of weights, keys and values.
+            dtype: dtype of weights, keys and values.
             max_context: longest prompt plus completion, tokens; a completion that reaches it ends with "length".
-            device: "cuda", "cpu", or "auto": cuda where there is a GPU.
+            device: "cuda", "cpu", or "auto": cuda if there is a GPU.
             tensor_parallel: GPUs of this engine.
-            max_completions: completions that are to run at once. There are a few more places, so that `score` never waits.
+            max_completions: completions that run at once. SGLang gets a few more places, so that `score` never waits.
             memory_fraction: share of GPU memory for weights and cache.
             prefix_cache: completions share the keys and values of common prefixes, never across policy versions.
-            random_seed: of SGLang's sampling; the same seed and the same requests in the same batches repeat.
-            extra: further arguments of `sglang.Engine`; they override all others.
+            random_seed: seed of SGLang's sampling; equal seeds and equal requests in equal batches give equal tokens.
+            extra: further arguments of `sglang.Engine`, which override all others.
         """
         super().__init__()
         self.model_path, self.dtype, self.max_context = model_path, dtype, max_context
@@ -94,16 +93,16 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         self._serial = itertools.count()
         self._engine: Any = None
         self._proof: Proof | None = None
-        """Of which tensors the model is made, once the first weights have come."""
+        """Mapping from tensors to the model's parameters, once the first weights have arrived."""
         self._ignores, self._differs = "", ""
 
     @property
     def does_not_follow(self) -> str:
-        """What of the model does not follow its weights, in a sentence: in general, or at the last checksum."""
+        """A sentence about parameters that do not follow the weights, in general or at the last checksum; empty: none."""
         return self._ignores or self._differs
 
     async def start(self, version: PolicyVersion) -> None:
-        """Blocks the event loop until the model is loaded: SGLang's processes must be children of the main thread."""
+        """Start SGLang. Blocks the event loop until the model is loaded: its processes must be children of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise EngineError("the sglang engine must be started from the main thread of its process")
         if self.device == "cpu":
@@ -130,11 +129,11 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         self._connect()
         self.vocab_size = self._manager.model_config.vocab_size
         self._started(version)
-        # What was imported stays; without this every full garbage collection would walk all of it.
+        # Imported objects stay; without this every full garbage collection would traverse them.
         await self._manager.freeze_gc()
 
     async def checksum(self) -> str:
-        """Also compares the model with the tensors that were loaded last (`proof.py`): what differs goes into the log."""
+        """Return the digest of the weights, and log parameters that differ from the tensors loaded last (`proof.py`)."""
         self._require_running()
         ranks, digest = await self._reply(self._check("checksum"))
         names = self._proof.differing(ranks) if self._proof is not None else []
@@ -145,24 +144,24 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         return digest
 
     async def _check(self, action: str) -> tuple[list[dict[str, str]], str]:
-        """Have all schedulers look at their parameters.
+        """Run a check of the parameters in all schedulers.
 
         Returns:
-            What each says of every parameter, and the digest of all of it.
+            The result of each scheduler by parameter, and the digest of all results.
         Raises:
-            EngineError: one of them could not.
+            EngineError: a scheduler failed.
         """
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         call = self._manager.check_weights(CheckWeightsReqInput(action=action), None)
         success, message, ranks, digest = await call
         if not success or ranks is None or digest is None:
-            raise EngineError(f"SGLang cannot look at its weights: {message}")
+            raise EngineError(f"SGLang cannot check its weights: {message}")
         return [rank["checksums"] for rank in ranks], digest
 
     async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
-        """The first half of a sequence may come from the prefix cache, as it would for a request. No numbers, where parts of
-        the model are known not to follow the weights."""
+        """Score sequences. Their first half may come from the prefix cache, as for a request. The log-probs are NaN if
+        parameters are known not to follow the weights."""
         self._require_running()
         if self.does_not_follow:
             return [math.nan] * sum(len(tokens) - start for tokens in sequences)
@@ -178,7 +177,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             input_ids=[list(tokens) for tokens in sequences],
             sampling_params={"max_new_tokens": 1, "temperature": 1.0},
             return_logprob=True,
-            logprob_start_len=start - 1,  # nothing is said of the first one
+            logprob_start_len=start - 1,  # the first one has no log-prob
             extra_key=self._prefix_keys(len(sequences)),
         )
         call.normalize_batch_and_arguments()
@@ -189,19 +188,19 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             output = await anext(manager._wait_one_response(call[index]))
             return [entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]]
 
-        # All at once: SGLang forgets a request when it has ended, whether or not somebody waits for it.
+        # Concurrently, because SGLang drops a finished request even if its result was not awaited yet.
         return list(itertools.chain(*await asyncio.gather(*map(logprobs, range(len(sequences))))))
 
     def _prefix_keys(self, count: int) -> list[str] | None:
-        """Requests with the same key share the keys and values of common prefixes."""
+        """Return the cache keys of `count` requests: equal keys share the keys and values of common prefixes."""
         return [str(self._version)] * count if self.prefix_cache else None
 
     def occupancy(self) -> EngineOccupancy:
-        """What the scheduler last wrote into shared memory: after some batches, and when it has nothing to do."""
+        """Return the load that the scheduler wrote to shared memory last: after every few batches, and when idle."""
         written = self._manager.load_snapshot_reader.read(0)
         if written is None:
             return EngineOccupancy(0, 0, self.max_completions, 0.0)
-        # It is written once in so many steps, so the one under way lasts for that part of its age at least.
+        # It is written every few steps, so the step in progress lasts at least that fraction of the snapshot's age.
         age_s = (time.time() - written.timestamp) * (written.num_running_reqs > 0)
         steps, _, step_us, *_ = written.decode_moments or (0.0, 0.0, 0.0)
         return EngineOccupancy(
@@ -224,7 +223,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         if engine is None:
             return
         self._fail(EngineError("the engine was closed"))
-        await asyncio.sleep(0)  # requests just cancelled tell SGLang so
+        await asyncio.sleep(0)  # lets cancelled requests send their aborts to SGLang
         loop = asyncio.get_running_loop()
         loop.remove_signal_handler(signal.SIGQUIT)
         signal.signal(signal.SIGQUIT, self._former_handler)
@@ -241,7 +240,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         self._may_submit.set()
         self._loading = asyncio.Lock()
         self._manager = self._engine.tokenizer_manager
-        # SGLang would start this task itself, and with it take over SIGTERM and kill this process when something fails.
+        # If SGLang started this task itself, it would also handle SIGTERM and kill this process on a failure.
         self._manager.event_loop = loop
         self._receiving = loop.create_task(self._manager.handle_loop(), name="sglang-receive")
         self._receiving.add_done_callback(lambda task: self._die("its replies cannot be read"))
@@ -253,7 +252,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         self._spawn(request, self._submit(request))
 
     async def _submit(self, request: SGLangRequest) -> None:
-        """Send all completions of a request to the scheduler in one message, which costs much less than one for each."""
+        """Send all completions of a request to the scheduler in one message, which is much cheaper than one each."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         manager = self._manager
@@ -262,8 +261,8 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             for completion in request.pending:
                 completion.complete([], [], "abort")
             return
-        # Nothing waits from here until the message is sent, so the version is still right then. When SGLang aborts an
-        # id, it ends every request whose id starts with it; a number of fixed width in front keeps ids apart.
+        # No await blocks from here until the message is sent, so the version is still right then. SGLang's abort ends
+        # every request whose id starts with the given one; a prefix of fixed width keeps ids distinct.
         num_completions = len(request.pending)
         call = GenerateReqInput(
             rid=[f"{next(self._serial):010d}-{request.request_id}-{index}" for index in range(num_completions)],
@@ -280,7 +279,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             self._spawn(request, self._receive(request, index, manager._wait_one_response(call[index])))
 
     async def _receive(self, request: Request, index: int, outputs: AsyncIterator[dict[str, Any]]) -> None:
-        async for output in outputs:  # there is one, as no stream is asked for
+        async for output in outputs:  # exactly one, because streaming is off
             request.deliver(completion_of(output, index))
 
     def _spawn(self, request: SGLangRequest, work: Coroutine[Any, Any, None]) -> None:
@@ -297,7 +296,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
     def _abort(self, request: SGLangRequest) -> None:
         request.is_aborted = True
         for rid in request.rids:
-            self._manager.abort_request(rid)  # ignored for those that are complete
+            self._manager.abort_request(rid)  # ignored for completed ones
 
     async def _end(self, request: SGLangRequest) -> None:
         self._cancel(request)
@@ -319,7 +318,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         before, _ = await self._reply(self._check("checksum"))
         await self._write(given, version, keep_kv)
         proof.rely_on_what_follows(before, (await self._reply(self._check("checksum")))[0])
-        self._say(proof)
+        self._log_proof(proof)
 
     async def _write(self, given: Given, version: PolicyVersion, keep_kv: bool) -> None:
         await self._reply(self._replace_weights(given, version, keep_kv))
@@ -339,20 +338,20 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             finally:
                 self._may_submit.set()
 
-    def _say(self, proof: Proof) -> None:
-        """Say in the log what the first weights showed."""
+    def _log_proof(self, proof: Proof) -> None:
+        """Log the mapping that the first weights revealed."""
         log.info("%s", proof.summary())
         if proof.nowhere:
-            log.warning("tensors that are in no parameter of SGLang's model: %s", listed(sorted(proof.nowhere)))
+            log.warning("tensors without a parameter in SGLang's model: %s", listed(sorted(proof.nowhere)))
         if proof.do_not_follow:
             names = listed(proof.do_not_follow)
-            self._ignores = f"the weights that were sent are not all of the model: {names} did not follow them"
+            self._ignores = f"the published weights do not cover the model: {names} did not follow them"
             log.error("%s", self._ignores)
 
     async def _reply(self, call: Coroutine[Any, Any, T]) -> T:
         """Wait for SGLang's reply to a call. Raises EngineError if SGLang dies first.
 
-        Cancelling the caller does not cancel the call: SGLang would take its late reply for that of the next call.
+        Cancelling the caller does not cancel the call, because SGLang would match the late reply to the next call.
         """
         task = asyncio.create_task(call)
         awaited: list[asyncio.Future[Any]] = [task, self._death]
@@ -363,7 +362,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         return task.result()
 
     def _die(self, what: str) -> None:
-        """Fail everything that is awaited: SGLang is gone."""
+        """Fail all pending calls and requests after the death of SGLang."""
         if not self._death.done() and self._engine is not None:
             log.error("SGLang ended: %s", what)
             self._fail(EngineError(f"SGLang ended: {what}"))
@@ -379,11 +378,11 @@ class SGLangEngine(EngineBase[SGLangRequest]):
 
 
 LOG_OF_ZERO = -1e30
-"""SGLang writes the smallest float where a log-prob is minus infinity; anything below this is one."""
+"""Threshold for a log-prob of minus infinity, for which SGLang writes the smallest float."""
 
 
 def sampling_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
-    """SGLang's sampling parameters; `room` is how many tokens the context leaves for a completion."""
+    """Return SGLang's sampling parameters. `room` is the number of tokens that the context leaves for a completion."""
     return {
         "temperature": sampling.temperature,  # at 0 SGLang takes the likeliest token
         "top_p": sampling.top_p,
@@ -394,10 +393,10 @@ def sampling_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
 
 
 def completion_of(output: dict[str, Any], index: int) -> Completion:
-    """The completion that SGLang returned. A stop token is its last token. Raises EngineError if a log-prob is not finite."""
+    """Convert SGLang's output to a completion. It includes a stop token. Raises EngineError if a log-prob is not finite."""
     meta = output["meta_info"]
     token_ids = np.array(output["output_ids"], dtype=np.int32)
-    # A completion that was aborted before its first token may have the log-prob of a token that was not kept.
+    # A completion that was aborted before its first token may have the log-prob of a discarded token.
     logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"][: len(token_ids)]], dtype=np.float32)
     if len(logprobs) != len(token_ids):
         raise EngineError(f"SGLang returned {len(token_ids)} tokens with {len(logprobs)} log-probs")
@@ -419,20 +418,20 @@ def completion_of(output: dict[str, Any], index: int) -> Completion:
     )
 
 
-# -- keeping the host process as it was --------------------------------------------------------------------------------
+# -- state of the host process -----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """Restore the event loop policy, the start method of multiprocessing and the root logger at the end.
+    """Restore the event loop policy, multiprocessing's start method and the root logger at the end of the block.
 
-    Inside, warnings are silenced, also those of processes that are started there.
+    Inside the block warnings are silenced, also in processes started there.
     """
     policy = asyncio.get_event_loop_policy()
     start_method = multiprocessing.get_start_method(allow_none=True)
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
-    root.handlers = []  # SGLang configures logging anew, and would close the handlers that it finds
+    root.handlers = []  # SGLang reconfigures logging and would close existing handlers
     python_warnings = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = "ignore"
     try:

@@ -1,10 +1,10 @@
-"""The processes of one SGLang engine: how they are launched, what is changed in them, and how they end.
+"""The processes of one SGLang engine: their launch, the changes to SGLang's classes in them, and their end.
 
     this process                                    one process for each GPU (one on a CPU)
         SGLangEngine ── TokenizerManager ══ zmq ipc ══▶ Scheduler: queue, batches, the model
 
-Importing this module imports SGLang, which takes seconds: only an engine that starts does it. SGLang's usual third
-process, the detokenizer, is not launched, because only token ids are exchanged.
+Importing this module imports SGLang, which takes seconds, so only a starting engine does it. SGLang's third process, the
+detokenizer, is not launched, because only token ids are exchanged.
 """
 
 import atexit
@@ -63,20 +63,20 @@ mapped = Mapped()
 class OurScheduler(scheduler.Scheduler):
     """SGLang's scheduler with four changes.
 
-    Its overlap schedule launches a batch before it has read the result of the one before. A batch that is under way when
-    the weights change was sampled by the old ones, so its tokens bear the old version; SGLang would name the new one. And
-    on a GPU such a batch still runs while weights are written: both ends of the pause wait until the GPU is idle.
-
-    A request that waits for its first token when the weights change starts under the new ones, so its prefix is looked up
-    among theirs; otherwise it would find keys that the old weights computed. And a completion ends at the stop tokens of
-    its request only; SGLang adds the model's own end tokens, and with `ignore_eos` it ignores both.
+    1. The overlap schedule launches a batch before it has read the result of the previous one. The tokens of a batch in
+       progress at a weight change get the old version, which sampled them; SGLang would report the new one.
+    2. On a GPU such a batch may still run while weights are written, so both ends of the pause wait for an idle GPU.
+    3. A request without a first token at the weight change starts under the new weights, so its prefix is looked up under
+       their key. Otherwise it would find keys computed by the old weights.
+    4. A completion ends at the stop tokens of its request only. SGLang adds the model's own end tokens, and with
+       `ignore_eos` it ignores both.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.model_config.hf_eos_token_id = set()
         self._sampled_by: dict[int, str] = {}
-        """The version that sampled a batch in the result queue, by the batch's id, where it is not the present one."""
+        """Version that sampled a batch in the result queue, by the batch's id, if it is not the present one."""
 
     def record_weight_version_change(self, new_version: str | None) -> None:
         old_version = get_serving().weight_version
@@ -93,30 +93,30 @@ class OurScheduler(scheduler.Scheduler):
         version = self._sampled_by.pop(id(batch), None)
         if version is not None:
             for request in batch.reqs:
-                # Nobody else gets a token: it ended meanwhile, will be recomputed, or its prompt is not read to the end.
+                # Other requests get no token: they ended, will be recomputed, or are still in prefill.
                 if not request.finished() and not request.is_retracted and request.inflight_middle_chunks <= 0:
                     request.weight_version_events.append(WeightVersionEvent(version, len(request.output_ids) + 1))
         super().process_batch_result(batch, result)
 
     def pause_generation(self, recv_req: Any) -> None:
         super().pause_generation(recv_req)
-        # Batches run on a stream of their own, and so do some layers; nothing else keeps the first write behind them.
+        # Batches and some layers run on streams of their own, which the first write would not wait for.
         self.device_module.synchronize()
 
     def continue_generation(self, recv_req: Any) -> None:
-        # Some models are written by several threads, on another stream than the one that the next batch waits for.
+        # Several threads write some models, on another stream than the one that the next batch waits for.
         self.device_module.synchronize()
         super().continue_generation(recv_req)
 
 
 class OurWeightUpdater(WeightUpdater):
-    """SGLang's writer of weights. A bucket says where in shared memory its tensors lie (`weights.py`)."""
+    """SGLang's writer of weights. A bucket holds the locations of its tensors in shared memory (`weights.py`)."""
 
     def _update_weights_from_flattened_bucket(self, flattened_tensor_bucket_dict: dict[str, Any]) -> tuple[bool, str]:
         try:
             tensors = mapped.tensors(flattened_tensor_bucket_dict)
             self.get_model().load_weights(tensors)
-            current_platform.synchronize()  # a GPU has read them when it has written its own
+            current_platform.synchronize()  # the GPU has then finished reading the tensors
             tensors.require_intact()
         except WeightsError as error:
             return False, str(error)
@@ -124,14 +124,14 @@ class OurWeightUpdater(WeightUpdater):
 
 
 class OurWeightChecker(WeightChecker):
-    """SGLang's checksum of a model's weights, by the plan of `proof.py`. It is asked for the plan by an action of its own."""
+    """SGLang's checksum of a model's weights by the plan of `proof.py`. An action of its own requests the plan."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(**how)
         self._held = Held()
 
     def handle(self, action: str, *args: Any, role: str, **kwargs: Any) -> dict[str, Any] | None:
-        current_platform.synchronize()  # some models are written by several threads
+        current_platform.synchronize()  # several threads write some models
         if not action.startswith(PLAN):
             return super().handle(action, *args, role=role, **kwargs)
         return self._reply(self._held.plan(self._get_model(), action.removeprefix(PLAN)), role)
@@ -147,7 +147,7 @@ class OurWeightChecker(WeightChecker):
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
-    """Run a scheduler process: this is its main function."""
+    """Run a scheduler process. This is its main function."""
     if (starter := multiprocessing.parent_process()) is not None:
         warm.end_with_parent()
         scheduler.psutil = SimpleNamespace(Process=lambda: SimpleNamespace(parent=lambda: psutil.Process(starter.pid)))
@@ -161,18 +161,18 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
 
 
 def marked(kind: str) -> str:
-    """A name for shared memory of SGLang's. It is removed when this process is dead: SGLang would leave it."""
+    """Return a name for SGLang's shared memory. The mark lets another process remove the memory after this one has died."""
     return f"sgl_{kind}_{scratch.mark()}_{uuid.uuid4().hex[:8]}"
 
 
 def raise_launch_failure(signum: int, frame: object) -> None:
-    """Handle SIGQUIT, by which a child tells that it cannot start. SGLang's own handler kills this process."""
+    """Handle SIGQUIT, with which a child reports a failed start. SGLang's own handler would kill this process."""
     signal.signal(signum, signal.SIG_IGN)
     raise EngineError("one of its processes could not start; the reason is in its output above")
 
 
 class OurPortArgs:
-    """SGLang's names of sockets, marked as this project's, so that what a killed engine leaves can be removed."""
+    """SGLang's socket names with this process's mark, so that the files of a killed engine can be removed."""
 
     @staticmethod
     def init_new(*args: Any, **kwargs: Any) -> PortArgs:
@@ -186,7 +186,7 @@ class OurPortArgs:
 
 
 class OurEngine(Engine):
-    """SGLang's engine without a detokenizer. It ends only the processes that it started."""
+    """SGLang's engine without a detokenizer. It kills only the processes that it started."""
 
     tokenizer_manager: Any
     run_scheduler_process_func = staticmethod(run_scheduler)
@@ -217,7 +217,7 @@ class OurEngine(Engine):
 
 
 def launch(**arguments: Any) -> OurEngine:
-    """Start one engine; blocks until its model is loaded. If that fails, no process is left, and the error is raised."""
+    """Start one engine and block until its model is loaded. A failed start kills its processes and raises the error."""
     before = set(multiprocessing.active_children())
     handler = signal.getsignal(signal.SIGQUIT)
     engine.PortArgs = OurPortArgs
@@ -228,7 +228,7 @@ def launch(**arguments: Any) -> OurEngine:
     try:
         return OurEngine(**arguments, custom_sigquit_handler=raise_launch_failure)
     except BaseException:
-        signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # it may come once more, at any time
+        signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # it may arrive again at any time
         kill([child.pid for child in set(multiprocessing.active_children()) - before])
         signal.signal(signal.SIGQUIT, handler)
         raise
@@ -241,7 +241,7 @@ def kill(pids: Collection[int | None]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    for handle in handles:  # first: a handle does not see an end for which another has waited
+    for handle in handles:  # first, because a handle misses an exit status that another wait has collected
         handle.join(60)
     psutil.wait_procs(processes, timeout=60)
 
@@ -256,7 +256,7 @@ def arguments(
     max_completions: int,
     memory_fraction: float,
 ) -> dict[str, Any]:
-    """The arguments of SGLang's engine for those of `SGLangEngine`.
+    """Convert the arguments of `SGLangEngine` to those of SGLang's engine.
 
     Raises:
         EngineError: the model cannot attend to `max_context` tokens.
@@ -291,7 +291,7 @@ def arguments(
 
 
 def _cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Bytes of a token's keys and values, in every layer and key head."""
+    """Return the bytes of one token's keys and values, over all layers and key heads."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize)
@@ -309,22 +309,22 @@ def _tree(pid: int | None) -> list[psutil.Process]:
 
 
 LARGEST_PADDING = 4
-"""With more padded keys for each real one, sequences are attended to one by one."""
+"""Largest ratio of padded to real keys; above it, sequences are attended to one by one."""
 LARGEST_MASK = 1 << 22
-"""With more entries (sequences x queries x keys) in a prefill's mask, sequences are attended to one by one."""
+"""Largest mask of a prefill (sequences x queries x keys); above it, sequences are attended to one by one."""
 
 
 class BatchedTorchAttention(TorchNativeAttnBackend):
-    """SGLang's `torch_native` backend with one call of attention for each layer.
+    """SGLang's `torch_native` backend with one call of attention per layer.
 
-    `torch_native` calls attention once for every sequence and layer. With the short sequences of a CPU run that loop is
-    most of the scheduler's time. Here keys are gathered into one padded tensor and attention is called once a layer: the
-    same numbers up to rounding. Where padding would cost more than the loop, and for anything but causal self-attention
-    without a window, the loop runs.
+    `torch_native` calls attention once per sequence and layer. With the short sequences of a CPU run that loop dominates the
+    scheduler's time. Here keys are gathered into one padded tensor and attention is called once per layer, with equal
+    results up to rounding. The loop still runs if padding would cost more, and for anything but causal self-attention
+    without a window.
     """
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare what all layers of a forward share: the rows of the cache that hold the keys, and the mask."""
+        """Prepare the rows of the cache that hold the keys, and the mask, for all layers of a forward."""
         super().init_forward_metadata(forward_batch)
         self._is_padded = False
         mode, lengths = forward_batch.forward_mode, forward_batch.seq_lens
@@ -335,7 +335,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
             return
         key_places = torch.arange(longest)
         rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest].long()
-        # Behind its end a sequence repeats its first key: other rows may not be finite, and 0 x NaN is NaN.
+        # A sequence is padded with its first key, because other rows may not be finite, and 0 x NaN is NaN.
         self._key_rows = torch.where(key_places < lengths[:, None], rows, rows[:, :1])
         if mode.is_decode():
             self._mask = (key_places < lengths[:, None])[:, None, None, :]
@@ -373,7 +373,7 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
     def _run_sdpa_forward_extend(
         self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Attend with several queries for each sequence, one sequence after the other in `query`. Shapes as above."""
+        """Attend with several queries per sequence, concatenated by sequence in `query`. Shapes as above."""
         if not self._can_batch(query, k_cache, kwargs) or not kwargs["causal"]:
             return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *args, **kwargs)
         attended = scaled_dot_product_attention(
@@ -396,5 +396,5 @@ class BatchedTorchAttention(TorchNativeAttnBackend):
         )
 
     def _gather(self, cache: Tensor) -> Tensor:
-        """[sequences, kv_heads, longest, head_dim]; the mask hides what lies behind a sequence's end."""
+        """Return the cached rows, [sequences, kv_heads, longest, head_dim]. The mask hides the padding."""
         return cache[self._key_rows].transpose(1, 2)

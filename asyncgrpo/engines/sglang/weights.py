@@ -1,8 +1,8 @@
-"""Sends new weights from this process into SGLang's schedulers, by the calls that replace them in place.
+"""Sends new weights from this process to SGLang's schedulers with SGLang's calls for in-place updates.
 
-Weights stay where they are: schedulers are told the file in memory, and where in it each tensor lies (`weights/arena.py`). Each
-maps the file and locks its pages for its GPU, once, so that the pause has one copy in it. Other tensors are copied into such a
-file before. Where shared memory is too small, their bytes go inside the message.
+The weights are not copied here: the message holds the file in shared memory and the offset of each tensor
+(`weights/arena.py`). Each scheduler maps the file and pins its pages for its GPU once, so that the pause contains one copy.
+Other tensors are first copied to such a file. If shared memory is too small, the message carries their bytes.
 """
 
 import asyncio
@@ -36,16 +36,16 @@ async def replace_weights(
     keep_kv: bool,
     num_schedulers: int,
 ) -> None:
-    """Pause between two tokens, write all tensors, go on.
+    """Pause between two tokens, write all tensors, resume.
 
-    SGLang handles messages in the order in which they were sent, so all are sent before the first reply is awaited: the pause
-    takes no round trip. If SGLang refuses, it goes on with the weights it has, and the caller must not let it sample.
+    SGLang handles messages in the order of sending, so all are sent before the first reply is awaited, and the pause contains
+    no round trip. If SGLang refuses, it resumes with the weights it has, and the caller must not let it sample.
 
     Args:
         manager: SGLang's TokenizerManager. No request may be submitted meanwhile.
         tensors: every tensor of the model, read once.
-        label: SGLang's name of the new weights; it becomes visible when they are written.
-        keep_kv: False recomputes keys and values of requests in flight, and drops the prefix cache.
+        label: SGLang's name of the new weights, visible once they are written.
+        keep_kv: False recomputes keys and values of requests in flight and drops the prefix cache.
     Raises:
         EngineError: SGLang refused. The weights may be part old, part new.
     """
@@ -60,7 +60,7 @@ async def replace_weights(
     calls = [
         ("begin_weight_update", BeginWeightUpdateReqInput()),
         ("update_weights_from_tensor", update),
-        # In any case: a session left open would refuse the next load, which may repair what went wrong.
+        # Always, because an open session would refuse the next load, which may repair a failed one.
         ("end_weight_update", EndWeightUpdateReqInput()),
     ]
     replies = [asyncio.create_task(_ask(call, getattr(manager, f"{call}_communicator"), m)) for call, m in calls]
@@ -78,7 +78,7 @@ async def _ask(call: str, communicator: Any, message: Any) -> None:
 
 
 def shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
-    """A copy of tensors in memory that schedulers can map, if it fits. Raises EngineError: there are none."""
+    """Copy tensors to memory that schedulers can map, if it fits. Raises EngineError if `tensors` is empty."""
     given = dict(tensors)
     if not given:
         raise EngineError("no tensors were given")
@@ -90,7 +90,7 @@ def shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
 
 
 def payloads(given: SharedTensors, num_schedulers: int) -> list[bytes]:
-    """What each scheduler is told, in types that SGLang lets through: where the tensors lie, or their bytes."""
+    """Return the message for each scheduler in types that SGLang accepts: the tensors' locations, or their bytes."""
     places = [
         (name, _name(tensor.dtype), list(tensor.shape), tensor.storage_offset() * tensor.element_size())
         for name, tensor in given
@@ -108,13 +108,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class Mapped:
-    """The files in memory that one scheduler has mapped."""
+    """The shared-memory files that one scheduler has mapped."""
 
     def __init__(self) -> None:
         self._files: dict[str, MappedArenas] = {}
 
     def tensors(self, where: dict[str, Any]) -> SharedTensors:
-        """The tensors that `payloads` speaks of. Raises WeightsError: they are not there, or not any more."""
+        """Return the tensors of a message of `payloads`. Raises WeightsError if they are missing or were overwritten."""
         if (content := where.get("bytes")) is not None:
             memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         else:

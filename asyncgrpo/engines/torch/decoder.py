@@ -1,14 +1,14 @@
-"""The synchronous core of the `torch` engine: one batch of completions, which join and leave between any two tokens.
+"""The synchronous core of the `torch` engine: continuous batching of completions, which join and leave between tokens.
 
     admit ──▶ prefill each prompt once, copy its keys and values to the rows of its completions
-    step  ──▶ one forward over one token per running row ──▶ sample ──▶ completions that ended leave
+    step  ──▶ one forward over one token per running row ──▶ sample ──▶ finished completions leave
 
 A row holds one running completion: its tokens in the decoder, its keys and values in the slot of the same number. The
 cache of a row of n tokens holds n - 1 of them; the last one is the input of the next step. So a prompt is prefilled
-without its last token, and the first sampled token comes out of an ordinary step.
+without its last token, and the first sampled token comes from an ordinary step.
 
-Rows are kept dense (0 .. R-1), so that one step reads a view of the cache and copies nothing. The price is one copy of a
-slot when a completion in the middle ends.
+Rows are kept dense (0 .. R-1), so that a step reads a view of the cache without copies. The cost is one copy of a slot when
+a completion in the middle ends.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,9 +26,9 @@ from asyncgrpo.errors import EngineError
 from asyncgrpo.types import FinishReason, PolicyVersion
 
 PREFILL_TOKENS = 16384
-"""Padded tokens of one prefill forward, unless one sequence alone has more: bounds its memory."""
+"""Padded tokens of one prefill forward, unless a single sequence has more. It bounds the memory."""
 LENGTH_STEP = 32
-"""A step attends to a multiple of this, so that there are few shapes, for which allocators cache memory."""
+"""A step attends to a multiple of this, so that there are few shapes and allocators can cache memory."""
 
 _ROW = np.dtype(
     [
@@ -79,7 +79,7 @@ class Decoder:
 
     @torch.inference_mode()
     def admit(self, batches: Sequence[Sequence[PendingCompletion]], version: PolicyVersion) -> None:
-        """Give each completion a row. The completions of one batch share their request, which is prefilled once."""
+        """Assign a row to each completion. The completions of one batch share their request, which is prefilled once."""
         slots: list[list[int]] = []
         for completions in batches:
             slots.append(list(range(self.num_running, self.num_running + len(completions))))
@@ -91,7 +91,7 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Sample one token in every row. Completions that ended are delivered and leave the batch."""
+        """Sample one token in every row. Finished completions are delivered and leave the batch."""
         num_rows = self.num_running
         all_rows, row = np.arange(num_rows), self._rows[:num_rows]
         lengths = row["length"]
@@ -100,7 +100,7 @@ class Decoder:
         sampled, sampled_logprobs = sample(logits, self._current_knobs(), self._on_device(noise))
         tokens, logprobs = sampled.cpu().numpy(), sampled_logprobs.cpu().numpy()
         if not np.isfinite(logprobs).all():
-            raise EngineError("the model gives logits that are not finite")
+            raise EngineError("the model returned logits that are not finite")
         self._tokens[all_rows, lengths] = tokens
         self._logprobs[all_rows, lengths] = logprobs
         row["length"] += 1
@@ -110,7 +110,7 @@ class Decoder:
             self._remove(np.flatnonzero(ended), ["stop" if stop else "length" for stop in stopped[ended]])
 
     def end(self, request: Request) -> None:
-        """Deliver every running completion of the request with what it has; they leave the batch."""
+        """Deliver every running completion of the request with its tokens so far, and remove it from the batch."""
         rows = [row for row, completion in enumerate(self._running) if completion.request is request]
         self._remove(np.array(rows, np.int64), ["abort"] * len(rows))
 
@@ -130,7 +130,7 @@ class Decoder:
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
-        """Log-probs of the tokens from `start` on of each sequence, nats; rows and cache are left alone."""
+        """Return the log-probs of the tokens from `start` on of each sequence, nats, without using rows or cache."""
         found = []
         for tokens in sequences:
             given = torch.tensor([tokens], device=self._device)
@@ -140,7 +140,7 @@ class Decoder:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Forget every row, after a failure."""
+        """Drop every row after a failure."""
         self._running.clear()
         self._knobs = None
         self._cache.wipe()
@@ -167,7 +167,7 @@ class Decoder:
         self._running.extend(completions)
 
     def _remove(self, rows: np.ndarray, reasons: Iterable[FinishReason]) -> None:
-        """Complete the completions of `rows` (ascending), and move the last rows into the rows that become free."""
+        """Complete the completions of `rows` (ascending), and move the last rows into the freed rows."""
         for row, reason in zip(rows, reasons, strict=True):
             sampled = slice(self._rows["prompt_length"][row], self._rows["length"][row])
             self._running[row].complete(self._tokens[row, sampled], self._logprobs[row, sampled], reason)
@@ -196,7 +196,7 @@ class Decoder:
             todo = todo[count:]
 
     def _prefill_together(self, sequences: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:
-        """One forward over sequences padded on the right: causality hides the padding from every real token."""
+        """Run one forward over right-padded sequences. Causality hides the padding from every real token."""
         padded = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
         for row, tokens in enumerate(sequences):
             padded[row, : len(tokens)] = tokens
@@ -207,7 +207,7 @@ class Decoder:
         self._cache.fill(prefilled, self._on_device(sources), self._on_device(targets))
 
     def _forward(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Feed one token per row ([R] each): logits [R, V]."""
+        """Run one token per row ([R] each) and return logits [R, V]."""
         longest = int(positions.max()) + 1
         length = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.max_context)
         places = self._on_device(positions)
@@ -216,7 +216,7 @@ class Decoder:
         return self._model(
             input_ids=self._on_device(tokens.astype(np.int64))[:, None],
             position_ids=places[:, None],
-            attention_mask=visible[:, None, None, :],  # of 4 dimensions: transformers takes it as it is
+            attention_mask=visible[:, None, None, :],  # 4 dimensions: transformers uses it unchanged
             past_key_values=self._cache,
             use_cache=True,
         ).logits[:, 0]
@@ -263,7 +263,7 @@ class SlotCache(Cache):
         for index, layer in enumerate(prefilled.layers):
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if keys is None or values is None:
-                raise EngineError(f"layer {index} of the model keeps no keys and values: {type(layer).__name__}")
+                raise EngineError(f"layer {index} of the model has no keys and values: {type(layer).__name__}")
             if index == len(self._keys):
                 self._keys.append(keys.new_zeros(self._shape(keys)))
                 self._values.append(values.new_zeros(self._shape(values)))
@@ -276,12 +276,12 @@ class SlotCache(Cache):
             block[slots, :, :length] = block[sources, :, :length]
 
     def wipe(self) -> None:
-        """Zero everything, NaNs of a failed forward included."""
+        """Zero all memory, including NaNs of a failed forward."""
         for block in (*self._keys, *self._values):
             block.zero_()
 
     def begin_step(self, positions: Tensor, length: int) -> None:
-        """The next forward has one token per row, row r at `positions[r]` ([R] int64), and attends to [0, length)."""
+        """Prepare a forward with one token per row, row r at `positions[r]` ([R] int64), that attends to [0, length)."""
         self._rows = torch.arange(len(positions), device=positions.device)
         self._positions = positions
         self._length = length

@@ -80,7 +80,7 @@ class TorchEngine(EngineBase[Request]):
         self._stepping = asyncio.create_task(self._run(decoder), name="torch-engine")
 
     async def checksum(self) -> str:
-        """Raises EngineError: a tensor is not the one that was loaded last."""
+        """Return the digest of the weights. Raises EngineError if a tensor differs from the one loaded last."""
         self._require_running()
         held = {name: tensor_digest(tensor) for name, tensor in disk_tensors(self._model).items()}
         if wrong := [name for name, sent in self._sent.items() if held.get(name, sent) != sent]:
@@ -102,7 +102,7 @@ class TorchEngine(EngineBase[Request]):
         )
 
     async def probe(self) -> None:
-        """Return at once: the model runs on the caller's own loop."""
+        """Return at once, because the model runs on the caller's loop."""
 
     async def close(self) -> None:
         self._fail(EngineError("the engine was closed"))
@@ -113,7 +113,7 @@ class TorchEngine(EngineBase[Request]):
                 await self._stepping
 
     async def _run(self, decoder: Decoder) -> None:
-        """Step while there is work. Other tasks of the event loop get their turn after every step."""
+        """Step while there is work, and yield to other tasks of the event loop after every step."""
         while True:
             if not self._waiting and not decoder.num_running:
                 self._work.clear()
@@ -158,14 +158,14 @@ class TorchEngine(EngineBase[Request]):
 
     async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
         assert self._decoder is not None
-        # There is no await in here, so `_run` cannot step on half of the weights.
+        # Without an await here, `_run` cannot step on partly replaced weights.
         replace_tensors(self._places, self._noted(tensors))
         self._decoder.change_version(version)
         if not keep_kv:
             self._decoder.recompute()
 
     def _noted(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors as they are, and note their digests, which `checksum` compares."""
+        """Yield all tensors unchanged, and note their digests for `checksum`."""
         for name, tensor in tensors:
             if name in self._places and tensor.dtype == self._places[name].dtype:
                 self._sent[name] = tensor_digest(tensor)
@@ -190,17 +190,17 @@ class TorchEngine(EngineBase[Request]):
 
 
 def _places(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's memory of each tensor of a checkpoint, by its names on disk; all names of tied tensors."""
+    """Return the model's memory for each tensor of a checkpoint by its name on disk, with all names of tied tensors."""
     memory = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}
     tensors = disk_tensors(model, remove_duplicate=False)
     for name, tensor in tensors.items():
         if tensor.untyped_storage().data_ptr() not in memory:
-            raise EngineError(f"{name} on disk is no part of a tensor in memory, so it cannot be replaced there")
+            raise EngineError(f"{name} on disk is not a view of a tensor in memory, so it cannot be replaced there")
     return tensors
 
 
 def _try_out(decoder: Decoder) -> None:
-    """Sample one token: this allocates the cache, and shows at the start if the model cannot run."""
+    """Sample one token, which allocates the cache and reveals at the start a model that cannot run."""
     request = Request("start", (0, 0), 1, Sampling(max_tokens=1), seed=0)
     check_request(request, vocab_size=decoder.vocab_size, max_context=decoder.max_context)
     decoder.admit([request.pending], PolicyVersion(0, 0))
@@ -208,7 +208,7 @@ def _try_out(decoder: Decoder) -> None:
 
 
 def _require_full_attention(model: PreTrainedModel, max_context: int) -> None:
-    """Refuse models whose layers do not attend to all earlier tokens: cache and mask assume that they do."""
+    """Raise EngineError for layers that do not attend to all earlier tokens, as cache and mask assume."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
@@ -223,11 +223,11 @@ def _require_full_attention(model: PreTrainedModel, max_context: int) -> None:
 
 @torch.no_grad()
 def replace_tensors(places: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy every tensor into the place of its name. Of tied tensors, one name or all may be given.
+    """Copy every tensor to the memory of its name. Tied tensors may be given by one name or all.
 
     Args:
         places: the model's memory by names on disk.
-        tensors: all of them.
+        tensors: all tensors of the model.
     Raises:
         EngineError: a name is unknown, repeated or missing, a shape differs, or tied tensors got different values.
             The model is then part old and part new.
@@ -262,7 +262,7 @@ def weights_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Shape, dtype and bytes (xxh3_128) of a tensor."""
+    """Return shape, dtype and the digest of the bytes (xxh3_128) of a tensor."""
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return f"{list(tensor.shape)} {tensor.dtype} {xxhash.xxh3_128_hexdigest(content)}"
 

@@ -1,8 +1,8 @@
 """Samples tokens from logits for the `torch` engine: a whole batch at once, each row with its own parameters and noise.
 
-Noise has no state: the number that decides token t of a completion is a hash of the completion's seed and t, so a
-completion does not depend on the others in its batch. The token is the inverse of the distribution function at that
-number, in the order of the vocabulary.
+Noise is stateless: the number that decides token t of a completion is a hash of the completion's seed and t, so a
+completion does not depend on the others in its batch. The token is the inverse of the cumulative distribution at that
+number, in vocabulary order.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Knobs:
 
     @classmethod
     def of(cls, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, vocab_size: int, device: torch.device):
-        """From the `types.Sampling` fields of R rows, [R] each."""
+        """Build from the `types.Sampling` fields of R rows, [R] each."""
         greedy = temperature == 0
         filtered = np.flatnonzero(((top_p < 1) | (top_k != -1)) & ~greedy)
         limits = np.where(top_k == -1, vocab_size, top_k)[filtered]
@@ -49,9 +49,9 @@ class Knobs:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One number in [0, 1) for each pair of seed ([R] uint64) and position in the completion ([R] int64): [R] float64.
+    """Return a number in [0, 1) for each pair of seed ([R] uint64) and position in the completion ([R] int64): [R] float64.
 
-    Each seed has a stream of SplitMix64, started at a mixed seed so that neighbouring seeds share nothing. The numbers
+    Each seed has a stream of SplitMix64, started at a mixed seed so that neighbouring seeds are independent. The numbers
     have 52 bits, so that u * total stays below total in float64.
     Source: Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators".
     """
@@ -64,11 +64,11 @@ def sample(logits: Tensor, knobs: Knobs, noise: Tensor) -> tuple[Tensor, Tensor]
 
     Args:
         logits: [R, V] any float dtype.
-        knobs: of the R rows.
+        knobs: sampling parameters of the R rows.
         noise: [R] float64 in [0, 1).
     Returns:
-        tokens [R] int64, and [R] float32 the log-probability (nats) of each under softmax(logits / temperature) over
-        the whole vocabulary; not finite where the logits were not.
+        tokens [R] int64, and [R] float32 their log-probabilities (nats) under softmax(logits / temperature) over the whole
+        vocabulary; not finite where the logits were not.
     """
     logprobs = torch.log_softmax(logits.float() / knobs.temperature[:, None], dim=-1)
     probs = logprobs.exp()
@@ -82,10 +82,10 @@ def sample(logits: Tensor, knobs: Knobs, noise: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _invert(probs: Tensor, noise: Tensor) -> Tensor:
-    """[R] the first token whose cumulative probability exceeds noise * total. `probs` [R, V] need not add up to 1."""
+    """Return [R] the first tokens whose cumulative probability exceeds noise * total. `probs` [R, V] need not sum to 1."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)  # float32 would lose tokens of a large vocabulary
     tokens = torch.searchsorted(cumulative, (noise * cumulative[:, -1])[:, None], right=True)[:, 0]
-    return tokens.clamp(max=probs.shape[1] - 1)  # only NaNs get beyond the end
+    return tokens.clamp(max=probs.shape[1] - 1)  # only NaNs exceed the end
 
 
 def _invert_filtered(probs: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def _invert_filtered(probs: Tensor, top_k: Tensor, top_p: Tensor, noise: Tensor)
 
 
 def _mix(state: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser, [R] uint64 to [R] uint64."""
+    """Apply SplitMix64's finaliser, [R] uint64 to [R] uint64."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
