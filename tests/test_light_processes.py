@@ -27,6 +27,17 @@ except RunNotAlive:
     pass
 """
 
+REFUSED = """
+import sys
+from asyncgrpo.cli import main
+sys.argv = ["asyncgrpo", "train", "--model", "model", "--data", "none.json"]
+sys.argv += ["data.max_prompt_tokens=64", "sampling.max_tokens=64"]
+try:
+    main()
+except SystemExit as end:
+    assert end.code == 1, end.code
+"""
+
 BUFFER = """
 import sys
 from pathlib import Path
@@ -90,6 +101,11 @@ def test_a_command_that_only_looks_imports_nothing_heavy(tmp_path, arguments):
 def test_a_driver_without_gpus_leaves_what_is_heavy_to_the_warm_process(tmp_path):
     make_demo_model(tmp_path / "model", seed=0)
     assert heavy_in(DRIVER, tmp_path) == []
+
+
+def test_a_run_without_its_data_is_refused_before_anything_heavy_is_imported(tmp_path):
+    make_demo_model(tmp_path / "model", seed=0)
+    assert heavy_in(REFUSED, tmp_path) == []
 
 
 def test_the_buffer_of_a_run_whose_prompts_are_kept_needs_no_tokenizer(tmp_path):

@@ -4,6 +4,7 @@ Each message names the values and the fix. `check` and `check_algorithm` read th
 reads the model's folder. `load_config` calls `check`; the start of a run calls all three.
 """
 
+import ast
 import difflib
 import inspect
 import json
@@ -13,9 +14,11 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from asyncgrpo import algorithms
 from asyncgrpo.config.explain import near, value_in_words
 from asyncgrpo.config.schema import CRITIC, PAIRWISE, AlgorithmConfig, Config, CorrectionConfig, CriticConfig
 from asyncgrpo.errors import ConfigError
@@ -295,20 +298,38 @@ _NOT_NEGATIVE = frozenset({
 
 def loss_arguments(loss: str) -> dict[str, inspect.Parameter]:
     """Return the arguments of a loss that `algorithm.loss_args` may set, with types and defaults."""
-    from asyncgrpo.algorithms import pairwise  # imports torch, which reading a configuration does not need
-    from asyncgrpo.algorithms.surrogates import SURROGATES
-
-    function: Callable[..., Any] = pairwise.pairwise if loss == PAIRWISE else SURROGATES[loss]
-    parameters = inspect.signature(function).parameters.values()
-    found = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "reference_logprobs"}
+    arguments = _losses()[loss].args
+    found = {}
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        if argument.arg != "reference_logprobs":
+            assert argument.annotation is not None
+            annotation = eval(ast.unparse(argument.annotation), {"Literal": Literal})
+            value = inspect.Parameter.empty if default is None else ast.literal_eval(default)
+            found[argument.arg] = _keyword(argument.arg, annotation, value)
     if loss == PAIRWISE:
-        found["reference"] = inspect.Parameter(
-            "reference", inspect.Parameter.KEYWORD_ONLY, annotation=bool, default=False
-        )
-        found["pairs"] = inspect.Parameter(
-            "pairs", inspect.Parameter.KEYWORD_ONLY, annotation=pairwise.PairKind, default="best_worst"
-        )
+        found["reference"] = _keyword("reference", bool, False)
+        found["pairs"] = _keyword("pairs", Literal["best_worst", "random", "all"], "best_worst")
     return found
+
+
+@cache
+def _losses() -> dict[str, ast.FunctionDef]:
+    """Return the functions of all losses as source: importing one imports torch, which takes seconds."""
+    folder = Path(algorithms.__file__).parent
+    trees = [ast.parse((folder / name).read_text(encoding="utf-8")) for name in ("surrogates.py", "pairwise.py")]
+    return {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def _has_ratio(loss: str) -> bool:
+    """Return the argument `with_ratio` of `@surrogate`: the gradient of the loss contains policy / anchor."""
+    for call in _losses()[loss].decorator_list:
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "surrogate":
+            return {k.arg: ast.literal_eval(k.value) for k in call.keywords}.get("with_ratio", True)
+    return False
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
 def _arguments(config: Config) -> Iterator[str]:
@@ -406,10 +427,8 @@ def _bounds(one: CorrectionConfig) -> Iterator[str]:
 
 def _place(one: CorrectionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield the problems of one correction with the rest of the algorithm, to follow its key."""
-    from asyncgrpo.algorithms.surrogates import WITH_RATIO  # imports torch, which reading a configuration does not need
-
     weighs = one.kind == "importance" and one.action != "reject"
-    if algorithm.anchor == "behaviour" and weighs and algorithm.loss in WITH_RATIO:
+    if algorithm.anchor == "behaviour" and weighs and _has_ratio(algorithm.loss):
         yield (
             f"weights tokens by policy / behaviour, and with algorithm.anchor=behaviour {algorithm.loss} contains that "
             "ratio already: it would count twice; use algorithm.corrections=[], action: reject, or loss: reinforce"

@@ -1,9 +1,13 @@
 """What `check_algorithm` refuses, and the sentence with which it does."""
 
+import inspect
+
 import pytest
 
+from asyncgrpo.algorithms.pairwise import PairKind, pairwise
+from asyncgrpo.algorithms.surrogates import SURROGATES, WITH_RATIO
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.rules import check_algorithm, loss_arguments
+from asyncgrpo.config.rules import _has_ratio, check_algorithm, loss_arguments
 from asyncgrpo.config.schema import AlgorithmConfig
 from asyncgrpo.errors import ConfigError
 from tests.learner.helpers import config
@@ -24,6 +28,17 @@ def accepts(*overrides: str) -> None:
 
 def test_the_defaults_are_accepted():
     accepts()
+
+
+@pytest.mark.parametrize("loss", AlgorithmConfig.__annotations__["loss"].__args__)
+def test_the_source_of_a_loss_is_read_as_python_imports_it(loss):
+    parameters = inspect.signature(SURROGATES.get(loss, pairwise)).parameters.values()
+    imported = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "reference_logprobs"}
+    read = loss_arguments(loss)
+    assert {name: read[name] for name in imported} == imported
+    assert read.keys() - imported.keys() == ({"reference", "pairs"} if loss == "pairwise" else set())
+    assert loss != "pairwise" or read["pairs"].annotation == PairKind
+    assert _has_ratio(loss) == (loss in WITH_RATIO)
 
 
 @pytest.mark.parametrize("loss", AlgorithmConfig.__annotations__["loss"].__args__)
