@@ -98,7 +98,7 @@ class Guest:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 pass_fds=tickets[:1],
-                env=env,
+                env=dict(env),  # uvloop takes no other mapping
                 start_new_session=True,  # a process group of its own to kill, and no Ctrl-C from the terminal
             )
         except BaseException as error:

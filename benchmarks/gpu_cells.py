@@ -132,7 +132,6 @@ def make_learner(cell: Cell, shape: Shape, *, group_size: int) -> Learner:
             "tokens_per_microbatch": cell["budget"],
             "share_prompts": cell["share"],
             "compile": cell["compile"],
-            "attention": cell["kernel"],
             "activation_checkpointing": cell["recompute"],
             "offload_optimizer": cell["offload"],
         },
@@ -145,7 +144,8 @@ def make_learner(cell: Cell, shape: Shape, *, group_size: int) -> Learner:
         return drawn.eval(), None
 
     device = "cuda:0" if cell["device"] == "cuda" else "cpu"
-    with mock.patch.object(learner_model, "unread_language_model", draw):
+    chosen = {"choose_kernel": lambda device, dtype: cell["kernel"]} if cell["kernel"] != "auto" else {}
+    with mock.patch.multiple(learner_model, unread_language_model=draw, **chosen):
         learner = Learner(msgspec.convert(config, Config), rank=0, world=1, device=device)
     if cell["compile"]:
         learner.compile()

@@ -168,7 +168,7 @@ def test_another_user_of_this_machine_is_heard_by_no_process_of_a_run(tmp_path):
     watch.listen()
     assert server.receive(0.0) is None
     assert not watch.has_heard("buffer", "1")
-    weights._read()
+    weights._receive()
     assert weights.generators == []
     learner = Client(server.endpoint, "learner", keys)
     learner.send(Finished())
@@ -207,7 +207,7 @@ def test_the_publisher_hears_only_who_has_the_keys_of_the_run():
     for number, client in enumerate((*strangers, friend)):
         client.send(Join(generator_id=f"generator-{number}", incarnation="a"))
     deadline = time.monotonic() + 10.0
-    while not (open_to_all._read() or open_to_all.generators) and time.monotonic() < deadline:
+    while not (open_to_all._receive() or open_to_all.generators) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert open_to_all.generators == ["generator-2"]
     for end in (friend, *strangers, open_to_all):

@@ -30,7 +30,9 @@ def register(app: typer.Typer) -> None:
         ("from-verl", from_verl, "run_qwen3_8b.sh --yaml"),
         ("from-trl", from_trl, "args.json model_name_or_path=Qwen/Qwen3-8B"),
     ):
-        group.command(name, context_settings=takes_flags, epilog=f"Example: asyncgrpo config {name} {example}")(command)
+        group.command(
+            name, context_settings=takes_flags, epilog=" ".join(("Example:", "asyncgrpo", "config", name, example))
+        )(command)
 
 
 def explain(

@@ -296,6 +296,9 @@ _NOT_NEGATIVE = frozenset({
 # -- arguments of the loss ---------------------------------------------------------------------------------------------
 
 
+_ANNOTATIONS: dict[str, Any] = {"bool": bool, "float": float, "float | None": float | None}
+
+
 def loss_arguments(loss: str) -> dict[str, inspect.Parameter]:
     """Return the arguments of a loss that `algorithm.loss_args` may set, with types and defaults."""
     arguments = _losses()[loss].args
@@ -303,7 +306,7 @@ def loss_arguments(loss: str) -> dict[str, inspect.Parameter]:
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         if argument.arg != "reference_logprobs":
             assert argument.annotation is not None
-            annotation = eval(ast.unparse(argument.annotation), {"Literal": Literal})
+            annotation = _ANNOTATIONS[ast.unparse(argument.annotation)]
             value = inspect.Parameter.empty if default is None else ast.literal_eval(default)
             found[argument.arg] = _keyword(argument.arg, annotation, value)
     if loss == PAIRWISE:

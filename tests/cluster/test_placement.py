@@ -135,7 +135,7 @@ def test_a_role_takes_the_resources_by_which_its_nodes_are_chosen(placed):
         "taken": [],
         "said": "generator-0 has not started for 60 s: it waits for a node",
     }
-    assert "generators.count 1 (each 1 CPU and 1 shelf); no node has it" in placed["refused"]
+    assert "generators.count 1 (each 1 CPU and 1 shelf); no node has them" in placed["refused"]
 
 
 def test_both_sides_of_nccl_get_the_same_settings_and_a_persons_own_stay(monkeypatch):

@@ -37,7 +37,9 @@ def make_judge(path: Path) -> Path:
 async def test_sglang_judges_a_group_and_the_same_completion_twice_alike(tmp_path: Path):
     texts = ["1 2 3", "9", "4 5 6 7", "9"]
     with serving(make_judge(tmp_path / "model"), tmp_path / "log") as url:
-        reward = build_reward(RewardConfig(function="judge", judge=JudgeConfig(url=url, max_tokens=1, timeout_s=120)))
+        reward = build_reward(
+            RewardConfig(function="judge", judge=JudgeConfig(url=url, extra={"max_tokens": 1}, timeout_s=120))
+        )
         scores = await reward.score(prompt(text="1 + 1 = ?", answer="2"), [Sampled(text) for text in texts])
         await reward.close()
     values = [score.value for score in scores]
@@ -48,10 +50,10 @@ async def test_sglang_judges_a_group_and_the_same_completion_twice_alike(tmp_pat
 async def test_sglang_gives_the_scores_of_a_plain_forward_pass_of_the_reward_model(tmp_path: Path):
     path = make_reward_model(tmp_path / "model")
     with serving(path, tmp_path / "log", "--is-embedding", "--context-length", "200") as url:
-        settings = RewardModelConfig(path=str(path), url=url, max_tokens=60, timeout_s=120)
+        settings = RewardModelConfig(path=str(path), url=url, timeout_s=120)
         reward = build_reward(RewardConfig(function="model", model=settings))
-        scores = await reward.score(prompt(text="6 x 7?"), [Sampled(text) for text in (*TEXTS, "4" * 60)])
+        scores = await reward.score(prompt(text="6 x 7?"), [Sampled(text) for text in (*TEXTS, "4" * 300)])
         await reward.close()
-    expected = [forward(path, f"<user>6 x 7?;<assistant>{text};") for text in TEXTS[:1] + TEXTS[2:]]
-    assert [scores[i].value for i in (0, 2, 3)] == pytest.approx(expected, abs=1e-4)
-    assert [scores[i].failure for i in (1, 4)] == ["model", "model"], "they are too long"
+    expected = [forward(path, f"<user>6 x 7?;<assistant>{text};") for text in TEXTS]
+    assert [score.value for score in scores[: len(TEXTS)]] == pytest.approx(expected, abs=1e-4)
+    assert scores[-1].failure == "model", "it is too long"
