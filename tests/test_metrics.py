@@ -53,7 +53,7 @@ def test_counters_alone_end_in_total(name):
 
 @pytest.mark.parametrize("name", DECLARED)
 def test_metric_has_a_sentence_of_help(name):
-    assert re.fullmatch(r"[A-Z].{10,}\.", DECLARED[name]._documentation)
+    assert re.fullmatch(r"[A-Z1].{10,}\.", DECLARED[name]._documentation)
 
 
 def test_every_metric_is_exported_by_some_role_and_by_its_own_only():

@@ -141,7 +141,7 @@ def test_a_folder_without_a_lock_was_never_anybody_s(temporary):
 def test_a_place_that_others_have_taken_is_refused(temporary, make):
     scratch._root().rmdir()
     make(temporary / f"asyncgrpo-{scratch.os.getuid()}")
-    with pytest.raises(ConfigError, match="set TMPDIR to another place"):
+    with pytest.raises(ConfigError, match="set TMPDIR to another folder"):
         scratch.folder()
 
 

@@ -112,7 +112,7 @@ CASES = {
     "a shard that is not there": (
         point_to_a_shard_that_is_not_there,
         [],
-        ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "not there"],
+        ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "does not exist"],
     ),
     "a model of no known kind": (
         write("model/config.json", '{"model_type": "perceptron"}'),

@@ -188,7 +188,7 @@ def test_a_completion_without_a_score_is_not_right(asyncgrpo, evaluated):
 
 def test_evaluations_that_are_not_there_are_named_with_those_that_are(asyncgrpo, evaluated):
     ended = asyncgrpo("samples", evaluated, "--from", 10)
-    assert ended.code == 1 and "nothing to compare step 10 with; evaluations are kept of: 0, 5, 10" in ended.err
+    assert ended.code == 1 and "two evaluations, not step 10 twice; kept are: 0, 5, 10" in ended.err
     ended = asyncgrpo("samples", evaluated, "--from", 3)
     assert ended.code == 1 and "no samples of step 3" in ended.err and "run.eval_every" in ended.err
     assert asyncgrpo("samples", evaluated, "--from", 0, "--best").code == 2

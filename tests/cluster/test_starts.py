@@ -137,7 +137,7 @@ def test_a_run_of_an_older_release_goes_on_and_says_what_is_not_known(files: Pat
         look(configured(files, f"model.path={files / 'model2'}"), RunFolder(files / "run"))
     (files / "run" / "config.yaml").unlink()
     (unknown,) = found(configured(files, f"model.path={files / 'model2'}"))
-    assert "does not say how it was started" in unknown
+    assert "no configuration of an earlier start" in unknown
 
 
 def test_a_run_that_is_done_is_refused_by_its_steps(files: Path):

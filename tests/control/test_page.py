@@ -180,7 +180,7 @@ def test_held_out_prompts_that_changed_between_two_evaluations_are_shown(page: P
     page.wait("document.querySelector('#found').innerText.includes('step 10 (0 to 10 are kept): 1 to 3 of 3 found')")
     page.type("#search [name=of]", "changes")
     page.type("#search [name=from]", "10")
-    page.wait("document.querySelector('#found').innerText.includes('nothing to compare step 10 with')")
+    page.wait("document.querySelector('#found').innerText.includes('two evaluations, not step 10 twice')")
     page.type("#search [name=from]", "")
     page.type("#search [name=of]", "samples")
     page.wait("document.querySelector('#found').innerText.includes('23 in all')")

@@ -352,11 +352,15 @@ def test_weights_come_where_shared_memory_is_full_too(
 
     if not has_room:
         monkeypatch.setattr(arena, "allocate", refuse)
-    before = set(os.listdir("/dev/shm"))
+
+    def made() -> set[str]:
+        return {name for name in os.listdir("/dev/shm") if name.startswith(scratch.mark())}
+
+    before = made()
     rig.run(rig.load(3 + has_room))
     (completion,) = rig.run(rig.sample(PROMPT, max_tokens=20))
     rig.assert_logprobs(PROMPT, completion)
-    assert set(os.listdir("/dev/shm")) <= before, "what was made for this load is gone"
+    assert made() <= before, "what was made for this load is gone"
 
 
 def test_a_scheduler_finds_tensors_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """The gradient of a step is that of the papers' loss, written down one completion at a time; whichever algorithm it is."""
 
+import ast
+import inspect
 from collections.abc import Callable
 from functools import cache
+from textwrap import dedent
 
 import msgspec
 import pytest
@@ -9,6 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from asyncgrpo.algorithms import surrogates
+from asyncgrpo.config import rules
 from asyncgrpo.config.schema import AlgorithmConfig
 from asyncgrpo.learner.learner import Learner
 from tests.learner import objectives
@@ -212,7 +216,7 @@ def test_what_is_rejected_is_reported_as_it_was(path, groups):
     assert rejecting.effective_sample_share < 0.99
 
 
-def test_a_new_paper_is_one_function(path, groups, request):
+def test_a_new_paper_is_one_function(path, groups, request, monkeypatch):
     """A surrogate registered outside the module trains a step, with its argument and by its traits."""
     request.addfinalizer(lambda: (surrogates.SURROGATES.pop("scaled"), surrogates.SEQUENCE_LEVEL.remove("scaled")))
 
@@ -222,6 +226,8 @@ def test_a_new_paper_is_one_function(path, groups, request):
         gradient = torch.where(mask, factor * advantages, 0.0)
         return surrogates.Surrogate(gradient, gradient * policy, torch.zeros_like(mask))
 
+    source = ast.parse(dedent(inspect.getsource(inspect.unwrap(scaled)))).body[0]
+    monkeypatch.setitem(rules._losses(), "scaled", source)  # as if it stood in surrogates.py
     plain = {"loss": "reinforce", "anchor": "behaviour", "corrections": ()}
     _, once = step_and_gradient(learner(path, plain, grad_clip=1e9), groups)
     made = learner(path, plain | {"loss_args": {"factor": 3.0}}, loss="scaled", grad_clip=1e9)
