@@ -161,3 +161,24 @@ def test_a_machine_without_a_tool_that_sets_limits_is_refused(monkeypatch):
     monkeypatch.setattr(isolation, "limits", lambda *_, **__: ["prlimit-that-is-not-here", "--"])
     with pytest.raises(RewardError, match=r"cannot make one here \(.*prlimit-that-is-not-here"):
         reward().check_sources({"code"})
+
+
+@needs_bwrap
+def test_a_program_sees_a_folder_below_tmp_that_it_is_given_and_no_other(tmp_path):
+    """As where asyncgrpo is installed below /tmp."""
+    for name in ("given", "other"):
+        (tmp_path / name).mkdir(mode=0o755)
+        (tmp_path / name / "file").write_text(name)
+    ended = isolation.run_isolated(
+        [
+            "/bin/sh",
+            "-c",
+            f"cat {tmp_path}/given/file; echo; ls {tmp_path}; echo x > {tmp_path}/given/new || echo refused",
+        ],
+        visible=["/usr", "/bin", "/lib", "/lib64", str(tmp_path / "given")],
+        files={},
+        environment={"PATH": "/usr/bin:/bin"},
+        timeout_s=10.0,
+        memory_mb=256,
+    )
+    assert (ended.code, ended.stdout.split()) == (0, ["given", "given", "refused"]), ended.stderr
