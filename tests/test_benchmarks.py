@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from asyncgrpo.data.rows import recognise
 from asyncgrpo.data.sources import read_rows
@@ -28,7 +28,7 @@ from benchmarks.leaks import BINS, kind_of, trend
 from benchmarks.new_user import CHANGES, FORMATS, TASKS, command, make
 from benchmarks.prometheus import OURS, configuration, contradictions, spans
 from benchmarks.rollouts import VERSION, Lengths, make_groups
-from benchmarks.shapes import SHAPES, Work, train_flops
+from benchmarks.shapes import SHAPES, Work, qwen3, train_flops
 from benchmarks.soak import Seen, balance, stops_of, tenths, times_of_trouble
 from benchmarks.trials import Ended, Fence
 from benchmarks.verl_scripts import judge, misfit, says_why
@@ -130,17 +130,8 @@ def test_a_cell_that_fails_is_a_line(hide):
 def test_operations_are_those_of_the_matrices():
     """Weights are counted of the model that transformers builds, pairs of a query and a key one by one."""
     shape = SHAPES["1.7b"]
-    settings = Qwen3Config(
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocabulary,
-    )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings)
+        model = AutoModelForCausalLM.from_config(qwen3(shape))
     matrices = {name: p.numel() for name, p in model.named_parameters() if name.endswith("proj.weight")}
     assert shape.body == sum(matrices.values())
     assert shape.head == model.get_output_embeddings().weight.numel()
