@@ -76,6 +76,7 @@ def run_isolated(
             *("--proc", "/proc", "--dev", "/dev"),
             *("--perms", "1777", "--size", str(_TMP_BYTES), "--tmpfs", "/tmp"),
             *("--perms", "1777", "--size", str(_TMP_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),
+            # after /tmp, which would hide what is installed below it
             *(word for path in (*visible, *tools) for word in _bound(Path(path))),
             *(word for path, file in texts.items() for word in _written(path, file)),
             *(word for path in discarded for word in (*_folders(Path(path)), "--dev-bind", "/dev/null", path)),
