@@ -43,6 +43,8 @@ class Ended:
     exit: int | None
     """The exit code. None: it was killed at its deadline, with all its processes."""
     seconds: float
+    said_s: float
+    """Seconds until the first byte on stderr; `seconds` if nothing was written there."""
     cpu_s: float
     """CPU seconds of the command and of the children that it waited for."""
     out: str
@@ -115,19 +117,20 @@ class Fence:
             extra: further variables of its environment.
         """
         out, err = self.root / "run.out", self.root / "run.err"
-        before, began = os.times(), time.monotonic()
+        before, began, said_s = os.times(), time.monotonic(), None
         with open(out, "wb") as to_out, open(err, "wb") as to_err:
             process = self._popen(arguments, cwd, to_out, to_err, extra)
-            try:
-                exit_: int | None = process.wait(timeout=limit_s)
-            except subprocess.TimeoutExpired:
+            while (exit_ := process.poll()) is None and time.monotonic() < began + limit_s:
+                time.sleep(0.05)
+                if said_s is None and err.stat().st_size:
+                    said_s = time.monotonic() - began
+            if exit_ is None:
                 self.kill_all()
                 process.wait()
-                exit_ = None
         seconds, after = time.monotonic() - began, os.times()
         cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in (out, err)]
-        return Ended(exit_, seconds, cpu_s, *texts)
+        return Ended(exit_, seconds, seconds if said_s is None else said_s, cpu_s, *texts)
 
     def _popen(
         self,

@@ -224,9 +224,9 @@ def test_a_fence_finds_what_a_command_leaves():
 def test_bad_inputs_are_judged():
     assert len({case.name for case in CASES}) == len(CASES) > 150
     case, sentence = Case("a", ()), "error: no such file"
-    ended = Ended(exit=1, seconds=1.0, cpu_s=1.0, out="", err=sentence)
+    ended = Ended(exit=1, seconds=40.0, said_s=1.0, cpu_s=1.0, out="", err=sentence)
     assert is_good(case, ended, [sentence], 10.0)
-    late, killed, taken = (replace(ended, **change) for change in ({"seconds": 11.0}, {"exit": None}, {"exit": 0}))
+    late, killed, taken = (replace(ended, **change) for change in ({"said_s": 11.0}, {"exit": None}, {"exit": 0}))
     for bad in (late, killed, taken, replace(ended, out="Traceback (most recent call last)")):
         assert not is_good(case, bad, [sentence], 10.0)
     assert not is_good(case, ended, ["Usage: x", sentence], 10.0)

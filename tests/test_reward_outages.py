@@ -42,7 +42,8 @@ def test_a_function_that_never_works_ends_the_run_within_a_minute_and_says_so(tm
     assert end["time"] - first["time"] < 60.0
     assert "rewards paused at generator-0" in result.stdout and "reward failed at generator-" in result.stdout
     assert "the judge does not answer" in (run / "logs" / "generator-0.log").read_text()
-    assert result.stderr.count("\n") == 1 and result.stderr.startswith("error: "), "one sentence"
+    warning, error = result.stderr.splitlines()
+    assert warning.startswith("warning: ") and "ground truth of row 0" in warning and error.startswith("error: ")
     assert_nothing_left(tmp_path)
 
 

@@ -305,7 +305,7 @@ class Load:
 
 # -- rewards -----------------------------------------------------------------------------------------------------------
 
-NEVER_WORKED_S = 30.0
+NEVER_WORKED_S = 10.0
 """Seconds for which every call must have failed before a reward counts as one that never worked."""
 NEVER_WORKED_CALLS = 3
 """Minimum number of failed calls by then."""

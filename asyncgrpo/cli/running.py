@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.data.table import About
     from asyncgrpo.rewards.base import ConfiguredReward
     from asyncgrpo.tools.chaos import Plan
+    from asyncgrpo.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def check_inputs(config: Config) -> str:
     if config.generators.engine == "sglang" and (why := why_sglang_cannot_run()) is not None:
         raise ConfigError(f"generators.engine is sglang, which cannot run here: {why} (or use generators.engine=torch)")
     check_extra(config.generators)
-    reward = build_reward(config.reward, import_timeout_s=REWARD_IMPORT_S)
+    reward = build_reward(config.reward, import_timeout_s=REWARD_IMPORT_S, trial=_trial(config))
     if (agent := build_agent(config.environment)) is not None:
         _check_prompts(config, None if config.reward.function is None else reward)
         return f"{agent.about}; where it returns nothing, {reward.about}"
@@ -129,6 +130,18 @@ def check_inputs(config: Config) -> str:
         return environment.about
     _check_prompts(config, reward)
     return reward.about if environment is None else f"{reward.about}, in {environment.about}"
+
+
+def _trial(config: Config) -> "Prompt | None":
+    """Return the first training prompt if functions of the user score completions."""
+    from asyncgrpo.data.prompts import open_source
+    from asyncgrpo.data.table import prompt_of
+
+    if all(spec.isidentifier() for spec in config.reward.functions or ()):
+        return None
+    schema, rows = open_source(config.data.sources[0], config.data)
+    record = schema.to_record(rows[0], 0)
+    return prompt_of("train/0", (), record.prompt, record.answer, record.source, record.info)
 
 
 def _check_prompts(config: Config, reward: "ConfiguredReward | None") -> None:

@@ -23,12 +23,15 @@ from asyncgrpo.rewards.user import UserReward, check_user_function, split_spec
 from asyncgrpo.types import Prompt, Score
 
 
-def build_reward(config: RewardConfig, *, import_timeout_s: float = START_TIMEOUT_S) -> ConfiguredReward:
+def build_reward(
+    config: RewardConfig, *, import_timeout_s: float = START_TIMEOUT_S, trial: Prompt | None = None
+) -> ConfiguredReward:
     """Build the reward that `config` names. Blocks while a user's functions are checked, as long as their imports take.
 
     Args:
         config: with `function`, what it names scores completions; without, the rule for their `data_source` does.
         import_timeout_s: deadline of importing a user's file; `reward.timeout_s` if that is longer.
+        trial: prompt to try a user's functions with.
     Raises:
         RewardError: a function cannot be loaded or the reward is unknown; one sentence.
     """
@@ -50,7 +53,13 @@ def build_reward(config: RewardConfig, *, import_timeout_s: float = START_TIMEOU
         if spec.isidentifier():
             rewards.append(_built_in(spec, config))
         else:
-            ready = check_user_function(spec, kwargs=config.kwargs, timeout_s=max(import_timeout_s, config.timeout_s))
+            ready = check_user_function(
+                spec,
+                kwargs=config.kwargs,
+                timeout_s=max(import_timeout_s, config.timeout_s),
+                trial=trial,
+                trial_timeout_s=config.timeout_s,
+            )
             taken.update(ready.kwargs)
             rewards.append(
                 UserReward(

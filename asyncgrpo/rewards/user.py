@@ -13,10 +13,12 @@ are called for each completion and return a number, or a dict with `score` and n
 awaits one call at a time.
 """
 
+import asyncio
 import functools
 import importlib.util
 import inspect
 import json
+import logging
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,14 +26,22 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
+import msgspec
+
 from asyncgrpo.errors import RewardError
-from asyncgrpo.guests import START_TIMEOUT_S, run_apart
-from asyncgrpo.rewards.base import describe
-from asyncgrpo.rewards.pool import Pool, PoolReward, start_worker
+from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded, run_apart
+from asyncgrpo.rewards.base import Sampled, describe, failed
+from asyncgrpo.rewards.pool import Pool, PoolReward, call_of, start_worker
+from asyncgrpo.rewards.rules import reference_of
 from asyncgrpo.rewards.worker import Call, WorkerReady
+from asyncgrpo.types import Prompt, Score
+
+log = logging.getLogger(__name__)
 
 DEFAULT_NAME = "compute_score"
 _TARGET = f"{__name__}:load_in_worker"
+SLOW_IMPORT_S = 3.0
+"""Import time of a user's file after which a warning is logged."""
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -74,21 +84,51 @@ class UserReward(PoolReward):
 
 
 def check_user_function(
-    spec: str, *, kwargs: Mapping[str, Any] = NO_KWARGS, timeout_s: float = START_TIMEOUT_S
+    spec: str,
+    *,
+    kwargs: Mapping[str, Any] = NO_KWARGS,
+    timeout_s: float = START_TIMEOUT_S,
+    trial: Prompt | None = None,
+    trial_timeout_s: float = START_TIMEOUT_S,
 ) -> WorkerReady:
     """Check a user's function: load it in a worker, which then ends. Blocks as long as the file's imports take.
 
+    Args:
+        trial: prompt whose ground truth is scored as a completion. A failure is a warning, because the function may work for
+            other completions.
     Raises:
         RewardError: there is no such file or function, it cannot be imported, or its parameters are unknown.
     """
 
     async def load() -> WorkerReady:
         hint = " If it only takes that long, raise reward.timeout_s"
-        guest, ready = await start_worker(_TARGET, _argument(spec, kwargs), spec, timeout_s, hint)
+        slow = asyncio.get_running_loop().call_later(
+            SLOW_IMPORT_S, log.warning, "%s is still being imported after %g s", spec, SLOW_IMPORT_S
+        )
+        try:
+            guest, ready = await start_worker(_TARGET, _argument(spec, kwargs), spec, timeout_s, hint)
+        finally:
+            slow.cancel()
+        score = None if trial is None else await _try(guest, ready, trial, trial_timeout_s)
         await guest.kill()
+        if score is not None and score.failure is not None:
+            why = f"{score.failure}: {score.detail}"
+            log.warning("%s: the ground truth of row 0, as a completion, could not be scored (%s)", spec, why)
         return ready
 
     return run_apart(load())
+
+
+async def _try(guest: Guest, ready: WorkerReady, prompt: Prompt, timeout_s: float) -> Score:
+    """Score the ground truth of a prompt as its completion."""
+    call = call_of(prompt, [Sampled(reference_of(prompt)[0])], is_group=ready.takes_groups)
+    (reply,) = guest.send([msgspec.msgpack.encode(call)])
+    try:
+        return msgspec.msgpack.decode(await asyncio.wait_for(reply, timeout_s), type=list[Score])[0]
+    except TimeoutError:
+        return failed("timeout", f"no score after {timeout_s:g} s")
+    except GuestEnded as ended:
+        return failed("crash", f"the reward worker {ended}")
 
 
 def _argument(spec: str, kwargs: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from asyncgrpo.rewards.base import score_one
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.user import UserReward, check_user_function, load_user_function, split_spec
 from asyncgrpo.rewards.worker import Call
+from asyncgrpo.types import Prompt
 from tests.rewards.conftest import prompt, workers_of
 from tests.runs import wait_until
 
@@ -165,6 +166,23 @@ def test_an_import_that_never_ends_is_named(reward_file):
     with pytest.raises(RewardError, match=r"my_reward.py was not imported within 1 s.*raise reward.timeout_s"):
         check_user_function(reward_file("while True: pass"), timeout_s=1)
     wait_until(lambda: not workers_of(), lambda: f"end of {workers_of()}", 30.0)  # SIGKILL takes its time under load
+
+
+@pytest.mark.parametrize(
+    ("body", "warned"),
+    [
+        ("return float(answer == completion)", ""),
+        ("return 'good'", "bad_type"),
+        ("raise ValueError('no tag')", "my_reward.py:2: ValueError: no tag"),
+        ("import os; os._exit(5)", "exited with code 5"),
+        ("while True: pass", "no score after 1 s"),
+    ],
+)
+def test_a_function_that_cannot_score_the_ground_truth_is_warned_of(reward_file, caplog, body, warned):
+    path = reward_file(f"def compute_score(completion, answer):\n    {body}")
+    trial = Prompt(prompt_id="train/0", token_ids=(), text="6 * 7?", answer="42")
+    check_user_function(path, trial=trial, trial_timeout_s=1)
+    assert warned in caplog.text and bool(warned) == bool(caplog.text)
 
 
 async def test_build_reward_checks_the_file_at_the_start_even_inside_a_loop(reward_file):
