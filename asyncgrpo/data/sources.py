@@ -24,6 +24,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import xxhash
 
 from asyncgrpo.config.explain import near
@@ -186,9 +187,15 @@ def _read_jsonl(path: Path) -> Rows:
 
 def _parse(path: Path, data: bytes, begin: int, end: int) -> dict[str, Any]:
     """Parse the line of JSON Lines at these offsets."""
-    problem = ""
+    problem, line = "", data[begin:end]
     try:
-        row = _OBJECTS.decode(data[begin:end].decode().rstrip())
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        row = None  # NaN, or broken: Python's parser decides
+    if type(row) is dict and len(_COLONS.findall(line)) == _num_keys(row):
+        return row
+    try:
+        row = _OBJECTS.decode(line.decode().rstrip())
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: byte {begin + error.start} cannot be decoded") from error
     except json.JSONDecodeError as error:
@@ -199,8 +206,22 @@ def _parse(path: Path, data: bytes, begin: int, end: int) -> dict[str, Any]:
         if isinstance(row, dict):
             return row
         problem = f": expected a JSON object, got {kind(row)}"
-    line = data.count(b"\n", 0, begin) + 1
-    raise DataError(f"{path}, line {line}{problem}")
+    number = data.count(b"\n", 0, begin) + 1
+    raise DataError(f"{path}, line {number}{problem}")
+
+
+_COLONS = re.compile(rb'"\s*:')
+"""A quote and a colon: one for each key of a line, and more inside of strings. If a line has no more than its value has keys, no
+key is a duplicate. Python's parser, which sees duplicates, takes three times as long as msgspec's."""
+
+
+def _num_keys(value: Any) -> int:
+    is_object = type(value) is dict
+    count = len(value) if is_object else 0
+    for item in value.values() if is_object else value:
+        if type(item) is dict or type(item) is list:
+            count += _num_keys(item)
+    return count
 
 
 def _read_json(path: Path) -> list[dict[str, Any]]:
