@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from asyncgrpo import liveness
 from asyncgrpo.cluster import fleet as module
 from asyncgrpo.cluster.core import Budget
-from asyncgrpo.cluster.fleet import BACKOFF_S, Fleet
+from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.schema import Config, DataConfig, GeneratorConfig, ModelConfig
 from asyncgrpo.errors import AsyncGRPOError, ConfigError
@@ -94,7 +95,7 @@ def plane(monkeypatch):
     """A fleet of two generators, its watch, its core, and the events that it has written."""
     monkeypatch.setattr(module, "ray", Ray())
     monkeypatch.setattr(module, "has_ended", lambda reference: False)
-    monkeypatch.setattr(module, "BACKOFF_S", (0.0,) * len(BACKOFF_S))
+    monkeypatch.setattr(liveness, "BACKOFF_S", (0.0,) * liveness.FAILED_STARTS)
     config = Config(
         model=ModelConfig(path="m"), data=DataConfig(train="t"), generators=GeneratorConfig(count=2, restarts=1)
     )
