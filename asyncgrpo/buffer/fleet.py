@@ -1,6 +1,6 @@
 """State of the connected generators: silences, speed, slow generators, load and the health of their rewards.
 
-Times are arguments; there is no clock here.
+Times are arguments: nothing here reads a clock.
 """
 
 import math

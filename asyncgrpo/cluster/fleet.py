@@ -26,7 +26,7 @@ from asyncgrpo.wire.supervision import EndpointsChanged, Heartbeat
 log = logging.getLogger(__name__)
 
 NOWHERE = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
-"""Sent to generators while there is no core."""
+"""Sent to generators while no core runs."""
 
 
 @dataclass

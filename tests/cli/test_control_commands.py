@@ -101,7 +101,7 @@ def test_what_the_driver_refuses_is_said(asyncgrpo, operator):
     [
         (["set", "run.steps=3"], "run.steps cannot change while a run goes on; learner.lr, buffer.max_lag"),
         (["set", "learner.lr=fast"], "learner.lr=fast: 'fast' is not a number"),
-        (["status", "runs/none"], "there is no run folder runs/none"),
+        (["status", "runs/none"], "run folder runs/none does not exist"),
         (["pause", "."], ". is not a run folder: it has no metrics.jsonl"),
     ],
 )

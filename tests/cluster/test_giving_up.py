@@ -67,7 +67,7 @@ def test_where_no_learner_lives_nobody_is_asked(tmp_path: Path):
 def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[[Run], str]) -> Run:
     """A run in which everything but `keep_going` goes well, and that lists a process in between."""
 
-    def listed(run: Run, placement: object, tell: object) -> str:
+    def listed(run: Run, placement: object, report: object) -> str:
         run._export_from("learner-0", ("127.0.0.1", 4711))
         return keep_going(run)
 
