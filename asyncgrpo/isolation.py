@@ -1,4 +1,4 @@
-"""Runs a program that nobody reviewed in bubblewrap, up to a deadline.
+"""Runs an unreviewed program in bubblewrap, up to a deadline.
 
 The program has no network, no files but those that the caller names, all of them read-only, and a small /tmp in memory. Limits
 of the kernel bound its time, memory, processes and files. The deadline kills its process namespace, and nothing in it survives.

@@ -212,7 +212,7 @@ def run(setting: Setting, *more: str) -> Ran:
             elif _steps(folder) >= setting.steps - 8:
                 told = fence.run("status", "run", "--json")
                 status = _advice_in(told.out) or status
-        said = fence.said()
+        said = fence.output()
         assert process.returncode == 0, said[-3000:]
         config, happened = load_config(str(folder / "config.yaml"), []), events(folder)
         plan = json.loads(fence.run("plan", "--from", "run", "--json").out)

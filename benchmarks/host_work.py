@@ -50,7 +50,7 @@ def main() -> None:
                 if events.exists() and events.read_text().count('"event":"step"') >= arguments.skip:
                     (Path(folder) / "count").touch()
             if command.returncode:
-                raise SystemExit(fence.said())
+                raise SystemExit(fence.output())
             if '"version":"2.' in events.read_text():
                 raise SystemExit("a process was lost and started again, so imports were counted: measure again")
         found: dict[str, Counter[str]] = {}

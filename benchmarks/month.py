@@ -91,7 +91,7 @@ def resume(fence: Fence, command: list[str], run: Path, at: int) -> dict[str, fl
         if first_s is None and last_step(run) > at:
             first_s = time.monotonic() - began
         time.sleep(0.2)
-    assert first_s is not None and process.poll() == 0, fence.said()
+    assert first_s is not None and process.poll() == 0, fence.output()
     return {"first_step_s": first_s, "whole_s": time.monotonic() - began, **most}
 
 
@@ -235,7 +235,7 @@ def memory(fence: Fence, options: argparse.Namespace) -> Iterator[dict[str, Any]
         for name, mb in memory_now(fence).items():
             samples[name].append((step, mb))
         time.sleep(1.0)
-    assert process.returncode == 0, fence.said()
+    assert process.returncode == 0, fence.output()
     halves = {"first_half": range(steps // 4, steps // 2), "second_half": range(steps // 2, steps)}
     for name, points in samples.items():
         fits = {half: kb_a_step([(s, mb) for s, mb in points if s in span]) for half, span in halves.items()}

@@ -233,7 +233,7 @@ def kill(fence: Fence, folder: Path, arguments: list[str], step: int) -> int | s
     while last_step(folder / "run") < step:
         if process.poll() is not None or time.monotonic() > deadline:
             fence.kill_all()
-            return f"exit {process.wait()} before step {step}: {fence.said().strip()[-300:]}"
+            return f"exit {process.wait()} before step {step}: {fence.output().strip()[-300:]}"
         time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.wait()

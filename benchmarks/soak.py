@@ -119,7 +119,7 @@ def soak(fence: Fence, options: argparse.Namespace) -> dict[str, Any]:
         "minutes": options.minutes,
         "exit": exit_,
         "ended_by_itself": ended_by_itself,
-        "last_words": fence.said().strip().splitlines()[-1:],
+        "last_words": fence.output().strip().splitlines()[-1:],
         **of_the_files(fence, run, seen),
         "alerts": {name: [[round(at - began) for at in span] for span in spans] for name, spans in fired.items()},
         "contradictions": contradictions(fired),
@@ -164,7 +164,7 @@ def keep(fence: Fence, run: Path, kept: Path) -> None:
     """Keep what a look back needs."""
     shutil.copytree(run / "logs", kept / "logs", dirs_exist_ok=True)
     shutil.copy(run / "metrics.jsonl", kept)
-    (kept / "said.txt").write_text(fence.said(), encoding="utf-8")
+    (kept / "said.txt").write_text(fence.output(), encoding="utf-8")
 
 
 def watch(process: subprocess.Popen[bytes], run: Path, down: Path, options: argparse.Namespace) -> Seen:
@@ -211,7 +211,7 @@ def of_the_files(fence: Fence, run: Path, seen: Seen) -> dict[str, Any]:
     stops = stops_of(seen.journal)
     troubled = times_of_trouble(told, seen)
     calm = [stop for stop in stops if not any(a < stop[1] and stop[0] < b for a, b in troubled)]
-    said = fence.said()
+    said = fence.output()
     return {
         "steps": last_step(run),
         "reward": rewards(run),

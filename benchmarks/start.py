@@ -62,7 +62,7 @@ def first_step(engine: str, seed: int) -> dict:
             cpu |= dict(_cpu_seconds(fence))
             time.sleep(LOOK_EVERY_S)
         if step is None:
-            raise RuntimeError(f"no step: {fence.said()}")
+            raise RuntimeError(f"no step: {fence.output()}")
         marks = {"training": _first(run, "start")["time"] - began, "first_step": step["time"] - began}
         totals = Counter[str]()
         for name, seconds in cpu.values():

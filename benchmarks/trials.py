@@ -96,13 +96,13 @@ class Fence:
         return os.environ | fenced | quiet | {"PYTHONPATH": path} | self._extra
 
     def start(self, *arguments: str, cwd: Path | None = None) -> subprocess.Popen[bytes]:
-        """Start a command. `said` returns what it prints, errors included."""
-        with open(self.root / "said", "wb") as output:
+        """Start a command. `output` returns what it prints, errors included."""
+        with open(self.root / "output", "wb") as output:
             return self._popen(arguments, cwd, output, subprocess.STDOUT)
 
-    def said(self) -> str:
+    def output(self) -> str:
         """What the command that was started last has printed."""
-        return (self.root / "said").read_text(encoding="utf-8", errors="replace")
+        return (self.root / "output").read_text(encoding="utf-8", errors="replace")
 
     def run(
         self,

@@ -43,6 +43,7 @@ LAYERS = {
     "host": 0,
     "isolation": 0,
     "errors": 0,
+    "liveness": 0,
     "importing": 0,
 }
 

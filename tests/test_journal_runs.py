@@ -38,7 +38,7 @@ class Killed(NamedTuple):
     """The step of the newest one at each kill."""
     undone: tuple[int, int]
     """Steps after it, at each kill."""
-    said: str
+    output: str
     """By the start that ran to the end."""
 
     @property
@@ -85,7 +85,7 @@ def steps_ahead(run: Path) -> int:
 
 
 def test_each_start_goes_on_from_the_newest_checkpoint(killed: Killed):
-    assert f"resuming from step {killed.checkpoints[1]}" in killed.said
+    assert f"resuming from step {killed.checkpoints[1]}" in killed.output
     starts = events(killed.run, "start")
     assert [event["lineage"] for event in starts] == [1, 2, 3]
     assert [event["step"] for event in starts] == [0, *killed.checkpoints]
@@ -112,7 +112,7 @@ def test_it_passes_its_audit_and_trains_what_was_waiting(killed: Killed):
     tokens = events(killed.run, "end")[-1]["tokens"]
     assert tokens["generated"] == sum(tokens.values()) - tokens["generated"], tokens
     assert tokens["trained"] == found["tokens"]["trained"] and min(tokens.values()) >= 0
-    assert f"{tokens['generated']:,} generated = {tokens['trained']:,} trained + " in killed.said
+    assert f"{tokens['generated']:,} generated = {tokens['trained']:,} trained + " in killed.output
     starts = events(killed.run, "start")
     assert [event["undone_steps"] for event in starts] == [0, *killed.undone]
     assert any(event["recovered"].get("ready", 0) > 0 for event in starts[1:]), starts

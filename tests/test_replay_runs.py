@@ -22,7 +22,7 @@ class Demo(NamedTuple):
 
     folder: Path
     """It was run in."""
-    said: str
+    output: str
 
     @property
     def run(self) -> Path:
@@ -49,7 +49,7 @@ def test_it_learns_and_leaves_what_it_promises(demo: Demo):
     assert events(run, "eval") and events(run, "end")[-1]["status"] == "done"
     for path in ("curves.png", "config.yaml", "final/model.safetensors", "samples", "checkpoints"):
         assert (run / path).exists(), path
-    assert "checksum" in demo.said and "samples" in demo.said
+    assert "checksum" in demo.output and "samples" in demo.output
 
 
 def test_every_step_of_a_demo_is_bitwise_identical(demo: Demo):

@@ -40,22 +40,22 @@ def test_a_run_is_steered_and_its_audit_finds_no_difference(tmp_path: Path):
     wait_until(lambda: steps(run) >= 3, "third step", 200.0)
     client = RunClient(run)
 
-    def tell(command: Command) -> str:
-        return client.tell(command)
+    def send(command: Command) -> str:
+        return client.send(command)
 
-    assert tell(Pause()).startswith("paused") and client.status().state == "paused"
-    tell(WriteCheckpoint())
+    assert send(Pause()).startswith("paused") and client.status().state == "paused"
+    send(WriteCheckpoint())
     wait_until(lambda: len(events(run, "checkpoint")) == 1, "checkpoint in a pause", 60.0)
     before = len(events(run, "eval"))
-    tell(Evaluate())
+    send(Evaluate())
     at = steps(run)
     with pytest.raises(CommandRefused, match="paused already"):
-        tell(Pause())
+        send(Pause())
     assert steps(run) == at, "nothing is trained in a pause"
-    tell(Resume())
+    send(Resume())
     wait_until(lambda: len(events(run, "eval")) > before, "evaluation", 60.0)
 
-    tell(ChangeSettings(settings={"learner.lr": 1e-4, "buffer.max_lag": 3, "generators.groups_in_flight": 40}))
+    send(ChangeSettings(settings={"learner.lr": 1e-4, "buffer.max_lag": 3, "generators.groups_in_flight": 40}))
     wait_until(lambda: events(run, "step")[-1]["max_lag"] == 3, "step under the other bound", 60.0)
     # The buffer may know of it before the learner.
     wait_until(lambda: bool(events(run, "lr_changed")), "other rate", 60.0)
@@ -65,17 +65,17 @@ def test_a_run_is_steered_and_its_audit_finds_no_difference(tmp_path: Path):
     rates = [event["lr"] for event in events(run, "step")]
     assert max(rates[at:]) <= 1e-4 < rates[at - 1]
 
-    assert tell(Scale(generators=3)).startswith("3 generators: 2 more start")
+    assert send(Scale(generators=3)).startswith("3 generators: 2 more start")
     three = {f"generator-{i}": "working" for i in range(3)}
     wait_until(lambda: generators(client.status()) == three, "three generators", 120.0)
     wait_until(lambda: events(run, "sync")[-1]["engines"] == 3, "publication to three", 60.0)
-    assert tell(Scale(generators=1)).startswith("1 generators: 2 leave")
+    assert send(Scale(generators=1)).startswith("1 generators: 2 leave")
     wait_until(lambda: generators(client.status()) == {"generator-0": "working"}, "one generator", 120.0)
     at = steps(run)
     wait_until(lambda: steps(run) >= at + 3, "step with one", 60.0)
     assert len(json.loads((tmp_path / "prometheus" / "run.json").read_text())) == 4, "who left is not asked any more"
 
-    assert tell(DrainRun()).startswith("draining")
+    assert send(DrainRun()).startswith("draining")
     assert process.wait(timeout=200) == 0, (tmp_path / "output.txt").read_text()
     with pytest.raises(RunNotAlive):
         RunClient(run)

@@ -8,7 +8,7 @@ which is 1 when the policies agree, and falls before training collapses (VCPO, a
               completion of the step is too old, to three quarters of the youngest one's lag
     raised    when the learner waited for the bound, and the share is well above the floor: by a quarter
 
-What is in flight under an earlier bound says nothing of the present one. So steps that train older groups than the bound
+Groups in flight under an earlier bound are no measure of the present one. So steps that train older groups than the bound
 in force would allow do not count, and the bound is raised again only after as many steps as it has. One step may have
 an outlier: the median of the last three shares decides.
 """

@@ -1,6 +1,6 @@
 """State of the connected generators: silences, speed, slow generators, load and the health of their rewards.
 
-Times are arguments; there is no clock here.
+Times are arguments: nothing here reads a clock.
 """
 
 import math
@@ -11,17 +11,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncgrpo import metrics
+from asyncgrpo import liveness, metrics
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import GeneratorSeconds, PolicyVersion, RewardHealth
 from asyncgrpo.wire.rollouts import OF_ONE_BATCH, RewardFailed
 
 # -- silences ----------------------------------------------------------------------------------------------------------
-
-QUIET_AFTER_S = 2.0
-"""Silence after which a generator gets no lease and others take over its leases. It sends a heartbeat every second."""
-FORGOTTEN_S = 600.0
-"""Half-life of the longest silence that a generator has ended, seconds."""
 
 
 @dataclass
@@ -36,11 +31,11 @@ class Session:
     seconds: GeneratorSeconds | None = None
     """Activity of its process at the last heartbeat; None before the first, as it may have served another buffer."""
     longest_silence_s: float = 0.0
-    """Longest silence that it has ended, decaying with half-life `FORGOTTEN_S`."""
+    """Longest silence that it has ended, decaying with half-life `liveness.SILENCE_HALF_LIFE_S`."""
 
     def is_live(self, now_s: float) -> bool:
         """Return True if its last message is recent."""
-        return now_s - self.heard_s <= QUIET_AFTER_S
+        return now_s - self.heard_s <= liveness.QUIET_S
 
 
 class SilenceMonitor:
@@ -56,7 +51,7 @@ class SilenceMonitor:
 
     def note_reading(self, now_s: float) -> None:
         """Note that this process reads its socket. Call it at least every second."""
-        if now_s - self._listened_s > QUIET_AFTER_S / 2:
+        if now_s - self._listened_s > liveness.QUIET_S / 2:
             self._since_s = now_s
         self._listened_s = now_s
 
@@ -64,12 +59,13 @@ class SilenceMonitor:
         """Note a message of a generator."""
         self.note_reading(now_s)
         silence_s = self._silence_s(session, now_s)
-        session.longest_silence_s = max(silence_s, session.longest_silence_s * 0.5 ** (silence_s / FORGOTTEN_S))
+        decay = 0.5 ** (silence_s / liveness.SILENCE_HALF_LIFE_S)
+        session.longest_silence_s = max(silence_s, session.longest_silence_s * decay)
         session.heard_s = now_s
 
     def is_silent(self, session: Session, now_s: float) -> bool:
         """Return True if a generator may be dead, judged by its silence."""
-        return self._silence_s(session, now_s) > max(QUIET_AFTER_S, 2 * session.longest_silence_s)
+        return self._silence_s(session, now_s) > max(liveness.QUIET_S, 2 * session.longest_silence_s)
 
     def _silence_s(self, session: Session, now_s: float) -> float:
         return now_s - max(session.heard_s, self._since_s)

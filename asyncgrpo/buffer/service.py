@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncgrpo import metrics
+from asyncgrpo import liveness, metrics
 from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.fleet import Emit, Load, RewardMonitor, Session, SilenceMonitor, SlowGenerators, Speeds
@@ -63,9 +63,6 @@ READ = Kinds(ToBuffer)
 TICK_S = 0.1
 BURST = 32
 """Messages read before leases are granted again."""
-WAITING_EVERY_S = 1.0
-SILENT_AFTER_S = 60.0
-"""Liveness timeout of a generator. It sends a heartbeat every second."""
 EVENLY_S = 0.5
 """Time after a version is first served in which no generator gets more than its share of the leases."""
 BEHIND = 1
@@ -196,8 +193,8 @@ class BufferService:
         self._acknowledge()
         self._send_snapshots(now_s)
         for name, session in list(self._sessions.items()):
-            if now_s - session.heard_s > SILENT_AFTER_S:
-                self._lose(name, f"silent for {SILENT_AFTER_S:.0f} s", now_s)
+            if now_s - session.heard_s > liveness.SESSION_S:
+                self._lose(name, f"silent for {liveness.SESSION_S:.0f} s", now_s)
         self._expire_leases(now_s)
         self._reassign_leases_of_silent(now_s)
         self._gauges.show(self._buffer, now_s)
@@ -599,7 +596,7 @@ class BufferService:
             self._send_waiting(self._learner, now_s)
 
     def _send_waiting(self, learner: str, now_s: float) -> None:
-        if now_s - self._waiting_sent_s >= WAITING_EVERY_S:
+        if now_s - self._waiting_sent_s >= liveness.WAITING_EVERY_S:
             self._waiting_sent_s = now_s
             what, hopeless = self._describe_wait(now_s), self._rewards.fatal_reason
             message = Waiting(what=what, evals=self._take_results(), hopeless=hopeless, is_paused=self._steer.is_paused)
@@ -641,7 +638,7 @@ class BufferService:
             self._snapshot_requests.clear()
             self._acknowledge()
         for peer in self._snapshot_requests:
-            if now_s - self._waiting_sent_s >= WAITING_EVERY_S:
+            if now_s - self._waiting_sent_s >= liveness.WAITING_EVERY_S:
                 self._waiting_sent_s = now_s
                 self._server.send(peer, Waiting(what=f"the journal: {self._journal.is_blocked}", of_snapshot=True))
 

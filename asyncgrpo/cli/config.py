@@ -81,7 +81,7 @@ def show(
 ) -> None:
     """Check a configuration and print all of it.
 
-    It is that of the file, with the preset of --algorithm and the settings over it. Comments say the sizes of a step, the
+    It is that of the file, with the preset of --algorithm and the settings over it. Comments give the sizes of a step, the
     objective, the processes and the end of the run in words, and what a run on GPUs holds of their memory.
     """
     import msgspec
@@ -90,13 +90,13 @@ def show(
     from asyncgrpo.config.load import load_config, to_yaml
     from asyncgrpo.config.rules import check_algorithm
 
-    config = load_config(file, overrides or (), algorithm=algorithm, tell=partial(typer.echo, err=True))
+    config = load_config(file, overrides or (), algorithm=algorithm, warn=partial(typer.echo, err=True))
     check_algorithm(config)
     if as_json:
         print_json(msgspec.to_builtins(config))
         return
-    said = f"{sizes_in_words(config, algorithm)}\n{_memory(config)}"
-    typer.echo("".join(f"# {line}\n" for line in said.splitlines()) + to_yaml(config), nl=False)
+    comments = f"{sizes_in_words(config, algorithm)}\n{_memory(config)}"
+    typer.echo("".join(f"# {line}\n" for line in comments.splitlines()) + to_yaml(config), nl=False)
 
 
 def _memory(config: "Config") -> str:
@@ -105,7 +105,7 @@ def _memory(config: "Config") -> str:
 
     try:
         return memory_table(config)
-    except ConfigError:  # there is no such model, which is no fault of a configuration that is only shown
+    except ConfigError:  # the model is missing, which is no fault of a configuration that is only shown
         return ""
 
 

@@ -175,7 +175,7 @@ def change(
 def _send(run: Path | None, command: "Command") -> None:
     from asyncgrpo.control.client import RunClient, one_run
 
-    typer.echo(visible(RunClient(one_run(run, RUNS)).tell(command)))
+    typer.echo(visible(RunClient(one_run(run, RUNS)).send(command)))
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------

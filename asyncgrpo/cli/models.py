@@ -84,7 +84,7 @@ def find_model(source: Path, step: int | None = None) -> Path:
         CheckpointError: no folder holds a `config.json` with weights.
     """
     if not source.is_dir():
-        raise CheckpointError(f"there is no folder {source}; name a run, such as runs/demo, or a checkpoint in it")
+        raise CheckpointError(f"folder {source} does not exist; name a run, such as runs/demo, or a checkpoint in it")
     steps = {int(found.parent.name[5:]): found for found in source.glob("checkpoints/step_[0-9]*/hf")}
     if step is not None and step not in steps:
         there = ", ".join(map(str, sorted(steps))) or "none"

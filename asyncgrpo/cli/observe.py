@@ -46,30 +46,30 @@ def shipped_ops() -> Path:
 
 
 @contextlib.contextmanager
-def observed(run_dir: Path, say: Callable[[str], None], *, with_token: bool) -> Iterator[None]:
-    """Have Prometheus scrape the run while the block runs. If it cannot start, report the reason to `say`.
+def observed(run_dir: Path, report: Callable[[str], None], *, with_token: bool) -> Iterator[None]:
+    """Have Prometheus scrape the run while the block runs. If it cannot start, pass the reason to `report`.
 
     Args:
         with_token: the processes of the run require the token in its folder.
     """
     run_dir = run_dir.absolute()
     with contextlib.ExitStack() as started:
-        addresses = _start(run_dir, say, started, with_token=with_token)
+        addresses = _start(run_dir, report, started, with_token=with_token)
         if addresses:
             file = run_dir / FILE
             file.write_text(json.dumps(addresses) + "\n", encoding="utf-8")
             started.callback(file.unlink, missing_ok=True)
-            say(", ".join(f"{name.capitalize()} is at {url}" for name, url in addresses.items()))
+            report(", ".join(f"{name.capitalize()} is at {url}" for name, url in addresses.items()))
         yield
 
 
 def _start(
-    run_dir: Path, say: Callable[[str], None], started: contextlib.ExitStack, *, with_token: bool
+    run_dir: Path, report: Callable[[str], None], started: contextlib.ExitStack, *, with_token: bool
 ) -> dict[str, str]:
     """Start the installed programs. Returns the URL of each."""
     program = shutil.which("prometheus")
     if program is None:
-        say(NOT_HERE)
+        report(NOT_HERE)
         return {}
     folder = run_dir / "observe"
     folder.mkdir(0o700, exist_ok=True)
@@ -80,7 +80,7 @@ def _start(
     log = folder / "prometheus.log"
     process = started.enter_context(_tied([*command, f"--storage.tsdb.path={folder / 'tsdb'}", *KEEP], log))
     if not _is_ready(process, f"{url}/-/ready"):
-        say(f"--observe: Prometheus does not start, so the run continues without it; see {log}")
+        report(f"--observe: Prometheus does not start, so the run continues without it; see {log}")
         return {}
     grafana = shutil.which("grafana") or shutil.which("grafana-server")
     if grafana is None:

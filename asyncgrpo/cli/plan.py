@@ -54,9 +54,9 @@ def tune(
     from asyncgrpo.config.reach import find_model
     from asyncgrpo.planner.profile import write_profile
 
-    resolved = load_config(config, ["run.epochs=null", *(overrides or [])], tell=typer.echo)
+    resolved = load_config(config, ["run.epochs=null", *(overrides or [])], warn=typer.echo)
     if not out.parent.is_dir():
-        raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+        raise ConfigError(f"--out {out}: folder {out.parent} does not exist")
     check_settings(resolved)
     find_model(resolved.model.path)
     with session_of_checked(resolved):  # of the sweep and of both runs
@@ -176,7 +176,7 @@ def _read(file: Path) -> "Profile":
 
     if file == PROFILE and not file.exists():
         raise ConfigError(
-            "there is no profile.json here; measure one with `asyncgrpo tune CONFIG`, or plan from a run with --from RUN"
+            "profile.json does not exist here; measure one with `asyncgrpo tune CONFIG`, or plan from a run with --from RUN"
         )
     return read_profile(file)
 

@@ -352,7 +352,7 @@ def execute(
 
     console = Console()
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     check_settings(config)
@@ -370,7 +370,7 @@ def execute(
             return look(config, folder)
 
         standing = claimed() if folder.path.is_dir() else None  # before Ray starts, for an error in a resume
-        say("checking the run and starting Ray")
+        report("checking the run and starting Ray")
         with session_of_checked(config, make) as (reward, table, checked):
             from asyncgrpo.cli.observe import observed
             from asyncgrpo.cluster.run import Run
@@ -380,14 +380,14 @@ def execute(
             sizes = sizes_in_words(config, algorithm)
             standing = standing or claimed()
             for line in (sizes, f"reward: {reward}", *filter(None, [table]), *standing.lines(config.run.out)):
-                say(line)
+                report(line)
             record(config, folder, standing)
             warm.call(prepare_if_small, config, folder.path, checked)
             with_token = not is_loopback(config.cluster.bind)
-            watched = observed(folder.path, say, with_token=with_token) if observe else nullcontext()
+            watched = observed(folder.path, report, with_token=with_token) if observe else nullcontext()
             events = folder.path / "metrics.jsonl"
             with watched, _screen(events, console):
-                outcome = Run(config, folder, sizes, chaos).execute(report=say)
+                outcome = Run(config, folder, sizes, chaos).execute(report=report)
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.progress import progress_of
     from asyncgrpo.recording.text import summary
@@ -395,7 +395,7 @@ def execute(
     progress = progress_of(events)
     if progress.steps:
         plot(progress, folder.path / "curves.png")
-    say(summary(progress, folder.path))
+    report(summary(progress, folder.path))
     return outcome
 
 

@@ -112,7 +112,7 @@ def _start(
     from asyncgrpo.config.load import load_config
     from asyncgrpo.environments.build import with_tools
 
-    config = with_tools(load_config(file, settings, algorithm=algorithm, tell=typer.echo))
+    config = with_tools(load_config(file, settings, algorithm=algorithm, warn=typer.echo))
     if dry_run:
         return preview(config, algorithm)
     outcome = execute(config, algorithm=algorithm, observe=observe)
@@ -181,10 +181,10 @@ def demo(
         *(UNDER_CHAOS if chaos is not None else []),
     ]
 
-    def configured(files: Path, tell: Callable[[str], None] | None = None) -> Config:
+    def configured(files: Path, warn: Callable[[str], None] | None = None) -> Config:
         made = [f"model.path={(files / 'model').absolute()}"]
         made += [f"data.{split}={files / 'data' / split}.jsonl" for split in ("train", "eval")]
-        return load_config("quickstart", [*settings, *made, *(overrides or [])], algorithm=algorithm, tell=tell)
+        return load_config("quickstart", [*settings, *made, *(overrides or [])], algorithm=algorithm, warn=warn)
 
     config = configured(folder, typer.echo)
     is_made = (folder / "model" / "config.json").exists()

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from asyncgrpo import liveness
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.nodes import environment_to_share
 from asyncgrpo.cluster.ray_session import NO_PLACE_S, Placement, Reference, has_ended, result, results
@@ -183,8 +184,6 @@ class Core:
 
 # -- the limit on restarts ---------------------------------------------------------------------------------------------
 
-WINDOW_S = 3600.0
-
 
 class Budget:
     """A limit on restarts within an hour."""
@@ -204,7 +203,7 @@ class Budget:
     def spend(self, reason: str) -> int:
         """Count a restart and return the total. Raises AsyncGRPOError above the limit."""
         now = self._clock()
-        while self._recent and now - self._recent[0] > WINDOW_S:
+        while self._recent and now - self._recent[0] > liveness.RESTART_WINDOW_S:
             self._recent.popleft()
         if len(self._recent) >= self._allowed:
             raise AsyncGRPOError(
@@ -218,5 +217,5 @@ class Budget:
     @property
     def spent(self) -> float:
         """Share of the limit used in the last hour, 0 to 1. Any thread may read it."""
-        since = self._clock() - WINDOW_S
+        since = self._clock() - liveness.RESTART_WINDOW_S
         return sum(at >= since for at in tuple(self._recent)) / max(self._allowed, 1)

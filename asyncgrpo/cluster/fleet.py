@@ -12,7 +12,7 @@ from functools import partial
 
 import ray
 
-from asyncgrpo import metrics
+from asyncgrpo import liveness, metrics
 from asyncgrpo.cluster.core import Budget, Core
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.nodes import environment_to_share
@@ -25,14 +25,8 @@ from asyncgrpo.wire.supervision import EndpointsChanged, Heartbeat
 
 log = logging.getLogger(__name__)
 
-SILENT_WHEN_MISSED_S = 5.0
-"""Liveness timeout of a generator that buffer or learner have lost, too: five heartbeats."""
 NOWHERE = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
-"""Sent to generators while there is no core."""
-BACKOFF_S = (0.0, 1.0, 5.0, 15.0, 60.0)
-"""Backoff before a restart, by the number of consecutive failed starts."""
-FAILED_STARTS = 3
-"""Consecutive failed starts of a generator (its engine never served) that end the run."""
+"""Sent to generators while no core runs."""
 
 
 @dataclass
@@ -147,7 +141,7 @@ class Fleet:
         index = int(name.rpartition("-")[2])
         generator = self._running.get(index)
         has_served = generator is not None and self._watch.has_begun(name, generator.incarnation)
-        return has_served or self._failed_starts[index] + 1 < FAILED_STARTS
+        return has_served or self._failed_starts[index] + 1 < liveness.FAILED_STARTS
 
     def work_for(self, core: Core, endpoints: EndpointsChanged) -> None:
         """Connect all generators to `core`.
@@ -231,7 +225,7 @@ class Fleet:
         if witness is None:
             generator.missed_s = None
             return None
-        if reason := unhealthy_reason(silent_s=SILENT_WHEN_MISSED_S):
+        if reason := unhealthy_reason(silent_s=liveness.SUSPECT_S):
             return f"{reason}, and {witness} has lost it too"
         now_s = time.monotonic()
         generator.missed_s = now_s if generator.missed_s is None else generator.missed_s
@@ -273,14 +267,14 @@ class Fleet:
         if not may_restart:
             return
         self._failed_starts[index] = 0 if has_served else self._failed_starts[index] + 1
-        if self._failed_starts[index] >= FAILED_STARTS:
+        if self._failed_starts[index] >= liveness.FAILED_STARTS:
             raise AsyncGRPOError(
-                f"{name} ended {FAILED_STARTS} times before its engine served anything; the last time: {reason}"
+                f"{name} ended {liveness.FAILED_STARTS} times before its engine served anything; the last time: {reason}"
             )
         count = self._budgets[index].spend(reason)
         log.warning("%s ended (%s); restart %d", name, reason, count)
         self._ended_by[index] = reason
-        self._due[index] = time.monotonic() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
+        self._due[index] = time.monotonic() + liveness.BACKOFF_S[self._failed_starts[index]]
 
 
 def process_status(

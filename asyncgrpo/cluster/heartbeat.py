@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncgrpo import metrics
+from asyncgrpo import liveness, metrics
 from asyncgrpo.errors import WireError
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import decode
@@ -25,9 +25,6 @@ from asyncgrpo.wire.supervision import DumpStacks, EndpointsChanged, GeneratorLo
 
 log = logging.getLogger(__name__)
 
-BEAT_S = 1.0
-LISTENS_WITHIN_S = 2.0
-"""The driver listens five times a second. A longer gap means that the driver itself was stopped."""
 LOG_AFTER_S = 30.0
 """Duration after which the driver logs a wait, and logs it again each time it has lasted as long once more."""
 
@@ -96,7 +93,7 @@ class Heart:
                     steered=self._steered(),
                 )
             )
-            due = time.monotonic() + BEAT_S
+            due = time.monotonic() + liveness.HEARTBEAT_S
             while (left_s := due - time.monotonic()) > 0 and not self._over.is_set():
                 try:
                     received = client.receive(min(left_s, 0.2))
@@ -149,7 +146,7 @@ class Watch:
         now_s, before_s = self._clock(), self._listened_s
         self._listened_s = now_s
         for process in self._processes.values():
-            process.heard_s += max(0.0, now_s - before_s - LISTENS_WITHIN_S)
+            process.heard_s += max(0.0, now_s - before_s - liveness.QUIET_S)
         while (received := self._server.receive(0.0)) is not None:
             peer, frames = received
             try:

@@ -68,7 +68,7 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
     Args:
         bind: `cluster.bind`. On loopback a Ray that is started here listens on loopback alone.
     Raises:
-        ConfigError: there is no cluster at `address`, or its token is missing.
+        ConfigError: no cluster replies at `address`, or its token is missing.
     """
     if ray.is_initialized():
         yield

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import psutil
 
-from asyncgrpo import logs, metrics
+from asyncgrpo import liveness, logs, metrics
 from asyncgrpo.cluster.core import Budget, Core
 from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.folder import RunFolder, is_abandoned
@@ -43,8 +43,6 @@ from asyncgrpo.wire.supervision import EndpointsChanged
 
 log = logging.getLogger(__name__)
 
-LOSSES_WITHOUT_A_STEP = 3
-"""Consecutive cores lost before their first step that end the run."""
 SHUTDOWN_S = 20.0
 """Time for engines to close after the learner has ended."""
 LAST_CHECKPOINT_S = 600.0
@@ -219,7 +217,7 @@ class Run:
                 losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
                 # The process reported an error, and no core has ever worked: the next one would meet it, too.
                 is_fatal = loss.is_error and not has_trained and budget.count == 0
-                if self._asked_to_stop or is_fatal or losses_in_a_row >= LOSSES_WITHOUT_A_STEP:
+                if self._asked_to_stop or is_fatal or losses_in_a_row >= liveness.FAILED_STARTS:
                     raise
                 self._record_loss(loss, budget.spend(str(loss)))
             except AsyncGRPOError as error:

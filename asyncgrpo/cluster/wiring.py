@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import xxhash
 
-from asyncgrpo import logs, metrics
+from asyncgrpo import liveness, logs, metrics
 from asyncgrpo.buffer.buffer import Buffer, group_seed
 from asyncgrpo.buffer.evaluation import EvalSamples, Evaluations
 from asyncgrpo.buffer.group_health import BIAS_THRESHOLD, QUARANTINE_FILE, Quarantine
@@ -61,8 +61,6 @@ LOCK_TIMEOUT_S = 60.0
 """Timeout for the lock of the buffer of an earlier start, which has been killed or is about to be."""
 RANKS_START_TIMEOUT_S = 300.0
 """Timeout for the learner ranks to meet."""
-STALL_IS_SAID_S = 60.0
-"""Extra timeout on ranks other than 0, so that rank 0 reports a stall first."""
 
 
 # -- messages between the driver and the actors ------------------------------------------------------------------------
@@ -596,7 +594,7 @@ def ranks_timeout_s(config: Config) -> float:
 
     While rank 0 waits for a batch the others wait for rank 0, so the run's stall timeout must expire first.
     """
-    return max(RANKS_START_TIMEOUT_S, config.cluster.stall_timeout_s + STALL_IS_SAID_S)
+    return max(RANKS_START_TIMEOUT_S, config.cluster.stall_timeout_s + liveness.STALL_MARGIN_S)
 
 
 @contextmanager

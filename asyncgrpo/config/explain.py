@@ -180,7 +180,7 @@ def explain(key: str | None = None) -> str:
     """Describe a key; or list the keys of a section, or all of them.
 
     Raises:
-        ConfigError: there is no such key; the message suggests one.
+        ConfigError: the key is unknown; the message suggests one.
     """
     if key is None or key in sections():
         rows = [knob for knob in knobs().values() if key is None or knob.key.startswith(key + ".")]
@@ -189,7 +189,7 @@ def explain(key: str | None = None) -> str:
     knob = knobs().get(key) or (knobs()[parent].fields.get(name) if parent in knobs() else None)
     if knob is None:
         hint = suggest(key, knobs()) or "`asyncgrpo config explain` lists all keys"
-        raise ConfigError(f"there is no configuration key `{key}`: {hint}")
+        raise ConfigError(f"unknown configuration key `{key}`: {hint}")
     lines = [
         f"{knob.key}: {knob.description}",
         f"  value    {type_in_words(knob.type)}",
@@ -259,8 +259,8 @@ def _correction_in_words(one: CorrectionConfig) -> str:
 
 def _called(name: str, arguments: dict[str, Any]) -> str:
     given = {n: v for n, v in arguments.items() if v is not None}
-    said = [f"{n}={v:g}" if isinstance(v, float) else f"{n}={value_in_words(v)}" for n, v in given.items()]
-    return f"{name}({', '.join(said)})" if said else name
+    parts = [f"{n}={v:g}" if isinstance(v, float) else f"{n}={value_in_words(v)}" for n, v in given.items()]
+    return f"{name}({', '.join(parts)})" if parts else name
 
 
 def _count(number: int, noun: str) -> str:

@@ -47,7 +47,7 @@ def algorithm_file(name: str) -> Path:
         return _shipped_folder() / ALGORITHMS / f"{bare}.yaml"
     near = difflib.get_close_matches(bare, names, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"there is no algorithm `{name}`; {hint}There are: {', '.join(names)}")
+    raise ConfigError(f"unknown algorithm `{name}`; {hint}There are: {', '.join(names)}")
 
 
 def algorithm_names() -> list[str]:
@@ -78,12 +78,12 @@ def find(path: str | Path) -> Path:
     if file.stem in names:
         if str(path) == file.stem:
             return shipped(file.stem)
-        raise ConfigError(f"there is no file {path}; the one that comes with the package is called `{file.stem}`")
+        raise ConfigError(f"file {path} does not exist; the one that comes with the package is called `{file.stem}`")
     beside = {other.stem: str(other) for other in sorted(file.parent.glob("*.y*ml"))}
     known = {name: name for name in names} | beside
     near = difflib.get_close_matches(file.stem, known, n=1, cutoff=0.5)
     hint = f"did you mean {known[near[0]]}?" if near else f"the package brings {', '.join(names)}"
-    raise ConfigError(f"there is no file {path}; {hint}")
+    raise ConfigError(f"file {path} does not exist; {hint}")
 
 
 def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
@@ -92,7 +92,7 @@ def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
     Args:
         below: files whose `extends` led here; this file must not extend them again.
     Raises:
-        ConfigError: a file is no valid YAML (the message has the line) or no mapping, or an `extends` names no file.
+        ConfigError: a file is not valid YAML (the message has the line) or not a mapping, or an `extends` names no file.
     """
     if file.resolve() in below:
         raise ConfigError(f"{file}: `extends` leads back to this file; remove one of the two")
@@ -115,7 +115,7 @@ def _extended(file: Path, parent: str) -> Path:
         return beside
     if parent.startswith(f"{ALGORITHMS}/"):
         return algorithm_file(parent)
-    raise ConfigError(f"{file}: extends names {parent}, but there is no file {beside}")
+    raise ConfigError(f"{file}: extends names {parent}, but {beside} does not exist")
 
 
 def load_values(file: Path) -> dict[str, Any]:

@@ -361,7 +361,7 @@ def translation(given: dict[str, Any], unread: list[str], keys: KeyMap) -> Trans
 
 def _unknown(key: str, keys: KeyMap) -> str:
     hint = near(key, keys.keys)
-    return f"this is no key of {keys.system}'s that asyncgrpo knows" + (f"; {hint}" if hint else "")
+    return f"asyncgrpo knows no such key of {keys.system}" + (f"; {hint}" if hint else "")
 
 
 def report(found: Translation, problems: Sequence[str], *, as_yaml: bool) -> str:
@@ -491,7 +491,7 @@ def refusal(
 
 def _sentence(one: Unknown, rows: Sequence[TranslatedKey]) -> str:
     hint = _verls(rows[0]) if rows else _guess(one)
-    return f"{one.origin}: there is no configuration key `{one.key}` (value {value_in_words(one.value)}): {hint}"
+    return f"{one.origin}: unknown configuration key `{one.key}` (value {value_in_words(one.value)}): {hint}"
 
 
 def _guess(one: Unknown) -> str:

@@ -53,7 +53,7 @@ def load_config(
     *,
     base: dict[str, Any] | None = None,
     algorithm: str | None = None,
-    tell: Callable[[str], None] | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> Config:
     """Load the configuration of a run.
 
@@ -62,7 +62,7 @@ def load_config(
         overrides: `key.sub=value`, the value read as YAML. Later ones win, and all win over the file.
         base: nested values below all others.
         algorithm: name of a preset in `configs/algorithms/`. It sets the whole objective and wins over the file.
-        tell: called with a sentence about the values of the file that the preset replaced, if any.
+        warn: called with a sentence about the values of the file that the preset replaced, if any.
     Raises:
         ConfigError: one sentence naming the file or "command line", the key, the value and what to change.
     """
@@ -80,14 +80,14 @@ def load_config(
         rules.check(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if tell is not None and algorithm is not None and path is not None:
+    if warn is not None and algorithm is not None and path is not None:
         *files, _, command_line = given
         without = _under_presets([*files, command_line])
         replaced = _replaced(files, _convert(_merge(without, where), without, where), config)
-        said = ", ".join(f"{key}={value_in_words(value)}" for key, value in replaced.items())
-        if said:
-            tell(
-                f"--algorithm {algorithm} replaces what {where} sets: {said}; a key=value on the command line keeps one"
+        listed = ", ".join(f"{key}={value_in_words(value)}" for key, value in replaced.items())
+        if listed:
+            warn(
+                f"--algorithm {algorithm} replaces what {where} sets: {listed}; a key=value on the command line keeps one"
             )
     return config
 
@@ -145,7 +145,7 @@ def read_plain(path: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} is no configuration ({_first_line(error)})") from error
+        raise ConfigError(f"{path} is not a configuration ({_first_line(error)})") from error
 
 
 def _escape(node: Any) -> Any:
@@ -212,7 +212,7 @@ def _is_known(key: str) -> bool:
 
 
 def _known_only(origin: str, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Drop empty sections (`reward:` with nothing below it). Raises ConfigError for a section that is no mapping."""
+    """Drop empty sections (`reward:` with nothing below it). Raises ConfigError for a section that is not a mapping."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"

@@ -66,7 +66,7 @@ class Card:
         """The card of a run.
 
         Args:
-            found: bytes of the smallest GPU here; none: there is no GPU here.
+            found: bytes of the smallest GPU here; None: no GPU is here.
         """
         named = config.cluster.gpu_memory_gb
         if named is not None:

@@ -105,7 +105,7 @@ def size_at(path: str, *, may_download: bool = False) -> ModelSize | None:
     Args:
         may_download: fetch the `config.json` of a hub id, a few kilobytes, if it is not here.
     Raises:
-        ConfigError: there is no such model, or it is to be downloaded and the hub does not reply.
+        ConfigError: the model does not exist, or it is to be downloaded and the hub does not reply.
     """
     folder = find_model(path) if may_download else local_model(path)
     if folder is None and may_download:
@@ -126,7 +126,7 @@ def size_of(settings: Mapping[str, Any]) -> ModelSize:
 def size_on_disk(path: str) -> ModelSize | None:
     """Return the size of the model at a `model.path` by its weight files: parameters alone, within 1 %, and without torch.
 
-    None: the files are not here. Raises ConfigError: there is no such model.
+    None: the files are not here. Raises ConfigError: the model does not exist.
     """
     if (folder := local_model(path)) is None:
         return None

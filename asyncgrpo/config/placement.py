@@ -379,7 +379,7 @@ def _rows(fit: Fit, host: Host | None) -> Iterator[tuple[str, str, str, str]]:
     yield "its /dev/shm", _gib(fit.shared.total), _gib(host.shared_free) if host else "", _in_words(fit.shared)
     yield "", "", "", f"publication: an engine pauses about {max(fit.publication_s, 0.1):.1f} s for it"
     if fit.card.known == "assumed":
-        yield "", "", "", "for cards of 80 GB, as there is no GPU here; set cluster.gpu_memory_gb for another size"
+        yield "", "", "", "for cards of 80 GB, as no GPU is here; set cluster.gpu_memory_gb for another size"
 
 
 def _in_words(holding: Holding, unit: int = GIB) -> str:

@@ -30,7 +30,7 @@ def find_model(path: str, key: str = "model.path") -> Path | None:
     Args:
         key: of the configuration, for error messages.
     Raises:
-        ConfigError: there is no such folder, or neither cache nor hub can give the model.
+        ConfigError: the folder does not exist, or neither cache nor hub can give the model.
     """
     folder = local_model(path, key)
     if Path(path).expanduser().is_dir() or (why := why_no_hub()) is None:

@@ -179,7 +179,7 @@ _RULES: tuple[Rule, ...] = (_sizes, _data, _placement, _engine_and_environment)
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError if `model.path` is no usable folder, or its heads or context do not fit the settings.
+    """Raise ConfigError if `model.path` is not a usable folder, or its heads or context do not fit the settings.
 
     It reads `config.json` only. A hub id is looked up in the local cache; one that is not cached passes, unless the hub is
     switched off.
@@ -343,7 +343,7 @@ def _arguments(config: Config) -> Iterator[str]:
             named_in = [f"did you mean `{known}`?" for known in allowed if name in known.split("_")]
             hint = near(name, allowed) or next(iter(named_in), "")
             yield (
-                f"algorithm.loss_args.{name} (value {value_in_words(value)}) is no argument of {algorithm.loss}: "
+                f"algorithm.loss_args.{name} (value {value_in_words(value)}) is not an argument of {algorithm.loss}: "
                 f"{hint}{' ' * bool(hint)}{_list(allowed)}"
             )
             return
@@ -362,8 +362,8 @@ def _list(allowed: dict[str, inspect.Parameter]) -> str:
     """Return the arguments and their defaults, as the end of a sentence."""
     if not allowed:
         return "it takes none"
-    said = [f"{n} ({'required' if p.default is p.empty else value_in_words(p.default)})" for n, p in allowed.items()]
-    return f"it takes {', '.join(said)}"
+    given = [f"{n} ({'required' if p.default is p.empty else value_in_words(p.default)})" for n, p in allowed.items()]
+    return f"it takes {', '.join(given)}"
 
 
 def _needs(name: str, annotation: Any, value: Any) -> str:

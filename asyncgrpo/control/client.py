@@ -96,7 +96,7 @@ def read_address(run_dir: Path) -> Address:
 def not_alive(run_dir: Path, why: str = "") -> str:
     """Return the sentence for a run that is not active, with what to do."""
     if not run_dir.is_dir():
-        return f"there is no run folder {run_dir}"
+        return f"run folder {run_dir} does not exist"
     if not (run_dir / "metrics.jsonl").exists():
         return f"{run_dir} is not a run folder: it has no metrics.jsonl"
     why = why or f"it has no {FILE}, which a run has while it goes on (unless control.port is null)"
@@ -126,7 +126,7 @@ class RunClient:
         """Return its problems, most urgent first."""
         return self._ask("/api/alerts", Problems).problems
 
-    def tell(self, command: Command) -> str:
+    def send(self, command: Command) -> str:
         """Have it carry out a command; returns what was done, in a sentence. Raises CommandRefused."""
         return self._ask("/api/command", Done, body=msgspec.json.encode(command), timeout_s=COMMAND_S).done
 

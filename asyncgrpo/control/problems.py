@@ -38,7 +38,7 @@ class Problem(Struct, frozen=True, kw_only=True):
     """Name of its alert."""
     text: str
     runbook: str
-    """Page that says what to do."""
+    """Page with the steps to take."""
     since: float | None = None
     """Unix seconds; None: unknown."""
     told_by: Literal["run", "prometheus"] = "run"

@@ -68,7 +68,7 @@ class Top:
 
     def _carry_out(self, command: Command) -> str:
         try:
-            return RunClient(self.selected.run_dir).tell(command)
+            return RunClient(self.selected.run_dir).send(command)
         except AsyncGRPOError as error:
             return str(error)
 

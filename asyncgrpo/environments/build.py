@@ -32,7 +32,7 @@ def build_environment(config: EnvironmentConfig) -> Environment | None:
         return OpenEnv(config.url, timeout_s=config.timeout_s, text_field=text_field_at(config.url))
     if config.name is not None and not config.files:
         raise ConfigError(
-            f"environment.name: there is no environment {config.name}; there are {', '.join(BUILTIN)}, or a file: "
+            f"environment.name: unknown environment {config.name}; there are {', '.join(BUILTIN)}, or a file: "
             "FILE.py, FILE.py:CLASS, or an OpenEnv server: openenv:http://HOST:PORT"
         )
     ready = _checked(config)

@@ -327,7 +327,7 @@ class Gateway:
     async def _reply_to(self, request: web.Request) -> web.StreamResponse:
         conversation = self._episodes.get(request.match_info.get("key", ""))
         if conversation is None:
-            raise Refused(404, "there is no such episode, or it is over", "not_found")
+            raise Refused(404, "the episode does not exist, or it is over", "not_found")
         match request.method, request.match_info["what"].rstrip("/"):
             case "GET", "models":
                 card = {"id": self._model, "object": "model", "created": 0, "owned_by": "asyncgrpo"}

@@ -167,7 +167,7 @@ def check_environment(spec: str, *, timeout_s: float = START_TIMEOUT_S, with_sch
     Args:
         with_schemas: the schemas of its tools are wanted too.
     Raises:
-        RewardError: there is no such file or class, or it lacks the methods; one sentence.
+        RewardError: the file or class does not exist, or it lacks the methods; one sentence.
     """
 
     async def load() -> Ready:

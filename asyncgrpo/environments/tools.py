@@ -250,7 +250,7 @@ class ToolBox:
         if call.problem:
             return f"error: {call.problem}"
         if call.name not in self._tools:
-            return f"error: there is no tool {call.name[:80]!r}; there are {', '.join(self._tools)}"
+            return f"error: unknown tool {call.name[:80]!r}; there are {', '.join(self._tools)}"
         try:
             value = self._tools[call.name](**call.arguments)
             value = await value if inspect.isawaitable(value) else value

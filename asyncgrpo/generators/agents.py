@@ -226,7 +226,7 @@ class _AgentPlay:
         return Refused(status, why, "conversation")
 
     def _read(self, chat: Chat) -> None:
-        """Append the new messages of a call. Raises Refused: there is no room, or the template does not take them."""
+        """Append the new messages of a call. Raises Refused: they do not fit, or the template does not take them."""
         limits, new = self._by.limits, chat.messages[len(self._messages) :]
         if (size := sum(len(one["content"]) for one in new)) > LONGEST_REPLY:
             raise Refused(413, f"new messages of {size:,} characters; at most {LONGEST_REPLY:,} may come at once")

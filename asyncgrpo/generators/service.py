@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from asyncgrpo import metrics
+from asyncgrpo import liveness, metrics
 from asyncgrpo.cores import CoreClock
 from asyncgrpo.engines.base import Engine, EngineOccupancy
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
@@ -54,9 +54,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
-RESEND_AFTER_S = 15.0
-PROBE_EVERY_S = 5.0
 SCORE_WITHIN_S = 5.0
 """Deadline of the engine for scoring the check sequences. A newer version waits for it."""
 FIRST_SCORE_WITHIN_S = 110.0
@@ -322,7 +319,7 @@ class GeneratorService:
         while True:
             started = self._loop.time()
             self.progress.tick()
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(liveness.HEARTBEAT_S)
             if receiver.failure is not None:
                 raise WeightsError(f"{self._id} cannot receive weights") from receiver.failure
             use = self._engine.occupancy()
@@ -330,10 +327,11 @@ class GeneratorService:
             token_s = self._token_time.poll(use)
             await self._send_serving(None if self._activities.is_active("weights") else token_s, use.running)
             for held in list(self._unacknowledged.values()):
-                if started - held.sent_s > RESEND_AFTER_S:
-                    lease_id = held.message.lease_id
+                if started - held.sent_s > liveness.RESEND_AFTER_S:
                     log.warning(
-                        "group of lease %s not acknowledged after %.0f s: resending it", lease_id, RESEND_AFTER_S
+                        "group of lease %s not acknowledged after %.0f s: resending it",
+                        held.message.lease_id,
+                        liveness.RESEND_AFTER_S,
                     )
                     held.sent_s = self._loop.time()
                     await self._client.send(held.message, held.payload)
@@ -353,7 +351,7 @@ class GeneratorService:
     async def _probe(self) -> None:
         """Probe the engine periodically. Raises EngineError if it does not reply."""
         while True:
-            await asyncio.sleep(PROBE_EVERY_S)
+            await asyncio.sleep(liveness.PROBE_EVERY_S)
             try:
                 async with asyncio.timeout(self._stuck_after_s):
                     await self._engine.probe()

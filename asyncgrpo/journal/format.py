@@ -53,7 +53,7 @@ class RunStarted(_RecordBase, frozen=True):
 
 
 class Delivered(_RecordBase, frozen=True):
-    """An accepted group. The body is its `Deliver` in two frames; it is removed once the group is no longer needed."""
+    """An accepted group. The body is its `Deliver` in two frames; it is removed once the group is not needed any more."""
 
     lease_id: str
     prompt_index: int

@@ -368,7 +368,7 @@ def read_run(run: Path) -> History:
     """Read the journal of the run in this folder.
 
     Raises:
-        JournalError: there is no journal, or no whole record of a start in it.
+        JournalError: the journal is missing, or holds no whole record of a start.
     """
     starts_of(run)
     return read_history(run / "journal")
@@ -377,7 +377,7 @@ def read_run(run: Path) -> History:
 def starts_of(run: Path) -> dict[int, RunStarted]:
     """Return the starts of the run in this folder by lineage. Raises JournalError as `read_run` does."""
     if not run.is_dir():
-        raise JournalError(f"there is no run folder {run}")
+        raise JournalError(f"run folder {run} does not exist")
     folder = run / "journal"
     with _reading(folder):
         starts = _starts_in(_paths(folder))

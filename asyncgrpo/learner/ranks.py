@@ -16,7 +16,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from asyncgrpo import metrics
+from asyncgrpo import liveness, metrics
 from asyncgrpo.errors import RewardError, StalledError, WireError
 from asyncgrpo.types import Group, PolicyVersion
 from asyncgrpo.wire import Message
@@ -80,7 +80,7 @@ class Team:
 
     def send_heartbeat(self) -> None:
         """Send `wait` if rank 0 sent no command for some time. Without commands the other ranks time out within minutes."""
-        if time.monotonic() - self._sent_s > HEARTBEAT_EVERY_S:
+        if time.monotonic() - self._sent_s > liveness.RANK_HEARTBEAT_S:
             self.broadcast(RankCommand(what="wait"))
 
     def receive(self) -> RankCommand:
@@ -96,11 +96,6 @@ class Team:
 
 
 log = logging.getLogger(__name__)
-
-HEARTBEAT_EVERY_S = 30.0
-"""Interval of heartbeats to the other ranks, and of log lines while a batch is not ready."""
-REPLY_WITHIN_S = 60.0
-"""Liveness timeout of the buffer."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,7 @@ class Inbox:
         self._client.send(TakeSnapshot(trained=self._trained))
         started = heard = self._clock()
         while True:
-            received = self._client.receive(REPLY_WITHIN_S)
+            received = self._client.receive(liveness.BUFFER_TIMEOUT_S)
             message = received[0] if received is not None else None
             if isinstance(message, Snapshot):
                 return message
@@ -190,8 +185,8 @@ class Inbox:
                 if heard - started > limit_s:
                     why = " (cluster.stall_timeout_s)" if limit_s == self._stall_timeout_s else ""
                     raise StalledError(f"no checkpoint for {limit_s:.0f} s{why}: waited for {message.what}")
-            if received is None or self._clock() - heard > REPLY_WITHIN_S:  # it may still reply to `take`
-                raise WireError(f"the buffer did not reply to a snapshot request for {REPLY_WITHIN_S:.0f} s")
+            if received is None or self._clock() - heard > liveness.BUFFER_TIMEOUT_S:  # it may still reply to `take`
+                raise WireError(f"the buffer did not reply to a snapshot request for {liveness.BUFFER_TIMEOUT_S:.0f} s")
 
     def saved(self, step: int) -> None:
         """Report to the buffer that the checkpoint of `step` is on disk."""
@@ -226,10 +221,10 @@ class Inbox:
                         while_waiting(what, now - started)
                         if message.hopeless:
                             raise RewardError(message.hopeless)
-                if now - logged >= HEARTBEAT_EVERY_S:
+                if now - logged >= liveness.RANK_HEARTBEAT_S:
                     logged = now
                     log.warning("waiting for %s, %.0f s so far", what, now - started)
-                if now - heard > REPLY_WITHIN_S:
+                if now - heard > liveness.BUFFER_TIMEOUT_S:
                     raise WireError(f"the buffer did not respond for {now - heard:.0f} s")
                 if now - progressed > self._stall_timeout_s:
                     raise StalledError(

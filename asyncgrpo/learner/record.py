@@ -94,7 +94,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
     num_bytes: int
     """Size of the file of events at the checkpoint."""
-    told: dict[str, int]
+    reported: dict[str, int] = msgspec.field(name="told")
     """Groups and completions reported so far, by counter."""
     watched: Watched
 
@@ -134,7 +134,7 @@ class Recorder:
         num_bytes = self.events.sync()
         if num_bytes is None:
             return None
-        return msgspec.to_builtins(Recorded(num_bytes=num_bytes, told=self._reported, watched=self._watch.state()))
+        return msgspec.to_builtins(Recorded(num_bytes=num_bytes, reported=self._reported, watched=self._watch.state()))
 
     def resume(self, step: int, totals: dict[str, float], record: Mapping[str, Any] | None = None) -> None:
         """Resume after `step`: drop later events, continue the counters from `totals`.
@@ -144,8 +144,8 @@ class Recorder:
         """
         before = msgspec.convert(record, Recorded) if record else None
         if before is None or not self.events.has_line_end(before.num_bytes):
-            before = Recorded(num_bytes=0, told={}, watched=Watched())
-        self._reported, seen, undone = Counter(before.told), 0, 0
+            before = Recorded(num_bytes=0, reported={}, watched=Watched())
+        self._reported, seen, undone = Counter(before.reported), 0, 0
         self._watch = TrainingWatch(before.watched)
         for event in read_events(self.events.path, before.num_bytes):
             seen = max(seen, _generated(event))

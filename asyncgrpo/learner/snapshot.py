@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner.publishing import Part, PublishedWeights, fill_arena, fill_parts
 from asyncgrpo.learner.rows import RowReceiver, RowSender, wait_until
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.weights.arena import IsWritten, Layout, MappedArenas
-from asyncgrpo.weights.publisher import READ_BYTES_PER_S
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Snapshot:
         self._sent, self._rank, self._world, self._device = sent, rank, world, device
         self._number = 0
         self._layout = Layout(sent.layout())
-        self._timeout_s = config.timeout_s + self._layout.num_bytes / READ_BYTES_PER_S
+        self._timeout_s = config.timeout_s + self._layout.num_bytes / liveness.READ_BYTES_PER_S
         self._arenas: MappedArenas | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         away = _away(world) if world > 1 else []

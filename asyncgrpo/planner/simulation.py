@@ -216,7 +216,7 @@ class VirtualRun:
         return True
 
     def expect(self, version: PolicyVersion, scores: list[float]) -> None:
-        """Compare nothing: there is no model to score."""
+        """Compare nothing: without a model nothing is scored."""
 
     def _arrive(self) -> None:
         """Swap every engine to the newest version."""
@@ -225,7 +225,7 @@ class VirtualRun:
         for service in self._generators:
             self._loop.create_task(service._swap((), version))
 
-    def wait_for(self, count: int, timeout_s: float, tell: object) -> None:
+    def wait_for(self, count: int, timeout_s: float, report: object) -> None:
         self._loop.run_until(0.1)
 
     is_idle = True

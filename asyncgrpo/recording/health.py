@@ -21,7 +21,7 @@ SHOWN_S = 3600.0
 RESTARTS_WITHIN_S = 1800.0
 SYNCS_WITHIN_S = 600.0
 STARTING_S = 600.0
-"""Time to the first steps that is no stall: engines load."""
+"""Time to the first steps that does not count as a stall: engines load."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,7 @@ def files_of(run: Path, folder: Folder = TRAINED) -> SampleFiles:
     files = SampleFiles(run / folder)
     if files.last() is None:
         why = f"it writes them after its first {'step' if folder == TRAINED else 'evaluation of data.eval'}"
-        raise DataError(f"{run} holds no {folder}/step_*.parquet: {why if run.is_dir() else 'there is no such folder'}")
+        raise DataError(f"{run} holds no {folder}/step_*.parquet: {why if run.is_dir() else 'no such folder'}")
     return files
 
 

@@ -54,7 +54,7 @@ class ModelReward(PoolReward):
         super().__init__(pool, about, takes_groups=True)
 
     def check_sources(self, sources: set[str]) -> None:
-        """Raise ConfigError if there is no such model. Any `data_source` will do."""
+        """Raise ConfigError if the model does not exist. Any `data_source` will do."""
         find_model(self._path, "reward.model.path")
 
 

@@ -1,6 +1,6 @@
 """Runs a program of the model and reports how it ended: with bubblewrap here, or in a Sandbox Fusion service.
 
-`isolation.py` says what a program in bubblewrap can reach. The kernel kills programs first when memory runs out
+`isolation.py` describes what a program in bubblewrap can reach. The kernel kills programs first when memory runs out
 (`guests.Host`).
 """
 

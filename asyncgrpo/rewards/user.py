@@ -97,7 +97,7 @@ def check_user_function(
         trial: prompt whose ground truth is scored as a completion. A failure is a warning, because the function may work for
             other completions.
     Raises:
-        RewardError: there is no such file or function, it cannot be imported, or its parameters are unknown.
+        RewardError: the file or function does not exist or cannot be imported, or its parameters are unknown.
     """
 
     async def load() -> WorkerReady:
@@ -168,7 +168,7 @@ def run_file(path: Path, what: str = "reward") -> ModuleType:
         RewardError: there is none, or its import fails; one sentence.
     """
     if not path.is_file():
-        raise RewardError(f"there is no {what} file {path}")
+        raise RewardError(f"{what} file {path} does not exist")
     # Under its own name if that is free, so that a module that imports it back gets the same module.
     taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
     found = importlib.util.spec_from_file_location(f"_{what}_{path.stem}" if taken else path.stem, path)

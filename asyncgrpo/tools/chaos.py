@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from asyncgrpo import liveness
 from asyncgrpo.cluster.core import Core
 from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.heartbeat import Watch
-from asyncgrpo.cluster.run import LOSSES_WITHOUT_A_STEP
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.supervision import EndpointsChanged
 
@@ -159,7 +159,7 @@ class Chaos:
 
     def _next_kind(self) -> _Kind:
         if not self._plan.faults:
-            may_lose_core = self._core_faults + 1 < LOSSES_WITHOUT_A_STEP
+            may_lose_core = self._core_faults + 1 < liveness.FAILED_STARTS
             kinds = [kind for kind in self._kinds if may_lose_core or kind.actor not in CORE]
             return self._rng.choices(kinds, [kind.weight for kind in kinds])[0]
         wanted = self._faults.pop(0)

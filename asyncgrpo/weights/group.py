@@ -61,7 +61,7 @@ class WeightGroup(Protocol):
         """Send `flat` (rank 0) or receive into it (other ranks), [n] uint8.
 
         Raises:
-            RuntimeError: a member was lost or missed the deadline. The group is no longer usable.
+            RuntimeError: a member was lost or missed the deadline. The group cannot be used again.
         """
 
     def beside(self) -> contextlib.AbstractContextManager[object]:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncgrpo import liveness
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout
@@ -157,7 +158,6 @@ MAX_DELTAS = 8
 """Deltas kept for generators that missed some."""
 PARTS_AHEAD = 2
 """Parts in flight to one generator. They bound the memory that a slow generator costs the learner."""
-TAKES_PART_WITHIN_S = 10.0
 SENT_BYTES_PER_S = 0.5e9
 """Rate of one thread that encrypts and sends. Measured with parts of 16 MiB over loopback (AMD EPYC): 0.7e9 per CPU second."""
 LARGEST_PART_BYTES = DeltaPart.max_payload_bytes
@@ -292,7 +292,8 @@ class DeltaLane:
         transfer = self._transfers.get(name)
         if transfer is None:
             return False
-        return time.monotonic() - transfer.moved_s > TAKES_PART_WITHIN_S + (staging_s if transfer.is_whole else 0.0)
+        deadline_s = liveness.TAKES_PART_WITHIN_S + (staging_s if transfer.is_whole else 0.0)
+        return time.monotonic() - transfer.moved_s > deadline_s
 
     def received(self, name: str, state: State) -> None:
         """Note the weights that a generator holds in its memory."""

@@ -65,7 +65,7 @@ class Publication:
     dropped: tuple[str, ...] = ()
     """Generators that it did not reach: left out of this publication, or of an earlier one and not back."""
     gaps: dict[str, SyncGap] = field(default_factory=dict)
-    """How far the log-probs of each engine are from the learner's, of those that were asked and could say."""
+    """Distance of each engine's log-probs from the learner's, of those that were asked and replied."""
     gap_limit: float = math.inf
     """Nats; an engine whose mean gap is above it does not compute with these weights."""
     sent_bytes: int = 0

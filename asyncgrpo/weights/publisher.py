@@ -20,6 +20,7 @@ from typing import cast
 
 from torch import Tensor
 
+from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
@@ -55,12 +56,6 @@ READ = Kinds(ToPublisher)
 
 ATTEMPTS = 3
 """Offers of one version to a generator that reports a wrong digest or checksum, before the run fails."""
-SILENT_S = 5.0
-"""Liveness timeout of a generator's weight receiver, which sends a heartbeat twice a second."""
-LOST_S = 20.0
-"""Silence after which the buffer frees the generator's leases. An engine may hold the interpreter lock for seconds."""
-READ_BYTES_PER_S = 100e6
-"""Minimum transfer rate. It sets the deadline of a receiver, or of a learner rank, that sends no heartbeat while it transfers."""
 POLL_S = 0.2
 POLL_WHILE_SENDING_S = 0.02
 POLL_WHILE_WRITING_S = 0.005
@@ -561,7 +556,8 @@ class Publisher:
                     self._missing.pop(name, None)
         now_s = time.monotonic()
         for name, member in list(self._members.items()):
-            patience_s = SILENT_S + (self._layout.num_bytes / READ_BYTES_PER_S if member.is_staging else 0.0)
+            staging_s = self._layout.num_bytes / liveness.READ_BYTES_PER_S if member.is_staging else 0.0
+            patience_s = liveness.SUSPECT_S + staging_s
             in_group = name in self._lane.names and self._lane.state in ("forming", "sending")
             if f"{name}-{member.incarnation}" in self._leaving:
                 self._forget(name)
@@ -572,8 +568,8 @@ class Publisher:
             elif member.offered is not None and not member.is_late:
                 self._check_swap(name, member, now_s)
         for name, member in self._missing.items():
-            if now_s - member.heard_s > LOST_S and not member.is_reported:
-                self._report_lost(name, member, f"no heartbeat from its weight receiver for {LOST_S:.0f} s")
+            if now_s - member.heard_s > liveness.LOST_S and not member.is_reported:
+                self._report_lost(name, member, f"no heartbeat from its weight receiver for {liveness.LOST_S:.0f} s")
 
     def _check_swap(self, name: str, member: Member, now_s: float) -> None:
         if now_s - member.offered_s > self._config.timeout_s:

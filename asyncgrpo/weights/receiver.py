@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from asyncgrpo import liveness
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion
@@ -51,8 +52,6 @@ Apply = Callable[[Iterable[tuple[str, Tensor]], PolicyVersion], str]
 Score = Callable[[Sequence[Sequence[int]], int], Sequence[float]]
 """The engine's log-probs of given sequences (`engines.base.Engine.score`). Called in a thread of the receiver."""
 
-ALIVE_EVERY_S = 0.5
-"""Interval of heartbeats to the publisher."""
 POLL_S = 0.2
 POLL_WHILE_SWAPPING_S = 0.005
 
@@ -116,7 +115,7 @@ class Receiver:
             self._join()
             sent_s = 0.0
             while not self._stop.is_set():
-                if time.monotonic() - sent_s >= ALIVE_EVERY_S:
+                if time.monotonic() - sent_s >= liveness.RECEIVER_HEARTBEAT_S:
                     sent_s = time.monotonic()
                     client.send(Alive(generator_id=self._generator_id, incarnation=self._incarnation))
                 try:

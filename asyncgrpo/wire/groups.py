@@ -81,7 +81,7 @@ def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
         RefusedError: a group is malformed, or the sizes do not add up.
     """
     if len(message.groups) != len(message.payload_sizes) or sum(message.payload_sizes) != len(payload):
-        raise RefusedError("schema", f"a batch has {len(payload)} bytes, its header says {sum(message.payload_sizes)}")
+        raise RefusedError("schema", f"a batch has {len(payload)} bytes, its header gives {sum(message.payload_sizes)}")
     groups, offset = [], 0
     for header, size in zip(message.groups, message.payload_sizes, strict=True):
         groups.append(unpack_group(header, payload[offset : offset + size]))
@@ -119,7 +119,7 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> N
         raise _refused("schema", message, None, "a negative count of discarded completions")
     expected = BYTES_PER_TOKEN * message.num_tokens + BYTES_PER_OBSERVED * message.num_observed
     if len(payload) != expected:
-        raise _refused("schema", message, None, f"payload has {len(payload)} bytes, its header says {expected}")
+        raise _refused("schema", message, None, f"payload has {len(payload)} bytes, its header gives {expected}")
     before = -1
     for header in message.rollouts:
         index = header.index

@@ -18,14 +18,12 @@ import zmq.asyncio
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
+from asyncgrpo import liveness
 from asyncgrpo.errors import ConfigError, WireError
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode, encode
 
 MAX_MESSAGE_BYTES = 2**30
-HEARTBEAT_MS = 2_000
-HEARTBEAT_TIMEOUT_MS = 20_000
-"""Long, because an engine that compiles or loads may hold the GIL for seconds."""
 LINGER_MS = 2_000
 SEND_TIMEOUT_MS = 5_000
 """Timeout of a send without a connection, as after a refused handshake. With a connection, sends do not block."""
@@ -75,8 +73,8 @@ def _set_common_options(socket: zmq.Socket) -> None:
     # Deliberately unbounded: leases bound what peers may send, and a full ROUTER drops messages silently.
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, liveness.SOCKET_HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, liveness.SOCKET_TIMEOUT_MS)
 
 
 def check_bind(bind: str) -> None:

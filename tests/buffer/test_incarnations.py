@@ -51,12 +51,12 @@ class Served:
         self.lines = Lines()
         self.buffer = make_buffer(**settings)
         evaluations = Evaluations(held_out, Sampling(), 0, 100.0)
-        self.told: list[tuple[str, dict]] = []
+        self.events: list[tuple[str, dict]] = []
         self.service = BufferService(
             self.lines,  # type: ignore[arg-type]
             self.buffer,
             evaluations,
-            emit=lambda event, **fields: self.told.append((event, fields)),
+            emit=lambda event, **fields: self.events.append((event, fields)),
         )
         self.now_s = 0.0
 
@@ -105,8 +105,8 @@ def test_who_works_on_a_lease_that_would_be_too_old_is_told_and_gets_exactly_one
     served.hear("g-a", serving(0))
     lease = served.oldest_lease()
     served.hear("g-a", serving(1))
-    said = served.hear("learner", Trained(version=v(1)))
-    assert said == [("g-a", Cancel.__name__), ("g-a", Grant.__name__)]
+    sent = served.hear("learner", Trained(version=v(1)))
+    assert sent == [("g-a", Cancel.__name__), ("g-a", Grant.__name__)]
     (_, cancel), (_, grant) = served.lines.sent
     assert cancel.lease_ids == (lease.lease_id,) and cancel.reason == "stale"
     assert (grant.lease.prompt_index, grant.lease.attempt) == (lease.prompt_index, 1)
@@ -153,13 +153,13 @@ def test_a_long_last_evaluation_is_no_silence():
     served.hear("learner", Trained(version=v(0)))
     served.hear("learner", RequestEval(step=0))
     served.hear("learner", LastEvals())
-    told = []
+    awaited = []
     for _ in range(100):
         served.now_s += 1.0
         served.lines.sent.clear()
         served.service.turn(None, served.now_s)
-        told += [message.what for _, message in served.lines.sent if isinstance(message, Waiting)]
-    assert len(told) >= 90 and set(told) == {"the last evaluation"}
+        awaited += [message.what for _, message in served.lines.sent if isinstance(message, Waiting)]
+    assert len(awaited) >= 90 and set(awaited) == {"the last evaluation"}
 
 
 def test_a_lost_word_of_a_step_is_made_good_by_the_next_one_of_the_learner():
@@ -181,8 +181,8 @@ def come(served: Served, name: str, version: int, window: int = 2) -> None:
     served.hear(name, Serving(generator_id=name, version=v(version)))
 
 
-def granted(said: list[tuple[str, str]]) -> list[str]:
-    return [peer for peer, kind in said if kind == Grant.__name__]
+def granted(sent: list[tuple[str, str]]) -> list[str]:
+    return [peer for peer, kind in sent if kind == Grant.__name__]
 
 
 def test_a_generator_that_is_quiet_gets_no_lease_until_it_speaks():

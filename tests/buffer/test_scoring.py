@@ -30,11 +30,11 @@ def at_work(*names: str, window: int = 4, **settings) -> Served:
     served.hear("learner", Trained(version=v(0)))
     for name in names:
         served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=window))
-        say(served, name, WELL)
+        report(served, name, WELL)
     return served
 
 
-def say(served: Served, name: str, health: RewardHealth) -> list[tuple[str, str]]:
+def report(served: Served, name: str, health: RewardHealth) -> list[tuple[str, str]]:
     return served.hear(name, Serving(generator_id=name, version=v(0), rewards=health))
 
 
@@ -49,10 +49,10 @@ def give_back(served: Served, name: str, lease_id: str) -> None:
 def test_who_is_paused_is_given_no_lease_until_its_rewards_work_again():
     served = at_work("g", window=1, max_lag=3)
     lease = served.oldest_lease()
-    say(served, "g", PAUSED)
+    report(served, "g", PAUSED)
     give_back(served, "g", lease.lease_id)
     assert granted(served) == set() and served.buffer.oldest_lease() is None
-    say(served, "g", WELL)
+    report(served, "g", WELL)
     assert granted(served) == {"g"} and served.oldest_lease().prompt_index == lease.prompt_index
 
 
@@ -60,7 +60,7 @@ def test_what_is_given_back_goes_to_one_that_works():
     served = at_work("a", "b", window=2)
     held = [entry.lease.lease_id for entry in served.buffer._entries.values() if entry.holder == "a"]
     assert held
-    say(served, "a", PAUSED)
+    report(served, "a", PAUSED)
     for lease_id in held:
         give_back(served, "a", lease_id)
     assert {entry.holder for entry in served.buffer._entries.values()} == {"b"}
@@ -73,14 +73,14 @@ def test_an_outage_costs_a_prompt_no_attempt(how: str):
     for _ in range(5):
         lease = served.oldest_lease()
         assert lease.prompt_index == prompt_index
-        say(served, "g", PAUSED)
+        report(served, "g", PAUSED)
         if how == "given back":
             give_back(served, "g", lease.lease_id)
         else:
             served.now_s += 11.0
-            say(served, "g", PAUSED)
+            report(served, "g", PAUSED)
         assert served.buffer.oldest_lease() is None
-        say(served, "g", WELL)
+        report(served, "g", WELL)
     outcomes = served.buffer.outcomes
     assert outcomes["requeued"] == 5 and outcomes["leased"] == 6
     assert not any(name.startswith("dropped") and count for name, count in outcomes.items())
@@ -101,9 +101,9 @@ def test_an_outage_costs_an_evaluation_no_attempt():
     served.hear("learner", RequestEval(step=0))
     for _ in range(5):
         (lease_id,) = served.service._evaluations._leased
-        say(served, "g", PAUSED)
+        report(served, "g", PAUSED)
         give_back(served, "g", lease_id)
-        say(served, "g", WELL)
+        report(served, "g", WELL)
     assert served.service._evaluations.in_flight
 
 
@@ -117,12 +117,12 @@ def waiting(served: Served) -> Waiting:
 def test_the_learner_hears_why_it_waits_and_when_the_next_probe_is():
     served = at_work("g")
     served.hear("learner", Take(step=0, version=v(0)))
-    say(served, "g", PAUSED)
+    report(served, "g", PAUSED)
     assert waiting(served) == Waiting(
         what="rewards (paused at g, probing again in 4 s; the last call failed with exception: my_reward.py:12: "
         "OSError: no)"
     )
-    say(served, "g", WELL)
+    report(served, "g", WELL)
     assert waiting(served).what.startswith("groups:")
 
 
@@ -157,13 +157,13 @@ def test_the_learner_is_told_that_it_waits_in_vain():
     served = at_work()
     served.hear("g", Register(protocol=PROTOCOL, generator_id="g", incarnation="0", window=2))
     served.hear("learner", Take(step=0, version=v(0)))
-    say(served, "g", RewardHealth(failed=40, failing_s=40.0, probe_in_s=1.0, last="exception: no"))
+    report(served, "g", RewardHealth(failed=40, failing_s=40.0, probe_in_s=1.0, last="exception: no"))
     assert waiting(served).hopeless == "the reward never worked: 40 of 40 calls failed, the last with exception: no"
 
 
 def test_pauses_and_ends_of_pauses_are_events():
-    told: list[tuple] = []
-    monitor = RewardMonitor("f", has_worked=True, emit=lambda event, **fields: told.append((event, *fields.values())))
+    events: list[tuple] = []
+    monitor = RewardMonitor("f", has_worked=True, emit=lambda event, **fields: events.append((event, *fields.values())))
     for now_s, probe_in_s in ((0.0, 1.0), (0.5, 0.5), (1.5, 2.0), (2.5, 1.0)):
         monitor.update("g", RewardHealth(failing_s=1.0, probe_in_s=probe_in_s, last="no"), now_s)
     assert monitor.is_paused("g") and not monitor.is_paused("h")
@@ -171,7 +171,7 @@ def test_pauses_and_ends_of_pauses_are_events():
     monitor.update("g", PAUSED, 20.0)
     monitor.forget("g", 21.0)
     assert not monitor.is_paused("g") and monitor.describe_pause() is None
-    assert told == [
+    assert events == [
         ("rewards_paused", "g", "no", 1.0),
         ("rewards_paused", "g", "no", 2.0),
         ("rewards_resumed", "g", 12.0),
@@ -181,20 +181,20 @@ def test_pauses_and_ends_of_pauses_are_events():
 
 
 def test_a_kind_of_failure_is_told_once_for_all_generators_and_again_at_tenfold():
-    told: list[int] = []
-    monitor = RewardMonitor("f", has_worked=True, emit=lambda event, **fields: told.append(fields["count"]))
+    events: list[int] = []
+    monitor = RewardMonitor("f", has_worked=True, emit=lambda event, **fields: events.append(fields["count"]))
     for generator, count in (("a", 1), ("b", 1), ("a", 10), ("b", 10), ("a", 100), ("a", 1)):
         monitor.failed(RewardFailed(generator_id=generator, failure="timeout", detail="", count=count))
-    assert told == [1, 11, 110]
+    assert events == [1, 11, 110]
 
 
 def test_events_wait_for_the_learner_which_may_be_rewriting_their_file():
     served = at_work("g")
     lease = served.oldest_lease()
     served.hear("g", LeaseFailed(generator_id="g", lease_id=lease.lease_id, reason="failed", detail="too long"))
-    assert served.told == []
+    assert served.events == []
     served.hear("learner", Take(step=0, version=v(0)))
-    assert served.told == [("lease_failed", {"actor": "g", "reason": "failed", "detail": "too long", "count": 1})]
+    assert served.events == [("lease_failed", {"actor": "g", "reason": "failed", "detail": "too long", "count": 1})]
 
 
 def test_leases_that_run_out_of_time_are_told_of_the_first_time_and_the_tenth():
@@ -202,12 +202,12 @@ def test_leases_that_run_out_of_time_are_told_of_the_first_time_and_the_tenth():
     served.hear("learner", Take(step=0, version=v(0)))
     for _ in range(12):
         served.now_s += 11.0
-        say(served, "g", WELL)
-    assert [(event, fields["reason"], fields["count"]) for event, fields in served.told] == [
+        report(served, "g", WELL)
+    assert [(event, fields["reason"], fields["count"]) for event, fields in served.events] == [
         ("lease_failed", "lease_timeout", 1),
         ("lease_failed", "lease_timeout", 10),
     ]
-    assert "was not completed in time" in served.told[0][1]["detail"]
+    assert "was not completed in time" in served.events[0][1]["detail"]
 
 
 @pytest.mark.parametrize(
@@ -229,22 +229,22 @@ def test_when_every_group_is_filtered_the_user_learns_why(scores: tuple, words: 
     for _ in range(10 * REPORTED_STREAK):
         completion(scores)
     sentence = "all of the last {} groups were filtered for lack of signal: " + words
-    assert served.told == [
+    assert served.events == [
         ("warning", {"about": "filter", "text": sentence.format(n)}) for n in (REPORTED_STREAK, 10 * REPORTED_STREAK)
     ]
     completion((0.0, 1.0))
     for _ in range(REPORTED_STREAK - 1):
         completion(scores)
-    assert len(served.told) == 2
+    assert len(served.events) == 2
 
 
 def test_whatever_a_generator_says_of_its_failures_the_buffer_does_not_grow():
-    told: list[int] = []
-    monitor = RewardMonitor("f", has_worked=True, emit=lambda event, **fields: told.append(len(fields["detail"])))
+    events: list[int] = []
+    monitor = RewardMonitor("f", has_worked=True, emit=lambda event, **fields: events.append(len(fields["detail"])))
     for number in range(3 * MAX_COUNTED):
         monitor.failed(RewardFailed(generator_id="g", failure=f"kind {number}", detail="x" * 60_000, count=1))
-    assert len(monitor._counted) == MAX_COUNTED and len(told) < 40 and max(told) == 500
+    assert len(monitor._counted) == MAX_COUNTED and len(events) < 40 and max(events) == 500
     served = at_work()
     served.hear("learner", Take(step=0, version=v(0)))
     served.hear("stranger", RewardFailed(generator_id="stranger", failure="timeout", detail="", count=1))
-    assert served.told == []
+    assert served.events == []

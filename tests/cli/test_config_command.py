@@ -119,7 +119,7 @@ def test_from_verl_reads_a_script_from_stdin_and_gives_json(asyncgrpo, monkeypat
     found = json.loads(asyncgrpo("config", "from-verl", "-", "--json").out)
     assert found["ours"] == {"run.seed": 3}
     assert [left["key"] for left in found["without_counterpart"]] == ["data.truncation"]
-    assert found["not_understood"] == ["no.such_key: this is no key of verl's that asyncgrpo knows"]
+    assert found["not_understood"] == ["no.such_key: asyncgrpo knows no such key of verl"]
     assert [problem.split()[0] for problem in found["problems"]] == ["model.path", "data.train"]
 
 
@@ -154,7 +154,7 @@ def test_from_trl_reads_a_script_from_stdin_and_gives_json(asyncgrpo, monkeypatc
     assert found["ours"] == {"run.seed": 3}
     assert [left["key"] for left in found["without_counterpart"]] == ["min_p"]
     assert found["not_understood"] == [
-        "num_generation: this is no key of TRL's that asyncgrpo knows; did you mean `num_generations`?"
+        "num_generation: asyncgrpo knows no such key of TRL; did you mean `num_generations`?"
     ]
     assert found["trl_defaults"]["buffer.max_lag"] == 0
     assert [problem.split()[0] for problem in found["problems"]] == ["model.path", "data.train"]

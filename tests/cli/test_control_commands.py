@@ -64,7 +64,7 @@ def test_several_runs_are_told_of(asyncgrpo, operator):
         refused = asyncgrpo("pause")
         assert "several runs are going on, give one: runs/demo, runs/other" in refused.err
         assert asyncgrpo("pause", "runs/other").code == 0
-    assert (operator.told, other.told) == ([], [Pause()])
+    assert (operator.commands, other.commands) == ([], [Pause()])
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_several_runs_are_told_of(asyncgrpo, operator):
 )
 def test_a_command_reaches_the_driver(asyncgrpo, operator, typed, command):
     ended = asyncgrpo(*typed)
-    assert (ended.code, operator.told) == (0, [command]), ended.err
+    assert (ended.code, operator.commands) == (0, [command]), ended.err
     assert ended.out.strip().endswith("is done")
 
 
@@ -101,13 +101,13 @@ def test_what_the_driver_refuses_is_said(asyncgrpo, operator):
     [
         (["set", "run.steps=3"], "run.steps cannot change while a run goes on; learner.lr, buffer.max_lag"),
         (["set", "learner.lr=fast"], "learner.lr=fast: 'fast' is not a number"),
-        (["status", "runs/none"], "there is no run folder runs/none"),
+        (["status", "runs/none"], "run folder runs/none does not exist"),
         (["pause", "."], ". is not a run folder: it has no metrics.jsonl"),
     ],
 )
 def test_a_mistake_ends_in_one_sentence(asyncgrpo, operator, typed, why):
     ended = asyncgrpo(*typed)
-    assert (ended.code, operator.told) == (1, [])
+    assert (ended.code, operator.commands) == (1, [])
     assert ended.err.startswith(f"error: {why}")
     assert ended.err.count("\n") == 1
 

@@ -66,7 +66,7 @@ def test_a_folder_that_holds_something_is_left_alone(asyncgrpo, run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (["nowhere", "out"], ["no folder", "nowhere"]),
+        (["nowhere", "out"], ["does not exist", "nowhere"]),
         (["run", "out", "--step", "7"], ["step 7", "20, 100"]),
         (["run/checkpoints", "out"], ["run/checkpoints", "config.json"]),
         (["run", "run/final/copy"], ["run/final/copy", "outside"]),

@@ -160,5 +160,5 @@ class TestEnds:
             timeout=60,
         )
         assert done.returncode == 1
-        assert done.stderr.startswith("error: there is no configuration key `nothing.such`")
+        assert done.stderr.startswith("error: unknown configuration key `nothing.such`")
         assert "Traceback" not in done.stderr

@@ -64,18 +64,18 @@ def ask(url: str, path: str) -> Any:
 
 
 def test_without_a_prometheus_it_says_how_to_get_one_and_goes_on(run_dir: Path, programs: Path):
-    said: list[str] = []
-    with observe.observed(run_dir, said.append, with_token=False):
+    reported: list[str] = []
+    with observe.observed(run_dir, reported.append, with_token=False):
         assert not (run_dir / observe.FILE).exists()
-    assert said == [observe.NOT_HERE]
+    assert reported == [observe.NOT_HERE]
 
 
 def test_a_prometheus_that_does_not_start_harms_no_run(run_dir: Path, programs: Path):
     install(programs, "prometheus", "import sys; print('no such flag', file=sys.stderr); sys.exit(1)")
-    said: list[str] = []
-    with observe.observed(run_dir, said.append, with_token=False):
+    reported: list[str] = []
+    with observe.observed(run_dir, reported.append, with_token=False):
         assert not (run_dir / observe.FILE).exists()
-    (sentence,) = said
+    (sentence,) = reported
     assert "does not start" in sentence and "prometheus.log" in sentence
     assert "no such flag" in (run_dir / "observe" / "prometheus.log").read_text()
 

@@ -118,7 +118,7 @@ def test_two_orders_at_once_are_a_usage_error(asyncgrpo, run):
     [
         (["{run}", "--step", "9"], "has no samples of step 9; there are steps 1 to 2"),
         (["{run}/samples"], "holds no samples/step_*.parquet: it writes them after its first step"),
-        (["{run}/nowhere"], "there is no such folder"),
+        (["{run}/nowhere"], "no such folder"),
     ],
 )
 def test_what_is_not_there_is_said_in_one_sentence(asyncgrpo, run, arguments, sentence):

@@ -2,8 +2,9 @@
 
 import pytest
 
-from asyncgrpo.cluster.core import WINDOW_S, Budget
+from asyncgrpo.cluster.core import Budget
 from asyncgrpo.errors import AsyncGRPOError
+from asyncgrpo.liveness import RESTART_WINDOW_S
 
 
 def test_a_budget_is_spent_within_an_hour_and_comes_back():
@@ -12,7 +13,7 @@ def test_a_budget_is_spent_within_an_hour_and_comes_back():
     assert [budget.spend("a"), budget.spend("b")] == [1, 2]
     with pytest.raises(AsyncGRPOError, match=r"generator-0 ended 3 times within an hour \(2 .*the last time: c"):
         budget.spend("c")
-    now[0] = WINDOW_S + 1.0
+    now[0] = RESTART_WINDOW_S + 1.0
     assert budget.spend("d") == 3
 
 
@@ -21,8 +22,8 @@ def test_a_budget_tells_which_share_of_it_is_spent_as_the_hour_passes():
     budget = Budget("generator-0", 4, clock=lambda: now[0])
     assert budget.spent == 0.0
     budget.spend("a")
-    now[0] = WINDOW_S / 2
+    now[0] = RESTART_WINDOW_S / 2
     assert [budget.spend("b"), budget.spent] == [2, 0.5]
-    now[0] = WINDOW_S + 1.0
+    now[0] = RESTART_WINDOW_S + 1.0
     assert budget.spent == 0.25
     assert Budget("generator-0", 0).spent == 0.0, "nothing to spend: the first end ends the run"

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from asyncgrpo import liveness
 from asyncgrpo.cluster import fleet as module
 from asyncgrpo.cluster.core import Budget
-from asyncgrpo.cluster.fleet import BACKOFF_S, Fleet
+from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.schema import Config, DataConfig, GeneratorConfig, ModelConfig
 from asyncgrpo.errors import AsyncGRPOError, ConfigError
@@ -54,7 +55,7 @@ class Watch:
         self.loading: set[str] = set()
         self.works_for: dict[str, str] = {}
         """The buffer of each generator that has sent a heartbeat."""
-        self.told: list[tuple[str, EndpointsChanged]] = []
+        self.sent: list[tuple[str, EndpointsChanged]] = []
 
     def unhealthy_reason(self, name: str, incarnation: str, *, silent_s: float, still_s: float) -> str | None:
         age = self.silent_s.get(f"{name} {incarnation}", 0.0)
@@ -67,7 +68,7 @@ class Watch:
         return self.works_for.get(name)
 
     def send(self, name: str, message: EndpointsChanged) -> None:
-        self.told.append((name, message))
+        self.sent.append((name, message))
 
     def has_begun(self, name: str, incarnation: str) -> bool:
         return name not in self.loading
@@ -94,7 +95,7 @@ def plane(monkeypatch):
     """A fleet of two generators, its watch, its core, and the events that it has written."""
     monkeypatch.setattr(module, "ray", Ray())
     monkeypatch.setattr(module, "has_ended", lambda reference: False)
-    monkeypatch.setattr(module, "BACKOFF_S", (0.0,) * len(BACKOFF_S))
+    monkeypatch.setattr(liveness, "BACKOFF_S", (0.0,) * liveness.FAILED_STARTS)
     config = Config(
         model=ModelConfig(path="m"), data=DataConfig(train="t"), generators=GeneratorConfig(count=2, restarts=1)
     )
@@ -304,10 +305,10 @@ def test_generators_start_beside_the_first_core_and_are_told_where_it_is(plane):
     assert [endpoints.buffer_endpoint for endpoints in ray.endpoints] == ["", ""], "there is no core yet"
     beside.work_for(core, ENDPOINTS)
     beside.reconcile()
-    assert watch.told == [], "none has sent a heartbeat, so none can be told"
+    assert watch.sent == [], "none has sent a heartbeat, so none can be told"
     watch.works_for = {"generator-0": "", "generator-1": "b"}
     beside.reconcile()
-    assert watch.told == [("generator-0", ENDPOINTS)]
+    assert watch.sent == [("generator-0", ENDPOINTS)]
 
 
 def test_one_that_starts_after_a_core_was_lost_is_not_told_of_the_lost_one(plane):

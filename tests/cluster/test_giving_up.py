@@ -16,20 +16,20 @@ from asyncgrpo.metrics import targets_path
 
 
 class Core:
-    """`says` is the status at each look: None, how it ended, or what went wrong; the last one stays."""
+    """`statuses` has the status at each look: None, how it ended, or what went wrong; the last one stays."""
 
-    def __init__(self, *says: str | AsyncGRPOError | None, can_save: bool = True) -> None:
-        self.says, self.can_save = list(says), can_save
+    def __init__(self, *statuses: str | AsyncGRPOError | None, can_save: bool = True) -> None:
+        self.statuses, self.can_save = list(statuses), can_save
         self.asked: list[tuple[str, bool]] = []
 
     def drain(self, reason: str, *, is_failure: bool) -> None:
         self.asked.append((reason, is_failure))
 
     def status(self) -> str | None:
-        said = self.says.pop(0) if len(self.says) > 1 else self.says[0]
-        if isinstance(said, AsyncGRPOError):
-            raise said
-        return said
+        status = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+        if isinstance(status, AsyncGRPOError):
+            raise status
+        return status
 
 
 def give_up(core: Core, folder: Path) -> list[bool]:
@@ -51,12 +51,12 @@ def test_the_learner_is_asked_and_waited_for_and_no_generator_starts_meanwhile(t
 
 
 @pytest.mark.parametrize(
-    ("says", "why"),
+    ("statuses", "why"),
     [((None, ProcessLost("learner-0: its process died")), "its process died"), ((None,), "did not end within 1 s")],
 )
-def test_neither_its_end_nor_its_silence_holds_up_the_end_of_the_run(tmp_path: Path, caplog, says: tuple, why: str):
-    give_up(Core(*says), tmp_path)
-    assert f"no last checkpoint: {says[-1] or 'the learner'}" in caplog.text and why in caplog.text
+def test_neither_its_end_nor_its_silence_holds_up_the_end_of_the_run(tmp_path: Path, caplog, statuses: tuple, why: str):
+    give_up(Core(*statuses), tmp_path)
+    assert f"no last checkpoint: {statuses[-1] or 'the learner'}" in caplog.text and why in caplog.text
 
 
 def test_where_no_learner_lives_nobody_is_asked(tmp_path: Path):
@@ -67,7 +67,7 @@ def test_where_no_learner_lives_nobody_is_asked(tmp_path: Path):
 def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[[Run], str]) -> Run:
     """A run in which everything but `keep_going` goes well, and that lists a process in between."""
 
-    def listed(run: Run, placement: object, tell: object) -> str:
+    def listed(run: Run, placement: object, report: object) -> str:
         run._export_from("learner-0", ("127.0.0.1", 4711))
         return keep_going(run)
 

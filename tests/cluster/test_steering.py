@@ -33,18 +33,18 @@ from tests.recording.test_advice import step
 
 
 class Watch:
-    """Brings what it is told into effect, unless a process is deaf."""
+    """Brings what it receives into effect, unless a process is deaf."""
 
     def __init__(self) -> None:
-        self.told: dict[str, Steer] = {}
+        self.sent: dict[str, Steer] = {}
         self.deaf: set[str] = set()
 
     def send(self, name: str, message: Steer) -> None:
         if name not in self.deaf:
-            self.told[name] = message
+            self.sent[name] = message
 
     def steered(self, name: str, incarnation: str) -> int:
-        return self.told[name].revision if name in self.told else 0
+        return self.sent[name].revision if name in self.sent else 0
 
     def has_begun(self, name: str, incarnation: str) -> bool:
         return True
@@ -116,11 +116,11 @@ def run(tmp_path: Path):
 
 def test_a_pause_reaches_the_buffer_and_ends_with_resume(run: Run):
     assert run.ask(Pause()) == "paused: groups in flight are finished and kept"
-    assert run.watch.told["buffer"].is_paused and run.status.state == "paused"
+    assert run.watch.sent["buffer"].is_paused and run.status.state == "paused"
     with pytest.raises(CommandRefused, match="the run is paused already"):
         run.ask(Pause())
     assert run.ask(Resume()) == "resumed"
-    assert not run.watch.told["buffer"].is_paused and run.status.state == "training"
+    assert not run.watch.sent["buffer"].is_paused and run.status.state == "training"
     assert [(command, refused) for command, _, refused in run.commands] == [
         ("pause", False),
         ("pause", True),
@@ -147,24 +147,24 @@ def test_what_a_busy_learner_has_not_done_yet_is_answered_as_begun(run: Run):
     assert run.ask(WriteCheckpoint(), a_second_passes) == "a checkpoint is written after the current step"
     run.watch.deaf = set()
     run.turn()
-    assert run.watch.told["learner-0"].checkpoints == 1, "it is told again until it has heard"
+    assert run.watch.sent["learner-0"].checkpoints == 1, "it is told again until it has heard"
     assert run.ask(WriteCheckpoint()) == "a checkpoint is written"
-    assert run.watch.told["learner-0"].checkpoints == 2
+    assert run.watch.sent["learner-0"].checkpoints == 2
 
 
 def test_settings_reach_buffer_and_learner_and_are_kept_for_those_that_start_again(run: Run):
     settings = {"learner.lr": 1e-5, "buffer.max_lag": 8}
     assert run.ask(ChangeSettings(settings=settings)) == "learner.lr 1e-06 -> 1e-05, buffer.max_lag 4 -> 8"
-    assert run.watch.told["learner-0"].lr == 1e-5 and run.watch.told["buffer"].max_lag == 8
+    assert run.watch.sent["learner-0"].lr == 1e-5 and run.watch.sent["buffer"].max_lag == 8
     assert run.steering.config.learner.lr == 1e-5 and run.steering.config.buffer.max_lag == 8
     assert run.status.settings == {"learner.lr": 1e-5, "buffer.max_lag": 8, "generators.groups_in_flight": 32}
     assert run.ask(ChangeSettings(settings={"generators.groups_in_flight": 4})).endswith("32 -> 4")
-    assert run.watch.told["buffer"] == run.watch.told["learner-0"], "each is told everything"
-    assert run.watch.told["buffer"].max_lag == 8 and run.watch.told["buffer"].groups_in_flight == 4
+    assert run.watch.sent["buffer"] == run.watch.sent["learner-0"], "each is told everything"
+    assert run.watch.sent["buffer"].max_lag == 8 and run.watch.sent["buffer"].groups_in_flight == 4
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "why"),
     [
         ({"learner.lr": -1}, "^learner.lr must be above 0; it is -1"),
         ({"learner.lr": 1e-5, "buffer.max_lag": -1}, "buffer.max_lag"),
@@ -173,12 +173,12 @@ def test_settings_reach_buffer_and_learner_and_are_kept_for_those_that_start_aga
         ({"learner.lr": float("nan")}, "learner.lr"),
     ],
 )
-def test_settings_that_make_no_sense_change_nothing(run: Run, settings, said):
+def test_settings_that_make_no_sense_change_nothing(run: Run, settings, why):
     run.turn()
-    before = run.watch.told
-    with pytest.raises(CommandRefused, match=said):
+    before = run.watch.sent
+    with pytest.raises(CommandRefused, match=why):
         run.ask(ChangeSettings(settings=settings))
-    assert run.steering.config == run.given and run.watch.told == before
+    assert run.steering.config == run.given and run.watch.sent == before
     assert run.commands[-1][2]
 
 
@@ -196,7 +196,7 @@ def test_generators_come_and_go_within_bounds(tmp_path: Path):
     assert run.ask(Scale(generators=4)) == "4 generators already"
     assert run.ask(Scale(generators=3)).startswith("3 generators: 1 leave")
     run.turn()
-    assert run.watch.told["buffer"].leaving == run.watch.told["buffer"].ending == ("generator-3-1.0",)
+    assert run.watch.sent["buffer"].leaving == run.watch.sent["buffer"].ending == ("generator-3-1.0",)
     for count in (1, 6):
         with pytest.raises(CommandRefused, match=rf"{count} generators are outside generators.min \(2\) and .* \(5\)"):
             run.ask(Scale(generators=count))
@@ -208,11 +208,11 @@ def test_a_generator_may_end_once_the_learner_publishes_to_it_no_more(run: Run):
     run.ask(Scale(generators=2))
     for _ in range(3):
         run.turn()
-    assert run.watch.told["buffer"].leaving == ("generator-2-1.0",) and run.watch.told["buffer"].ending == ()
+    assert run.watch.sent["buffer"].leaving == ("generator-2-1.0",) and run.watch.sent["buffer"].ending == ()
     run.watch.deaf = set()
     for _ in range(2):
         run.turn()
-    assert run.watch.told["buffer"].ending == ("generator-2-1.0",)
+    assert run.watch.sent["buffer"].ending == ("generator-2-1.0",)
 
 
 def test_one_shared_gpu_has_one_generator(tmp_path: Path):
@@ -235,11 +235,11 @@ def test_a_new_learner_is_told_what_holds_and_not_asked_again_for_what_was_asked
     run.ask(WriteCheckpoint())
     run.core = None
     run.turn()
-    run.watch.told.clear()
+    run.watch.sent.clear()
     run.core = SimpleNamespace(incarnation="2", steps_done=None, first_step=3)
     run.turn()
-    assert run.watch.told["learner-0"].lr == 1e-5
-    assert run.watch.told["learner-0"].checkpoints == 0
+    assert run.watch.sent["learner-0"].lr == 1e-5
+    assert run.watch.sent["learner-0"].checkpoints == 0
 
 
 def test_draining_is_begun_once_and_then_nothing_else_is(run: Run):

@@ -56,14 +56,14 @@ def test_every_loss_has_arguments_of_known_kinds(loss):
     [
         (
             ["loss_args.clip_hihg=0.3"],
-            "loss_args.clip_hihg (value 0.3) is no argument of ppo_clip: did you mean `clip_high`? it takes clip_low (0.2), ",
+            "loss_args.clip_hihg (value 0.3) is not an argument of ppo_clip: did you mean `clip_high`? it takes clip_low (0.2), ",
         ),
-        (["loss_args.low=0.3"], "loss_args.low (value 0.3) is no argument of ppo_clip: did you mean `clip_low`?"),
+        (["loss_args.low=0.3"], "loss_args.low (value 0.3) is not an argument of ppo_clip: did you mean `clip_low`?"),
         (
             ["loss=dppo_tv", "loss_args.high=0.3"],
-            "is no argument of dppo_tv: did you mean `high_prob`? it takes low_prob",
+            "is not an argument of dppo_tv: did you mean `high_prob`? it takes low_prob",
         ),
-        (["loss=topr", "loss_args.clip_low=0.3"], "is no argument of topr: it takes none"),
+        (["loss=topr", "loss_args.clip_low=0.3"], "is not an argument of topr: it takes none"),
         (["loss_args.clip_low=wide"], "algorithm.loss_args.clip_low must be a number, at least 0; it is wide"),
         (["loss_args.clip_low=true"], "algorithm.loss_args.clip_low must be a number, at least 0; it is true"),
         (["loss_args.clip_low=null"], "algorithm.loss_args.clip_low must be a number, at least 0; it is null"),
@@ -82,7 +82,7 @@ def test_every_loss_has_arguments_of_known_kinds(loss):
         ),
         (
             ["loss=pairwise", "loss_args={beta: 1, reference_logprobs: true}"],
-            "is no argument of pairwise: did you mean",
+            "is not an argument of pairwise: did you mean",
         ),
     ],
 )
@@ -271,5 +271,5 @@ def test_settings_that_fit_are_accepted(overrides):
 def test_a_learner_refuses_them_before_it_loads_a_model():
     from asyncgrpo.learner.learner import Learner
 
-    with pytest.raises(ConfigError, match="no argument of ppo_clip"):
+    with pytest.raises(ConfigError, match="not an argument of ppo_clip"):
         Learner(config("nowhere", algorithm={"loss_args": {"beta": 1.0}}), rank=0, world=1, device="cpu")

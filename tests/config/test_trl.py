@@ -283,7 +283,7 @@ class TestSources:
 
     def test_an_unknown_field_is_answered_with_the_nearest(self):
         assert read(["num_generation=4"]).unread == [
-            "num_generation: this is no key of TRL's that asyncgrpo knows; did you mean `num_generations`?"
+            "num_generation: asyncgrpo knows no such key of TRL; did you mean `num_generations`?"
         ]
 
     @pytest.mark.parametrize("word", ["nowhere.py", "nowhere.yaml", "--flag"])

@@ -18,11 +18,11 @@ STARTED = 1_790_000_000.0
 
 
 class FakeOperator:
-    """Does what it is told at once, or fails as `failure` says."""
+    """Carries out each command at once, or fails with `failure`."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.told: list[Command] = []
+        self.commands: list[Command] = []
         self.state: Any = "training"
         self.generators = 2
         self.advice = (
@@ -63,7 +63,7 @@ class FakeOperator:
         self.released.wait()
         if self.failure is not None:
             raise self.failure
-        self.told.append(command)
+        self.commands.append(command)
         match command:
             case Pause():
                 self.state = "paused"

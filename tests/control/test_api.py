@@ -56,9 +56,9 @@ def test_it_tells_the_status(operator: FakeOperator):
 )
 def test_a_command_reaches_the_driver(operator: FakeOperator, body: dict, command: object):
     with served(operator) as url:
-        code, said = ask(url, "/api/command", body)
-    assert (code, operator.told) == (200, [command])
-    assert said["done"].endswith("is done")
+        code, reply = ask(url, "/api/command", body)
+    assert (code, operator.commands) == (200, [command])
+    assert reply["done"].endswith("is done")
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_a_command_reaches_the_driver(operator: FakeOperator, body: dict, comman
 )
 def test_what_is_no_command_is_refused(operator: FakeOperator, body: object, why: str):
     with served(operator) as url:
-        code, said = ask(url, "/api/command", body)
+        code, reply = ask(url, "/api/command", body)
     assert code == 400
-    assert why in said["error"]
-    assert operator.told == []
+    assert why in reply["error"]
+    assert operator.commands == []
 
 
 def test_what_the_driver_refuses_is_a_conflict(operator: FakeOperator):
@@ -98,8 +98,8 @@ def test_what_the_driver_refuses_is_a_conflict(operator: FakeOperator):
 def test_a_driver_that_fails_is_no_bad_request(operator: FakeOperator):
     operator.failure = RuntimeError("a bug, with a secret")
     with served(operator) as url:
-        code, said = ask(url, "/api/command", {"command": "pause"})
-        assert (code, "secret" in said["error"]) == (500, False)
+        code, reply = ask(url, "/api/command", {"command": "pause"})
+        assert (code, "secret" in reply["error"]) == (500, False)
         operator.failure = None
         assert ask(url, "/api/command", {"command": "pause"})[0] == 200
 
@@ -120,7 +120,7 @@ def test_a_command_that_hangs_holds_up_no_look(operator: FakeOperator, monkeypat
         assert [code for code, _ in hung] == [504, 504]
         operator.released.set()
         assert ask(url, "/api/command", {"command": "resume"})[0] == 200
-    assert operator.told == [Pause(), Resume()], "the second pause was given up before its turn"
+    assert operator.commands == [Pause(), Resume()], "the second pause was given up before its turn"
 
 
 # -- who may ask -------------------------------------------------------------------------------------------------------
@@ -129,12 +129,12 @@ def test_a_command_that_hangs_holds_up_no_look(operator: FakeOperator, monkeypat
 @pytest.mark.parametrize("token", [None, "", "wrong", TOKEN[:-1], TOKEN + "x", "é"])
 def test_without_the_token_there_is_nothing(operator: FakeOperator, token: str | None):
     with served(operator) as url:
-        code, said = ask(url, "/api/status", token=token)
+        code, reply = ask(url, "/api/status", token=token)
         assert ask(url, "/api/command", {"command": "pause"}, token=token)[0] == 401
         assert ask(url, "/api/no-such", token=token)[0] == 401, "not even which pages there are"
     assert code == 401
-    assert "asyncgrpo page RUN" in said["error"]
-    assert operator.told == []
+    assert "asyncgrpo page RUN" in reply["error"]
+    assert operator.commands == []
 
 
 def test_the_page_and_its_health_are_open(operator: FakeOperator):
@@ -204,7 +204,7 @@ def test_who_is_slow_is_shown_out(operator: FakeOperator, monkeypatch: pytest.Mo
         assert send(url, head, pause_s=0.02) == b"", "of its headers"
         assert wrong_with(send(url, head + typed + b'{"comm', pause_s=0.0)) is None
         assert time.monotonic() - began < 10.0
-    assert operator.told == []
+    assert operator.commands == []
 
 
 def test_a_body_that_does_not_come_ends_in_a_sentence(operator: FakeOperator, monkeypatch: pytest.MonkeyPatch):
@@ -224,7 +224,7 @@ def test_a_body_without_a_length_is_bounded_too(operator: FakeOperator):
     with served(operator) as url:
         received = send(url, head.encode() + (b"8000\r\n" + b" " * 0x8000 + b"\r\n") * 4 + b"0\r\n\r\n")
     assert b" 413 " in received.split(b"\r\n")[0]
-    assert operator.told == []
+    assert operator.commands == []
 
 
 @pytest.fixture(params=["asyncio", "uvloop"])
@@ -266,7 +266,7 @@ def test_thousands_of_wrong_requests_change_nothing(operator: FakeOperator):
         sent, wrong = attack(url, TOKEN, count=1_000, seconds=None)
         assert ask(url, "/api/status")[0] == 200
     assert wrong == []
-    assert operator.told == []
+    assert operator.commands == []
     assert len(sent) == 13
 
 
@@ -320,8 +320,8 @@ def test_the_end_of_a_long_file_is_read_first(operator: FakeOperator):
 
 def test_without_samples_it_says_so(operator: FakeOperator):
     with served(operator) as url:
-        code, said = ask(url, "/api/samples")
-    assert (code, "holds no samples" in said["error"]) == (404, True)
+        code, reply = ask(url, "/api/samples")
+    assert (code, "holds no samples" in reply["error"]) == (404, True)
 
 
 def test_problems_are_told_with_their_runbooks(operator: FakeOperator):

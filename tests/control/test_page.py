@@ -103,10 +103,10 @@ def test_the_token_leaves_the_address_bar(page: Page):
 def test_a_button_asks_and_reaches_the_driver(page: Page, operator: FakeOperator):
     page.click("#pause")
     assert "Pause the run?" in page.text("#dialog")
-    assert operator.told == []
+    assert operator.commands == []
     page.click("#yes")
     assert page.text("#said") == "Pause is done"
-    assert operator.told == [Pause()]
+    assert operator.commands == [Pause()]
     page.wait("document.querySelector('#state').innerText === 'paused'")
     assert page.value("[document.querySelector('#pause').disabled, document.querySelector('#resume').disabled]") == [
         True,
@@ -119,7 +119,7 @@ def test_advice_is_followed_with_two_clicks(page: Page, operator: FakeOperator):
     page.click("#notes .advice button")
     page.click("#yes")
     page.text("#said")
-    assert operator.told == [Scale(generators=3)]
+    assert operator.commands == [Scale(generators=3)]
 
 
 def test_a_problem_leads_to_what_to_do(page: Page):
@@ -137,7 +137,7 @@ def test_settings_are_changed(page: Page, operator: FakeOperator):
     assert "buffer.max_lag: 2 → 4?" in page.text("#dialog")
     page.click("#yes")
     page.text("#said")
-    assert operator.told == [ChangeSettings(settings={"buffer.max_lag": 4})]
+    assert operator.commands == [ChangeSettings(settings={"buffer.max_lag": 4})]
 
 
 def test_what_the_driver_refuses_is_shown(page: Page, operator: FakeOperator):

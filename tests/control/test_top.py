@@ -59,13 +59,13 @@ def test_a_key_asks_before_it_pauses(operators: list[FakeOperator]):
     assert top.press("\t") and top.press("p")
     assert "pause two? y: yes" in shown(top)
     top.press("n")
-    assert operators[1].told == []
+    assert operators[1].commands == []
     top.press("p")
     top.press("y")
     assert "Pause is done" in shown(top)
     top.press("r")
     top.press("y")
-    assert (operators[0].told, operators[1].told) == ([], [Pause(), Resume()])
+    assert (operators[0].commands, operators[1].commands) == ([], [Pause(), Resume()])
     assert not top.press("q")
 
 
@@ -92,7 +92,7 @@ def test_on_a_terminal_keys_are_heard_at_once(operators: list[FakeOperator]):
             if select.select([ours], [], [], 0.2)[0]:
                 os.read(ours, 65536)
     assert process.returncode == 0
-    assert operators[0].told == [Pause()]
+    assert operators[0].commands == [Pause()]
     os.close(ours)
 
 

@@ -85,7 +85,7 @@ async def test_an_agent_that_does_not_return_is_given_up_and_one_that_is_not_wan
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("nowhere.py", "environment.agent: there is no agent file .*nowhere.py"),
+        ("nowhere.py", "environment.agent: agent file .*nowhere.py does not exist"),
         (f"{AGENTS}:missing", "my_agents.py has no function missing; it has run"),
         (f"{AGENTS}:alone", "alone takes no base_url, so it cannot reach the model that is trained"),
         (f"{AGENTS}:odd", "odd takes weather; there are base_url, api_key, model, prompt"),

@@ -181,8 +181,8 @@ async def test_episodes_are_spread_over_processes():
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("chess", "environment.name: there is no environment chess; there are calculator, guess, or a file"),
-        ("nowhere.py", "there is no environment file .*nowhere.py"),
+        ("chess", "environment.name: unknown environment chess; there are calculator, guess, or a file"),
+        ("nowhere.py", "environment file .*nowhere.py does not exist"),
         (f"{GAMES}:Missing", "games.py has no class Missing; it has Environment, Async"),
         (f"{GAMES}:NoStep", r"NoStep has no method step\(self, text\)"),
         (f"{GAMES}:OddStep", r"OddStep.step cannot be called as step\(text\)"),

@@ -35,7 +35,7 @@ async def test_calls_are_answered_in_order_and_a_turn_without_one_is_the_answer(
     bad = call("lookup", word="nothing") + call("lookup") + call("fly") + "<tool_call>{</tool_call>"
     errors = [one["content"] for one in (await episode.step(bad)).messages]
     assert "KeyError: 'no such word'" in errors[0] and "missing 1 required" in errors[1]
-    assert errors[2] == "error: there is no tool 'fly'; there are calculator, lookup, later"
+    assert errors[2] == "error: unknown tool 'fly'; there are calculator, lookup, later"
     assert "this tool call is not JSON" in errors[3]
     assert await episode.step("It is 42.") == Reply(done=True)
     await episode.close()
@@ -70,7 +70,7 @@ def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path):
     ("tools", "why"),
     [
         (("hammer.py",), "hammer.py is not a tool; there are calculator, and FILE.py:FUNCTION"),
-        (("nowhere.py:f",), "there is no tools file .*nowhere.py"),
+        (("nowhere.py:f",), "tools file .*nowhere.py does not exist"),
         ((f"{TOOLS}:missing",), "my_tools.py has no function missing"),
         (("calculator", "calculator"), "names calculator twice"),
     ],

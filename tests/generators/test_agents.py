@@ -341,7 +341,7 @@ async def test_an_aborted_request_gives_what_it_has_and_the_address_is_gone():
     await turns.abort("r")
     one = await asyncio.wait_for(found, 5.0)
     assert one.finish_reason == "abort" and all_of(one) == "ab$"
-    with pytest.raises(openai.NotFoundError, match="no such episode, or it is over"):
+    with pytest.raises(openai.NotFoundError, match="the episode does not exist, or it is over"):
         await client(seen[0]).chat.completions.create(model="m", messages=ROW)
     await by.close()
 

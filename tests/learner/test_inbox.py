@@ -15,21 +15,21 @@ RESULT = EvalResult(
 
 
 class Line:
-    """A buffer that says something every 40 s."""
+    """A buffer that sends a message every 40 s."""
 
-    def __init__(self, said: list[Message]) -> None:
-        self.said, self.now_s = said, 0.0
+    def __init__(self, messages: list[Message]) -> None:
+        self.messages, self.now_s = messages, 0.0
 
     def send(self, message: Message) -> None:
         pass
 
     def receive(self, timeout_s: float) -> tuple[Message, memoryview]:
         self.now_s += 40.0
-        return self.said.pop(0), memoryview(b"")
+        return self.messages.pop(0), memoryview(b"")
 
 
-def wait(said: list[Message]) -> list[EvalResult]:
-    line, results = Line(said), []
+def wait(messages: list[Message]) -> list[EvalResult]:
+    line, results = Line(messages), []
     inbox = Inbox(line, 100.0, lambda: line.now_s)  # type: ignore[arg-type]
     inbox.last_evals(results.append, lambda what, seconds: None)
     return results
@@ -42,8 +42,8 @@ def test_words_alone_are_no_progress_and_the_error_names_what_was_awaited():
 
 def test_as_long_as_evaluations_end_nothing_is_stalled():
     waiting = Waiting(what="the last evaluation")
-    said = [waiting, Waiting(what="the last evaluation", evals=(RESULT,)), waiting, waiting]
-    assert wait([*said, NoMore(why="exhausted", counters={})]) == [RESULT]
+    messages = [waiting, Waiting(what="the last evaluation", evals=(RESULT,)), waiting, waiting]
+    assert wait([*messages, NoMore(why="exhausted", counters={})]) == [RESULT]
 
 
 def test_what_will_never_come_is_not_waited_for():
@@ -63,7 +63,7 @@ def test_a_batch_that_comes_while_a_snapshot_is_awaited_is_not_lost():
     inbox = Inbox(line, 100.0, lambda: line.now_s)  # type: ignore[arg-type]
     assert inbox.snapshot().state == {"done": 3}
     taken = inbox.take(3, AT, {}, on_eval=lambda result: None, while_waiting=lambda what, seconds: None)
-    assert taken.ended == "draining" and line.said == []
+    assert taken.ended == "draining" and line.messages == []
 
 
 def test_a_request_for_a_snapshot_that_was_lost_is_not_awaited_because_the_buffer_talks_of_a_batch():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from asyncgrpo.learner import ranks
+from asyncgrpo import liveness
 from asyncgrpo.learner.ranks import Taken, Team
 from asyncgrpo.types import PolicyVersion
 from tests.learner.ranks import run_on_ranks
@@ -32,7 +32,7 @@ def wait_on_a_rank(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
     short = timedelta(seconds=GIVES_UP_S)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=short)
-    ranks.HEARTBEAT_EVERY_S = GIVES_UP_S / 3
+    liveness.RANK_HEARTBEAT_S = GIVES_UP_S / 3
     team = Team(rank, world)
     if rank == 0:
         running = service(Path(folder) / "run", Paused())

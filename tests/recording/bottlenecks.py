@@ -170,7 +170,7 @@ class Recorder(Silent):
     def __init__(self, now: Any) -> None:
         self._now = now
         self._filtered: Counter[str] = Counter()
-        self.told: list[Event] = [{"event": "start", "time": now()}]
+        self.steps: list[Event] = [{"event": "start", "time": now()}]
 
     def step(
         self,
@@ -183,7 +183,7 @@ class Recorder(Silent):
     ) -> None:
         filtered = Counter({name: int(n) for name, n in counters.items() if name.startswith("filtered_")})
         rewards = [{rollout.score.value for rollout in group.rollouts} for group in groups]
-        self.told.append(
+        self.steps.append(
             {
                 "event": "step",
                 "time": self._now(),
@@ -221,4 +221,4 @@ def virtual_events(case: Case, steps: int) -> list[Event]:
     knobs = {"max_lag": case.max_lag, "generators": case.generators, "window": case.in_flight, "filters": case.filters}
     run = Recorded(OnTheClock(**sizes, **knobs))
     run.run()
-    return run.recorder.told
+    return run.recorder.steps

@@ -33,30 +33,30 @@ class Rig:
             self.events.write("step", version="1.1", reward_mean=0.0, loss=0.0, **fields)
         return self.adviser.look(self.at)
 
-    def told(self) -> list[dict]:
-        told = [event for event in read_events(self.events.path) if event["event"] == "advice"]
-        for event in told:
+    def written(self) -> list[dict]:
+        events = [event for event in read_events(self.events.path) if event["event"] == "advice"]
+        for event in events:
             assert_declared(event)
-        return told
+        return events
 
 
 def test_what_is_new_is_told_at_most_once_a_minute(tmp_path):
     rig = Rig(tmp_path)
-    assert rig.adviser.look(NOW) == () and rig.told() == []
+    assert rig.adviser.look(NOW) == () and rig.written() == []
     (advice,) = rig.train(wait=0.5, full=1.0)
-    assert [event["sentence"] for event in rig.told()] == [advice.sentence]
+    assert [event["sentence"] for event in rig.written()] == [advice.sentence]
     rig.at += TELL_S
     rig.train(wait=0.55, full=1.0)
-    assert len(rig.told()) == 1, "the figures differ, and what to do does not"
+    assert len(rig.written()) == 1, "the figures differ, and what to do does not"
     many = {"wait": 0.0, "full": 0.1, "there": 3}
     rig.train(**many)
-    assert [event["command"] for event in rig.told()][1:] == ["scale generators 2"]
-    assert rig.told()[-1]["also"], "the learner's advice stands beside it"
+    assert [event["command"] for event in rig.written()][1:] == ["scale generators 2"]
+    assert rig.written()[-1]["also"], "the learner's advice stands beside it"
     rig.train(wait=0.5, full=1.0)
-    assert len(rig.told()) == 2, "less than a minute ago"
+    assert len(rig.written()) == 2, "less than a minute ago"
     rig.at += TELL_S
     rig.train(wait=0.5, full=1.0)
-    assert [event["bottleneck"] for event in rig.told()] == ["generators"] * 3
+    assert [event["bottleneck"] for event in rig.written()] == ["generators"] * 3
 
 
 def test_the_gain_is_a_metric_of_the_driver(tmp_path):

@@ -80,7 +80,7 @@ def test_it_says_how_many_there_are_and_which_steps_are_beside(run: Path):
 def test_what_is_not_there_is_said(run: Path, tmp_path: Path):
     with pytest.raises(DataError, match="has no samples of step 2; there are steps 1 to 7"):
         search(run, 2)
-    with pytest.raises(DataError, match="there is no such folder"):
+    with pytest.raises(DataError, match="no such folder"):
         search(tmp_path / "none")
     (run / "samples" / "step_000009.parquet").write_text("no Parquet")
     with pytest.raises(DataError, match="cannot be read as Parquet"):

@@ -134,7 +134,7 @@ async def test_functions_and_built_in_rewards_are_mixed_by_name(reward_file):
         (RewardConfig(function=("format", "format")), "names format twice"),
         (RewardConfig(function="qa", combine="gate"), "reward.combine=gate needs two rewards or more"),
         (RewardConfig(function="gsm8"), "reward.function: gsm8 is not a built-in reward; did you mean gsm8k"),
-        (RewardConfig(function="nowhere.py"), "there is no reward file .*nowhere.py"),
+        (RewardConfig(function="nowhere.py"), "reward file .*nowhere.py does not exist"),
     ],
 )
 def test_what_is_wrong_with_a_list_is_one_sentence(config, sentence):

@@ -106,7 +106,7 @@ def test_a_file_may_be_named_like_a_module_that_is_there(reward_file):
 @pytest.mark.parametrize(
     ("text", "spec", "sentence"),
     [
-        (None, "nowhere.py", "there is no reward file .*/nowhere.py"),
+        (None, "nowhere.py", "reward file .*/nowhere.py does not exist"),
         (
             "def score(x): pass\ndef judge(x): pass",
             "r.py",

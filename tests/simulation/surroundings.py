@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from asyncgrpo.buffer import fleet, group_health, recovery
+from asyncgrpo import liveness
+from asyncgrpo.buffer import group_health, recovery
 from asyncgrpo.buffer import service as buffer_service
 from asyncgrpo.buffer.service import Gauges
 from asyncgrpo.generators import service as generator_service
@@ -22,9 +23,8 @@ from asyncgrpo.rewards import breaker
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-SCALED = ((generator_service, "HEARTBEAT_S", 2.0), (generator_service, "RESEND_AFTER_S", 6.0),
-          (fleet, "QUIET_AFTER_S", 4.0), (buffer_service, "SILENT_AFTER_S", 15.0),
-          (buffer_service, "WAITING_EVERY_S", 5.0),
+SCALED = ((liveness, "HEARTBEAT_S", 2.0), (liveness, "RESEND_AFTER_S", 6.0), (liveness, "QUIET_S", 4.0),
+          (liveness, "SESSION_S", 15.0), (liveness, "WAITING_EVERY_S", 5.0),
           (breaker, "HOLD_S", 10.0), (breaker, "LAST_PROBE_S", 10.0),
           (group_health, "SHORTEST_S", 2.0), (group_health, "MIN_GROUPS", 3))  # fmt: skip
 """The product's waits, shorter, so that a short run meets each of them many times. A generator is quiet for as long as two of

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncgrpo.cluster.run import LOSSES_WITHOUT_A_STEP
+from asyncgrpo.liveness import FAILED_STARTS
 from asyncgrpo.tools.chaos import CORE, Plan
 
 ORDER = ("kill generator", "reset network", "partition network", "kill generator")
@@ -51,7 +51,7 @@ def test_no_core_is_struck_whose_loss_would_end_the_run(seed: int):
         assert len(faults) > 50
         return sum(fault.split()[1] in CORE for fault in faults)
 
-    assert of_the_core(steps_a_look=0) == LOSSES_WITHOUT_A_STEP - 1
+    assert of_the_core(steps_a_look=0) == FAILED_STARTS - 1
     assert of_the_core(steps_a_look=1) > 10
 
 

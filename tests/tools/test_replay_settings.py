@@ -66,7 +66,7 @@ def test_what_made_the_stream_is_refused_by_name_and_reason(recorded: Config, ov
     [
         ("policy.loss=gspo", "did you mean `algorithm.loss`"),
         ("algorithm.loss=nothing", "algorithm.loss must be"),
-        ("algorithm.loss_args.gears=3", "no argument of ppo_clip"),
+        ("algorithm.loss_args.gears=3", "not an argument of ppo_clip"),
     ],
 )
 def test_a_change_that_has_no_meaning_is_refused(recorded: Config, override: str, words: str):

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights import lane, publisher, receiver
+from asyncgrpo.weights import publisher, receiver
 from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.publisher import Publication, Publisher
@@ -264,10 +265,10 @@ def run(publications: int, seed: int, often: float = 1.0) -> Counter[str]:
         WeightsError: the publisher gave up.
     """
     impatient = {
-        (publisher, "SILENT_S"): 0.7,
-        (publisher, "LOST_S"): 1.5,
+        (liveness, "SUSPECT_S"): 0.7,
+        (liveness, "LOST_S"): 1.5,
         (publisher, "ATTEMPTS"): 10**9,  # of bytes that are wrong by design
-        (lane, "TAKES_PART_WITHIN_S"): 0.2,
+        (liveness, "TAKES_PART_WITHIN_S"): 0.2,
     }
     for (module, name), value in impatient.items():
         mock.patch.object(module, name, value).start()

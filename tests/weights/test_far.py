@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion, TensorInfo
@@ -248,7 +249,7 @@ def flip(payload: bytes, at: int) -> bytes:
     ids=["lost", "no delta", "another base", "another weight", "cut"],
 )
 def test_deltas_that_went_wrong_are_never_swapped_to_and_all_weights_come_instead(fleet, fault, monkeypatch):
-    monkeypatch.setattr(lanes, "TAKES_PART_WITHIN_S", 1.0)
+    monkeypatch.setattr(liveness, "TAKES_PART_WITHIN_S", 1.0)
     engine = fleet.add("generator-0")
     fleet.publish(0, 1.0)
     fleet.publisher._server = Line(fleet.publisher._server, once(fault))

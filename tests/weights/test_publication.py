@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError, WeightsError
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights import publisher as publishing
 from asyncgrpo.weights import receiver as receiving
 from asyncgrpo.weights.arena import Arenas, Layout, MappedArenas, digest_of
 from asyncgrpo.weights.publication import Publication
@@ -121,8 +121,8 @@ def plane(request) -> Iterator[Plane]:
 @pytest.fixture
 def impatient(monkeypatch):
     """For tests in which somebody says nothing; in all others a thread may wait for its turn."""
-    monkeypatch.setattr(publishing, "SILENT_S", 1.5)
-    monkeypatch.setattr(publishing, "LOST_S", 2.0)
+    monkeypatch.setattr(liveness, "SUSPECT_S", 1.5)
+    monkeypatch.setattr(liveness, "LOST_S", 2.0)
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:

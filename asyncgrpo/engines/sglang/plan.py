@@ -183,7 +183,7 @@ class _Tracer:
         return Source(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), name, self)
 
     def note(self, target: Tensor, source: Source) -> None:
-        """`source` was to be copied into `target`, a view of a parameter or a buffer. What is copied elsewhere is no part."""
+        """Note a copy of `source` into `target`, a view of a parameter or a buffer. Copies elsewhere are ignored."""
         parameter = self._names.get(target.untyped_storage().data_ptr())
         if parameter is None:
             return
@@ -193,7 +193,7 @@ class _Tracer:
             self._noted.append(Part(box, parameter, int(target.storage_offset()), strides))
 
     def joined(self, sources: Sequence[Source], dim: int) -> Source:
-        """What `cat` makes of them: a tensor that nobody publishes, of boxes that somebody does."""
+        """Return the result of `cat`: an unpublished tensor, made of boxes of published ones."""
         at = torch.cat([torch.empty(source.shape, device="meta") for source in sources], dim).to(sources[0].dtype)
         name, first = "+".join(source.published for source in sources), 0
         boxes = []
@@ -255,7 +255,7 @@ def _box(name: str, shape: Shape, view: Tensor, target: Shape) -> tuple[Box, Sha
             run[0] = inner
     is_inside = all(first + length <= whole for first, length, whole in zip(start, size, shape, strict=True))
     if not is_inside or any(length > 1 for length, _, _ in runs):
-        raise Untraceable(f"{name}: a view with strides {view.stride()} is no rectangle of {shape}")
+        raise Untraceable(f"{name}: a view with strides {view.stride()} is not a rectangle of {shape}")
     return Box(name, tuple(start), tuple(size)), tuple(strides)
 
 

@@ -25,7 +25,7 @@ class Knobs:
     filtered_rows: Tensor | None
     """[F] int64, rows restricted by top-k or top-p; None: no row is."""
     top_k: Tensor
-    """[F] int64; the size of the vocabulary where there is no limit."""
+    """[F] int64; the size of the vocabulary where no limit is set."""
     top_p: Tensor
     """[F] float64."""
 

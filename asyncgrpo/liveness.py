@@ -1,0 +1,63 @@
+"""Periods and deadlines of heartbeats and restarts: who is silent, since when, and what follows. Seconds, if not named otherwise.
+
+    process ────── 1 s ──▶ driver        cluster.silent_timeout_s: replaced; 5 s if buffer or learner have lost it, too
+    generator ──── 1 s ──▶ buffer        2 s: no lease, others take over its leases; 60 s: its session ends
+    receiver ─── 0.5 s ──▶ publisher     5 s: left out of publications; 20 s: the buffer frees its leases
+    buffer ─────── 1 s ──▶ rank 0        60 s without a reply to a request: the learner ends
+    rank 0 ────── 30 s ──▶ other ranks   cluster.stall_timeout_s and 60 s more: the learner ends
+
+Each receiver keeps its own times: the driver and the buffer exclude those in which they were stopped themselves, the buffer
+allows a generator twice its longest silence, and the publisher adds the time of a transfer.
+"""
+
+# -- heartbeats --------------------------------------------------------------------------------------------------------
+
+HEARTBEAT_S = 1.0
+"""Interval of heartbeats of each process to the driver, and of each generator to the buffer."""
+WAITING_EVERY_S = HEARTBEAT_S
+"""Interval of `Waiting` from the buffer to rank 0 while a request is open."""
+RECEIVER_HEARTBEAT_S = HEARTBEAT_S / 2
+"""Interval of heartbeats of a weight receiver to the publisher."""
+RANK_HEARTBEAT_S = 30 * HEARTBEAT_S
+"""Interval of heartbeats of rank 0 to the other ranks, and of its log lines while a batch is not ready."""
+SOCKET_HEARTBEAT_MS = int(2000 * HEARTBEAT_S)
+"""Interval of ZeroMQ's pings on every connection, milliseconds."""
+PROBE_EVERY_S = 5 * HEARTBEAT_S
+"""Interval of a generator's probes of its engine, which must reply within `cluster.silent_timeout_s`."""
+
+# -- silences ----------------------------------------------------------------------------------------------------------
+
+QUIET_S = 2 * HEARTBEAT_S
+"""Silence after which a generator gets no lease. A longer gap in the listening of the driver is its own stop."""
+SUSPECT_S = 5 * HEARTBEAT_S
+"""Silence after which the publisher drops a receiver, and the driver a generator that buffer or learner have lost, too."""
+LOST_S = 4 * SUSPECT_S
+"""Silence of a receiver after which the buffer frees its generator's leases. An engine may hold the GIL for seconds."""
+SOCKET_TIMEOUT_MS = int(1000 * LOST_S)
+"""Time without an answer to ZeroMQ's pings after which a connection is closed, milliseconds."""
+SESSION_S = 3 * LOST_S
+"""Silence after which the buffer ends a generator's session."""
+BUFFER_TIMEOUT_S = SESSION_S
+"""Silence after which rank 0 gives up the buffer."""
+STALL_MARGIN_S = 2 * RANK_HEARTBEAT_S
+"""Extra timeout on ranks other than 0, so that rank 0 reports a stall first."""
+SILENCE_HALF_LIFE_S = 10 * SESSION_S
+"""Half-life of the longest silence that a generator has ended, at the buffer."""
+
+# -- replies -----------------------------------------------------------------------------------------------------------
+
+RESEND_AFTER_S = 15 * HEARTBEAT_S
+"""Deadline of the buffer's acknowledgement of a group. Then the generator sends it again."""
+TAKES_PART_WITHIN_S = 2 * SUSPECT_S
+"""Deadline of a receiver's reply to a part of a delta."""
+READ_BYTES_PER_S = 100e6
+"""Minimum transfer rate. It sets the deadline of a receiver, or of a learner rank, that sends no heartbeat while it transfers."""
+
+# -- restarts ----------------------------------------------------------------------------------------------------------
+
+BACKOFF_S = (0.0, 1.0, 5.0)
+"""Backoff before a generator's restart, by the number of consecutive failed starts."""
+FAILED_STARTS = len(BACKOFF_S)
+"""Consecutive starts of a generator that never served, or of a core that trained no step, that end the run."""
+RESTART_WINDOW_S = 3600.0
+"""Window in which restarts count for `generators.restarts`."""
