@@ -150,8 +150,8 @@ FAULTS = [
 
 def test_chaos_is_survived_and_audited(tmp_path: Path):
     """As many faults as are listed: drawn ones are more on a slower machine, which recovers more slowly from each."""
-    chaos = ["--chaos", "600", "--faults", ",".join(FAULTS), "--seed", "3"]
-    result = asyncgrpo("demo", "--engine", "torch", "--out", "run", "--steps", "90", *chaos, cwd=tmp_path)
+    chaos = ["--chaos", "1200", "--faults", ",".join(FAULTS), "--seed", "3"]
+    result = asyncgrpo("demo", "--engine", "torch", "--out", "run", "--steps", "60", *chaos, cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     run = tmp_path / "run"
     struck = [f"{event['fault']} {event['actor'].partition('-')[0]}" for event in events(run, "fault")]
