@@ -43,7 +43,7 @@ from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.pool import MOST_AT_ONCE
 from asyncgrpo.types import PolicyVersion, Sampling
-from asyncgrpo.weights.check import GapLimit, SyncCheck
+from asyncgrpo.weights.publication import GapLimit, SyncCheck
 from asyncgrpo.wire.sockets import Client, Keys, Server
 from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
 

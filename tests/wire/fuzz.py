@@ -43,7 +43,7 @@ from asyncgrpo.types import (
     VersionSpan,
 )
 from asyncgrpo.weights.arena import Layout
-from asyncgrpo.weights.check import SyncCheck
+from asyncgrpo.weights.publication import SyncCheck
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import PROTOCOL, Message

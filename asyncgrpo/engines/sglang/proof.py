@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncgrpo.engines.sglang.plan import Box, Left, Part, Published, left_by, rest, state, trace
-from asyncgrpo.weights.boxes import box_digest
-from asyncgrpo.weights.threads import spread
+from asyncgrpo.weights.digest import box_digest, spread
 
 Given = Sequence[tuple[str, Tensor]]
 """Published tensors by their names on disk."""
