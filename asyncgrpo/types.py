@@ -1,7 +1,7 @@
 """The data types that all packages share: policy versions, prompts, leases, completions, scores and groups.
 
 All of them are frozen. Those made of plain values are also the schema on the wire; a `Group`, which holds arrays, is
-packed by `wire/groups.py`.
+packed by `wire/codec.py`.
 """
 
 from dataclasses import dataclass, field

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncgrpo import metrics
+from asyncgrpo.recording.samples import SampleWriter, held_out_samples
 from asyncgrpo.rewards.rules import vote_of
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score
 from asyncgrpo.wire.rollouts import Deliver, EvalResult, SuiteResult
@@ -460,8 +461,6 @@ class EvalSamples:
 
     def _write(self, step: int, groups: list[Deliver]) -> None:
         try:
-            from asyncgrpo.recording.samples import SampleWriter, held_out_samples  # imports pyarrow, which is slow
-
             rows = [
                 sample
                 for group in sorted(groups, key=lambda g: g.prompt_index)

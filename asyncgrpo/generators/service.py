@@ -29,7 +29,7 @@ from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import PROTOCOL, Message
-from asyncgrpo.wire.groups import pack_group
+from asyncgrpo.wire.codec import pack_group
 from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
     SCORED_AT_ONCE_S,

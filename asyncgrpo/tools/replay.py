@@ -44,8 +44,7 @@ from asyncgrpo.recording.loggers import flatten
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout, digest_of
 from asyncgrpo.weights.group import serve_store, visit_store
-from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.groups import unpack_batch
+from asyncgrpo.wire.codec import encode, unpack_batch
 from asyncgrpo.wire.rollouts import Batch, Deliver
 
 # -- the timeline ------------------------------------------------------------------------------------------------------
