@@ -307,7 +307,7 @@ def check_torch_engine() -> Finding:
 
 def check_sglang() -> Finding:
     try:
-        from asyncgrpo.engines.installed import why_sglang_cannot_run
+        from asyncgrpo.engines.build import why_sglang_cannot_run
 
         why = why_sglang_cannot_run()
     except Exception as error:  # of a broken torch

@@ -107,7 +107,7 @@ def check_inputs(config: Config) -> str:
     """
     from asyncgrpo.config.reach import find_model
     from asyncgrpo.config.rules import check_model
-    from asyncgrpo.engines.installed import check_extra, why_sglang_cannot_run
+    from asyncgrpo.engines.build import check_extra, why_sglang_cannot_run
     from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
     from asyncgrpo.rewards.build import build_reward
     from asyncgrpo.weights.files import check_weight_files
