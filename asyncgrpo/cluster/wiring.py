@@ -427,8 +427,8 @@ class GeneratorActor:
         seed = group_seed(config.run.seed + self._start, self._index, self._setup.lineage) % 2**31
         with importing():
             from asyncgrpo.engines.build import build_engine
-            from asyncgrpo.generators.build import build_sampler
             from asyncgrpo.generators.service import GeneratorService
+            from asyncgrpo.generators.turns import build_sampler
 
             engine = build_engine(config, seed=seed)  # imports the engine
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)

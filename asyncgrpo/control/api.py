@@ -22,9 +22,8 @@ from msgspec import Meta, Struct
 
 from asyncgrpo.config.schema import ControlConfig
 from asyncgrpo.control.client import Address, remove_address, write_address
-from asyncgrpo.control.fetch import fetch
 from asyncgrpo.control.operator import Command, Done, Operator
-from asyncgrpo.control.problems import Problems, problems, read_runbook
+from asyncgrpo.control.problems import Problems, fetch, problems, read_runbook
 from asyncgrpo.control.server import LARGEST_BODY, HttpServer, Refusal, Worker, as_json, body_of, error, reply
 from asyncgrpo.errors import CommandRefused, ConfigError, DataError
 from asyncgrpo.metrics import PREFIX, targets_path
