@@ -152,7 +152,7 @@ class GeneratorSeconds(Frozen):
     scoring: Seconds = 0.0
     """Time from the last token to the score, summed over completions, the queue for reward workers included."""
     cores: Seconds = 0.0
-    """Available core-seconds of its machine (`cores.CoreSeconds`)."""
+    """Available core-seconds of its machine (`host.CoreSeconds`)."""
     spare: Seconds = 0.0
     """Idle core-seconds of these."""
     cpu: Seconds = 0.0

@@ -18,8 +18,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from asyncgrpo.cli.output import JsonOption, print_json, size_in_words
-from asyncgrpo.cores import cores
-from asyncgrpo.host import Host
+from asyncgrpo.host import Host, cores
 from asyncgrpo.importing import has_gpu
 from asyncgrpo.scratch import SHARED_MEMORY
 

@@ -18,9 +18,8 @@ from asyncgrpo import scratch, warm
 from asyncgrpo.cli.output import size_in_words
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.schema import Config, is_file
-from asyncgrpo.cores import cores
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.host import Host
+from asyncgrpo.host import Host, cores
 from asyncgrpo.importing import has_gpu, importing
 
 if TYPE_CHECKING:  # importing the cluster imports ray

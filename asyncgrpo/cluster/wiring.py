@@ -28,12 +28,12 @@ from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, s
 from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config, RewardConfig
-from asyncgrpo.cores import CoreClock
 from asyncgrpo.data.kept import prepare
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.data.table import Prepared
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size
+from asyncgrpo.host import CoreClock
 from asyncgrpo.importing import has_gpu, importing
 from asyncgrpo.journal.format import FORMAT, RunStarted
 from asyncgrpo.learner.checkpoints import read_state

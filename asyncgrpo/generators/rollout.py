@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from asyncgrpo import metrics
-from asyncgrpo.cores import CoreClock
 from asyncgrpo.errors import RequestError
+from asyncgrpo.host import CoreClock
 from asyncgrpo.rewards.base import Reward, Sampled
 from asyncgrpo.rewards.breaker import RewardsPaused
 from asyncgrpo.types import Completion, Discarded, GeneratorSeconds, Group, Lease, Observation, Rollout, Sampling, Score

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from asyncgrpo import metrics
-from asyncgrpo.cores import CoreClock
 from asyncgrpo.engines.base import Engine, EngineOccupancy
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
 from asyncgrpo.generators.rollout import FAILURE, Activities, Decode, GivenUp, GroupInFlight, TooFewCompletions
+from asyncgrpo.host import CoreClock
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion

@@ -21,7 +21,7 @@ import msgspec
 
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
-from asyncgrpo.cores import CoreClock, CoreSeconds
+from asyncgrpo.host import CoreClock, CoreSeconds
 from asyncgrpo.learner.report import StepReport, lag_of, step_fields
 from asyncgrpo.recording.events import Event, EventLog, is_undone, read_events
 from asyncgrpo.recording.health import limit_of

@@ -36,7 +36,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncgrpo.cores import cores
+from asyncgrpo.host import cores
 
 # -- threads: copies, xxHash and NumPy release the GIL while they work, so threads run in parallel ---------------------
 
