@@ -263,7 +263,7 @@ class Recorder:
         # Decoding thousands of completions takes seconds, so a thread does it, at most one step behind.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None
-        self._loggers = Loggers(config.run.loggers, run_dir, run_dir.name, settings)
+        self._loggers = Loggers(names, run_dir, run_dir.name, settings) if (names := config.run.loggers) else None
         self._watch = TrainingWatch()
         self._published = 0
         self._in_sync: deque[set[str]] = deque(maxlen=2)  # last two publications: a busy generator skips one
@@ -325,7 +325,8 @@ class Recorder:
         }
         metrics.observe_step(event)
         written = self.events.write("step", **event)
-        self._loggers.log(step, written)
+        if self._loggers is not None:
+            self._loggers.log(step, written)
         self._warn_of(written)
         if step % self._every == 0:
             self.flush()
@@ -390,7 +391,9 @@ class Recorder:
         }
         if result.reward_mean is not None:
             metrics.eval_reward_mean.set(result.reward_mean)
-            self._loggers.log(result.step, {"eval": {"reward_mean": result.reward_mean} | _scalars(result.suites)})
+            if self._loggers is not None:
+                scores = {"reward_mean": result.reward_mean} | _scalars(result.suites)
+                self._loggers.log(result.step, {"eval": scores})
         for name, suite in result.suites.items():
             for number, (value, _, _) in suite.numbers.items():
                 metrics.eval_suite.labels(suite=name, number=number).set(value)
@@ -416,7 +419,8 @@ class Recorder:
         """Finish writing."""
         self.flush()
         self._writer.shutdown()
-        self._loggers.close()
+        if self._loggers is not None:
+            self._loggers.close()
 
     def _write_samples(self, step: int, version: PolicyVersion, groups: list[Group], report: StepReport) -> None:
         rows = []
