@@ -190,21 +190,18 @@ def _info(name: str, tensor: Tensor) -> TensorInfo:
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """Return the adapters by the name of their weight in the model without adapters, in the model's order."""
-    return {f"{name}.weight": _adapter(module) for name, module in model.named_modules() if _is_adapted(module)}
+    found: dict[str, Adapter] = {}
+    layer: Any
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
+            (key,) = layer.lora_A.keys()
+            found[f"{name}.weight"] = Adapter(layer.lora_A[key].weight, layer.lora_B[key].weight, layer.scaling[key])
+    return found
 
 
 def gather(tensor: Tensor) -> Tensor:
     """Return the full tensor. Collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _is_adapted(module: nn.Module) -> bool:
-    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
-
-
-def _adapter(layer: Any) -> Adapter:
-    (name,) = layer.lora_A.keys()
-    return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
 
 
 # -- adapters: merged, bitwise identical for any sharding of the rows --------------------------------------------------

@@ -29,7 +29,7 @@ from asyncgrpo.recording.loggers import Loggers
 from asyncgrpo.recording.samples import SampleWriter, samples_of
 from asyncgrpo.types import Group, PolicyVersion
 from asyncgrpo.weights.publication import Publication
-from asyncgrpo.wire.rollouts import OF_ONE_BATCH, EvalResult, SuiteResult
+from asyncgrpo.wire.rollouts import OF_ONE_BATCH, EvalResult
 
 # -- warnings about the curves: a pure function of the events, in order (docs/small-tasks.md explains each) ------------
 
@@ -392,8 +392,8 @@ class Recorder:
         if result.reward_mean is not None:
             metrics.eval_reward_mean.set(result.reward_mean)
             if self._loggers is not None:
-                scores = {"reward_mean": result.reward_mean} | _scalars(result.suites)
-                self._loggers.log(result.step, {"eval": scores})
+                numbers = {name: {k: n[0] for k, n in suite.numbers.items()} for name, suite in result.suites.items()}
+                self._loggers.log(result.step, {"eval": {"reward_mean": result.reward_mean} | numbers})
         for name, suite in result.suites.items():
             for number, (value, _, _) in suite.numbers.items():
                 metrics.eval_suite.labels(suite=name, number=number).set(value)
@@ -488,11 +488,6 @@ def _reported_by(event: Event) -> dict[str, int]:
 def _generated(event: Event) -> int:
     """Return the tokens of the run so far according to an event; 0 if it has no such field."""
     return int((event.get("tokens") or event).get("generated") or event.get("tokens_generated") or 0)
-
-
-def _scalars(suites: Mapping[str, SuiteResult]) -> dict[str, Any]:
-    """Return the numbers of each suite for external loggers: `eval/gsm8k/pass@4`."""
-    return {name: {number: value for number, (value, _, _) in one.numbers.items()} for name, one in suites.items()}
 
 
 def _observed_gap(publication: Publication) -> dict[str, Any]:
