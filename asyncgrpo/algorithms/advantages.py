@@ -28,7 +28,6 @@ from asyncgrpo.algorithms.aggregation import sum_by_sequence
 
 # -- shaping: what a reward becomes before its advantage; a missing one (NaN) stays missing ----------------------------
 
-
 TruncationRule = Literal["keep", "mask", "zero"]
 
 
@@ -175,7 +174,6 @@ def signal_of(scores: Tensor, group_ids: Tensor, teaches: Tensor, *, success: fl
 
 
 # -- estimators --------------------------------------------------------------------------------------------------------
-
 
 Baseline = Literal["none", "group_mean", "leave_one_out", "length_weighted"]
 Scale = Literal["none", "group_std", "batch_std", "group_mean", "nonzero_share"]

@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 # -- pass@k, maj@k, means and their intervals --------------------------------------------------------------------------
 
-
 Z95 = 1.959964
 """Standard deviations of a two-sided 95 % interval of the normal distribution."""
 

@@ -113,7 +113,7 @@ def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
     return dict(counts)
 
 
-# -- which groups are trained -----------------------------------------------------------------------------------------
+# -- which groups are trained ------------------------------------------------------------------------------------------
 
 
 def bound_in_force(history: History, checkpoint: PolicyVersion | None) -> int | None:

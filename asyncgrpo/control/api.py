@@ -280,8 +280,7 @@ def serving(operator: Operator, run_dir: Path, config: ControlConfig) -> Iterato
         api.close()
 
 
-# -- where groups are ---------------------------------------------------------------------------------------------------
-
+# -- where groups are --------------------------------------------------------------------------------------------------
 
 BUFFER_S = 2.0
 """Deadline of the buffer's reply."""

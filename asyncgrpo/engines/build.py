@@ -16,7 +16,7 @@ from asyncgrpo.importing import has_gpu
 if TYPE_CHECKING:
     from asyncgrpo.engines.base import Engine
 
-# -- whether SGLang can run here, found without importing it ------------------------------------------------------------
+# -- whether SGLang can run here, found without importing it -----------------------------------------------------------
 
 OLDEST_PYTHON = (3, 11)
 NAMES_OF_ARGUMENTS = "srt/arg_groups/field_order.py"
@@ -61,7 +61,7 @@ def check_extra(generators: GeneratorConfig) -> None:
             raise ConfigError(f"generators.extra.{key}: sglang.Engine has no such argument; {hint}")
 
 
-# -- the engine ---------------------------------------------------------------------------------------------------------
+# -- the engine --------------------------------------------------------------------------------------------------------
 
 
 def build_engine(config: Config, *, seed: int) -> "Engine":

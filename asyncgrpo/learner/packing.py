@@ -34,7 +34,6 @@ from asyncgrpo.types import Completion, Group, PolicyVersion, Rollout
 
 # -- completions and their rewards -------------------------------------------------------------------------------------
 
-
 LEAST_LOGPROB = -1e4
 """Smallest valid log-prob, nats. A float32 sampler draws no token below it."""
 ROUNDING = 1e-2

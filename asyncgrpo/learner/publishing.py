@@ -206,7 +206,6 @@ def gather(tensor: Tensor) -> Tensor:
 
 # -- adapters: merged, bitwise identical for any sharding of the rows --------------------------------------------------
 
-
 _CHUNK = {"cpu": 2**19, "cuda": 2**24}  # elements merged at once: on a CPU they fit in a core's cache
 _EXACT = 53  # bits of a float64: integers up to 2^53 are exact
 

@@ -94,7 +94,6 @@ class Team:
 
 # -- from the buffer ---------------------------------------------------------------------------------------------------
 
-
 log = logging.getLogger(__name__)
 
 HEARTBEAT_EVERY_S = 30.0

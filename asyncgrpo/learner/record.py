@@ -184,7 +184,6 @@ class TrainingWatch:
 
 # -- token accounting --------------------------------------------------------------------------------------------------
 
-
 KEPT = ("trained", "masked", "filtered")
 DROPPED = ("stale", "failed", "aborted", "duplicate", "unusable")
 _PREFIX = "tokens_"
@@ -231,7 +230,6 @@ class Ledger:
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
-
 
 log = logging.getLogger(__name__)
 

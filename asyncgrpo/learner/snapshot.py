@@ -247,7 +247,7 @@ def _read_header(header: Tensor) -> tuple[State, int]:
     return State(PolicyVersion(0, number), f"{found:016x}"), size
 
 
-# -- snapshots ----------------------------------------------------------------------------------------------------------
+# -- snapshots ---------------------------------------------------------------------------------------------------------
 
 MACHINE_BYTES = 128
 """Size of a machine's identity (`scratch.same_machine`), which has about 60 bytes."""

@@ -228,7 +228,6 @@ class SampleWriter:
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 
-
 Row = dict[str, Any]
 """One completion, with the fields of `Sample`."""
 Folder = Literal["samples", "evals"]
@@ -417,7 +416,6 @@ def _matching(table: "pa.Table", text: str, only: Only) -> "pa.Table":
 
 
 # -- two evaluations compared ------------------------------------------------------------------------------------------
-
 
 Way = Literal["fixed", "broken"]
 

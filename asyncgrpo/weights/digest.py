@@ -40,7 +40,6 @@ from asyncgrpo.host import cores
 
 # -- threads: copies, xxHash and NumPy release the GIL while they work, so threads run in parallel ---------------------
 
-
 MOST = 8
 CORES_EACH = 8
 """Cores per thread: a machine with GPUs has about so many per GPU, and its other processes work at the same time."""
@@ -84,7 +83,7 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads(), thread_name_prefix="weights-bytes")
 
 
-# -- the digest of a publication ----------------------------------------------------------------------------------------
+# -- the digest of a publication ---------------------------------------------------------------------------------------
 
 WORD = 8
 """Lengths and starts are multiples of this, bytes."""
@@ -130,7 +129,6 @@ def add_digests(parts: Iterable[int]) -> str:
 
 
 # -- the digest of a tensor --------------------------------------------------------------------------------------------
-
 
 _AT_ONCE = 2**17
 """Elements widened to 8 bytes at once: they fit in a core's cache."""

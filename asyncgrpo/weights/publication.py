@@ -20,7 +20,6 @@ from asyncgrpo.types import PolicyVersion
 
 # -- the sync check ----------------------------------------------------------------------------------------------------
 
-
 NUM_SEQUENCES = 4
 LENGTH = 32
 """Tokens of a sequence; fewer if the longest context is shorter."""
@@ -143,7 +142,7 @@ class SyncCheck:
         return gaps
 
 
-# -- members and publications -------------------------------------------------------------------------------------------
+# -- members and publications ------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -188,7 +188,6 @@ def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
 
 # -- groups checked ----------------------------------------------------------------------------------------------------
 
-
 LARGEST_LOGPROB = 1e-5
 """Largest accepted log-prob: the log of a probability of 1 may round to a positive number."""
 

@@ -258,7 +258,6 @@ def test_an_estimator_asks_only_for_what_its_formula_reads():
 
 # -- shaping -----------------------------------------------------------------------------------------------------------
 
-
 LENGTHS = [0, 3, 0, 0, 1, 4, 0]
 CU_SEQLENS = torch.tensor([0, 0, 3, 3, 3, 4, 8, 8], dtype=torch.int32)
 

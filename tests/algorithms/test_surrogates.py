@@ -247,7 +247,6 @@ def test_what_is_told_of_a_surrogate_is_true():
 
 # -- penalties ---------------------------------------------------------------------------------------------------------
 
-
 KINDS = list(get_args(KlKind))
 POLICY = [-45.0, -13.0, -6.0, -5.0, -3.1, -3.0, -2.9, -1.0, -0.1]
 REFERENCE, LOG_RATIO = -3.0, 0.4

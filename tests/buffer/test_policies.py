@@ -535,7 +535,6 @@ def test_under_window_a_group_behind_one_in_flight_counts_as_in_flight():
 
 # -- buffer.max_lag: auto ----------------------------------------------------------------------------------------------
 
-
 WELL, LOW = 0.9, 0.3
 
 

@@ -170,7 +170,6 @@ def test_a_rank_that_does_not_write_is_not_waited_for_forever(tmp_path, monkeypa
 
 # -- ranks on other machines -------------------------------------------------------------------------------------------
 
-
 LAYOUT = Layout(
     [
         TensorInfo("odd", (7, 3), "bfloat16"),

@@ -106,7 +106,7 @@ def test_all_steps_read_as_one_table(group, tmp_path):
     assert pq.read_table(tmp_path)["step"].to_pylist() == [1, 1, 2, 2, 3, 3]
 
 
-# -- how many are kept ------------------------------------------------------------------------------------------------
+# -- how many are kept -------------------------------------------------------------------------------------------------
 
 
 def steps(folder) -> list[int]:

@@ -307,7 +307,6 @@ def _tree(pid: int | None) -> list[psutil.Process]:
 
 # -- attention on a CPU ------------------------------------------------------------------------------------------------
 
-
 LARGEST_PADDING = 4
 """Largest ratio of padded to real keys; above it, sequences are attended to one by one."""
 LARGEST_MASK = 1 << 22

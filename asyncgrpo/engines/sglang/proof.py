@@ -27,7 +27,6 @@ from asyncgrpo.weights.digest import box_digest, spread
 
 # -- the plan: traced in the model's own loader ------------------------------------------------------------------------
 
-
 Shape = tuple[int, ...]
 Published = tuple[str, str, Shape]
 """Name, dtype and shape of a published tensor."""

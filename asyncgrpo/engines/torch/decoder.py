@@ -127,7 +127,7 @@ def _mix(state: np.ndarray) -> np.ndarray:
     return state ^ (state >> np.uint64(31))
 
 
-# -- decoding ------------------------------------------------------------------------------------------------------------
+# -- decoding ----------------------------------------------------------------------------------------------------------
 
 PREFILL_TOKENS = 16384
 """Padded tokens of one prefill forward, unless a single sequence has more. It bounds the memory."""
@@ -408,7 +408,6 @@ class SlotCache(Cache):
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
-
 
 NAME = "asyncgrpo_sdpa"
 """The `attn_implementation` of a model, after `register`."""
