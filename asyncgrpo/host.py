@@ -1,9 +1,13 @@
-"""Memory of this machine: main memory and shared memory that processes may use."""
+"""This machine: main memory and shared memory that processes may use, its cores, and the core-seconds of this process."""
 
 import contextlib
+import math
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -41,3 +45,87 @@ def _limit(folder: Path) -> int:
         with contextlib.suppress(OSError, ValueError):
             return int((folder / name).read_text())
     return 1 << 62
+
+
+def cores() -> int:
+    """Return the number of cores that this process may use: its affinity, limited by the CPU quota of a container."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(there, _quota(_CGROUP)))
+
+
+def idle_cores() -> float:
+    """Return the mean number of the machine's idle cores since the last call; all of them at the first call."""
+    import psutil  # only here, because the configuration imports this module
+
+    return (1 - psutil.cpu_percent() / 100) * (os.cpu_count() or 1)
+
+
+class CoreSeconds(NamedTuple):
+    """Core-seconds of a machine, or of the container that limits this process."""
+
+    cores: float
+    """Available core-seconds: number of cores times wall time."""
+    spare: float
+    """Idle core-seconds of these."""
+    cpu: float
+    """Core-seconds of these used by this process and its descendants."""
+
+
+class CoreClock:
+    """Counts core-seconds since its creation."""
+
+    EVERY_S = 1.0
+    """Shortest interval between two listings of the machine's processes. In between, the last count is returned."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._began_s, self._cores = clock, clock(), cores()
+        self._busy_before, self._cpu_before = _busy_seconds(), _own_seconds()
+        self._last, self._counted_s = CoreSeconds(0.0, 0.0, 0.0), self._began_s
+
+    def count(self) -> CoreSeconds:
+        """Return the core-seconds so far. None of the three decreases."""
+        now_s = self._clock()
+        if now_s - self._counted_s >= self.EVERY_S:
+            self._counted_s = now_s
+            there = self._cores * (now_s - self._began_s)
+            spare = there - (_busy_seconds() - self._busy_before)
+            cpu = _own_seconds() - self._cpu_before
+            self._last = CoreSeconds(there, max(spare, self._last.spare), max(cpu, self._last.cpu))
+        return self._last
+
+
+def _busy_seconds() -> float:
+    """Return the busy core-seconds of the machine, or of the container if a quota limits it."""
+    import psutil
+
+    if _quota(_CGROUP) < len(os.sched_getaffinity(0)):
+        with contextlib.suppress(OSError, ValueError, StopIteration):  # version 2
+            usage = next(line for line in (_CGROUP / "cpu.stat").read_text().splitlines() if "usage_usec" in line)
+            return int(usage.split()[1]) / 1e6
+        with contextlib.suppress(OSError, ValueError):  # version 1
+            return int((_CGROUP / "cpuacct" / "cpuacct.usage").read_text()) / 1e9
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # guests are in `user` already
+
+
+def _own_seconds() -> float:
+    """Return the CPU seconds of this process and its descendants, ended ones included."""
+    import psutil
+
+    total = sum(os.times()[:4])
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            total += sum(child.cpu_times()[:4])
+    return total
+
+
+def _quota(folder: Path) -> int:
+    """Return the CPU quota of a cgroup in cores, rounded up; 65536 without a limit."""
+    with contextlib.suppress(OSError, ValueError):  # version 2; `max` without a limit
+        quota, period = (folder / "cpu.max").read_text().split()
+        return math.ceil(int(quota) / int(period))
+    with contextlib.suppress(OSError, ValueError):  # version 1; -1 without a limit
+        quota, period = ((folder / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        if int(quota) > 0:
+            return math.ceil(int(quota) / int(period))
+    return 1 << 16

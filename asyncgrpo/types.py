@@ -1,7 +1,7 @@
 """The data types that all packages share: policy versions, prompts, leases, completions, scores and groups.
 
 All of them are frozen. Those made of plain values are also the schema on the wire; a `Group`, which holds arrays, is
-packed by `wire/groups.py`.
+packed by `wire/codec.py`.
 """
 
 from dataclasses import dataclass, field
@@ -152,7 +152,7 @@ class GeneratorSeconds(Frozen):
     scoring: Seconds = 0.0
     """Time from the last token to the score, summed over completions, the queue for reward workers included."""
     cores: Seconds = 0.0
-    """Available core-seconds of its machine (`cores.CoreSeconds`)."""
+    """Available core-seconds of its machine (`host.CoreSeconds`)."""
     spare: Seconds = 0.0
     """Idle core-seconds of these."""
     cpu: Seconds = 0.0

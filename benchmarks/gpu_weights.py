@@ -28,8 +28,7 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.boxes import box_digest
-from asyncgrpo.weights.digest import digest
+from asyncgrpo.weights.digest import box_digest, digest
 from asyncgrpo.weights.group import WeightGroup, form_group, serve_store, visit_store
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver

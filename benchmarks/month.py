@@ -25,7 +25,7 @@ from asyncgrpo.journal.format import BatchIssued, Committed, Delivered, RunStart
 from asyncgrpo.journal.history import SUMMARY, read_history, read_rest, segment_path
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.recording.progress import Following
-from asyncgrpo.recording.sample_search import path_of
+from asyncgrpo.recording.samples import path_of
 from asyncgrpo.types import PolicyVersion
 from benchmarks.leaks import kind_of
 from benchmarks.measuring import PeakMemory, rounded, show, where

@@ -35,8 +35,7 @@ from asyncgrpo.journal.history import History
 from asyncgrpo.journal.log import InMemory, Journal, Ledger
 from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Prompt, Rollout, Sampling, VersionSpan
 from asyncgrpo.wire import PROTOCOL
-from asyncgrpo.wire.codec import decode, encode
-from asyncgrpo.wire.groups import check_group, pack_group, unpack_group
+from asyncgrpo.wire.codec import check_group, decode, encode, pack_group, unpack_group
 from asyncgrpo.wire.rollouts import Ack, Grant, Register, Serving
 from asyncgrpo.wire.sockets import Client, Keys, Server
 from benchmarks.measuring import line, rounded, show

@@ -12,11 +12,9 @@ import numpy as np
 import torch
 
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights import threads as sharing
-from asyncgrpo.weights.boxes import box_digest
+from asyncgrpo.weights import digest as hashing
 from asyncgrpo.weights.delta import Delta, Span, State, apply, encode
-from asyncgrpo.weights.digest import digest_pieces
-from asyncgrpo.weights.threads import spread
+from asyncgrpo.weights.digest import box_digest, digest_pieces, spread
 from benchmarks.cells import SEED
 from benchmarks.measuring import line, show
 
@@ -60,7 +58,7 @@ def kinds_of_work(size: int) -> dict[str, Callable[[], object]]:
 
 def timed(work: Callable[[], object], threads: int) -> float:
     """Return the seconds of `work` by so many threads."""
-    with mock.patch.object(sharing, "num_threads", lambda: threads):
+    with mock.patch.object(hashing, "num_threads", lambda: threads):
         started = time.perf_counter()
         work()
         return time.perf_counter() - started

@@ -224,13 +224,13 @@ MUTANTS: dict[str, Mutant] = {
         "wire/test_codec.py::test_every_flipped_bit_is_refused",
     ),
     "version spans may leave a gap": Mutant(
-        "wire.groups:check_group",
+        "wire.codec:check_group",
         "span.start != end or",
         "",
         "wire/test_codec.py::test_a_group_that_cannot_be_is_refused_and_named",
     ),
     "a group by weights that are two versions ahead is believed": Mutant(
-        "wire.groups:check_lease",
+        "wire.codec:check_lease",
         "newest.number + 1",
         "newest.number + 2",
         "wire/test_checks.py::test_weights_that_do_not_exist_yet_are_refused",

@@ -1,12 +1,14 @@
-"""What memory a machine has, and what a container leaves of it."""
+"""The memory and cores that a machine has, and what a container leaves of them."""
 
 import os
+import subprocess
+import sys
 
 import psutil
 import pytest
 
 from asyncgrpo import host
-from asyncgrpo.host import Host
+from asyncgrpo.host import CoreClock, CoreSeconds, Host, cores, idle_cores
 
 ALL = psutil.virtual_memory().total
 
@@ -33,3 +35,87 @@ def test_shared_memory_is_what_its_file_system_has(tmp_path):
     there = os.statvfs(tmp_path)
     assert Host.here(tmp_path).shared == there.f_blocks * there.f_frsize
     assert Host.here(tmp_path / "nothing") == Host(Host.here(tmp_path).memory, 0, 0)
+
+
+# -- cores -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "250000 100000\n"}, 3),
+        ({"cpu.max": "max 100000\n"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        ({}, 64),
+    ],
+)
+def test_no_more_cores_than_the_quota_of_a_container(tmp_path, monkeypatch, files, quota):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    assert cores() == quota
+
+
+def test_idle_cores_are_some_of_those_there():
+    idle_cores()
+    assert 0 <= idle_cores() <= (os.cpu_count() or 1)
+
+
+class Machine:
+    """A clock, and what the machine and this process have worked."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now_s = self.busy_s = self.own_s = 100.0
+        monkeypatch.setattr(host, "cores", lambda: 4)
+        monkeypatch.setattr(host, "_busy_seconds", lambda: self.busy_s)
+        monkeypatch.setattr(host, "_own_seconds", lambda: self.own_s)
+        self.clock = CoreClock(lambda: self.now_s)
+
+    def works(self, seconds: float, busy: float, own: float) -> CoreSeconds:
+        """The count after so many seconds in which so many cores were busy, some of them with this process."""
+        self.now_s += seconds
+        self.busy_s += busy * seconds
+        self.own_s += own * seconds
+        return self.clock.count()
+
+
+def test_core_seconds_are_counted_since_the_clock_was_made(monkeypatch):
+    machine = Machine(monkeypatch)
+    assert machine.works(2.0, busy=3.0, own=1.0) == (8.0, 2.0, 2.0)
+    assert machine.works(0.5, busy=3.0, own=1.0) == (8.0, 2.0, 2.0), "not counted again within a second"
+    assert machine.works(1.5, busy=3.0, own=0.0) == (16.0, 4.0, 2.5)
+    assert machine.works(4.0, busy=9.0, own=-1.0) == (32.0, 4.0, 2.5), (
+        "others have cores that are not ours: none shrinks"
+    )
+
+
+def test_a_child_counts_with_its_parent():
+    before = host._own_seconds()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        while host._own_seconds() - before < 0.2:
+            assert child.poll() is None
+        child.kill()
+    assert host._own_seconds() - before >= 0.2, "and after it has ended"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"cpu.max": "100000 100000\n", "cpu.stat": "usage_usec 7000000\nuser_usec 1\n"},
+        {
+            "cpu/cpu.cfs_quota_us": "100000\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+            "cpuacct/cpuacct.usage": "7000000000\n",
+        },
+    ],
+)
+def test_a_container_with_a_quota_counts_its_own_work_alone(tmp_path, monkeypatch, files):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    assert host._busy_seconds() == 7.0

@@ -39,7 +39,6 @@ LAYERS = {
     "warm": 1,
     "guests": 1,
     "types": 0,
-    "cores": 0,
     "host": 0,
     "isolation": 0,
     "errors": 0,

@@ -61,7 +61,7 @@ import asyncgrpo.cli.train
 import asyncgrpo.cluster.ray_session, asyncgrpo.cluster.run, asyncgrpo.cli.observe, asyncgrpo.recording.screen
 from asyncgrpo.cluster.wiring import uses_cuda
 from asyncgrpo.config.load import load_config
-from asyncgrpo.engines.installed import why_sglang_cannot_run
+from asyncgrpo.engines.build import why_sglang_cannot_run
 config = load_config(None, ["model.path=model", "data.train=y", "learner.device=cpu", "generators.gpus_each=0"])
 assert not uses_cuda(config)
 asyncgrpo.cli.running.check_host(config)

@@ -20,8 +20,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
-from asyncgrpo.buffer.auto_lag import AutoLag
+from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, AutoLag
 from asyncgrpo.buffer.group_health import (
     BLAMED,
     CUT_AT,

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncgrpo.buffer.admission import POLICIES
-from asyncgrpo.buffer.auto_lag import AutoLag
+from asyncgrpo.buffer.admission import POLICIES, AutoLag
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import BLAMED, EarlierFailures
 from asyncgrpo.config.schema import BufferConfig
@@ -114,7 +113,7 @@ def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
     return dict(counts)
 
 
-# -- which groups are trained -----------------------------------------------------------------------------------------
+# -- which groups are trained ------------------------------------------------------------------------------------------
 
 
 def bound_in_force(history: History, checkpoint: PolicyVersion | None) -> int | None:

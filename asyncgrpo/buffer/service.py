@@ -22,8 +22,7 @@ from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import Buffer as Frame
-from asyncgrpo.wire.codec import Kinds, OfLearnerOrDriver, ToBuffer, decode
-from asyncgrpo.wire.groups import check_group, check_lease
+from asyncgrpo.wire.codec import Kinds, OfLearnerOrDriver, ToBuffer, check_group, check_lease, decode
 from asyncgrpo.wire.rollouts import (
     OF_ONE_BATCH,
     REWARDS_PAUSED,

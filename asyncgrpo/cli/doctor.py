@@ -18,8 +18,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from asyncgrpo.cli.output import JsonOption, print_json, size_in_words
-from asyncgrpo.cores import cores
-from asyncgrpo.host import Host
+from asyncgrpo.host import Host, cores
 from asyncgrpo.importing import has_gpu
 from asyncgrpo.scratch import SHARED_MEMORY
 
@@ -307,7 +306,7 @@ def check_torch_engine() -> Finding:
 
 def check_sglang() -> Finding:
     try:
-        from asyncgrpo.engines.installed import why_sglang_cannot_run
+        from asyncgrpo.engines.build import why_sglang_cannot_run
 
         why = why_sglang_cannot_run()
     except Exception as error:  # of a broken torch

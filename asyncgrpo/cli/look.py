@@ -18,7 +18,7 @@ from asyncgrpo.logs import visible
 if TYPE_CHECKING:
     from asyncgrpo.control.client import Look
     from asyncgrpo.control.operator import Command
-    from asyncgrpo.recording.sample_changes import Changes
+    from asyncgrpo.recording.samples import Changes
 
 RUNS = Path("runs")
 """Searched for active runs if the command names none."""
@@ -203,13 +203,13 @@ def samples(
     Identical completions are printed once, with a count. --json prints one object per line, with full texts. --from and
     --to print the held-out prompts that are right in only one of two evaluations.
     """
-    from asyncgrpo.recording.sample_search import EVALS, TRAINED, search
+    from asyncgrpo.recording.samples import EVALS, TRAINED, search
 
     if best + worst + at_random > 1:
         raise typer.BadParameter("give only one of --best, --worst and --random")
     length = None if full else 600
     if from_step is not None or to_step is not None:
-        from asyncgrpo.recording.sample_changes import changes
+        from asyncgrpo.recording.samples import changes
 
         if step is not None or best or worst or at_random:
             raise typer.BadParameter("--from and --to cannot be combined with --step, --best, --worst or --random")

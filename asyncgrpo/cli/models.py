@@ -224,9 +224,9 @@ async def _rollouts(
     """Return the rollouts of each prompt. At most `generators.groups_in_flight` prompts are in flight."""
     from asyncgrpo.data.tokenizer import decoder, stop_token_ids
     from asyncgrpo.engines.build import build_engine
-    from asyncgrpo.generators.build import build_sampler
     from asyncgrpo.generators.rollout import GroupInFlight
     from asyncgrpo.generators.service import UNPUBLISHED
+    from asyncgrpo.generators.turns import build_sampler
     from asyncgrpo.rewards.build import build_reward
     from asyncgrpo.types import Lease, Sampling
 

@@ -18,9 +18,8 @@ from asyncgrpo import scratch, warm
 from asyncgrpo.cli.output import size_in_words
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.schema import Config, is_file
-from asyncgrpo.cores import cores
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.host import Host
+from asyncgrpo.host import Host, cores
 from asyncgrpo.importing import has_gpu, importing
 
 if TYPE_CHECKING:  # importing the cluster imports ray
@@ -108,7 +107,7 @@ def check_inputs(config: Config) -> str:
     """
     from asyncgrpo.config.reach import find_model
     from asyncgrpo.config.rules import check_model
-    from asyncgrpo.engines.installed import check_extra, why_sglang_cannot_run
+    from asyncgrpo.engines.build import check_extra, why_sglang_cannot_run
     from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
     from asyncgrpo.rewards.build import build_reward
     from asyncgrpo.weights.files import check_weight_files

@@ -212,7 +212,7 @@ def demo(
 
 def _best_engine() -> str:
     """Return `sglang`, or `torch` if SGLang cannot run here. Prints the reason."""
-    from asyncgrpo.engines.installed import why_sglang_cannot_run
+    from asyncgrpo.engines.build import why_sglang_cannot_run
 
     why = why_sglang_cannot_run()
     if why is None:

@@ -21,8 +21,8 @@ with importing():
     import asyncgrpo.data.kept
     import asyncgrpo.engines.build
     import asyncgrpo.engines.torch.engine
-    import asyncgrpo.generators.build
     import asyncgrpo.generators.service
+    import asyncgrpo.generators.turns
     import asyncgrpo.learner.service
 
     if os.environ.get(ENGINE) == "sglang":

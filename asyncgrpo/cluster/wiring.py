@@ -28,12 +28,12 @@ from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, s
 from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config, RewardConfig
-from asyncgrpo.cores import CoreClock
 from asyncgrpo.data.kept import prepare
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.data.table import Prepared
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size
+from asyncgrpo.host import CoreClock
 from asyncgrpo.importing import has_gpu, importing
 from asyncgrpo.journal.format import FORMAT, RunStarted
 from asyncgrpo.learner.checkpoints import read_state
@@ -43,7 +43,7 @@ from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.pool import MOST_AT_ONCE
 from asyncgrpo.types import PolicyVersion, Sampling
-from asyncgrpo.weights.check import GapLimit, SyncCheck
+from asyncgrpo.weights.publication import GapLimit, SyncCheck
 from asyncgrpo.wire.sockets import Client, Keys, Server
 from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
 
@@ -425,8 +425,8 @@ class GeneratorActor:
         seed = group_seed(config.run.seed + self._start, self._index, self._setup.lineage) % 2**31
         with importing():
             from asyncgrpo.engines.build import build_engine
-            from asyncgrpo.generators.build import build_sampler
             from asyncgrpo.generators.service import GeneratorService
+            from asyncgrpo.generators.turns import build_sampler
 
             engine = build_engine(config, seed=seed)  # imports the engine
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)

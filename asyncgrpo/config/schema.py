@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from asyncgrpo.cores import cores
+from asyncgrpo.host import cores
 
 CRITIC = "gae"
 """Value of `algorithm.advantage` that trains a critic."""

@@ -22,14 +22,12 @@ from msgspec import Meta, Struct
 
 from asyncgrpo.config.schema import ControlConfig
 from asyncgrpo.control.client import Address, remove_address, write_address
-from asyncgrpo.control.fetch import fetch
 from asyncgrpo.control.operator import Command, Done, Operator
-from asyncgrpo.control.problems import Problems, problems, read_runbook
+from asyncgrpo.control.problems import Problems, fetch, problems, read_runbook
 from asyncgrpo.control.server import LARGEST_BODY, HttpServer, Refusal, Worker, as_json, body_of, error, reply
 from asyncgrpo.errors import CommandRefused, ConfigError, DataError
 from asyncgrpo.metrics import PREFIX, targets_path
-from asyncgrpo.recording.sample_changes import changes
-from asyncgrpo.recording.sample_search import TRAINED, Folder, Only, Sort, search
+from asyncgrpo.recording.samples import TRAINED, Folder, Only, Sort, changes, search
 from asyncgrpo.recording.tail import read_tail
 
 log = logging.getLogger(__name__)
@@ -282,8 +280,7 @@ def serving(operator: Operator, run_dir: Path, config: ControlConfig) -> Iterato
         api.close()
 
 
-# -- where groups are ---------------------------------------------------------------------------------------------------
-
+# -- where groups are --------------------------------------------------------------------------------------------------
 
 BUFFER_S = 2.0
 """Deadline of the buffer's reply."""

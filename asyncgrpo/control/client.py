@@ -15,9 +15,8 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from asyncgrpo.control.fetch import fetch
 from asyncgrpo.control.operator import Command, Done, Status
-from asyncgrpo.control.problems import Problem, Problems
+from asyncgrpo.control.problems import Problem, Problems, fetch
 from asyncgrpo.errors import AsyncGRPOError, CommandRefused, RunNotAlive
 from asyncgrpo.recording.progress import RECENT, Progress, lag_line
 from asyncgrpo.recording.tail import read_tail

@@ -7,6 +7,7 @@ A problem has the name of its alert (`ops/prometheus/alerts.yml`) and thus its r
 import json
 import shutil
 import time
+import urllib.request
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from asyncgrpo.control.fetch import fetch
 from asyncgrpo.control.operator import Status
 from asyncgrpo.errors import DataError
 from asyncgrpo.recording.health import View, findings
@@ -115,3 +115,26 @@ def _of_alert(alert: dict[str, Any]) -> Problem:
     text = alert["annotations"].get("summary", name)
     since = datetime.fromisoformat(alert["activeAt"]).timestamp()
     return Problem(name=name, text=text, runbook=f"docs/runbooks/{name}.md", since=since, told_by="prometheus")
+
+
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def fetch(url: str, *, token: str | None = None, body: bytes | None = None, timeout_s: float) -> bytes:
+    """Return the body of the reply to one request over HTTP.
+
+    It ignores any proxy of the environment: the server is on this machine, or on one beside it.
+
+    Args:
+        token: sent as `Authorization: Bearer`.
+        body: JSON to be posted; None: the page is read.
+    Raises:
+        OSError: there was no reply; `urllib.error.HTTPError`, which is one, if the reply is an error.
+    """
+    request = urllib.request.Request(url, data=body)
+    if body is not None:
+        request.add_header("Content-Type", "application/json")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    with _direct.open(request, timeout=timeout_s) as reply:
+        return reply.read()

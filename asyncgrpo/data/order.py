@@ -201,9 +201,8 @@ class Curriculum:
         self._key, self._shares = key, np.full(num_prompts, UNKNOWN, np.uint8)
 
     def note(self, prompt: int, rewards: Sequence[float]) -> None:
-        """Note the rewards, at least one, of a trained or filtered group of this prompt."""
-        if self.is_on:
-            self._shares[prompt] = share_of(rewards, self._success)
+        """Note the rewards, at least one, of a trained or filtered group of this prompt. Call it only if `is_on`."""
+        self._shares[prompt] = share_of(rewards, self._success)
 
     def state(self) -> bytes:
         """Return the shares for a checkpoint, at most a byte per prompt; empty if not on."""

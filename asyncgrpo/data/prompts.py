@@ -268,7 +268,7 @@ class PromptSource:
         Args:
             rewards: of its completions, if it was trained or filtered.
         """
-        if self._curriculum is not None and rewards:
+        if self._curriculum is not None and self._curriculum.is_on and rewards:
             self._curriculum.note(self._row(prompt_index), rewards)
         if prompt_index in self._outstanding:
             self._outstanding.remove(prompt_index)

@@ -1,18 +1,70 @@
-"""Builds the configured engine. Only that engine is imported."""
+"""Checks that the configured engine can run here, and builds it. Only that engine is imported, and torch only to build it."""
 
-from typing import Any
+import ast
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from asyncgrpo.config.explain import near
 from asyncgrpo.config.memory import Card, engine_gpu
 from asyncgrpo.config.model_size import size_at
-from asyncgrpo.config.schema import Config
-from asyncgrpo.engines.base import Engine
-from asyncgrpo.engines.installed import why_sglang_cannot_run
-from asyncgrpo.errors import EngineError
+from asyncgrpo.config.schema import Config, GeneratorConfig
+from asyncgrpo.errors import ConfigError, EngineError
+from asyncgrpo.importing import has_gpu
+
+if TYPE_CHECKING:
+    from asyncgrpo.engines.base import Engine
+
+# -- whether SGLang can run here, found without importing it -----------------------------------------------------------
+
+OLDEST_PYTHON = (3, 11)
+NAMES_OF_ARGUMENTS = "srt/arg_groups/field_order.py"
+"""The file of SGLang 0.5.23 that lists all arguments of its engine in one tuple."""
 
 
-def build_engine(config: Config, *, seed: int) -> Engine:
+def why_sglang_cannot_run() -> str | None:
+    """Return a sentence with the missing requirement and the command that installs it; None if SGLang can be started.
+
+    It does not check the model or the GPU driver, which the start of the engine does.
+    """
+    on_gpu = has_gpu()
+    if sys.version_info[:2] < OLDEST_PYTHON:
+        python = ".".join(map(str, sys.version_info[:2]))
+        return f"the engine sglang needs Python 3.11 or later, and this is {python}: python3.11 -m venv VENV"
+    if find_spec("sglang") is None:
+        # SGLang requires the CUDA build of torch and its kernels, which a machine without a GPU does not need.
+        fix = "pip install 'asyncgrpo[sglang]'" if on_gpu else "./setup.sh in a checkout of asyncgrpo"
+        return f"the engine sglang needs the package sglang, which is not installed here: {fix}"
+    if not on_gpu and find_spec("sgl_kernel") is None:
+        return (
+            "without a GPU, the engine sglang needs a stand-in for its compiled kernels (module sgl_kernel), "
+            "which is not installed here: pip install ./packaging/cpu-shims"
+        )
+    return None
+
+
+def check_extra(generators: GeneratorConfig) -> None:
+    """Raise ConfigError if `generators.extra` names an argument that the SGLang installed here does not have."""
+    package = find_spec("sglang")
+    if generators.engine != "sglang" or package is None or not package.submodule_search_locations:
+        return
+    file = Path(package.submodule_search_locations[0]) / NAMES_OF_ARGUMENTS
+    if not file.exists():  # another release, whose engine checks its arguments
+        return
+    (names,) = (
+        ast.literal_eval(node.value) for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign)
+    )
+    for key in generators.extra:
+        if key not in names:
+            hint = near(key, names) or "all arguments: python -m sglang.launch_server --help"
+            raise ConfigError(f"generators.extra.{key}: sglang.Engine has no such argument; {hint}")
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+def build_engine(config: Config, *, seed: int) -> "Engine":
     """Build the engine of `config` without starting it.
 
     Args:
@@ -21,6 +73,8 @@ def build_engine(config: Config, *, seed: int) -> Engine:
     Raises:
         EngineError: the engine cannot run here.
     """
+    import torch
+
     generators = config.generators
     dtype = getattr(torch, config.model.dtype)
     max_context = config.data.max_prompt_tokens + config.sampling.max_tokens
@@ -69,6 +123,8 @@ def _beside_a_learner(config: Config) -> dict[str, Any]:
     """
     if not (config.cluster.share_gpu and config.generators.gpus_each and (size := size_at(config.model.path))):
         return {}
+    import torch
+
     found = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
     fit = engine_gpu(size, config, Card.of(config, found))
     return {"max_total_tokens": fit.tokens, "mem_fraction_static": SHARED_FRACTION}

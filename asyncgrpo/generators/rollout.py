@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from asyncgrpo import metrics
-from asyncgrpo.cores import CoreClock
 from asyncgrpo.errors import RequestError
+from asyncgrpo.host import CoreClock
 from asyncgrpo.rewards.base import Reward, Sampled
 from asyncgrpo.rewards.breaker import RewardsPaused
 from asyncgrpo.types import Completion, Discarded, GeneratorSeconds, Group, Lease, Observation, Rollout, Sampling, Score
@@ -397,7 +397,9 @@ class GroupInFlight:
 
     async def _sample(self, request_id: str, launched: list[Launched], seed: int) -> None:
         """Run one request and score each completion as soon as it is sampled."""
-        sampling = _greedy(self._lease.sampling) if launched == self._baseline else self._lease.sampling
+        sampling = self._lease.sampling
+        if launched == self._baseline:
+            sampling = msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
         owed = dict(enumerate(launched))
         token_ids = self._lease.prompt.token_ids
         self._activities.begin("generate", len(owed))
@@ -478,10 +480,6 @@ class GroupInFlight:
 def _may_score_later(one: Launched) -> bool:
     """Return True if its reward failed for a reason that may be transient."""
     return one.score is not None and one.score.failure is not None and one.score.failure not in PERMANENT
-
-
-def _greedy(sampling: Sampling) -> Sampling:
-    return msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
 
 
 def _empty_completion(index: int) -> Completion:

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from asyncgrpo import liveness, metrics
-from asyncgrpo.cores import CoreClock
 from asyncgrpo.engines.base import Engine, EngineOccupancy
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
 from asyncgrpo.generators.rollout import FAILURE, Activities, Decode, GivenUp, GroupInFlight, TooFewCompletions
+from asyncgrpo.host import CoreClock
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import PROTOCOL, Message
-from asyncgrpo.wire.groups import pack_group
+from asyncgrpo.wire.codec import pack_group
 from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
     SCORED_AT_ONCE_S,

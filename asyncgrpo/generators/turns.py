@@ -7,20 +7,27 @@ Each turn keeps the versions of the weights that sampled it.
 
 import asyncio
 import logging
+import os
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
 
+from asyncgrpo.config.schema import Config
+from asyncgrpo.data.tokenizer import continuation, decoder, opening
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.environments.base import Environment, EnvironmentFailed, Task
+from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
 from asyncgrpo.errors import DataError, RequestError
 from asyncgrpo.generators.rollout import FAILURE, Activities, Played
 from asyncgrpo.rewards.base import failed
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import Completion, FinishReason, Observation, Prompt, Sampling, Score, VersionSpan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -315,3 +322,45 @@ def failed_in_play(made: Completion, failure: str, tally: Tally) -> "Played":
     if (count := tally.add(FAILURE)) is not None:
         log.warning("the environment failed %d times, most recently: %s", count, failure)
     return Played(**vars(made) | {"score": failed(FAILURE, failure)})
+
+
+# -- building the sampler ----------------------------------------------------------------------------------------------
+
+
+def build_sampler(config: Config, engine: Engine, tokenizer: "PreTrainedTokenizerBase") -> Sampler | None:
+    """Build the sampler of several turns that the configuration asks for; None: a completion is one turn.
+
+    Raises:
+        ConfigError: the environment or agent cannot be loaded; one sentence.
+    """
+    decode, continue_ = decoder(tokenizer, keep_special=False), continuation(tokenizer)
+    if (agent := build_agent(config.environment)) is not None:
+        from asyncgrpo.environments.chat import Gateway
+        from asyncgrpo.generators.agents import AgentSampler, Limits
+
+        return AgentSampler(
+            engine,
+            agent,
+            Gateway(os.path.basename(config.model.path.rstrip("/")), decoder(tokenizer, keep_special=True)),
+            decode,
+            opening(tokenizer),
+            continue_,
+            limits=Limits(
+                config.sampling.temperature,
+                config.sampling.top_p,
+                config.data.max_prompt_tokens,
+                config.environment.max_turns,
+            ),
+            system_prompt=config.data.system_prompt,
+            unfinished_score=0.0 if config.reward.function is None else None,
+        )
+    if (environment := build_environment(config.environment)) is not None:
+        return TurnSampler(
+            engine,
+            environment,
+            decode,
+            continue_,
+            max_turns=config.environment.max_turns,
+            scores=environment_scores(config, environment),
+        )
+    return None

@@ -43,7 +43,7 @@ from asyncgrpo.learner.publishing import PublishedWeights
 from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report, of_start
 from asyncgrpo.learner.snapshot import Snapshot
 from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
-from asyncgrpo.weights.check import CheckSequences
+from asyncgrpo.weights.publication import CheckSequences
 
 
 class Learner:

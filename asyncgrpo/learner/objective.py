@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncgrpo.algorithms import corrections, critic, diagnostics, pairwise, shaping
+from asyncgrpo.algorithms import corrections, critic, diagnostics, pairwise
+from asyncgrpo.algorithms.advantages import reward_with_kl
 from asyncgrpo.algorithms.aggregation import token_weights, weighted_sum
 from asyncgrpo.algorithms.corrections import Correction
 from asyncgrpo.algorithms.diagnostics import Sums
-from asyncgrpo.algorithms.penalties import kl_penalty
-from asyncgrpo.algorithms.surrogates import SEQUENCE_LEVEL, SURROGATES, Surrogate
+from asyncgrpo.algorithms.surrogates import SEQUENCE_LEVEL, SURROGATES, Surrogate, kl_penalty
 from asyncgrpo.config.schema import CRITIC, PAIRWISE, AlgorithmConfig, CorrectionConfig
 from asyncgrpo.learner.head import LossGradients, TokenScores
 from asyncgrpo.learner.packing import PackedBatch, SampledTokens, ScoredRollouts, StepBatch
@@ -351,7 +351,7 @@ def precompute(step: StepBatch, score: Score, settings: AlgorithmConfig) -> tupl
         assert settings.kl_kind != "full", "checked with the configuration"
         per_token = kl_penalty(policy, reference, kind=settings.kl_kind).value
         coef = settings.kl_coef
-        rewards = shaping.reward_with_kl(rollouts.rewards, per_token, tokens.mask, tokens.cu_seqlens, coef=coef)
+        rewards = reward_with_kl(rollouts.rewards, per_token, tokens.mask, tokens.cu_seqlens, coef=coef)
         advantages = rollouts.advantages(settings.advantage, rewards)
         step = step.with_advantages(advantages, tokens.of_microbatches(advantages.repeat_interleave(rollouts.lengths)))
     if settings.advantage == CRITIC:

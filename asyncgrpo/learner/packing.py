@@ -20,14 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncgrpo.algorithms.advantages import ESTIMATORS, groups_with_signal, signal_of
-from asyncgrpo.algorithms.shaping import TruncationRule, apply_truncation, overlong_penalty
+from asyncgrpo.algorithms.advantages import (
+    ESTIMATORS,
+    TruncationRule,
+    apply_truncation,
+    groups_with_signal,
+    overlong_penalty,
+    signal_of,
+)
 from asyncgrpo.config.schema import CRITIC, Config
 from asyncgrpo.learner.attention import Family, Segments
 from asyncgrpo.types import Completion, Group, PolicyVersion, Rollout
 
 # -- completions and their rewards -------------------------------------------------------------------------------------
-
 
 LEAST_LOGPROB = -1e4
 """Smallest valid log-prob, nats. A float32 sampler draws no token below it."""

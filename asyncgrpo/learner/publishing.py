@@ -17,7 +17,6 @@ from asyncgrpo.errors import ConfigError, WeightsError
 from asyncgrpo.learner.loading import Pieces, first_row, pieces_of_rows, views_of_rows
 from asyncgrpo.learner.model import TokenScorer
 from asyncgrpo.types import TensorInfo
-from asyncgrpo.weights.adapters import merge
 from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.files import disk_pieces, saved_tensors
 
@@ -45,6 +44,8 @@ class _Source:
     dtype: torch.dtype
     pieces: Pieces | None
     """Layout of its rows on disk; None if ranks do not own whole rows."""
+    first_row: int = 0
+    """Of this rank, if ranks own whole rows."""
 
     def whole(self) -> Tensor:
         """Return the tensor gathered and merged. Collective."""
@@ -53,14 +54,13 @@ class _Source:
         up, down = self.adapter.scale * gather(self.adapter.b), gather(self.adapter.a)
         return merge(gather(self.tensor), up, down, self.dtype)
 
-    def rows(self) -> tuple[int, Tensor]:
-        """Return the index of this rank's first row, and its merged rows. Collective with an adapter."""
-        sharded = cast(DTensor, self.tensor.detach())
-        rows = sharded.to_local()
+    def rows(self) -> Tensor:
+        """Return the merged rows of this rank. Collective with an adapter."""
+        rows = cast(DTensor, self.tensor.detach()).to_local()
         if self.adapter is not None:
             up = self.adapter.scale * cast(DTensor, self.adapter.b.detach()).to_local()
             rows = merge(rows, up, gather(self.adapter.a.detach()), self.dtype)
-        return first_row(sharded), rows
+        return rows
 
 
 class PublishedWeights:
@@ -85,7 +85,8 @@ class PublishedWeights:
                 published = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
                 adapter = adapters.pop(plain, None)
                 pieces = _own_rows(model, plain, tensor) if adapter is None or _are_rows(adapter.b) else None
-                self._sources.append(_Source(plain, tensor, adapter, published, pieces))
+                first = first_row(cast(DTensor, tensor)) if pieces is not None else 0
+                self._sources.append(_Source(plain, tensor, adapter, published, pieces, first))
         if adapters:
             raise ConfigError(
                 f"model.lora.targets adapts {next(iter(adapters))}, which is tied to another weight; leave it out"
@@ -120,7 +121,7 @@ class PublishedWeights:
                 pieces = disk_pieces(self._model, source.name, source.whole())
                 yield from ((name, 0, piece) for name, piece in pieces.items() if rank == 0)
                 continue
-            start, rows = source.rows()
+            start, rows = source.first_row, source.rows()
             if source.pieces.is_same:
                 (name,) = source.pieces.parts
                 yield name, start * rows.shape[1:].numel(), rows
@@ -189,7 +190,13 @@ def _info(name: str, tensor: Tensor) -> TensorInfo:
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
     """Return the adapters by the name of their weight in the model without adapters, in the model's order."""
-    return {f"{name}.weight": _adapter(module) for name, module in model.named_modules() if _is_adapted(module)}
+    found: dict[str, Adapter] = {}
+    layer: Any
+    for name, layer in model.named_modules():
+        if hasattr(layer, "lora_A") and hasattr(layer, "base_layer"):
+            (key,) = layer.lora_A.keys()
+            found[f"{name}.weight"] = Adapter(layer.lora_A[key].weight, layer.lora_B[key].weight, layer.scaling[key])
+    return found
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -197,10 +204,52 @@ def gather(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _is_adapted(module: nn.Module) -> bool:
-    return hasattr(module, "lora_A") and hasattr(module, "base_layer")
+# -- adapters: merged, bitwise identical for any sharding of the rows --------------------------------------------------
+
+_CHUNK = {"cpu": 2**19, "cuda": 2**24}  # elements merged at once: on a CPU they fit in a core's cache
+_EXACT = 53  # bits of a float64: integers up to 2^53 are exact
 
 
-def _adapter(layer: Any) -> Adapter:
-    (name,) = layer.lora_A.keys()
-    return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name])
+@torch.no_grad()
+def merge(base: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> Tensor:
+    """Compute base + up @ down, added in float32 and rounded once.
+
+    First, a power of two moves from each row of `down` to `up`, so that rows of `down` have size about 1. Then `up` and
+    `down` are rounded to 22 to 26 bits relative to the largest value of a row of `up` and of a column of `down`, about the
+    precision of float32. Their product is then exact in float64 until it is rounded to float32. So it does not depend on a
+    library's order of summation, or on threads, instructions or device.
+
+    Args:
+        base: [out, in], any floating dtype.
+        up: [out, rank] float32, with the adapter's scale multiplied in.
+        down: [rank, in] float32.
+        dtype: dtype of the result.
+    Returns:
+        [out, in] on the device of `up`; bitwise identical on every device.
+    """
+    rank = down.shape[0]
+    bits = (_EXACT - (rank - 1).bit_length()) // 2
+    size = _power_of_two(down.double(), dim=1)
+    up, down = _on_grid(up * size.T, bits, dim=1), _on_grid(down / size, bits, dim=0)
+    merged = torch.empty(base.shape, dtype=dtype, device=up.device)
+    rows = max(1, _CHUNK[up.device.type] // base.shape[1])
+    for start in range(0, base.shape[0], rows):
+        part = slice(start, start + rows)
+        merged[part] = (up[part] @ down).float().add_(base[part].to(up.device, torch.float32))
+    return merged
+
+
+def _on_grid(matrix: Tensor, bits: int, *, dim: int) -> Tensor:
+    """Round to at most 2^bits multiples of a power of two, with one power per line along `dim`.
+
+    For each element of the result, the products of two such numbers are multiples of one power of two, and a sum of
+    `rank` products stays below 2^53 multiples. So every partial sum is exact.
+    """
+    step = _power_of_two(matrix, dim=dim) * 2.0**-bits
+    return (matrix / step).round_().mul_(step)
+
+
+def _power_of_two(matrix: Tensor, *, dim: int) -> Tensor:
+    """Return the smallest power of two above all absolute values of a line along `dim`, float64; 1 for zeros."""
+    exponent = torch.frexp(matrix.abs().amax(dim, keepdim=True)).exponent.long()
+    return ((exponent + 1023) << 52).view(torch.float64)  # built from bits, because `pow` may be inexact

@@ -20,7 +20,7 @@ from asyncgrpo import liveness, metrics
 from asyncgrpo.errors import RewardError, StalledError, WireError
 from asyncgrpo.types import Group, PolicyVersion
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.groups import unpack_batch
+from asyncgrpo.wire.codec import unpack_batch
 from asyncgrpo.wire.rollouts import (
     Batch,
     EvalResult,
@@ -93,7 +93,6 @@ class Team:
 
 
 # -- from the buffer ---------------------------------------------------------------------------------------------------
-
 
 log = logging.getLogger(__name__)
 

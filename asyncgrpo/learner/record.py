@@ -9,29 +9,180 @@ The counts are a pure function of the events of a run, in order. A start that re
 """
 
 import logging
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
-from asyncgrpo.cores import CoreClock, CoreSeconds
-from asyncgrpo.learner.report import StepReport
-from asyncgrpo.learner.watch import TrainingWatch, Watched
+from asyncgrpo.host import CoreClock, CoreSeconds
+from asyncgrpo.learner.report import StepReport, lag_of, step_fields
 from asyncgrpo.recording.events import Event, EventLog, is_undone, read_events
+from asyncgrpo.recording.health import limit_of
 from asyncgrpo.recording.loggers import Loggers
 from asyncgrpo.recording.samples import SampleWriter, samples_of
-from asyncgrpo.types import Group, PolicyVersion, Rollout
+from asyncgrpo.types import Group, PolicyVersion
 from asyncgrpo.weights.publication import Publication
-from asyncgrpo.wire.rollouts import OF_ONE_BATCH, EvalResult, SuiteResult
+from asyncgrpo.wire.rollouts import OF_ONE_BATCH, EvalResult
+
+# -- warnings about the curves: a pure function of the events, in order (docs/small-tasks.md explains each) ------------
+
+WINDOW = 20
+"""Number of steps in the window."""
+LITTLE, ENOUGH = 1 - limit_of("LittleSignal"), 0.5
+"""Mean shares of groups with a signal: the warning starts below the first and ends above the second."""
+FALL = 0.05
+"""Share of the best evaluation's gain over the first: two consecutive evaluations that lost more than this are a fall."""
+NARROW = 0.05
+"""Share of the first step's entropy below which the policy hardly explores."""
+SHORT = 0.1
+"""Remaining share of the way from the first mean reward to the best completion's reward above which a task is unsolved."""
+RISES = 0.01
+"""Rise from the first to the second half of the window, as a share of that way, above which the reward still improves."""
+FAR = 0.5
+"""Mean KL of the behaviour policy to the trained one, nats per token, above which most ratios are uninformative."""
+
+
+_LOOKED_AT = ("zero_signal_groups", "lags", "reward_mean", "reward_max", "entropy", "diagnostics")
+
+
+class Watched(msgspec.Struct, frozen=True, kw_only=True):
+    """State of a `TrainingWatch`."""
+
+    steps: list[Event] = []
+    """The newest `WINDOW` steps, reduced to the watched fields."""
+    start: Event | None = None
+    """The first step."""
+    is_on: dict[str, bool] = {}
+    """By warning, True while its condition lasts."""
+    first: float | None = None
+    """Mean reward of the first evaluation."""
+    best: tuple[int, float] | None = None
+    """Step and mean reward of the best evaluation."""
+    before: tuple[int, float] | None = None
+    """Step and mean reward of the newest evaluation."""
+
+
+class TrainingWatch:
+    """Emits each warning once per occurrence of its condition."""
+
+    def __init__(self, state: Watched | None = None) -> None:
+        """
+        Args:
+            state: state after the events so far; None: there were none.
+        """
+        state = state or Watched()
+        self._steps: deque[Event] = deque(state.steps, maxlen=WINDOW)
+        self._start = state.start
+        self._is_on = dict(state.is_on)
+        self._first = state.first
+        nothing = (0, -math.inf)
+        self._best, self._before = state.best or nothing, state.before or nothing  # evaluations: step, mean reward
+
+    def state(self) -> Watched:
+        """Return the state from which another watch can continue."""
+        evaluated = self._first is not None
+        return Watched(
+            steps=list(self._steps),
+            start=self._start,
+            is_on=self._is_on,
+            first=self._first,
+            best=self._best if evaluated else None,
+            before=self._before if evaluated else None,
+        )
+
+    def see(self, event: Event) -> tuple[str, str] | None:
+        """Process one event. Return the topic (`signal`, `entropy`, `steps` or `evaluation`) and the text of a new warning,
+        or None."""
+        if event["event"] == "step" and event.get("zero_signal_groups") is not None:
+            event = {name: event.get(name) for name in _LOOKED_AT}
+            self._steps.append(event)
+            self._start = self._start or event
+            watched = {"signal": self._signal, "entropy": self._entropy, "steps": self._far}
+            return next(filter(None, (self._new(about, look) for about, look in watched.items())), None)
+        if event["event"] == "eval" and event.get("reward_mean") is not None:
+            return self._new("evaluation", lambda: self._fall(event["step"], event["reward_mean"]))
+        return None
+
+    def _new(self, about: str, look: Callable[[], str | bool]) -> tuple[str, str] | None:
+        """Return the warning if it is new. `look` returns its text, False if the condition is over, True to keep the state."""
+        if about != "evaluation" and len(self._steps) < WINDOW:
+            return None
+        found, was_on = look(), self._is_on.get(about, False)
+        if found is not True:
+            self._is_on[about] = bool(found)
+        return (about, found) if isinstance(found, str) and not was_on else None
+
+    def _signal(self) -> str | bool:
+        share = fmean(1 - step["zero_signal_groups"] / max(sum(step["lags"].values()), 1) for step in self._steps)
+        if share >= LITTLE:
+            return share <= ENOUGH
+        reward = self._steps[-1]["reward_mean"]
+        if all(step.get("reward_max") == step["reward_mean"] for step in self._steps) and reward <= 0:
+            return (
+                f"no completion of the last {WINDOW} steps has earned more than another (all have {reward:.4g}), so there "
+                "is no signal: reward parts of a right answer, start with easier prompts, or give the model examples "
+                "first; a larger algorithm.group_size helps if one completion in some hundreds is right"
+            )
+        return (
+            f"only {share:.0%} of the groups of the last {WINDOW} steps have two different rewards (mean reward "
+            f"{reward:.4g}): the others are solved or hopeless and have no signal; "
+            "choose other prompts, or set algorithm.filter_zero_signal=true"
+        )
+
+    def _entropy(self) -> str | bool:
+        """Detect entropy collapse: the policy hardly explores and does not improve, although better completions exist."""
+        assert self._start is not None
+        entropies, rewards, best = (self._numbers(name) for name in ("entropy", "reward_mean", "reward_max"))
+        before, first = self._start.get("entropy"), self._start["reward_mean"]
+        if not (entropies and rewards and best and before) or fmean(entropies) >= 2 * NARROW * before:
+            return False
+        way, half = max(best) - first, WINDOW // 2
+        if max(best) - fmean(rewards) < SHORT * way:
+            return False
+        if fmean(entropies) >= NARROW * before or fmean(rewards[half:]) - fmean(rewards[:half]) > RISES * way:
+            return True
+        return (
+            f"the policy has settled at a mean reward of {fmean(rewards):.4g}, where the best completion has {max(best):.4g}: "
+            f"its entropy is {fmean(entropies):.2g} nats, from {before:.2g}, so it no longer explores; return to an earlier "
+            "checkpoint or restart, with a smaller learner.lr or a larger algorithm.entropy_coef, and check whether the "
+            "reward favours its present behaviour: asyncgrpo samples RUN --worst"
+        )
+
+    def _far(self) -> str | bool:
+        distances = [(step.get("diagnostics") or {}).get("kl_k3") for step in self._steps]
+        known = [distance for distance in distances if distance is not None]
+        if not known or fmean(known) <= FAR:
+            return bool(known) and fmean(known) > FAR / 2
+        return (
+            f"the updates are large: in the last {WINDOW} steps the policy had moved {fmean(known):.2g} nats per token from "
+            "the weights that sampled, so training is unstable; lower learner.lr or buffer.max_lag"
+        )
+
+    def _numbers(self, name: str) -> Sequence[float]:
+        """Return one field of every step of the window; empty if a step lacks it."""
+        found = [step.get(name) for step in self._steps]
+        return [] if None in found else [number for number in found if number is not None]
+
+    def _fall(self, step: int, reward: float) -> str | bool:
+        self._first = reward if self._first is None else self._first
+        before, self._before = self._before, (step, reward)
+        best_step, best = self._best = max(self._best, self._before, key=lambda seen: seen[1])
+        if max(before[1], reward) >= best - FALL * (best - self._first):
+            return False
+        return (
+            f"the evaluation has fallen to {reward:.4g} at step {step}, from {best:.4g} at step {best_step}: "
+            "the policy is getting worse; see docs/stability.md"
+        )
+
 
 # -- token accounting --------------------------------------------------------------------------------------------------
-
 
 KEPT = ("trained", "masked", "filtered")
 DROPPED = ("stale", "failed", "aborted", "duplicate", "unusable")
@@ -80,13 +231,7 @@ class Ledger:
 
 # -- the record --------------------------------------------------------------------------------------------------------
 
-
 log = logging.getLogger(__name__)
-
-
-def lag_of(group: Group, version: PolicyVersion) -> int:
-    """Return the optimizer steps from the oldest token of `group` to the step that starts at `version`."""
-    return version.number - group.versions[0].number
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +261,7 @@ class Recorder:
         # Decoding thousands of completions takes seconds, so a thread does it, at most one step behind.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._writing: Future[None] | None = None
-        self._loggers = Loggers(config.run.loggers, run_dir, run_dir.name, settings)
+        self._loggers = Loggers(names, run_dir, run_dir.name, settings) if (names := config.run.loggers) else None
         self._watch = TrainingWatch()
         self._published = 0
         self._in_sync: deque[set[str]] = deque(maxlen=2)  # last two publications: a busy generator skips one
@@ -178,7 +323,8 @@ class Recorder:
         }
         metrics.observe_step(event)
         written = self.events.write("step", **event)
-        self._loggers.log(step, written)
+        if self._loggers is not None:
+            self._loggers.log(step, written)
         self._warn_of(written)
         if step % self._every == 0:
             self.flush()
@@ -243,7 +389,9 @@ class Recorder:
         }
         if result.reward_mean is not None:
             metrics.eval_reward_mean.set(result.reward_mean)
-            self._loggers.log(result.step, {"eval": {"reward_mean": result.reward_mean} | _scalars(result.suites)})
+            if self._loggers is not None:
+                numbers = {name: {k: n[0] for k, n in suite.numbers.items()} for name, suite in result.suites.items()}
+                self._loggers.log(result.step, {"eval": {"reward_mean": result.reward_mean} | numbers})
         for name, suite in result.suites.items():
             for number, (value, _, _) in suite.numbers.items():
                 metrics.eval_suite.labels(suite=name, number=number).set(value)
@@ -269,7 +417,8 @@ class Recorder:
         """Finish writing."""
         self.flush()
         self._writer.shutdown()
-        self._loggers.close()
+        if self._loggers is not None:
+            self._loggers.close()
 
     def _write_samples(self, step: int, version: PolicyVersion, groups: list[Group], report: StepReport) -> None:
         rows = []
@@ -337,93 +486,6 @@ def _reported_by(event: Event) -> dict[str, int]:
 def _generated(event: Event) -> int:
     """Return the tokens of the run so far according to an event; 0 if it has no such field."""
     return int((event.get("tokens") or event).get("generated") or event.get("tokens_generated") or 0)
-
-
-_OF_REPORT = (
-    *("loss", "grad_norm", "lr", "entropy", "clip_ratio", "importance_mean", "importance_capped", "kl_reference"),
-    *("logprob_gap_mean", "logprob_gap_max", "zero_signal_groups", "signal_share", "malformed_logprobs", "value_loss"),
-    *("diagnostics", "skipped", "zero_gradients", "tokens_trained"),
-)
-
-
-def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport, success: float) -> dict[str, Any]:
-    """Return the fields of a `step` event for a batch and its report (`recording/events.py` lists them).
-
-    Args:
-        success: reward from which a completion is right.
-    """
-    rollouts = [r for g in groups for r in g.rollouts if r.completion.index < report.group_size]
-    rewards = np.array([r.score.value for r in rollouts if r.score.value is not None], dtype=np.float64)
-    lengths = [len(r.completion.token_ids) for r in rollouts]
-    lags = Counter(lag_of(g, version) for g in groups)
-    parts = parts_of(rollouts)
-    return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "reward_max": float(rewards.max()),
-        **{name: getattr(report, name) for name in _OF_REPORT},
-        "lags": {str(lag): count for lag, count in sorted(lags.items())},
-        "completions": len(rollouts),
-        "completion_length_mean": float(np.mean(lengths)),
-        **turn_fields(rollouts),
-        "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
-        "reward_parts": {name: float(np.mean(values)) for name, values in parts.items()},
-        "reward_parts_std": {name: float(np.std(values)) for name, values in parts.items()},
-        "failures": dict(Counter(r.score.failure for r in rollouts if r.score.failure is not None)),
-        "sources": by_source(groups, report.group_size, success),
-    }
-
-
-def by_source(groups: list[Group], group_size: int, success: float) -> dict[str, dict[str, float | None]]:
-    """Return the figures of each `data_source`. The rarest sources over the limit are merged into one."""
-    found: dict[str, list[list[Rollout]]] = defaultdict(list)
-    for group in groups:
-        rollouts = [r for r in group.rollouts if r.completion.index < group_size]
-        found[group.prompt.source or "(none)"].append(rollouts)
-    names = sorted(found, key=lambda name: (-len(found[name]), name))
-    if rest := names[metrics.MAX_SOURCES - 1 :] if len(names) > metrics.MAX_SOURCES else []:
-        found["(others)"] = [rollouts for name in rest for rollouts in found.pop(name)]
-    return {name: _of_source(found[name], success) for name in sorted(found)}
-
-
-def _of_source(groups: list[list[Rollout]], success: float) -> dict[str, float | None]:
-    rollouts = [rollout for group in groups for rollout in group]
-    rewards = [[r.score.value for r in group if r.score.value is not None] for group in groups]
-    values = [value for of_group in rewards for value in of_group]
-    return {
-        "groups": len(groups),
-        "reward_mean": float(np.mean(values)) if values else None,
-        "success_share": sum(value >= success for value in values) / len(values) if values else None,
-        "zero_signal_share": sum(len(set(of_group)) <= 1 for of_group in rewards) / len(groups),
-        "completion_length_mean": float(np.mean([len(r.completion.token_ids) for r in rollouts])) if rollouts else None,
-        "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / max(1, len(rollouts)),
-    }
-
-
-def turn_fields(rollouts: list[Rollout]) -> dict[str, float]:
-    """Return the figures of a batch with environments; empty without observations."""
-    completions = [r.completion for r in rollouts]
-    observed = sum(len(one.token_ids) for c in completions for one in c.observations)
-    return (
-        {"turns_mean": float(np.mean([len(c.turns) for c in completions])), "tokens_observed": observed}
-        if observed
-        else {}
-    )
-
-
-def _scalars(suites: Mapping[str, SuiteResult]) -> dict[str, Any]:
-    """Return the numbers of each suite for external loggers: `eval/gsm8k/pass@4`."""
-    return {name: {number: value for number, (value, _, _) in one.numbers.items()} for name, one in suites.items()}
-
-
-def parts_of(rollouts: list[Rollout]) -> dict[str, list[float]]:
-    """Return the values of each named reward part. Over the limit, the most frequent names are kept."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        for name, value in rollout.score.parts.items():
-            values[name].append(value)
-    most = sorted(values, key=lambda name: (-len(values[name]), name))[: metrics.MAX_REWARD_PARTS]
-    return {name: values[name] for name in sorted(most)}
 
 
 def _observed_gap(publication: Publication) -> dict[str, Any]:

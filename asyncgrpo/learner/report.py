@@ -1,15 +1,19 @@
-"""The report of a step: losses, ratios, counts, and seconds by phase."""
+"""The report of a step: losses, ratios, counts, seconds by phase, and the fields of its event."""
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from asyncgrpo import metrics
 from asyncgrpo.algorithms.diagnostics import Sums, merge, report, shares_within
 from asyncgrpo.learner.packing import StepBatch
+from asyncgrpo.types import Group, PolicyVersion, Rollout
 
 RolloutKey = tuple[str, int]
 """group_id, and index of the completion in its group."""
@@ -184,3 +188,93 @@ class PhaseClock:
         spent["forward_backward"] = spent.get("forward_backward", 0.0) - spent["optimizer"]
         spent["other"] = max(0.0, total - sum(spent.values()))
         return spent
+
+
+# -- the event of a step -----------------------------------------------------------------------------------------------
+
+
+def lag_of(group: Group, version: PolicyVersion) -> int:
+    """Return the optimizer steps from the oldest token of `group` to the step that starts at `version`."""
+    return version.number - group.versions[0].number
+
+
+_OF_REPORT = (
+    *("loss", "grad_norm", "lr", "entropy", "clip_ratio", "importance_mean", "importance_capped", "kl_reference"),
+    *("logprob_gap_mean", "logprob_gap_max", "zero_signal_groups", "signal_share", "malformed_logprobs", "value_loss"),
+    *("diagnostics", "skipped", "zero_gradients", "tokens_trained"),
+)
+
+
+def step_fields(groups: list[Group], version: PolicyVersion, report: StepReport, success: float) -> dict[str, Any]:
+    """Return the fields of a `step` event for a batch and its report (`recording/events.py` lists them).
+
+    Args:
+        success: reward from which a completion is right.
+    """
+    rollouts = [r for g in groups for r in g.rollouts if r.completion.index < report.group_size]
+    rewards = np.array([r.score.value for r in rollouts if r.score.value is not None], dtype=np.float64)
+    lengths = [len(r.completion.token_ids) for r in rollouts]
+    lags = Counter(lag_of(g, version) for g in groups)
+    parts = parts_of(rollouts)
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "reward_max": float(rewards.max()),
+        **{name: getattr(report, name) for name in _OF_REPORT},
+        "lags": {str(lag): count for lag, count in sorted(lags.items())},
+        "completions": len(rollouts),
+        "completion_length_mean": float(np.mean(lengths)),
+        **turn_fields(rollouts),
+        "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / len(rollouts),
+        "reward_parts": {name: float(np.mean(values)) for name, values in parts.items()},
+        "reward_parts_std": {name: float(np.std(values)) for name, values in parts.items()},
+        "failures": dict(Counter(r.score.failure for r in rollouts if r.score.failure is not None)),
+        "sources": by_source(groups, report.group_size, success),
+    }
+
+
+def by_source(groups: list[Group], group_size: int, success: float) -> dict[str, dict[str, float | None]]:
+    """Return the figures of each `data_source`. The rarest sources over the limit are merged into one."""
+    found: dict[str, list[list[Rollout]]] = defaultdict(list)
+    for group in groups:
+        rollouts = [r for r in group.rollouts if r.completion.index < group_size]
+        found[group.prompt.source or "(none)"].append(rollouts)
+    names = sorted(found, key=lambda name: (-len(found[name]), name))
+    if rest := names[metrics.MAX_SOURCES - 1 :] if len(names) > metrics.MAX_SOURCES else []:
+        found["(others)"] = [rollouts for name in rest for rollouts in found.pop(name)]
+    return {name: _of_source(found[name], success) for name in sorted(found)}
+
+
+def _of_source(groups: list[list[Rollout]], success: float) -> dict[str, float | None]:
+    rollouts = [rollout for group in groups for rollout in group]
+    rewards = [[r.score.value for r in group if r.score.value is not None] for group in groups]
+    values = [value for of_group in rewards for value in of_group]
+    return {
+        "groups": len(groups),
+        "reward_mean": float(np.mean(values)) if values else None,
+        "success_share": sum(value >= success for value in values) / len(values) if values else None,
+        "zero_signal_share": sum(len(set(of_group)) <= 1 for of_group in rewards) / len(groups),
+        "completion_length_mean": float(np.mean([len(r.completion.token_ids) for r in rollouts])) if rollouts else None,
+        "truncated_share": sum(r.completion.finish_reason == "length" for r in rollouts) / max(1, len(rollouts)),
+    }
+
+
+def turn_fields(rollouts: list[Rollout]) -> dict[str, float]:
+    """Return the figures of a batch with environments; empty without observations."""
+    completions = [r.completion for r in rollouts]
+    observed = sum(len(one.token_ids) for c in completions for one in c.observations)
+    return (
+        {"turns_mean": float(np.mean([len(c.turns) for c in completions])), "tokens_observed": observed}
+        if observed
+        else {}
+    )
+
+
+def parts_of(rollouts: list[Rollout]) -> dict[str, list[float]]:
+    """Return the values of each named reward part. Over the limit, the most frequent names are kept."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.score.parts.items():
+            values[name].append(value)
+    most = sorted(values, key=lambda name: (-len(values[name]), name))[: metrics.MAX_REWARD_PARTS]
+    return {name: values[name] for name in sorted(most)}

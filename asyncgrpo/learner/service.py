@@ -30,8 +30,7 @@ from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.publisher import Publisher
-from asyncgrpo.wire.codec import decode, encode
-from asyncgrpo.wire.groups import unpack_batch
+from asyncgrpo.wire.codec import decode, encode, unpack_batch
 from asyncgrpo.wire.rollouts import Batch
 from asyncgrpo.wire.supervision import Steer
 

@@ -33,10 +33,17 @@ from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.ranks import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
-from asyncgrpo.planner.clock import VirtualLoop
 from asyncgrpo.planner.plan import Prediction, Split, predict
 from asyncgrpo.planner.profile import Profile
-from asyncgrpo.planner.stand_ins import BufferSocket, GeneratorLine, LearnerLine, Receiver, Silent, VirtualEngine
+from asyncgrpo.planner.stand_ins import (
+    BufferSocket,
+    GeneratorLine,
+    LearnerLine,
+    Receiver,
+    Silent,
+    VirtualEngine,
+    VirtualLoop,
+)
 from asyncgrpo.rewards.base import Sampled
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Group, PolicyVersion, Prompt, Sampling, Score

@@ -1,21 +1,113 @@
-"""Stand-ins on the virtual clock: sockets, the receiver of weights, the recorder, and an engine of continuous batching."""
+"""Virtual time, and stand-ins on it: sockets, the receiver of weights, the recorder, and an engine of continuous batching."""
 
 import asyncio
 import heapq
 import itertools
 import math
+from asyncio import events
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from asyncgrpo.engines.base import EngineOccupancy, PendingCompletion, Request
-from asyncgrpo.planner.clock import VirtualLoop
 from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode
+
+# -- virtual time ------------------------------------------------------------------------------------------------------
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """The part of an event loop that asyncio's tasks, locks, queues and task groups need; no files, no threads.
+
+    Nothing waits, so the cost of an hour is the cost of its events. Callbacks at one instant run in the order of their
+    requests, so a program with one random generator is a function of its seed.
+    """
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._sequence = itertools.count()
+        self.failure: BaseException | None = None
+        """Set by a part of the simulation that ends it; `run_until` raises it, once."""
+        self.num_events = 0
+
+    def run_until(self, deadline_s: float, is_done: Callable[[], Any] = lambda: False) -> None:
+        """Run callbacks in the order of their time, until `is_done()` or until `deadline_s`. Raises `failure`."""
+        events._set_running_loop(self)
+        try:
+            while self.failure is None and not is_done():
+                if self._ready:
+                    handle: asyncio.Handle = self._ready.popleft()
+                elif self._timers and self._timers[0][0] <= deadline_s:
+                    when, _, handle = heapq.heappop(self._timers)
+                    self._now_s = max(self._now_s, when)
+                else:
+                    self._now_s = max(self._now_s, deadline_s)
+                    break
+                if not handle.cancelled():
+                    self.num_events += 1
+                    handle._run()
+        finally:
+            events._set_running_loop(None)
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+    # -- what asyncio calls --------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self._now_s
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]  # there is one thread
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._sequence), handle))
+        return handle
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def create_future(self) -> asyncio.Future:
+        return asyncio.Future(loop=self)
+
+    def create_task(self, coro: Coroutine, *, name: str | None = None, context: Context | None = None) -> asyncio.Task:  # type: ignore[override]
+        return asyncio.Task(coro, loop=self, name=name, context=context)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Keep the exception of a callback. The holder of a failed task handles its exception."""
+        if "handle" in context and self.failure is None:
+            self.failure = context["exception"]
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """The handle stays in the heap and is passed over when its time comes."""
+
+    def is_running(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def get_debug(self) -> bool:
+        return False
+
 
 Frames = list[bytes]
 

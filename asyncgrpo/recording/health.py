@@ -238,7 +238,7 @@ def _logprob_gap(view: View, limit: float) -> Finding | None:
 
 
 def _warned(about: str) -> Callable[[View, float], Finding | None]:
-    """Find the newest warning of the learner about its curves (`learner/watch.py`), which no alert repeats."""
+    """Find the newest warning of the learner about its curves (`learner/record.py`), which no alert repeats."""
 
     def find(view: View, _: float) -> Finding | None:
         warnings = view.newest("warning", within_s=SHOWN_S)

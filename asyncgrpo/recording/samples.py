@@ -1,4 +1,4 @@
-"""Trained completions as Parquet files, one per step, for inspection of prompts, completions and rewards.
+"""Completions as Parquet files, one per step or evaluation: written, read, searched and compared.
 
 Each file, such as `samples/000/step_000017.parquet`, is written atomically. A row is one completion, and its columns are the
 fields of `Sample`. Files beyond `run.keep_samples` are removed, the oldest first.
@@ -8,18 +8,23 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+from msgspec import Struct
 
-from asyncgrpo.recording.sample_search import SampleFiles, path_of
+from asyncgrpo.errors import ConfigError, DataError
 from asyncgrpo.types import Completion, Group, Prompt
 from asyncgrpo.wire.rollouts import Deliver
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +63,19 @@ class Sample:
     evaluations, where they are not recorded."""
 
 
-_INT32 = ("lag", "num_tokens")
-_ARROW_TYPES: dict[Any, pa.DataType] = {
-    int: pa.int64(),
-    str: pa.string(),
-    float | None: pa.float64(),
-    str | None: pa.string(),
-}
-SCHEMA = pa.schema([(f.name, pa.int32() if f.name in _INT32 else _ARROW_TYPES[f.type]) for f in fields(Sample)])
+@cache
+def schema() -> "pa.Schema":
+    """Return the columns of a file."""
+    import pyarrow as pa  # only here and below: the driver reads samples only on request
+
+    types: dict[Any, pa.DataType] = {
+        int: pa.int64(),
+        str: pa.string(),
+        float | None: pa.float64(),
+        str | None: pa.string(),
+    }
+    small = ("lag", "num_tokens")
+    return pa.schema([(f.name, pa.int32() if f.name in small else types[f.type]) for f in fields(Sample)])
 
 
 def samples_of(
@@ -114,7 +124,8 @@ def _text_of(completion: Completion, decode: Callable[[Sequence[int]], str]) -> 
     """Return the text of a completion, and the character ranges of its observations."""
     if not completion.observations:
         return decode(completion.token_ids.tolist()), []
-    first, *turns = np.split(completion.token_ids, [one.at for one in completion.observations])
+    ends = [0, *(one.at for one in completion.observations), len(completion.token_ids)]
+    first, *turns = (completion.token_ids[start:end] for start, end in pairwise(ends))
     text, observed = decode(first.tolist()), []
     for one, turn in zip(completion.observations, turns, strict=True):
         reply = decode(one.token_ids.tolist())
@@ -180,7 +191,10 @@ class SampleWriter:
 
     def write(self, step: int, samples: Iterable[Sample]) -> Path:
         """Write the samples of a step (zstd), remove files over the limit, and return the path. Raises OSError."""
-        table = pa.Table.from_pylist([vars(sample) for sample in samples], schema=SCHEMA)
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        table = pa.Table.from_pylist([vars(sample) for sample in samples], schema=schema())
         path = path_of(self.folder, step)
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp")
@@ -210,3 +224,321 @@ class SampleWriter:
         if path.parent != self.folder:
             with contextlib.suppress(OSError):  # the folder has other files
                 path.parent.rmdir()
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+Row = dict[str, Any]
+"""One completion, with the fields of `Sample`."""
+Folder = Literal["samples", "evals"]
+TRAINED: Folder = "samples"
+EVALS: Folder = "evals"
+"""Folders of a run: the completions of its steps, and those of its evaluations."""
+Sort = Literal["file", "best", "worst", "longest", "oldest"]
+Only = Literal["all", "failed", "truncated", "untrained", "better", "worse"]
+
+_ORDER = {"best": ("reward", "descending"), "worst": ("reward", "ascending")}
+_ORDER |= {"longest": ("num_tokens", "descending"), "oldest": ("lag", "descending")}
+_SEARCHED = ("prompt", "completion", "ground_truth", "prompt_id", "source")
+
+
+class Found(Struct, frozen=True, kw_only=True):
+    """One page of a search in the completions of a step."""
+
+    step: int
+    total: int
+    """Completions of the step in the file."""
+    found: int
+    """Completions that match the search."""
+    rows: list[Row]
+    """The requested page of the matches."""
+    first_step: int
+    last_step: int
+    before: int | None
+    """The previous step that has samples."""
+    after: int | None
+    """The next step that has samples."""
+
+
+SHARD = 1_000
+"""Number of steps per folder."""
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return the path for the samples of a step, such as `samples/260/step_260017.parquet`."""
+    return folder / f"{step // SHARD:03d}" / f"step_{step:06d}.parquet"
+
+
+class SampleFiles:
+    """The sample files in a folder, by optimizer step. Older releases wrote all of them into the folder itself."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._flat = _steps_in(folder)
+        numbers = (int(shard.name) for shard in folder.glob("*") if shard.name.isdigit())
+        self._shards = sorted({*numbers, *(step // SHARD for step in self._flat)})
+
+    @property
+    def is_of_training(self) -> bool:
+        """True for trained completions, False for those of evaluations."""
+        return self._folder.name == TRAINED
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield every step that has samples, in order. Lists every folder."""
+        for shard in self._shards:
+            yield from self._in(shard)
+
+    def first(self) -> int | None:
+        """Return the first step that has samples."""
+        return next(iter(self), None)
+
+    def last(self) -> int | None:
+        """Return the newest step that has samples."""
+        return next((steps[-1] for shard in reversed(self._shards) if (steps := self._in(shard))), None)
+
+    def before(self, step: int) -> int | None:
+        """Return the last step before `step` that has samples."""
+        shards = (shard for shard in reversed(self._shards) if shard <= step // SHARD)
+        return next((one for shard in shards for one in reversed(self._in(shard)) if one < step), None)
+
+    def after(self, step: int) -> int | None:
+        """Return the first step after `step` that has samples."""
+        shards = (shard for shard in self._shards if shard >= step // SHARD)
+        return next((one for shard in shards for one in self._in(shard) if one > step), None)
+
+    def find(self, step: int) -> Path | None:
+        """Return the file of a step; None: it has no samples."""
+        paths = path_of(self._folder, step), self._folder / f"step_{step:06d}.parquet"
+        return next((path for path in paths if path.is_file()), None)
+
+    def _in(self, shard: int) -> list[int]:
+        flat = {step for step in self._flat if step // SHARD == shard}
+        return sorted(flat | _steps_in(self._folder / f"{shard:03d}"))
+
+
+def _steps_in(folder: Path) -> set[int]:
+    return {int(file.stem[5:]) for file in folder.glob("step_*.parquet") if file.stem[5:].isdigit()}
+
+
+def files_of(run: Path, folder: Folder = TRAINED) -> SampleFiles:
+    """Return the sample files in a folder of the run. Raises DataError if there are none."""
+    files = SampleFiles(run / folder)
+    if files.last() is None:
+        why = f"it writes them after its first {'step' if folder == TRAINED else 'evaluation of data.eval'}"
+        raise DataError(f"{run} holds no {folder}/step_*.parquet: {why if run.is_dir() else 'no such folder'}")
+    return files
+
+
+def read_table(files: SampleFiles, run: Path, step: int | None = None) -> "tuple[int, pa.Table]":
+    """Return a step and its samples, one row each; `step` None means the newest. Raises DataError."""
+    step = files.last() if step is None else step
+    assert step is not None, "files_of has raised"
+    path = files.find(step)
+    if path is None:
+        every = "run.samples_every" if files.is_of_training else "run.eval_every"
+        there = f"there are steps {files.first()} to {files.last()} (run.keep_samples, {every})"
+        raise DataError(f"{run} has no samples of step {step}; {there}")
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return step, pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
+
+
+def search(
+    run: Path,
+    step: int | None = None,
+    *,
+    folder: Folder = TRAINED,
+    text: str = "",
+    only: Only = "all",
+    sort: Sort = "file",
+    offset: int = 0,
+    limit: int = 20,
+) -> Found:
+    """Search the completions of a step by text and outcome, and return one page.
+
+    Args:
+        step: None: the newest that has samples.
+        folder: trained completions, or those of evaluations.
+        text: text in prompt, completion, answer or source, ignoring case; empty: all.
+        only: without a score, ended by length, outside the loss, or with an advantage above or below 0.
+        sort: `file` is the order of the batch. Completions without a score come last.
+        offset: number of matches to skip.
+        limit: largest number of rows.
+    Raises:
+        DataError: the run has no samples, or none of this step.
+    """
+    files = files_of(run, folder)
+    step, table = read_table(files, run, step)
+    found = _matching(table, text, only)
+    if sort != "file":
+        import pyarrow.compute as pc
+
+        column, order = _ORDER[sort]
+        found = found.take(pc.sort_indices(found, [(column, order)]))  # nulls are last
+    first, last = files.first(), files.last()
+    assert first is not None and last is not None, "files_of has raised"
+    return Found(
+        step=step,
+        total=table.num_rows,
+        found=found.num_rows,
+        rows=found.slice(offset, limit).to_pylist(),
+        first_step=first,
+        last_step=last,
+        before=files.before(step),
+        after=files.after(step),
+    )
+
+
+def _matching(table: "pa.Table", text: str, only: Only) -> "pa.Table":
+    import pyarrow.compute as pc
+
+    kept = {
+        "failed": lambda: pc.is_valid(table["failure"]),
+        "truncated": lambda: pc.equal(table["finish_reason"], "length"),
+        "untrained": lambda: pc.is_null(table["advantage"]),
+        "better": lambda: pc.greater(table["advantage"], 0.0),
+        "worse": lambda: pc.less(table["advantage"], 0.0),
+    }
+    if only != "all":
+        table = table.filter(kept[only]())
+    if text:
+        hits = [pc.match_substring(table[column], text, ignore_case=True) for column in _SEARCHED]
+        found = hits[0]
+        for hit in hits[1:]:
+            found = pc.or_(found, hit)
+        table = table.filter(found)
+    return table
+
+
+# -- two evaluations compared ------------------------------------------------------------------------------------------
+
+Way = Literal["fixed", "broken"]
+
+
+class Side(Struct, frozen=True, kw_only=True):
+    """Result of a prompt in one of the two evaluations."""
+
+    right: float
+    """Share of right completions, 0 to 1."""
+    reward_mean: float | None
+    completion: str
+    """A completion that shows the change: the best one where the prompt is right, else the worst."""
+    reward: float | None
+    failure: str | None
+    version: str
+
+
+class Changed(Struct, frozen=True, kw_only=True):
+    """A prompt that is right in exactly one of the two evaluations. It is right if at least half of its completions are."""
+
+    prompt_id: str
+    way: Way
+    prompt: str
+    ground_truth: str
+    before: Side
+    after: Side
+
+
+class Changes(Struct, frozen=True, kw_only=True):
+    """Comparison of two evaluations."""
+
+    from_step: int
+    to_step: int
+    prompts: int
+    """Number of prompts in both evaluations."""
+    right_before: int
+    right_after: int
+    fixed: int
+    broken: int
+    changed: list[Changed]
+    """The fixed prompts, then the broken ones, each in the order of the file."""
+    steps: list[int]
+    """Steps whose evaluations are kept."""
+
+
+def changes(run: Path, from_step: int | None = None, to_step: int | None = None) -> Changes:
+    """Compare two evaluations of a run.
+
+    Args:
+        from_step, to_step: None: the first and the last kept evaluation.
+    Raises:
+        DataError: an evaluation is missing, or both are the same.
+    """
+    files = files_of(run, EVALS)
+    steps = list(files)
+    first, last = steps[0] if from_step is None else from_step, steps[-1] if to_step is None else to_step
+    if first == last:
+        raise DataError(
+            f"{run}: a comparison needs two evaluations, not step {first} twice; kept are: {', '.join(map(str, steps))}"
+        )
+    before, after = (_by_prompt(read_table(files, run, step)[1].to_pylist()) for step in (first, last))
+    success, both = _success(run), [prompt_id for prompt_id in before if prompt_id in after]
+    was, is_now = (
+        {p: fmean(_is_right(row, success) for row in rows[p]) >= 0.5 for p in both} for rows in (before, after)
+    )
+    found: dict[Way, list[str]] = {
+        "fixed": [p for p in both if is_now[p] and not was[p]],
+        "broken": [p for p in both if was[p] and not is_now[p]],
+    }
+    return Changes(
+        from_step=first,
+        to_step=last,
+        prompts=len(both),
+        right_before=sum(was.values()),
+        right_after=sum(is_now.values()),
+        fixed=len(found["fixed"]),
+        broken=len(found["broken"]),
+        changed=[
+            Changed(
+                prompt_id=prompt_id,
+                way=way,
+                prompt=after[prompt_id][0]["prompt"],
+                ground_truth=after[prompt_id][0]["ground_truth"],
+                before=_side(before[prompt_id], success, shows_best=way == "broken"),
+                after=_side(after[prompt_id], success, shows_best=way == "fixed"),
+            )
+            for way, ids in found.items()
+            for prompt_id in ids
+        ],
+        steps=steps,
+    )
+
+
+def _by_prompt(rows: list[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        found[row["prompt_id"]].append(row)
+    return found
+
+
+def _is_right(row: Row, success: float) -> bool:
+    return row["reward"] is not None and row["reward"] >= success
+
+
+def _side(rows: list[Row], success: float, *, shows_best: bool) -> Side:
+    scored = sorted((row for row in rows if row["reward"] is not None), key=lambda row: row["reward"])
+    shown = (scored[-1] if shows_best else scored[0]) if scored else rows[0]
+    return Side(
+        right=fmean(_is_right(row, success) for row in rows),
+        reward_mean=fmean(row["reward"] for row in scored) if scored else None,
+        completion=shown["completion"],
+        reward=shown["reward"],
+        failure=shown["failure"],
+        version=shown["version_newest"],
+    )
+
+
+def _success(run: Path) -> float:
+    """Return `reward.success` of the run; 1 if its configuration lacks it."""
+    try:
+        from asyncgrpo.config.load import read_plain
+
+        settings: Any = read_plain(run / "config.yaml")
+        return float(settings["reward"]["success"])
+    except (ConfigError, KeyError, TypeError):
+        return 1.0

@@ -15,8 +15,8 @@ import msgspec
 
 from asyncgrpo.config.reach import check_service, find_model
 from asyncgrpo.config.schema import RewardModelConfig
-from asyncgrpo.cores import cores
 from asyncgrpo.errors import RewardError
+from asyncgrpo.host import cores
 from asyncgrpo.importing import importing
 from asyncgrpo.rewards.base import ConfiguredReward, Sampled, failed, score_of_value
 from asyncgrpo.rewards.http import Service, ServiceError

@@ -21,9 +21,9 @@ from typing import Literal
 
 import msgspec
 
-from asyncgrpo.cores import cores, idle_cores
 from asyncgrpo.errors import RewardError
 from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded
+from asyncgrpo.host import cores, idle_cores
 from asyncgrpo.rewards.base import WITHDRAWN, ConfiguredReward, Sampled, failed, place_of
 from asyncgrpo.rewards.worker import Call, WorkerReady
 from asyncgrpo.types import Prompt, Score

@@ -213,7 +213,6 @@ def find_in(module: ModuleType, path: Path, name: str, kind: Literal["function",
 
 # -- the form of a function --------------------------------------------------------------------------------------------
 
-
 Getters = dict[str, Callable[[Call], Any]]
 
 _VERL: Getters = {

@@ -37,16 +37,14 @@ from asyncgrpo.journal.history import Found, History, is_on, read_run, surviving
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.ranks import RankCommand, Team
-from asyncgrpo.learner.record import step_fields
-from asyncgrpo.learner.report import PhaseClock
+from asyncgrpo.learner.report import PhaseClock, step_fields
 from asyncgrpo.learner.service import follow
 from asyncgrpo.recording.events import Event, EventLog, as_written, read_events
 from asyncgrpo.recording.loggers import flatten
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout, digest_of
 from asyncgrpo.weights.group import serve_store, visit_store
-from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.groups import unpack_batch
+from asyncgrpo.wire.codec import encode, unpack_batch
 from asyncgrpo.wire.rollouts import Batch, Deliver
 
 # -- the timeline ------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.threads import spread
+from asyncgrpo.weights.digest import spread
 
 BLOCK = 2**16
 """Elements that a 16-bit position can address."""

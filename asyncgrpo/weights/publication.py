@@ -1,10 +1,148 @@
-"""State of the publisher: its members, the publications under way, and the report of one that has ended."""
+"""Publications: the sync check that proves one, the publisher's members, and the state and report of each.
+
+The sync check compares log-probs of learner and engine on the same tokens, to prove that the engine uses its new weights.
+A digest proves that bytes arrived. It cannot detect an engine that ignores a tensor, merges adapters wrongly or keeps keys
+and values of older weights. So under each published version the learner and every engine score the same few sequences. The
+difference of their log-probs is the sync gap, in nats. It is never 0, because their arithmetic differs.
+
+Its size depends on the dtype, the kernels and the model. The first gap of a run calibrates the limit, because both sides
+then hold the weights of the model's folder. A later gap may be `TIMES_THE_FIRST` as large, within the bounds of its dtype.
+"""
 
 import math
+import random
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.check import SyncGap
+
+# -- the sync check ----------------------------------------------------------------------------------------------------
+
+NUM_SEQUENCES = 4
+LENGTH = 32
+"""Tokens of a sequence; fewer if the longest context is shorter."""
+VERSIONS_KEPT = 64
+CHECK_WITHIN_S = 10.0
+"""Deadline after a swap for an engine's scores; later ones do not count for the version."""
+FIRST_CHECK_WITHIN_S = 120.0
+"""The deadline before the first gap of a run, when an engine may still compile its kernels."""
+TIMES_THE_FIRST = 4.0
+BOUNDS = {"float32": (3e-5, 1e-3), "bfloat16": (1e-2, 1e-1), "float16": (3e-3, 3e-2)}
+"""Smallest and largest limit of the mean gap by the dtype of the weights, nats. Measurements: docs/weights.md."""
+
+
+@dataclass(frozen=True)
+class CheckSequences:
+    """The sequences of a run, determined by vocabulary and context length."""
+
+    tokens: tuple[tuple[int, ...], ...]
+    start: int
+    """Index of the first scored token. Earlier tokens are a prefix that a prefix cache would keep."""
+
+    @classmethod
+    def draw(cls, vocab_size: int, max_context: int) -> "CheckSequences":
+        """Draw random tokens, which exercise every part of a model, whatever its training data."""
+        drawn = random.Random(f"{vocab_size} {max_context}")
+        length = max(2, min(LENGTH, max_context - 1))
+        tokens = (tuple(drawn.randrange(vocab_size) for _ in range(length)) for _ in range(NUM_SEQUENCES))
+        return cls(tuple(tokens), max(1, length // 2))
+
+
+@dataclass(frozen=True)
+class SyncGap:
+    """Distance of an engine's log-probs from the learner's under one version, nats."""
+
+    mean: float
+    """Mean over the scored tokens of all sequences but the farthest one; it is compared with the limit. In bfloat16 a token
+    may be routed to another expert than in the learner, and then the rest of its sequence differs. A faulty engine differs
+    in every sequence."""
+    max: float
+    """Largest distance of one token of any sequence."""
+
+    @classmethod
+    def between(cls, learner: Sequence[float], engine: Sequence[float]) -> "SyncGap":
+        """Compare the log-probs of learner and engine. The gap is infinite if their lengths differ or one is not finite.
+
+        Args:
+            learner, engine: log-probs of `NUM_SEQUENCES` sequences of equal length, concatenated.
+        """
+        if len(learner) != len(engine) or not all(map(math.isfinite, engine)):
+            return cls(math.inf, math.inf)
+        gaps = [abs(a - b) for a, b in zip(learner, engine, strict=True)]
+        length = len(gaps) // NUM_SEQUENCES
+        *rest, _ = sorted(sum(gaps[start : start + length]) for start in range(0, len(gaps), length))
+        return cls(sum(rest) / (len(rest) * length), max(gaps))
+
+
+class GapLimit:
+    """Largest mean gap that counts as rounding."""
+
+    def __init__(self, dtype: str) -> None:
+        """
+        Args:
+            dtype: dtype of the published weights.
+        """
+        self._least, self._most = BOUNDS.get(dtype, BOUNDS["bfloat16"])
+        self.nats, self.is_found = self._most, False
+
+    def find(self, first: SyncGap) -> None:
+        """Set the limit from the first gap of the run. Later calls have no effect."""
+        if not self.is_found:
+            self.nats = min(max(TIMES_THE_FIRST * first.mean, self._least), self._most)
+            self.is_found = True
+
+
+class SyncCheck:
+    """Gaps of the publications in progress. The learner's loop calls `expect`, the publisher's thread the rest."""
+
+    def __init__(self, sequences: CheckSequences, limit: GapLimit) -> None:
+        self.sequences, self.limit = sequences, limit
+        self._expected: dict[PolicyVersion, list[float]] = {}
+        self._scored: dict[PolicyVersion, dict[str, Sequence[float]]] = {}
+
+    @classmethod
+    def none(cls) -> "SyncCheck":
+        """Return a check without sequences, which accepts every engine."""
+        return cls(CheckSequences((), 1), GapLimit("float32"))
+
+    def asked(self) -> dict[str, Any]:
+        """Return the sequences as fields of `WeightsLayout`, for the generators."""
+        return {"check": self.sequences.tokens, "check_start": self.sequences.start}
+
+    def expect(self, version: PolicyVersion, scores: list[float]) -> None:
+        """Record the learner's scores under `version`. The last `VERSIONS_KEPT` are kept for slow or later generators."""
+        self._expected[version] = scores
+        for oldest in list(self._expected)[:-VERSIONS_KEPT]:
+            del self._expected[oldest]
+            self._scored.pop(oldest, None)
+
+    def scored(self, version: PolicyVersion, generator_id: str, scores: Sequence[float]) -> None:
+        """Record an engine's scores; empty: scoring failed."""
+        self._scored.setdefault(version, {})[generator_id] = scores
+
+    def awaits(self, version: PolicyVersion, generators: Iterable[str], since_s: float) -> bool:
+        """Return True if a score from the learner or one of `generators` is pending and the deadline has not passed.
+
+        Args:
+            since_s: time of the last swap among `generators`, `time.monotonic`.
+        """
+        within_s = CHECK_WITHIN_S if self.limit.is_found else FIRST_CHECK_WITHIN_S
+        if not self.sequences.tokens or time.monotonic() - since_s > within_s:
+            return False
+        return version not in self._expected or not self._scored.get(version, {}).keys() >= set(generators)
+
+    def conclude(self, version: PolicyVersion) -> dict[str, SyncGap]:
+        """Return the gaps under `version` by generator, for the scores since the last call."""
+        expected, scored = self._expected.get(version), self._scored.pop(version, {})
+        gaps = {name: SyncGap.between(expected, scores) for name, scores in scored.items() if scores and expected}
+        if gaps:
+            self.limit.find(max(gaps.values(), key=lambda gap: gap.mean))
+        return gaps
+
+
+# -- members and publications ------------------------------------------------------------------------------------------
 
 
 @dataclass

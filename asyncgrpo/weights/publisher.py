@@ -26,13 +26,11 @@ from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Slot
-from asyncgrpo.weights.check import SyncCheck
 from asyncgrpo.weights.delta import Delta, State
-from asyncgrpo.weights.digest import digest_pieces
+from asyncgrpo.weights.digest import SHARE_BYTES, digest_pieces
 from asyncgrpo.weights.group import Backend
 from asyncgrpo.weights.lane import DeltaLane, GroupLane, delta_byte_budget
-from asyncgrpo.weights.publication import Member, Publication, Round
-from asyncgrpo.weights.threads import SHARE_BYTES
+from asyncgrpo.weights.publication import Member, Publication, Round, SyncCheck
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, Kinds, decode
 from asyncgrpo.wire.sockets import Client, Keys, Server

@@ -22,10 +22,9 @@ from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout, MappedArenas, SharedTensors, Staging
 from asyncgrpo.weights.delta import Delta, State, apply
-from asyncgrpo.weights.digest import digest_pieces
+from asyncgrpo.weights.digest import SHARE_BYTES, digest_pieces
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
 from asyncgrpo.weights.lane import Arriving
-from asyncgrpo.weights.threads import SHARE_BYTES
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.sockets import Client, Keys

@@ -8,8 +8,7 @@ import torch
 from asyncgrpo.algorithms import diagnostics
 from asyncgrpo.algorithms.aggregation import Aggregation, token_weights, weighted_sum
 from asyncgrpo.algorithms.corrections import combine, divergence, importance, interpolated, m2po, opsm, veto
-from asyncgrpo.algorithms.penalties import KlKind, kl_penalty
-from asyncgrpo.algorithms.surrogates import SURROGATES
+from asyncgrpo.algorithms.surrogates import SURROGATES, KlKind, kl_penalty
 
 X = torch.zeros(8, device="meta")
 MASK = torch.zeros(8, dtype=torch.bool, device="meta")

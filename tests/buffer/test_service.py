@@ -15,7 +15,7 @@ from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Prompt, Rollout, Sampling, Score, VersionSpan
 from asyncgrpo.wire import PROTOCOL
-from asyncgrpo.wire.groups import pack_group
+from asyncgrpo.wire.codec import pack_group
 from asyncgrpo.wire.rollouts import (
     Ack,
     Batch,

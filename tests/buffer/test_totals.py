@@ -1,7 +1,7 @@
 """What a batch tells of the buffer beside its groups: how full it was, how long groups waited, how busy generators were."""
 
 from asyncgrpo import metrics
-from asyncgrpo.buffer.auto_lag import AutoLag
+from asyncgrpo.buffer.admission import AutoLag
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService

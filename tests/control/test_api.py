@@ -15,8 +15,8 @@ from asyncgrpo.config.schema import ControlConfig
 from asyncgrpo.control import server
 from asyncgrpo.control.api import serving
 from asyncgrpo.control.client import Address, read_address
-from asyncgrpo.control.fetch import fetch
 from asyncgrpo.control.operator import ChangeSettings, DrainRun, Evaluate, Pause, Resume, Scale, WriteCheckpoint
+from asyncgrpo.control.problems import fetch
 from asyncgrpo.errors import CommandRefused, ConfigError, RunNotAlive
 from tests.control.fuzz import attack, send, wrong_with
 from tests.control.operators import TOKEN, FakeOperator, make_run, served

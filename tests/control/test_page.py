@@ -13,7 +13,7 @@ from asyncgrpo.control.operator import ChangeSettings, Pause, Scale
 from asyncgrpo.errors import CommandRefused
 from asyncgrpo.recording.advice import Advice
 from asyncgrpo.recording.events import EventLog
-from asyncgrpo.recording.samples import SCHEMA, Sample
+from asyncgrpo.recording.samples import Sample, schema
 from tests.control.browser import CHROMIUM, Page, browser
 from tests.control.operators import TOKEN, FakeOperator, make_run, served, step
 
@@ -61,7 +61,7 @@ def tab() -> Iterator[Page]:
 def operator(tmp_path: Path) -> FakeOperator:
     run = make_run(tmp_path / "demo")
     (run / "samples").mkdir()
-    pq.write_table(pa.Table.from_pylist(SAMPLES, schema=SCHEMA), run / "samples" / "step_000012.parquet")
+    pq.write_table(pa.Table.from_pylist(SAMPLES, schema=schema()), run / "samples" / "step_000012.parquet")
     return FakeOperator(run)
 
 
@@ -166,7 +166,7 @@ def test_held_out_prompts_that_changed_between_two_evaluations_are_shown(page: P
             sample(step=at, prompt_id=f"eval/{n}", completion=f"{n} at {at}", reward=reward, advantage=None)
             for n, reward in enumerate(rewards)
         ]
-        table = pa.Table.from_pylist(rows, schema=SCHEMA)
+        table = pa.Table.from_pylist(rows, schema=schema())
         pq.write_table(table, operator.run_dir / "evals" / f"step_{at:06d}.parquet")
     page.type("#search [name=of]", "changes")
     page.wait("document.querySelector('#found').innerText.includes('step 0 to step 10: 2 of 3 prompts right, then 2')")
@@ -197,7 +197,7 @@ def test_what_a_model_wrote_is_only_text(page: Page):
 
 def test_what_an_environment_said_is_set_apart(tab: Page, url: str, operator: FakeOperator):
     rows = [sample(completion="look up 7seven.is it", observed="[[9, 15]]")]
-    table = pa.Table.from_pylist(rows, schema=SCHEMA)
+    table = pa.Table.from_pylist(rows, schema=schema())
     pq.write_table(table, operator.run_dir / "samples" / "step_000012.parquet")
     tab.open(f"{url}/#token={TOKEN}")
     tab.click(".sample summary")

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from asyncgrpo.config.schema import GeneratorConfig
-from asyncgrpo.engines import installed
-from asyncgrpo.engines.installed import check_extra, why_sglang_cannot_run
+from asyncgrpo.engines import build
+from asyncgrpo.engines.build import check_extra, why_sglang_cannot_run
 from asyncgrpo.errors import ConfigError
 
 
@@ -18,8 +18,8 @@ def machine(monkeypatch: pytest.MonkeyPatch):
 
     def pretend(*, missing: tuple[str, ...] = (), has_gpu: bool = False) -> None:
         present = importlib.util.find_spec("math")
-        monkeypatch.setattr(installed, "find_spec", lambda name: None if name in missing else present)
-        monkeypatch.setattr(installed, "has_gpu", lambda: has_gpu)
+        monkeypatch.setattr(build, "find_spec", lambda name: None if name in missing else present)
+        monkeypatch.setattr(build, "has_gpu", lambda: has_gpu)
 
     return pretend
 
@@ -47,7 +47,7 @@ def test_the_stand_in_for_the_kernels_is_needed_without_a_gpu_only(machine) -> N
 
 def test_an_old_python_is_named(machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine()
-    monkeypatch.setattr(installed, "OLDEST_PYTHON", (99, 0))
+    monkeypatch.setattr(build, "OLDEST_PYTHON", (99, 0))
     why = why_sglang_cannot_run()
     assert why and "Python" in why
 
@@ -70,7 +70,7 @@ def test_another_engine_has_arguments_of_its_own() -> None:
 
 def test_asking_does_not_import_sglang() -> None:
     ask = (
-        "import sys; from asyncgrpo.engines.installed import *; from asyncgrpo.config.schema import GeneratorConfig; "
+        "import sys; from asyncgrpo.engines.build import *; from asyncgrpo.config.schema import GeneratorConfig; "
         "why_sglang_cannot_run() or check_extra(GeneratorConfig(extra={'page_size': 1})); print('sglang' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout == "False\n"

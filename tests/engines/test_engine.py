@@ -16,7 +16,7 @@ from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.rollout import GroupInFlight
 from asyncgrpo.types import Completion, Discarded, Lease, PolicyVersion, Prompt, Sampling, Score
-from asyncgrpo.weights.check import BOUNDS, CheckSequences, SyncGap
+from asyncgrpo.weights.publication import BOUNDS, CheckSequences, SyncGap
 from tests.engines.engines import MAX_CONTEXT, RIGS, VOCAB, Rig
 from tests.rewards.stubs import OneByOne
 

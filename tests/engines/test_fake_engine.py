@@ -9,7 +9,7 @@ import torch
 
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.planner.clock import VirtualLoop
+from asyncgrpo.planner.stand_ins import VirtualLoop
 from asyncgrpo.types import Completion, PolicyVersion, Sampling
 
 PROMPT = (1, 2, 3)

@@ -17,7 +17,7 @@ import torch
 from asyncgrpo.engines.sglang.engine import SGLangEngine
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.check import NUM_SEQUENCES
+from asyncgrpo.weights.publication import NUM_SEQUENCES
 from tests.models import make_tiny_qwen3
 
 pytest.importorskip("sglang")

@@ -24,7 +24,7 @@ from asyncgrpo.environments.base import Reply, Task
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.turns import TurnSampler
 from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling, TensorInfo
-from asyncgrpo.weights.check import BOUNDS, NUM_SEQUENCES, CheckSequences, SyncGap
+from asyncgrpo.weights.publication import BOUNDS, NUM_SEQUENCES, CheckSequences, SyncGap
 from tests.engines.engines import Rig
 from tests.models import make_tiny_qwen3
 from tests.runs import shared_memory

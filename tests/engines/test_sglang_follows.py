@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncgrpo.engines.sglang.engine import SGLangEngine
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.check import CheckSequences
 from asyncgrpo.weights.files import disk_tensors
+from asyncgrpo.weights.publication import CheckSequences
 from tests.models import make_tiny_qwen3
 
 pytest.importorskip("sglang")

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncgrpo.engines.sglang.plan import Box, left_by, rest, trace
-from asyncgrpo.engines.sglang.proof import PLAN, Held, Proof, listed, question
+from asyncgrpo.engines.sglang.proof import PLAN, Box, Held, Proof, left_by, listed, question, rest, trace
 
 Weights = dict[str, Tensor]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

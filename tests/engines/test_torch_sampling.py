@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncgrpo.engines.torch.sampling import Knobs, sample, uniforms
+from asyncgrpo.engines.torch.decoder import Knobs, sample, uniforms
 
 VOCAB = 50
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.generators.rollout import GroupInFlight, TooFewCompletions
-from asyncgrpo.planner.clock import VirtualLoop
+from asyncgrpo.planner.stand_ins import VirtualLoop
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.types import Completion, Discarded, Group, Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from tests.rewards.stubs import OneByOne

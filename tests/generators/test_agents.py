@@ -24,7 +24,7 @@ from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.agents import AgentSampler, Limits
 from asyncgrpo.generators.rollout import GroupInFlight, Played, with_common_prompt
 from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Sampling, Score
-from asyncgrpo.wire.groups import check_group, check_lease, pack_group
+from asyncgrpo.wire.codec import check_group, check_lease, pack_group
 from tests.generators.test_rollout import make_lease
 from tests.generators.test_turns import END, V1, V2, Length, Scripted, all_of, decode
 from tests.learner.test_observations import true_logprobs

@@ -13,8 +13,7 @@ from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.rollout import Activities
 from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService, TokenTime
-from asyncgrpo.planner.clock import VirtualLoop
-from asyncgrpo.planner.stand_ins import GeneratorLine, Receiver
+from asyncgrpo.planner.stand_ins import GeneratorLine, Receiver, VirtualLoop
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.breaker import HOLD_S, Breaker
 from asyncgrpo.types import GeneratorSeconds, Lease, PolicyVersion, Prompt, Sampling, Score

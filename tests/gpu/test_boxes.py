@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from asyncgrpo.weights.boxes import box_digest
+from asyncgrpo.weights.digest import box_digest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])

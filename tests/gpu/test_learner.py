@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.publishing import fill_arena
-from asyncgrpo.learner.rows import RowReceiver, RowSender
+from asyncgrpo.learner.snapshot import RowReceiver, RowSender
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout, digest_of
 from asyncgrpo.weights.digest import add_digests, digest

@@ -9,8 +9,7 @@ from asyncgrpo.config.memory import GIB, Card, engine_gpu, learner_rank
 from asyncgrpo.config.model_size import PUBLISHED, size_at
 from asyncgrpo.config.placement import changed, share_one_gpu
 from asyncgrpo.config.schema import Config
-from asyncgrpo.engines.build import SHARED_FRACTION, build_engine
-from asyncgrpo.engines.installed import check_extra
+from asyncgrpo.engines.build import SHARED_FRACTION, build_engine, check_extra
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from torch import nn
 
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.weights.adapters import merge
+from asyncgrpo.learner.publishing import merge
 from tests.learner.helpers import VERSION, config, random_groups, weights
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 

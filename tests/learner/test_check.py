@@ -5,7 +5,7 @@ import pytest
 
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.check import CheckSequences
+from asyncgrpo.weights.publication import CheckSequences
 from tests.learner.helpers import config, plain_logprobs, random_groups
 from tests.learner.ranks import run_on_ranks
 from tests.models import make_tiny_qwen3

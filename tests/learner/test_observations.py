@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncgrpo.types import Completion, Group, Observation
-from asyncgrpo.wire.groups import pack_group, unpack_group
+from asyncgrpo.wire.codec import pack_group, unpack_group
 from tests.learner.helpers import VERSION, learner, load, random_groups, step_and_gradient, weights
 from tests.learner.test_batching import history, packed
 from tests.models import make_tiny_qwen3

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from asyncgrpo.learner.record import parts_of
+from asyncgrpo.learner.report import parts_of
 from asyncgrpo.types import Completion, Rollout, Score
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from asyncgrpo.learner.record import by_source
+from asyncgrpo.learner.report import by_source
 from asyncgrpo.types import Completion, Group, Prompt, Rollout, Score
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from asyncgrpo.learner.watch import ENOUGH, LITTLE, WINDOW, TrainingWatch
+from asyncgrpo.learner.record import ENOUGH, LITTLE, WINDOW, TrainingWatch
 
 
 def step(share: float) -> dict:

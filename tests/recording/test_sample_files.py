@@ -9,9 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncgrpo.errors import DataError
-from asyncgrpo.recording import sample_search
-from asyncgrpo.recording.sample_search import SampleFiles, path_of, search
-from asyncgrpo.recording.samples import SCHEMA, SampleWriter, samples_of
+from asyncgrpo.recording import samples as recorded
+from asyncgrpo.recording.samples import SampleFiles, SampleWriter, path_of, samples_of, schema, search
 from asyncgrpo.types import Completion, Group, Observation, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 
 
@@ -70,7 +69,7 @@ def test_a_row_says_which_characters_an_environment_said(group):
 
 def test_the_file_has_the_schema_even_when_a_step_has_no_sample(tmp_path):
     path = SampleWriter(tmp_path, None).write(1, [])
-    assert pq.read_schema(path) == SCHEMA and pq.read_table(path).num_rows == 0
+    assert pq.read_schema(path) == schema() and pq.read_table(path).num_rows == 0
 
 
 def test_columns_are_compressed_with_zstd(group, tmp_path):
@@ -107,7 +106,7 @@ def test_all_steps_read_as_one_table(group, tmp_path):
     assert pq.read_table(tmp_path)["step"].to_pylist() == [1, 1, 2, 2, 3, 3]
 
 
-# -- how many are kept ------------------------------------------------------------------------------------------------
+# -- how many are kept -------------------------------------------------------------------------------------------------
 
 
 def steps(folder) -> list[int]:
@@ -198,10 +197,10 @@ def test_a_search_among_many_files_lists_few_of_them(tmp_path, monkeypatch):
         path = path_of(tmp_path / "samples", step)
         path.parent.mkdir(parents=True)
         path.touch()
-    pq.write_table(SCHEMA.empty_table(), path_of(tmp_path / "samples", 130_500))
+    pq.write_table(schema().empty_table(), path_of(tmp_path / "samples", 130_500))
     listed = []
-    real = sample_search._steps_in
-    monkeypatch.setattr(sample_search, "_steps_in", lambda folder: (listed.append(folder), real(folder))[1])
+    real = recorded._steps_in
+    monkeypatch.setattr(recorded, "_steps_in", lambda folder: (listed.append(folder), real(folder))[1])
     found = search(tmp_path, 130_500)
     assert (found.first_step, found.before, found.after, found.last_step) == (500, 129_500, 131_500, 259_500)
     assert len(listed) < 12

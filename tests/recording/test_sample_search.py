@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncgrpo.errors import DataError
-from asyncgrpo.recording.sample_search import Found, search
-from asyncgrpo.recording.samples import SCHEMA, Sample
+from asyncgrpo.recording.samples import Found, Sample, schema, search
 
 FIELDS: dict[str, Any] = {
     "step": 3, "version_oldest": "1.2", "version_newest": "1.2", "lag": 1, "group_id": "g", "prompt_id": "p", "source": "demo",
@@ -36,7 +35,7 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / "samples").mkdir()
     for step in (1, 3, 7):
         rows = [asdict(Sample(**{**FIELDS, "step": step, **row})) for row in ROWS]
-        table = pa.Table.from_pylist(rows, schema=SCHEMA)
+        table = pa.Table.from_pylist(rows, schema=schema())
         pq.write_table(table, tmp_path / "samples" / f"step_{step:06d}.parquet")
     return tmp_path
 

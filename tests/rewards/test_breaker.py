@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncgrpo import metrics
-from asyncgrpo.planner.clock import VirtualLoop
+from asyncgrpo.planner.stand_ins import VirtualLoop
 from asyncgrpo.rewards.base import Sampled, score_of_value, score_one
 from asyncgrpo.rewards.breaker import (
     FIRST_PROBE_S,

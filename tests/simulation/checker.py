@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from asyncgrpo.buffer.auto_lag import FLOOR, LEAST
+from asyncgrpo.buffer.admission import AutoLag
 from asyncgrpo.buffer.buffer import MAX_ATTEMPTS, Buffer, State, group_seed
 from asyncgrpo.buffer.group_health import ISOLATE_AFTER, Quarantine
 from asyncgrpo.config.schema import Config
@@ -455,10 +455,10 @@ class Checker:
             self.counts["bound_asked_for"] += 1
             return
         largest = self._largest
-        self._require(largest is not None and LEAST <= bound <= largest, "P26 the bound", f"it becomes {bound}")
+        self._require(largest is not None and AutoLag.LEAST <= bound <= largest, "P26 the bound", f"it becomes {bound}")
         if bound > life.bounds[-1]:
             share = statistics.median(life.shares[-3:])
-            self._require(share >= FLOOR, "P26 the bound", f"raised to {bound} at a sample share of {share}")
+            self._require(share >= AutoLag.FLOOR, "P26 the bound", f"raised to {bound} at a sample share of {share}")
         life.bounds.append(bound)
         life.shares.clear()
         self.counts["bound_raised" if bound > life.bounds[-2] else "bound_lowered"] += 1

@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from asyncgrpo.buffer import admission
-from asyncgrpo.buffer.admission import Mask, Policy, Wait, Window
-from asyncgrpo.buffer.auto_lag import AutoLag
+from asyncgrpo.buffer.admission import AutoLag, Mask, Policy, Wait, Window
 from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
 from asyncgrpo.buffer.service import BufferService

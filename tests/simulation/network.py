@@ -8,8 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from asyncgrpo.planner.clock import VirtualLoop
-from asyncgrpo.planner.stand_ins import Frames
+from asyncgrpo.planner.stand_ins import Frames, VirtualLoop
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, encode
 from tests.simulation.faults import Faults

@@ -37,8 +37,7 @@ from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.learner.ranks import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
-from asyncgrpo.planner.clock import VirtualLoop
-from asyncgrpo.planner.stand_ins import BufferSocket, Frames, LearnerLine, Silent
+from asyncgrpo.planner.stand_ins import BufferSocket, Frames, LearnerLine, Silent, VirtualLoop
 from asyncgrpo.rewards.breaker import STREAK
 from asyncgrpo.types import PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire import Message

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncgrpo.weights import boxes
-from asyncgrpo.weights.boxes import box_digest
+from asyncgrpo.weights import digest
+from asyncgrpo.weights.digest import box_digest
 
 MASK = 2**64 - 1
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
@@ -25,7 +25,7 @@ def whole(tensor: torch.Tensor, name: str = "w") -> int:
 @dtypes
 @pytest.mark.parametrize("shape", [(), (37,), (13, 24), (3, 5, 7), (2, 3, 4, 5)])
 def test_the_digests_of_boxes_add_up_however_a_tensor_is_cut(shape, dtype, monkeypatch):
-    monkeypatch.setattr(boxes, "_AT_ONCE", 32)
+    monkeypatch.setattr(digest, "_AT_ONCE", 32)
     tensor, rng = drawn(*shape, dtype=dtype), random.Random(0)
     for _ in range(10):
         edges = [sorted({0, length, rng.randrange(length + 1), rng.randrange(length + 1)}) for length in shape]
@@ -38,8 +38,8 @@ def test_the_digests_of_boxes_add_up_however_a_tensor_is_cut(shape, dtype, monke
 
 def test_it_is_what_the_page_says():
     tensor = torch.tensor([[1, 2], [3, 5]], dtype=torch.int64)
-    seed = boxes.xxhash.xxh3_64_intdigest(b"w")
-    rows, columns = boxes._factors(seed, 0, 2), boxes._factors(seed ^ MASK, 0, 2)
+    seed = digest.xxhash.xxh3_64_intdigest(b"w")
+    rows, columns = digest._factors(seed, 0, 2), digest._factors(seed ^ MASK, 0, 2)
     assert all(int(factor) % 2 for factor in np.concatenate([rows, columns]))
     expected = sum(int(tensor[r, c]) * int(rows[r]) * int(columns[c]) for r in range(2) for c in range(2))
     assert whole(tensor) == expected & MASK
@@ -48,10 +48,10 @@ def test_it_is_what_the_page_says():
 @dtypes
 def test_a_card_computes_the_same(dtype, monkeypatch):
     """Its products here, on the CPU; `tests/gpu/test_boxes.py` is for a card."""
-    monkeypatch.setattr(boxes, "_AT_ONCE_ON_DEVICE", 100)
+    monkeypatch.setattr(digest, "_AT_ONCE_ON_DEVICE", 100)
     tensor = drawn(13, 24, dtype=dtype)
     rows, columns = (np.random.default_rng(0).integers(0, 2**64, length, np.uint64) for length in tensor.shape)
-    assert boxes._on_device(tensor, rows, columns) & MASK == boxes._of_matrix(tensor, rows, columns) & MASK
+    assert digest._on_device(tensor, rows, columns) & MASK == digest._of_matrix(tensor, rows, columns) & MASK
 
 
 def test_elements_of_any_strides_are_read_as_they_are():

@@ -15,9 +15,8 @@ from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.check import BOUNDS, CheckSequences, GapLimit, SyncCheck, SyncGap
 from asyncgrpo.weights.files import disk_tensors
-from asyncgrpo.weights.publication import Publication
+from asyncgrpo.weights.publication import BOUNDS, CheckSequences, GapLimit, Publication, SyncCheck, SyncGap
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from tests.learner.helpers import config, random_groups
@@ -268,7 +267,7 @@ def test_what_is_no_number_is_infinitely_far():
 def test_the_first_gap_is_awaited_as_long_as_kernels_compile_and_later_ones_are_not(monkeypatch: pytest.MonkeyPatch):
     check = SyncCheck(CheckSequences.draw(260, 64), GapLimit("float32"))
     now = iter((60.0, 130.0, 60.0))
-    monkeypatch.setattr("asyncgrpo.weights.check.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("asyncgrpo.weights.publication.time.monotonic", lambda: next(now))
     version = PolicyVersion(1, 0)
     assert check.awaits(version, ["a"], since_s=0.0) and not check.awaits(version, ["a"], since_s=0.0)
     check.limit.find(SyncGap(1e-6, 1e-6))

@@ -10,24 +10,24 @@ import torch
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights import delta, threads
+from asyncgrpo.weights import delta
+from asyncgrpo.weights import digest as hashing
 from asyncgrpo.weights import publisher as publishing
 from asyncgrpo.weights import receiver as receiving
-from asyncgrpo.weights.digest import digest
+from asyncgrpo.weights.digest import digest, spread
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
-from asyncgrpo.weights.threads import spread
 from tests.weights.publishing import publish
 from tests.weights.test_publication import LAYOUT, Engine, wait_until, weights
 
 
 @pytest.fixture
 def three(monkeypatch) -> Iterator[None]:
-    monkeypatch.setattr(threads, "num_threads", lambda: 3)
-    threads._pool.cache_clear()
+    monkeypatch.setattr(hashing, "num_threads", lambda: 3)
+    hashing._pool.cache_clear()
     yield
-    threads._pool().shutdown()
-    threads._pool.cache_clear()
+    hashing._pool().shutdown()
+    hashing._pool.cache_clear()
 
 
 def test_pieces_are_taken_not_far_ahead_and_results_keep_their_order(three):
@@ -81,7 +81,7 @@ def test_a_delta_by_three_threads_is_that_of_one(three, monkeypatch):
     target = base.clone()
     delta.apply(delta.Delta(*states, len(base), by_three), target, states[0])
     assert torch.equal(target, new)
-    monkeypatch.setattr(threads, "num_threads", lambda: 1)
+    monkeypatch.setattr(hashing, "num_threads", lambda: 1)
     by_one = delta.encode(new, base, spans)
     assert [[part.tobytes() for part in piece._body()] for piece in by_three] == [
         [part.tobytes() for part in piece._body()] for piece in by_one

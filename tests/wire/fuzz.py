@@ -43,12 +43,11 @@ from asyncgrpo.types import (
     VersionSpan,
 )
 from asyncgrpo.weights.arena import Layout
-from asyncgrpo.weights.check import SyncCheck
+from asyncgrpo.weights.publication import SyncCheck
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import PROTOCOL, Message
-from asyncgrpo.wire.codec import decode, encode
-from asyncgrpo.wire.groups import pack_group, unpack_batch
+from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_batch
 from asyncgrpo.wire.rollouts import (
     Ack,
     AwaitsScores,

@@ -13,8 +13,17 @@ from asyncgrpo.buffer.buffer import State
 from asyncgrpo.errors import RefusedError, WireError
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, VersionSpan
 from asyncgrpo.wire import PROTOCOL, Message, codec
-from asyncgrpo.wire.codec import ANY, AnyMessage, Kinds, decode, encode
-from asyncgrpo.wire.groups import LARGEST_LOGPROB, check_group, check_lease, pack_group
+from asyncgrpo.wire.codec import (
+    ANY,
+    LARGEST_LOGPROB,
+    AnyMessage,
+    Kinds,
+    check_group,
+    check_lease,
+    decode,
+    encode,
+    pack_group,
+)
 from asyncgrpo.wire.rollouts import (
     Batch,
     Deliver,
@@ -323,7 +332,7 @@ def test_a_checkpoint_that_nobody_asked_for_is_refused():
 
 
 def test_a_batch_whose_sizes_lie_is_refused():
-    from asyncgrpo.wire.groups import unpack_batch
+    from asyncgrpo.wire.codec import unpack_batch
 
     message, payload = pack_group(make_group())
     for sizes in ((len(payload), 8), (len(payload) - 8,), ()):

@@ -8,8 +8,7 @@ import pytest
 
 from asyncgrpo.errors import WireError
 from asyncgrpo.types import Completion, Discarded, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
-from asyncgrpo.wire.codec import decode, encode
-from asyncgrpo.wire.groups import pack_group, unpack_group
+from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_group
 from asyncgrpo.wire.rollouts import Deliver, Register, RolloutHeader
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from asyncgrpo.errors import ConfigError, WireError
 from asyncgrpo.wire import sockets
-from asyncgrpo.wire.codec import decode, encode
-from asyncgrpo.wire.groups import pack_group
+from asyncgrpo.wire.codec import decode, encode, pack_group
 from asyncgrpo.wire.rollouts import Register, Welcome
 from asyncgrpo.wire.sockets import AsyncClient, Client, Keys, Server, is_loopback
 from tests.wire.test_codec import make_group

@@ -25,7 +25,7 @@ from asyncgrpo import scratch, warm
 from asyncgrpo.engines.sglang.proof import PLAN, Held
 from asyncgrpo.errors import EngineError, WeightsError
 from asyncgrpo.importing import importing
-from asyncgrpo.weights.check import LENGTH, NUM_SEQUENCES
+from asyncgrpo.weights.publication import LENGTH, NUM_SEQUENCES
 
 with importing():  # also in the scheduler's process, which imports this module first
     import torch
@@ -306,7 +306,6 @@ def _tree(pid: int | None) -> list[psutil.Process]:
 
 
 # -- attention on a CPU ------------------------------------------------------------------------------------------------
-
 
 LARGEST_PADDING = 4
 """Largest ratio of padded to real keys; above it, sequences are attended to one by one."""

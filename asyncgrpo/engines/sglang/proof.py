@@ -1,22 +1,288 @@
 """Proof that an SGLang model holds the weights that were sent last, element by element.
 
-Each scheduler reports once which boxes of the published tensors its parameters consist of (`plan.py`). From then on its
+Each scheduler reports once which boxes of the published tensors its parameters consist of. From then on its
 checksum has a digest of each box of the live parameters. The generator compares it with the digest of the sent tensor, rounded
 to the parameter's dtype. Elements outside all boxes (padding, scales, values that a loader computes) are compared between
 engines only. A parameter with non-constant elements there does not follow the weights, nor does a box that the first weights
 leave unchanged.
+
+The plan is which elements of which published tensor each parameter holds. `load_weights` runs once with tensors that have no
+elements (`Source`). A slice of one is a view whose strides give its place in the published tensor. A copy of a view into a
+parameter is recorded as a `Part` and not executed, so no weight is read or written. They are tensor subclasses and not a
+torch mode, because some loaders copy in threads of their own.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from asyncgrpo.engines.sglang.plan import Box, Left, Part, Published, left_by, rest, state, trace
-from asyncgrpo.weights.boxes import box_digest
-from asyncgrpo.weights.threads import spread
+from asyncgrpo.weights.digest import box_digest, spread
+
+# -- the plan: traced in the model's own loader ------------------------------------------------------------------------
+
+Shape = tuple[int, ...]
+Published = tuple[str, str, Shape]
+"""Name, dtype and shape of a published tensor."""
+
+_SAME_ELEMENTS = frozenset({"aten.detach", "aten.alias", "aten.lift_fresh", "aten.clone", "aten._to_copy"})
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle of a published tensor."""
+
+    tensor: str
+    start: Shape
+    size: Shape
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return its elements."""
+        return tensor[tuple(slice(first, first + length) for first, length in zip(self.start, self.size, strict=True))]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of a parameter that hold a box of a published tensor."""
+
+    box: Box
+    parameter: str
+    offset: int
+    """Offset of the first element in the parameter's memory, elements."""
+    strides: Shape
+    """Strides in the parameter along each dimension of the box, elements."""
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return its elements in the shape of the box."""
+        return parameter.detach().as_strided(self.box.size, self.strides, self.offset)
+
+
+class Untraceable(Exception):
+    """The loader needs elements of a tensor, or takes a selection that is not a rectangle."""
+
+
+def trace(model: nn.Module, published: Iterable[Published]) -> tuple[list[Part], dict[str, str]]:
+    """Return the parts of a model's parameters, and the tensors that cannot be traced with the reason of each."""
+    infos = list(published)
+    tracer = _Tracer(model)
+    with torch.no_grad():
+        try:
+            tracer.load(infos)
+        except Exception:  # one by one, to find those that cannot be traced
+            return _trace_each(model, infos)
+    return tracer.parts, {}
+
+
+def _trace_each(model: nn.Module, infos: list[Published]) -> tuple[list[Part], dict[str, str]]:
+    parts, untraced = list[Part](), dict[str, str]()
+    for info in infos:
+        tracer = _Tracer(model)
+        try:
+            tracer.load([info])
+            parts += tracer.parts
+        except Exception as error:
+            untraced[info[0]] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return parts, untraced
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a model by name."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+Left = dict[str, Tensor | None]
+"""Elements outside all parts, by parameter: flat indices [n]; None: all elements."""
+
+
+def left_by(model: nn.Module, parts: Iterable[Part]) -> Left:
+    """Return the elements outside all parts, of parameters and buffers that have any."""
+    by_parameter: dict[str, list[Part]] = {}
+    for part in parts:
+        by_parameter.setdefault(part.parameter, []).append(part)
+    left: Left = {}
+    for name, parameter in state(model).items():
+        own = by_parameter.get(name)
+        if own is None:
+            left[name] = None
+        elif sum(prod(part.box.size) for part in own) != parameter.numel():
+            is_left = torch.ones_like(parameter, dtype=torch.bool)
+            for part in own:
+                part.of(is_left).fill_(False)
+            left[name] = is_left.reshape(-1).nonzero()[:, 0]
+    return left
+
+
+def rest(model: nn.Module, left: Left) -> dict[str, Tensor]:
+    """Return the elements of `left`, [n] per parameter."""
+    flat = {name: p.detach().reshape(-1) for name, p in state(model).items() if name in left}
+    return {name: flat[name] if places is None else flat[name][places] for name, places in left.items()}
+
+
+# -- tensors without elements ------------------------------------------------------------------------------------------
+
+
+class Source(Tensor):
+    """A published tensor or a view of it, as a loader sees it."""
+
+    at: Tensor
+    """The same view, on torch's meta device."""
+    published: str
+    """Its name."""
+    tracer: "_Tracer"
+
+    @staticmethod
+    def __new__(cls, at: Tensor, name: str, tracer: "_Tracer") -> "Source":
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            at.shape,
+            strides=at.stride(),
+            storage_offset=at.storage_offset(),
+            dtype=at.dtype,
+            device=tracer.device,
+        )
+        made.at, made.published, made.tracer = at, name, tracer
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        sources = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Source)]
+        first, operation = sources[0], str(func).rpartition(".")[0]
+
+        def like(at: Tensor) -> Source:
+            return Source(at, first.published, first.tracer)
+
+        if operation == "aten.copy_" and not isinstance(args[0], Source):
+            first.tracer.note(args[0], first)
+            return args[0]
+        if operation in _SAME_ELEMENTS:
+            return like(first.at)
+        if func.is_view and len(sources) == 1:
+            viewed = func(*(a.at if isinstance(a, Source) else a for a in args), **(kwargs or {}))
+            return [like(one) for one in viewed] if isinstance(viewed, list | tuple) else like(viewed)
+        if operation == "aten.cat" and len(sources) == len(args[0]):
+            return first.tracer.joined(sources, args[1] if len(args) > 1 else 0)
+        raise Untraceable(f"{first.published} is read by {operation}")
+
+
+class _Tracer:
+    """Notes the copies that a loader asks for. Any thread may."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        held = reversed(state(model).items())  # a parameter comes before a buffer that shares its memory
+        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in held}
+        self.device = next(model.parameters()).device
+        self._shapes: dict[str, Shape] = {}
+        self._joined: dict[str, list[tuple[Box, Box]]] = {}
+        """Of each tensor that a loader joined: boxes of it, and those of published tensors that they are."""
+        self._noted: list[Part] = []
+        self._lock = threading.Lock()
+
+    def load(self, infos: Iterable[Published]) -> None:
+        """Have the model load all of these."""
+        self._model.load_weights([(name, self._source(name, dtype, shape)) for name, dtype, shape in infos])  # type: ignore[operator]
+
+    def _source(self, name: str, dtype: str, shape: Shape) -> Source:
+        self._shapes[name] = tuple(shape)
+        return Source(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), name, self)
+
+    def note(self, target: Tensor, source: Source) -> None:
+        """Note a copy of `source` into `target`, a view of a parameter or a buffer. Copies elsewhere are ignored."""
+        parameter = self._names.get(target.untyped_storage().data_ptr())
+        if parameter is None:
+            return
+        view = source.at.expand(target.shape)
+        box, strides = _box(source.published, self._shapes[source.published], view, target.stride())
+        with self._lock:
+            self._noted.append(Part(box, parameter, int(target.storage_offset()), strides))
+
+    def joined(self, sources: Sequence[Source], dim: int) -> Source:
+        """Return the result of `cat`: an unpublished tensor, made of boxes of published ones."""
+        at = torch.cat([torch.empty(source.shape, device="meta") for source in sources], dim).to(sources[0].dtype)
+        name, first = "+".join(source.published for source in sources), 0
+        boxes = []
+        for source in sources:
+            length = source.shape[dim]
+            box, _ = _box(
+                source.published, self._shapes[source.published], source.at, at.narrow(dim, first, length).stride()
+            )
+            if box.size != tuple(source.shape):
+                raise Untraceable(f"{name}: what is joined are no rectangles")
+            start = tuple(first if d == dim else 0 for d in range(at.ndim))
+            boxes.append((Box(name, start, box.size), box))
+            first += length
+        with self._lock:
+            self._shapes[name], self._joined[name] = tuple(at.shape), boxes
+        return Source(at, name, self)
+
+    @property
+    def parts(self) -> list[Part]:
+        """What was noted, in boxes of published tensors."""
+        return [part for noted in self._noted for part in self._resolved(noted)]
+
+    def _resolved(self, part: Part) -> Iterator[Part]:
+        if part.box.tensor not in self._joined:
+            yield part
+            return
+        for joined, box in self._joined[part.box.tensor]:
+            start = tuple(map(max, part.box.start, joined.start))
+            ends = (map(sum, zip(each.start, each.size, strict=True)) for each in (part.box, joined))
+            size = tuple(min(both) - first for first, *both in zip(start, *ends, strict=True))
+            if min(size, default=0) <= 0:
+                continue
+            moved = [first - before for first, before in zip(start, part.box.start, strict=True)]
+            place = [at + first - j for at, first, j in zip(box.start, start, joined.start, strict=True)]
+            offset = part.offset + sum(step * by for step, by in zip(part.strides, moved, strict=True))
+            yield from self._resolved(Part(Box(box.tensor, tuple(place), size), part.parameter, offset, part.strides))
+
+
+def _box(name: str, shape: Shape, view: Tensor, target: Shape) -> tuple[Box, Shape]:
+    """The rectangle that a view of a contiguous tensor is, and the target's stride along each of its dimensions.
+
+    Args:
+        shape: of the tensor.
+        target: strides of what the view is copied to, along the dimensions of the view.
+    """
+    runs = _runs(view, target)
+    start, size, strides, offset = [], [], [], int(view.storage_offset())
+    for step in torch.empty(shape, device="meta").stride():
+        first, offset = divmod(offset, step)
+        run = next((r for r in runs if r[0] > 1 and r[1] == step), None)
+        if run is None:  # one over this dimension and those within it
+            over = (r for r in runs if r[0] > 1 and r[1] and step % r[1] == 0 and r[0] * r[1] % step == 0)
+            run = next(over, None)
+        inner = step // run[1] if run else 1
+        start.append(first)
+        size.append(run[0] // inner if run else 1)
+        strides.append(run[2] * inner if run else 0)
+        if run:
+            run[0] = inner
+    is_inside = all(first + length <= whole for first, length, whole in zip(start, size, shape, strict=True))
+    if not is_inside or any(length > 1 for length, _, _ in runs):
+        raise Untraceable(f"{name}: a view with strides {view.stride()} is not a rectangle of {shape}")
+    return Box(name, tuple(start), tuple(size)), tuple(strides)
+
+
+def _runs(view: Tensor, target: Shape) -> list[list[int]]:
+    """The dimensions of a view as [length, stride, stride in the target]; those that a loader only split are one again."""
+    runs: list[list[int]] = []
+    for length, step, to in zip(view.shape, view.stride(), target, strict=True):
+        if length == 1:
+            continue
+        if runs and runs[-1][1:] == [length * step, length * to]:
+            runs[-1] = [runs[-1][0] * length, step, to]
+        else:
+            runs.append([length, step, to])
+    return runs
+
 
 Given = Sequence[tuple[str, Tensor]]
 """Published tensors by their names on disk."""

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from asyncgrpo.weights.adapters import merge
+from asyncgrpo.learner.publishing import merge
 
 
 def random(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
