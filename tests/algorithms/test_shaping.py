@@ -4,17 +4,11 @@ import random
 import pytest
 import torch
 
-from asyncgrpo.algorithms.advantages import grpo
-from asyncgrpo.algorithms.aggregation import sequence_of_token, sum_by_sequence
+from asyncgrpo.algorithms.aggregation import sum_by_sequence
 from asyncgrpo.algorithms.shaping import apply_truncation, overlong_penalty, reward_with_kl
 
 LENGTHS = [0, 3, 0, 0, 1, 4, 0]
 CU_SEQLENS = torch.tensor([0, 0, 3, 3, 3, 4, 8, 8], dtype=torch.int32)
-
-
-def test_tokens_know_their_sequence_also_beside_empty_ones():
-    assert sequence_of_token(CU_SEQLENS, 8).tolist() == [1, 1, 1, 4, 5, 5, 5, 5]
-    assert sequence_of_token(torch.tensor([0]), 0).tolist() == []
 
 
 def test_sums_keep_a_nan_in_its_sequence_and_give_zero_for_an_empty_one():
@@ -73,14 +67,3 @@ def test_truncated_completions_follow_the_rule(rule, rewards, is_trained):
     torch.testing.assert_close(ours.rewards, torch.tensor(rewards, dtype=torch.float64), equal_nan=True)
     assert ours.is_trained.tolist() == is_trained
     torch.testing.assert_close(REWARDS, before, equal_nan=True)
-
-
-def test_a_masked_completion_still_counts_in_its_group():
-    ours = apply_truncation(REWARDS, TRUNCATED, rule="mask")
-    one_group = torch.zeros(4).long()
-    assert grpo(ours.rewards, one_group).equal(grpo(REWARDS, one_group))
-
-
-def test_an_unknown_rule_is_refused():
-    with pytest.raises(AssertionError):
-        apply_truncation(REWARDS, TRUNCATED, rule="drop")
