@@ -54,35 +54,12 @@ def take(source: PromptSource, count: int) -> list[str]:
     return [item[1].prompt_id for item in (source.next() for _ in range(count)) if item is not None]
 
 
-def test_every_epoch_has_each_prompt_once_in_a_new_seeded_order():
-    prompts = some_prompts(50)
-    names = [p.prompt_id for p in prompts]
-    first, second = (take(PromptSource(prompts, seed=3, shuffle=True, epochs=2), 101) for _ in range(2))
-    assert first == second
-    assert len(first) == 100
-    assert sorted(first[:50]) == sorted(first[50:]) == sorted(names)
-    assert first[:50] != first[50:]
-    assert first != take(PromptSource(prompts, seed=4, shuffle=True, epochs=2), 100)
-    assert take(PromptSource(prompts, seed=3, shuffle=False, epochs=2), 100) == names * 2
-
-
 def test_the_order_of_a_seed_never_changes():
     source = PromptSource(some_prompts(10), seed=0, shuffle=True, epochs=None)
     assert [int(name.removeprefix("train/")) for name in take(source, 20)] == GOLDEN_ORDER
 
 
 GOLDEN_ORDER = [0, 8, 9, 3, 7, 5, 1, 2, 6, 4, 3, 7, 4, 2, 9, 8, 1, 6, 5, 0]
-
-
-def test_a_source_is_exhausted_only_when_nothing_is_outstanding():
-    source = PromptSource(some_prompts(1), seed=0, shuffle=True, epochs=1)
-    source.next()
-    assert source.next() is None and not source.is_exhausted
-    source.give_back(0)
-    assert not source.is_exhausted
-    source.next()
-    source.done(0)
-    assert source.is_exhausted and source.num_done == 1
 
 
 def test_an_isolated_prompt_is_issued_only_to_a_caller_that_asks_for_it():
