@@ -98,7 +98,7 @@ def test_a_prompt_under_another_name_leaves_the_rest_of_the_schema_as_it_is():
     ("columns", "error", "said"),
     [
         ({"promt": "input"}, ConfigError, "data.columns.promt: unknown field; expected prompt, answer, source"),
-        ({"prompt": "inptu"}, DataError, "row 0: no column 'inptu', which data.columns.prompt names"),
+        ({"prompt": "inptu"}, DataError, "'inptu', which data.columns.prompt names; did you mean 'input'"),
         ({"prompt": "text"}, DataError, "the columns are input, label"),
         ({}, DataError, "row 0: no prompt among the columns input, label; expected prompt or question"),
     ],
