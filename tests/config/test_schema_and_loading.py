@@ -168,6 +168,7 @@ class TestMistakes:
             ("actor_rollout_ref.rollout.name=vllm", "generators.engine=sglang (SGLang generates; vLLM and"),
             ("data.truncatoin=error", "did you mean verl's `data.truncation`?"),
             ("actor_rollout_ref.rollout.temprature=1", "(value 1): did you mean `sampling.temperature`?"),
+            ("learner.rank=2", "did you mean `learner.ranks`?"),
             ("buffer.max_steps=2", "(value 2): `asyncgrpo config explain` lists all keys"),
             ("algorithm.group_size=1", "algorithm.group_size must be at least 2; it is 1"),
             ("algorithm.group_size=8.5", "algorithm.group_size must be a whole number, at least 2; it is 8.5"),
