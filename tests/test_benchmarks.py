@@ -34,22 +34,9 @@ from benchmarks.trials import Ended, Fence
 from benchmarks.verl_scripts import judge, misfit, says_why
 
 SMALLEST = {
-    "device": "cpu",
-    "runs": 1,
-    "seed": 1,
-    "peak": None,
-    "part": "step",
-    "shape": "tiny",
-    "layers": 2,
-    "tokens": 256,
-    "budget": 256,
-    "lora": 0,
-    "recompute": False,
-    "offload": False,
-    "share": True,
-    "compile": False,
-    "kernel": "auto",
-}
+    "device": "cpu", "runs": 1, "seed": 1, "peak": None, "part": "step", "shape": "tiny", "layers": 2, "tokens": 256,
+    "budget": 256, "lora": 0, "recompute": False, "offload": False, "share": True, "compile": False, "kernel": "auto",
+}  # fmt: skip
 
 
 def lines(text: str) -> list[dict]:
@@ -77,12 +64,8 @@ class TestVerlScripts:
 
     def test_it_fails_where_a_key_is_lost(self, tmp_path):
         (tmp_path / "run.sh").write_text("run data.train_files=t actor_rollout_ref.model.path=m\n")
-        ended = subprocess.run(
-            [sys.executable, "-m", "benchmarks.verl_scripts", str(tmp_path)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-m", "benchmarks.verl_scripts", str(tmp_path)]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (ended.returncode, ended.stderr) == (0, "")
         assert ended.stdout.splitlines()[-1] == "run.sh: 2 keys, 2 right, 0 said, 0 lost, exit code 0"
 
@@ -149,26 +132,14 @@ def test_operations_are_those_of_the_matrices():
 
 
 def test_every_cell_is_planned_once():
-    arguments = argparse.Namespace(
-        device="cuda",
-        shapes=["0.6b", "8b"],
-        budgets=[8192, 16384],
-        tokens=65536,
-        parts=gpu_learner.PARTS,
-        runs=1,
-        recompute="auto",
-        lora=0,
-        layers=None,
-        peak=None,
-        seed=1,
-    )
+    asked = {"shapes": ["0.6b", "8b"], "budgets": [8192, 16384], "tokens": 65536, "parts": gpu_learner.PARTS}
+    asked |= {"device": "cuda", "runs": 1, "recompute": "auto", "lora": 0, "layers": None, "peak": None, "seed": 1}
+    arguments = argparse.Namespace(**asked)
     cells = gpu_learner.plan(arguments)
     assert len({json.dumps(cell) for cell in cells}) == len(cells) == 2 * (2 + 4 + 1)
     steps = [cell for cell in cells if cell["part"] == "step"]
-    assert {(cell["shape"], cell["recompute"], cell["offload"]) for cell in steps} == {
-        ("0.6b", False, False),
-        ("8b", True, True),
-    }
+    settings = {(cell["shape"], cell["recompute"], cell["offload"]) for cell in steps}
+    assert settings == {("0.6b", False, False), ("8b", True, True)}
 
 
 def test_work_on_bytes_by_threads(capsys):

@@ -6,7 +6,6 @@ A strict build by mkdocs is one of the tests where mkdocs is installed; without 
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 import unicodedata
@@ -27,6 +26,7 @@ from asyncgrpo.config.explain import knobs, removed, sections, type_in_words, va
 from asyncgrpo.config.foreign_rules import VERL
 from asyncgrpo.recording.events import KINDS
 from asyncgrpo.wire import codec
+from tests.cli.test_printed_commands import take
 from tests.simulation.mutants import MUTANTS
 from tests.test_imports import LAYERS
 
@@ -153,13 +153,8 @@ def refused_commands(text: str) -> list[str]:
 
 def is_taken(line: str) -> bool:
     """Whether the command line parses it. Nothing is run."""
-    *rest, found = [*reversed(shlex.split(line)[1:]), typer.main.get_command(app)]
-    name = "asyncgrpo"
     try:
-        while hasattr(found, "commands"):
-            name = rest.pop()
-            found = found.commands[name]
-        found.make_context(name, rest[::-1])
+        take(line)
     except Exception:  # of click, whatever it is: the line cannot be typed
         return False
     return True
@@ -313,15 +308,11 @@ def test_a_page_names_only_what_exists(page: Path):
 
 
 def test_what_does_not_exist_is_found():
-    assert unknown_commands("`asyncgrpo fly` and `asyncgrpo data chek x`, but asyncgrpo is prose") == [
-        "fly",
-        "data chek",
-    ]
+    text = "`asyncgrpo fly` and `asyncgrpo data chek x`, but asyncgrpo is prose"
+    assert unknown_commands(text) == ["fly", "data chek"]
     assert unknown_commands("```\n.venv/bin/asyncgrpo demos --steps 3\n```") == ["demos"]
-    assert refused_commands("```\nasyncgrpo audit\nasyncgrpo demo --step 3  # typo\nasyncgrpo audit run\n```") == [
-        "asyncgrpo audit",
-        "asyncgrpo demo --step 3",
-    ]
+    text = "```\nasyncgrpo audit\nasyncgrpo demo --step 3  # typo\nasyncgrpo audit run\n```"
+    assert refused_commands(text) == ["asyncgrpo audit", "asyncgrpo demo --step 3"]
     assert unknown_options("`asyncgrpo samples RUN --first`, `asyncgrpo data check --json`, `--nothing`") == ["--first"]
     lost = missing_files("`asyncgrpo/buffers/buffer.py`, `configs/*.toml`, `configs/*.yaml`, ./setup.sh, ./start.sh")
     assert lost == ["asyncgrpo/buffers/buffer.py", "configs/*.toml", "start.sh"]
@@ -349,18 +340,10 @@ def test_a_heading_that_github_and_mkdocs_call_otherwise_is_no_anchor(tmp_path: 
 
 
 def test_a_name_that_nothing_defines_is_found():
-    assert (
-        unknown_names("`Buffer.outcomes`, `corrections.combine`, `asyncgrpo.errors.ConfigError`, `lineage.version`")
-        == []
-    )
-    assert unknown_names(
-        "`Buffer.incomes`, `corrections.abnormalise`, `asyncgrpo.errors.ConfigEror`, `Nobody.here()`"
-    ) == [
-        "Buffer.incomes",
-        "corrections.abnormalise",
-        "asyncgrpo.errors.ConfigEror",
-        "Nobody.here",
-    ]
+    there = "`Buffer.outcomes`, `corrections.combine`, `asyncgrpo.errors.ConfigError`, `lineage.version`"
+    assert unknown_names(there) == []
+    gone = ["Buffer.incomes", "corrections.abnormalise", "asyncgrpo.errors.ConfigEror", "Nobody.here"]
+    assert unknown_names(", ".join(f"`{name}`" for name in gone)) == gone
     assert unknown_names("`python -m tests.simulation`, `python -m benchmarks.nothing`") == ["benchmarks.nothing"]
     assert unknown_names("`python -m benchmarks.nothing --a 1` at 2657806, `benchmarks.none`") == ["benchmarks.none"]
     assert unknown_names('`tests/test_docs.py -k "name or a_test_of_that"`') == []

@@ -58,15 +58,6 @@ def test_no_token_weighs_differently_in_another_micro_batch(mode):
             assert of_sequences(b, mode, chosen).equal(whole[tokens])
 
 
-def test_prompt_mean_gives_every_group_the_same_say():
-    b = batch()
-    weights = of_sequences(b, "prompt-mean", list(range(8)))
-    by_sequence = sum_by_sequence(weights, b.cu_seqlens)
-    for group in set(GROUPS):
-        share = sum(w for w, g in zip(by_sequence.tolist(), GROUPS, strict=True) if g == group)
-        assert share == pytest.approx(1 / 3, abs=1e-15)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_without_tokens_weighs_nothing(mode):
     nothing, none = torch.zeros(3, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)

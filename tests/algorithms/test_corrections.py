@@ -18,7 +18,7 @@ from asyncgrpo.algorithms.corrections import (
     veto,
 )
 from tests.algorithms import oracle_losses as oracle
-from tests.algorithms.batches import UNTRAINED, VERSION, batch, tensor
+from tests.algorithms.batches import VERSION, batch, tensor
 
 BOUNDS = [(None, None), (None, 2.0), (0.5, 5.0), (0.999, 1.001), (0.0, 1.0), (1.5, None)]
 CASES = [
@@ -74,26 +74,6 @@ def test_weights_and_verdicts_follow_the_formula(name, parameters):
         verdicts = expected(name, b, **parameters)
         assert_follows(ours(name, b, **parameters), verdicts, 1e-9)
         assert_follows(ours(name, b, torch.float32, **parameters), verdicts, 2e-5)
-
-
-@pytest.mark.parametrize(("name", "parameters"), CASES)
-def test_what_masked_positions_hold_reaches_nothing(name, parameters):
-    b = batch()
-    results = [ours(name, b, junk=junk, **parameters) for junk in (0.0, math.nan, math.inf, -math.inf)]
-    for other in results[1:]:
-        assert results[0].weight.equal(other.weight) and results[0].keep.equal(other.keep)
-    mask = torch.tensor(b.mask)
-    assert (results[0].weight[~mask] == 0).all() and not results[0].keep[~mask].any()
-
-
-@pytest.mark.parametrize(("name", "parameters"), [c for c in CASES if c[1].get("level") == "token"])
-def test_level_token_is_elementwise_and_needs_no_sequences(name, parameters):
-    b = batch()
-    whole, log_rho, mask = ours(name, b, **parameters), tensor(b.log_rho), torch.tensor(b.mask)
-    function = getattr(corrections, name)
-    parts = [function(log_rho[a : a + 5], mask[a : a + 5], None, **parameters) for a in range(0, len(mask), 5)]
-    torch.testing.assert_close(torch.cat([p.weight for p in parts]), whole.weight, rtol=1e-14, atol=0.0)
-    assert torch.cat([p.keep for p in parts]).equal(whole.keep)
 
 
 @pytest.mark.parametrize(("name", "parameters"), CASES)
@@ -156,15 +136,6 @@ def test_combined_weights_multiply_and_verdicts_and():
     ]
     together = combine([ours(name, b, **parameters) for name, parameters in cases])
     assert_follows(together, oracle.combine([expected(name, b, **parameters) for name, parameters in cases]), 1e-9)
-
-
-def test_a_sequence_without_trained_tokens_disturbs_nobody():
-    b = batch()
-    bare = [t for s in b.sequences for t in s if t not in b.sequences[UNTRAINED]]
-    lengths = [len(s) for s in b.sequences if s is not b.sequences[UNTRAINED]]
-    cu = torch.tensor([0, *lengths]).cumsum(0)
-    without = importance(tensor(b.log_rho)[bare], torch.tensor(b.mask)[bare], cu, level="geometric", action="clip")
-    assert ours("importance", b, level="geometric", action="clip").weight[bare].equal(without.weight)
 
 
 def test_bfloat16_is_upcast():

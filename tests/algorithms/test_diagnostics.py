@@ -67,11 +67,6 @@ def test_sums_of_any_split_are_the_sums_of_the_whole(parts):
         assert merged[name].item() == pytest.approx(whole[name].item(), rel=1e-12), name
 
 
-def test_merging_adds_or_takes_the_extreme_by_the_ending_of_the_name():
-    one, two = ({"x": tensor(v), "x_max": tensor(v), "x_min": tensor(v)} for v in (1.0, 3.0))
-    assert numbers(merge([one, two])) == {"x": 4.0, "x_max": 3.0, "x_min": 1.0}
-
-
 def test_values_follow_a_loop_over_the_trained_tokens():
     sums = mean_sums(MASK, entropy=LOG_RHO.square(), clipped=LOG_RHO > 0)
     sums |= gap_sums(LOG_RHO, torch.zeros_like(LOG_RHO), MASK)

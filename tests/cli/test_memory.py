@@ -47,15 +47,11 @@ def cards(monkeypatch):
 
 
 def test_config_show_says_what_a_run_holds(asyncgrpo, model, tmp_path):
-    said = asyncgrpo("config", "show", "one_node_8gpu", f"model.path={model('Qwen3-8B')}").out
+    typed = ("config", "show", "one_node_8gpu", f"model.path={model('Qwen3-8B')}")
+    said = asyncgrpo(*typed).out
     assert "# learner rank" in said and "# engine GPU" in said and "KV cache:" in said
     assert "for cards of 80 GB" in said
-    assert (
-        "for cards of"
-        not in asyncgrpo(
-            "config", "show", "one_node_8gpu", f"model.path={model('Qwen3-8B')}", "cluster.gpu_memory_gb=141"
-        ).out
-    )
+    assert "for cards of" not in asyncgrpo(*typed, "cluster.gpu_memory_gb=141").out
     (tmp_path / "copy.yaml").write_text(said)
     assert load_config(tmp_path / "copy.yaml").learner.ranks == 4
 

@@ -50,6 +50,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 TRAIN = ["--data", "train.jsonl", "--n-gpus", "0", "--engine", "torch", "--out", "a run", "--steps", "9"]
 TRAIN += ["data.max_prompt_tokens=32", "sampling.max_tokens=4"]
+SERVED = ["quickstart", "model.path=./model1", "data.train=train.jsonl", "data.eval=null", "generators.engine=torch"]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -66,18 +67,14 @@ def test_a_resume_with_another_model_is_refused_and_touches_nothing(asyncgrpo, s
 
 
 def test_a_resume_says_what_changed(asyncgrpo, started, files):
-    assert "changed" not in asyncgrpo("train", "--model", "model1", *TRAIN).out
+    first = asyncgrpo("train", "--model", "model1", *TRAIN).out
+    assert "changed" not in first and first.count("sequences per step") == 1
     ended = asyncgrpo("train", "--model", "model1", *TRAIN, "--lr", "2e-6", "--rollout-n", "4")
     assert ended.code == 0 and len(started) == 2
     assert "changed: learner.lr 1e-06 -> 2e-06" in ended.out
     assert "changed: algorithm.group_size 8 -> 4" in ended.out
     events = [json.loads(line) for line in (files / "a run" / "metrics.jsonl").read_text().splitlines()]
     assert {event["key"] for event in events if event["event"] == "changed"} == {"learner.lr", "algorithm.group_size"}
-
-
-def test_the_sizes_of_a_run_are_said_once(asyncgrpo, started, files):
-    ended = asyncgrpo("train", "--model", "model1", *TRAIN)
-    assert ended.out.count("sequences per step") == 1, ended.out
 
 
 def preview(asyncgrpo, *typed: str):
@@ -132,11 +129,7 @@ def test_a_dry_run_of_a_resume_says_what_changed_or_is_refused_as_the_run_would_
     ended = preview(asyncgrpo, "train", "--model", "model1", *TRAIN, "--lr", "2e-6")
     assert ended.code == 0 and "resuming from step 2" in ended.out
     assert "changed: learner.lr 1e-06 -> 2e-06" in ended.out
-    for wrong in (
-        ["--model", "model2"],
-        ["--model", "model1", "learner.betas=[1, 1]"],
-        ["--model", "model1", "run.steps=2"],
-    ):
+    for wrong in (["--model", "model2"], ["--model", "model1", "learner.betas=[1, 1]"]):
         refused, dry = asyncgrpo("train", *TRAIN, *wrong), preview(asyncgrpo, "train", *TRAIN, *wrong)
         assert (refused.code, refused.err) == (dry.code, dry.err) and dry.code == 1
     assert len(started) == 1
@@ -152,8 +145,7 @@ def test_a_dry_run_of_a_demo_makes_no_model(asyncgrpo, started, files):
 
 
 def test_a_dry_run_of_serve_finds_too_few_gpus_and_a_folder_that_is_taken(asyncgrpo, started, files):
-    typed = ["serve", "quickstart", "model.path=./model1", "data.train=train.jsonl", "data.eval=null"]
-    typed += ["generators.engine=torch", "run.out=served"]
+    typed = ["serve", *SERVED, "run.out=served"]
     assert preview(asyncgrpo, *typed).code == 0
     ended = preview(asyncgrpo, *typed, "generators.gpus_each=64", "generators.count=1")
     assert ended.code == 1 and "this run needs 64 GPUs" in ended.err
@@ -176,14 +168,7 @@ def retyped(out: str) -> list[str]:
         ["train", "--model", "model1", *TRAIN, "algorithm.corrections=[]"],
         ["demo", "--engine", "torch", "--steps", "9", "--out", "a run", "--max-lag", "1", "algorithm.corrections=[]"],
         ["demo", "--engine", "torch", "--steps", "9"],
-        [
-            "serve",
-            "quickstart",
-            "model.path=./model1",
-            "data.train=train.jsonl",
-            "data.eval=null",
-            "generators.engine=torch",
-        ],
+        ["serve", *SERVED],
     ],
     ids=["train", "demo", "demo without a folder", "serve"],
 )

@@ -145,20 +145,14 @@ def held_out(prompt: int, step: int, *rewards: float | None) -> list[dict[str, o
 
 @pytest.fixture
 def evaluated(tmp_path: Path) -> Path:
-    steps = {
-        0: [
-            held_out(0, 0, 0, 0),
-            held_out(1, 0, 1, 1),
-            held_out(2, 0, 1, 1),
-            held_out(3, 0, 0, 1),
-            held_out(9, 0, 0, 0),
-        ],
-        5: [held_out(0, 5, 0, 0), held_out(1, 5, 0, 1), held_out(2, 5, 0, None), held_out(3, 5, 1, 1)],
-        10: [held_out(0, 10, 0, 0.6), held_out(1, 10, 1, 1), held_out(2, 10, 0.4, 0), held_out(3, 10, 1, 1)],
+    rewards = {
+        0: {0: (0, 0), 1: (1, 1), 2: (1, 1), 3: (0, 1), 9: (0, 0)},
+        5: {0: (0, 0), 1: (0, 1), 2: (0, None), 3: (1, 1)},
+        10: {0: (0, 0.6), 1: (1, 1), 2: (0.4, 0), 3: (1, 1)},
     }
     (tmp_path / "evals").mkdir()
-    for step, groups in steps.items():
-        rows = [each for group in groups for each in group]
+    for step, of_prompts in rewards.items():
+        rows = [each for prompt, both in of_prompts.items() for each in held_out(prompt, step, *both)]
         pq.write_table(pa.Table.from_pylist(rows), tmp_path / "evals" / f"step_{step:06d}.parquet")
     return tmp_path
 
@@ -167,12 +161,7 @@ def test_two_evaluations_are_compared_prompt_by_prompt(asyncgrpo, evaluated):
     assert [(c["prompt_id"], c["way"]) for c in listed(asyncgrpo, evaluated, "--from", 0)] == [("eval/2", "broken")]
     (evaluated / "config.yaml").write_text("reward: {success: 0.5}\n")
     first, second = listed(asyncgrpo, evaluated, "--from", 0, "--to", 10)
-    assert (first["prompt_id"], first["way"], second["prompt_id"], second["way"]) == (
-        "eval/0",
-        "fixed",
-        "eval/2",
-        "broken",
-    )
+    assert [(c["prompt_id"], c["way"]) for c in (first, second)] == [("eval/0", "fixed"), ("eval/2", "broken")]
     assert (first["before"]["completion"], first["after"]["completion"]) == ("0 said 0 at 0", "0 said 1 at 10")
     assert (first["before"]["right"], first["after"]["right"], first["after"]["version"]) == (0.0, 0.5, "1.10")
     assert (second["before"]["reward_mean"], second["after"]["reward_mean"]) == (1.0, 0.2)

@@ -59,10 +59,14 @@ def recipe(config: Config) -> tuple[AlgorithmConfig, int, bool]:
 
 
 @pytest.mark.parametrize("name", algorithm_names())
-def test_a_preset_is_the_same_over_every_other(name, tmp_path, monkeypatch):
+def test_a_preset_is_the_same_over_every_other_of_its_loss(name, tmp_path, monkeypatch):
+    """The same loss keeps arguments that a file gives it; the test below is about all other keys."""
     monkeypatch.setattr(files, "load_values", cache_of(files.load_values))
     alone = recipe(load_config(None, ["model.path=m", "data.train=t"], algorithm=name))
-    for other in algorithm_names():
+    others = {
+        other: load_config(None, ["model.path=m", "data.train=t"], algorithm=other) for other in algorithm_names()
+    }
+    for other in (other for other, config in others.items() if config.algorithm.loss == alone[0].loss):
         (tmp_path / f"{other}.yaml").write_text(f"extends: algorithms/{other}\n{NEEDED}")
         assert recipe(load_config(tmp_path / f"{other}.yaml", algorithm=name)) == alone, other
 

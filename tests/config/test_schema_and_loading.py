@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from asyncgrpo.config.explain import explain, knobs, removed, sizes_in_words
 from asyncgrpo.config.files import shipped, shipped_names
 from asyncgrpo.config.load import load_config, to_yaml
-from asyncgrpo.config.rules import check, check_model
+from asyncgrpo.config.rules import check_model
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, SamplingConfig
 from asyncgrpo.errors import ConfigError
 
@@ -34,28 +34,10 @@ def file(tmp_path: Path) -> Path:
 
 
 class TestReading:
-    def test_numbers_in_scientific_notation_are_numbers(self, file):
-        file.write_text(file.read_text() + "learner:\n  lr: 1e-6\n")
-        assert load_config(file).learner.lr == 1e-6
-        assert load_config(None, [*NEEDED, "learner.lr=3e-5"]).learner.lr == 3e-5
-
     def test_the_command_line_wins_over_the_file_and_the_file_over_the_base(self, file):
         file.write_text(file.read_text() + "run: {steps: 7, seed: 3}\n")
-        config = load_config(file, ["run.seed=5"], base={"run": {"steps": 1, "seed": 1, "out": "here"}})
+        config = load_config(file, ["run.seed=1", "run.seed=5"], base={"run": {"steps": 1, "seed": 1, "out": "here"}})
         assert (config.run.steps, config.run.seed, config.run.out) == (7, 5, "here")
-
-    def test_the_last_of_two_equal_overrides_wins(self):
-        assert load_config(None, [*NEEDED, "run.seed=1", "run.seed=2"]).run.seed == 2
-
-    def test_a_file_extends_another_and_its_keys_win(self, file):
-        (file.parent / "child.yaml").write_text("extends: mine.yaml\ndata: {train: other}\nrun: {seed: 9}\n")
-        config = load_config(file.parent / "child.yaml")
-        assert (config.model.path, config.data.train, config.run.seed) == ("m", "other", 9)
-
-    def test_a_file_may_extend_one_that_comes_with_the_package(self, file):
-        file.write_text("extends: one_node_8gpu\nrun: {seed: 9}\n")
-        config = load_config(file)
-        assert (config.algorithm.group_size, config.run.seed) == (5, 9)
 
     def test_a_file_may_extend_several_and_later_ones_win(self, file):
         (file.parent / "a.yaml").write_text("run: {seed: 1, steps: 2}\nbuffer: {max_lag: 7}\n")
@@ -161,11 +143,6 @@ class TestArgumentsGoWithTheirLoss:
         again = load_config(file, ["algorithm.loss=ppo_clip", "algorithm.loss_args.clip_low=0.2"])
         assert again.algorithm.loss_args == {"clip_low": 0.2, "dual_ratio": 3.0}
 
-    def test_arguments_of_the_default_loss_are_dropped_too(self, file):
-        file.write_text(file.read_text() + "algorithm: {loss_args: {clip_low: 0.1}}\n")
-        assert load_config(file).algorithm.loss_args == {"clip_low": 0.1}
-        assert load_config(file, algorithm="topr").algorithm.loss_args == {}
-
     def test_a_loss_that_comes_back_does_not_bring_them_back(self, file):
         file.write_text(file.read_text() + self.FILE)
         (file.parent / "b.yaml").write_text("extends: [mine.yaml, algorithms/gspo]\nalgorithm: {loss: ppo_clip}\n")
@@ -184,26 +161,17 @@ class TestMistakes:
             ("algorithm.group_sise=8", "`algorithm.group_sise` (value 8): did you mean `algorithm.group_size`?"),
             ("group_size=8", "did you mean `algorithm.group_size`?"),
             ("algorithm.max_lag=8", "did you mean `buffer.max_lag`?"),
-            ("rollout.n=5", "that is verl's name for algorithm.group_size=5"),
             ("actor_rollout_ref.rollout.n=5", "that is verl's name for algorithm.group_size=5"),
-            ("+actor_rollout_ref.rollout.n=5", "that is verl's name for algorithm.group_size=5"),
             ("+learner.lr=1e-6", "write it as `learner.lr`"),
             ("trainer.save_freq=-1", "verl's name for run.checkpoint_every: checkpoints are always written"),
-            ("trainer.total_epochs=15", "that is verl's name for run.epochs=15"),
             ("data.truncation=error", "has no counterpart here: longer prompts are dropped, never cut"),
-            ("filter_overlong_prompts=True", "prompts above data.max_prompt_tokens are always dropped"),
             ("actor_rollout_ref.rollout.name=vllm", "generators.engine=sglang (SGLang generates; vLLM and"),
             ("data.truncatoin=error", "did you mean verl's `data.truncation`?"),
             ("actor_rollout_ref.rollout.temprature=1", "(value 1): did you mean `sampling.temperature`?"),
-            ("trainer.save_frq=1", "(value 1): did you mean verl's `trainer.save_freq`?"),
             ("learner.rank=2", "did you mean `learner.ranks`?"),
             ("buffer.max_steps=2", "(value 2): `asyncgrpo config explain` lists all keys"),
-            ("actor_rollout_ref.actor.use_kl_loss=True", "that is verl's name for algorithm.kl_coef=0.001"),
-            ("xyzzy=1", "`asyncgrpo config explain` lists all keys"),
             ("algorithm.group_size=1", "algorithm.group_size must be at least 2; it is 1"),
-            ("algorithm.group_size=many", "algorithm.group_size must be a whole number, at least 2; it is many"),
             ("algorithm.group_size=8.5", "algorithm.group_size must be a whole number, at least 2; it is 8.5"),
-            ("sampling.top_p=2", "sampling.top_p must be above 0 and at most 1; it is 2"),
             ("model.dtype=fp16", "model.dtype must be one of bfloat16, float32; it is fp16"),
             ("run.loggers=wandb", "run.loggers must be a list"),
             ("run.steps=0", "run.steps must be at least 1; it is 0"),
@@ -213,13 +181,8 @@ class TestMistakes:
             ("learner.betas=[[", "the value of learner.betas, `[[`, is not valid YAML"),
             ("algorithm=grpo", "`algorithm` is a section; set one of its keys"),
             ("algorithm.clip_low=0.1", "it was removed; use algorithm.loss_args.clip_low, an argument of algorithm.loss"),
-            ("clip_high=0.1", "it was removed; use algorithm.loss_args.clip_high"),
             ("algorithm.importance_cap=5", "as algorithm.corrections=[{high_ratio: 2.0}]"),
-            ("clip_ratio_low=0.1", "that is verl's name for algorithm.loss_args.clip_low=0.1"),
-            ("actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "that is verl's name for algorithm.loss=ppo_clip"),
             ("rollout_correction.rollout_is=token", '[{"level": "token", "action": "truncate", "high_ratio": 2.0}]'),
-            ("rollout_correction.bypass_mode=true", "algorithm.anchor=behaviour"),
-            ("use_kl_in_reward=true", "algorithm.kl_in=reward"),
             ("ppo_mini_batch_size=256", "verl's: learner.minibatches cannot be computed from data.train_batch_size"),
             ("algorithm.loss=ppo", "algorithm.loss must be one of "),
             ("algorithm.loss=gpso", "topr, vespo; it is gpso: did you mean `gspo`?"),
@@ -229,7 +192,6 @@ class TestMistakes:
             ("algorithm.corrections=[{xyzzy: 1}]", "corrections[0] has no field `xyzzy`: there are: kind, level"),
             ("algorithm.corrections=[{kind: vetoed}]", "algorithm.corrections[0].kind must be one of divergence, importance"),
             ("algorithm.corrections=[{high_ratio: much}]", "high_ratio must be a number, above 0 (or null); it is much"),
-            ("algorithm.corrections=[veto]", "algorithm.corrections[0] must be a mapping; it is veto"),
             ("algorithm.corrections.high_ratio=2", "algorithm.corrections must be a list, each a mapping of kind, level"),
             ("run.out=${nowhere}", "run.out: Interpolation key 'nowhere' not found"),
         ],
@@ -329,7 +291,6 @@ class TestCrossChecks:
             (["sampling.top_k=0"], "write -1 for no limit"),
             (["model.lora.targets=[q_proj]"], "model.lora.rank is 0, so all weights would be trained"),
             (["data.eval_rows=10"], "data.eval names no file"),
-            (["data.eval=[]"], "data.eval names no file"),
             (["data.eval=[a/test.json, b/a/test.json]"], "have the same name"),
             (["data.eval={train: a.json}"], "and is not train"),
             (["data.eval={a/b: a.json}"], "names a suite 'a/b'"),
@@ -337,15 +298,12 @@ class TestCrossChecks:
             (["weights.backend=nccl", "generators.gpus_each=0"], "on both sides, but generators.gpus_each is 0"),
             (["weights.backend=nccl", "learner.device=cpu"], "but learner.device is cpu"),
             (["cluster.share_gpu=true", "learner.ranks=2", "generators.count=1"], "but learner.ranks is 2"),
-            (["cluster.share_gpu=true", "generators.count=2"], "but generators.count is 2"),
             (
                 ["cluster.share_gpu=true", "generators.count=1", "weights.backend=nccl"],
                 "is nccl; one GPU is shared with weights.backend=shared_memory",
             ),
             (["generators.extra.dp_size=2"], "generators.extra.dp_size is 2, but an engine is one group of tensor-parallel"),
-            (["generators.extra.dp_size=2"], "raise generators.count"),
             (["generators.extra.pp_size=2"], "raise generators.gpus_each"),
-            (["generators.extra.tp_size=2"], "raise generators.gpus_each"),
             (["generators.extra.enable_dp_attention=true"], "generators.extra.enable_dp_attention is true, but"),
             (["generators.extra.speculative_algorithm=EAGLE"], "would have the wrong policy version"),
             (["generators.engine=torch", "generators.extra.page_size=16"], "generators.engine is torch, which takes no"),
@@ -359,9 +317,6 @@ class TestCrossChecks:
 
     def test_an_engine_of_one_group_may_say_so(self):
         load_config(None, [*NEEDED, "generators.extra={dp_size: 1, pp_size: 1, enable_dp_attention: false}"])
-
-    def test_the_defaults_fit_each_other(self):
-        check(load_config(None, NEEDED))
 
 
 class TestModelCheck:
@@ -454,14 +409,6 @@ class TestWords:
     def test_a_mapping_says_what_its_values_are(self):
         assert "a mapping, each value a number or text or true or false (or null)" in explain("algorithm.loss_args")
         assert "a mapping, each value text" in explain("data.columns")
-
-    def test_without_a_key_every_knob_has_a_row_and_a_section_only_its_own(self):
-        assert len(explain().splitlines()) == len(knobs())
-        assert {row.split(".")[0] for row in explain("buffer").splitlines()} == {"buffer"}
-
-    def test_an_unknown_key_is_answered_with_the_nearest(self):
-        with pytest.raises(ConfigError, match=r"did you mean `learner\.lr`"):
-            explain("learner.lrr")
 
     def test_the_sizes_of_a_run_are_said_in_words(self):
         text = sizes_in_words(load_config(None, [*NEEDED, "generators.count=3", "run.steps=10"]))

@@ -30,12 +30,10 @@ def commands(text: str, **environment: str) -> list[str]:
         ("run a > logs/x.log 2>&1 &\nrun b >> /data/y.log\nwait", ["run a", "run b"]),
         ("./go.sh a; bash b.sh c; /opt/x/bin/run d; bash -c 'run e'", ["./go.sh a", "bash b.sh c", "/opt/x/bin/run d", "run e"]),
         ("cat <<'END' > f\nIt's no command\nEND\nrun a", ["run a"]),
-        ("cd /data/x/../y && run $PWD; cd ..; run $(pwd)", ["run /data/y", "run /data"]),
         ("HERE=$(cd \"$(dirname \"${BASH_SOURCE[0]}\")\" && pwd); run $HERE $0", ["run / /script.sh"]),
         ("run $M ${M:?set it} ${M:-no} a$M", ["run $M $M $M a$M"]),
         ("if x; then M=1; fi; run a$M", ["x", "run a1"]),
         ("set -e; kill $P; wait $P; run a", ["run a"]),
-        ("set -eu; source env.sh; run a", ["source env.sh", "run a"]),
     ],
 )  # fmt: skip
 def test_bash_runs_the_script_and_the_commands_that_it_starts_are_recorded(text, expected, tmp_path, monkeypatch):
@@ -96,7 +94,7 @@ def test_a_script_without_an_end_has_a_deadline(text, monkeypatch):
     "text", ["A=xx; while :; do A=$A$A; done", ":(){ :|:& };:; :", "while :; do run 012345678901234567890123; done"]
 )
 def test_memory_processes_and_records_of_a_script_are_bounded(text, monkeypatch):
-    monkeypatch.setattr("asyncgrpo.config.foreign._SECONDS", 2.0)
+    monkeypatch.setattr("asyncgrpo.config.foreign._SECONDS", 1.0)
     started = run_script(f"run a\n{text}", {})
     assert started.commands[0] == ["run", "a"]
 

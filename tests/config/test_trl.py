@@ -2,7 +2,6 @@
 
 import ast
 import json
-import random
 import re
 import shlex
 from importlib.util import find_spec
@@ -11,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncgrpo.config.explain import knobs
 from asyncgrpo.config.files import flat
 from asyncgrpo.config.foreign import assignments, from_commands, read_script, report
 from asyncgrpo.config.foreign import read as read_any
@@ -69,22 +67,8 @@ def ours(**given) -> dict:
     return merged(TRL.translate(given))
 
 
-class TestTheMap:
-    def test_every_field_is_accounted_for(self):
-        assert [name for name in [*FIELDS, *training_arguments()] if name not in TRL.keys] == []
-
-    def test_every_counterpart_is_a_key_of_ours(self):
-        named = {key for entry in TRL.keys.values() if entry.ours for key in entry.ours.split(" and ")}
-        assert [key for key in named if key not in knobs() and not key.startswith("algorithm.loss_args.")] == []
-
-    def test_every_entry_says_one_thing_and_its_words_are_short(self):
-        for key, entry in TRL.keys.items():
-            assert sum(map(bool, (entry.ours or entry.without, entry.by_hand, entry.absent))) == 1, key
-            for words in (entry.note, entry.by_hand, entry.absent, *entry.without.values()):
-                assert len(words) <= 110 and not words.endswith("."), key
-
-    def test_every_condition_exists(self):
-        assert [other for entry in TRL.keys.values() for other in entry.when if other not in TRL.keys] == []
+def test_every_field_is_accounted_for():
+    assert [name for name in [*FIELDS, *training_arguments()] if name not in TRL.keys] == []
 
 
 class TestTranslation:
@@ -123,21 +107,17 @@ class TestTranslation:
             ({"num_train_epochs": 3.0, "max_steps": -1}, {"run.epochs": 3}),
             ({"num_train_epochs": 0.5}, {}),
             ({"warmup_ratio": 0.1, "max_steps": 50}, {"learner.warmup_steps": 5, "run.steps": 50, "run.epochs": None}),
-            ({"warmup_ratio": 0.1}, {}),
-            ({"warmup_steps": 20}, {"learner.warmup_steps": 20}),
             ({"dataset_name": "trl-lib/tldr"}, {"data.train": "hf:trl-lib/tldr"}),
             (
                 {"dataset_name": "openai/gsm8k", "dataset_config": "main", "dataset_train_split": "train[:9]"},
                 {"data.train": "hf:openai/gsm8k?name=main&split=train[:9]"},
             ),
-            ({"dataset_train_split": "train"}, {}),
             ({"dataset_name": "a/b", "dataset_test_split": "test"}, {"data.train": "hf:a/b"}),
             (
                 {"dataset_name": "a/b", "dataset_test_split": "dev", "eval_strategy": "steps"},
                 {"data.train": "hf:a/b", "data.eval": "hf:a/b?split=dev"},
             ),
             ({"train_dataset": "make()", "eval_dataset": "hf:a/b?split=test"}, {"data.eval": "hf:a/b?split=test"}),
-            ({"beta": 0.0}, {"algorithm.kl_coef": 0.0}),
             ({"beta": 0.04}, {"algorithm.kl_coef": 0.04, "algorithm.kl_kind": "k3_reweighted"}),
             (
                 {"beta": 0.04, "use_bias_correction_kl": False},
@@ -165,7 +145,6 @@ class TestTranslation:
             ),
             ({"loss_type": "dr_grpo"}, {"algorithm.loss": "ppo_clip", "algorithm.aggregation": "seq-mean-token-sum-norm"}),
             ({"loss_type": "bnpo"}, {"algorithm.loss": "ppo_clip", "algorithm.aggregation": "token-mean"}),
-            ({"loss_type": "luspo"}, {}),
             (
                 {"loss_type": "luspo", "importance_sampling_level": "sequence"},
                 {"algorithm.loss": "gspo", "algorithm.aggregation": "seq-mean-token-sum"},
@@ -178,13 +157,10 @@ class TestTranslation:
                     "algorithm.loss_args.tau_negative": 1.1,
                 },
             ),
-            ({"sapo_temperature_neg": 1.1}, {}),
             ({"loss_type": "of tomorrow"}, {}),
-            ({"scale_rewards": True}, {"algorithm.advantage": "grpo"}),
             ({"scale_rewards": False}, {"algorithm.advantage": "dr_grpo"}),
             ({"scale_rewards": "batch"}, {"algorithm.advantage": "lite"}),
             ({"top_k": 0}, {"sampling.top_k": -1}),
-            ({"top_k": None}, {"sampling.top_k": -1}),
             ({"mask_truncated_completions": True}, {"algorithm.truncated": "mask"}),
             (
                 {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_cap": 2.0},
@@ -195,17 +171,11 @@ class TestTranslation:
             ),
             ({"vllm_importance_sampling_mode": "token_truncate"}, {"algorithm.corrections": []}),
             (
-                {"use_vllm": True, "vllm_mode": "server", "num_processes": 4},
-                {"generators.engine": "sglang", "learner.ranks": 4},
-            ),
-            (
                 {"num_processes": 1, "vllm_gpu_memory_utilization": 0.3},
                 {"cluster.share_gpu": True, "generators.memory_fraction": 0.3},
             ),
-            ({"vllm_gpu_memory_utilization": 0.3}, {}),
             ({"adam_beta2": 0.95}, {"learner.betas": [0.9, 0.95]}),
             ({"use_peft": True, "lora_alpha": 64}, {"model.lora.rank": 16, "model.lora.alpha": 64}),
-            ({"lora_r": 8}, {}),
             ({"report_to": ["wandb", "none"]}, {"run.loggers": ["wandb"]}),
             ({"report_to": "all"}, {}),
             ({"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, {"learner.lr_min_ratio": 0.1}),
@@ -214,7 +184,6 @@ class TestTranslation:
                 {"reward.function": ["math", "r.py:correct"], "reward.weights": [1.0, 0.5]},
             ),
             ({"reward_funcs": ["accuracy_reward", "make()"]}, {}),
-            ({"reward_funcs": "trl.rewards.think_format_reward"}, {"reward.function": "think_format"}),
             ({"data_files": {"train": "a.jsonl", "test": "b.jsonl"}}, {"data.train": "a.jsonl"}),
             ({"bf16": False}, {"model.dtype": "float32"}),
         ],
@@ -222,14 +191,6 @@ class TestTranslation:
     def test_values_are_translated_where_they_differ(self, given, expected):
         assert ours(**given) == expected
         assert all(row.ours or row.words for row in TRL.translate(given))
-
-    def test_no_value_however_odd_breaks_the_translation(self):
-        odd = [None, True, 0, -1, 0.1, "x", "", [], ["a", "b"], {}, {"train": 3}]
-        rng = random.Random(0)
-        for _ in range(500):
-            given = {key: rng.choice(odd) for key in rng.sample(list(TRL.keys), rng.randint(1, 25))}
-            assert all(row.ours or row.words for row in TRL.translate(given)), given
-            TRL.unwritten(given)
 
     def test_what_trl_does_unasked_is_told_where_ours_is_another(self):
         unasked = read(["learning_rate=1e-5"]).unwritten
@@ -286,11 +247,6 @@ class TestSources:
             "num_generation: asyncgrpo knows no such key of TRL; did you mean `num_generations`?"
         ]
 
-    @pytest.mark.parametrize("word", ["nowhere.py", "nowhere.yaml", "--flag"])
-    def test_what_is_no_source_is_refused(self, word):
-        with pytest.raises(ConfigError, match=word):
-            read([word])
-
     def test_a_python_script_is_refused_with_the_way_out(self, tmp_path):
         (tmp_path / "t.py").write_text("GRPOConfig(seed=1)\n")
         with pytest.raises(ConfigError, match=r"t.py is Python.*args.to_json_string\(\)"):
@@ -320,8 +276,11 @@ def test_the_json_of_trls_arguments_has_the_number_of_processes_in_its_sizes(tmp
     assert read([str(tmp_path / "args.json"), "num_processes=1"]).ours["cluster.share_gpu"] is True
 
 
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-@pytest.mark.parametrize("loss", ["grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo"])
+@pytest.mark.parametrize(
+    ("loss", "mode"),
+    [("grpo", "token_truncate"), ("dr_grpo", "token_mask"), ("dapo", "sequence_truncate"), ("bnpo", "sequence_mask"),
+     ("cispo", "token_truncate"), ("sapo", "token_mask")],
+)  # fmt: skip
 def test_a_translation_is_a_configuration_that_a_run_takes(loss, mode):
     found = read(
         ["model_name_or_path=m", "data_files=t.jsonl", f"loss_type={loss}", "epsilon_high=2", "use_vllm=true", "beta=0.01",

@@ -87,20 +87,34 @@ def is_ours(key: str) -> bool:
     )
 
 
-class TestTheMap:
-    def test_every_counterpart_is_a_key_of_ours(self):
-        named = {key for entry in VERL.keys.values() if entry.ours for key in entry.ours.split(" and ")}
+@pytest.mark.parametrize("system", [VERL, TRL], ids=lambda system: system.system)
+class TestBothMaps:
+    def test_every_counterpart_is_a_key_of_ours(self, system):
+        named = {key for entry in system.keys.values() if entry.ours for key in entry.ours.split(" and ")}
         assert [key for key in named if not is_ours(key)] == []
 
-    def test_every_entry_says_one_thing_and_its_words_are_short(self):
-        for key, entry in VERL.keys.items():
+    def test_every_entry_says_one_thing_and_its_words_are_short(self, system):
+        for key, entry in system.keys.items():
             assert sum(map(bool, (entry.ours or entry.without, entry.by_hand, entry.absent))) == 1, key
             for words in (entry.note, entry.by_hand, entry.absent, *entry.without.values()):
                 assert len(words) <= 110 and not words.endswith("."), key
 
-    def test_every_rule_and_every_condition_exists(self):
+    def test_every_condition_exists(self, system):
+        assert [other for entry in system.keys.values() for other in entry.when if other not in system.keys] == []
+
+    def test_no_value_however_odd_breaks_the_translation(self, system):
+        odd = [None, True, 0, -1, 0.1, "x", "", "0.5_5", [], ["a", "b"], {}, {"train": 3}, "${a}", "token_k1"]
+        keys = [key for key in system.keys if not key.endswith("*")]
+        rng = random.Random(0)
+        for _ in range(500):
+            given = {key: rng.choice(odd) for key in rng.sample(keys, rng.randint(1, 25))}
+            assert all(row.ours or row.words for row in system.translate(given)), given
+            system.unwritten(given)
+
+
+class TestTheMap:
+    def test_every_rule_exists(self):
         assert {entry.rule for keys in (VERL, TRL) for entry in keys.keys.values() if entry.rule} == set(RULES)
-        assert [other for entry in VERL.keys.values() for other in entry.when if other not in VERL.keys] == []
 
     def test_translated_values_fit_the_keys_they_are_for(self):
         for entry in VERL.keys.values():
@@ -164,10 +178,6 @@ class TestTranslation:
                 {"generators.count": 1, "learner.ranks": 1, "generators.gpus_each": 1},
             ),
             (
-                {"trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 8},
-                {"generators.count": 1, "learner.ranks": 4, "generators.gpus_each": 4},
-            ),
-            (
                 {"trainer.n_gpus_per_node": 1, f"{ROLLOUT}.tensor_model_parallel_size": 2},
                 {"cluster.share_gpu": True, "generators.gpus_each": 1},
             ),
@@ -177,7 +187,6 @@ class TestTranslation:
                 {"trainer.n_gpus_per_node": 4, "rollout.n_gpus_per_node": 8, "rollout.nnodes": 2},
                 {"generators.count": 16, "learner.ranks": 4},
             ),
-            ({"trainer.total_training_steps": None}, {"run.steps": None}),
             ({"trainer.max_actor_ckpt_to_keep": None}, {}),
             ({f"{ROLLOUT}.name": None, "data.train_files": None, f"{ACTOR}.clip_ratio_low": None}, {}),
             ({"trainer.save_freq": -1}, {}),
@@ -188,10 +197,7 @@ class TestTranslation:
             ),
             ({"data.val_max_samples": -1}, {"data.eval_rows": None}),
             ({"data.train_files": ["a", "b"]}, {"data.train": ["a", "b"]}),
-            ({"data.train_files": []}, {}),
-            ({"data.val_files": ["~/a"]}, {"data.eval": f"{Path.home()}/a"}),
             ({"data.val_files": ["a", "~/b"]}, {"data.eval": ["a", f"{Path.home()}/b"]}),
-            ({f"{ROLLOUT}.val_kwargs.n": 8}, {}),
             (
                 {f"{ROLLOUT}.val_kwargs.n": 8, f"{ROLLOUT}.val_kwargs.do_sample": True},
                 {"sampling.eval_completions": 8},
@@ -205,7 +211,6 @@ class TestTranslation:
                 {"data.train_batch_size": 0, f"{ACTOR}.ppo_mini_batch_size": 32, "async_training.require_batches": 4},
                 {"buffer.prompts_per_step": 128, "learner.minibatches": 4},
             ),
-            ({f"{ACTOR}.ppo_epochs": 4}, {"learner.ppo_epochs": 4}),
             ({f"{ACTOR}.ppo_max_token_len_per_gpu": 3000}, {"learner.tokens_per_microbatch": 3000}),
             (  # one GPU holds a whole sequence, and no more than it holds in verl where that is enough
                 {
@@ -244,7 +249,6 @@ class TestTranslation:
                 {f"{ACTOR}.optim.lr_scheduler_type": "cosine", f"{ACTOR}.optim.min_lr_ratio": 0.1},
                 {"learner.lr_schedule": "cosine", "learner.lr_min_ratio": 0.1},
             ),
-            ({f"{ACTOR}.optim.warmup_style": "constant"}, {"learner.lr_schedule": "constant"}),
             ({f"{ACTOR}.optim.total_training_steps": 100}, {}),
             (
                 {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 200},
@@ -254,17 +258,10 @@ class TestTranslation:
                 {"trainer.total_training_steps": 200, "trainer.total_epochs": 2},
                 {"run.steps": 200, "run.epochs": 2},
             ),
-            ({f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1}, {}),
             (
                 {f"{ACTOR}.optim.lr_warmup_steps": 1, f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.0},
                 {"learner.warmup_steps": 1},
             ),
-            (
-                {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.0, f"{ACTOR}.optim.lr_warmup_steps": -1},
-                {"learner.warmup_steps": 0},
-            ),
-            ({f"{ACTOR}.optim.lr_decay_style": "cosine"}, {"learner.lr_schedule": "cosine"}),
-            ({f"{ACTOR}.veomni.optimizer_offload": True}, {"learner.offload_optimizer": True}),
             ({f"{ACTOR}.mindspeedllm.param_offload": True, "model_engine": "megatron"}, {}),
             ({f"{ACTOR}.clip_ratio": 0.1}, {"algorithm.loss_args.clip_low": 0.1, "algorithm.loss_args.clip_high": 0.1}),
             (
@@ -272,10 +269,6 @@ class TestTranslation:
                 {"algorithm.loss_args.clip_low": 0.1, "algorithm.loss_args.clip_high": 0.3},
             ),
             ({f"{ACTOR}.clip_ratio_c": 10.0}, {"algorithm.loss_args.dual_ratio": 10.0}),
-            (
-                {f"{ACTOR}.clip_ratio_c": 10.0, f"{ACTOR}.policy_loss.loss_mode": "dppo_tv"},
-                {"algorithm.loss_args.max_ratio": 10.0, "algorithm.loss": "dppo_tv"},
-            ),
             (
                 {f"{ACTOR}.clip_ratio_low": 0.1, f"{ACTOR}.policy_loss.loss_mode": "gpg"},
                 {"algorithm.loss": "reinforce"},
@@ -295,9 +288,7 @@ class TestTranslation:
                 },
                 {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.001},
             ),
-            ({"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.1}, {}),
             ({"algorithm.norm_adv_by_std_in_grpo": False}, {"algorithm.advantage": "dr_grpo"}),
-            ({"algorithm.adv_estimator": "grpo_passk"}, {"algorithm.advantage": "pass_at_k"}),
             ({"algorithm.adv_estimator": "reinforce_plus_plus"}, {}),
             ({f"{ROLLOUT}.val_kwargs.temperature": 0.6}, {}),
             (
@@ -311,13 +302,8 @@ class TestTranslation:
                 {"model.lora.rank": 0},
             ),
             ({"custom_reward_function.path": "r.py", "custom_reward_function.name": "f"}, {"reward.function": "r.py:f"}),
-            ({"reward.custom_reward_function.path": "r.py"}, {"reward.function": "r.py"}),
             (
                 {"reward_model.enable": True, "reward_model.model.path": "rm", "reward_model.max_length": 99},
-                {"reward.function": "model", "reward.model.path": "rm"},
-            ),
-            (
-                {"reward.reward_model.enable": True, "reward.reward_model.model_path": "rm"},
                 {"reward.function": "model", "reward.model.path": "rm"},
             ),
             ({"reward_model.enable": False, "reward_model.model.path": "rm"}, {}),
@@ -343,7 +329,6 @@ class TestTranslation:
                     "reward.code.memory_mb": 512,
                 },
             ),
-            ({"reward.sandbox_fusion.url": "http://sandbox"}, {"reward.code.url": "http://sandbox"}),
             ({f"{CORRECTION}.rollout_is": None}, {"algorithm.corrections": []}),
             (
                 {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
@@ -352,10 +337,6 @@ class TestTranslation:
             (
                 {f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0"},
                 {"algorithm.corrections": [{"level": "geometric", "action": "reject", "low_ratio": 0.5, "high_ratio": 2.0}]},
-            ),
-            (
-                {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.rollout_is": "token"},
-                {"algorithm.anchor": "behaviour", "algorithm.corrections": []},
             ),
             (  # the loss of a bypass has the ratio, so verl gives no weight either
                 {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.bypass_mode": True},
@@ -389,15 +370,6 @@ class TestTranslation:
     def test_values_are_translated_where_they_differ(self, given, expected):
         assert ours(given) == expected
         assert all(row.ours or row.words for row in VERL.translate(given))
-
-    def test_no_value_however_odd_breaks_the_translation(self):
-        odd = [None, True, 0, -1, 0.1, "x", "", "0.5_5", [], ["a", "b"], {}, "${a}", "token_k1"]
-        keys = [key for key in VERL.keys if not key.endswith("*")]
-        rng = random.Random(0)
-        for _ in range(500):
-            given = {key: rng.choice(odd) for key in rng.sample(keys, rng.randint(1, 25))}
-            assert all(row.ours or row.words for row in VERL.translate(given)), given
-            VERL.unwritten(given)
 
     def test_what_verl_does_unasked_is_told_where_ours_is_another(self):
         unasked = VERL.unwritten({"trainer.total_epochs": 3, f"{ACTOR}.clip_ratio": 0.1})
@@ -509,10 +481,6 @@ class TestNothingIsLost:
         assert printed.count("geometric") == 1
         assert f"{CORRECTION}.rollout_rs_threshold=0.5_2.0: algorithm.corrections=..." in printed
 
-    def test_what_is_left_of_several_rejections_is_told(self):
-        given = [f"{CORRECTION}.rollout_rs=token_k1,seq_max_k2", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0,2.5"]
-        assert "(rejection by seq_max_k2 has no counterpart)" in report(read(given), [], as_yaml=False)
-
     def test_a_loss_without_a_clip_has_none_of_verls_defaults_for_it(self):
         given = [f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=reinforce"]
         assert [key for key in read(given).unwritten if key.startswith("algorithm.loss_args")] == []
@@ -534,10 +502,6 @@ class TestNothingIsLost:
     def test_a_script_of_which_no_key_is_known_is_no_script_without_a_key(self):
         assert read(["-"], "run data.seed=$N").unread == ["data.seed: `$N` is not set in the script"]
 
-    def test_what_is_left_out_is_named_once(self):
-        branches = "for N in 1 2; do\n  run data.seed=1 data.shuffle=$M\ndone"
-        assert read_script(branches, {})[1] == ["data.shuffle: `$M` is not set in the script"]
-
     def test_a_key_that_several_commands_set_has_its_last_value_and_all_are_named(self):
         given, left_out = read_script("for N in 1 2 3; do run data.seed=$N data.shuffle=true; done", {})
         assert given == {"data.seed": 3, "data.shuffle": True}
@@ -550,32 +514,6 @@ class TestNothingIsLost:
             "data.shuffle: no command that the script starts has it",
             "the script ends early: exit code 1, line 3: $1: unbound variable",
         ]
-
-
-SCRIPT = """
-#!/bin/bash
-set -x
-GPUS=${GPUS:-${OTHER:-8}}
-longest=$((1024 * 2))
-export both=$(((longest + 512) / 2))
-files="['a b.parquet']"   # one file
-if [ "$1" = npu ]; then
-    GPUS=16
-    EXTRA=(
-        actor_rollout_ref.rollout.mode=sync
-    )
-fi
-DATA=(
-    data.train_files="$files"
-    +data.max_response_length=${longest})
-python3 -m verl.trainer.main_ppo --config-name='grpo.yaml' \\
-    "${DATA[@]}" \\
-    trainer.n_gpus_per_node="${GPUS}" \\
-    data.max_prompt_length=$both \\
-    trainer.logger=['console','wandb'] \\
-    actor_rollout_ref.model.path=$NOWHERE \\
-    trainer.total_training_steps=null $@
-"""
 
 
 NEWER = """
@@ -648,26 +586,6 @@ class TestSources:
         assert found.unread == ["data.train_batch_size: `$N` is not set in the script"]
         assert "buffer.prompts_per_step" not in found.unwritten and "run.epochs" in found.unwritten
 
-    def test_keys_of_one_entry_share_a_line_wherever_they_stand(self):
-        found = read(["critic.a=1", "data.seed=1", "critic.b=2"])
-        assert "critic.a=1, critic.b=2: the critic is a value head" in report(found, [], as_yaml=True)
-
-    def test_a_script_is_read_with_its_variables_and_sums(self):
-        given, left_out = read_script(SCRIPT, {"GPUS": ""})
-        assert given == {
-            "data.train_files": ["a b.parquet"],
-            "data.max_response_length": 2048,
-            "trainer.n_gpus_per_node": 8,
-            "data.max_prompt_length": 1280,
-            "trainer.logger": ["console", "wandb"],
-            "trainer.total_training_steps": None,
-        }
-        assert left_out == [
-            "--config-name=grpo.yaml: name that file too, before the script",
-            "actor_rollout_ref.model.path: `$NOWHERE` is not set in the script",
-            "actor_rollout_ref.rollout.mode: no command that the script starts has it",
-        ]
-
     def test_interpolations_of_a_file_are_worked_out_and_missing_values_are_null(self, tmp_path):
         (tmp_path / "v.yaml").write_text(
             "data: {max_prompt_length: 64, custom_cls: {path: null}}\n"
@@ -720,19 +638,11 @@ class TestRefusal:
 
 
 WRAPPER = {
-    "./train.sh": {},
     "./train.sh --model Qwen/Qwen2.5-7B --rollout_n 8 --epochs 20": {
         "actor_rollout_ref.model.path": "Qwen/Qwen2.5-7B",
         f"{ROLLOUT}.n": 8,
         "trainer.total_epochs": 20,
     },
-    "./train.sh --reward_func ./rewards/mine.py": {"custom_reward_function.path": "./rewards/mine.py"},
-    "./train.sh --rollout_n 3": {f"{ROLLOUT}.n": 3},
-    "./train.sh \\\n  actor_rollout_ref.model.lora_rank=8 \\\n  actor_rollout_ref.model.lora_alpha=16": {
-        "actor_rollout_ref.model.lora_rank": 8,
-        "actor_rollout_ref.model.lora_alpha": 16,
-    },
-    "./train.sh --n_gpus 8": {"trainer.n_gpus_per_node": 8},
     f"./train.sh --n_gpus 8 \\\n  {ROLLOUT}.tensor_model_parallel_size=4": {
         "trainer.n_gpus_per_node": 8,
         f"{ROLLOUT}.tensor_model_parallel_size": 4,

@@ -90,32 +90,15 @@ def served(operator: FakeOperator, **settings: Any) -> Iterator[str]:
 def step(number: int, **fields: Any) -> dict[str, Any]:
     """The fields of a step event as a run writes them."""
     return {
-        "step": number,
-        "version": f"1.{number}",
-        "reward_mean": number / 100,
-        "reward_std": 0.2,
-        "loss": -0.01,
-        "lags": {"0": 2, "1": 5, "2": 1},
-        "max_lag": 2,
-        "slots": 24,
-        "wanted": None,
-        "under_way": 20,
-        "completions": 64,
-        "zero_signal_groups": 1,
-        "tokens_trained": 700,
-        "tokens_generated": 800 * number,
+        "step": number, "version": f"1.{number}", "reward_mean": number / 100, "reward_std": 0.2, "loss": -0.01,
+        "lags": {"0": 2, "1": 5, "2": 1}, "max_lag": 2, "slots": 24, "wanted": None, "under_way": 20, "completions": 64,
+        "zero_signal_groups": 1, "tokens_trained": 700, "tokens_generated": 800 * number,
         "seconds": {"wait_data": 0.1, "forward_backward": 0.5, "optimizer": 0.1, "publish": 0.1},
         "generators": {
-            "in_touch": 2,
-            "places": 64,
-            "in_flight": 18,
-            "generate": 1.2,
-            "reward": 0.1,
-            "weights": 0.1,
-            "idle": 0.2,
+            "in_touch": 2, "places": 64, "in_flight": 18, "generate": 1.2, "reward": 0.1, "weights": 0.1, "idle": 0.2,
         },
         **fields,
-    }
+    }  # fmt: skip
 
 
 def make_run(folder: Path, steps: int = 12) -> Path:

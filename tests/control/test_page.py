@@ -16,6 +16,7 @@ from asyncgrpo.recording.events import EventLog
 from asyncgrpo.recording.samples import Sample, schema
 from tests.control.browser import CHROMIUM, Page, browser
 from tests.control.operators import TOKEN, FakeOperator, make_run, served, step
+from tests.recording.test_sample_search import FIELDS
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
@@ -23,23 +24,7 @@ SCRIPT = "<script>document.title = 'taken'</script><img src=x onerror=\"document
 
 
 def sample(**fields: Any) -> dict[str, Any]:
-    made = {
-        "step": 12,
-        "version_oldest": "1.10",
-        "version_newest": "1.11",
-        "lag": 1,
-        "group_id": "g",
-        "prompt_id": "train/1",
-    }
-    made |= {
-        "source": "demo",
-        "prompt": "2 + 2 = ?",
-        "completion": "4",
-        "ground_truth": '"4"',
-        "reward": 1.0,
-        "parts": "{}",
-    }
-    made |= {"advantage": 0.5, "failure": None, "finish_reason": "stop", "num_tokens": 2}
+    made = FIELDS | {"step": 12, "prompt_id": "train/1", "prompt": "2 + 2 = ?"}
     return asdict(Sample(**{**made, **fields}))
 
 

@@ -1,5 +1,6 @@
 """The demo's model and tokenizer, made once for all tests of this folder."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,8 @@ def demo_model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tokenizer(demo_model):
     return load_tokenizer(str(demo_model))
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)

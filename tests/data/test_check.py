@@ -6,8 +6,6 @@ import pytest
 
 from asyncgrpo.cli.models import check_file
 from asyncgrpo.config.schema import DataConfig
-from asyncgrpo.errors import DataError
-from asyncgrpo.types import Score
 
 
 @pytest.fixture
@@ -35,36 +33,6 @@ def test_with_a_model_lengths_are_tokens_of_the_rendered_prompt(file, demo_model
     assert report.score is None
 
 
-def test_without_a_model_lengths_are_characters(file):
-    report = check_file(file, None, DataConfig(train=file))
-    assert (report.unit, report.lengths["max"], report.over_long, report.prompt_tokens) == (
-        "characters",
-        100,
-        None,
-        None,
-    )
-    assert report.prompt_text == "1"
-
-
-def test_the_reward_is_tried_on_the_right_answer_of_the_first_row(file, demo_model):
-    seen = []
-
-    def score(prompt, answer):
-        seen.append((prompt.answer, prompt.source, answer))
-        return Score(value=1.0)
-
-    report = check_file(file, str(demo_model), DataConfig(train=file), score)
-    assert seen == [("one", "odd", "one")]
-    assert (report.scored_answer, report.score) == ("one", Score(value=1.0))
-
-
 def test_prompts_that_are_all_too_long_are_a_problem_as_in_a_run(file, demo_model):
     report = check_file(file, str(demo_model), DataConfig(train=file, max_prompt_tokens=2))
     assert report.problem.startswith(f"{file}: all 100 prompts are longer than data.max_prompt_tokens (2)")
-
-
-def test_a_row_that_does_not_fit_is_named(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "ground_truth": 1}\n{"prompt": "b"}')
-    with pytest.raises(DataError, match="row 1: no ground_truth"):
-        check_file(path, None, DataConfig(train=str(path)))

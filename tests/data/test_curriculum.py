@@ -219,19 +219,25 @@ def test_each_source_keeps_its_share_and_every_prompt_a_place_in_two_of_its_roun
 
 
 class AnyRun(RuleBasedStateMachine):
-    """A run that takes, finishes, fails and restarts at random, from any of its checkpoints. Rewards are drawn."""
+    """A run that takes, finishes, fails and restarts at random, from any of its checkpoints. Rewards are drawn.
+
+    With a curriculum or without, shuffled or not, of one source or two.
+    """
 
     @initialize(
         count=st.integers(1, 7),
-        epochs=st.integers(2, 4),
-        seed=st.integers(0, 3),
+        epochs=st.integers(1, 4),
         weights=st.sampled_from([(), (1.0, 1.0), (3.0, 1.0)]),
+        has_curriculum=st.booleans(),
+        order=st.fixed_dictionaries({"seed": st.integers(0, 3), "shuffle": st.booleans()}),
     )
-    def begin(self, count, epochs, seed, weights):
+    def begin(self, count, epochs, weights, has_curriculum, order):
         self.folder = TemporaryDirectory()
         mixture = {"weights": weights, "sizes": (1, count)} if weights else {}
         self.count = count + bool(weights)
-        self.make = lambda: make(Path(self.folder.name), self.count, seed=seed, epochs=epochs, **mixture)
+        self.has_each_once = not weights and not has_curriculum
+        folder = Path(self.folder.name) if has_curriculum else None
+        self.make = lambda: make(folder, self.count, epochs=epochs, **order, **mixture)
         self.source = self.make()
         self.total = self.count * epochs
         self.meant: dict[int, str] = {}  # the prompt of each index that was ever issued
@@ -279,6 +285,14 @@ class AnyRun(RuleBasedStateMachine):
         self.outstanding.remove(prompt_index)
         self.waiting.add(prompt_index)
 
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def finish_late(self, data):
+        prompt_index = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.source.done(prompt_index)
+        self.waiting.remove(prompt_index)
+        self.done.append(prompt_index)
+
     @rule()
     def checkpoint(self):
         written = json.dumps(msgspec.to_builtins(self.source.state()))
@@ -304,6 +318,9 @@ class AnyRun(RuleBasedStateMachine):
     def counts_agree(self):
         if hasattr(self, "source"):
             assert self.source.num_done == len(self.done) == len(set(self.done))
+            assert self.source.is_exhausted == (len(self.done) == self.total)
+            state, frontier = self.source.state(), next(i for i in range(self.total + 1) if i not in self.done)
+            assert (state.frontier, list(state.done_beyond)) == (frontier, sorted(i for i in self.done if i > frontier))
 
     def teardown(self):
         if not hasattr(self, "source"):
@@ -315,6 +332,9 @@ class AnyRun(RuleBasedStateMachine):
             self.source.done(issued[0])
             self.done.append(issued[0])
         assert sorted(self.done) == list(range(self.total)), "a prompt index was lost or came twice"
+        if self.has_each_once:
+            ids = [self.meant.get(i) or self.source.prompt(i).prompt_id for i in range(self.total)]
+            assert all(len(set(ids[i : i + self.count])) == self.count for i in range(0, self.total, self.count))
         self.folder.cleanup()
 
 

@@ -1,6 +1,5 @@
 """Prompts that are kept in a file: found only for the same data, tokenizer and settings, and equal to those that were made."""
 
-import json
 import shutil
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ from asyncgrpo.data.kept import load_cached, prepare, prepare_if_small
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.data.table import PromptTable
 from asyncgrpo.types import Prompt
+from tests.data.conftest import write_rows
 
 ROWS = [
     {"prompt": "1", "ground_truth": "é", "data_source": "a", "n": 2.5},
@@ -29,8 +29,8 @@ def model(tmp_path, demo_model) -> Path:
 
 
 def configured(folder: Path, *overrides: str) -> Config:
-    write(folder / "train.jsonl", ROWS)
-    write(folder / "eval.jsonl", ROWS[:3])
+    write_rows(folder / "train.jsonl", ROWS)
+    write_rows(folder / "eval.jsonl", ROWS[:3])
     return load_config(
         None,
         [
@@ -41,10 +41,6 @@ def configured(folder: Path, *overrides: str) -> Config:
             *overrides,
         ],
     )
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def files(folder: Path) -> list[Path]:

@@ -1,6 +1,5 @@
 """Large training files: rows are checked once, tokenised when they are due, and are the same prompts at every start."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ from asyncgrpo.data.kept import check, prepare, prepare_if_small
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import CheckpointError, DataError
 from asyncgrpo.types import Prompt
+from tests.data.conftest import write_rows
 
 ROWS = [{"prompt": "1" * (1 + i % 7), "ground_truth": i, "data_source": "ab"[i % 2], "n": i} for i in range(200)]
 FITS = [i for i in range(200) if i % 7 <= 2]  # with two tokens of the chat template, at most five
@@ -32,13 +32,9 @@ def config(tmp_path, demo_model) -> Config:
 
 
 def configured(folder: Path, *overrides: str, rows=ROWS) -> Config:
-    write(folder / "train.jsonl", rows)
+    write_rows(folder / "train.jsonl", rows)
     files = [f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}"]
     return load_config(None, [*files, "data.max_prompt_tokens=5", *overrides])
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def source_of(config: Config, folder: Path, **settings) -> PromptSource:
@@ -125,7 +121,7 @@ def test_other_prompts_cannot_go_on(config, tmp_path, overrides, rows):
 
 
 def test_rows_of_several_sources_are_counted_through(config, tmp_path):
-    write(tmp_path / "more.jsonl", [{"prompt": "2", "ground_truth": "2", "data_source": "c"}] * 3)
+    write_rows(tmp_path / "more.jsonl", [{"prompt": "2", "ground_truth": "2", "data_source": "c"}] * 3)
     config = configured(tmp_path, f"data.train=[{tmp_path / 'train.jsonl'}, {tmp_path / 'more.jsonl'}]")
     train = prepare(config, tmp_path).train
     assert train.about.sizes == (200, 3) and train.about.sources == ("a", "b", "c")
@@ -143,13 +139,13 @@ def test_a_file_that_changes_while_the_run_starts_or_goes_on_is_not_taken_for_th
     config, tmp_path, monkeypatch
 ):
     train = prepare(config, tmp_path).train
-    write(tmp_path / "train.jsonl", ROWS[::-1])
+    write_rows(tmp_path / "train.jsonl", ROWS[::-1])
     assert train[100].prompt_id == "train/100" and train[100].info == {"n": 100}, "the rows that were read"
     check_prompts = kept.check_prompts
 
     def changing(source, *arguments, **named):
         found = check_prompts(source, *arguments, **named)
-        write(tmp_path / "train.jsonl", ROWS[:50])
+        write_rows(tmp_path / "train.jsonl", ROWS[:50])
         return found
 
     monkeypatch.setattr(kept, "check_prompts", changing)
@@ -169,7 +165,7 @@ def test_a_long_check_reports_its_progress(config, tmp_path, monkeypatch):
 def test_without_a_key_as_of_a_model_to_be_downloaded_each_split_is_still_known_for_itself(
     config, tmp_path, monkeypatch
 ):
-    write(tmp_path / "eval.jsonl", ROWS[:3])
+    write_rows(tmp_path / "eval.jsonl", ROWS[:3])
     config = configured(tmp_path, f"data.eval={tmp_path / 'eval.jsonl'}")
     monkeypatch.setattr(kept, "_key", lambda config, split: None)
     assert {name: about.num_rows for name, about in check(config, tmp_path).items()} == {"train": 200, "eval": 3}

@@ -72,19 +72,6 @@ def test_the_seed_decides_the_order_of_every_round():
     ] * 2
 
 
-def test_a_restart_goes_on_where_each_source_was():
-    whole = order(mixed((5, 11), (2, 1)), 48)
-    source = mixed((5, 11), (2, 1))
-    for index in range(20):
-        issued = source.next()
-        assert issued is not None and issued[1].prompt_id == whole[index]
-        if index != 13:
-            source.done(index)
-    again = mixed((5, 11), (2, 1))
-    again.restore(source.state())
-    assert [again.next() for _ in range(3)] == [(i, source.prompt(i)) for i in (13, 20, 21)]
-
-
 def test_other_weights_are_another_order():
     state = mixed((4, 4), (1, 3)).state()
     with pytest.raises(CheckpointError, match=r"data.weights was \(1, 3\) and is now \(1, 1\)"):

@@ -3,12 +3,9 @@
 import json
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.config.schema import DataConfig
-from asyncgrpo.data.prompts import PromptSource, PromptState, load_prompts
+from asyncgrpo.data.prompts import PromptSource, load_prompts
 from asyncgrpo.errors import CheckpointError, DataError
 from asyncgrpo.types import Prompt
 
@@ -57,60 +54,12 @@ def take(source: PromptSource, count: int) -> list[str]:
     return [item[1].prompt_id for item in (source.next() for _ in range(count)) if item is not None]
 
 
-def test_every_epoch_has_each_prompt_once_in_a_new_seeded_order():
-    prompts = some_prompts(50)
-    names = [p.prompt_id for p in prompts]
-    first, second = (take(PromptSource(prompts, seed=3, shuffle=True, epochs=2), 101) for _ in range(2))
-    assert first == second
-    assert len(first) == 100
-    assert sorted(first[:50]) == sorted(first[50:]) == sorted(names)
-    assert first[:50] != first[50:]
-    assert first != take(PromptSource(prompts, seed=4, shuffle=True, epochs=2), 100)
-    assert take(PromptSource(prompts, seed=3, shuffle=False, epochs=2), 100) == names * 2
-
-
 def test_the_order_of_a_seed_never_changes():
     source = PromptSource(some_prompts(10), seed=0, shuffle=True, epochs=None)
     assert [int(name.removeprefix("train/")) for name in take(source, 20)] == GOLDEN_ORDER
 
 
 GOLDEN_ORDER = [0, 8, 9, 3, 7, 5, 1, 2, 6, 4, 3, 7, 4, 2, 9, 8, 1, 6, 5, 0]
-
-
-def test_without_an_end_there_is_always_another_epoch():
-    source = PromptSource(some_prompts(3), seed=0, shuffle=True, epochs=None)
-    for prompt_index in range(30):
-        assert source.next() == (prompt_index, source.prompt(prompt_index))
-        source.done(prompt_index)
-    assert (source.epoch, source.num_done, source.is_exhausted) == (10, 30, False)
-
-
-def test_what_is_given_back_comes_before_anything_new_oldest_first():
-    source = PromptSource(some_prompts(9), seed=0, shuffle=True, epochs=1)
-    issued = [source.next() for _ in range(6)]
-    for prompt_index in (4, 1, 3):
-        source.give_back(prompt_index)
-    assert [source.next() for _ in range(3)] == [issued[1], issued[3], issued[4]]
-    assert source.next() == (6, source.prompt(6))
-
-
-def test_an_answer_after_its_lease_had_ended_still_counts():
-    source = PromptSource(some_prompts(2), seed=0, shuffle=False, epochs=1)
-    source.next()
-    source.give_back(0)
-    source.done(0)
-    assert source.next() == (1, source.prompt(1))
-
-
-def test_a_source_is_exhausted_only_when_nothing_is_outstanding():
-    source = PromptSource(some_prompts(1), seed=0, shuffle=True, epochs=1)
-    source.next()
-    assert source.next() is None and not source.is_exhausted
-    source.give_back(0)
-    assert not source.is_exhausted
-    source.next()
-    source.done(0)
-    assert source.is_exhausted and source.num_done == 1
 
 
 def test_an_isolated_prompt_is_issued_only_to_a_caller_that_asks_for_it():
@@ -153,99 +102,3 @@ def test_a_state_of_another_order_is_refused_by_name(prompts, seed, shuffle, sai
     state = PromptSource(some_prompts(4), seed=0, shuffle=True, epochs=1).state()
     with pytest.raises(CheckpointError, match=said):
         PromptSource(prompts, seed=seed, shuffle=shuffle, epochs=1).restore(state)
-
-
-class AnyRun(RuleBasedStateMachine):
-    """A run that takes, finishes, fails and restarts at random, beside a plain list of what was done."""
-
-    @initialize(count=st.integers(1, 7), epochs=st.integers(1, 3), seed=st.integers(0, 3), shuffle=st.booleans())
-    def begin(self, count, epochs, seed, shuffle):
-        self.make = lambda: PromptSource(some_prompts(count), seed=seed, shuffle=shuffle, epochs=epochs)
-        self.source = self.make()
-        self.plan = [self.source.prompt(prompt_index).prompt_id for prompt_index in range(count * epochs)]
-        for start in range(0, len(self.plan), count):
-            assert len(set(self.plan[start : start + count])) == count
-        self.done: list[int] = []
-        self.outstanding: set[int] = set()
-        self.waiting: set[int] = set()
-        self.saved: tuple[PromptState, list[int]] = (self.source.state(), [])
-
-    @rule()
-    def next(self):
-        expected = min(self.waiting, default=None)
-        if expected is None:
-            known = {*self.done, *self.outstanding}
-            expected = next((prompt_index for prompt_index in range(len(self.plan)) if prompt_index not in known), None)
-        issued = self.source.next()
-        if expected is None:
-            assert issued is None
-            return
-        assert issued is not None
-        assert (issued[0], issued[1].prompt_id) == (expected, self.plan[expected])
-        self.waiting.discard(expected)
-        self.outstanding.add(expected)
-
-    @precondition(lambda self: self.outstanding)
-    @rule(data=st.data())
-    def finish(self, data):
-        prompt_index = data.draw(st.sampled_from(sorted(self.outstanding)))
-        self.source.done(prompt_index)
-        self.outstanding.remove(prompt_index)
-        self.done.append(prompt_index)
-
-    @precondition(lambda self: self.outstanding)
-    @rule(data=st.data())
-    def fail(self, data):
-        prompt_index = data.draw(st.sampled_from(sorted(self.outstanding)))
-        self.source.give_back(prompt_index)
-        self.outstanding.remove(prompt_index)
-        self.waiting.add(prompt_index)
-
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def finish_late(self, data):
-        prompt_index = data.draw(st.sampled_from(sorted(self.waiting)))
-        self.source.done(prompt_index)
-        self.waiting.remove(prompt_index)
-        self.done.append(prompt_index)
-
-    @rule()
-    def checkpoint(self):
-        self.saved = (self.source.state(), list(self.done))
-
-    @rule()
-    def restart(self):
-        """Restart from the newest checkpoint, which undoes what was done after it."""
-        state, self.done = self.saved[0], list(self.saved[1])
-        self.source = self.make()
-        self.source.restore(state)
-        self.outstanding, self.waiting = set(), set()
-
-    @invariant()
-    def counts_agree(self):
-        if not hasattr(self, "source"):
-            return
-        assert self.source.num_done == len(self.done)
-        assert self.source.is_exhausted == (len(self.done) == len(self.plan))
-        frontier = next((i for i in range(len(self.plan)) if i not in self.done), len(self.plan))
-        state = self.source.state()
-        assert state.frontier == frontier
-        assert list(state.done_beyond) == sorted(prompt_index for prompt_index in self.done if prompt_index > frontier)
-
-    def teardown(self):
-        if not hasattr(self, "source"):
-            return
-        for prompt_index in sorted(self.outstanding):
-            self.fail_now(prompt_index)
-        while (issued := self.source.next()) is not None:
-            self.source.done(issued[0])
-            self.done.append(issued[0])
-        assert sorted(self.done) == list(range(len(self.plan)))
-        assert self.source.is_exhausted
-
-    def fail_now(self, prompt_index: int) -> None:
-        self.source.give_back(prompt_index)
-
-
-AnyRun.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
-TestAnyRun = AnyRun.TestCase

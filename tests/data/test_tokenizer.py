@@ -14,12 +14,6 @@ from asyncgrpo.errors import ConfigError, DataError
 QUESTION = [{"role": "user", "content": "735"}]
 
 
-def test_a_prompt_ends_where_the_completion_begins(tokenizer):
-    text, token_ids = render(tokenizer, QUESTION)
-    assert text == "<user>735<assistant>"
-    assert tokenizer.convert_ids_to_tokens(token_ids) == ["<user>", "7", "3", "5", "<assistant>"]
-
-
 def test_the_ids_are_those_of_the_template_itself(tokenizer):
     turns = [*QUESTION, {"role": "assistant", "content": "735"}, {"role": "user", "content": "ä漢"}]
     direct = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)

@@ -291,13 +291,8 @@ def test_weights_that_do_not_arrive_come_first():
 
 
 def test_rewards_that_fail_come_first():
-    paused = {
-        "event": "rewards_paused",
-        "time": 1201.0,
-        "actor": "generator-0",
-        "reason": "OSError: no",
-        "probe_in_s": 2.0,
-    }
+    paused = {"event": "rewards_paused", "time": 1201.0, "actor": "generator-0", "reason": "OSError: no"}
+    paused |= {"probe_in_s": 2.0}
     assert health(paused).startswith("every reward call fails at generator-0: OSError: no")
     assert health(*[step(n, failures={"timeout": 12, "crash": 4}) for n in range(21, 26)]).startswith(
         "25% of the completions have no score: crash 20, timeout 60"

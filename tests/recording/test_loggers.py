@@ -9,15 +9,8 @@ import pytest
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.recording.loggers import Loggers, scalars_of
 
-STEP = {
-    "event": "step",
-    "time": 1.0,
-    "step": 17,
-    "loss": 0.5,
-    "kl_reference": None,
-    "seconds": {"publish": 2},
-    "lags": {"0": 3},
-}
+STEP = {"event": "step", "time": 1.0, "step": 17, "loss": 0.5, "kl_reference": None}
+STEP |= {"seconds": {"publish": 2}, "lags": {"0": 3}}
 SCALARS = {"loss": 0.5, "seconds/publish": 2.0, "lags/0": 3.0}
 
 

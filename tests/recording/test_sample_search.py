@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncgrpo.errors import DataError
 from asyncgrpo.recording.samples import Found, Sample, schema, search
 
 FIELDS: dict[str, Any] = {
@@ -74,13 +73,3 @@ def test_it_says_how_many_there_are_and_which_steps_are_beside(run: Path):
     assert (found.first_step, found.before, found.after, found.last_step) == (1, 1, 7, 7)
     newest = search(run)
     assert (newest.step, newest.before, newest.after) == (7, 3, None)
-
-
-def test_what_is_not_there_is_said(run: Path, tmp_path: Path):
-    with pytest.raises(DataError, match="has no samples of step 2; there are steps 1 to 7"):
-        search(run, 2)
-    with pytest.raises(DataError, match="no such folder"):
-        search(tmp_path / "none")
-    (run / "samples" / "step_000009.parquet").write_text("no Parquet")
-    with pytest.raises(DataError, match="cannot be read as Parquet"):
-        search(run)

@@ -17,8 +17,6 @@ from asyncgrpo.recording.progress import (
     Curve,
     Following,
     Progress,
-    lag_quantile,
-    mean_lag,
     progress_of,
     sync_line,
 )
@@ -37,15 +35,13 @@ def step(n: int, **more) -> Event:
 
 
 def sync(n: int, **more) -> Event:
-    return {
-        "event": "sync",
-        "time": 1000.0 + 2 * n,
-        "version": f"1.{n}",
-        "engines": 2,
-        "ms": 12.3,
-        "checksum": "ok",
-        **more,
-    }
+    at = {"event": "sync", "time": 1000.0 + 2 * n}
+    return at | {"version": f"1.{n}", "engines": 2, "ms": 12.3, "checksum": "ok"} | more
+
+
+def of(kind: str, **fields) -> Event:
+    """An event of a process."""
+    return {"event": kind, "time": 1.0, "actor": "generator-0"} | fields
 
 
 START = {
@@ -80,30 +76,18 @@ def test_the_clock_runs_between_events_and_stops_at_the_end():
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_page_fits_a_small_terminal(width):
-    trouble = [
-        {"event": "restart", "time": 1041.0, "actor": f"generator-{i}", "reason": "killed " * 20} for i in range(9)
-    ]
+    trouble = [of("restart", time=1041.0, actor=f"generator-{i}", reason="killed " * 20) for i in range(9)]
     lines = page([*RUN[:-1], *trouble, step(21, lags={str(lag): 1 for lag in range(12)})], width).splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= width
 
 
 def test_the_page_says_that_rewards_are_paused_and_when_they_are_tried_again():
-    failed = {
-        "event": "reward_failed",
-        "time": 1.0,
-        "actor": "generator-0",
-        "failure": "exception my_reward.py:12: OSError",
-    }
-    failed |= {"detail": "my_reward.py:12: OSError: no", "count": 1}
-    paused = {
-        "event": "rewards_paused",
-        "time": 100.0,
-        "actor": "generator-0",
-        "reason": "OSError: no",
-        "probe_in_s": 2.0,
-    }
+    failed = of(
+        "reward_failed", failure="exception my_reward.py:12: OSError", detail="my_reward.py:12: OSError: no", count=1
+    )
+    paused = of("rewards_paused", time=100.0, reason="OSError: no", probe_in_s=2.0)
     again = paused | {"time": 103.0, "probe_in_s": 8.0}
-    resumed = {"event": "rewards_resumed", "time": 111.0, "actor": "generator-0", "seconds": 11.0}
+    resumed = of("rewards_resumed", time=111.0, seconds=11.0)
     assert "reward failed at generator-0 (exception my_reward.py:12: OSError): my_re" in page([START, failed], 120)
     assert "(exception my_reward.py:12: OSError), 10 so far" in page([START, failed | {"count": 10}], 120)
     line = "paused at generator-0 for 5 s, probing again in 6 s: OSError: no"
@@ -112,16 +96,8 @@ def test_the_page_says_that_rewards_are_paused_and_when_they_are_tried_again():
     assert "probing again" in text and line[:6] not in text.splitlines()[-1]
     assert "rewards work again at generator-0, after 11 s" in text
     assert Progress.of([START, paused, again, resumed]).paused == {}
-    lease = {
-        "event": "lease_failed",
-        "time": 1.0,
-        "actor": "generator-1",
-        "reason": "failed",
-        "detail": "too long",
-        "count": 10,
-    }
-    text = page([START, lease])
-    assert "group failed at generator-1 (failed), 10 so far: too long" in text
+    text = page([START, of("lease_failed", reason="failed", detail="too long", count=10)])
+    assert "group failed at generator-0 (failed), 10 so far: too long" in text
 
 
 def test_the_page_has_the_parts_of_the_reward():
@@ -181,11 +157,11 @@ def test_a_page_without_a_step_waits():
 def test_the_page_warns_of_restarts_reward_failures_stalls_and_bad_syncs():
     events = [
         START,
-        {"event": "restart", "time": 1.0, "actor": "generator-1", "reason": "signal 9"},
+        of("restart", reason="signal 9"),
         {"event": "stall", "time": 1.0, "what": "batch", "seconds": 61.2},
         sync(3, checksum="mismatch"),
     ]
-    assert "restarted generator-1: signal 9" in page(events)
+    assert "restarted generator-0: signal 9" in page(events)
     assert "waiting for batch for 61 s" in page(events)
     assert "v3 -> 2 engines, 12 ms, checksum mismatch" in page(events)
     assert "step 1: reward failures: crash 1, timeout 2" in page([START, step(1, failures={"timeout": 2, "crash": 1})])
@@ -355,14 +331,6 @@ def test_the_summary_says_what_the_run_did(tmp_path):
     assert f"{tmp_path / 'samples'}/ (1 entry)" in text and str(tmp_path / "metrics.jsonl") in text
 
 
-@pytest.mark.parametrize(
-    ("lags", "p50", "p90"),
-    [({0: 10}, 0, 0), ({0: 1, 1: 8, 7: 1}, 1, 1), ({0: 5, 3: 4, 9: 1}, 0, 3), ({4: 1}, 4, 4), ({}, 0, 0)],
-)
-def test_a_lag_is_reached_by_a_share_of_the_groups(lags, p50, p90):
-    assert (lag_quantile(lags, 0.5), lag_quantile(lags, 0.9)) == (p50, p90)
-
-
 def flow(n: int, **more) -> Event:
     """A step at which `fresh` keeps eleven groups under way, and four generators have places for 32."""
     at = {"max_lag": 4, "slots": 40, "wanted": 12, "under_way": 11, "ready_seconds": 0.3 * n}
@@ -426,7 +394,7 @@ def test_the_advice_is_on_the_page_in_the_log_and_in_the_summary():
     assert "advice        1 of 4 generators would do (the learner waits 5 %)" in summary(Progress.of(events))
     assert line_of(ADVICE, Progress.of(events)) == "advice  1 of 4 generators would do"
     assert len(page([*events, sync(1), sync(2), sync(3), *[{**END, "event": "restart"}] * 4]).splitlines()) <= 24
-    paused = {"event": "rewards_paused", "time": 1.0, "actor": "generator-0", "reason": "no", "probe_in_s": 2.0}
+    paused = of("rewards_paused", reason="no", probe_in_s=2.0)
     assert "would do" not in page([*events, paused]), "first what is urgent"
     assert "would do" not in page([*events, START | {"lineage": 2}]), "it was about the start before"
 
@@ -450,7 +418,7 @@ def test_the_summary_of_a_run_of_an_older_release_adds_nothing_up():
 
 
 def test_the_summary_counts_a_bad_sync_and_a_restart():
-    restart = {"event": "restart", "time": 1.0, "actor": "generator-0", "reason": "signal 9"}
+    restart = of("restart", reason="signal 9")
     text = summary(Progress.of([START, step(1), sync(1), sync(2, checksum="mismatch"), restart]))
     assert "1 of 2 proved by checksum" in text and "restarts      1" in text
 
@@ -468,10 +436,6 @@ def test_curves_are_drawn_whatever_there_is(events, tmp_path):
     path = plot(Progress.of(events), tmp_path / "curves.png")
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert [p.name for p in Path(tmp_path).iterdir()] == ["curves.png"]
-
-
-def test_mean_lag_is_over_groups():
-    assert mean_lag({0: 2, 2: 6}) == 1.5 and mean_lag({}) == 0.0
 
 
 def test_resampling_keeps_the_ends_and_the_mean():

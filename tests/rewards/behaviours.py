@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -11,9 +12,27 @@ import time
 
 import numpy as np
 
+VALUES = {
+    "one": 1.0,
+    "whole_number": 3,
+    "too_large_whole_number": 10**400,
+    "true": True,
+    "numpy_scalar": np.float32(0.5),
+    "numpy_bool": np.bool_(True),
+    "numpy_array": np.array([0.5, 0.5]),
+    "parts": {"score": 0.5, "format": 1, "length": np.float64(0.25), "pred": "41", "ratio": math.nan, "price": 1e7},
+    "nothing": None,
+    "text": "1.0",
+    "a_list": [1.0],
+    "dict_without_score": {"reward": 1.0},
+    "dict_with_text_score": {"score": "high"},
+}
+
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     name, _, argument = solution_str.partition(" ")
+    if name in VALUES:
+        return VALUES[name]
     return globals()[name](*([argument] if argument else []))
 
 
@@ -22,60 +41,8 @@ def a_tenth():
     return 1.0
 
 
-def one():
-    return 1.0
-
-
 def number(text):
     return float(text)
-
-
-def whole_number():
-    return 3
-
-
-def too_large_whole_number():
-    return 10**400
-
-
-def true():
-    return True
-
-
-def numpy_scalar():
-    return np.float32(0.5)
-
-
-def numpy_bool():
-    return np.bool_(True)
-
-
-def numpy_array():
-    return np.array([0.5, 0.5])
-
-
-def parts():
-    return {"score": 0.5, "format": 1, "length": np.float64(0.25), "pred": "41", "ratio": float("nan"), "price": 1e7}
-
-
-def nothing():
-    return None
-
-
-def text():
-    return "1.0"
-
-
-def a_list():
-    return [1.0]
-
-
-def dict_without_score():
-    return {"reward": 1.0}
-
-
-def dict_with_text_score():
-    return {"score": "high"}
 
 
 def raises():

@@ -1,21 +1,43 @@
-"""What the real HTTP servers of reward tests share: they keep what they were asked, and how many asked at once."""
+"""A real HTTP server for reward tests, which replies as it is told to."""
 
 import json
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+Reply = tuple[int, str] | None
+"""A status and a body. None hangs up."""
 
-class Recording(ThreadingHTTPServer):
-    """A server on loopback."""
+
+class Server(ThreadingHTTPServer):
+    """A server on loopback. It keeps what it was asked, and how many asked at once.
+
+    Args:
+        answer: gives the reply to a request, once `replies` are used up.
+    """
 
     daemon_threads = True
 
-    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
-        super().__init__(("127.0.0.1", 0), handler)
+    def __init__(self, answer: Callable[[dict], Reply]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answer = answer
+        self.replies: list[Reply] = []
+        self.may_reply = threading.Event()
+        self.may_reply.set()
         self.requests: list[dict] = []
         self.paths: list[str] = []
+        self.keys: list[str | None] = []
         self.lock = threading.Lock()
         self.running = self.most = 0
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def __exit__(self, *_) -> None:
+        self.may_reply.set()
+        self.stop()
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
 
     @property
     def url(self) -> str:
@@ -25,23 +47,27 @@ class Recording(ThreadingHTTPServer):
         """A client that hangs up is no news."""
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Notes what is asked of its server, and replies."""
-
-    server: Recording
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
 
     def log_message(self, *_) -> None:
         """A request is no news."""
 
-    def noted(self) -> dict:
-        """What was asked, once the server knows it."""
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append(asked)
-            self.server.paths.append(self.path)
-        return asked
-
-    def reply(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(body)
+    def do_POST(self) -> None:
+        server, asked = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.requests.append(asked)
+            server.paths.append(self.path)
+            server.keys.append(self.headers["Authorization"])
+            server.running += 1
+            server.most = max(server.most, server.running)
+            is_told = bool(server.replies)
+            reply = server.replies.pop(0) if is_told else None
+        server.may_reply.wait(30)
+        reply = reply if is_told else server.answer(asked)
+        with server.lock:
+            server.running -= 1
+        if reply is not None:
+            self.send_response(reply[0])
+            self.end_headers()
+            self.wfile.write(reply[1].encode())

@@ -24,7 +24,7 @@ from asyncgrpo.rewards.breaker import (
 )
 from asyncgrpo.rewards.pool import MOST_AT_ONCE
 from asyncgrpo.rewards.user import UserReward
-from asyncgrpo.types import Prompt, Score
+from asyncgrpo.types import Prompt, RewardHealth, Score
 from tests.rewards.stubs import OneByOne
 
 
@@ -69,12 +69,16 @@ class Rig:
         self.loop.run_until(self.loop.time() + seconds)
 
     @property
-    def is_paused(self) -> bool:
+    def health(self) -> RewardHealth:
         asyncio.events._set_running_loop(self.loop)
         try:
-            return self.breaker.health.probe_in_s is not None
+            return self.breaker.health
         finally:
             asyncio.events._set_running_loop(None)
+
+    @property
+    def is_paused(self) -> bool:
+        return self.health.probe_in_s is not None
 
 
 def test_while_every_call_fails_only_probes_are_made_and_what_waited_is_scored_after_it():
@@ -137,9 +141,7 @@ def test_a_group_is_one_call_which_worked_if_one_of_its_completions_has_a_score(
     groups = [rig.start(rig.breaker.score(prompt(n), [Sampled("a"), Sampled("b")])) for n in (0, 1)]
     rig.wait(1.0)
     assert [[score.failure for score in group.result()] for group in groups] == [[None] * 2, ["exception"] * 2]
-    asyncio.events._set_running_loop(rig.loop)
-    assert (rig.breaker.health.worked, rig.breaker.health.failed) == (1, 1)
-    asyncio.events._set_running_loop(None)
+    assert (rig.health.worked, rig.health.failed) == (1, 1)
     assert [news.count for news in rig.breaker.news()] == [1], "of two completions, and the second is no news"
 
 
@@ -212,9 +214,7 @@ def test_health_counts_and_names_the_last_failure():
     rig.judge.bad = {"train/1"}
     rig.ask(1)
     rig.wait(3.0)
-    asyncio.events._set_running_loop(rig.loop)
-    health = rig.breaker.health
-    asyncio.events._set_running_loop(None)
+    health = rig.health
     assert (health.worked, health.failed, health.probe_in_s) == (2, 1, None)
     assert health.failing_s == pytest.approx(2.9) and health.last.startswith("exception: my_reward.py:12: OSError")
 

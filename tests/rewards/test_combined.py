@@ -11,18 +11,21 @@ from tests.rewards.conftest import prompt
 from tests.rewards.stubs import OneByOne
 
 FINE = "<think>15 + 27</think><answer>42</answer>"
+NOTHING = failed("not_applicable", "returned None")
 
 
 class Gives(OneByOne):
-    """Gives every completion one score."""
+    """Gives every completion one score, or each text the score that a test says, and keeps what it was asked."""
 
     about = "a stub"
 
-    def __init__(self, score: Score) -> None:
-        self.given = score
+    def __init__(self, scores: Score | dict[str, Score]) -> None:
+        self.scores = scores
+        self.asked: list[str] = []
 
     async def score_one(self, prompt, text) -> Score:
-        return self.given
+        self.asked.append(text)
+        return self.scores if isinstance(self.scores, Score) else self.scores[text]
 
 
 def combined(*scores: tuple[float, Score]) -> CombinedReward:
@@ -51,10 +54,9 @@ async def test_one_reward_that_fails_fails_the_whole_by_its_name():
 
 
 async def test_one_that_does_not_apply_adds_nothing_and_where_none_applies_there_is_no_score():
-    nothing = failed("not_applicable", "returned None")
-    score = await score_one(combined((1.0, nothing), (2.0, Score(value=0.5))), prompt(), "")
+    score = await score_one(combined((1.0, NOTHING), (2.0, Score(value=0.5))), prompt(), "")
     assert (score.value, score.parts) == (1.0, {"r1": 0.5})
-    score = await score_one(combined((1.0, nothing), (2.0, nothing)), prompt(), "")
+    score = await score_one(combined((1.0, NOTHING), (2.0, NOTHING)), prompt(), "")
     assert (score.value, score.failure) == (None, "not_applicable")
 
 
@@ -63,26 +65,9 @@ async def test_a_sum_has_the_bounds_of_a_score():
     assert score.failure == "too_large"
 
 
-class ByText(OneByOne):
-    """Gives each text the score that a test says, and keeps what it was asked."""
-
-    about = "a stub"
-
-    def __init__(self, scores: dict[str, Score]) -> None:
-        self.scores = scores
-        self.asked: list[str] = []
-
-    async def score_one(self, prompt, text) -> Score:
-        self.asked.append(text)
-        return self.scores[text]
-
-
-NOTHING = failed("not_applicable", "returned None")
-
-
 async def test_the_first_that_applies_scores_and_those_behind_it_are_not_called():
-    rule = ByText({"a": Score(value=0.0), "b": NOTHING, "c": NOTHING, "d": failed("timeout", "late")})
-    judge = ByText({"b": Score(value=0.5), "c": NOTHING})
+    rule = Gives({"a": Score(value=0.0), "b": NOTHING, "c": NOTHING, "d": failed("timeout", "late")})
+    judge = Gives({"b": Score(value=0.5), "c": NOTHING})
     reward = CombinedReward([Weighted("rule", 1.0, rule), Weighted("judge", 2.0, judge)], "first")
     a, b, c, d = await reward.score(prompt(), [Sampled(text) for text in "abcd"])
     assert (a.value, a.parts) == (0.0, {"rule": 0.0})
@@ -93,10 +78,10 @@ async def test_the_first_that_applies_scores_and_those_behind_it_are_not_called(
 
 
 async def test_behind_a_gate_the_others_are_called_only_where_the_first_is_above_it():
-    first = ByText({
+    first = Gives({
         "no": Score(value=-0.25), "yes": Score(value=0.5), "broken": failed("crash", "gone"), "none": NOTHING,
     })  # fmt: skip
-    costly = [ByText({"yes": Score(value=3.0)}), ByText({"yes": NOTHING})]
+    costly = [Gives({"yes": Score(value=3.0)}), Gives({"yes": NOTHING})]
     rewards = [Weighted("first", 2.0, first), Weighted("x", 1.0, costly[0]), Weighted("y", 1.0, costly[1])]
     reward = CombinedReward(rewards, "gate")
     no, yes, broken, none = await reward.score(prompt(), [Sampled(t) for t in ("no", "yes", "broken", "none")])

@@ -1,15 +1,14 @@
-"""Code that runs in Sandbox Fusion: a small server that speaks its protocol, runs the code, and fails when it is told to."""
+"""Code that runs in Sandbox Fusion: a small server that speaks its protocol and runs the code."""
 
 import asyncio
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
 
-from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
+from asyncgrpo.config.schema import CodeRewardConfig, JudgeConfig, RewardConfig
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.rewards import http, sandbox
 from asyncgrpo.rewards.base import Sampled, score_one
@@ -17,40 +16,14 @@ from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.sandbox import TRIES
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
-from tests.rewards.servers import Handler, Recording
+from tests.rewards.servers import Reply, Server
 
 SQUARES = {"inputs": ["2\n", "3\n"], "outputs": ["4\n", "9\n"]}
 GOOD = "n = int(input())\nprint(n * n)"
 
 
-class Service(Recording):
-    """Runs Python as Sandbox Fusion does. `replies` are given first, each a status and a body; None hangs up."""
-
-    def __init__(self) -> None:
-        super().__init__(Runner)
-        self.replies: list[tuple[int, bytes] | None] = []
-        self.hold = threading.Event()
-        self.hold.set()
-
-
-class Runner(Handler):
-    server: Service
-
-    def do_POST(self) -> None:
-        asked, server = self.noted(), self.server
-        with server.lock:
-            server.running += 1
-            server.most = max(server.most, server.running)
-            told = server.replies.pop(0) if server.replies else (200, b"")
-        server.hold.wait(30)
-        if told is not None:
-            status, body = told
-            self.reply(status, body or json.dumps(run(asked)).encode())
-        with server.lock:
-            server.running -= 1
-
-
-def run(asked: dict) -> dict:
+def run(asked: dict) -> Reply:
+    """Run Python as Sandbox Fusion does."""
     try:
         ended = subprocess.run(
             [sys.executable, "-I", "-S", "-c", asked["code"]],
@@ -61,25 +34,18 @@ def run(asked: dict) -> dict:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"status": "Failed", "message": "", "run_result": {"status": "TimeLimitExceeded"}}
-    result = {
-        "status": "Finished",
-        "execution_time": 0.01,
-        "return_code": ended.returncode,
-        "stdout": ended.stdout,
-        "stderr": ended.stderr,
-    }
-    return {"status": "Failed" if ended.returncode else "Success", "compile_result": None, "run_result": result}
+        late = {"status": "Failed", "message": "", "run_result": {"status": "TimeLimitExceeded"}}
+        return 200, json.dumps(late)
+    result = {"status": "Finished", "return_code": ended.returncode, "stdout": ended.stdout, "stderr": ended.stderr}
+    run = {"status": "Failed" if ended.returncode else "Success", "compile_result": None, "run_result": result}
+    return 200, json.dumps(run)
 
 
 @pytest.fixture
-def service(monkeypatch) -> Iterator[Service]:
+def service(monkeypatch) -> Iterator[Server]:
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
-    with Service() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with Server(run) as server:
         yield server
-        server.hold.set()
-        server.shutdown()
 
 
 async def score(url: str, text: str = GOOD, answer: object = SQUARES, **settings) -> Score:
@@ -116,21 +82,20 @@ async def test_what_the_code_does_is_its_score(service, text, answer, value, det
 
 
 async def test_other_languages_are_named_to_the_service(service):
-    service.replies = [
-        (200, json.dumps({"status": "Success", "run_result": {"status": "Finished", "stdout": "4"}}).encode())
-    ]
+    ran = {"status": "Success", "run_result": {"status": "Finished", "stdout": "4"}}
+    service.replies = [(200, json.dumps(ran))]
     await score(service.url, "```c++\nint main() {}\n```")
     assert service.requests[0]["language"] == "cpp"
 
 
 async def test_code_that_does_not_compile_fails_its_tests(service):
     compiled = {"status": "Finished", "return_code": 1, "stderr": "a.cpp:1\nno main"}
-    service.replies = [(200, json.dumps({"status": "Failed", "compile_result": compiled}).encode())] * 2
+    service.replies = [(200, json.dumps({"status": "Failed", "compile_result": compiled}))] * 2
     scored = await score(service.url, "```cpp\n```")
     assert (scored.value, scored.detail) == (0.0, "test 1: it does not compile: exit code 1: no main")
 
 
-@pytest.mark.parametrize("reply", [None, (500, b"oops"), (503, b"")])
+@pytest.mark.parametrize("reply", [None, (503, "")])
 async def test_a_service_that_fails_once_is_asked_again(service, reply):
     service.replies = [reply]
     assert (await score(service.url)).value == 1.0
@@ -138,7 +103,7 @@ async def test_a_service_that_fails_once_is_asked_again(service, reply):
 
 
 async def test_a_service_that_always_fails_is_asked_a_few_times_and_is_a_named_failure(service):
-    service.replies = [(500, b"")] * 100
+    service.replies = [(500, "")] * 100
     scored = await score(service.url)
     assert (scored.value, scored.failure) == (None, "sandbox")
     assert scored.detail == f"{service.url}/run_code: HTTP 500, 3 times"
@@ -148,12 +113,11 @@ async def test_a_service_that_always_fails_is_asked_a_few_times_and_is_a_named_f
 @pytest.mark.parametrize(
     ("reply", "detail"),
     [
-        ((404, b"no such page"), "HTTP 404: no such page"),
-        ((422, b"unknown language"), "HTTP 422: unknown language"),
-        ((200, b"<html>"), "not one of Sandbox Fusion"),
-        ((200, b"[]"), "not one of Sandbox Fusion"),
-        ((200, b'{"status": "SandboxError", "message": "disk full"}'), "SandboxError: disk full"),
-        ((200, b'{"status": "Success"}'), "no run_result"),
+        ((422, "unknown language"), "HTTP 422: unknown language"),
+        ((200, "<html>"), "not one of Sandbox Fusion"),
+        ((200, "[]"), "not one of Sandbox Fusion"),
+        ((200, '{"status": "SandboxError", "message": "disk full"}'), "SandboxError: disk full"),
+        ((200, '{"status": "Success"}'), "no run_result"),
     ],
 )
 async def test_a_reply_that_says_nothing_of_the_code_is_a_named_failure_and_final(service, reply, detail):
@@ -166,8 +130,7 @@ async def test_a_reply_that_says_nothing_of_the_code_is_a_named_failure_and_fina
 async def test_a_service_that_is_not_there_is_a_named_failure(service):
     rules = build_reward(RewardConfig(code=CodeRewardConfig(url=service.url)))
     rules.check_sources({"code"})
-    service.shutdown()
-    service.server_close()
+    service.stop()
     scored = await score(service.url)
     assert scored.failure == "sandbox" and "3 times" in scored.detail
     with pytest.raises(ConfigError, match=r"reward\.code\.url: http.* cannot be reached"):
@@ -176,7 +139,7 @@ async def test_a_service_that_is_not_there_is_a_named_failure(service):
 
 async def test_a_service_that_hangs_is_a_named_failure(service, monkeypatch):
     monkeypatch.setattr(sandbox, "QUEUE_S", 0.1)
-    service.hold.clear()
+    service.may_reply.clear()
     scored = await score(service.url, timeout_s=0.1)
     assert scored.failure == "timeout" and "did not reply" in scored.detail
 
@@ -189,18 +152,19 @@ async def test_a_row_without_tests_is_a_named_failure(service):
 
 async def test_no_more_than_the_configuration_says_run_at_once(service):
     rules = build_reward(RewardConfig(code=CodeRewardConfig(url=service.url, max_concurrent=3)))
-    service.hold.clear()
+    service.may_reply.clear()
     one = {"inputs": ["2"], "outputs": ["4"]}
     scoring = asyncio.create_task(rules.score(prompt(source="code", answer=one), [Sampled("print(4)")] * 9))
     while service.running < 3:
         await asyncio.sleep(0.01)
-    service.hold.set()
+    service.may_reply.set()
     assert [score.value for score in await scoring] == [1.0] * 9
     assert service.most == 3
     await rules.close()
 
 
-def test_a_generator_has_as_many_calls_at_once_as_the_service_takes():
-    assert RewardConfig(workers=2).at_once == 2
+def test_a_generator_has_as_many_calls_at_once_as_a_service_takes():
     assert RewardConfig(workers=2, code=CodeRewardConfig(max_concurrent=8)).at_once == 2
     assert RewardConfig(workers=2, code=CodeRewardConfig(url="http://h", max_concurrent=8)).at_once == 8
+    assert RewardConfig(workers=2, judge=JudgeConfig(max_concurrent=8)).at_once == 2
+    assert RewardConfig(function=("judge", "length"), judge=JudgeConfig(max_concurrent=8)).at_once == 8

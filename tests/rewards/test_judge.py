@@ -2,7 +2,6 @@
 
 import json
 import re
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -15,55 +14,21 @@ from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.judge import PATTERN, chat_url, number_in
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
-from tests.rewards.servers import Handler, Recording
-
-Told = tuple[int, str] | None
+from tests.rewards.servers import Reply, Server
 
 
-def chat(text: str | None) -> Told:
+def chat(text: str | None) -> Reply:
     return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]})
 
 
-class Judge(Recording):
-    """Gives the `replies` in turn, the last one for ever: a status and a body each; None hangs up."""
-
-    def __init__(self) -> None:
-        super().__init__(JudgeHandler)
-        self.replies: list[Told] = [chat("Fine.\nScore: 7")]
-        self.keys: list[str | None] = []
-        self.may_reply = threading.Event()
-        self.may_reply.set()
-
-
-class JudgeHandler(Handler):
-    server: Judge
-
-    def do_POST(self) -> None:
-        self.noted()
-        server = self.server
-        with server.lock:
-            server.keys.append(self.headers["Authorization"])
-            server.running += 1
-            server.most = max(server.most, server.running)
-            told = server.replies.pop(0) if len(server.replies) > 1 else server.replies[0]
-        server.may_reply.wait(30)
-        with server.lock:
-            server.running -= 1
-        if told is not None:
-            self.reply(told[0], told[1].encode())
-
-
 @pytest.fixture
-def judge(monkeypatch) -> Iterator[Judge]:
+def judge(monkeypatch) -> Iterator[Server]:
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
-    with Judge() as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with Server(lambda _: chat("Fine.\nScore: 7")) as server:
         yield server
-        server.may_reply.set()
-        server.shutdown()
 
 
-async def judged(judge: Judge, text: str = "It is 42.", row=None, **settings) -> Score:
+async def judged(judge: Server, text: str = "It is 42.", row=None, **settings) -> Score:
     reward = build_reward(RewardConfig(function="judge", judge=JudgeConfig(url=judge.url, **settings)))
     score = await score_one(reward, row or prompt(answer="42", text="What is 6 x 7?"), text)
     await reward.close()
@@ -122,7 +87,7 @@ def test_the_number_of_a_reply(reply, number):
 
 
 async def test_a_pattern_and_a_scale_of_the_user(judge):
-    judge.replies = [chat("grade=A4, score: 1")]
+    judge.answer = lambda _: chat("grade=A4, score: 1")
     assert (await judged(judge, pattern=r"grade=A(\d)", scale=5.0)).value == 0.8
     assert (await judged(judge, pattern=r"(?<=A)\d", scale=4.0)).value == 1.0
 
@@ -146,15 +111,15 @@ async def test_a_reply_without_a_score_is_a_named_failure_and_final(judge, reply
     assert len(judge.requests) == 1
 
 
-@pytest.mark.parametrize("reply", [None, (500, "oops"), (503, ""), (429, "slow down")])
+@pytest.mark.parametrize("reply", [None, (503, ""), (429, "slow down")])
 async def test_a_judge_that_is_busy_or_fails_is_asked_again(judge, reply):
-    judge.replies = [reply, reply, reply, reply, chat("Score: 7")]
+    judge.replies = [reply] * 4
     assert (await judged(judge)).value == 0.7
     assert len(judge.requests) == 5
 
 
 async def test_a_judge_that_always_fails_is_a_named_failure_within_the_deadline(judge):
-    judge.replies = [(429, "")]
+    judge.answer = lambda _: (429, "")
     score = await judged(judge, timeout_s=1.0)
     assert score.failure == "judge" and re.search(r"HTTP 429, \d+ times", score.detail)
     assert len(judge.requests) > 2
@@ -165,8 +130,7 @@ async def test_a_judge_that_is_slow_or_not_there_is_a_named_failure(judge):
     score = await judged(judge, timeout_s=0.2)
     assert score.failure == "timeout" and score.detail.endswith("did not reply within 0.2 s")
     judge.may_reply.set()
-    judge.shutdown()
-    judge.server_close()
+    judge.stop()
     score = await judged(judge, timeout_s=0.2)
     assert score.failure == "judge" and "times" in score.detail
 

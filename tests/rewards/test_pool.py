@@ -31,22 +31,17 @@ async def pid_of_worker(reward: UserReward) -> int:
     return int(score.value)
 
 
-async def test_many_calls_over_two_workers_are_all_answered():
-    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=2)
-    scores = await asyncio.gather(*(score_one(reward, prompt(), f"number {i}") for i in range(200)))
-    assert [score.value for score in scores] == list(range(200))
-    assert len(workers_of()) == 2
-    await reward.close()
-    assert workers_of() == []
-
-
-async def test_workers_start_only_when_calls_need_them():
+async def test_workers_start_when_calls_need_them_and_every_call_is_answered():
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=2)
     assert workers_of() == []
     for _ in range(3):
         await score_one(reward, prompt(), "one")
     assert len(workers_of()) == 1
+    scores = await asyncio.gather(*(score_one(reward, prompt(), f"number {i}") for i in range(200)))
+    assert [score.value for score in scores] == list(range(200))
+    assert len(workers_of()) == 2
     await reward.close()
+    assert workers_of() == []
 
 
 async def test_large_answers_pass():
@@ -186,20 +181,11 @@ async def test_each_call_sent_together_has_the_whole_deadline():
     await reward.close()
 
 
-async def test_close_ends_calls_that_were_sent_together():
+@pytest.mark.parametrize("are_sent_together", [False, True])
+async def test_close_ends_calls_that_run_and_calls_that_wait(are_sent_together):
     reward = UserReward(BEHAVIOURS, timeout_s=1000, workers=1)
-    await quick(reward)
-    calls = together(reward, *["hang"] * 5)
-    await asyncio.sleep(0.05)
-    await reward.close()
-    assert [score.failure for score in await asyncio.gather(*calls)] == ["aborted"] * 5
-    assert workers_of() == []
-
-
-async def test_close_ends_calls_that_run_and_calls_that_wait():
-    reward = UserReward(BEHAVIOURS, timeout_s=1000, workers=1)
-    await score_one(reward, prompt(), "one")
-    calls = [asyncio.create_task(score_one(reward, prompt(), "hang")) for _ in range(3)]
+    await (quick(reward) if are_sent_together else score_one(reward, prompt(), "one"))
+    calls = together(reward, *["hang"] * 3)
     await asyncio.sleep(0.05)
     await reward.close()
     assert [score.failure for score in await asyncio.gather(*calls)] == ["aborted"] * 3

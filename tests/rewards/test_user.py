@@ -33,11 +33,9 @@ def _imports_are_put_back(monkeypatch):
         ("*, ground_truth, solution_str", ("42", "it is 42")),
         ("prompt, completion, answer, info", ("6 * 7?", "it is 42", "42", {"level": 3})),
         ("completion, threshold=0.5", ("it is 42", 0.5)),
-        ("source, solution, truth", VERL[:3]),
         ("source, solution, truth, extra=None", VERL),
         ("source, solution, truth, extra=None, mode='strict'", (*VERL, "strict")),
         ("source, solution, truth, extra, /", VERL),
-        ("data_source, solution, truth, extra", VERL),
         ("*args", (VERL,)),
         (
             "**rest",
@@ -58,14 +56,10 @@ def test_a_function_gets_what_its_parameters_name(reward_file, parameters, seen)
     "parameters",
     [
         "",
-        "x=1",
-        "solution",
         "solution, truth",
         "completions, trainer_state",
-        "completions, /",
         "solution_strs, ground_truths, tokenizer",
         "source, truth, solution_str",
-        "a, b, c, d, e",
         "solution_str, ground_truth, tokenizer",
     ],
 )
@@ -121,7 +115,6 @@ def test_a_file_may_be_named_like_a_module_that_is_there(reward_file):
             "r.py",
             "r.py cannot be imported: .*r.py:2: ModuleNotFoundError: .*no_such_module",
         ),
-        ("import sys; sys.exit('bye')", "r.py", "r.py cannot be imported: .*SystemExit: bye"),
         ("x = '\0'", "r.py", "^/.*/r.py: source code string cannot contain null bytes$"),
         ("just text", "r.txt", "r.txt is not a Python file"),
     ],
@@ -148,7 +141,6 @@ def test_the_file_is_run_in_a_worker_and_its_problem_comes_back(reward_file, tmp
     [
         ("from .helper import f", r"my_reward\.py:1: ImportError: .*; my_reward\.py is not part of a package"),
         ("import sys; sys.exit()", r"my_reward\.py:1: SystemExit"),
-        ("raise RuntimeError('no judge')", r"my_reward\.py:1: RuntimeError: no judge$"),
     ],
 )
 def test_an_import_that_fails_is_the_sentence_and_nothing_else(reward_file, capfd, text, said):
