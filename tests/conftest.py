@@ -6,6 +6,7 @@ of its own, and is dealt alone. The longest go first, so that no worker is still
 
 import os
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -46,6 +47,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "LoadScopeSc
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(scope="session")
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`XDG_CACHE_HOME` of tests that compile. Both workers share it: torch compiles a header once, for twelve seconds."""
+    made = tmp_path_factory.getbasetemp()
+    return (made.parent if "PYTEST_XDIST_WORKER" in os.environ else made) / "cache"
 
 
 @pytest.fixture(autouse=True)

@@ -37,9 +37,9 @@ from asyncgrpo.weights.arena import IsWritten, Layout, MappedArenas, dtype_of, s
 from asyncgrpo.weights.delta import LEAST_SAVING, Delta, Piece, Skips, State, apply, follow
 from asyncgrpo.weights.digest import add_digests, spread
 
-# -- rows of a learner rank on another machine, on their way into the arenas of rank 0 ---------------------------------
-
 log = logging.getLogger(__name__)
+
+# -- rows of a learner rank on another machine, on their way into the arenas of rank 0 ---------------------------------
 
 POLL_EVERY_S = 0.001
 MAX_PENDING = 2

@@ -270,9 +270,9 @@ def test_a_uniform_distribution_has_the_entropy_of_its_vocabulary():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_gradients_are_the_same(monkeypatch, tmp_path_factory, dtype):
+def test_compiled_gradients_are_the_same(monkeypatch, cache_home, dtype):
     """Tiles of three tokens, so that programs run for whole tiles, and the last one has two."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "head"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_home / "asyncgrpo" / "compiled"))
     cut_head(monkeypatch, VOCAB, tile=3 * VOCAB)
     for entropy in (False, True):
         found: list[list[Tensor]] = []

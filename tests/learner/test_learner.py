@@ -272,13 +272,12 @@ def test_recomputing_activations_changes_nothing(path):
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
+def programs(cache_home):
     """What is kept of compiled layers between starts."""
     with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("cache")
-        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setenv("XDG_CACHE_HOME", str(cache_home))
         patch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-        yield folder / "asyncgrpo" / "compiled"
+        yield cache_home / "asyncgrpo" / "compiled"
 
 
 @pytest.mark.slow

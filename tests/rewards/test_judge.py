@@ -78,6 +78,7 @@ async def test_the_key_comes_from_the_environment_and_fields_of_the_request_are_
         ("Two mistakes.\n[[9]]", 9.0),
         ("Score: 2? No.\nScore: 5", 5.0),
         ("<think>Score: 2</think>\nScore: 5", 5.0),
+        ("<think>Score: 2</think>\nI cannot say.", None),
         ("There are 3 mistakes in it.", None),
         ("", None),
     ],

@@ -71,6 +71,8 @@ async def test_a_tower_of_powers_is_a_timeout_and_not_a_wrong_answer():
         ("", "Paris", 0.0),
         ("Café", "cafe\u0301", 1.0),
         ("1969", 1969, 1.0),
+        ("Answer: Rome\nNo.\nAnswer: Paris\nDone.", "Paris", 1.0),
+        (r"\boxed{Paris}, not Rome. Answer: Rome", "Paris", 1.0),
     ],
 )
 def test_text_match(completion_text, ground_truth, value):
