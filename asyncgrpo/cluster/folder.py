@@ -98,7 +98,7 @@ class RunFolder:
         return lineage
 
     def checkpoint(self) -> Path | None:
-        """Return the newest complete checkpoint."""
+        """Return the newest checkpoint."""
         return Checkpoints(self.path, keep=1).latest()
 
     def status(self) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints of a run. A folder appears complete or not at all; a run resumes from the newest complete one.
+"""Checkpoints of a run. A folder appears complete or not at all; a run resumes from the newest one.
 
 <run>/checkpoints/step_000020/
     state.json     step, version, the buffer's prompt ledger, totals
@@ -71,22 +71,24 @@ class Checkpoints:
             (temporary / "state.json").write_bytes(msgspec.json.encode(state))
             _sync_tree(temporary)
             check_owner(self._folder.parent, state.lineage)
-            shutil.rmtree(final, ignore_errors=True)  # an earlier attempt at the same step
+            if final.exists():  # an earlier attempt at the same step
+                shutil.rmtree(replaced := temporary.with_suffix(".old"), ignore_errors=True)
+                os.rename(final, replaced)
+                shutil.rmtree(replaced, ignore_errors=True)
             os.rename(temporary, final)
             _sync(self._folder)
         except OSError as error:
             raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
-        for old in self._complete()[: -self._keep]:
+        for old in self._all()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
     def latest(self) -> Path | None:
-        """Return the newest complete checkpoint."""
-        complete = self._complete()
-        return complete[-1] if complete else None
+        """Return the newest checkpoint. If a file of it is gone, reading it fails: an earlier one would undo steps silently."""
+        return max(self._all(), default=None)
 
-    def _complete(self) -> list[Path]:
-        return sorted(path.parent for path in self._folder.glob("step_*/state.json"))
+    def _all(self) -> list[Path]:
+        return sorted(path for path in self._folder.glob("step_*") if path.is_dir())
 
 
 def check_owner(run_dir: Path, lineage: int) -> None:

@@ -55,6 +55,18 @@ def test_a_checkpoint_that_is_being_written_does_not_count_and_an_earlier_start_
     assert checkpoints.latest() == whole != finish() == checkpoints.latest()
 
 
+def test_a_checkpoint_whose_state_is_gone_is_not_passed_over(tmp_path: Path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.write(state(5), fill)
+    newest = checkpoints.write(state(10), fill)
+    (newest / "state.json").unlink()
+    assert checkpoints.latest() == newest
+    with pytest.raises(CheckpointError, match=r"step_000010/state\.json"):
+        read_state(newest)
+    assert read_state(checkpoints.write(state(10), fill)).step == 10
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step_000005", "step_000010"]
+
+
 def test_a_disk_that_refuses_is_said_so(tmp_path: Path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(CheckpointError, match="cannot write checkpoint"):
