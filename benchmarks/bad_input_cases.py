@@ -399,7 +399,6 @@ RUNS = [
     other("broken settings", "replay run", write("run/config.yaml", "learner: ["), needs_run=True, may_work=True),
     other("an unknown key", "replay run --with learner.rate=1", needs_run=True),
     other("a step that is not there", "replay run --from-step 77", needs_run=True),
-    other("no model", "replay run", remove("model"), needs_run=True),
     other("a step that is not there", "samples run --step 99", needs_run=True),
     other("a broken file", "samples run", cut("run/samples/*/*4.parquet", 0.5), needs_run=True),
     other("two ways to sort", "samples run --best --worst", needs_run=True),
@@ -422,7 +421,6 @@ RUNS = [
 LONG = ("audit", "status", "replay", "samples", "demo --engine torch --out", "data check")
 OTHERS = [
     other("an unknown command", "trian"),
-    other("no command", ""),
     other("no file", "serve"),
     other("a file that is not there", "serve nothing.yaml"),
     other("a file of unknown keys", "serve c.yaml", write("c.yaml", "modle: {path: a}\n"), is_table=True),
