@@ -125,7 +125,8 @@ def impatient(monkeypatch):
     monkeypatch.setattr(liveness, "LOST_S", 2.0)
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float | None = None) -> None:
+    timeout_s = timeout_s or float(os.environ.get("ASYNCGRPO_TEST_WAIT_S", "30"))
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
