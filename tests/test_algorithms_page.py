@@ -1,4 +1,4 @@
-"""docs/algorithms.md says what the code and the presets say."""
+"""docs/algorithms.md and docs/formulas.md agree with the code and the presets."""
 
 import inspect
 import math
@@ -14,7 +14,8 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.config.rules import loss_arguments
 from asyncgrpo.config.schema import AlgorithmConfig, CorrectionConfig
 
-PAGE = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("algorithms.md", "formulas.md"))
 
 
 def rows(heading: str) -> dict[str, list[str]]:
@@ -38,7 +39,7 @@ def test_every_choice_of_a_key_is_on_the_page(field):
 
 
 def test_every_kind_of_correction_is_on_the_page():
-    table = "\n".join(rows("### Corrections"))
+    table = "\n".join(rows("## Corrections"))
     for field in ("kind", "level", "action"):
         assert [
             choice
@@ -49,7 +50,7 @@ def test_every_kind_of_correction_is_on_the_page():
 
 @pytest.mark.parametrize("loss", choices(AlgorithmConfig, "loss"))
 def test_the_arguments_of_a_loss_are_its_own_with_its_defaults(loss):
-    cell = rows("### Surrogates")[loss][1]
+    cell = rows("## Surrogates")[loss][1]
     assert set(re.findall(r"`(\w+)`", cell)) == set(loss_arguments(loss))
     numbers = {float(x) for x in re.findall(r"\[([\d.e-]+)\]", cell)}
     defaults = {p.default for p in loss_arguments(loss).values() if isinstance(p.default, float)}
@@ -63,12 +64,13 @@ def test_every_diagnostic_is_on_the_page():
         inspect.getsource(diagnostics.lag_report) + inspect.getsource(diagnostics.update_report),
     )
     assert len(reported) > 25
-    assert [name for name in reported if f"`{name}`" not in PAGE] == []
+    page = (DOCS / "metrics-file.md").read_text(encoding="utf-8").partition("## Diagnostics\n")[2]
+    assert [name for name in reported if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_the_row_of_a_preset_is_its_file(name):
-    papers, advantage, loss, anchor, corrections, rest = rows("## The presets")[name]
+    papers, advantage, loss, anchor, corrections, rest, _ = rows("## The presets")[name]
     algorithm = load_config("quickstart", algorithm=name).algorithm
     file = algorithm_file(name).read_text()
     assert all(paper in file for paper in re.findall(r"\d{4}\.\d{5}", papers))

@@ -348,7 +348,7 @@ class CriticConfig(Section, frozen=True):
 
 
 class AlgorithmConfig(Section, frozen=True):
-    """Objective. `configs/algorithms/` has a file per paper; docs/algorithms.md has the formulas."""
+    """Objective. `configs/algorithms/` has a file per paper; docs/formulas.md has the equations."""
 
     group_size: AtLeastTwo = 8
     """Completions per prompt."""
@@ -377,7 +377,7 @@ class AlgorithmConfig(Section, frozen=True):
     anchor: Literal["proximal", "behaviour", "interpolated"] = "proximal"
     """Center of the trust region: policy at the start of the step, policy that sampled the tokens, or interpolated."""
     corrections: tuple[CorrectionConfig, ...] = (CorrectionConfig(high_ratio=2.0),)
-    """Off-policy corrections, all of which apply (docs/algorithms.md)."""
+    """Off-policy corrections, all of which apply (docs/formulas.md)."""
     aggregation: Literal[
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
     ] = "token-mean"

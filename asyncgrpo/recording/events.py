@@ -90,13 +90,13 @@ _STEP = {
     "zero_gradients": _may(int, "updates skipped because their gradient was exactly 0"),
     "lr": _may(float, "learning rate"),
     "entropy": _may(float | None, "mean over the trained tokens, nats; a token that is not run "
-        "([advantage 0](algorithms.md#diagnostics)) counts with the engine's -log-prob"),
+        "([advantage 0](#diagnostics)) counts with the engine's -log-prob"),
     "clip_ratio": _may(float | None, "share of the trained tokens that the surrogate clipped"),
     "importance_mean": _may(float | None, "mean ratio proximal / behaviour policy, over the tokens that are run"),
     "importance_capped": _may(float | None, "share of the tokens that are run above the ratio's upper bound"),
     "kl_reference": _may(float | None, "mean KL to the reference model, nats; null without one"),
     "value_loss": _may(float | None, "mean loss of the critic; null without one"),
-    "diagnostics": _may(dict[str, float | None], "ratios, updates, rejections and lags ([names](algorithms.md))"),
+    "diagnostics": _may(dict[str, float | None], "ratios, updates, rejections and lags ([names](#diagnostics))"),
     "logprob_gap_mean": _may(float | None, "mean abs(learner - engine) log-prob, nats, of completions of the current version "
         "that are run"),
     "logprob_gap_max": _may(float | None, "the largest of them"),
