@@ -1,9 +1,9 @@
 """Packing of groups into micro-batches for every rank: usable completions, rows of about equal size, tensors.
 
 Every rank calls `pack` with the same groups and builds its own share without communication. Every sampled token of a usable
-completion is in exactly one micro-batch of one rank. No completion is split. All ranks get the same number of micro-batches,
-because each runs the collectives of a sharded model. Advantages are computed from complete groups before packing; they need
-communication only if the reward does (a KL in the reward, a critic).
+completion is in exactly one micro-batch of one rank, unless the completion has no gradient and is skipped. No completion is
+split. All ranks get the same number of micro-batches, because each runs the collectives of a sharded model. Advantages are
+computed from complete groups before packing; they need communication only if the reward does (a KL in the reward, a critic).
 
 A row is one forward and backward of one rank. Completions of one prompt stay together if possible, because a row computes
 their prompt once. If no complete group fits the space left in a row, a group is divided and its prompt computed twice. Rows
