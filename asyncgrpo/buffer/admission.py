@@ -266,10 +266,17 @@ class Fresh(Eager):
     wait changes nothing. A step that begins with more groups under way is ignored: leases are held back then, so few
     groups in flight do not mean that few are needed.
 
-    If the generators cannot keep up, this behaves like `Eager`. So does every start until its second request, the first
-    one that follows a training step. The bound and its proof still hold, because `Fresh` only begins fewer groups than
-    the slots allow. It cannot deadlock: at least P groups are always under way, and a prompt that others have overtaken
-    begins regardless of `wanted`.
+    Generators that are busy all the time finish a group no sooner if more groups run beside it. There the number in flight
+    proves nothing: any number needs itself. So `Fresh` tries a quarter fewer than `wanted`, or half a batch fewer if that is
+    more. If the learner then waits no longer than before, within `MAY_WAIT`, the smaller number stays and the next trial
+    follows. Otherwise the old number returns, and the pause until the next trial doubles. What the learner waited before a
+    series of trials is waited in vain: more groups do not shorten it, so it raises no target. The series ends with the
+    pause, because more groups may help by then.
+
+    If the generators cannot keep up and more groups help, this behaves like `Eager`. So does every start until its second
+    request, the first one that follows a training step. The bound and its proof still hold, because `Fresh` only begins
+    fewer groups than the slots allow. It cannot deadlock: at least P groups are always under way, and a prompt that others
+    have overtaken begins regardless of `wanted`.
     """
 
     STEPS = 12
@@ -279,21 +286,35 @@ class Fresh(Eager):
     """Share of a step that the learner may wait, averaged over these steps."""
     STARVES = 0.25
     """Waiting share above which, with all slots in use, the target is the number of slots."""
+    LONGEST_PAUSE = 192
+    """Steps between two trials."""
 
     def __init__(self, config: BufferConfig) -> None:
         self._per_step = config.prompts_per_step
-        in_order = POLICIES[config.policy].is_in_order
-        self._targets: deque[float] = deque(maxlen=self.STEPS_IN_ORDER if in_order else self.STEPS)
+        steps = self.STEPS_IN_ORDER if POLICIES[config.policy].is_in_order else self.STEPS
+        self._targets: deque[float] = deque(maxlen=steps)
         """Targets of the last steps, groups."""
         self._request = 0, 0, 0.0, 0
         """Arguments of the last `batch_requested`."""
         self._taken_s: float | None = None
         """Time of the last `batch_taken`."""
+        self._trial_steps = self._pause = self._steps_left = steps // 3
+        """Steps of a trial; of a pause; left of the one that goes on."""
+        self._waits: deque[float] = deque(maxlen=self._trial_steps)
+        """Shares of the last steps that the learner waited."""
+        self._tried: int | None = None
+        """Number under way in the trial that goes on."""
+        self._tried_from = math.inf
+        """Number under way before the last trial of a series; infinite between two series."""
+        self._waited_before = 0.0
+        """Share of a step that the learner waited before the series."""
+        self._in_vain = 0.0
+        """The same, once a trial of the series was kept."""
 
     @property
     def wanted(self) -> int | None:
-        if not self._targets:
-            return None
+        if self._tried is not None or not self._targets:
+            return self._tried
         most_first = accumulate(sorted(self._targets, reverse=True))
         spare = self.MAY_WAIT * self._per_step * len(self._targets)
         return max(self._per_step, math.ceil(max((total - spare) / n for n, total in enumerate(most_first, 1))))
@@ -308,9 +329,48 @@ class Fresh(Eager):
         if before_s is None or is_over:
             return
         waited = (now_s - asked_s) / max(now_s - before_s, 1e-9)
-        target = in_flight + min(ready, self._per_step) + self._per_step * waited
-        is_full = in_flight + ready + self._per_step >= slots
-        self._targets.append(slots if is_full and waited > self.STARVES else target)
+        self._waits.append(waited)
+        self._steps_left -= 1
+        if self._tried is None:
+            missed = max(0.0, waited - self._in_vain)
+            target = in_flight + min(ready, self._per_step) + self._per_step * missed
+            is_full = in_flight + ready + self._per_step >= slots
+            self._targets.append(slots if is_full and missed > self.STARVES else target)
+            if self._steps_left == 0:
+                self._end_pause()
+        else:
+            self._judge_trial()
+
+    def _end_pause(self) -> None:
+        wanted, waited = self.wanted, statistics.fmean(self._waits)
+        assert wanted is not None
+        is_first = math.isinf(self._tried_from)
+        if wanted >= self._tried_from:  # it has grown back since the last trial
+            self._end_series()
+        elif is_first and self._in_vain:
+            self._in_vain, self._steps_left = 0.0, self._trial_steps
+        elif wanted == self._per_step:
+            self._steps_left = self._pause
+        else:
+            self._waited_before = waited if is_first else min(waited, self._waited_before)
+            self._tried_from = wanted
+            self._tried = max(self._per_step, wanted - max(wanted // 4, self._per_step // 2))
+            self._steps_left = self._trial_steps
+            self._waits.clear()
+
+    def _judge_trial(self) -> None:
+        assert self._tried is not None
+        if sum(self._waits) - len(self._waits) * self._waited_before > self.MAY_WAIT * self._trial_steps:
+            self._tried = None
+            self._end_series()
+        elif self._steps_left == 0:
+            self._targets.clear()
+            self._targets.append(self._tried)
+            self._tried, self._in_vain, self._steps_left = None, self._waited_before, self._trial_steps
+
+    def _end_series(self) -> None:
+        self._pause = self._steps_left = min(2 * self._pause, self.LONGEST_PAUSE)
+        self._tried_from = math.inf
 
 
 ADMISSIONS: dict[str, type[Eager]] = {"eager": Eager, "fresh": Fresh}
