@@ -252,7 +252,7 @@ class Eager:
         """Note that the learner received its batch."""
 
 
-class Fresh(Eager):
+class JustInTime(Eager):
     """Begins a group just in time: the bound covers the tail, and the run operates well below it.
 
     Each step yields a target, the number of groups under way that would have fit it. With F groups in flight at the
@@ -266,17 +266,10 @@ class Fresh(Eager):
     wait changes nothing. A step that begins with more groups under way is ignored: leases are held back then, so few
     groups in flight do not mean that few are needed.
 
-    Generators that are busy all the time finish a group no sooner if more groups run beside it. There the number in flight
-    proves nothing: any number needs itself. So `Fresh` tries a quarter fewer than `wanted`, or half a batch fewer if that is
-    more. If the learner then waits no longer than before, within `MAY_WAIT`, the smaller number stays and the next trial
-    follows. Otherwise the old number returns, and the pause until the next trial doubles. What the learner waited before a
-    series of trials is waited in vain: more groups do not shorten it, so it raises no target. The series ends with the
-    pause, because more groups may help by then.
-
-    If the generators cannot keep up and more groups help, this behaves like `Eager`. So does every start until its second
-    request, the first one that follows a training step. The bound and its proof still hold, because `Fresh` only begins
-    fewer groups than the slots allow. It cannot deadlock: at least P groups are always under way, and a prompt that others
-    have overtaken begins regardless of `wanted`.
+    If the generators cannot keep up, this behaves like `Eager`. So does every start until its second request, the first
+    one that follows a training step. The bound and its proof still hold, because this only begins fewer groups than the
+    slots allow. It cannot deadlock: at least P groups are always under way, and a prompt that others have overtaken
+    begins regardless of `wanted`.
     """
 
     STEPS = 12
@@ -286,35 +279,21 @@ class Fresh(Eager):
     """Share of a step that the learner may wait, averaged over these steps."""
     STARVES = 0.25
     """Waiting share above which, with all slots in use, the target is the number of slots."""
-    LONGEST_PAUSE = 192
-    """Steps between two trials."""
 
     def __init__(self, config: BufferConfig) -> None:
         self._per_step = config.prompts_per_step
-        steps = self.STEPS_IN_ORDER if POLICIES[config.policy].is_in_order else self.STEPS
-        self._targets: deque[float] = deque(maxlen=steps)
+        in_order = POLICIES[config.policy].is_in_order
+        self._targets: deque[float] = deque(maxlen=self.STEPS_IN_ORDER if in_order else self.STEPS)
         """Targets of the last steps, groups."""
         self._request = 0, 0, 0.0, 0
         """Arguments of the last `batch_requested`."""
         self._taken_s: float | None = None
         """Time of the last `batch_taken`."""
-        self._trial_steps = self._pause = self._steps_left = steps // 3
-        """Steps of a trial; of a pause; left of the one that goes on."""
-        self._waits: deque[float] = deque(maxlen=self._trial_steps)
-        """Shares of the last steps that the learner waited."""
-        self._tried: int | None = None
-        """Number under way in the trial that goes on."""
-        self._tried_from = math.inf
-        """Number under way before the last trial of a series; infinite between two series."""
-        self._waited_before = 0.0
-        """Share of a step that the learner waited before the series."""
-        self._in_vain = 0.0
-        """The same, once a trial of the series was kept."""
 
     @property
     def wanted(self) -> int | None:
-        if self._tried is not None or not self._targets:
-            return self._tried
+        if not self._targets:
+            return None
         most_first = accumulate(sorted(self._targets, reverse=True))
         spare = self.MAY_WAIT * self._per_step * len(self._targets)
         return max(self._per_step, math.ceil(max((total - spare) / n for n, total in enumerate(most_first, 1))))
@@ -323,54 +302,79 @@ class Fresh(Eager):
         self._request = in_flight, ready, now_s, slots
 
     def batch_taken(self, now_s: float) -> None:
-        (in_flight, ready, asked_s, slots), before_s = self._request, self._taken_s
+        (in_flight, ready, asked_s, _), before_s = self._request, self._taken_s
         self._taken_s = now_s
         is_over = self.wanted is not None and in_flight + ready > self.wanted
-        if before_s is None or is_over:
-            return
-        waited = (now_s - asked_s) / max(now_s - before_s, 1e-9)
+        if before_s is not None and not is_over:
+            self._step_ended((now_s - asked_s) / max(now_s - before_s, 1e-9))
+
+    def _step_ended(self, waited: float) -> None:
+        """Note the target of the last request, after which the learner waited for this share of the step."""
+        in_flight, ready, _, slots = self._request
+        is_full = in_flight + ready + self._per_step >= slots
+        target = in_flight + min(ready, self._per_step) + self._per_step * waited
+        self._targets.append(slots if is_full and waited > self.STARVES else target)
+
+
+class Fresh(JustInTime):
+    """Begins a group just in time, and tries whether fewer groups under way do as well.
+
+    Generators that are busy all the time finish a group no sooner if more groups run beside it. There the number in flight
+    proves nothing: any number needs itself. So where the learner hardly waits, a trial takes a quarter off `wanted`, or half
+    a batch if that is more. If the learner waits longer than before by `MAY_WAIT`, the old number returns, and the pause
+    until the next trial doubles. Otherwise the smaller number stays.
+    """
+
+    HARDLY = 0.1
+    """Waiting share up to which a trial may begin. Longer waits vary too much for a trial of a few steps."""
+    LONGEST_PAUSE = 192
+    """Steps between two trials at most, after failures."""
+
+    def __init__(self, config: BufferConfig) -> None:
+        super().__init__(config)
+        self._trial_steps = self._pause = self._steps_left = (self._targets.maxlen or 0) // 3
+        """Steps of a trial; of a pause; left of the one that goes on."""
+        self._waits: deque[float] = deque(maxlen=self._trial_steps)
+        """Shares of the last steps that the learner waited."""
+        self._tried: int | None = None
+        """Number under way in the trial that goes on."""
+        self._before = math.inf, 0.0
+        """Number under way before the last trial that was kept or goes on, and mean wait."""
+
+    @property
+    def wanted(self) -> int | None:
+        return super().wanted if self._tried is None else self._tried
+
+    def _step_ended(self, waited: float) -> None:
         self._waits.append(waited)
         self._steps_left -= 1
         if self._tried is None:
-            missed = max(0.0, waited - self._in_vain)
-            target = in_flight + min(ready, self._per_step) + self._per_step * missed
-            is_full = in_flight + ready + self._per_step >= slots
-            self._targets.append(slots if is_full and missed > self.STARVES else target)
+            super()._step_ended(waited)
             if self._steps_left == 0:
                 self._end_pause()
-        else:
-            self._judge_trial()
+        elif sum(self._waits) > self._before[1] * len(self._waits) + self.MAY_WAIT * self._trial_steps:
+            self._failed()
+        elif self._steps_left == 0:
+            self._targets.clear()
+            self._targets.append(self._tried)
+            self._tried, self._steps_left = None, self._trial_steps
 
     def _end_pause(self) -> None:
         wanted, waited = self.wanted, statistics.fmean(self._waits)
         assert wanted is not None
-        is_first = math.isinf(self._tried_from)
-        if wanted >= self._tried_from:  # it has grown back since the last trial
-            self._end_series()
-        elif is_first and self._in_vain:
-            self._in_vain, self._steps_left = 0.0, self._trial_steps
-        elif wanted == self._per_step:
-            self._steps_left = self._pause
+        if wanted >= self._before[0]:  # it has grown back since the last trial
+            self._failed()
+        elif wanted == self._per_step or waited > self.HARDLY:
+            self._steps_left = self._trial_steps
         else:
-            self._waited_before = waited if is_first else min(waited, self._waited_before)
-            self._tried_from = wanted
+            self._before = wanted, waited
             self._tried = max(self._per_step, wanted - max(wanted // 4, self._per_step // 2))
             self._steps_left = self._trial_steps
             self._waits.clear()
 
-    def _judge_trial(self) -> None:
-        assert self._tried is not None
-        if sum(self._waits) - len(self._waits) * self._waited_before > self.MAY_WAIT * self._trial_steps:
-            self._tried = None
-            self._end_series()
-        elif self._steps_left == 0:
-            self._targets.clear()
-            self._targets.append(self._tried)
-            self._tried, self._in_vain, self._steps_left = None, self._waited_before, self._trial_steps
-
-    def _end_series(self) -> None:
+    def _failed(self) -> None:
+        self._tried, self._before = None, (math.inf, 0.0)
         self._pause = self._steps_left = min(2 * self._pause, self.LONGEST_PAUSE)
-        self._tried_from = math.inf
 
 
 ADMISSIONS: dict[str, type[Eager]] = {"eager": Eager, "fresh": Fresh}
