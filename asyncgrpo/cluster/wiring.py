@@ -550,6 +550,7 @@ class LearnerActor:
                 learner.load(str(self._setup.checkpoint / "resume"))
             team = Team(rank, world)
             if not team.leads:
+                learner.snapshot.connect(leader.weights_endpoint, host_of(config), self._setup.keys)
                 follow(learner, team)
                 return "done"
             return self._lead(learner, team, buffer_endpoint, about)
@@ -565,7 +566,8 @@ class LearnerActor:
         self._publisher.on_left_out = lambda name, incarnation, why: notices.send(
             GeneratorLost(generator_id=name, incarnation=incarnation, reason=why)
         )
-        self._publisher.start(learner.layout(), SyncCheck(learner.check.sequences, GapLimit(config.model.dtype)))
+        check = SyncCheck(learner.check.sequences, GapLimit(config.model.dtype))
+        self._publisher.start(learner.layout(), check, learner.snapshot.streams)
         decode = decoder(load_tokenizer(config.model.path), keep_special=True)
         recorder = Recorder(config, setup.run_dir, decode, msgspec.to_builtins(config))
         service = self._service = LearnerService(

@@ -208,7 +208,7 @@ class LearnerService:
 
     def _offer_weights(self) -> None:
         """Offer the newest weights once. Retried from `_while_waiting` while both arenas are in use."""
-        if self._offered != self.version and not self._learner.snapshot.is_behind:
+        if self._offered != self.version:
             with self._clock("publish"):
                 if self._publisher.offer(self.version, self._fill_arena):
                     self._offered = self.version

@@ -176,7 +176,7 @@ class _Trainer:
 
     def __init__(self, run: "VirtualRun") -> None:
         self.step, self.export = run.step, run.export
-        self.snapshot = SimpleNamespace(is_behind=False, close=lambda: None)
+        self.snapshot = SimpleNamespace(close=lambda: None)
         self.check = SimpleNamespace(score=list)
 
 

@@ -26,7 +26,7 @@ from asyncgrpo.errors import WeightsError
 from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.delta import Span, State
-from asyncgrpo.weights.digest import add_digests, digest
+from asyncgrpo.weights.digest import BLOCK, add_digests, digest
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,45 @@ class Layout:
         """Yield start and end of each piece of at most `size` bytes; `size` is a multiple of `ALIGNMENT`."""
         for start in range(0, self.num_bytes, size):
             yield start, min(start + size, self.num_bytes)
+
+
+class Stream:
+    """The bytes of a publication that one process sends: runs in the order of their offsets."""
+
+    def __init__(self, runs: Iterable[tuple[int, int]]) -> None:
+        """
+        Args:
+            runs: start and end of each, bytes. Adjacent ones are merged.
+        """
+        self.runs: list[tuple[int, int]] = []
+        for start, end in sorted(runs):
+            if self.runs and self.runs[-1][1] == start:
+                start = self.runs.pop()[0]
+            if start < end:
+                self.runs.append((start, end))
+
+    def rest(self, num_bytes: int) -> "Stream":
+        """Return everything else of a publication of so many bytes."""
+        starts = [0, *(end for _, end in self.runs)]
+        return Stream(zip(starts, [*(start for start, _ in self.runs), num_bytes], strict=True))
+
+    def buckets(self, size: int) -> Iterator[list[tuple[int, int]]]:
+        """Yield runs of at most `size` bytes together, at least a block of the digest. A run is cut between blocks only."""
+        bucket: list[tuple[int, int]] = []
+        room = size
+        for start, end in self.runs:
+            while start < end:
+                stop = min(end, start + room)
+                if stop < end:
+                    stop -= stop % BLOCK
+                if stop <= start:
+                    yield bucket
+                    bucket, room = [], size
+                    continue
+                bucket.append((start, stop))
+                start, room = stop, room - (stop - start)
+        if bucket:
+            yield bucket
 
 
 def digest_of(layout: Layout, tensors: Iterator[tuple[TensorInfo, Tensor]]) -> str:

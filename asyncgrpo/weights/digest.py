@@ -85,8 +85,6 @@ def _pool() -> ThreadPoolExecutor:
 
 # -- the digest of a publication ---------------------------------------------------------------------------------------
 
-WORD = 8
-"""Lengths and starts are multiples of this, bytes."""
 BLOCK = 2**20
 """Bytes hashed at once: few enough to be still in the cache of the core that wrote them."""
 _MASK = 2**64 - 1
@@ -96,15 +94,10 @@ def digest(flat: Tensor, start: int = 0) -> int:
     """Return the digest of a part of a publication.
 
     Args:
-        flat: [n] uint8, contiguous, n a multiple of 8.
-        start: its offset in the publication, bytes, a multiple of 8. If a part begins or ends within a block, its piece of
-            that block is hashed as a block of its own.
-
-    Raises:
-        ValueError: `start` or n is not a multiple of 8.
+        flat: [n] uint8, contiguous.
+        start: its offset in the publication, bytes. If a part begins or ends within a block, its piece of that block is
+            hashed as a block of its own.
     """
-    if start % WORD or len(flat) % WORD:
-        raise ValueError(f"{len(flat)} bytes at {start} are not aligned to {WORD} bytes")
     content, end, total = flat.cpu().numpy().data, start + len(flat), 0
     edges = [start, *range(start - start % BLOCK + BLOCK, end, BLOCK), end]
     for a, b in itertools.pairwise(edges):
@@ -123,9 +116,9 @@ def digest_pieces(flat: Tensor, pieces: Iterable[tuple[int, int]]) -> str:
     return add_digests(spread(lambda piece: digest(flat[slice(*piece)], piece[0]), pieces))
 
 
-def add_digests(parts: Iterable[int]) -> str:
-    """Return the digest of a publication from those of its parts, 16 hex digits."""
-    return f"{sum(parts) & _MASK:016x}"
+def add_digests(parts: Iterable[int | str]) -> str:
+    """Return the digest of a publication from those of its parts, as numbers or 16 hex digits each; 16 hex digits."""
+    return f"{sum(int(part, 16) if isinstance(part, str) else part for part in parts) & _MASK:016x}"
 
 
 # -- the digest of a tensor --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The weight group: broadcasts a publication from the learner, which is rank 0, to the generators.
+"""Weight groups: each broadcasts bytes of a publication from one sender, which is rank 0 in it, to the generators.
 
     nccl    between GPUs; refuses two ranks on one GPU
     gloo    between hosts without GPUs
@@ -75,17 +75,25 @@ class WeightGroup(Protocol):
 
 
 def form_group(
-    store: dist.Store, *, number: int, rank: int, world: int, backend: Backend, host: str, timeout_s: float
+    store: dist.Store,
+    *,
+    number: int,
+    rank: int,
+    world: int,
+    backend: Backend,
+    host: str,
+    timeout_s: float,
+    sender: int = 0,
 ) -> WeightGroup:
     """Form a weight group. Blocks until all members have joined.
 
     Args:
-        number: number of the group, equal at all members.
+        number, sender: of the group, equal at all members.
         host: address of this process's network interface, to which gloo binds.
     Raises:
         RuntimeError: a member did not join within `timeout_s`.
     """
-    prefixed = dist.PrefixStore(f"weights/{number}", store)
+    prefixed = dist.PrefixStore(f"weights/{number}/{sender}", store)
     prefixed.set_timeout(timedelta(seconds=timeout_s))
     if backend == "nccl":
         return NcclGroup(prefixed, rank, world, timeout_s)

@@ -1,8 +1,9 @@
 """Transport to generators that cannot map the learner's memory: deltas and broadcasts.
 
-A generator that holds an earlier publication gets a delta, where that is small enough; all others share a broadcast. A
-broadcast is collective, so a member that dies blocks the rest. It runs in a thread of its own. When a member is lost the
-group is dropped, and the next one is formed without it.
+A generator that holds an earlier publication gets a delta, where that is small enough; all others share a broadcast. Learner
+ranks on several machines broadcast one after the other, each machine what it owns, in a group of its own with the generators.
+A broadcast is collective, so a member that dies blocks the rest. It runs in a thread of its own. When a member is lost the
+groups are dropped, and the next ones are formed without it.
 """
 
 import itertools
@@ -10,18 +11,20 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from asyncgrpo import liveness
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.arena import Layout, Slot, Stream
 from asyncgrpo.weights.delta import LEAST_SAVING, Chain, Delta, Piece, Skips, State, follow
 from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store
 from asyncgrpo.wire import Message
@@ -31,84 +34,57 @@ from asyncgrpo.wire.weights import DeltaPart, FormGroup, Offer, PartTaken
 log = logging.getLogger(__name__)
 
 
-class GroupLane:
-    """Broadcasts to a group of generators. The publisher's thread uses it."""
+class Broadcaster:
+    """One sender's stream to the generators of a group. A thread forms the group and sends; the caller polls."""
 
-    def __init__(self, backend: Backend, host: str, timeout_s: float, piece_bytes: int) -> None:
+    def __init__(self, sender: int, stream: Stream, host: str) -> None:
         """
         Args:
             host: address of this process for the generators.
-            piece_bytes: size of one broadcast.
         """
-        self._backend, self._host, self._timeout_s = backend, host, timeout_s
-        self._piece_bytes = piece_bytes
-        self._store = serve_store(host, timeout_s)
-        self._number = 0
+        self._sender, self._stream, self._host = sender, stream, host
         self._group: WeightGroup | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
         self._job: Future[WeightGroup] | None = None
-        self.names: frozenset[str] = frozenset()
-        """Members of the group, or of the one being formed."""
         self.state: Literal["none", "forming", "ready", "sending"] = "none"
-        self.broadcast_s = math.inf
+        self.number = 0
+        """Of the last group."""
+        self.seconds = math.inf
         """Duration of the last broadcast; infinite before the first."""
 
-    @property
-    def number(self) -> int:
-        """Number of groups formed so far."""
-        return self._number
-
-    def form(self, names: list[str], send: Callable[[str, Message], bool]) -> None:
-        """Start to form a group of the learner and these generators."""
-        self._number += 1
-        self.names, self.state = frozenset(names), "forming"
-        number, world, backend = self._number, len(names) + 1, self._backend
-        gpu = torch.cuda.current_device() if backend == "nccl" else None
-        for rank, name in enumerate(names, start=1):
-            message = FormGroup(
-                group_number=number,
-                rank=rank,
-                world=world,
-                store_host=self._host,
-                store_port=self._store.port,
-                backend=backend,
-                timeout_s=self._timeout_s,
-            )
-            send(name, message)
+    def form(self, message: FormGroup, store: Callable[[], dist.Store]) -> None:
+        """Start to form the group of a message, in which this process is rank 0."""
+        self.number, self.state = message.group_number, "forming"
+        gpu = torch.cuda.current_device() if message.backend == "nccl" else None
 
         def work() -> WeightGroup:
             if gpu is not None:
                 torch.cuda.set_device(gpu)  # each thread has its own
             return form_group(
-                self._store,
-                number=number,
+                store(),
+                number=message.group_number,
+                sender=self._sender,
                 rank=0,
-                world=world,
-                backend=backend,
+                world=message.world,
+                backend=message.backend,
                 host=self._host,
-                timeout_s=self._timeout_s,
+                timeout_s=message.timeout_s,
             )
 
         self._job = self._pool.submit(work)
 
-    def broadcast(
-        self, version: PolicyVersion, digest: str, layout: Layout, flat: Tensor, send: Callable[[str, Message], bool]
-    ) -> None:
-        """Start to broadcast `flat`, [num_bytes] uint8, to the group."""
+    def broadcast(self, flat: Tensor, piece_bytes: int) -> None:
+        """Start to send this process's runs of `flat`, [num_bytes] uint8, in buckets of this size."""
         assert self.state == "ready" and self._group is not None
         self.state, group = "sending", self._group
-        for name in sorted(self.names):
-            send(
-                name,
-                Offer(version=version, digest=digest, group_number=self._number, piece_bytes=self._piece_bytes),
-            )
 
         def work() -> WeightGroup:
             started = time.monotonic()
             with group.beside():
-                for start, end in layout.slices(self._piece_bytes):
-                    group.broadcast(flat[start:end].to(group.device))
-            self.broadcast_s = time.monotonic() - started
+                for bucket in self._stream.buckets(piece_bytes):
+                    parts = [flat[start:end] for start, end in bucket]
+                    group.broadcast((parts[0] if len(parts) == 1 else torch.cat(parts)).to(group.device))
+            self.seconds = time.monotonic() - started
             return group
 
         self._job = self._pool.submit(work)
@@ -124,13 +100,13 @@ class GroupLane:
             return None
         what = "formed" if self.state == "forming" else "sent to"
         self.drop()
-        return f"group {self._number} cannot be {what}: {str(error).splitlines()[0][:200]}"
+        return f"group {self.number} cannot be {what}: {str(error).splitlines()[0][:200]}"
 
     def drop(self) -> None:
         """Drop the group and the work under way in it."""
         group, self._group = self._group, None
         job, self._job = self._job, None
-        self.names, self.state = frozenset(), "none"
+        self.state = "none"
         if group is not None:
             group.cancel()
         if job is None:
@@ -150,6 +126,80 @@ class GroupLane:
 def _close(group: WeightGroup | None) -> None:
     if group is not None:
         group.close()
+
+
+def receive_bucket(group: WeightGroup, flat: Tensor, bucket: list[tuple[int, int]]) -> None:
+    """Receive one bucket of a broadcast into its runs of `flat`, [num_bytes] uint8 on the CPU."""
+    parts = [flat[start:end] for start, end in bucket]
+    is_direct = len(parts) == 1 and group.device.type == "cpu"
+    sizes = [len(part) for part in parts]
+    packed = parts[0] if is_direct else torch.empty(sum(sizes), dtype=torch.uint8, device=group.device)
+    with group.beside():
+        group.broadcast(packed)
+        if not is_direct:
+            for part, came in zip(parts, packed.split(sizes), strict=True):
+                part.copy_(came)
+
+
+class GroupLane(Broadcaster):
+    """The publisher's broadcasts, with those of the other senders, to one group of generators."""
+
+    def __init__(
+        self, streams: Sequence[Stream], backend: Backend, host: str, timeout_s: float, piece_bytes: int
+    ) -> None:
+        """
+        Args:
+            streams: of the publisher and of each other sender.
+            piece_bytes: size of one broadcast.
+        """
+        super().__init__(0, streams[0], host)
+        self._senders, self._backend, self._timeout_s = len(streams), backend, timeout_s
+        self._piece_bytes = piece_bytes
+        self._store = serve_store(host, timeout_s)
+        self.names: frozenset[str] = frozenset()
+        """Members of the group, or of the one being formed."""
+
+    def form_with(self, names: list[str], send: Callable[[str | int, Message], object]) -> None:
+        """Start to form a group of these generators for each sender.
+
+        Args:
+            send: sends a message to a generator by its name, or to a sender by its number.
+        """
+        self.names = frozenset(names)
+        form = partial(
+            FormGroup,
+            group_number=self.number + 1,
+            senders=self._senders,
+            world=len(names) + 1,
+            store_host=self._host,
+            store_port=self._store.port,
+            backend=self._backend,
+            timeout_s=self._timeout_s,
+        )
+        for rank, name in enumerate(names, start=1):
+            send(name, form(rank=rank))
+        for sender in range(1, self._senders):
+            send(sender, form(rank=0))
+        self.form(form(rank=0), lambda: self._store)
+
+    def offer(
+        self, version: PolicyVersion, digest: str, slot: Slot, send: Callable[[str | int, Message], object]
+    ) -> None:
+        """Start to broadcast an arena to the group."""
+        offer = Offer(
+            version=version,
+            digest=digest,
+            slot=slot.number,
+            group_number=self.number,
+            piece_bytes=self._piece_bytes,
+        )
+        for peer in (*sorted(self.names), *range(1, self._senders)):
+            send(peer, offer)
+        self.broadcast(slot.flat, self._piece_bytes)
+
+    def drop(self) -> None:
+        self.names = frozenset()
+        super().drop()
 
 
 # -- deltas ------------------------------------------------------------------------------------------------------------

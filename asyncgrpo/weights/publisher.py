@@ -6,6 +6,9 @@ makes versions faster than they travel, the latest wins.
 
     Join -> WeightsLayout -> [ Offer -> Staged -> Swapped ]*
 
+If learner ranks are on other machines, each of these has a sender (`weights/sender.py`), and every generator receives by
+broadcast.
+
 A generator holds a version after its engine has swapped to it and reported the same checksum as the other engines. Bytes that
 crossed a network must have the learner's digest first. A generator that misses its liveness deadline, here or at the driver,
 is dropped until its next heartbeat.
@@ -14,10 +17,11 @@ is dropped until its next heartbeat.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import cast
 
+import numpy as np
 from torch import Tensor
 
 from asyncgrpo import liveness
@@ -25,9 +29,9 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Slot
+from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Slot, Stream
 from asyncgrpo.weights.delta import Delta, State
-from asyncgrpo.weights.digest import SHARE_BYTES, digest_pieces
+from asyncgrpo.weights.digest import SHARE_BYTES, add_digests, digest_pieces
 from asyncgrpo.weights.group import Backend
 from asyncgrpo.weights.lane import DeltaLane, GroupLane, delta_byte_budget
 from asyncgrpo.weights.publication import Member, Publication, Round, SyncCheck
@@ -39,8 +43,10 @@ from asyncgrpo.wire.weights import (
     Checked,
     GroupFormed,
     Join,
+    JoinSender,
     Offer,
     PartTaken,
+    RowsWritten,
     Staged,
     Swapped,
     SyncFailed,
@@ -79,7 +85,7 @@ class Publisher:
         self._keys = keys
         self._maps = maps
         self._server = Server(bind, keys, advertise=host)
-        self._lane = GroupLane(backend, host, config.timeout_s, config.bucket_mb * 2**20)
+        self._backend, self._host = backend, host
         self._deltas = DeltaLane(config.bucket_mb * 2**20)
         self._machine = same_machine()
         self._members: dict[str, Member] = {}
@@ -90,6 +96,11 @@ class Publisher:
         self._slots: list[Slot] = []
         self._newest: Slot | None = None  # of those that may be read
         self._preparing: Slot | None = None
+        self._preparing_s = 0.0
+        self._senders: dict[int, str] = {}
+        """Peer of each other sender, by its number."""
+        self._rows: dict[tuple[int, int], dict[int, str]] = {}
+        """Digests of other senders' rows, by arena and its number of writes."""
         self._lost: SimpleQueue[tuple[str, str]] = SimpleQueue()  # generators that the driver lost
         self._reports: SimpleQueue[Publication] = SimpleQueue()
         self._failure: WeightsError | None = None
@@ -102,20 +113,32 @@ class Publisher:
 
     # -- what the learner's loop calls ---------------------------------------------------------------------------------
 
-    def start(self, layout: list[TensorInfo], check: SyncCheck | None = None) -> None:
+    def start(self, layout: list[TensorInfo], check: SyncCheck | None = None, others: Sequence[Stream] = ()) -> None:
         """Fix the layout of all publications and start the thread.
 
         Args:
             layout: names, shapes and dtypes.
+            others: streams of the other learner machines, each of which has a sender.
             check: versions under which engines score the check sequences; `expect` gives the learner's scores.
         """
         self._layout, self._check = Layout(layout), check or SyncCheck.none()
-        self._layout_message = WeightsLayout(tensors=self._layout.tensors, **self._check.asked())
         self._arenas = Arenas(self._layout)
         if self._maps and not self._arenas.file:
             log.warning("%s; weights are broadcast instead", self._arenas.trouble)
             self._maps = False
         self._arenas.pin()
+        num_bytes = self._layout.num_bytes
+        others = others if self._arenas.file else ()  # without shared memory, this process gathers
+        own = Stream(run for stream in others for run in stream.runs).rest(num_bytes)
+        self._streams = (own, *others)
+        self._can_map, self._can_delta = self._maps and not others, self._config.deltas and not others
+        counts, runs = [len(stream.runs) for stream in self._streams], [r for s in self._streams for r in s.runs]
+        self._layout_message = WeightsLayout(
+            tensors=self._layout.tensors, streams=tuple(counts) if others else (), **self._check.asked()
+        )
+        self._runs = np.array(runs, np.int64).tobytes() if others else b""
+        bucket_bytes = self._config.bucket_mb * 2**20
+        self._lane = GroupLane(self._streams, self._backend, self._host, self._config.timeout_s, bucket_bytes)
         self._slots = [Slot(flat, number) for number, flat in enumerate(self._arenas.slots)]
         self._wake = Client(self.endpoint, "learner", self._keys)
         self._thread.start()
@@ -278,10 +301,20 @@ class Publisher:
             received = self._server.receive(0.0)
 
     def _handle(self, peer: str, message: ToPublisher) -> None:
+        if isinstance(message, JoinSender | RowsWritten) and not 0 < message.sender < len(self._streams):
+            raise WireError(f"there is no sender {message.sender}")
+        if isinstance(message, JoinSender):
+            self._senders[message.sender] = peer
+            return
+        if isinstance(message, RowsWritten):
+            self._rows.setdefault((message.slot, message.writes), {})[message.sender] = message.digest
+            return
         name = message.generator_id
         if isinstance(message, Join):
             self._join(peer, message)
             return
+        if isinstance(message, GroupFormed) and message.problem and message.group_number == self._lane.number:
+            self._drop_group(f"{name} is not in group {message.group_number}: {message.problem}")
         if (missing := self._missing.get(name)) is not None and missing.peer == peer:  # it is back
             del self._missing[name]
             self._members[name] = missing
@@ -300,8 +333,6 @@ class Publisher:
             self._deltas.taken(name, message, self._send)
         elif isinstance(message, SyncFailed):
             self._sync_failed(name, member, message)
-        elif isinstance(message, GroupFormed) and message.problem and message.group_number == self._lane.number:
-            self._drop_group(f"{name} is not in group {message.group_number}: {message.problem}")
 
     def _join(self, peer: str, message: Join) -> None:
         name = message.generator_id
@@ -313,8 +344,8 @@ class Publisher:
         self._forget(name)
         self._deltas.forget(name)
         self._missing.pop(name, None)
-        if self._server.send(peer, self._layout_message):
-            is_near = self._maps and message.machine == self._machine
+        if self._server.send(peer, self._layout_message, self._runs):
+            is_near = self._can_map and message.machine == self._machine
             self._members[name] = Member(peer, message.incarnation, is_near, time.monotonic())
 
     # -- one version ---------------------------------------------------------------------------------------------------
@@ -329,15 +360,24 @@ class Publisher:
                 self._preparing = slot = self._filled()
                 if slot is not None:
                     slot.is_ours = True
+                    self._preparing_s = time.monotonic()
         slot = self._preparing
         if slot is None or not (slot.is_written is None or slot.is_written()):
             return
+        rows = self._rows.get((slot.number, slot.writes), {})
+        if len(rows) < len(self._streams) - 1:
+            if time.monotonic() - self._preparing_s > self._config.timeout_s + self._read_s:
+                late = sorted(set(range(1, len(self._streams))) - rows.keys())
+                raise WeightsError(f"learner machines {late} have not written the weights of {slot.version} in time")
+            return
+        self._rows.clear()
         with self._lock:
             slot.is_ours, slot.is_ready = False, True
             slot.readers.add(HASHING)
             self._newest, self._preparing = slot, None
         self._offer_to_near()
-        slot.digest = digest_pieces(slot.flat, self._layout.slices(SHARE_BYTES))
+        runs = (run for bucket in self._streams[0].buckets(SHARE_BYTES) for run in bucket)
+        slot.digest = add_digests([digest_pieces(slot.flat, runs), *rows.values()])
         if (round_ := self._rounds.get(cast(PolicyVersion, slot.version))) is not None:
             round_.digest = slot.digest
         self._release(HASHING)
@@ -376,7 +416,7 @@ class Publisher:
         far = self._far()
         if self._lane.state != "none" and not self._lane.names <= far.keys():
             self._drop_group("a member is gone")
-        most = delta_byte_budget(self._layout.num_bytes, len(far), self._lane.broadcast_s)
+        most = delta_byte_budget(self._layout.num_bytes, len(far), self._lane.seconds)
         paths = {name: self._deltas.path(name, most) for name in far}
         for name, path in paths.items():
             if path and far[name].offered is None:
@@ -409,16 +449,16 @@ class Publisher:
                 slot.readers |= whole.keys()
         if not is_ready:
             self._lane.drop()
-            self._lane.form(sorted(whole), self._send)
+            self._lane.form_with(sorted(whole), self._send)
             return
         for name, member in whole.items():
             self._offered(name, member, slot.version, slot.digest, self._layout.num_bytes)
-        self._lane.broadcast(slot.version, slot.digest, self._layout, slot.flat, self._send)
+        self._lane.offer(slot.version, slot.digest, slot, self._send)
 
     def _compare_newest(self) -> None:
         """Start the comparison of the newest version with the one before, if any generator can use the delta."""
         far = self._far()
-        if not far or not self._config.deltas:
+        if not far or not self._can_delta:
             self._deltas.clear()
             return
         with self._lock:
@@ -429,7 +469,7 @@ class Publisher:
             if not self._deltas.wants(state):
                 return
             slot.readers.add(COMPARING)
-        most = delta_byte_budget(self._layout.num_bytes, len(far), self._lane.broadcast_s)
+        most = delta_byte_budget(self._layout.num_bytes, len(far), self._lane.seconds)
         self._deltas.follow(state, self._layout, slot.flat, most)
 
     def _far(self) -> dict[str, Member]:
@@ -554,7 +594,7 @@ class Publisher:
                     self._missing.pop(name, None)
         now_s = time.monotonic()
         for name, member in list(self._members.items()):
-            staging_s = self._layout.num_bytes / liveness.READ_BYTES_PER_S if member.is_staging else 0.0
+            staging_s = self._read_s if member.is_staging else 0.0
             patience_s = liveness.SUSPECT_S + staging_s
             in_group = name in self._lane.names and self._lane.state in ("forming", "sending")
             if f"{name}-{member.incarnation}" in self._leaving:
@@ -621,6 +661,15 @@ class Publisher:
             self._release(name)
         self._lane.drop()
 
-    def _send(self, name: str, message: Message, payload: Buffer = b"") -> bool:
-        member = self._members.get(name)
-        return member is not None and self._server.send(member.peer, message, payload)
+    def _send(self, name: str | int, message: Message, payload: Buffer = b"") -> bool:
+        """Send to a generator by its name, or to a sender by its number."""
+        if isinstance(name, int):
+            peer = self._senders.get(name)
+        else:
+            peer = member.peer if (member := self._members.get(name)) is not None else None
+        return peer is not None and self._server.send(peer, message, payload)
+
+    @property
+    def _read_s(self) -> float:
+        """Time allowed for reading or writing a publication."""
+        return self._layout.num_bytes / liveness.READ_BYTES_PER_S

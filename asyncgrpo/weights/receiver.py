@@ -6,6 +6,7 @@ deltas to earlier weights, and compares the digest with the learner's. The other
 tokens. Only this engine waits for it. The engine is unaffected if the learner dies.
 """
 
+import itertools
 import logging
 import queue
 import threading
@@ -13,18 +14,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from asyncgrpo import liveness
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import Layout, MappedArenas, SharedTensors, Staging
+from asyncgrpo.weights.arena import Layout, MappedArenas, SharedTensors, Staging, Stream
 from asyncgrpo.weights.delta import Delta, State, apply
 from asyncgrpo.weights.digest import SHARE_BYTES, digest_pieces
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
-from asyncgrpo.weights.lane import Arriving
+from asyncgrpo.weights.lane import Arriving, receive_bucket
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.sockets import Client, Keys
@@ -83,7 +84,9 @@ class Receiver:
         self._arenas: MappedArenas | None = None
         self._stagings: list[Staging] = []
         self._arriving: Arriving | None = None
-        self._group: WeightGroup | None = None
+        self._streams: list[Stream] = []
+        self._groups: list[WeightGroup] = []
+        """One for each stream."""
         self._group_number = 0
         # The version that waits for the engine, and the one that it swaps to. A newer version replaces a waiting one.
         self._next: tuple[PolicyVersion, SharedTensors] | None = None
@@ -140,7 +143,8 @@ class Receiver:
             try:
                 self._layout, self._stagings = Layout(message.tensors), []
                 self._check = message
-            except WeightsError as error:
+                self._streams = _streams(message, payload, self._layout.num_bytes)
+            except (WeightsError, ValueError) as error:
                 raise WireError(str(error)) from error
         elif isinstance(message, FormGroup):
             self._form_group(message)
@@ -164,15 +168,18 @@ class Receiver:
         problem = ""
         try:
             store = visit_store(message.store_host, message.store_port, message.timeout_s)
-            self._group = form_group(
-                store,
-                number=message.group_number,
-                rank=message.rank,
-                world=message.world,
-                backend=message.backend,
-                host=self._host,
-                timeout_s=message.timeout_s,
-            )
+            for sender in range(message.senders):
+                group = form_group(
+                    store,
+                    number=message.group_number,
+                    sender=sender,
+                    rank=message.rank,
+                    world=message.world,
+                    backend=message.backend,
+                    host=self._host,
+                    timeout_s=message.timeout_s,
+                )
+                self._groups.append(group)
             self._group_number = message.group_number
         except RuntimeError as error:
             problem = str(error)[:200]
@@ -268,25 +275,21 @@ class Receiver:
         return self._swapping is not None and self._swapping.memory.data_ptr() == staging.flat.data_ptr()
 
     def _broadcast(self, layout: Layout, offer: Offer) -> tuple[Staging, str]:
-        """Take part in a broadcast."""
-        group, staging = self._group, self._free_staging(layout)
+        """Take part in the broadcasts of all senders, one after the other."""
+        staging = self._free_staging(layout)
         staging.holds = None
-        if group is None or offer.group_number != self._group_number:
+        if not self._groups or offer.group_number != self._group_number:
             raise WeightsError(f"this generator is not in group {offer.group_number}")
-        if group.device.type != "cpu":
+        if self._groups[0].device.type != "cpu":
             staging.pin()
 
-        def pieces() -> Iterator[tuple[int, int]]:
-            for start, end in layout.slices(offer.piece_bytes):
-                piece = staging.flat[start:end]
-                with group.beside():
-                    there = piece if group.device.type == "cpu" else torch.empty_like(piece, device=group.device)
-                    group.broadcast(there)
-                    if there is not piece:
-                        piece.copy_(there)
-                yield start, end
+        def runs() -> Iterator[tuple[int, int]]:
+            for group, stream in zip(self._groups, self._streams, strict=True):
+                for bucket in stream.buckets(offer.piece_bytes):
+                    receive_bucket(group, staging.flat, bucket)
+                    yield from bucket
 
-        return staging, digest_pieces(staging.flat, pieces())
+        return staging, digest_pieces(staging.flat, runs())
 
     # -- the swap ------------------------------------------------------------------------------------------------------
 
@@ -336,7 +339,16 @@ class Receiver:
         self._client.send(SyncFailed(generator_id=self._generator_id, reason=str(error)[:300], poisoned=True))
 
     def _drop_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-        self._group_number = 0
+        for group in self._groups:
+            group.close()
+        self._groups, self._group_number = [], 0
+
+
+def _streams(message: WeightsLayout, payload: Buffer, num_bytes: int) -> list[Stream]:
+    """Return the streams of a message. Raises ValueError: they are not the whole of a publication."""
+    runs = [(start, end) for start, end in np.frombuffer(payload, np.int64).reshape(-1, 2).tolist()]
+    ends = itertools.accumulate(message.streams, initial=0)
+    streams = [Stream(runs[first:end]) for first, end in itertools.pairwise(ends)] or [Stream([(0, num_bytes)])]
+    if Stream(run for stream in streams for run in stream.runs).rest(num_bytes).runs:
+        raise ValueError(f"the senders' parts are not the whole of {num_bytes} bytes")
+    return streams

@@ -3,7 +3,9 @@
 `group_number` counts the weight groups formed so far. A message with an earlier number is ignored.
 """
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
 
 from asyncgrpo.types import Name, PolicyVersion, TensorInfo
 from asyncgrpo.wire import Message
@@ -28,19 +30,43 @@ class Alive(Message):
 
 
 class WeightsLayout(Message):
-    """Reply to `Join`: the tensors of every publication of this learner."""
+    """Reply to `Join`: the tensors of every publication of this learner.
+
+    The payload has the runs of all streams, [runs, 2] int64: start and end of each, bytes.
+    """
 
     max_header_bytes: ClassVar[int] = 2**24
     """Room for tens of thousands of tensors."""
+    max_payload_bytes: ClassVar[int] = 2**26
 
     tensors: tuple[TensorInfo, ...]
     check: tuple[tuple[int, ...], ...] = ()
     """Token ids of the sequences that are scored after each swap, from `check_start` on."""
     check_start: int = 1
+    streams: tuple[int, ...] = ()
+    """Number of runs that each sender broadcasts; empty: the publisher broadcasts everything."""
+
+
+class JoinSender(Message):
+    """Sent once by a learner process that sends the rows of its machine; `sender` counts from 1, the publisher is 0."""
+
+    sender: int
+
+
+class RowsWritten(Message):
+    """Reports that the rows of a sender's machine are in its arena `slot`, after `writes` writes, with this digest."""
+
+    sender: int
+    slot: int
+    writes: int
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
 class FormGroup(Message):
-    """Asks a generator to join the process group of this number, in which the learner is rank 0."""
+    """Asks a generator to join the process groups of this number, one for each sender, which is rank 0 in it.
+
+    Asks a sender to form its own.
+    """
 
     group_number: int
     rank: int
@@ -49,10 +75,11 @@ class FormGroup(Message):
     store_port: int
     backend: Literal["gloo", "nccl"]
     timeout_s: float
+    senders: int = 1
 
 
 class GroupFormed(Message):
-    """Reports that a generator joined the group of this number, or the `problem` that kept it out."""
+    """Reports that a generator joined the groups of this number, or the `problem` of a generator or sender with one."""
 
     generator_id: Name
     group_number: int
@@ -66,7 +93,8 @@ class Offer(Message):
     """Offers the weights of `version` and their digest.
 
     They lie in the learner's memory, in arena `slot` of `file`, which was written `writes` times. With a `group_number` they are
-    broadcast in pieces of `piece_bytes` instead. With a `transfer`, deltas that lead to them follow in parts (`DeltaPart`).
+    broadcast in buckets of `piece_bytes` instead; the senders get this offer, too. With a `transfer`, deltas that lead to them
+    follow in parts (`DeltaPart`).
     """
 
     version: PolicyVersion
@@ -135,5 +163,7 @@ class SyncFailed(Message):
     """The failed transfer; 0: the failure was not in deltas."""
 
 
-ToPublisher = Join | Alive | GroupFormed | Staged | Swapped | Checked | SyncFailed | PartTaken
+ToPublisher = (
+    Join | Alive | GroupFormed | Staged | Swapped | Checked | SyncFailed | PartTaken | JoinSender | RowsWritten
+)
 ToReceiver = WeightsLayout | FormGroup | Offer | DeltaPart

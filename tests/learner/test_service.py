@@ -89,7 +89,7 @@ class Learner:
 
     def __init__(self, error: AsyncGRPOError | None = None, at: float = 0.0) -> None:
         self.steps, self.error, self.at = 0, error, at
-        self.snapshot = SimpleNamespace(is_behind=False, close=lambda: None)
+        self.snapshot = SimpleNamespace(close=lambda: None)
         self.check = SimpleNamespace(score=lambda: [float(self.steps)])
 
     def step(self, groups: list, version: PolicyVersion) -> SimpleNamespace:

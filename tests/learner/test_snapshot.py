@@ -1,13 +1,8 @@
-"""Several ranks write each their rows into one arena: the same bytes as one rank that gathers, and nothing is gathered.
-
-The last rank is on the same machine as the others, or, as far as it knows, on another one.
-"""
+"""Several ranks write each their rows into the arenas of their machine: the bytes that one rank would have gathered."""
 
 import json
-import random
-import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -16,13 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner import publishing, snapshot
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.publishing import fill_arena
-from asyncgrpo.learner.snapshot import RowReceiver, RowSender, wait_until
-from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Arenas, Layout
+from asyncgrpo.learner.snapshot import wait_until
+from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights.arena import ALIGNMENT, Arenas, IsWritten, Layout, SharedTensors, stride
+from asyncgrpo.weights.digest import add_digests, digest
+from asyncgrpo.weights.publisher import Publisher
+from asyncgrpo.weights.receiver import Receiver
 from tests.learner.helpers import config, random_groups
 from tests.learner.ranks import run_on_ranks
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
@@ -57,9 +56,7 @@ def learner_of(case: str, folder: str, rank: int, world: int) -> Learner:
     return Learner(settings, rank=rank, world=world, device="cpu")
 
 
-def snapshots_on_a_rank(rank: int, world: int, argument: str) -> None:
-    folder, where = argument.split()
-    is_away = where == "apart" and rank == world - 1
+def snapshots_on_a_rank(rank: int, world: int, folder: str) -> None:
     gathered: list[str] = []
     gather = publishing.gather
 
@@ -68,95 +65,47 @@ def snapshots_on_a_rank(rank: int, world: int, argument: str) -> None:
         return gather(tensor)
 
     publishing.gather = counted
-    snapshot.same_machine = lambda: f"machine {is_away:d}"
     for case in CASES:
         learner = learner_of(case, folder, rank, world)
         layout = Layout(learner.layout())
         arenas = Arenas(layout) if rank == 0 else None
         file = [arenas.file if arenas else ""]
         dist.broadcast_object_list(file)
-        came: list[int] = []
         for number in range(3):
             learner.step(GROUPS, PolicyVersion(1, number))
             gathered.clear()
             expected = torch.zeros(layout.num_bytes, dtype=torch.uint8)
             if arenas is None:
-                learner.snapshot.join(file[0], number % 2 * arenas_stride(layout))
+                learner.snapshot.join(file[0], number % 2 * stride(layout))
             else:
                 flat = arenas.slots[number % 2]
-                assert flat.storage_offset() == number % 2 * arenas_stride(layout)
+                assert flat.storage_offset() == number % 2 * stride(layout)
                 wait_until(learner.snapshot.write(flat, file[0]))
-                came += [receiver.came_bytes for receiver in learner.snapshot._receivers]
             assert len(gathered) == (14 if case == "adapters" else 0), (
                 "of each adapter the small matrix alone is gathered"
             )
             fill_arena(learner.weights(), layout, expected)
             if arenas is not None:
                 assert torch.equal(arenas.slots[number % 2], expected), f"{case}, {number}"
-        if came:
-            assert (came[-1] < came[0] / 4) == (case == "small steps"), f"{case}: {came}"
-        assert not (is_away and learner.snapshot._arenas), "an arena was mapped that is on another machine"
         learner.snapshot.close()
         if arenas is not None:
             arenas.close()
     publishing.gather = gather
     if rank == 0:
-        Path(folder, f"done-{world}-{where}.json").write_text(json.dumps(list(CASES)))
+        Path(folder, f"done-{world}.json").write_text(json.dumps(list(CASES)))
 
 
-def arenas_stride(layout: Layout) -> int:
-    return -(-layout.num_bytes // 4096) * 4096
-
-
-@pytest.mark.parametrize(("where", "worlds"), [("together", (1, 2, 3)), ("apart", (3,))])
-def test_ranks_write_what_one_would_have_gathered(tmp_path, where: str, worlds: tuple[int, ...]):
+def test_ranks_write_what_one_would_have_gathered(tmp_path):
     for name, make in MAKE.items():
         make(tmp_path / name)
-    run_on_ranks(snapshots_on_a_rank, f"{tmp_path} {where}", *worlds)
-    assert all((tmp_path / f"done-{world}-{where}.json").exists() for world in worlds)
-
-
-def snapshots_in_a_row(rank: int, world: int, folder: str) -> None:
-    """Rank 1, elsewhere, makes three snapshots and does not send: nobody waits for it until it does."""
-    snapshot.same_machine = lambda: f"machine {rank}"
-    learner = learner_of("qwen3", folder, rank, world)
-    layout = Layout(learner.layout())
-    stride, may_send = arenas_stride(layout), threading.Event()
-    if rank == 1:
-        assert learner.snapshot._sender is not None
-        learner.snapshot._sender._thread.submit(may_send.wait)
-    arenas, wanted = Arenas(layout), []
-    for number in range(2):
-        learner.step(GROUPS, PolicyVersion(1, number))
-        wanted.append(torch.zeros(layout.num_bytes, dtype=torch.uint8))
-        fill_arena(learner.weights(), layout, wanted[-1])
-        assert not learner.snapshot.is_behind
-        if rank == 1:
-            learner.snapshot.join("there", number * stride)
-        else:
-            is_written = learner.snapshot.write(arenas.slots[number], arenas.file)
-            assert is_written is not None and not is_written()
-    dist.barrier()
-    if rank == 0:
-        assert learner.snapshot.is_behind
-    dist.barrier()
-    may_send.set()
-    learner.snapshot.close()
-    if rank == 0:
-        assert is_written() and not learner.snapshot.is_behind
-        assert all(torch.equal(slot, expected) for slot, expected in zip(arenas.slots, wanted, strict=True))
-    arenas.close()
-
-
-def test_what_comes_from_another_machine_holds_up_no_rank(tmp_path):
-    make_tiny_qwen3(tmp_path / "qwen3")
-    run_on_ranks(snapshots_in_a_row, str(tmp_path), 2)
+    run_on_ranks(snapshots_on_a_rank, str(tmp_path), 1, 2, 3)
+    assert all((tmp_path / f"done-{world}.json").exists() for world in (1, 2, 3))
 
 
 def test_a_rank_that_does_not_write_is_not_waited_for_forever(tmp_path, monkeypatch):
     learner = learner_of("qwen3", str(make_tiny_qwen3(tmp_path / "qwen3").parent), 0, 1)
     arenas = Arenas(Layout(learner.layout()))
-    monkeypatch.setattr(learner.snapshot, "_near", [1])
+    monkeypatch.setattr(learner.snapshot, "_mates", [1])
     monkeypatch.setattr(learner.snapshot, "_timeout_s", 0.1)
     is_written = learner.snapshot.write(arenas.slots[0], arenas.file)
     assert is_written is not None and not is_written()
@@ -168,179 +117,83 @@ def test_a_rank_that_does_not_write_is_not_waited_for_forever(tmp_path, monkeypa
     arenas.close()
 
 
-# -- ranks on other machines -------------------------------------------------------------------------------------------
-
-LAYOUT = Layout(
-    [
-        TensorInfo("odd", (7, 3), "bfloat16"),
-        TensorInfo("large", (400, 300), "bfloat16"),
-        TensorInfo("none of it", (5, 5), "float32"),
-        TensorInfo("float", (301,), "float32"),
-        TensorInfo("bytes", (1001,), "uint8"),
-    ]
-)
-FIRST = {"odd": 3, "large": 60_000, "float": 7, "bytes": 500}
-"""The first element of each tensor that is sent; all from there to its end are."""
-SPECIAL = torch.tensor([float("nan"), float("inf"), -0.0, 0.0])
+# -- several machines --------------------------------------------------------------------------------------------------
 
 
-def tensors(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    flat = torch.randint(0, 256, (LAYOUT.num_bytes,), dtype=torch.uint8, generator=generator)
-    return {info.name: view.flatten() for info, view in LAYOUT.views(flat)}
-
-
-def change(values: dict[str, Tensor], share: float, rng: random.Random) -> None:
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    for tensor in values.values():
-        where = torch.rand(len(tensor), generator=generator) < share
-        new = torch.randint(0, 256, (int(where.sum()) * tensor.itemsize,), dtype=torch.uint8, generator=generator)
-        tensor[where] = new.view(tensor.dtype)
-        if tensor.is_floating_point():
-            tensor[rng.randrange(len(tensor))] = SPECIAL[rng.randrange(4)].to(tensor.dtype)
-
-
-def parts(values: dict[str, Tensor]) -> list[tuple[str, int, Tensor]]:
-    return [(name, first, values[name][first:]) for name, first in FIRST.items()]
-
-
-def expected(values: dict[str, Tensor]) -> Tensor:
-    flat = torch.full((LAYOUT.num_bytes,), 77, dtype=torch.uint8)
-    for info, view in LAYOUT.views(flat):
-        if info.name in FIRST:
-            view.flatten()[FIRST[info.name] :] = values[info.name][FIRST[info.name] :]
-    return flat
-
-
-def sequences(rank: int, world: int, folder: str) -> None:
-    """Rank 1 sends what both draw alike; rank 0 compares every byte of its arena."""
-    for seed in range(12):
-        rng, values = random.Random(seed), tensors(seed)
-        pair = dist.new_group([0, 1], backend="gloo")
-        sender = RowSender(LAYOUT, pair, pins=False, deltas=seed % 4 != 3) if rank else None
-        receiver = RowReceiver(1, pair)
-        arenas = [torch.full((LAYOUT.num_bytes,), 77, dtype=torch.uint8) for _ in range(2)]
-        came = []
-        for number in range(12):
-            change(values, rng.choice([0.0, 1e-4, 0.01, 0.01, 1.0 if seed % 2 else 0.01]), rng)
-            arena = rng.randrange(2) if seed % 3 else number % 2
-            if sender is not None:
-                sender.send(iter(parts(values)), arena)
-            else:
-                receiver.receive(arenas[arena]).result()
-                came.append(receiver.came_bytes)
-                assert torch.equal(arenas[arena], expected(values)), (seed, number)
-            dist.barrier()
-        whole = sum(tensor.nbytes for _, _, tensor in parts(values))
-        if rank == 0:
-            assert came[0] == whole
-            if seed % 4 == 3:
-                assert set(came) == {whole}
-            elif seed % 2 == 0:
-                assert max(came[1:]) < whole / 4
-        (receiver if sender is None else sender).close()
+def machines_publish(rank: int, world: int, folder: str) -> None:
+    """Ranks 1 and 2 share a machine. Two generators receive from both machines what one rank would have gathered."""
+    snapshot.same_machine = lambda: f"machine {min(rank, 1)}"
+    for case in CASES:
+        publish(learner_of(case, folder, rank, world), case)
     if rank == 0:
         Path(folder, "done").touch()
 
 
-def test_rows_come_bit_by_bit_whatever_changes(tmp_path):
-    run_on_ranks(sequences, str(tmp_path), 2)
-    assert (tmp_path / "done").exists()
+def publish(learner: Learner, case: str) -> None:
+    layout, is_first = Layout(learner.layout()), learner.rank == 0
+    about, held, receivers = ["", ""], list[dict[PolicyVersion, Tensor]](), list[Receiver]()
+    if is_first:
+        config = WeightsConfig(bucket_mb=1)
+        publisher = Publisher(config, maps=True, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
+        publisher.start(learner.layout(), others=learner.snapshot.streams)
+        about = [publisher.endpoint, publisher.file]
+    dist.broadcast_object_list(about)
+    endpoint, file = about
+    learner.snapshot.connect(endpoint, "127.0.0.1", None)
+    if is_first:
+        held = [{}, {}]
+        receivers = [receive_into(engine, endpoint, number) for number, engine in enumerate(held)]
+        for receiver in receivers:
+            receiver.start()
+        publisher.wait_for(2, 30.0, lambda what, seconds: None)
 
+    def fill(layout: Layout, flat: Tensor) -> IsWritten | None:
+        dist.broadcast_object_list([int(flat.storage_offset())])
+        return learner.snapshot.write(flat, file)
 
-def written_over(rank: int, world: int, folder: str) -> None:
-    """Rows are written over while they wait to be sent: what counts is what came last, and nothing is out of step."""
-    pair = dist.new_group([0, 1], backend="gloo")
-    values, rng = tensors(0), random.Random(0)
-    arenas = [torch.full((LAYOUT.num_bytes,), 77, dtype=torch.uint8) for _ in range(2)]
-    sender = RowSender(LAYOUT, pair, pins=False, deltas=True) if rank else None
-    receiver = RowReceiver(1, pair)
-    for _ in range(5):
-        may_send, jobs = threading.Event(), list[Future[None]]()
-        if sender is not None:
-            sender._thread.submit(may_send.wait)
-        for arena in (0, 1, 1):  # the second has not been sent when the third comes
-            change(values, 0.01, rng)
-            if sender is not None:
-                sender.send(iter(parts(values)), arena)
-            else:
-                jobs.append(receiver.receive(arenas[arena]))
-        may_send.set()
-        if sender is None:
-            assert [job.result() for job in jobs] == 3 * [None] and receiver.came_bytes
-            assert torch.equal(arenas[1], expected(values))
-        dist.barrier()
-    change(values, 1.0, rng)
-    if sender is None:
-        receiver.receive(arenas[0]).result()
-        assert receiver.came_bytes and torch.equal(arenas[0], expected(values))
-    else:
-        send = sender._send
-
-        def late(tensor: Tensor) -> None:
-            sender._memory[0].zero_()  # as the next step would
-            send(tensor)
-
-        sender._send = late  # type: ignore[method-assign]
-        sender.send(iter(parts(values)), 0)
-    (receiver if sender is None else sender).close()
-
-
-def test_rows_that_are_written_over_do_no_harm(tmp_path):
-    run_on_ranks(written_over, str(tmp_path), 2)
-
-
-def altered(rank: int, world: int, folder: str) -> None:
-    """A byte changes on the way, of all rows and of a delta."""
-    for at in (0, 2):
-        pair = dist.new_group([0, 1], backend="gloo")
-        values, rng = tensors(0), random.Random(0)
-        arenas = [torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(2)]
-        sender = RowSender(LAYOUT, pair, pins=False, deltas=True) if rank else None
-        receiver = RowReceiver(1, pair)
-        for number in range(at + 1):
-            change(values, 0.01, rng)
-            if sender is not None:
-                send = sender._send
-
-                def wrong(tensor: Tensor, send=send) -> None:
-                    if tensor.dtype == torch.uint8:
-                        tensor = tensor.clone()
-                        tensor[-8] ^= 1  # of a value: behind a delta are up to seven zeros
-                    send(tensor)
-
-                sender._send = wrong if number == at else send  # type: ignore[method-assign]
-                sender.send(iter(parts(values)), number % 2)
-            else:
-                job = receiver.receive(arenas[number % 2])
-                if number == at:
-                    with pytest.raises(WeightsError, match="digest mismatch: rank 1 sent "):
-                        job.result()
-                else:
-                    assert job.result() is None and receiver.came_bytes
-            dist.barrier()
-        (receiver if sender is None else sender).close()
-
-
-def test_rows_that_are_altered_on_the_way_are_refused(tmp_path):
-    run_on_ranks(altered, str(tmp_path), 2)
-
-
-def sends_nothing(rank: int, world: int, folder: str) -> None:
-    """As where a model has fewer rows than there are ranks."""
-    pair = dist.new_group([0, 1], backend="gloo")
-    flat = torch.ones(64, dtype=torch.uint8)
-    for _ in range(2):
-        if rank == 1:
-            sender = RowSender(Layout([]), pair, pins=False, deltas=True)
-            sender.send(iter([("none", 0, torch.empty(0))]), 0)
-            sender.send(iter([]), 64)
-            sender.close()
+    for number in range(3):
+        version = PolicyVersion(1, number)
+        learner.step(GROUPS, version)
+        if is_first:
+            while not publisher.offer(version, fill):
+                time.sleep(0.01)
         else:
-            receiver = RowReceiver(1, pair)
-            assert [receiver.receive(flat).result() for _ in range(2)] == [None, None] and flat.sum() == 64
-            assert receiver.came_bytes == 0
+            start = [0]
+            dist.broadcast_object_list(start)
+            learner.snapshot.join(file, start[0])
+        expected = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+        fill_arena(learner.weights(), layout, expected)
+        for engine in held:
+            deadline = time.monotonic() + 30.0
+            while version not in engine:
+                assert time.monotonic() < deadline, f"{case}: {version} did not arrive"
+                time.sleep(0.01)
+            assert torch.equal(engine[version], expected), f"{case}, {number}"
+    if is_first:
+        report, *_ = publisher.reports()
+        assert report.attempts == 1 and report.sent_bytes == 2 * layout.num_bytes
+    dist.barrier()
+    for receiver in receivers:
+        receiver.stop()
+    learner.snapshot.close()
+    if is_first:
+        publisher.close()
 
 
-def test_a_rank_without_rows_sends_none(tmp_path):
-    run_on_ranks(sends_nothing, str(tmp_path), 2)
+def receive_into(held: dict[PolicyVersion, Tensor], endpoint: str, number: int) -> Receiver:
+    def apply(tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
+        assert isinstance(tensors, SharedTensors)
+        held[version] = tensors.memory[
+            : sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for _, tensor in tensors)
+        ].clone()
+        return add_digests([digest(held[version])])
+
+    name = f"generator-{number}"
+    return Receiver(endpoint, generator_id=name, incarnation="0", host="127.0.0.1", apply=apply, keys=None)
+
+
+def test_each_machine_sends_its_own_rows(tmp_path):
+    for name, make in MAKE.items():
+        make(tmp_path / name)
+    run_on_ranks(machines_publish, str(tmp_path), 3)
+    assert (tmp_path / "done").exists()

@@ -77,8 +77,10 @@ from asyncgrpo.wire.weights import (
     FormGroup,
     GroupFormed,
     Join,
+    JoinSender,
     Offer,
     PartTaken,
+    RowsWritten,
     Staged,
     Swapped,
     SyncFailed,
@@ -295,7 +297,8 @@ class Readers:
             Swapped(**name, version=version, checksum="c", seconds=1.0),
             Checked(**name, version=version, scores=(-1.0, -2.5)),
             SyncFailed(**name, reason="r", poisoned=True), SyncFailed(**name, reason="r", poisoned=False, transfer=1),
-            PartTaken(**name, transfer=1, taken=5),
+            PartTaken(**name, transfer=1, taken=5), JoinSender(sender=1),
+            RowsWritten(sender=1, slot=0, writes=1, digest=16 * "0"),
         ]  # fmt: skip
         self._to_generator: list[Message] = [
             Ack(group_id="1.0", lease_id="1.0.0"), Nack(group_id="1.0", lease_id="1.0.0", reason="r"),
@@ -309,7 +312,9 @@ class Readers:
         ]  # fmt: skip
         self._sealed_only_by_us: list[Message] = [
             Grant(lease=msgspec.convert(_LEASE, Lease)),
-            FormGroup(group_number=1, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0),
+            FormGroup(
+                group_number=1, senders=1, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0
+            ),
         ]
 
     def attack(self) -> None:
