@@ -316,7 +316,8 @@ def _host(size: ModelSize, config: Config, ranks: int, generators: int) -> Holdi
             "reference": rank.reference if config.learner.offload_reference else 0,
         }
     has_far = generators < config.generators.count or _staged(config, ranks, generators)
-    arenas = ARENAS + (config.weights.deltas and has_far) if ranks else 0
+    makes_deltas = config.weights.deltas and has_far and ranks == config.learner.ranks
+    arenas = ARENAS + makes_deltas if ranks else 0
     process = PROCESS if on_gpu or engines_on_gpu else CPU_PROCESS
     processes = 1 + ranks + generators * (1 + max(config.generators.gpus_each, 1))
     has_engine = config.generators.engine != "fake" and not engines_on_gpu
@@ -336,5 +337,5 @@ def _shared(size: ModelSize, config: Config, ranks: int, generators: int) -> Hol
 
 
 def _staged(config: Config, ranks: int, generators: int) -> int:
-    """Number of these generators that stage publications. On the learner's node engines load out of its arenas."""
-    return 0 if ranks and config.weights.backend in ("auto", "shared_memory") else generators
+    """Number of these generators that stage publications. On the node of all learner ranks engines load out of its arenas."""
+    return 0 if ranks == config.learner.ranks and config.weights.backend in ("auto", "shared_memory") else generators
