@@ -1,4 +1,4 @@
-"""One full learner step: CPU seconds, tokens per CPU second and peak memory, beside TRL's learners and a supervised step.
+"""One full learner step: CPU seconds, tokens per CPU second and peak memory, beside TRL's learner and a supervised step.
 
 python -m benchmarks.learner_step --model tiny --batch tail --rounds 5 --trl-python PATH/python
 
@@ -13,9 +13,7 @@ first. The last lines have, for each pair, the median, least and largest of the 
     floor compiled        are constant and nothing is reported, so what is missing is what RL costs
     supervised            the floor with the head that others have: all logits of a row, in float32, torch's own
     supervised compiled   cross-entropy and autograd
-    trl async, trl grpo   `benchmarks/trl_learner.py`, where --trl-python names a Python that has trl
-
-`--operators` adds the operators of one more step: the share that each takes of its wall-clock time.
+    trl async             `benchmarks/trl_learner.py`, where --trl-python names a Python that has trl
 """
 
 import argparse
@@ -45,8 +43,6 @@ OURS = {
 PAIRS = (
     ("asyncgrpo", "trl async"),
     ("asyncgrpo compiled", "trl async"),
-    ("asyncgrpo", "trl grpo"),
-    ("asyncgrpo compiled", "trl grpo"),
     ("asyncgrpo", "asyncgrpo apart"),
     ("floor", "asyncgrpo"),
     ("floor compiled", "asyncgrpo compiled"),
@@ -64,7 +60,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=int, default=2048, help="learner.tokens_per_microbatch")
     parser.add_argument("--cells", nargs="+", help="only these")
     parser.add_argument("--trl-python", help="a Python that has trl; none: only our cells")
-    parser.add_argument("--operators", action="store_true", help="also each operator's share of one more step")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help="where models are kept; none: a temporary folder")
     arguments = parser.parse_args(argv)
@@ -78,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
 def compare(arguments: argparse.Namespace, folder: Path) -> None:
     """Measure all cells, round by round, and their ratios."""
     model, tokens = make_model(folder, arguments.model), make_batch(arguments.batch).num_tokens
-    cells = arguments.cells or [*OURS, *(["trl async", "trl grpo"] if arguments.trl_python else [])]
+    cells = arguments.cells or [*OURS, *(["trl async"] if arguments.trl_python else [])]
     seconds: dict[str, list[float]] = {cell: [] for cell in cells}
     about = {"model": arguments.model, "batch": arguments.batch, "tokens": tokens, "budget": arguments.budget}
     for number in range(arguments.rounds):
@@ -86,7 +81,6 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
             found = _run(arguments, cell, model, folder)
             seconds[cell].append(median := statistics.median(found["cpu_s"]))
             sizes = {"tokens_per_s": round(tokens / median), "peak_mb": round(found["peak_mb"]), **about}
-            sizes |= {"operators": found["operators"]} if found.get("operators") else {}
             show(line("learner step", found["cpu_s"], "CPU s", seed=SEED, cell=cell, round=number, **sizes))
     for one, other in PAIRS:
         if seconds.get(one) and seconds.get(other):
@@ -96,12 +90,11 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
 
 def _run(arguments: argparse.Namespace, cell: str, model: Path, folder: Path) -> dict[str, Any]:
     shared = ["--model", str(model), "--batch", arguments.batch, "--steps", str(arguments.steps)]
-    if cell.startswith("trl "):
-        command = [arguments.trl_python, "-m", "benchmarks.trl_learner", cell.removeprefix("trl ")]
-        command += [*shared, "--out", str(folder / "trl")]
+    if cell == "trl async":
+        command = [arguments.trl_python, "-m", "benchmarks.trl_learner", *shared, "--out", str(folder / "trl")]
     else:
         command = [sys.executable, "-m", "benchmarks.learner_step", "--cell", cell]
-        command += [*shared, "--budget", str(arguments.budget), *(["--operators"] if arguments.operators else [])]
+        command += [*shared, "--budget", str(arguments.budget)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [line for line in result.stdout.splitlines() if line.startswith('{"cpu_s"')]
@@ -141,21 +134,7 @@ def run_cell(arguments: argparse.Namespace) -> None:
         started = time.process_time()
         step(learner, groups, version)
         seconds.append(time.process_time() - started)
-    found: dict[str, Any] = {"cpu_s": seconds[1:], "peak_mb": memory.mb()}
-    if arguments.operators:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            step(learner, groups, version)
-        found["operators"] = _shares({one.key: one.self_cpu_time_total for one in profiler.key_averages()})
-    show(found)
-
-
-def _shares(microseconds: dict[str, float]) -> dict[str, float]:
-    """Of the ten operators that take the most; all compiled programs are one."""
-    total, by_name = sum(microseconds.values()), dict[str, float]()
-    for name, own in microseconds.items():
-        name = "compiled programs" if "CompiledFxGraph" in name else name
-        by_name[name] = by_name.get(name, 0.0) + own / total
-    return {name: round(by_name[name], 3) for name in sorted(by_name, key=by_name.__getitem__, reverse=True)[:10]}
+    show({"cpu_s": seconds[1:], "peak_mb": memory.mb()})
 
 
 def _without_rl(learner: Any, groups: list[Any], version: Any) -> None:
