@@ -11,7 +11,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import queue
 import signal
 import statistics
 import subprocess
@@ -20,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -98,8 +96,6 @@ def copies(device: str, size: int) -> None:
     few = pageable[: size // 8]
     show_rate("digest on the host", len(few), device, lambda: digest(few))
     from_pages_of_another_process(device, on_card)
-    for allocator in ("", "expandable_segments:True"):
-        from_tensor_of_another_process(device, on_card, allocator)
 
 
 def from_pages_of_another_process(device: str, on_card: Tensor) -> None:
@@ -113,27 +109,6 @@ def hold_pages(said: Any, over: Any, file: str, size: int, device: str) -> None:
     """Register a file in memory, until `over` is set."""
     shared = torch.from_file(file, shared=True, size=size, dtype=torch.uint8)
     said.put(device == "cuda" and register(shared))
-    over.wait()
-
-
-def from_tensor_of_another_process(device: str, on_card: Tensor, allocator: str) -> None:
-    """GB/s out of a tensor on the card of another process (CUDA IPC), whose allocator is so configured."""
-    what = f"tensor of another process, {allocator or 'default allocator'}"
-    configured = mock.patch.dict(os.environ, {"PYTORCH_CUDA_ALLOC_CONF": allocator})
-    try:
-        with configured, other_process(hold_tensor, len(on_card), device) as said:
-            theirs, mine = said.get(timeout=START_S), torch.empty_like(on_card)
-            mine.copy_(theirs)
-            same = torch.equal(mine, random_bytes(len(mine), device))
-            show_rate(what, len(mine), device, lambda: mine.copy_(theirs), same=same)
-    except (RuntimeError, queue.Empty) as error:
-        show({"what": what, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
-
-
-def hold_tensor(said: Any, over: Any, size: int, device: str) -> None:
-    """Share a tensor, until `over` is set."""
-    tensor = random_bytes(size, device)
-    said.put(tensor)
     over.wait()
 
 

@@ -9,10 +9,8 @@ first. The last lines have, for each pair, the median, least and largest of the 
     asyncgrpo             `Learner.step`, bfloat16, float32 masters, AdamW, learner.compile=false
     asyncgrpo compiled    the same with learner.compile=true, which is the default of a run that is long enough
     asyncgrpo apart       the same with learner.share_prompts=false
-    floor                 the same model, rows, attention, head, optimizer and FSDP, trained to repeat the completions: gradients
-    floor compiled        are constant and nothing is reported, so what is missing is what RL costs
-    supervised            the floor with the head that others have: all logits of a row, in float32, torch's own
-    supervised compiled   cross-entropy and autograd
+    supervised            the same model, rows, attention, optimizer and FSDP, trained to repeat the completions: all logits of
+    supervised compiled   a row, in float32, torch's own cross-entropy and autograd
     trl async             `benchmarks/trl_learner.py`, where --trl-python names a Python that has trl
 """
 
@@ -35,8 +33,6 @@ OURS = {
     "asyncgrpo": {"compile": False},
     "asyncgrpo compiled": {"compile": True},
     "asyncgrpo apart": {"share_prompts": False, "compile": False},
-    "floor": {"compile": False},
-    "floor compiled": {"compile": True},
     "supervised": {"compile": False},
     "supervised compiled": {"compile": True},
 }
@@ -44,8 +40,6 @@ PAIRS = (
     ("asyncgrpo", "trl async"),
     ("asyncgrpo compiled", "trl async"),
     ("asyncgrpo", "asyncgrpo apart"),
-    ("floor", "asyncgrpo"),
-    ("floor compiled", "asyncgrpo compiled"),
     ("supervised", "asyncgrpo"),
     ("supervised compiled", "asyncgrpo compiled"),
 )
@@ -122,13 +116,14 @@ def run_cell(arguments: argparse.Namespace) -> None:
         "algorithm": {"group_size": GROUP_SIZE},
         "learner": {"device": "cpu", "lr": 1e-6, "tokens_per_microbatch": arguments.budget} | OURS[arguments.cell],
     }
-    if arguments.cell.startswith("supervised"):
+    is_supervised = arguments.cell.startswith("supervised")
+    if is_supervised:
         model.fused_loss = _cross_entropy  # type: ignore[assignment]
     learner = Learner(msgspec.convert(settings, Config), rank=0, world=1, device="cpu")
     if learner.config.learner.compile:
         learner.compile()  # at once: the first step is not measured
     groups, version = _groups(arguments.batch), PolicyVersion(0, 0)
-    step: Callable[..., object] = Learner.step if arguments.cell.startswith("asyncgrpo") else _without_rl
+    step: Callable[..., object] = _without_rl if is_supervised else Learner.step
     seconds, memory = [], PeakMemory()
     for _ in range(arguments.steps + 1):
         started = time.process_time()

@@ -21,7 +21,7 @@ from asyncgrpo.data.sources import read_rows
 from asyncgrpo.learner.packing import pack
 from benchmarks import gpu_learner, learner_step
 from benchmarks.bad_input_cases import CASES, Case
-from benchmarks.bad_inputs import is_good
+from benchmarks.bad_inputs import why_bad
 from benchmarks.gpu_tables import learner_table
 from benchmarks.new_user import CHANGES, FORMATS, TASKS, command, make
 from benchmarks.rollouts import VERSION, Lengths, make_groups
@@ -131,12 +131,12 @@ def test_every_cell_is_planned_once():
 
 
 @pytest.mark.slow
-def test_a_learner_step_and_its_floor(capsys):
+def test_a_learner_step_beside_a_supervised_one(capsys):
     smallest = ["--rounds", "1", "--steps", "1", "--batch", "one group"]
-    learner_step.main([*smallest, "--cells", "asyncgrpo", "floor", "supervised"])
+    learner_step.main([*smallest, "--cells", "asyncgrpo", "supervised"])
     found = lines(capsys.readouterr().out)
-    assert [one["cell"] for one in found[:3]] == ["asyncgrpo", "floor", "supervised"]
-    assert [(one["of"], one["to"]) for one in found[3:]] == [("floor", "asyncgrpo"), ("supervised", "asyncgrpo")]
+    assert [one["cell"] for one in found[:2]] == ["asyncgrpo", "supervised"]
+    assert [(one["of"], one["to"]) for one in found[2:]] == [("supervised", "asyncgrpo")]
 
 
 def test_trls_cells_import_nothing_of_ours():
@@ -171,12 +171,13 @@ def test_bad_inputs_are_judged():
     assert len({case.name for case in CASES}) == len(CASES) > 150
     case, sentence = Case("a", ()), "error: no such file"
     ended = Ended(exit=1, seconds=40.0, said_s=1.0, cpu_s=1.0, out="", err=sentence)
-    assert is_good(case, ended, [sentence], 10.0)
-    late, killed, taken = (replace(ended, **change) for change in ({"said_s": 11.0}, {"exit": None}, {"exit": 0}))
-    for bad in (late, killed, taken, replace(ended, out="Traceback (most recent call last)")):
-        assert not is_good(case, bad, [sentence], 10.0)
-    assert not is_good(case, ended, ["Usage: x", sentence], 10.0)
-    assert is_good(replace(case, is_table=True), ended, [sentence, "more"], 10.0)
+    assert why_bad(case, ended, [sentence], 10.0) == ""
+    assert why_bad(case, replace(ended, said_s=11.0), [sentence], 10.0) == "late"
+    assert why_bad(case, replace(ended, exit=None), [sentence], 10.0) == "it has no end"
+    assert why_bad(case, replace(ended, exit=0), [sentence], 10.0) == "it is taken"
+    assert why_bad(case, replace(ended, out="Traceback (most recent call last)"), [sentence], 10.0) == "a traceback"
+    assert why_bad(case, ended, ["Usage: x", sentence], 10.0) == "not one sentence"
+    assert why_bad(replace(case, is_table=True), ended, [sentence, "more"], 10.0) == ""
 
 
 def test_a_new_user_types_a_command_that_is_taken(tmp_path, monkeypatch):
