@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="measured in each cell")
     parser.add_argument("--budget", type=int, default=2048, help="learner.tokens_per_microbatch")
-    parser.add_argument("--cells", nargs="+", help="only these")
+    parser.add_argument("--cells", nargs="+", choices=[*OURS, "trl async"], help="only these")
     parser.add_argument("--trl-python", help="a Python that has trl; none: only our cells")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help="where models are kept; none: a temporary folder")
