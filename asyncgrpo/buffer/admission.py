@@ -320,13 +320,12 @@ class Fresh(JustInTime):
     """Begins a group just in time, and tries whether fewer groups under way do as well.
 
     Generators that are busy all the time finish a group no sooner if more groups run beside it. There the number in flight
-    proves nothing: any number needs itself. So where the learner hardly waits, a trial takes a quarter off `wanted`, or half
-    a batch if that is more. If the learner waits longer than before by `MAY_WAIT`, the old number returns, and the pause
-    until the next trial doubles. Otherwise the smaller number stays.
+    proves nothing: any number needs itself. So a trial takes a quarter off `wanted`, or half a batch if that is more. If the
+    learner waits longer than before by `MAY_WAIT`, the old number returns, and the pause until the next trial doubles.
+    Otherwise the smaller number stays. No trial begins while the learner starves: its waits then vary too much for a trial of
+    a few steps.
     """
 
-    HARDLY = 0.1
-    """Waiting share up to which a trial may begin. Longer waits vary too much for a trial of a few steps."""
     LONGEST_PAUSE = 192
     """Steps between two trials at most, after failures."""
 
@@ -364,7 +363,7 @@ class Fresh(JustInTime):
         assert wanted is not None
         if wanted >= self._before[0]:  # it has grown back since the last trial
             self._failed()
-        elif wanted == self._per_step or waited > self.HARDLY:
+        elif wanted == self._per_step or waited > self.STARVES:
             self._steps_left = self._trial_steps
         else:
             self._before = wanted, waited
