@@ -109,7 +109,6 @@ def test_ranks_on_two_nodes_train_and_publish_together(cluster: Cluster, folder:
     """Neither can map the other's memory, and the name of each leads to its own loopback."""
     start_ray(cluster, folder)
     settings = [f"cluster.ray_address={cluster.ray_address}", "cluster.bind=0.0.0.0"]
-    settings += ["model.dtype=bfloat16", "learner.lr=1e-6"]  # few of its rows change in a step
     output = folder / "output.txt"
     process = cluster.start(1, *command(*DEMO, *EACH, "--steps", "8", *settings), output=output, cwd=folder)
     assert process.wait(timeout=150) == 0, output.read_text()
@@ -119,7 +118,9 @@ def test_ranks_on_two_nodes_train_and_publish_together(cluster: Cluster, folder:
     assert {(event["checksum"], event["engines"]) for event in published} == {("ok", 2)}
     assert published[-1]["version"] == "1.8" and not any(event.get("differing") for event in published)
     said = (run / "logs" / "learner-0.log").read_text()
-    assert "the rows of rank 1 come from another machine" in said and "rank 1 sends deltas" in said
+    assert "learner ranks [1] send the weights of their own machines" in said
+    sent = [event["sent_bytes"] for event in published if "sent_bytes" in event]
+    assert sent and min(sent) > 0, "no generator maps the memory of a part of the weights"
     audit = cluster.run(1, *command("audit", "run"), cwd=folder)
     assert audit.returncode == 0, audit.stdout
 
