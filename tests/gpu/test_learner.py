@@ -1,16 +1,12 @@
 """A learner's step on the card is the step on the CPU but for bfloat16, and what saves memory changes no number."""
 
 from collections.abc import Iterator
-from queue import SimpleQueue
-from typing import cast
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.publishing import fill_arena
-from asyncgrpo.learner.snapshot import RowReceiver, RowSender
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout, digest_of
 from asyncgrpo.weights.digest import add_digests, digest
@@ -131,26 +127,3 @@ def test_what_is_published_from_the_card_has_the_digest_of_the_host(device, mode
         pass
     on_host = ((info, tensor.cpu()) for info, tensor in learner.weights())
     assert add_digests([digest(flat)]) == digest_of(layout, on_host)
-
-
-def test_rows_that_come_from_the_card_are_those_of_the_host(device, model, monkeypatch):
-    """As from a rank on another machine: copies into page-locked memory, beside which the card goes on, then a delta."""
-    learner, wire = learner_on(device, model), SimpleQueue[torch.Tensor]()
-    layout = Layout(learner.layout())
-    monkeypatch.setattr(dist, "send", lambda tensor, to, pair: wire.put(tensor.clone()))
-    monkeypatch.setattr(dist, "recv", lambda tensor, rank, pair: tensor.copy_(wire.get(timeout=60)))
-    pair = cast(dist.ProcessGroup, None)
-    sender = RowSender(layout, pair, pins=torch.device(device).type == "cuda", deltas=True)
-    receiver, sizes = RowReceiver(1, pair), list[int]()
-    arenas = [torch.zeros(layout.num_bytes, dtype=torch.uint8) for _ in range(2)]
-    for flat in arenas:
-        learner.parameters[0].data[:1] += 1
-        sender.send(learner._published.parts(0), flat.data_ptr())
-        receiver.receive(flat).result()
-        sizes.append(receiver.came_bytes)
-        expected = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-        fill_arena(((info, tensor.cpu()) for info, tensor in learner.weights()), layout, expected)
-        assert torch.equal(flat, expected)
-    assert sizes[1] < sizes[0] / 4
-    sender.close()
-    receiver.close()
