@@ -144,20 +144,21 @@ def receive_bucket(group: WeightGroup, flat: Tensor, bucket: list[tuple[int, int
 class GroupLane(Broadcaster):
     """The publisher's broadcasts, with those of the other senders, to one group of generators."""
 
-    def __init__(
-        self, streams: Sequence[Stream], backend: Backend, host: str, timeout_s: float, piece_bytes: int
-    ) -> None:
+    def __init__(self, backend: Backend, host: str, timeout_s: float, piece_bytes: int) -> None:
         """
         Args:
-            streams: of the publisher and of each other sender.
             piece_bytes: size of one broadcast.
         """
-        super().__init__(0, streams[0], host)
-        self._senders, self._backend, self._timeout_s = len(streams), backend, timeout_s
-        self._piece_bytes = piece_bytes
+        super().__init__(0, Stream([]), host)
+        self._backend, self._timeout_s, self._piece_bytes = backend, timeout_s, piece_bytes
+        self._senders = 1
         self._store = serve_store(host, timeout_s)
         self.names: frozenset[str] = frozenset()
         """Members of the group, or of the one being formed."""
+
+    def start(self, streams: Sequence[Stream]) -> None:
+        """Set what the publisher and each other sender broadcast."""
+        self._stream, self._senders = streams[0], len(streams)
 
     def form_with(self, names: list[str], send: Callable[[str | int, Message], object]) -> None:
         """Start to form a group of these generators for each sender.

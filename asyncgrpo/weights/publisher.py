@@ -85,7 +85,11 @@ class Publisher:
         self._keys = keys
         self._maps = maps
         self._server = Server(bind, keys, advertise=host)
-        self._backend, self._host = backend, host
+        self._lane = GroupLane(backend, host, config.timeout_s, config.bucket_mb * 2**20)
+        self._runs = b""
+        """Runs of the streams, for generators; empty if there is one."""
+        self._streams: tuple[Stream, ...] = ()
+        """What this process broadcasts, and what each other sender does."""
         self._deltas = DeltaLane(config.bucket_mb * 2**20)
         self._machine = same_machine()
         self._members: dict[str, Member] = {}
@@ -131,14 +135,14 @@ class Publisher:
         others = others if self._arenas.file else ()  # without shared memory, this process gathers
         own = Stream(run for stream in others for run in stream.runs).rest(num_bytes)
         self._streams = (own, *others)
-        self._can_map, self._can_delta = self._maps and not others, self._config.deltas and not others
+        self._maps, self._can_delta = self._maps and not others, self._config.deltas and not others
         counts, runs = [len(stream.runs) for stream in self._streams], [r for s in self._streams for r in s.runs]
         self._layout_message = WeightsLayout(
             tensors=self._layout.tensors, streams=tuple(counts) if others else (), **self._check.asked()
         )
-        self._runs = np.array(runs, np.int64).tobytes() if others else b""
-        bucket_bytes = self._config.bucket_mb * 2**20
-        self._lane = GroupLane(self._streams, self._backend, self._host, self._config.timeout_s, bucket_bytes)
+        if others:
+            self._runs = np.array(runs, np.int64).tobytes()
+        self._lane.start(self._streams)
         self._slots = [Slot(flat, number) for number, flat in enumerate(self._arenas.slots)]
         self._wake = Client(self.endpoint, "learner", self._keys)
         self._thread.start()
@@ -345,7 +349,7 @@ class Publisher:
         self._deltas.forget(name)
         self._missing.pop(name, None)
         if self._server.send(peer, self._layout_message, self._runs):
-            is_near = self._can_map and message.machine == self._machine
+            is_near = self._maps and message.machine == self._machine
             self._members[name] = Member(peer, message.incarnation, is_near, time.monotonic())
 
     # -- one version ---------------------------------------------------------------------------------------------------
