@@ -110,8 +110,7 @@ def test_what_runs_code_is_found(line):
 
 
 @pytest.mark.parametrize(
-    "line",
-    ["torch.load(path, weights_only=True)", "yaml.load(text, Loader=yaml.SafeLoader)", "subprocess.run([text])"],
+    "line", ["torch.load(path, weights_only=True)", "yaml.load(text, Loader=yaml.SafeLoader)", "subprocess.run([text])"]
 )
 def test_what_does_not_is_let_be(line):
     assert list(dangers(line)) == []

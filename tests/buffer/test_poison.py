@@ -15,15 +15,7 @@ from asyncgrpo.errors import DataError
 from asyncgrpo.journal.format import Dropped, Interrupted
 from asyncgrpo.journal.history import read_history
 from asyncgrpo.types import Lease, PolicyVersion
-from asyncgrpo.wire.rollouts import (
-    Finished,
-    LeaseFailed,
-    NoMore,
-    Snapshot,
-    Take,
-    TakeSnapshot,
-    Trained,
-)
+from asyncgrpo.wire.rollouts import Finished, LeaseFailed, NoMore, Snapshot, Take, TakeSnapshot, Trained
 from asyncgrpo.wire.supervision import GeneratorLost
 from tests.buffer.test_buffer import deliver, lease_all, make_buffer, prompts, v
 from tests.buffer.test_incarnations import PAYLOAD, Served

@@ -54,9 +54,7 @@ async def test_a_call_that_failed_is_made_once_more_for_all_when_the_reward_work
 def test_at_the_deadline_those_that_are_sampled_are_scored_together():
     reward = Ranks()
     group = acceptance.generated(
-        acceptance.make_lease(4, cut_after_s=50.0, min_completions=3),
-        reward,
-        injected_fault=acceptance.once(1, "hang"),
+        acceptance.make_lease(4, cut_after_s=50.0, min_completions=3), reward, injected_fault=acceptance.once(1, "hang")
     )
     assert acceptance.launched(group) == [0, 2, 3] and reward.calls == [3]
     assert [r.score.value for r in group.rollouts] == [0.0, 1.0, 2.0]

@@ -56,12 +56,7 @@ class FixedReward(OneByOne):
 class Generator(GeneratorService):
     """The product's, whose lines end here."""
 
-    def __init__(
-        self,
-        reward: Reward | None = None,
-        buffer_endpoint: str = "buffer",
-        **engine: Any,
-    ) -> None:
+    def __init__(self, reward: Reward | None = None, buffer_endpoint: str = "buffer", **engine: Any) -> None:
         self.sent: list[Message] = []
         super().__init__(
             "g",
