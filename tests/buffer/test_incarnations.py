@@ -226,20 +226,14 @@ def test_what_a_silent_generator_works_on_goes_to_one_that_speaks_and_one_of_the
     assert served.buffer.tokens == {"generated": 4, "aborted": 2}
 
 
-def test_where_nobody_speaks_everyone_keeps_what_he_works_on():
-    served = two_at_work()
-    assert served.pass_time(30.0) == []
-    assert [served.buffer.held_by(name) for name in ("g-1", "g-2")] == [1, 1]
-
-
-@pytest.mark.parametrize("why", ["paused", "failing"])
-def test_while_nothing_may_be_leased_everyone_keeps_what_he_works_on(why: str):
+@pytest.mark.parametrize("why", ["nobody speaks", "paused", "failing"])
+def test_a_silent_generator_keeps_its_leases_where_nobody_speaks_or_may_lease(why: str):
     served = two_at_work()
     if why == "paused":
         served.service.steer(Steer(revision=1, is_paused=True))
-    else:
+    elif why == "failing":
         served.hear("driver", Drain(reason=why))
-    served.pass_time(5.0, "g-1")
+    served.pass_time(30.0, *(["g-1"] if why != "nobody speaks" else []))
     assert served.buffer.held_by("g-2") == 1
 
 

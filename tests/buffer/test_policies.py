@@ -10,9 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, AutoLag, Fresh
 from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import AutoLagConfig, BufferConfig
-from asyncgrpo.errors import ConfigError
 from asyncgrpo.journal.format import BoundChanged
 from asyncgrpo.types import Lease, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver
@@ -94,26 +92,6 @@ def test_the_same_groups_make_the_same_batch_whoever_finished_first(policy):
     buffer.accept(spanning(again, 1), b"")
     buffer.accept(spanning(second, 0), b"")
     assert again.prompt_index == 0 and step(buffer, 1) == [0, 1]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_no_batch_is_small_while_another_group_is_under_way(policy):
-    buffer, (first, second) = started(policy, count=2, per_step=2, max_lag=1)
-    buffer.accept(spanning(first, 0), b"")
-    assert step(buffer, 0) is None
-    buffer.fail(second.lease_id, "failed")
-    assert step(buffer, 0) is None, "its prompt may be leased again"
-    (again,) = lease_all(buffer)
-    buffer.accept(spanning(again, 0), b"")
-    assert step(buffer, 0) == [0, 1]
-
-
-def test_window_closes_with_what_is_left_when_no_prompt_is():
-    buffer, leases = started("window", count=3, per_step=2, max_lag=1)
-    for lease in leases:
-        buffer.accept(spanning(lease, 0), b"")
-    assert [step(buffer, version) for version in range(2)] == [[0, 1], [2]]
-    assert buffer.exhausted
 
 
 def test_drop_cancels_a_lease_once_no_step_can_train_it_and_one_other_takes_its_slot():
@@ -640,21 +618,6 @@ def test_a_group_keeps_the_bound_of_its_lease_and_a_smaller_one_lets_none_begin_
     assert [buffer._entries[lease.group_id].deadline for lease in lease_all(buffer)] == [6, 6]
 
 
-def test_the_earliest_deadline_is_trained_first_not_the_oldest_group():
-    buffer = make_buffer(count=40, per_step=1, max_lag="auto")
-    buffer.trained(v(0))
-    first, old = buffer.lease("g", 0.0), buffer.lease("g", 0.0)
-    buffer.accept(deliver(first, 0), b"")
-    assert buffer.take(v(0)) is not None
-    buffer.step_ended(v(0), {1: WELL, 4: LOW}, 0.0)
-    buffer.trained(v(1))
-    new = buffer.lease("g", 0.0)
-    for lease, version in ((old, 0), (new, 1)):
-        buffer.accept(deliver(lease, version), b"")
-    assert [buffer._entries[lease.group_id].deadline for lease in (old, new)] == [4, 2]
-    assert [entry.prompt_index for entry in buffer.take(v(1))] == [new.prompt_index]
-
-
 def test_whether_the_bound_made_the_learner_wait():
     buffer = make_buffer(count=40, per_step=2, max_lag=1)
     buffer.trained(v(0))
@@ -667,17 +630,3 @@ def test_whether_the_bound_made_the_learner_wait():
     for lease in leases[1:]:
         buffer.accept(deliver(lease, 0), b"")
     assert buffer.take(v(0)) is not None and not buffer.is_held_back
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (["buffer.policy=mask"], "buffer.policy=mask bounds tokens"),
-        (["buffer.policy=train"], "buffer.policy=train bounds no lag"),
-    ],
-)
-def test_what_auto_does_not_go_with(settings, sentence):
-    needed = ["model.path=m", "data.train=d.jsonl", "buffer.max_lag=auto"]
-    assert load_config(None, needed).buffer.largest_max_lag == 32
-    with pytest.raises(ConfigError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
-        load_config(None, [*needed, *settings])

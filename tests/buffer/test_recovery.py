@@ -93,14 +93,21 @@ def ready(buffer: Buffer) -> list[tuple[int, bytes]]:
     return sorted(found)
 
 
-def test_what_was_kept_and_not_trained_is_ready_again(one_step_done):
+def test_what_was_kept_and_not_trained_is_ready_again_however_often_the_run_starts(one_step_done):
     folder, _, prompts_at_1 = one_step_done
-    buffer, counts = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1))
+    at_1 = PolicyVersion(1, 1), prompts_at_1
+    start(folder, 2, checkpoint=at_1)
+    buffer, counts = start(folder, 3, checkpoint=at_1)
     assert counts == {"ready": 4}
     assert ready(buffer) == [(prompt_index, bytes([prompt_index]) * 16) for prompt_index in (2, 3, 4, 5)]
-    assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 1))] == [2, 3], "oldest first, as before"
-    buffer.trained(PolicyVersion(2, 2))
+    assert [e.prompt_index for e in buffer.take(PolicyVersion(3, 1))] == [2, 3], "oldest first, as before"
+    buffer.trained(PolicyVersion(3, 2))
     assert lease(buffer).prompt_index == 6
+    buffer.journal.append(Committed(step=2, prompts=buffer.snapshot()))
+    _, counts = start(folder, 4, checkpoint=(PolicyVersion(3, 2), buffer.snapshot()))
+    assert counts == {"ready": 2}
+    path = surviving_path(read_history(folder).starts, PolicyVersion(3, 2))
+    assert path == {3: 2, 2: 1, 1: 1, 4: 2}, "the second start is a branch that nothing came of"
 
 
 def test_groups_of_weights_that_are_gone_are_dropped_and_their_prompts_issued_again(one_step_done):
@@ -124,17 +131,18 @@ def test_under_other_settings_no_group_is_kept(one_step_done):
     assert {(d.prompt_index, d.reason, d.is_final) for d in drops} == {(o, "incompatible", False) for o in (2, 3, 4, 5)}
 
 
-def test_with_a_smaller_lag_only_what_can_be_trained_in_time_is_kept(one_step_done):
+@pytest.mark.parametrize(
+    ("settings", "counts", "taken"),
+    [
+        ({"max_lag": 0}, {"ready": 2, "stale": 2}, [4, 5]),
+        ({"max_lag": 0, "policy": "train"}, {"ready": 4}, [2, 3]),  # lag is not bounded
+    ],
+)
+def test_with_a_smaller_lag_only_what_can_be_trained_in_time_is_kept(one_step_done, settings, counts, taken):
     folder, _, prompts_at_1 = one_step_done
-    buffer, counts = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1), max_lag=0)
-    assert counts == {"ready": 2, "stale": 2}
-    assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 1))] == [4, 5]
-
-
-def test_where_no_lag_is_bounded_everything_is_kept(one_step_done):
-    folder, _, prompts_at_1 = one_step_done
-    _, counts = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1), max_lag=0, policy="train")
-    assert counts == {"ready": 4}
+    buffer, found = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1), **settings)
+    assert found == counts
+    assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 1))] == taken
 
 
 @pytest.mark.parametrize(("policy", "counts"), [("wait", {"ready": 4}), ("window", {"ready": 3, "stale": 1})])
@@ -150,21 +158,6 @@ def test_in_order_a_group_further_away_than_the_slots_reach_leaves_its_slot_to_o
     if policy == "window":
         accept(buffer, lease(buffer), 0, lineage=2)
         assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 0))] == [0, 1]
-
-
-def test_a_second_crash_brings_the_same_groups_back_and_a_third_start_on_another_branch_does_not(one_step_done):
-    folder, _, prompts_at_1 = one_step_done
-    at_1 = PolicyVersion(1, 1), prompts_at_1
-    start(folder, 2, checkpoint=at_1)
-    buffer, counts = start(folder, 3, checkpoint=at_1)
-    assert counts == {"ready": 4}
-    buffer.take(PolicyVersion(3, 1))
-    buffer.trained(PolicyVersion(3, 2))
-    buffer.journal.append(Committed(step=2, prompts=buffer.snapshot()))
-    _, counts = start(folder, 4, checkpoint=(PolicyVersion(3, 2), buffer.snapshot()))
-    assert counts == {"ready": 2}
-    path = surviving_path(read_history(folder).starts, PolicyVersion(3, 2))
-    assert path == {3: 2, 2: 1, 1: 1, 4: 2}
 
 
 def test_a_group_whose_body_was_damaged_is_generated_again(one_step_done):
