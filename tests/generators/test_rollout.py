@@ -45,26 +45,10 @@ async def completions(lease: Lease) -> dict[int, list[int]]:
     return {r.completion.index: r.completion.token_ids.tolist() for r in group.rollouts}
 
 
-async def test_a_lease_gives_its_completions_and_a_greedy_one_only_if_it_asks():
-    assert list(await completions(make_lease())) == [0, 1, 2, 3]
-    assert list(await completions(make_lease(with_greedy=False))) == [0, 1, 2]
-
-
-async def test_the_greedy_completion_does_not_depend_on_the_seed_and_the_others_do():
+async def test_a_lease_gives_its_completions_and_a_greedy_one_if_it_asks_that_does_not_depend_on_the_seed():
     first, second = await completions(make_lease(seed=0)), await completions(make_lease(seed=9))
-    assert first[3] == second[3]
-    assert first[0] != second[0]
-
-
-async def test_a_lease_whose_task_is_cancelled_leaves_no_request_behind():
-    engine = await started()
-    engine.seconds_per_token = 0.01
-    task = asyncio.create_task(GroupInFlight(make_lease(), engine, LengthReward(), str).generate("g"))
-    await asyncio.sleep(0.02)
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled() and not engine._requests
-    await engine.close()
+    assert list(first) == [0, 1, 2, 3] and first[3] == second[3] and first[0] != second[0]
+    assert list(await completions(make_lease(with_greedy=False))) == [0, 1, 2]
 
 
 async def test_a_lease_that_is_given_up_leaves_no_request_behind():
@@ -79,6 +63,11 @@ async def test_a_lease_that_is_given_up_leaves_no_request_behind():
         task.result()
     assert not engine._requests and not group._requests, "no request is left behind"
     assert group.num_tokens >= 4, "two of each completion were sampled, and are counted"
+    task = asyncio.create_task(GroupInFlight(make_lease(), engine, LengthReward(), str).generate("g"))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and not engine._requests
     never = GroupInFlight(make_lease(), engine, LengthReward(), str)
     never.give_up()
     with pytest.raises(GivenUp):
