@@ -238,22 +238,6 @@ def test_a_group_without_signal_is_kept_where_nobody_asked_for_the_filter():
     assert len(buffer.take(v(0))) == 1 and not buffer.filtered
 
 
-def test_a_run_whose_last_groups_are_all_filtered_ends():
-    buffer = make_buffer(count=3, per_step=2, max_lag=0, filters=True)
-    buffer.trained(v(0))
-    kept, *others = lease_all(buffer)
-    buffer.accept(deliver(kept, 0), b"")
-    for lease in others:
-        buffer.accept(deliver(lease, 0, (1.0, 1.0)), b"")
-    for lease in lease_all(buffer):
-        assert buffer.take(v(0)) is None, "one more prompt may still fill the batch"
-        buffer.accept(deliver(lease, 0, (1.0, 1.0)), b"")
-    assert [e.prompt_index for e in buffer.take(v(0))] == [kept.prompt_index], "nothing can fill it any more"
-    buffer.trained(v(1))
-    assert buffer.exhausted and buffer.take(v(1)) is None
-    assert buffer.outcomes["trained"] == 1 and buffer.outcomes["filtered_zero_signal"] == 2
-
-
 def with_indices(message: Deliver, *indices: int) -> Deliver:
     """The same with these completions, of which index 3 is the greedy one of a group of three."""
     first = message.rollouts[0]

@@ -19,9 +19,6 @@ from asyncgrpo.wire.rollouts import (
     Reregister,
     Serving,
     Shutdown,
-    Snapshot,
-    Take,
-    TakeSnapshot,
     Trained,
     Waiting,
     Welcome,
@@ -145,21 +142,6 @@ def test_a_generator_that_was_asked_twice_for_its_first_word_keeps_its_leases():
     assert served.buffer.held_by("g") == 2 and not served.buffer.outcomes["requeued"]
 
 
-def test_what_one_generator_was_too_slow_for_goes_to_another():
-    served = Served(per_step=1, max_lag=0, lease_timeout_s=10.0)
-    for name in ("quick", "slow"):
-        served.join(name, window=1)
-    served.hear("learner", Trained(version=v(0)))
-    held = []
-    for _ in range(3):
-        for _ in range(11):
-            served.now_s += 1.0
-            for name in ("quick", "slow"):
-                served.hear(name, Serving(generator_id=name, version=v(0)))
-        held.append((served.buffer.held_by("quick"), served.buffer.held_by("slow")))
-    assert held[0] == (0, 1) and held[1] == (1, 0), "first the one that was never late, then by turns"
-
-
 def test_a_long_last_evaluation_is_no_silence():
     served = Served(held_out=prompts(1))
     served.hear("learner", Trained(version=v(0)))
@@ -172,20 +154,6 @@ def test_a_long_last_evaluation_is_no_silence():
         served.service.turn(None, served.now_s)
         awaited += [message.what for _, message in served.lines.sent if isinstance(message, Waiting)]
     assert len(awaited) >= 90 and set(awaited) == {"the last evaluation"}
-
-
-def test_a_lost_word_of_a_step_is_made_good_by_the_next_one_of_the_learner():
-    served = Served(per_step=1, max_lag=0)
-    served.hear("learner", Trained(version=v(0)))
-    served.hear("g-1", register("g-1"))
-    served.hear("g-1", serving(0))
-    served.hear("learner", Take(step=0, version=v(0)))
-    served.hear("g-1", deliver(served.oldest_lease(), 0), PAYLOAD)
-    # Trained(1) was lost.
-    served.hear("learner", TakeSnapshot(trained=v(1)))
-    snapshot = next(message for _, message in served.lines.sent if isinstance(message, Snapshot))
-    assert snapshot.state["frontier"] + len(snapshot.state["done_beyond"]) == 1
-    assert served.buffer.outcomes["trained"] == 1
 
 
 def granted(sent: list[tuple[str, str]]) -> list[str]:

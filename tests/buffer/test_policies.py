@@ -80,20 +80,6 @@ def test_window_trains_the_prompts_in_their_order_whoever_finishes_first():
     assert [step(buffer, version) for version in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"window"}))  # of which the test before this one is
-def test_the_same_groups_make_the_same_batch_whoever_finished_first(policy):
-    """A prompt that was issued again is younger than those behind it, and is before them in the batch all the same."""
-    buffer, (first, second, *others) = started(policy, per_step=2, max_lag=1)
-    for lease in reversed(others):
-        buffer.accept(spanning(lease, 0), b"")
-    assert step(buffer, 0) == [2, 3]
-    buffer.fail(first.lease_id, "failed")
-    again = buffer.lease("g", 0.0)
-    buffer.accept(spanning(again, 1), b"")
-    buffer.accept(spanning(second, 0), b"")
-    assert again.prompt_index == 0 and step(buffer, 1) == [0, 1]
-
-
 def test_drop_cancels_a_lease_once_no_step_can_train_it_and_one_other_takes_its_slot():
     buffer, (slow, quick) = started("drop")
     buffer.accept(spanning(quick, 0), b"")
@@ -222,22 +208,6 @@ def test_no_generator_is_kept_free_for_a_suspect_that_has_no_slot():
         assert lease.prompt_index == version and buffer.lease("the only one", 0.0) is None
         buffer.accept(spanning(lease, version), b"")
         assert step(buffer, version) == [version]
-    balance(buffer)
-
-
-def test_a_suspect_that_is_cancelled_for_its_age_is_alone_the_next_time_as_well():
-    buffer = make_buffer(policy="drop", per_step=1, max_lag=1)
-    buffer.trained(v(0))
-    for _ in range(2):
-        isolated = buffer.lease("a", 0.0)
-        buffer.release("a")
-    alone = buffer.lease("a", 0.0)
-    assert alone.prompt_index == isolated.prompt_index
-    buffer.trained(v(2))
-    assert [entry.prompt_index for entry in buffer.cancelled()] == [isolated.prompt_index]
-    again = buffer.lease("a", 0.0)
-    assert (again.prompt_index, again.attempt) == (alone.prompt_index, alone.attempt + 1)
-    assert buffer.lease("a", 0.0) is None, "alone"
     balance(buffer)
 
 

@@ -209,24 +209,6 @@ def test_a_person_s_smaller_bound_holds_for_the_groups_leased_under_it_also_afte
     assert [entry.max_lag for entry in again._entries.values()] == [bound]
 
 
-@pytest.mark.parametrize("policy", ["wait", "window"])
-def test_a_group_comes_back_with_the_bound_of_its_lease(tmp_path, policy):
-    buffer, _ = start(tmp_path, 1, policy=policy, **AUTO)
-    buffer.trained(PolicyVersion(1, 0))
-    first = [lease(buffer) for _ in range(6)]
-    for one in first:
-        accept(buffer, one, 0)
-    buffer.take(PolicyVersion(1, 0))
-    buffer.trained(PolicyVersion(1, 1))
-    buffer.step_ended(PolicyVersion(1, 1), {0: 0.1}, 0.0)
-    assert buffer.max_lag == 1
-    kept = buffer.snapshot()
-    again, counts = start(tmp_path, 2, checkpoint=(PolicyVersion(1, 1), kept), policy=policy, **AUTO)
-    assert counts == {"ready": 4} and again.max_lag == 1, "under the bound of now they would all be too old"
-    assert {entry.deadline for entry in again._entries.values()} == {4}
-    assert [e.prompt_index for e in again.take(PolicyVersion(2, 1))] == [2, 3]
-
-
 # -- a journal of months -----------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-from functools import cache as cache_of
 
 import msgspec
 import pytest
@@ -56,19 +55,6 @@ def recipe(config: Config) -> tuple[AlgorithmConfig, int, bool]:
     """What a preset decides."""
     objective = msgspec.structs.replace(config.algorithm, group_size=8, min_completions=None)
     return objective, config.learner.minibatches, config.learner.ppo_epochs, config.learner.ess_lr
-
-
-@pytest.mark.parametrize("name", algorithm_names())
-def test_a_preset_is_the_same_over_every_other_of_its_loss(name, tmp_path, monkeypatch):
-    """The same loss keeps arguments that a file gives it; the test below is about all other keys."""
-    monkeypatch.setattr(files, "load_values", cache_of(files.load_values))
-    alone = recipe(load_config(None, ["model.path=m", "data.train=t"], algorithm=name))
-    others = {
-        other: load_config(None, ["model.path=m", "data.train=t"], algorithm=other) for other in algorithm_names()
-    }
-    for other in (other for other, config in others.items() if config.algorithm.loss == alone[0].loss):
-        (tmp_path / f"{other}.yaml").write_text(f"extends: algorithms/{other}\n{NEEDED}")
-        assert recipe(load_config(tmp_path / f"{other}.yaml", algorithm=name)) == alone, other
 
 
 @pytest.mark.parametrize("name", algorithm_names())
