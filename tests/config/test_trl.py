@@ -115,10 +115,7 @@ class TestTranslation:
             ),
             ({"train_dataset": "make()", "eval_dataset": "hf:a/b?split=test"}, {"data.eval": "hf:a/b?split=test"}),
             ({"beta": 0.04}, {"algorithm.kl_coef": 0.04, "algorithm.kl_kind": "k3_reweighted"}),
-            (
-                {"epsilon_high": 0.28},
-                {"algorithm.loss_args.clip_low": 0.2, "algorithm.loss_args.clip_high": 0.28},
-            ),
+            ({"epsilon_high": 0.28}, {"algorithm.loss_args.clip_low": 0.2, "algorithm.loss_args.clip_high": 0.28}),
             # TRL's bound of CISPO is the largest ratio, ours a distance from 1
             (
                 {"loss_type": "cispo", "epsilon_high": 5.0},

@@ -210,11 +210,7 @@ class TestTranslation:
                     "data.max_prompt_length": 2000,
                     "data.max_response_length": 8000,
                 },
-                {
-                    "learner.tokens_per_microbatch": 10000,
-                    "data.max_prompt_tokens": 2000,
-                    "sampling.max_tokens": 8000,
-                },
+                {"learner.tokens_per_microbatch": 10000, "data.max_prompt_tokens": 2000, "sampling.max_tokens": 8000},
             ),
             ({f"{ACTOR}.optim.lr_warmup_steps": -1}, {"learner.warmup_steps": 0}),
             (  # verl's rate moves once a step, ours at every update
