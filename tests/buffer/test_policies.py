@@ -125,7 +125,7 @@ def test_a_prompt_that_is_stale_every_time_is_dropped_for_good_and_counted():
     balance(buffer)
 
 
-def test_mask_counts_the_tokens_that_are_too_old_and_trains_the_others():
+def test_mask_trains_the_tokens_that_are_not_too_old_and_drops_a_group_of_which_nothing_would_be_left():
     buffer, (slow, _) = started("mask")
     buffer.trained(v(3))
     assert buffer.cancelled() == [], "its next tokens are of the newest weights"
@@ -133,9 +133,6 @@ def test_mask_counts_the_tokens_that_are_too_old_and_trains_the_others():
     assert step(buffer, 3) == [slow.prompt_index]
     assert buffer.tokens["masked"] == buffer.tokens["trained"] == TOKENS
     balance(buffer)
-
-
-def test_mask_drops_a_group_of_which_nothing_would_be_left():
     buffer, (slow, _) = started("mask")
     buffer.accept(spanning(slow, 0, 1), b"")
     buffer.trained(v(2))
@@ -152,7 +149,6 @@ def test_train_takes_a_group_of_any_age():
     assert buffer.cancelled() == []
     buffer.accept(spanning(slow, 0), b"")
     assert step(buffer, 9) == [slow.prompt_index] and buffer.tokens["masked"] == 0
-    balance(buffer)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -544,14 +540,10 @@ def test_a_step_whose_share_is_low_lowers_the_bound_and_raises_none(bound, share
     assert set(run(controller(bound), 20, shares, waited=0.9)[:1]) == {then}
 
 
-def test_one_outlier_is_none():
+def test_one_outlier_and_steps_of_groups_of_an_earlier_bound_say_nothing():
     auto = controller(4)
     run(auto, AutoLag.STEPS, {4: WELL})
-    assert run(auto, 1, {4: LOW}) == [4]
-    assert run(auto, 1, {4: LOW}) == [3], "two of three"
-
-
-def test_steps_of_groups_of_an_earlier_bound_say_nothing():
+    assert run(auto, 2, {4: LOW}) == [4, 3], "two of three"
     auto = controller(16)
     assert run(auto, 1, {2: WELL, 16: LOW}) == [2]
     assert run(auto, 10, {0: LOW, 12: LOW}, start=1) == [2] * 10

@@ -47,20 +47,16 @@ def test_who_is_paused_is_given_no_lease_until_its_rewards_work_again():
     assert served.grants() == {} and served.buffer.oldest_lease() is None
     report(served, "g", WELL)
     assert list(served.grants()) == ["g"] and served.oldest_lease().prompt_index == lease.prompt_index
-
-
-def test_what_is_given_back_goes_to_one_that_works():
     served = at_work("a", "b", window=2)
     held = [entry.lease.lease_id for entry in served.buffer._entries.values() if entry.holder == "a"]
-    assert held
     report(served, "a", PAUSED)
     for lease_id in held:
         give_back(served, "a", lease_id)
-    assert {entry.holder for entry in served.buffer._entries.values()} == {"b"}
+    assert held and {entry.holder for entry in served.buffer._entries.values()} == {"b"}, "one that works goes on"
 
 
 @pytest.mark.parametrize("how", ["given back", "out of time"])
-def test_an_outage_costs_a_prompt_no_attempt(how: str):
+def test_an_outage_costs_a_prompt_or_an_evaluation_no_attempt(how: str):
     served = at_work("g", window=1, max_attempts=1, lease_timeout_s=10.0)
     prompt_index = served.oldest_lease().prompt_index
     for _ in range(5):
@@ -77,6 +73,14 @@ def test_an_outage_costs_a_prompt_no_attempt(how: str):
     outcomes = served.buffer.outcomes
     assert outcomes["requeued"] == 5 and outcomes["leased"] == 6
     assert not any(name.startswith("dropped") and count for name, count in outcomes.items())
+    served = at_work("g", held_out=(Prompt(prompt_id="eval/0", token_ids=(1,)),))
+    served.hear("learner", RequestEval(step=0))
+    for _ in range(5):
+        (lease_id,) = served.service._evaluations._leased
+        report(served, "g", PAUSED)
+        give_back(served, "g", lease_id)
+        report(served, "g", WELL)
+    assert served.service._evaluations.in_flight, "nor does an evaluation pay for it"
 
 
 def test_a_prompt_that_alone_is_never_scored_uses_up_its_attempts():
@@ -87,17 +91,6 @@ def test_a_prompt_that_alone_is_never_scored_uses_up_its_attempts():
         assert lease.prompt_index == prompt_index
         served.hear("g", deliver(lease, 0, scores=(None, None)), PAYLOAD)
     assert served.buffer.outcomes["dropped_unscored"] == 1 and served.oldest_lease().prompt_index != prompt_index
-
-
-def test_an_outage_costs_an_evaluation_no_attempt():
-    served = at_work("g", held_out=(Prompt(prompt_id="eval/0", token_ids=(1,)),))
-    served.hear("learner", RequestEval(step=0))
-    for _ in range(5):
-        (lease_id,) = served.service._evaluations._leased
-        report(served, "g", PAUSED)
-        give_back(served, "g", lease_id)
-        report(served, "g", WELL)
-    assert served.service._evaluations.in_flight
 
 
 def waiting(served: Served) -> Waiting:
@@ -117,6 +110,12 @@ def test_the_learner_hears_why_it_waits_and_when_the_next_probe_is():
     )
     report(served, "g", WELL)
     assert waiting(served).what.startswith("groups:")
+    served = at_work()
+    served.join("g")
+    served.hear("learner", Take(step=0, version=v(0)))
+    report(served, "g", RewardHealth(failed=40, failing_s=40.0, probe_in_s=1.0, last="exception: no"))
+    in_vain = "the reward never worked: 40 of 40 calls failed, the last with exception: no"
+    assert waiting(served).hopeless == in_vain
 
 
 @pytest.mark.parametrize(
@@ -138,14 +137,6 @@ def test_a_reward_that_never_worked_is_said_to_be_hopeless(health: RewardHealth,
     assert monitor.fatal_reason == (sentence if is_hopeless else "")
     monitor.update("other", RewardHealth(worked=1), 0.0)
     assert not monitor.fatal_reason, "one generator whose calls work keeps the run going"
-
-
-def test_the_learner_is_told_that_it_waits_in_vain():
-    served = at_work()
-    served.join("g")
-    served.hear("learner", Take(step=0, version=v(0)))
-    report(served, "g", RewardHealth(failed=40, failing_s=40.0, probe_in_s=1.0, last="exception: no"))
-    assert waiting(served).hopeless == "the reward never worked: 40 of 40 calls failed, the last with exception: no"
 
 
 def test_pauses_and_ends_of_pauses_are_events():

@@ -68,17 +68,7 @@ def test_parameters_that_nobody_can_give_are_refused(reward_file, parameters):
         load_user_function(reward_file(f"def compute_score({parameters}): return 1.0"))
 
 
-def test_a_callable_object_and_a_lambda_are_functions_too(reward_file):
-    path = reward_file(
-        "f = lambda completion: 0.5\n"
-        "class Judge:\n    def __call__(self, completion): return len(completion)\n"
-        "judge = Judge()"
-    )
-    assert load_user_function(f"{path}:f")(CALL) == 0.5
-    assert load_user_function(f"{path}:judge")(CALL) == 8
-
-
-def test_a_file_finds_its_neighbours_and_its_dataclasses(reward_file):
+def test_a_file_has_callables_neighbours_and_dataclasses(reward_file):
     reward_file("BONUS = 0.25", "my_neighbour.py")
     path = reward_file(
         "from __future__ import annotations\n"
@@ -86,9 +76,11 @@ def test_a_file_finds_its_neighbours_and_its_dataclasses(reward_file):
         "import my_neighbour\n"
         "@dataclass\n"
         "class Rubric:\n    bonus: float\n"
-        "def compute_score(completion): return Rubric(my_neighbour.BONUS).bonus"
+        "    def __call__(self, completion): return len(completion) * self.bonus\n"
+        "def compute_score(completion): return Rubric(my_neighbour.BONUS).bonus\n"
+        "judge, f = Rubric(1.0), lambda completion: 0.5\n"
     )
-    assert load_user_function(path)(CALL) == 0.25
+    assert [load_user_function(f"{path}{name}")(CALL) for name in ("", ":f", ":judge")] == [0.25, 0.5, 8]
 
 
 def test_a_file_may_be_named_like_a_module_that_is_there(reward_file):
