@@ -72,17 +72,10 @@ def run(buffer: Buffer, killer: str, holders="ab", window=4) -> tuple[list[Lease
 
 
 @pytest.mark.parametrize("holders", ["a", "ab", "abc"])
-def test_a_prompt_that_ends_every_generator_is_dropped_and_all_others_are_trained(holders: str):
-    buffer = begun(max_attempts=3)
-    _, ends = run(buffer, "train/2", holders)
+def test_a_prompt_that_ends_every_generator_is_dropped_in_all_epochs_and_all_others_are_trained(holders: str):
+    buffer = begun(max_attempts=3, epochs=3)
+    leases, ends = run(buffer, "train/2", holders)
     assert ends == ISOLATE_AFTER + 3
-    assert buffer.outcomes["dropped_poison"] == 1 and buffer.outcomes["trained"] == 7
-
-
-def test_it_is_not_leased_in_later_epochs_and_each_time_counted():
-    buffer = begun(max_attempts=2, epochs=3)
-    leases, ends = run(buffer, "train/2")
-    assert ends == ISOLATE_AFTER + 2
     assert all(lease.prompt_index < 8 for lease in leases if lease.prompt.prompt_id == "train/2")
     assert buffer.outcomes["dropped_poison"] == 1 and buffer.outcomes["dropped_quarantined"] == 2
     assert buffer.outcomes["trained"] == 3 * 7 and buffer.prompts_done == 3 * 8
@@ -155,18 +148,16 @@ def test_the_file_says_which_prompt_and_why_and_the_next_start_reads_it(tmp_path
     assert ends, "whoever takes the line out has the prompt back"
 
 
-def test_a_torn_line_is_left_out_and_the_next_one_is_whole(tmp_path: Path):
+def test_a_torn_line_is_left_out_and_a_disk_that_refuses_does_not_let_the_prompt_go(tmp_path: Path):
     path = tmp_path / QUARANTINE_FILE
     path.write_bytes(b'{"prompt_id":"train/1","reason":"poi')
     quarantine = Quarantine(path)
     assert "train/1" not in quarantine
-    quarantine.add(Case(prompt_id="train/5", reason="failed", prompt_index=5, attempts=3))
+    case = Case(prompt_id="train/5", reason="failed", prompt_index=5, attempts=3)
+    quarantine.add(case)
     assert list(Quarantine(path).cases) == ["train/5"]
-
-
-def test_a_disk_that_refuses_does_not_let_the_prompt_go(tmp_path: Path):
     quarantine = Quarantine(tmp_path / "nowhere" / QUARANTINE_FILE)
-    quarantine.add(Case(prompt_id="train/5", reason="failed", prompt_index=5, attempts=3))
+    quarantine.add(case)
     assert "train/5" in quarantine
 
 

@@ -29,21 +29,17 @@ class Ray:
         """What `start` of each actor returned."""
         self.endpoints: list[EndpointsChanged] = []
         """What each actor was told of the core when it started."""
+        self.kill = self.killed.append
 
     def remote(self, kind: type) -> Any:
-        run = SimpleNamespace(remote=lambda *arguments: object())
-        start = SimpleNamespace(remote=self._start)
-        return SimpleNamespace(
-            options=lambda **options: SimpleNamespace(remote=lambda *a: SimpleNamespace(start=start, run=run))
-        )
+        methods = {"run": SimpleNamespace(remote=lambda *_: object()), "start": SimpleNamespace(remote=self._start)}
+        actor = SimpleNamespace(remote=lambda *_: SimpleNamespace(**methods))
+        return SimpleNamespace(options=lambda **_: actor)
 
     def _start(self, endpoints: EndpointsChanged) -> object:
         self.started.append(object())
         self.endpoints.append(endpoints)
         return self.started[-1]
-
-    def kill(self, actor: Any) -> None:
-        self.killed.append(actor)
 
 
 class Watch:
@@ -80,16 +76,6 @@ class Watch:
         """Nothing to do: a test names the incarnation."""
 
 
-class Core:
-    """Remembers which generators were reported lost."""
-
-    def __init__(self) -> None:
-        self.lost: list[tuple[str, str]] = []
-
-    def generator_lost(self, name: str, incarnation: str) -> None:
-        self.lost.append((name, incarnation))
-
-
 @pytest.fixture
 def plane(monkeypatch):
     """A fleet of two generators, its watch, its core, and the events that it has written."""
@@ -100,7 +86,9 @@ def plane(monkeypatch):
         model=ModelConfig(path="m"), data=DataConfig(train="t"), generators=GeneratorConfig(count=2, restarts=1)
     )
     setup = Setup(config, Path("run"), 1, None, None, "", config.generators.count)
-    watch, core, written = Watch(), Core(), []
+    lost: list[tuple[str, str]] = []
+    core = SimpleNamespace(lost=lost, generator_lost=lambda name, incarnation: lost.append((name, incarnation)))
+    watch, written = Watch(), list[dict]()
     events = SimpleNamespace(write=lambda event, **fields: written.append({"event": event, **fields}))
     placement = SimpleNamespace(
         generator=lambda index: {},

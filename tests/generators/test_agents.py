@@ -369,13 +369,6 @@ async def group_of(agent: Agent) -> tuple[Group, Any]:
         await by.close()
 
 
-async def test_agents_that_send_the_messages_of_the_row_share_its_prompt():
-    group, lease = await group_of(two_calls)
-    assert group.prompt == PROMPT and [all_of(one.completion) for one in group.rollouts] == ["ab$|one?|cd$"] * 3
-    check_lease(pack_group(group)[0], lease, None)
-    assert with_common_prompt(group) is group, "as a group without agents"
-
-
 async def test_what_an_agent_sends_beyond_its_row_is_an_observation_at_the_start():
     count = iter(range(3))
 
@@ -397,16 +390,20 @@ async def test_what_an_agent_sends_beyond_its_row_is_an_observation_at_the_start
     check_lease(message, lease, None)
 
 
-async def test_the_agent_is_given_the_messages_that_the_prompt_was_made_of():
+async def test_an_agent_is_given_the_messages_of_the_row_and_if_it_sends_them_the_group_shares_its_prompt():
     tasks = []
 
     async def agent(task: Task, access: Access) -> Score:
         tasks.append(task)
         return await two_calls(task, access)
 
+    group, lease = await group_of(agent)
+    assert group.prompt == PROMPT and [all_of(one.completion) for one in group.rollouts] == ["ab$|one?|cd$"] * 3
+    check_lease(pack_group(group)[0], lease, None)
+    assert with_common_prompt(group) is group, "as a group without agents"
     (one,) = await play(Scripted("ab", "cd"), agent, system_prompt="be kind")
-    assert tasks[0].turns == ({"role": "system", "content": "be kind"}, *ROW)
-    assert isinstance(one, Played) and one.opening == render(tasks[0].turns)
+    assert tasks[-1].turns == ({"role": "system", "content": "be kind"}, *ROW)
+    assert isinstance(one, Played) and one.opening == render(tasks[-1].turns)
 
 
 # -- a real model ------------------------------------------------------------------------------------------------------
