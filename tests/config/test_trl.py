@@ -175,6 +175,9 @@ class TestTranslation:
         assert unasked["buffer.prompts_per_step"] == 1
         assert unasked["sampling.max_tokens"] == 512
         assert "learner.lr" not in unasked
+        printed = report(read(["warmup_ratio=0.1", "seed=1"]), [], as_yaml=False)
+        head, by_hand = printed.split("# To be done by hand:\n")
+        assert "#   warmup_ratio=0.1: learner.warmup_steps counts updates" in by_hand and "warmup_ratio" not in head
 
 
 COMMAND = """
@@ -193,11 +196,6 @@ accelerate launch --num_processes $N grpo.py \\
 
 
 class TestSources:
-    def test_a_share_of_the_run_is_to_be_worked_out_by_hand_and_has_a_counterpart(self):
-        printed = report(read(["warmup_ratio=0.1", "seed=1"]), [], as_yaml=False)
-        head, by_hand = printed.split("# To be done by hand:\n")
-        assert "#   warmup_ratio=0.1: learner.warmup_steps counts updates" in by_hand and "warmup_ratio" not in head
-
     def test_a_command_line_is_read_with_its_variables_and_its_launcher(self):
         given, unread = read_script(COMMAND, TRL, {})
         assert given == {

@@ -116,21 +116,19 @@ async def test_a_reply_that_says_nothing_of_the_code_is_a_named_failure_and_fina
     assert len(service.requests) == 1
 
 
-async def test_a_service_that_is_not_there_is_a_named_failure(service):
+async def test_a_service_that_hangs_or_is_not_there_is_a_named_failure(service, monkeypatch):
     rules = build_reward(RewardConfig(code=CodeRewardConfig(url=service.url)))
     rules.check_sources({"code"})
+    monkeypatch.setattr(sandbox, "QUEUE_S", 0.1)
+    service.may_reply.clear()
+    scored = await score(service.url, timeout_s=0.1)
+    assert scored.failure == "timeout" and "did not reply" in scored.detail
+    service.may_reply.set()
     service.stop()
     scored = await score(service.url)
     assert scored.failure == "sandbox" and "3 times" in scored.detail
     with pytest.raises(ConfigError, match=r"reward\.code\.url: http.* cannot be reached"):
         rules.check_sources({"code"})
-
-
-async def test_a_service_that_hangs_is_a_named_failure(service, monkeypatch):
-    monkeypatch.setattr(sandbox, "QUEUE_S", 0.1)
-    service.may_reply.clear()
-    scored = await score(service.url, timeout_s=0.1)
-    assert scored.failure == "timeout" and "did not reply" in scored.detail
 
 
 async def test_no_more_than_the_configuration_says_run_at_once(service):

@@ -151,12 +151,9 @@ async def test_no_more_than_max_concurrent_requests_run_at_once(judge):
         ({"api_key_env": "NOT_SET"}, "reward.judge.api_key_env names NOT_SET, which is not set"),
     ],
 )
-def test_what_is_wrong_with_a_setting_is_one_sentence(settings, sentence):
+def test_what_is_wrong_with_a_setting_is_one_sentence(tmp_path, settings, sentence):
     with pytest.raises(RewardError, match=sentence):
         build_reward(RewardConfig(function="judge", judge=JudgeConfig(**({"url": "http://h"} | settings))))
-
-
-def test_a_template_file_without_the_completion_is_refused(tmp_path):
     (tmp_path / "judge.txt").write_text("{prompt}")
     config = JudgeConfig(url="http://h", template=str(tmp_path / "judge.txt"))
     with pytest.raises(RewardError, match="would not see what it judges"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from contextlib import nullcontext
 
 import pytest
 
@@ -41,15 +42,12 @@ def seen(reward_file):
     return call
 
 
-def test_trl_gives_texts_where_the_prompt_is_a_text_and_turns_where_it_is_a_chat(seen):
+def test_trl_gives_texts_where_the_prompt_is_a_text_and_turns_where_it_is_a_chat(seen, reward_file):
     assert seen("prompts, completions") == (["6 * 7?"] * 2, ["it is 42", "41"])
     turns = [[{"role": "assistant", "content": text}] for text in ("it is 42", "41")]
     assert seen("prompts, completions", CHAT) == ([list(TURNS)] * 2, turns)
-
-
-def test_a_prompt_by_keyword_is_the_text_or_the_last_turn(reward_file):
-    function = load_user_function(reward_file("def compute_score(prompt): return prompt"))
-    assert function(call_of(TEXT, ANSWERS[:1])) == function(call_of(CHAT, ANSWERS[:1])) == "6 * 7?"
+    by_keyword = load_user_function(reward_file("def compute_score(prompt): return prompt"))
+    assert by_keyword(call_of(TEXT, ANSWERS[:1])) == by_keyword(call_of(CHAT, ANSWERS[:1])) == "6 * 7?"
 
 
 def test_trl_gives_each_column_and_the_token_ids_for_each_completion(seen):
@@ -165,9 +163,9 @@ async def test_further_arguments_reach_every_form_of_a_function(reward_file, tex
     (score,) = await reward.score(prompt(info={"bonus": 9.0}), [Sampled("a", [1])])
     assert score.value == 0.5, score
     await reward.close()
-
-
-def test_a_further_argument_that_no_function_takes_is_refused(reward_file):
-    file = reward_file("def compute_score(answer, bonus): return bonus")
-    with pytest.raises(RewardError, match=r"reward.kwargs: no function of reward.function takes bonsu"):
-        build_reward(RewardConfig(function=(file, "format"), kwargs={"bonus": 1.0, "bonsu": 2.0}))
+    with (
+        nullcontext()
+        if "**" in text  # which takes whatever there is
+        else pytest.raises(RewardError, match=r"reward.kwargs: no function of reward.function takes bonsu")
+    ):
+        build_reward(RewardConfig(function=(config.function, "format"), kwargs={"bonus": 1.0, "bonsu": 2.0}))
