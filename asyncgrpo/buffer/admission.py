@@ -252,7 +252,7 @@ class Eager:
         """Note that the learner received its batch."""
 
 
-class Fresh(Eager):
+class JustInTime(Eager):
     """Begins a group just in time: the bound covers the tail, and the run operates well below it.
 
     Each step yields a target, the number of groups under way that would have fit it. With F groups in flight at the
@@ -267,8 +267,8 @@ class Fresh(Eager):
     groups in flight do not mean that few are needed.
 
     If the generators cannot keep up, this behaves like `Eager`. So does every start until its second request, the first
-    one that follows a training step. The bound and its proof still hold, because `Fresh` only begins fewer groups than
-    the slots allow. It cannot deadlock: at least P groups are always under way, and a prompt that others have overtaken
+    one that follows a training step. The bound and its proof still hold, because this only begins fewer groups than the
+    slots allow. It cannot deadlock: at least P groups are always under way, and a prompt that others have overtaken
     begins regardless of `wanted`.
     """
 
@@ -302,15 +302,78 @@ class Fresh(Eager):
         self._request = in_flight, ready, now_s, slots
 
     def batch_taken(self, now_s: float) -> None:
-        (in_flight, ready, asked_s, slots), before_s = self._request, self._taken_s
+        (in_flight, ready, asked_s, _), before_s = self._request, self._taken_s
         self._taken_s = now_s
         is_over = self.wanted is not None and in_flight + ready > self.wanted
-        if before_s is None or is_over:
-            return
-        waited = (now_s - asked_s) / max(now_s - before_s, 1e-9)
-        target = in_flight + min(ready, self._per_step) + self._per_step * waited
+        if before_s is not None and not is_over:
+            self._step_ended((now_s - asked_s) / max(now_s - before_s, 1e-9))
+
+    def _step_ended(self, waited: float) -> None:
+        """Note the target of the last request, after which the learner waited for this share of the step."""
+        in_flight, ready, _, slots = self._request
         is_full = in_flight + ready + self._per_step >= slots
+        target = in_flight + min(ready, self._per_step) + self._per_step * waited
         self._targets.append(slots if is_full and waited > self.STARVES else target)
+
+
+class Fresh(JustInTime):
+    """Begins a group just in time, and tries whether fewer groups under way do as well.
+
+    Generators that are busy all the time finish a group no sooner if more groups run beside it. There the number in flight
+    proves nothing: any number needs itself. So a trial takes a quarter off `wanted`, or half a batch if that is more. If the
+    learner waits longer than before by `MAY_WAIT`, the old number returns, and the pause until the next trial doubles.
+    Otherwise the smaller number stays. No trial begins while the learner starves: its waits then vary too much for a trial of
+    a few steps.
+    """
+
+    LONGEST_PAUSE = 192
+    """Steps between two trials at most, after failures."""
+
+    def __init__(self, config: BufferConfig) -> None:
+        super().__init__(config)
+        self._trial_steps = self._pause = self._steps_left = (self._targets.maxlen or 0) // 3
+        """Steps of a trial; of a pause; left of the one that goes on."""
+        self._waits: deque[float] = deque(maxlen=self._trial_steps)
+        """Shares of the last steps that the learner waited."""
+        self._tried: int | None = None
+        """Number under way in the trial that goes on."""
+        self._before = math.inf, 0.0
+        """Number under way before the last trial that was kept or goes on, and mean wait."""
+
+    @property
+    def wanted(self) -> int | None:
+        return super().wanted if self._tried is None else self._tried
+
+    def _step_ended(self, waited: float) -> None:
+        self._waits.append(waited)
+        self._steps_left -= 1
+        if self._tried is None:
+            super()._step_ended(waited)
+            if self._steps_left == 0:
+                self._end_pause()
+        elif sum(self._waits) > self._before[1] * len(self._waits) + self.MAY_WAIT * self._trial_steps:
+            self._failed()
+        elif self._steps_left == 0:
+            self._targets.clear()
+            self._targets.append(self._tried)
+            self._tried, self._steps_left = None, self._trial_steps
+
+    def _end_pause(self) -> None:
+        wanted, waited = self.wanted, statistics.fmean(self._waits)
+        assert wanted is not None
+        if wanted >= self._before[0]:  # it has grown back since the last trial
+            self._failed()
+        elif wanted == self._per_step or waited > self.STARVES:
+            self._steps_left = self._trial_steps
+        else:
+            self._before = wanted, waited
+            self._tried = max(self._per_step, wanted - max(wanted // 4, self._per_step // 2))
+            self._steps_left = self._trial_steps
+            self._waits.clear()
+
+    def _failed(self) -> None:
+        self._tried, self._before = None, (math.inf, 0.0)
+        self._pause = self._steps_left = min(2 * self._pause, self.LONGEST_PAUSE)
 
 
 ADMISSIONS: dict[str, type[Eager]] = {"eager": Eager, "fresh": Fresh}

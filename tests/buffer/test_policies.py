@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, AutoLag, Fresh
+from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, AutoLag, Eager, Fresh, JustInTime
 from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.config.schema import AutoLagConfig, BufferConfig
 from asyncgrpo.journal.format import BoundChanged
@@ -363,28 +363,28 @@ def under_way(buffer: Buffer) -> int:
 
 
 def see_step(
-    fresh: Fresh, at_s: float, in_flight: int, ready: int, wait_s: float = 0.0, slots: int = 1000
+    admission: Eager, at_s: float, in_flight: int, ready: int, wait_s: float = 0.0, slots: int = 1000
 ) -> int | None:
     """Return what is wanted after a step whose batch the learner asks for at `at_s`, and gets `wait_s` later."""
-    fresh.batch_requested(in_flight, ready, at_s, slots)
-    fresh.batch_taken(at_s + wait_s)
-    return fresh.wanted
+    admission.batch_requested(in_flight, ready, at_s, slots)
+    admission.batch_taken(at_s + wait_s)
+    return admission.wanted
 
 
-def begun_fresh(policy: str = "wait") -> Fresh:
+def begun(kind: type[JustInTime] = JustInTime, policy: str = "wait") -> JustInTime:
     """Return an admission of P = 48 that has seen the first request of a start, at 0 s."""
-    fresh = Fresh(BufferConfig(prompts_per_step=48, policy=policy))
-    assert see_step(fresh, 0.0, in_flight=144, ready=0) is None, "no step was trained before the first request"
-    return fresh
+    admission = kind(BufferConfig(prompts_per_step=48, policy=policy))
+    assert see_step(admission, 0.0, in_flight=144, ready=0) is None, "no step was trained before the first request"
+    return admission
 
 
-def test_fresh_holds_nothing_back_where_the_learner_starves_with_all_slots_taken():
-    fresh, slots = begun_fresh(), 3 * 48
+def test_just_in_time_holds_nothing_back_where_the_learner_starves_with_all_slots_taken():
+    admission, slots = begun(), 3 * 48
     for number in range(1, 4):  # steps of 10 s, of which it waits 4
-        wanted = see_step(fresh, 10.0 * number, in_flight=60, ready=36, wait_s=4.0, slots=slots)
+        wanted = see_step(admission, 10.0 * number, in_flight=60, ready=36, wait_s=4.0, slots=slots)
     assert wanted == slots - 2, "all but those for which the learner may wait"
-    for number in range(4, 4 + Fresh.STEPS):
-        wanted = see_step(fresh, 10.0 * number, in_flight=30, ready=48, wait_s=0.0, slots=slots)
+    for number in range(4, 4 + JustInTime.STEPS):
+        wanted = see_step(admission, 10.0 * number, in_flight=30, ready=48, wait_s=0.0, slots=slots)
     assert wanted == 78 - 2, "the slots are enough again"
 
 
@@ -393,7 +393,7 @@ def test_fresh_begins_as_eager_does_and_never_holds_less_than_a_batch():
     buffer.trained(v(0))
     leases = lease_all(buffer)
     assert len(leases) == 9 * 4, "as many as there are slots: nothing is measured yet"
-    for version in range(2 * Fresh.STEPS):  # whatever is leased is ready when the learner asks
+    for version in range(2 * JustInTime.STEPS):  # whatever is leased is ready when the learner asks
         for lease in leases:
             assert buffer.accept(spanning(lease, version), b"") is None
         assert step(buffer, version) is not None
@@ -401,73 +401,95 @@ def test_fresh_begins_as_eager_does_and_never_holds_less_than_a_batch():
     assert buffer.wanted == under_way(buffer) == 4
 
 
-def test_fresh_keeps_what_was_in_flight_when_the_learner_asked_and_one_batch():
+def test_just_in_time_keeps_what_was_in_flight_when_the_learner_asked_and_one_batch():
     """It keeps 2.4 groups less: with 48 groups a step, they are 5 % of it."""
-    fresh = begun_fresh()
-    assert see_step(fresh, 1.0, in_flight=60, ready=90) == 60 + 48 - 2
-    for second in range(2, 2 + Fresh.STEPS):
-        wanted = see_step(fresh, second, in_flight=10, ready=60)
+    admission = begun()
+    assert see_step(admission, 1.0, in_flight=60, ready=90) == 60 + 48 - 2
+    for second in range(2, 2 + JustInTime.STEPS):
+        wanted = see_step(admission, second, in_flight=10, ready=60)
     assert wanted == 10 + 48 - 2
 
 
-def test_fresh_adds_a_batch_for_the_share_of_a_step_that_the_learner_waited():
-    fresh = begun_fresh()
-    assert see_step(fresh, 0.75, in_flight=64, ready=0, wait_s=0.25) == 64 + 48 * 0.25 - 2
-    assert see_step(fresh, 1.5, in_flight=28, ready=46, wait_s=0.5) == 74 + 48 * 0.5 - 4, "of which two were missing"
+def test_just_in_time_adds_a_batch_for_the_share_of_a_step_that_the_learner_waited():
+    admission = begun()
+    assert see_step(admission, 0.75, in_flight=64, ready=0, wait_s=0.25) == 64 + 48 * 0.25 - 2
+    assert see_step(admission, 1.5, in_flight=28, ready=46, wait_s=0.5) == 74 + 48 * 0.5 - 4, (
+        "of which two were missing"
+    )
 
 
-def test_fresh_lets_the_learner_wait_for_a_twentieth_of_its_time():
-    fresh = begun_fresh()
+def test_just_in_time_lets_the_learner_wait_for_a_twentieth_of_its_time():
+    admission = begun()
     for second in range(1, 13):
-        see_step(fresh, second, in_flight=0, ready=48)
+        see_step(admission, second, in_flight=0, ready=48)
     for wait_s in (0.2, 0.2, 0.19):
         second += 1
-        assert see_step(fresh, second, in_flight=48, ready=0, wait_s=wait_s) == 48
-    assert see_step(fresh, second + 1, in_flight=48, ready=0, wait_s=0.2) > 48
+        assert see_step(admission, second, in_flight=48, ready=0, wait_s=wait_s) == 48
+    assert see_step(admission, second + 1, in_flight=48, ready=0, wait_s=0.2) > 48
 
 
 @pytest.mark.parametrize("policy", ["wait", "window"])
 @given(steps=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.floats(0.0, 0.9)), min_size=1, max_size=60))
-def test_fresh_keeps_the_fewest_with_which_the_learner_would_have_waited_for_a_twentieth(policy, steps):
-    fresh, seen = begun_fresh(policy), []
+def test_just_in_time_keeps_the_fewest_with_which_the_learner_would_have_waited_for_a_twentieth(policy, steps):
+    admission, seen = begun(policy=policy), []
     before_s = 0.0
     for second, (in_flight, ready, wait_s) in enumerate(steps, 1):
         wait_s = wait_s if ready < 48 else 0.0
-        if fresh.wanted is None or in_flight + ready <= fresh.wanted:
+        if admission.wanted is None or in_flight + ready <= admission.wanted:
             seen.append(in_flight + min(ready, 48) + 48 * wait_s / (second + wait_s - before_s))
-        wanted, before_s = see_step(fresh, second, in_flight, ready, wait_s), second + wait_s
+        wanted, before_s = see_step(admission, second, in_flight, ready, wait_s), second + wait_s
     seen = seen[-(48 if policy == "window" else 12) :]
     allowed = 0.05 * 48 * len(seen)
     assert wanted >= 48 and sum(max(0.0, right - wanted) for right in seen) <= allowed + 1e-6
     assert wanted == 48 or sum(max(0.0, right - wanted + 1) for right in seen) > allowed - 1e-6
 
 
-def test_fresh_learns_nothing_from_a_step_at_which_it_held_leases_back():
+def test_just_in_time_learns_nothing_from_a_step_at_which_it_held_leases_back():
     """Few are in flight then because none may begin, and not because few are needed."""
-    fresh = begun_fresh()
-    most = see_step(fresh, 1.0, in_flight=60, ready=200)
+    admission = begun()
+    most = see_step(admission, 1.0, in_flight=60, ready=200)
     for second in range(2, 14):
-        assert see_step(fresh, second, in_flight=0, ready=150) == most
-    for second in range(14, 14 + Fresh.STEPS):
-        wanted = see_step(fresh, second, in_flight=0, ready=48)
+        assert see_step(admission, second, in_flight=0, ready=150) == most
+    for second in range(14, 14 + JustInTime.STEPS):
+        wanted = see_step(admission, second, in_flight=0, ready=48)
     assert wanted == 48
 
 
-def test_fresh_does_not_grow_while_the_generators_have_no_room():
-    """Eager takes all slots. With fresh, waiting for generators that are full asks for nothing that they cannot begin."""
-    buffer = make_buffer(count=300, per_step=4, max_lag=20, admission="fresh")
-    buffer.trained(v(0))
-    leases = [buffer.lease("g", 0.0) for _ in range(6)]
-    for version in range(30):  # the generators hold six groups at most, and the learner waits for half of each step
-        done = leases[:4]
-        del leases[:4]
-        assert buffer.take(v(version), version) is None
-        for lease in done:
-            assert buffer.accept(spanning(lease, version), b"") is None
-        assert buffer.take(v(version), version + 0.5) is not None
-        buffer.trained(v(version + 1))
-        leases += [buffer.lease("g", 0.0) for _ in range(6 - len(leases))]
-    assert buffer.wanted == 6 + 4 * 0.5, "and the fifth of a group that may be missing"
+def see_busy(fresh: JustInTime, first: int, steps: int, needed: int) -> int:
+    """Return what is wanted after steps of 1 s at which all but a batch is in flight; with fewer than `needed` it waits."""
+    for second in range(first, first + steps):
+        wanted = fresh.wanted
+        assert wanted is not None
+        wanted = see_step(fresh, second, in_flight=wanted - 48, ready=48, wait_s=0.0 if wanted >= needed else 0.3)
+    return wanted
+
+
+def test_fresh_tries_fewer_until_the_learner_waits():
+    fresh, plain = begun(Fresh), begun()
+    for admission in (fresh, plain):
+        see_step(admission, 1.0, in_flight=144, ready=48)
+    assert see_busy(plain, 2, 60, needed=100) > 140, "any number in flight needs itself"
+    assert 90 <= see_busy(fresh, 2, 60, needed=100) <= 130
+
+
+def test_trials_that_fail_become_rare():
+    waited = {}
+    for kind in (Fresh, JustInTime):
+        admission, waited[kind] = begun(kind), 0
+        see_step(admission, 1.0, in_flight=96, ready=48)
+        for second in range(2, 1000):
+            has_enough = admission.wanted >= 130
+            waited[kind] += not has_enough
+            see_step(admission, second, admission.wanted - 48, ready=48, wait_s=0.0 if has_enough else 0.3)
+    assert 2 <= waited[Fresh] - waited[JustInTime] <= 20
+
+
+def test_no_trial_begins_while_the_learner_starves():
+    fresh, plain = begun(Fresh), begun()
+    for second in range(1, 60):
+        assert see_step(fresh, second, 96, 0, wait_s=0.4, slots=144) == see_step(
+            plain, second, 96, 0, wait_s=0.4, slots=144
+        )
 
 
 def test_a_prompt_that_others_overtook_is_leased_however_many_of_these_are_ready():
