@@ -1,18 +1,14 @@
 """The buffer's process as its peers see it: over real sockets, with a generator and a learner that completion by hand."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
 
-from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
-from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Prompt, Rollout, Sampling, Score, VersionSpan
 from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.codec import pack_group
@@ -35,6 +31,8 @@ from asyncgrpo.wire.rollouts import (
 )
 from asyncgrpo.wire.sockets import Client, Server
 from asyncgrpo.wire.supervision import Drain, Steer
+from tests.buffer.test_buffer import make_buffer
+from tests.runs import wait_until
 
 V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
 
@@ -67,10 +65,7 @@ class Plane:
     def steer(self, asked: Steer) -> None:
         """What a person asks for, in effect."""
         self.service.steer(asked)
-        deadline = time.monotonic() + 10.0
-        while self.service.steered < asked.revision:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: self.service.steered >= asked.revision, "effect", 10.0)
 
     def hear(self, client: Client):
         """The next message that is not small talk."""
@@ -87,25 +82,15 @@ def delivery_of(lease: Lease, rewards: tuple[float, ...]) -> Group:
         Rollout(Completion(i, np.array([3, 4], np.int32), np.zeros(2, np.float32), spans, "stop"), Score(value=reward))
         for i, reward in enumerate(rewards)
     )
-    fields = {
-        name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "prompt_index", "purpose", "prompt")
-    }
-    return Group(**fields, rollouts=rollouts, generator_id="generator-0")
+    same = ("group_id", "lease_id", "attempt", "prompt_index", "purpose", "prompt")
+    return Group(**{name: getattr(lease, name) for name in same}, rollouts=rollouts, generator_id="generator-0")
 
 
 @pytest.fixture
 def plane() -> Iterator[Plane]:
     """Four prompts, two a step, synchronous, with the filter, and two prompts held out."""
-    prompts = tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1,)) for i in range(4))
-    held_out = tuple(msgspec.structs.replace(p, prompt_id=f"eval/{i}") for i, p in enumerate(prompts[:2]))
-    buffer = Buffer(
-        BufferConfig(prompts_per_step=2, max_lag=0),
-        AlgorithmConfig(group_size=2, filter_zero_signal=True),
-        PromptSource(prompts, seed=0, shuffle=False, epochs=1),
-        Sampling(),
-        seed=0,
-        lineage=1,
-    )
+    held_out = tuple(Prompt(prompt_id=f"eval/{i}", token_ids=(i + 1,)) for i in range(2))
+    buffer = make_buffer(4, per_step=2, max_lag=0, filters=True, shuffle=False)
     server = Server("127.0.0.1")
     service = BufferService(server, buffer, Evaluations(held_out, Sampling(), 0, 100.0))
     thread = threading.Thread(target=service.run, daemon=True)

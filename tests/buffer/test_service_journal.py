@@ -31,7 +31,7 @@ from asyncgrpo.wire.rollouts import (
     Trained,
     Waiting,
 )
-from tests.buffer.test_buffer import deliver, prompts, v
+from tests.buffer.test_buffer import deliver, make_buffer, prompts, v
 from tests.journal.journals import Clock, FailingDisk, groups_in, journal
 
 
@@ -55,9 +55,7 @@ class Process:
     def __init__(self, folder: Path, durability: str = "fsync_interval") -> None:
         self.folder, self.clock, self.disk, self.line = folder, Clock(), FailingDisk(), Line()
         log = journal(folder, durability=durability, clock=self.clock, disk=self.disk)
-        source = PromptSource(prompts(12), seed=0, shuffle=False, epochs=1)
-        config = BufferConfig(prompts_per_step=2, max_lag=1)
-        buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1, journal=log)
+        buffer = make_buffer(shuffle=False, journal=log)
         self.service = BufferService(self.line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
         self.hear(Trained(version=v(0)), peer="learner")
         self.hear(Register(protocol=PROTOCOL, generator_id="g", incarnation="i", window=4))
