@@ -24,8 +24,8 @@ from asyncgrpo.generators.agents import AgentSampler, Limits
 from asyncgrpo.generators.rollout import GroupInFlight, Played, with_common_prompt
 from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Sampling, Score
 from asyncgrpo.wire.codec import check_group, check_lease, pack_group
-from tests.generators.test_rollout import make_lease
-from tests.generators.test_turns import END, Length, Scripted, all_of, decode
+from tests.generators.test_rollout import LengthReward, make_lease
+from tests.generators.test_turns import END, Scripted, all_of, decode
 from tests.learner.test_observations import true_logprobs
 
 Agent = Callable[[Task, Access], Awaitable[Score | None]]
@@ -360,11 +360,11 @@ async def test_bytes_that_are_no_request_are_refused_and_harm_nothing():
 
 
 async def group_of(agent: Agent) -> tuple[Group, Any]:
-    lease = make_lease(with_greedy=False)
+    lease = make_lease()
     lease = msgspec.structs.replace(lease, prompt=PROMPT, sampling=Sampling(max_tokens=100))
     by = sampler(Scripted("ab", "cd"), agent)
     try:
-        return await GroupInFlight(lease, by.of(PROMPT), Length(), decode).generate("g"), lease
+        return await GroupInFlight(lease, by.of(PROMPT), LengthReward(), decode).generate("g"), lease
     finally:
         await by.close()
 

@@ -16,9 +16,8 @@ from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.generators.rollout import GroupInFlight, Played
 from asyncgrpo.generators.turns import TurnSampler
 from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling, Score, VersionSpan
-from tests.generators.test_rollout import make_lease
+from tests.generators.test_rollout import LengthReward, make_lease
 from tests.learner.test_observations import true_logprobs
-from tests.rewards.stubs import OneByOne
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 END = 0
@@ -205,16 +204,11 @@ async def test_an_engine_that_fails_ends_every_episode():
     assert environment.closed == 3
 
 
-class Length(OneByOne):
-    async def score_one(self, prompt: Prompt, text: str) -> Score:
-        return Score(value=float(len(text)))
-
-
 @pytest.mark.parametrize("scores", [True, False])
 async def test_a_group_is_scored_by_its_environment_or_by_the_reward(scores):
-    lease = make_lease(with_greedy=False)
+    lease = make_lease()
     turns = sampler(Scripted("a", "c"), Echo(), scores=scores).of(lease.prompt)
-    group = await GroupInFlight(lease, turns, Length(), decode).generate("g")
+    group = await GroupInFlight(lease, turns, LengthReward(), decode).generate("g")
     assert [one.score.value for one in group.rollouts] == [1.0 if scores else float(len("a\nc"))] * 3
     assert group.num_tokens == 3 * 4
 
