@@ -173,8 +173,9 @@ def test_a_window_keeps_the_slot_of_a_prompt_that_waits_for_a_generator_of_its_o
     balance(buffer)
 
 
-def window_with_a_suspect_behind_a_prompt_that_was_given_back() -> Buffer:
-    """Prompt 1 waits for a generator of its own, prompt 0 for any; a step trains one, and the bound is 1."""
+@pytest.mark.parametrize("bound", [1, 0])
+def test_a_suspect_waits_for_a_slot_behind_a_prompt_that_was_given_back(bound):
+    """Prompt 1 waits for a generator of its own, prompt 0 for any. None is kept free for a suspect that has no slot."""
     buffer = make_buffer(policy="window", per_step=1, max_lag=1)
     buffer.trained(v(0))
     first = buffer.lease("a", 0.0)
@@ -182,28 +183,16 @@ def window_with_a_suspect_behind_a_prompt_that_was_given_back() -> Buffer:
         assert buffer.lease("b", 0.0).prompt_index == 1
         buffer.release("b")
     buffer.give_back(first.lease_id)
-    return buffer
-
-
-def test_a_suspect_waits_for_a_slot_behind_a_prompt_that_was_given_back():
-    buffer = window_with_a_suspect_behind_a_prompt_that_was_given_back()
-    buffer.trained(v(1))
-    assert buffer.lease("behind", 0.0, v(0)) is None, "trained after prompt 0, its group would be too old"
-    buffer.accept(spanning(buffer.lease("current", 0.0, v(1)), 1), b"")
-    assert step(buffer, 1) == [0]
-    buffer.accept(spanning(buffer.lease("behind", 0.0, v(1)), 1), b"")
-    assert step(buffer, 2) == [1]
-    balance(buffer)
-
-
-def test_no_generator_is_kept_free_for_a_suspect_that_has_no_slot():
-    buffer = window_with_a_suspect_behind_a_prompt_that_was_given_back()
-    buffer.change_max_lag(0)
-    for version in (0, 1):
-        lease = buffer.lease("the only one", 0.0)
-        assert lease.prompt_index == version and buffer.lease("the only one", 0.0) is None
-        buffer.accept(spanning(lease, version), b"")
-        assert step(buffer, version) == [version]
+    if bound:
+        buffer.trained(v(1))
+        assert buffer.lease("behind", 0.0, v(0)) is None, "trained after prompt 0, its group would be too old"
+    else:
+        buffer.change_max_lag(0)
+    for index, holder in enumerate(("current", "behind") if bound else ("the only one", "the only one")):
+        lease = buffer.lease(holder, 0.0)
+        assert lease.prompt_index == index and (bound or buffer.lease(holder, 0.0) is None)
+        buffer.accept(spanning(lease, bound + index), b"")
+        assert step(buffer, bound + index) == [index]
     balance(buffer)
 
 

@@ -1,7 +1,6 @@
 """Each common form of a reward function is recognised by its parameters, called as its project calls it, and told."""
 
 import asyncio
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -16,17 +15,12 @@ from asyncgrpo.rewards.user import load_user_function
 from asyncgrpo.types import Prompt
 from tests.rewards.conftest import prompt
 
+pytestmark = pytest.mark.usefixtures("_imports_are_put_back")
 TURNS = ({"role": "user", "content": "6 * 7?"},)
 INFO = {"level": 3, "split": "train"}
 ANSWERS = [Sampled("it is 42", [5, 6]), Sampled("41", [7])]
 TEXT = prompt(source="gsm8k", info=INFO, text="6 * 7?")
 CHAT = prompt(source="gsm8k", info=INFO, turns=TURNS)
-
-
-@pytest.fixture(autouse=True)
-def _imports_are_put_back(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
 
 
 @pytest.fixture

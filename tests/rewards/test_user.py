@@ -14,15 +14,9 @@ from asyncgrpo.types import Prompt
 from tests.rewards.conftest import prompt, workers_of
 from tests.runs import wait_until
 
+pytestmark = pytest.mark.usefixtures("_imports_are_put_back")
 CALL = Call(data_source="math", completions=("it is 42",), ground_truth="42", info={"level": 3}, prompt_text="6 * 7?")
 VERL = ("math", "it is 42", "42", {"level": 3})
-
-
-@pytest.fixture(autouse=True)
-def _imports_are_put_back(monkeypatch):
-    """Only workers load users' files in earnest; here it happens in the tests' own process."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
 
 
 @pytest.mark.parametrize(
