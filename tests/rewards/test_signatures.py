@@ -1,7 +1,6 @@
 """Each common form of a reward function is recognised by its parameters, called as its project calls it, and told."""
 
 import asyncio
-from contextlib import nullcontext
 
 import pytest
 
@@ -157,9 +156,6 @@ async def test_further_arguments_reach_every_form_of_a_function(reward_file, tex
     (score,) = await reward.score(prompt(info={"bonus": 9.0}), [Sampled("a", [1])])
     assert score.value == 0.5, score
     await reward.close()
-    with (
-        nullcontext()
-        if "**" in text  # which takes whatever there is
-        else pytest.raises(RewardError, match=r"reward.kwargs: no function of reward.function takes bonsu")
-    ):
-        build_reward(RewardConfig(function=(config.function, "format"), kwargs={"bonus": 1.0, "bonsu": 2.0}))
+    if "**" not in text:  # which takes whatever there is
+        with pytest.raises(RewardError, match=r"reward.kwargs: no function of reward.function takes bonsu"):
+            build_reward(RewardConfig(function=(config.function, "format"), kwargs={"bonus": 1.0, "bonsu": 2.0}))
