@@ -84,10 +84,6 @@ class Generator(GeneratorService):
     def hear(self, message: Message) -> None:
         self.line.arrive([bytes(frame) for frame in encode(message)])
 
-    @property
-    def delivered(self) -> list[Deliver]:
-        return [message for message in self.sent if isinstance(message, Deliver)]
-
 
 class Rig:
     """A generator on a virtual clock, from its start to a shutdown."""
