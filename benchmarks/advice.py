@@ -3,10 +3,9 @@
 python -m benchmarks.advice                      eight settings, one JSON line for each piece of advice
 python -m benchmarks.advice --only torch sglang  some of them
 
-`torch`, `sglang`, `trivial` and `environment` are bound by the cores of this machine: run them when nothing else runs. In the
-others the `fake` engine, the learner, the reward function or the judge sleep, so that cores are free, as on larger nodes.
-The learning rate is next to nothing, so that the task stays as it is. In `scaled` and `paused` commands are given at the
-tenth step; the advice is of the steps after them.
+`torch`, `sglang`, `trivial` and `environment` are bound by the cores of this machine. In the others the `fake` engine, the
+learner, the reward function or the judge sleep, so that cores are free, as on larger nodes. The learning rate is next to
+nothing, so that the task stays as it is. `scaled` and `paused` give commands at the tenth step.
 
 Each piece that names a setting is followed in a run of its own. Where it says that no core is free for another process, that
 process is added all the same: a gain of 0 is predicted. Compared are mean seconds of a step in the same window
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from asyncgrpo.config.load import load_config
 from asyncgrpo.recording.advice import Advice
@@ -38,6 +38,9 @@ SLEEPS = (
     "buffer.prompts_per_step=8", "algorithm.group_size=4", "sampling.max_tokens=400",
     "generators.extra={vocab_size: 261, seconds_per_token: 0.04, median_tokens: 25, sigma: 0.3}",
 )  # fmt: skip
+ONE = ("reward.function={root}/reward.py", "generators.count=1")
+FEW = (*ONE, "generators.groups_in_flight=4")
+JUDGED = ("reward.function=judge", "reward.judge.url={url}", "reward.judge.max_concurrent=2", "generators.count=1")
 TRIVIAL = """def compute_score(solution_str):
     return float(len(solution_str) % 2)
 """
@@ -110,34 +113,10 @@ SETTINGS = {
     "sglang": Setting("sglang"),
     "trivial": Setting("torch", ("reward.function={root}/trivial.py",)),
     "environment": Setting("torch", ("environment.name={root}/game.py", "sampling.max_tokens=8")),
-    "judge": Setting(
-        "fake",
-        (
-            *SLEEPS,
-            "reward.function=judge",
-            "reward.judge.url={url}",
-            "reward.judge.max_concurrent=2",
-            "generators.count=1",
-        ),
-        train_s=0.5,
-    ),
-    "few": Setting(
-        "fake",
-        (*SLEEPS, "reward.function={root}/reward.py", "generators.count=1", "generators.groups_in_flight=4"),
-        train_s=0.5,
-    ),
-    "scaled": Setting(
-        "fake",
-        (*SLEEPS, "reward.function={root}/reward.py", "generators.count=1", "generators.groups_in_flight=4"),
-        train_s=0.5,
-        commands=(("scale", "generators", "2", "run"),),
-    ),
-    "paused": Setting(
-        "fake",
-        (*SLEEPS, "reward.function={root}/reward.py", "generators.count=1"),
-        train_s=2.5,
-        commands=(("pause", "run"), ("resume", "run")),
-    ),
+    "judge": Setting("fake", (*SLEEPS, *JUDGED), train_s=0.5),
+    "few": Setting("fake", (*SLEEPS, *FEW), train_s=0.5),
+    "scaled": Setting("fake", (*SLEEPS, *FEW), train_s=0.5, commands=(("scale", "generators", "2", "run"),)),
+    "paused": Setting("fake", (*SLEEPS, *ONE), train_s=2.5, commands=(("pause", "run"), ("resume", "run"))),
 }
 
 
@@ -245,15 +224,9 @@ def _advice_in(text: str) -> tuple[dict[str, Any], ...]:
 def slept(folder: Path, train_s: float) -> Iterator[None]:
     """In processes that start in the block, the learner sleeps for so long before each step. Its ranks share the sleep."""
     (folder / "sitecustomize.py").write_text(SITE.replace("SECONDS", repr(train_s)))
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), before]))
-    try:
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path}):
         yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
 
 
 @contextmanager
@@ -266,17 +239,17 @@ def judging() -> Iterator[str]:
         def do_POST(self) -> None:
             text = self.rfile.read(int(self.headers["Content-Length"]))
             time.sleep(JUDGE_S)
-            reply = json.dumps({"choices": [{"message": {"content": f"Score: {sum(text) % 2}"}}]}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(reply)))
-            self.end_headers()
-            self.wfile.write(reply)
+            self.reply({"choices": [{"message": {"content": f"Score: {sum(text) % 2}"}}]})
 
         def do_GET(self) -> None:
+            self.reply({})
+
+        def reply(self, message: dict[str, Any]) -> None:
+            text = json.dumps(message).encode()
             self.send_response(200)
-            self.send_header("Content-Length", "2")
+            self.send_header("Content-Length", str(len(text)))
             self.end_headers()
-            self.wfile.write(b"{}")
+            self.wfile.write(text)
 
         def log_message(self, *_: object) -> None:
             """Print nothing."""

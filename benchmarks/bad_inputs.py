@@ -44,7 +44,7 @@ def main() -> None:
             if number * parts // len(chosen) == part - 1:
                 found.append(trial(fence, good, case, options))
                 show(found[-1])
-    show(summary(found, options.soon_s))
+    show(summary(found))
 
 
 def make(folder: Path) -> None:
@@ -63,8 +63,7 @@ def trial(fence: Fence, good: Path, case: Case, options: argparse.Namespace) -> 
     case.make(folder)
     ended = fence.run(*case.arguments, cwd=folder, limit_s=options.limit_s, extra=dict(case.environment))
     let_go()
-    found = fence.left(within_s=5.0)
-    left = {what: names for what, names in found.items() if names and ended.exit is not None}  # else we cut it off
+    left = {what: names for what, names in fence.left(within_s=5.0).items() if names}
     lines = [line for line in ended.err.splitlines() if line.strip()]
     said = next((line for line in reversed(lines) if line.lower().startswith("error")), lines[-1] if lines else "")
     shutil.rmtree(folder)
@@ -76,38 +75,32 @@ def trial(fence: Fence, good: Path, case: Case, options: argparse.Namespace) -> 
         "cpu_s": round(ended.cpu_s, 1),
         "stderr_lines": len(lines),
         "said": said[:400],
-        "traceback": ended.has_traceback,
         "left": left,
-        "good": is_good(case, ended, lines, options.soon_s) and not left,
+        "bad": why_bad(case, ended, lines, options.soon_s) or ("something is left" if left else ""),
     }
 
 
-def is_good(case: Case, ended: Ended, lines: list[str], soon_s: float) -> bool:
-    if ended.exit is None or ended.has_traceback:
-        return False
+def why_bad(case: Case, ended: Ended, lines: list[str], soon_s: float) -> str:
+    """Return what is wrong with the reply to a bad input; empty if nothing is."""
+    if ended.exit is None:
+        return "it has no end"
+    if ended.has_traceback:
+        return "a traceback"
     if ended.exit == 0:
-        return case.may_work or bool(case.warns and case.warns in ended.text)
-    if ended.exit not in (1, 2) or ended.said_s > soon_s:
-        return False
-    if case.is_report:
-        return bool(ended.out.strip())
+        return "" if case.may_work or (case.warns and case.warns in ended.text) else "it is taken"
+    if ended.said_s > soon_s:
+        return "late"
     errors = [line for line in lines if not line.startswith("warning: ")]
-    return bool(errors) and errors[0].startswith("error: ") and (case.is_table or len(errors) == 1)
+    is_sentence = bool(errors) and errors[0].startswith("error: ") and (case.is_table or len(errors) == 1)
+    return (
+        "" if ended.exit in (1, 2) and (is_sentence or (case.is_report and ended.out.strip())) else "not one sentence"
+    )
 
 
-def summary(found: list[dict[str, Any]], soon_s: float) -> dict[str, Any]:
-    return {
-        "benchmark": "bad inputs",
-        "cases": len(found),
-        "slowest_s": max((one["said_s"] for one in found), default=0.0),
-        "good": sum(one["good"] for one in found),
-        "tracebacks": [one["case"] for one in found if one["traceback"]],
-        "several_lines": [one["case"] for one in found if not one["good"] and one["stderr_lines"] > 1],
-        "late": [one["case"] for one in found if one["said_s"] > soon_s and not one["good"]],
-        "without_an_end": [one["case"] for one in found if one["exit"] is None],
-        "taken": [one["case"] for one in found if one["exit"] == 0 and not one["good"]],
-        "left_something": [one["case"] for one in found if one["left"]],
-    } | where()
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    bad = {one["case"]: one["bad"] for one in found if one["bad"]}
+    slowest_s = max((one["said_s"] for one in found), default=0.0)
+    return {"benchmark": "bad inputs", "cases": len(found), "slowest_s": slowest_s, "bad": bad} | where()
 
 
 if __name__ == "__main__":

@@ -9,14 +9,11 @@ Runs of the same seed follow each other, so that what is compared meets the mach
 
 import argparse
 import itertools
-import json
-import os
-import platform
-import statistics
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.measuring import show, where
+from benchmarks.trials import Fence, events
 
 WINDOW = 5
 
@@ -29,53 +26,41 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
-    arguments = parser.parse_args()
-    for engine, seed, lag, admission in itertools.product(
-        arguments.engines, arguments.seeds, arguments.lags, arguments.admissions
-    ):
-        overrides = [f"buffer.admission={admission}", *arguments.overrides]
-        found = measure(engine, lag, seed, arguments.steps, overrides)
-        print(json.dumps({"admission": admission} | found), flush=True)
+    given = parser.parse_args()
+    for engine, seed, lag, admission in itertools.product(given.engines, given.seeds, given.lags, given.admissions):
+        typed = ["--engine", engine, "--max-lag", lag, "--seed", str(seed), f"buffer.admission={admission}"]
+        typed += [*given.overrides, *([] if given.steps is None else ["--steps", str(given.steps)])]
+        about = {"engine": engine, "max_lag": lag, "admission": admission, "seed": seed}
+        show(about | measure(typed) | where())
 
 
-def measure(engine: str, lag: str, seed: int, steps: int | None, overrides: list[str]) -> dict:
-    """Run the demo once, and return what its events say."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        command = [sys.executable, "-m", "asyncgrpo", "demo", "--engine", engine, "--max-lag", lag]
-        command += ["--seed", str(seed), "--out", str(run), *overrides]
-        if steps is not None:
-            command += ["--steps", str(steps)]
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            return {"engine": engine, "max_lag": lag, "seed": seed, "error": result.stderr.strip().splitlines()[-1:]}
-        events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    taken = [event for event in events if event["event"] == "step"]
+def measure(typed: list[str]) -> dict[str, Any]:
+    """Run the demo once, and return the figures of its events."""
+    with Fence() as fence:
+        ended = fence.run("demo", "--out", "run", *typed, limit_s=7200)
+        if ended.exit:
+            return {"error": ended.err.strip().splitlines()[-1:]}
+        happened = events(fence.work / "run")
+    taken = [event for event in happened if event["event"] == "step"]
     rewards = [step["reward_mean"] for step in taken]
-    means = [statistics.fmean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1)]
+    means = [fmean(rewards[i - WINDOW : i]) for i in range(WINDOW, len(rewards) + 1)]
     reached = next((i + WINDOW for i, mean in enumerate(means) if mean >= 0.9), None)
     began = taken[0]["time"] - sum(taken[0]["seconds"].values())
     lags = [int(lag) for step in taken for lag, groups in step["lags"].items() for _ in range(groups)]
-    gaps = [step["logprob_gap_max"] for step in taken if step["logprob_gap_max"] is not None]
+    waited = sum(step["seconds"].get("wait_data", 0.0) for step in taken)
     return {
-        "engine": engine,
-        "max_lag": lag,
-        "seed": seed,
         "steps": len(taken),
         "reward_first": round(rewards[0], 3),
-        "reward_last5": round(means[-1], 3),
+        "reward_last5": round(means[-1], 3) if means else None,
         "steps_to_0.9": reached,
         "seconds_to_0.9": None if reached is None else round(taken[reached - 1]["time"] - began, 1),
         "training_seconds": round(taken[-1]["time"] - began, 1),
-        "lag_mean": round(statistics.fmean(lags), 2),
+        "lag_mean": round(fmean(lags), 2),
         "lag_max": max(lags),
         "max_lag_at_the_end": taken[-1].get("max_lag"),
-        "syncs_ok": sum(event["event"] == "sync" and event["checksum"] == "ok" for event in events),
-        "logprob_gap_max": max(gaps, default=None),
-        "wait_share": round(
-            sum(s["seconds"].get("wait_data", 0.0) for s in taken) / sum(sum(s["seconds"].values()) for s in taken), 3
-        ),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "syncs_ok": sum(event["event"] == "sync" and event["checksum"] == "ok" for event in happened),
+        "logprob_gap_max": max((step["logprob_gap_max"] or 0.0 for step in taken), default=None),
+        "wait_share": round(waited / sum(sum(step["seconds"].values()) for step in taken), 3),
     }
 
 

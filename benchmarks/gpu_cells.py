@@ -1,4 +1,4 @@
-"""One cell of `benchmarks.gpu_learner`, in a process of its own: both steps of a learner in turns, or its head alone.
+"""One cell of `benchmarks.gpu_learner`, in a process of its own: both steps of a learner in turns.
 
 A model is drawn where it will train, because to write 8B of weights and read them again takes minutes. Only that is
 replaced: sharding, attention, adapters, optimizer and compiler are the learner's own.
@@ -7,8 +7,6 @@ replaced: sharding, attention, adapters, optimizer and compiler are the learner'
 import json
 import statistics
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -33,9 +31,6 @@ VENDOR_TFLOPS = 989.0
 """The vendor's figure for dense bfloat16 of an H100 or H200 (SXM)."""
 LONGEST = 7936
 """Tokens of a completion, which fits into the smallest budget with its prompt."""
-TILES = {"cuda": [(24, 24), (25, 25), (26, 26), (27, 27), (28, 28), (27, 25)], "cpu": [(13, 13), (15, 13)]}
-"""Logits of a tile and of a block, as powers of two."""
-
 Cell = dict[str, Any]
 
 
@@ -44,7 +39,7 @@ def run_cell(cell: Cell) -> None:
     if cell["device"] == "cpu":
         torch.set_num_threads(1)
     try:
-        {"step": run_steps, "head": run_head}[cell["part"]](cell)
+        run_steps(cell)
     except torch.OutOfMemoryError as error:
         raise SystemExit(f"out of memory: {' '.join(str(error).split())}") from error
 
@@ -90,33 +85,6 @@ def run_steps(cell: Cell) -> None:
         show(line(f"{way} step", clock.seconds[1:], clock.unit, seed=cell["seed"], **figures, **about))
     ratios = [b / a for a, b in zip(clocks["rl"].seconds, clocks["supervised"].seconds, strict=True)][1:]
     show(line("rl speed of supervised", ratios, "1", seed=cell["seed"], **about))
-
-
-def run_head(cell: Cell) -> None:
-    """Measure `fused_loss`, forward and backward, by size of tile and block."""
-    about, shape, device, tokens = _about(cell), SHAPES[cell["shape"]], cell["device"], cell["tokens"]
-    generator = torch.Generator(device).manual_seed(cell["seed"])
-    draw: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.bfloat16}
-    hidden = torch.randn(tokens, shape.hidden, **draw).requires_grad_()
-    weight = (torch.randn(shape.vocabulary, shape.hidden, **draw) * 0.02).requires_grad_()
-    targets = torch.randint(shape.vocabulary, (tokens,), generator=generator, device=device)
-    for tile, block in TILES[device]:
-        clock = Stopwatch(device)
-        for _ in range(cell["runs"] + 1):
-            hidden.grad = weight.grad = None
-            with _tiles(device, 2**tile, 2**block), clock:
-                head.fused_loss(hidden, weight, targets, _mean_of(tokens), temperature=1.0)[0].backward()
-        seconds = clock.seconds[1:]
-        figures = {"tile_log2": tile, "block_log2": block, "tokens": tokens, "peak_gib": clock.peak_gib()}
-        figures["tflops"] = rounded(6 * shape.head * tokens / statistics.median(seconds) / 1e12)
-        show(line("head", seconds, clock.unit, seed=cell["seed"], **figures, **about))
-
-
-@contextmanager
-def _tiles(device: str, tile: int, block: int) -> Iterator[None]:
-    """Use other sizes of tiles and blocks inside the block."""
-    with mock.patch.dict(head.TILE_LOGITS, {device: tile}), mock.patch.dict(head.BLOCK_LOGITS, {device: block}):
-        yield
 
 
 def make_learner(cell: Cell, shape: Shape, *, group_size: int) -> Learner:

@@ -25,10 +25,10 @@ Then three calls, each with carry `.whl` and `.gpuday`, timeout 600, and this co
     python3 -m benchmarks.gpu_day install .whl /root/site && export PYTHONPATH=/root/site:$PWD PYTHONUNBUFFERED=1 &&
     python3 -m benchmarks.gpu_day run PARTS --commit COMMIT --seconds 570; cp .gpuday/* $OUT/
 
-    call  PARTS                                                              expected s
-    1     facts tests attention hand-over shared-memory nccl memory threads  455
-    2     demo demo-0.6b learner-0.6b                                        460
-    3     none: 1.7B, three ways of 8B, and what the others left             510
+    call  PARTS                                                      expected s
+    1     facts tests attention hand-over shared-memory nccl memory  440
+    2     demo demo-0.6b learner-0.6b                                460
+    3     none: 1.7B, three ways of 8B, and what the others left     510
 
 After each call copy what came back into `.gpuday`: then a machine that is lost costs no part that was done. Should a part
 hang, its limit ends it, and the next ones go on. Last, here:
@@ -39,6 +39,7 @@ hang, its limit ends it, and the next ones go on. Last, here:
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -71,57 +72,42 @@ class Part:
     limit_s: float
 
 
-def _own(name: str, module: str, expected_s: float, limit_s: float, *arguments: str) -> Part:
+def _own(name: str, command: str, expected_s: float, limit_s: float) -> Part:
     """A part whose module knows `--device` and `--tiny`."""
+    module, *arguments = command.split()
     cuda, cpu = ("--device", "cuda"), ("--device", "cpu", "--tiny")
-    return Part(name, module, (*arguments, *cuda), (*arguments, *cpu), expected_s, limit_s)
+    return Part(name, f"benchmarks.{module}", (*arguments, *cuda), (*arguments, *cpu), expected_s, limit_s)
 
 
-def _learner(name: str, expected_s: float, *arguments: str, tiny: tuple[str, ...] | None = None) -> Part:
-    """A part of `benchmarks.gpu_learner`, which stops itself."""
-    limit_s = 540.0
-    return Part(name, "benchmarks.gpu_learner", (*arguments, "--seconds", "500"), tiny, expected_s, limit_s)
+def _card(name: str, command: str, expected_s: float, limit_s: float, tiny: tuple[str, ...] | None = None) -> Part:
+    """A part with the same arguments on every card, for which another one stands in `--tiny`."""
+    module, *arguments = command.split()
+    return Part(name, f"benchmarks.{module}", tuple(arguments), tiny, expected_s, limit_s)
 
 
-_TINY = (
-    "--device",
-    "cpu",
-    "--shapes",
-    "tiny",
-    "--budgets",
-    "256",
-    "--tokens",
-    "256",
-    "--runs",
-    "1",
-    "--parts",
-    "steps",
-)
-_THREADS = ("--rounds", "5")
+_TINY = tuple(shlex.split("--device cpu --shapes tiny --budgets 256 --tokens 256 --runs 1 --parts steps"))
 _TESTS = ("-m", "gpu", "tests/gpu", "-rs", "-p", "no:cacheprovider")
 
+_LEARNER = "gpu_learner --seconds 500 --budgets 16384"
+_8B = f"{_LEARNER} --tokens 65536 --runs 1 --parts steps --shapes 8b"
+
 PARTS = [
-    _own("facts", "benchmarks.gpu_facts", 20, 90),
+    _own("facts", "gpu_facts", 20, 90),
     Part("tests", "pytest", _TESTS, _TESTS, 90, 300),
-    _own("attention", "benchmarks.gpu_attention", 60, 240),
-    _own("hand-over", "benchmarks.gpu_weights", 60, 240, "copies"),
-    _own("shared-memory", "benchmarks.gpu_weights", 40, 150, "shared-memory"),
-    _own("nccl", "benchmarks.gpu_weights", 60, 150, "nccl"),
-    _own("memory", "benchmarks.gpu_memory", 110, 400),
-    Part("memory-1.7b", "benchmarks.gpu_memory", ("--device", "cuda", "--shape", "1.7b"), None, 100, 300),
-    Part("threads", "benchmarks.weights_threads", (*_THREADS, "--mb", "256", "--threads", "8"),
-         (*_THREADS, "--mb", "1", "--threads", "3"), 15, 90),
-    _own("demo", "benchmarks.gpu_demo", 120, 300),
-    Part("demo-0.6b", "benchmarks.gpu_demo", ("--device", "cuda", "--shape", "0.6b"), None, 120, 300),
-    _learner("learner-0.6b", 220, "--shapes", "0.6b", "--budgets", "16384", "32768", "--runs", "2", tiny=_TINY),
-    _learner("learner-1.7b", 110, "--shapes", "1.7b", "--budgets", "16384", "32768", "--runs", "2", "--parts", "steps"),
-    _learner("learner-8b-lora", 90, "--shapes", "8b", "--lora", "16", "--budgets", "16384", "--tokens", "65536", "--runs",
-             "1", "--parts", "steps"),
-    _learner("learner-8b-half", 90, "--shapes", "8b", "--layers", "18", "--budgets", "16384", "--tokens", "65536", "--runs",
-             "1", "--parts", "steps"),
-    _learner("learner-8b", 120, "--shapes", "8b", "--budgets", "16384", "--tokens", "65536", "--runs", "1", "--parts",
-             "steps"),
-]  # fmt: skip
+    _own("attention", "gpu_attention", 60, 240),
+    _own("hand-over", "gpu_weights copies", 60, 240),
+    _own("shared-memory", "gpu_weights shared-memory", 40, 150),
+    _own("nccl", "gpu_weights nccl", 60, 150),
+    _own("memory", "gpu_memory", 110, 400),
+    _card("memory-1.7b", "gpu_memory --shape 1.7b", 100, 300),
+    _own("demo", "gpu_demo", 120, 300),
+    _card("demo-0.6b", "gpu_demo --shape 0.6b", 120, 300),
+    _card("learner-0.6b", f"{_LEARNER} 32768 --runs 2 --shapes 0.6b", 220, 540, _TINY),
+    _card("learner-1.7b", f"{_LEARNER} 32768 --runs 2 --parts steps --shapes 1.7b", 110, 540),
+    _card("learner-8b-lora", f"{_8B} --lora 16", 90, 540),
+    _card("learner-8b-half", f"{_8B} --layers 18", 90, 540),
+    _card("learner-8b", _8B, 120, 540),
+]
 """The most wanted first."""
 
 

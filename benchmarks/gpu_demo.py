@@ -9,18 +9,17 @@ Needs ray. The second one rewards at random, because random weights give no comp
 import argparse
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import ROOT, rounded, show, where
+from benchmarks.measuring import rounded, show, where
+from benchmarks.trials import Fence, events
 
 SEED = 0
 SHARED = (
@@ -74,24 +73,24 @@ def branch(settings: list[str], device: str) -> dict[str, str]:
 
 def run(folder: Path, steps: int, settings: list[str]) -> dict[str, Any]:
     """The line of one run, with its audit. Exits with the run's last words if it failed."""
-    started = time.monotonic()
-    with CardMemory() as memory:
-        ended = _asyncgrpo("demo", "--engine", "torch", "--out", folder, "--steps", steps, "--seed", SEED, *settings)
-    seconds = time.monotonic() - started
-    print(ended.stdout)
-    print(ended.stderr, file=sys.stderr)
-    if ended.returncode:
-        raise SystemExit(f"the demo ended with {ended.returncode}: {' '.join(ended.stderr.split())[-250:]}")
-    audit = _asyncgrpo("audit", folder)
-    print(audit.stdout)
-    said = {"what": "demo on one card", "run_s": rounded(seconds), "peak_card_gib": memory.peak_gib()}
-    return said | figures(folder / "metrics.jsonl") | {"audit_exit": audit.returncode}
+    command = ["demo", "--engine", "torch", "--out", str(folder), "--steps", str(steps), "--seed", str(SEED), *settings]
+    with Fence() as fence:
+        with CardMemory() as memory:
+            ended = fence.run(*command)
+        print(ended.out)
+        print(ended.err, file=sys.stderr)
+        if ended.exit:
+            raise SystemExit(f"the demo ended with {ended.exit}: {' '.join(ended.err.split())[-250:]}")
+        audit = fence.run("audit", str(folder))
+        print(audit.out)
+    found = {"what": "demo on one card", "run_s": rounded(ended.seconds), "peak_card_gib": memory.peak_gib()}
+    return found | figures(folder / "metrics.jsonl") | {"audit_exit": audit.exit}
 
 
 def figures(metrics: Path) -> dict[str, Any]:
     """What the events of a run come to."""
-    events = [json.loads(text) for text in metrics.read_text().splitlines()]
-    steps, syncs = ([one for one in events if one["event"] == kind] for kind in ("step", "sync"))
+    happened = events(metrics.parent)
+    steps, syncs = ([one for one in happened if one["event"] == kind] for kind in ("step", "sync"))
     rewards, times = [one["reward_mean"] for one in steps], [one["time"] for one in steps]
     ends = max(1, len(rewards) // 10)
     between = [later - earlier for earlier, later in pairwise(times)] or [0.0]
@@ -108,8 +107,8 @@ def figures(metrics: Path) -> dict[str, Any]:
         "publication_ms": rounded(statistics.median(publications)),
         "publication_bytes": syncs[-1].get("bytes"),
         "logprob_gap_mean": rounded(max(one.get("logprob_gap_mean") or 0.0 for one in steps)),
-        "restarts": sum(one["event"] == "restart" for one in events),
-        "ended": events[-1].get("status"),
+        "restarts": sum(one["event"] == "restart" for one in happened),
+        "ended": happened[-1].get("status"),
     }
 
 
@@ -156,12 +155,6 @@ class CardMemory:
             except (OSError, subprocess.CalledProcessError):
                 return
             self._peak_mib = max(self._peak_mib, *map(float, said.split()))
-
-
-def _asyncgrpo(*arguments: object) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "asyncgrpo", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": path})
 
 
 if __name__ == "__main__":

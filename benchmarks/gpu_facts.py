@@ -36,11 +36,12 @@ def main(argv: list[str] | None = None) -> None:
         facts |= card()
     for name, value in facts.items():
         show({"what": "fact", "name": name, "value": value})
-    show({"what": "ceiling", "name": "bfloat16 product, TFLOP/s", "value": matmul_tflops(device)} | where())
-    show(
-        {"what": "ceiling", "name": "copy on the device, GB/s read and written", "value": copy_gb_per_s(device)}
-        | where()
-    )
+    ceilings = {
+        "bfloat16 product, TFLOP/s": matmul_tflops(device),
+        "copy on the device, GB/s read and written": copy_gb_per_s(device),
+    }
+    for name, value in ceilings.items():
+        show({"what": "ceiling", "name": name, "value": value} | where())
 
 
 def versions() -> list[str]:

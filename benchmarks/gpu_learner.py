@@ -1,29 +1,23 @@
-"""The learner on one card: share of its peak (MFU), memory, head tiles, and what RL costs beside supervised training.
+"""The learner on one card: share of its peak (MFU), memory, and what RL costs beside supervised training.
 
-python -m benchmarks.gpu_learner --shapes 0.6b 1.7b --seconds 560 --table gpu.md
+python -m benchmarks.gpu_learner --shapes 0.6b 1.7b --seconds 560
 python -m benchmarks.gpu_learner --shapes 8b --budgets 16384 32768 --tokens 65536 --runs 2 --seconds 560
 python -m benchmarks.gpu_learner --device cpu --shapes tiny --budgets 256 512 --tokens 1024
 
 NOT RUN ON A CARD YET: only `--device cpu --shapes tiny` was.
 
-Models have random weights of Qwen3's shapes, drawn on the device: bfloat16 over float32 masters, AdamW. Rollouts have
-the lengths of `benchmarks.rollouts`. Each cell is a fresh process in which both steps take turns, on the same rows:
+Random weights of Qwen3's shapes, bfloat16 over float32 masters, AdamW; lengths of `benchmarks.rollouts`. A cell is a process:
 
     rl step           `Learner.step`: packing, forward, backward, report, optimizer
-    supervised step   the baseline: rows packed before, the same model, attention, head and optimizer; constant loss
-                      gradients, no
-                      report
-    head              `fused_loss` alone, forward and backward, with tiles and blocks of other sizes
+    supervised step   the baseline: the same rows, model, attention, head and optimizer; constant gradients, no report
 
 `mfu` charges every completion with a prompt of its own, `mfu_computed` a shared prompt once (`benchmarks.shapes`). Both are
 shares of `--peak`, the vendor's figure for dense bfloat16 on an H100 or H200; `matmul_tflops` is what a large product
 reached in the same process; phases are wall time. A cell that runs out of memory is tried again with activations computed twice
 (`recompute`), which no MFU is charged for.
 
-AdamW with float32 masters takes 16 bytes a weight, 131 GB at 8B, which leaves too little of 139 GiB for activations. So
-8B runs with `recompute`, and with the moments on the CPU (`learner.offload_optimizer`): moving them
-takes seconds, in the phase `optimizer`, and `mfu_fwd_bwd` leaves that out. Other ways to make it fit are adapters
-(`--lora 16`, needs peft) and fewer layers of the same width (`--layers 12`).
+AdamW with float32 masters takes 16 bytes a weight, 131 GB at 8B. So 8B runs with `recompute`, and with the moments on the CPU
+(`learner.offload_optimizer`), whose seconds `mfu_fwd_bwd` leaves out. Or use `--lora 16` (peft) or `--layers 12`.
 
 Needs torch, transformers, numpy, msgspec and xxhash; no ray, sglang, omegaconf or hub.
 """
@@ -34,16 +28,15 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from benchmarks.measuring import ROOT, show, where
+from benchmarks.measuring import ROOT, show
 from benchmarks.shapes import SHAPES
 
 if TYPE_CHECKING:
     from benchmarks.gpu_cells import Cell
 
-PARTS = ["steps", "variants", "head"]
+PARTS = ["steps", "variants"]
 RECOMPUTE = "8b"
 """Shapes that start with recomputed activations, and with the moments on the CPU."""
 
@@ -61,17 +54,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--peak", type=float, help="TFLOP/s; none: the vendor's, on a CPU what a product reaches")
     parser.add_argument("--seconds", type=float, default=1e6, help="for everything; what does not fit is left out")
-    parser.add_argument("--table", type=Path, help="Markdown file, written anew after every cell")
     parser.add_argument("--seed", type=int, default=1234)
     arguments = parser.parse_args(argv)
-    lines: list[dict] = []
     deadline = time.monotonic() + arguments.seconds
     for cell in plan(arguments):
         for one in attempt(cell, deadline, retry=arguments.recompute == "auto"):
-            lines.append(one)
             show(one)
-        if arguments.table:
-            arguments.table.write_text(table(lines))
 
 
 def plan(arguments: argparse.Namespace) -> "list[Cell]":
@@ -86,7 +74,6 @@ def plan(arguments: argparse.Namespace) -> "list[Cell]":
     for name in arguments.shapes:
         is_full = not arguments.lora and arguments.layers is None
         step = common | {
-            "part": "step",
             "shape": name,
             "layers": arguments.layers or SHAPES[name].layers,
             "tokens": arguments.tokens,
@@ -101,8 +88,6 @@ def plan(arguments: argparse.Namespace) -> "list[Cell]":
             cells += [step | {"budget": budget} for budget in arguments.budgets]
         if "variants" in arguments.parts:
             cells += [step | {"budget": middle} | variant for variant in variants]
-        if "head" in arguments.parts:
-            cells.append(common | {"part": "head", "shape": name, "tokens": 16384 if is_cuda else 64})
     return cells
 
 
@@ -128,43 +113,6 @@ def attempt(cell: "Cell", deadline: float, *, retry: bool) -> list[dict]:
 
 def failed(cell: "Cell", error: str) -> dict:
     return {"what": "failed", "error": error, "cell": cell}
-
-
-def table(lines: list[dict]) -> str:
-    """The lines as a Markdown table."""
-    steps = [one for one in lines if one["what"] == "rl step"]
-    heads = [one for one in lines if one["what"] == "head"]
-    cards = sorted({one["card"] for one in steps + heads})
-    products = [one["matmul_tflops"] for one in steps + heads] or [0.0]
-    text = [
-        f"{where()['date']}, {' and '.join(cards) or 'nothing ran'}, commit {where()['commit']}. A large product reached "
-        f"{min(products)} to {max(products)} TFLOP/s.",
-        "",
-        "| shape | layers | row budget | rows | shared prompts | compiled | kernel | recompute | offload | LoRA | RL step s "
-        "| supervised s | RL speed of supervised | MFU | MFU computed | MFU fwd+bwd | MFU supervised | peak GiB |",
-        "|" + "---|" * 18,
-    ]
-    for step in steps:
-        cell = step["cell"]
-        floor = next(one for one in lines if one["what"] == "supervised step" and one["cell"] == cell)
-        ratio = next(one for one in lines if one["what"] == "rl speed of supervised" and one["cell"] == cell)
-        flags = (cell["share"], cell["compile"], cell["kernel"], cell["recompute"], cell["offload"], cell["lora"])
-        shown = [cell["shape"], cell["layers"], cell["budget"], step["rows"], *flags, step["value"], floor["value"]]
-        shown += [f"{one:.1%}" for one in (ratio["value"], step["mfu"], step["mfu_computed"], step["mfu_fwd_bwd"])]
-        text.append(_row([*shown, f"{floor['mfu']:.1%}", step["peak_gib"]]))
-    if heads:
-        text += ["", "| head of | tokens | tile | block | s | TFLOP/s | peak GiB |", "|" + "---|" * 7]
-    for one in heads:
-        sizes = (f"2^{one['tile_log2']}", f"2^{one['block_log2']}")
-        text.append(_row([one["cell"]["shape"], one["tokens"], *sizes, one["value"], one["tflops"], one["peak_gib"]]))
-    failed = [one for one in lines if one["what"] == "failed"]
-    text += ["", *(f"- {json.dumps(one['cell'])}: {one['error']}" for one in failed)]
-    return "\n".join(text).rstrip() + "\n"
-
-
-def _row(cells: list[Any]) -> str:
-    named = {True: "yes", False: "no"}
-    return "| " + " | ".join(named[c] if isinstance(c, bool) else str(c) for c in cells) + " |"
 
 
 if __name__ == "__main__":

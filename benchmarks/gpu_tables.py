@@ -1,13 +1,16 @@
 """The tables of a GPU day as Markdown, out of the lines of its state file."""
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_learner
 from benchmarks.measuring import rounded
 
 BEGIN, END = "<!-- gpu day: tables begin -->", "<!-- gpu day: tables end -->"
+
+CELL = ("shape", "layers", "budget", "share", "compile", "kernel", "recompute", "offload", "lora")
+"""Fields of a learner's cell that its row begins with."""
 
 Record = dict[str, Any]
 Line = dict[str, Any]
@@ -28,7 +31,7 @@ def tables(state: dict[str, list[Record]]) -> str:
         if part in MAKERS and found:
             text += [f"**{part}**", MAKERS[part](found)]
     if learner:
-        text += ["**learner**", gpu_learner.table(learner).rstrip()]
+        text += ["**learner**", learner_table(learner)]
     return "\n\n".join(text) + "\n"
 
 
@@ -89,30 +92,22 @@ def _attention(lines: list[Line]) -> str:
     times = {_key(one): one for one in lines if one["what"] == "attention forward"}
     both = [one for one in lines if one["what"] == "attention forward and backward"]
     names = ("output", "dQ", "dK", "dV")
+    exact = ([*_key(one), *(one[name] for name in names)] for one in errors)
+    timed = ([*_key(one), *_ms(times[_key(one)]), *_ms(one), one["peak_gib"]] for one in both)
     text = [
+        markdown(["heads", "kernel", "row", *(f"error of {name}" for name in names)], exact),
         markdown(
-            ["heads", "kernel", "row", *(f"error of {name}" for name in names)],
-            ([one["heads"], one["kernel"], one["row"], *(one[name] for name in names)] for one in errors),
+            ["heads", "kernel", "row", "forward ms", "TFLOP/s", "forward and backward ms", "TFLOP/s", "peak GiB"], timed
         ),
-        markdown(
-            ["heads", "kernel", "row", "forward ms", "TFLOP/s", "forward and backward ms", "TFLOP/s", "peak GiB"],
-            (
-                [
-                    *_key(one),
-                    rounded(1000 * times[_key(one)]["value"]),
-                    times[_key(one)]["tflops"],
-                    rounded(1000 * one["value"]),
-                    one["tflops"],
-                    one["peak_gib"],
-                ]
-                for one in both
-            ),
+        "\n".join(
+            f"- {one['heads']}, {one['kernel']}: {one['error']}" for one in lines if one["what"] == "attention failed"
         ),
     ]
-    failed = [
-        f"- {one['heads']}, {one['kernel']}: {one['error']}" for one in lines if one["what"] == "attention failed"
-    ]
-    return "\n\n".join([*text, *(["\n".join(failed)] if failed else [])])
+    return "\n\n".join(filter(None, text))
+
+
+def _ms(one: Line) -> tuple[float, float]:
+    return rounded(1000 * one["value"]), one["tflops"]
 
 
 def _key(one: Line) -> tuple[str, str, str]:
@@ -120,19 +115,11 @@ def _key(one: Line) -> tuple[str, str, str]:
 
 
 def _rates(lines: list[Line]) -> str:
-    return markdown(
-        ["what", "bucket MiB", "GB/s, median", "least to largest", "bytes arrived as sent"],
-        (
-            [
-                one["what"],
-                one.get("bucket_mib"),
-                one.get("value", one.get("error")),
-                " to ".join(map(str, one.get("spread", ()))),
-                one.get("same"),
-            ]
-            for one in lines
-        ),
-    )
+    rows = []
+    for one in lines:
+        spread = " to ".join(map(str, one.get("spread", ())))
+        rows.append([one["what"], one.get("bucket_mib"), one.get("value", one.get("error")), spread])
+    return markdown(["what", "bucket MiB", "GB/s, median", "least to largest"], rows)
 
 
 def _nccl(lines: list[Line]) -> str:
@@ -167,23 +154,48 @@ def _demo(lines: list[Line]) -> str:
         about = [one["shape"], branch, one["steps"], one["ended"], rewards, proved]
         about += [one["publication_ms"], one["publication_bytes"], one["logprob_gap_mean"], one["step_s"], phases]
         rows.append([*about, one["peak_card_gib"], one["restarts"], one["audit_exit"] == 0])
-    headers = [
-        "model",
-        "dtype, kernel",
-        "steps",
-        "ended",
-        "reward, first to last tenth",
-        "versions proved",
+    headers = ["model", "dtype, kernel", "steps", "ended", "reward, first to last tenth", "versions proved"]
+    headers += [
         "publication ms",
         "bytes",
+        "log-prob gap",
+        "step s",
+        "phases, s",
+        "card GiB, both",
+        "restarts",
+        "audit clean",
     ]
-    headers += ["log-prob gap", "step s", "phases, s", "card GiB, both", "restarts", "audit clean"]
     return markdown(headers, rows)
 
 
-def _threads(lines: list[Line]) -> str:
-    rows = ([one["what"], one["threads"], one["value"], *one["spread"]] for one in lines)
-    return markdown(["what", "threads", "times as fast as one", "least", "most"], rows)
+def learner_table(lines: list[Line]) -> str:
+    """The lines of `benchmarks.gpu_learner`."""
+    named = {(one["what"], str(one["cell"])): one for one in lines}
+    steps = [one for one in lines if one["what"] == "rl step"]
+    products = [one["matmul_tflops"] for one in steps] or [0.0]
+    rows = []
+    for step in steps:
+        cell = step["cell"]
+        floor, ratio = (named[what, str(cell)] for what in ("supervised step", "rl speed of supervised"))
+        shown = [cell[name] for name in CELL] + [step["rows"], step["value"], floor["value"]]
+        shares = ratio["value"], step["mfu"], step["mfu_computed"], step["mfu_fwd_bwd"], floor["mfu"]
+        rows.append([*shown, *(f"{share:.1%}" for share in shares), step["peak_gib"]])
+    headers = [
+        *CELL,
+        "rows",
+        "RL step s",
+        "supervised s",
+        "RL speed of supervised",
+        "MFU",
+        "MFU computed",
+        "MFU fwd+bwd",
+    ]
+    text = [
+        f"A large product reached {min(products)} to {max(products)} TFLOP/s.",
+        markdown([*headers, "MFU supervised", "peak GiB"], rows),
+    ]
+    text.append("\n".join(f"- {json.dumps(one['cell'])}: {one['error']}" for one in lines if one["what"] == "failed"))
+    return "\n\n".join(filter(None, text))
 
 
 MAKERS: dict[str, Callable[[list[Line]], str]] = {
@@ -194,7 +206,6 @@ MAKERS: dict[str, Callable[[list[Line]], str]] = {
     "nccl": _nccl,
     "memory": _memory,
     "memory-1.7b": _memory,
-    "threads": _threads,
     "demo": _demo,
     "demo-0.6b": _demo,
 }

@@ -11,7 +11,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import queue
 import signal
 import statistics
 import subprocess
@@ -97,15 +96,12 @@ def copies(device: str, size: int) -> None:
     few = pageable[: size // 8]
     show_rate("digest on the host", len(few), device, lambda: digest(few))
     from_pages_of_another_process(device, on_card)
-    for allocator in ("", "expandable_segments:True"):
-        from_tensor_of_another_process(device, on_card, allocator)
 
 
 def from_pages_of_another_process(device: str, on_card: Tensor) -> None:
     """GB/s out of pages of /dev/shm that are pinned, but not by this process: are they uploaded as if they were?"""
     with file_in_memory(len(on_card)) as shared, other_process(hold_pages, shared_file(), len(on_card), device) as said:
-        is_pinned = said.get(timeout=START_S)
-        what = f"/dev/shm, {'registered' if is_pinned else 'mapped'} by another process, to card"
+        what = f"/dev/shm, {'registered' if said.get(timeout=START_S) else 'mapped'} by another process, to card"
         show_rate(what, len(on_card), device, lambda: on_card.copy_(shared))
 
 
@@ -113,31 +109,6 @@ def hold_pages(said: Any, over: Any, file: str, size: int, device: str) -> None:
     """Register a file in memory, until `over` is set."""
     shared = torch.from_file(file, shared=True, size=size, dtype=torch.uint8)
     said.put(device == "cuda" and register(shared))
-    over.wait()
-
-
-def from_tensor_of_another_process(device: str, on_card: Tensor, allocator: str) -> None:
-    """GB/s out of a tensor on the card of another process (CUDA IPC), whose allocator is so configured."""
-    what = f"tensor of another process, {allocator or 'default allocator'}"
-    before, os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF"), allocator
-    try:
-        with other_process(hold_tensor, len(on_card), device) as said:
-            theirs, mine = said.get(timeout=START_S), torch.empty_like(on_card)
-            mine.copy_(theirs)
-            same = torch.equal(mine, random_bytes(len(mine), device))
-            show_rate(what, len(mine), device, lambda: mine.copy_(theirs), same=same)
-    except (RuntimeError, queue.Empty) as error:
-        show({"what": what, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"})
-    finally:
-        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF")
-        if before is not None:
-            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = before
-
-
-def hold_tensor(said: Any, over: Any, size: int, device: str) -> None:
-    """Share a tensor, until `over` is set."""
-    tensor = random_bytes(size, device)
-    said.put(tensor)
     over.wait()
 
 
@@ -237,38 +208,21 @@ def nccl(device: str) -> None:
     if device == "cpu":
         raise SystemExit("skipped: NCCL does not run without a card")
     for case in CASES:
-        with serving(CASE_S) as port:
-            ranks = range(2 if case == "two members on one card" else 1)
-            command = [sys.executable, "-m", "benchmarks.gpu_weights", "nccl", "--case", case, "--port", str(port)]
-            started = time.monotonic()
-            members = [_member([*command, "--rank", str(rank)]) for rank in ranks]
-            said = [_words(member, CASE_S) for member in members]
+        store = serve_store(HOST, CASE_S)
+        ranks = range(2 if case == "two members on one card" else 1)
+        command = [sys.executable, "-m", "benchmarks.gpu_weights", "nccl", "--case", case, "--port", str(store.port)]
+        started = time.monotonic()
+        members = [_member([*command, "--rank", str(rank)]) for rank in ranks]
+        said = [_words(member, CASE_S) for member in members]
         seconds = rounded(time.monotonic() - started)
         show({"what": "nccl", "case": case, "seconds": seconds, "said": said})
 
 
 def _member(command: list[str]) -> subprocess.Popen[str]:
     """A process with NCCL's settings of a run, whose warnings are shown."""
-    settings = {"NCCL_CUMEM_ENABLE": "0", "NCCL_DEBUG": "WARN"}
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-@contextmanager
-def serving(timeout_s: float) -> Iterator[int]:
-    """The port of a store."""
-    store = serve_store(HOST, timeout_s)
-    try:
-        yield store.port
-    finally:
-        del store
+    settings = os.environ | {"NCCL_CUMEM_ENABLE": "0", "NCCL_DEBUG": "WARN"}
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=settings, start_new_session=True, **both)
 
 
 def _words(member: subprocess.Popen[str], within_s: float) -> Any:

@@ -1,4 +1,4 @@
-"""One full learner step: CPU seconds, tokens per CPU second and peak memory, beside TRL's learners and a supervised step.
+"""One full learner step: CPU seconds, tokens per CPU second and peak memory, beside TRL's learner and a supervised step.
 
 python -m benchmarks.learner_step --model tiny --batch tail --rounds 5 --trl-python PATH/python
 
@@ -9,13 +9,9 @@ first. The last lines have, for each pair, the median, least and largest of the 
     asyncgrpo             `Learner.step`, bfloat16, float32 masters, AdamW, learner.compile=false
     asyncgrpo compiled    the same with learner.compile=true, which is the default of a run that is long enough
     asyncgrpo apart       the same with learner.share_prompts=false
-    floor                 the same model, rows, attention, head, optimizer and FSDP, trained to repeat the completions: gradients
-    floor compiled        are constant and nothing is reported, so what is missing is what RL costs
-    supervised            the floor with the head that others have: all logits of a row, in float32, torch's own
-    supervised compiled   cross-entropy and autograd
-    trl async, trl grpo   `benchmarks/trl_learner.py`, where --trl-python names a Python that has trl
-
-`--operators` adds the operators of one more step: the share that each takes of its wall-clock time.
+    supervised            the same model, rows, attention, optimizer and FSDP, trained to repeat the completions: all logits of
+    supervised compiled   a row, in float32, torch's own cross-entropy and autograd
+    trl async             `benchmarks/trl_learner.py`, where --trl-python names a Python that has trl
 """
 
 import argparse
@@ -37,19 +33,13 @@ OURS = {
     "asyncgrpo": {"compile": False},
     "asyncgrpo compiled": {"compile": True},
     "asyncgrpo apart": {"share_prompts": False, "compile": False},
-    "floor": {"compile": False},
-    "floor compiled": {"compile": True},
     "supervised": {"compile": False},
     "supervised compiled": {"compile": True},
 }
 PAIRS = (
     ("asyncgrpo", "trl async"),
     ("asyncgrpo compiled", "trl async"),
-    ("asyncgrpo", "trl grpo"),
-    ("asyncgrpo compiled", "trl grpo"),
     ("asyncgrpo", "asyncgrpo apart"),
-    ("floor", "asyncgrpo"),
-    ("floor compiled", "asyncgrpo compiled"),
     ("supervised", "asyncgrpo"),
     ("supervised compiled", "asyncgrpo compiled"),
 )
@@ -62,9 +52,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="measured in each cell")
     parser.add_argument("--budget", type=int, default=2048, help="learner.tokens_per_microbatch")
-    parser.add_argument("--cells", nargs="+", help="only these")
+    parser.add_argument("--cells", nargs="+", choices=[*OURS, "trl async"], help="only these")
     parser.add_argument("--trl-python", help="a Python that has trl; none: only our cells")
-    parser.add_argument("--operators", action="store_true", help="also each operator's share of one more step")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help="where models are kept; none: a temporary folder")
     arguments = parser.parse_args(argv)
@@ -78,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
 def compare(arguments: argparse.Namespace, folder: Path) -> None:
     """Measure all cells, round by round, and their ratios."""
     model, tokens = make_model(folder, arguments.model), make_batch(arguments.batch).num_tokens
-    cells = arguments.cells or [*OURS, *(["trl async", "trl grpo"] if arguments.trl_python else [])]
+    cells = arguments.cells or [*OURS, *(["trl async"] if arguments.trl_python else [])]
     seconds: dict[str, list[float]] = {cell: [] for cell in cells}
     about = {"model": arguments.model, "batch": arguments.batch, "tokens": tokens, "budget": arguments.budget}
     for number in range(arguments.rounds):
@@ -86,7 +75,6 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
             found = _run(arguments, cell, model, folder)
             seconds[cell].append(median := statistics.median(found["cpu_s"]))
             sizes = {"tokens_per_s": round(tokens / median), "peak_mb": round(found["peak_mb"]), **about}
-            sizes |= {"operators": found["operators"]} if found.get("operators") else {}
             show(line("learner step", found["cpu_s"], "CPU s", seed=SEED, cell=cell, round=number, **sizes))
     for one, other in PAIRS:
         if seconds.get(one) and seconds.get(other):
@@ -96,12 +84,11 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
 
 def _run(arguments: argparse.Namespace, cell: str, model: Path, folder: Path) -> dict[str, Any]:
     shared = ["--model", str(model), "--batch", arguments.batch, "--steps", str(arguments.steps)]
-    if cell.startswith("trl "):
-        command = [arguments.trl_python, "-m", "benchmarks.trl_learner", cell.removeprefix("trl ")]
-        command += [*shared, "--out", str(folder / "trl")]
+    if cell == "trl async":
+        command = [arguments.trl_python, "-m", "benchmarks.trl_learner", *shared, "--out", str(folder / "trl")]
     else:
         command = [sys.executable, "-m", "benchmarks.learner_step", "--cell", cell]
-        command += [*shared, "--budget", str(arguments.budget), *(["--operators"] if arguments.operators else [])]
+        command += [*shared, "--budget", str(arguments.budget)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [line for line in result.stdout.splitlines() if line.startswith('{"cpu_s"')]
@@ -129,33 +116,20 @@ def run_cell(arguments: argparse.Namespace) -> None:
         "algorithm": {"group_size": GROUP_SIZE},
         "learner": {"device": "cpu", "lr": 1e-6, "tokens_per_microbatch": arguments.budget} | OURS[arguments.cell],
     }
-    if arguments.cell.startswith("supervised"):
+    is_supervised = arguments.cell.startswith("supervised")
+    if is_supervised:
         model.fused_loss = _cross_entropy  # type: ignore[assignment]
     learner = Learner(msgspec.convert(settings, Config), rank=0, world=1, device="cpu")
     if learner.config.learner.compile:
         learner.compile()  # at once: the first step is not measured
     groups, version = _groups(arguments.batch), PolicyVersion(0, 0)
-    step: Callable[..., object] = Learner.step if arguments.cell.startswith("asyncgrpo") else _without_rl
+    step: Callable[..., object] = _without_rl if is_supervised else Learner.step
     seconds, memory = [], PeakMemory()
     for _ in range(arguments.steps + 1):
         started = time.process_time()
         step(learner, groups, version)
         seconds.append(time.process_time() - started)
-    found: dict[str, Any] = {"cpu_s": seconds[1:], "peak_mb": memory.mb()}
-    if arguments.operators:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            step(learner, groups, version)
-        found["operators"] = _shares({one.key: one.self_cpu_time_total for one in profiler.key_averages()})
-    show(found)
-
-
-def _shares(microseconds: dict[str, float]) -> dict[str, float]:
-    """Of the ten operators that take the most; all compiled programs are one."""
-    total, by_name = sum(microseconds.values()), dict[str, float]()
-    for name, own in microseconds.items():
-        name = "compiled programs" if "CompiledFxGraph" in name else name
-        by_name[name] = by_name.get(name, 0.0) + own / total
-    return {name: round(by_name[name], 3) for name in sorted(by_name, key=by_name.__getitem__, reverse=True)[:10]}
+    show({"cpu_s": seconds[1:], "peak_mb": memory.mb()})
 
 
 def _without_rl(learner: Any, groups: list[Any], version: Any) -> None:

@@ -133,16 +133,8 @@ def fitting(size: ModelSize, config: Config, n_gpus: int) -> dict[str, Any]:
 
 
 def _config(rank: int) -> Config:
-    return load_config(
-        None,
-        [
-            "model.path=any",
-            "data.train=any",
-            "learner.device=cuda",
-            f"model.lora.rank={rank}",
-            "cluster.gpu_memory_gb=80",
-        ],
-    )
+    settings = ["model.path=any", "data.train=any", "learner.device=cuda", "cluster.gpu_memory_gb=80"]
+    return load_config(None, [*settings, f"model.lora.rank={rank}"])
 
 
 if __name__ == "__main__":

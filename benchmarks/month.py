@@ -1,10 +1,9 @@
-"""A month of `serve`: what a resume costs after 260,000 steps, and what each step leaves in the memory of a process.
+"""A month of `serve`: what a resume costs after 260,000 steps, beside one at step 100.
 
-    python -m benchmarks.month resume            # beside a resume at step 100
-    python -m benchmarks.month memory --steps 2000   # of a run with the fake engine
+python -m benchmarks.month
 
-`resume` makes a run of 100 steps and swells it: its events are repeated with later steps and times, its journal begins with
-segments as a checkpoint leaves them (`--groups` delivered groups without bodies), `samples/` is full. One JSON line each.
+A run of 100 steps is swollen: its events are repeated with later steps and times, its journal begins with segments as a
+checkpoint leaves them (`--groups` delivered groups without bodies), `samples/` is full. One JSON line each.
 """
 
 import argparse
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import psutil
 
 from asyncgrpo.data.prompts import PromptState
@@ -27,7 +25,6 @@ from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.recording.progress import Following
 from asyncgrpo.recording.samples import path_of
 from asyncgrpo.types import PolicyVersion
-from benchmarks.leaks import kind_of
 from benchmarks.measuring import PeakMemory, rounded, show, where
 from benchmarks.trials import Fence, last_step
 
@@ -38,20 +35,19 @@ SHIFTED = ("tokens_generated", "tokens_dropped", "tokens_filtered", "prompts_don
 GROUPS_PER_STEP, STEPS_PER_SEGMENT = 64, 20
 SMALL = ("buffer.prompts_per_step=16", "algorithm.group_size=4")
 WITHIN_S = 1800.0
-NAMES = {"asyncgrpo": "driver", "ray::BufferActor": "buffer", "ray::LearnerActor": "learner"}
+NAMES = {"-m asyncgrpo": "driver", "ray::BufferActor": "buffer", "ray::LearnerActor": "learner"}
+"""Processes, by a part of their command line."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["resume", "memory"])
-    parser.add_argument("--steps", type=int, help="260,000 of a resume; 2,000 of memory")
+    parser.add_argument("--steps", type=int, default=260_000)
     parser.add_argument("--groups", type=int, default=16_600_000)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with Fence() as fence:
-        measure = memory if options.what == "memory" else resumes
-        for line in measure(fence, options):
+        for line in resumes(fence, options):
             show(line | {"seed": options.seed, **where()})
 
 
@@ -60,7 +56,7 @@ def main() -> None:
 
 def resumes(fence: Fence, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Resume the short run and the long one, and read the long one's journal without its summary."""
-    steps = (options.steps or 260_000) // BASE * BASE
+    steps = options.steps // BASE * BASE
     checkpoints = f"run.checkpoint_every={BASE // 5}"
     demo = ["demo", "--engine", "fake", "--seed", str(options.seed), *SMALL, checkpoints]
     ended = fence.run(*demo, "--steps", str(BASE), "--out", "short")
@@ -100,7 +96,8 @@ def memory_now(fence: Fence) -> dict[str, float]:
     found = defaultdict[str, float](float)
     for process in fence.processes():
         with contextlib.suppress(psutil.Error):
-            if (name := NAMES.get(kind_of(process.cmdline()))) is not None:
+            command = " ".join(process.cmdline())
+            for name in (name for part, name in NAMES.items() if part in command):
                 found[name] = max(found[name], process.memory_info().rss / 1e6)
     return found
 
@@ -219,33 +216,6 @@ def segment_of(start: RunStarted) -> Iterator[Any]:
                           max_lag=start.max_lag)
             )  # fmt: skip
         yield from pack(BatchIssued(step=step, version=version, lease_ids=lease_ids))
-
-
-# -- memory of a run ---------------------------------------------------------------------------------------------------
-
-
-def memory(fence: Fence, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Run with the fake engine, and fit the resident memory of each process from a quarter of the steps on."""
-    steps = options.steps or 2_000
-    command = ["demo", "--engine", "fake", "--steps", str(steps), "--out", "run", "--seed", str(options.seed)]
-    process = fence.start(*command, *SMALL, "run.checkpoint_every=50")
-    samples: dict[str, list[tuple[int, float]]] = defaultdict(list)
-    while process.poll() is None:
-        step = last_step(fence.work / "run")
-        for name, mb in memory_now(fence).items():
-            samples[name].append((step, mb))
-        time.sleep(1.0)
-    assert process.returncode == 0, fence.output()
-    halves = {"first_half": range(steps // 4, steps // 2), "second_half": range(steps // 2, steps)}
-    for name, points in samples.items():
-        fits = {half: kb_a_step([(s, mb) for s, mb in points if s in span]) for half, span in halves.items()}
-        yield {"benchmark": "memory", "process": name, "steps": steps, "groups_per_step": 16, "kb_a_step": fits}
-
-
-def kb_a_step(points: list[tuple[int, float]]) -> float:
-    """Growth by the least squares fit to (step, 10⁶ bytes)."""
-    steps, mb = (np.array(column) for column in zip(*points, strict=True))
-    return rounded(1000 * float(np.polyfit(steps, mb, 1)[0]), 3)
 
 
 if __name__ == "__main__":

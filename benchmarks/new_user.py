@@ -9,6 +9,7 @@ same command runs again with one change. A change that is refused is taken back,
 """
 
 import argparse
+import itertools
 import json
 import random
 import signal
@@ -63,40 +64,42 @@ TASKS = [
 ]
 
 
-def write_seeds(path: Path, task: Task, rows: list[tuple[str, str]]) -> Path:
-    """Write the data as a plain list of objects."""
-    found = [{"prompt": prompt, "ground_truth": answer, "data_source": task.name} for prompt, answer in rows]
-    path.with_suffix(".json").write_text(json.dumps(found, indent=1))
-    return path.with_suffix(".json")
+def as_seeds(task: Task, prompt: str, answer: str, split: str, index: int) -> dict[str, Any]:
+    """A plain object."""
+    return {"prompt": prompt, "ground_truth": answer, "data_source": task.name}
 
 
-def write_trl(path: Path, task: Task, rows: list[tuple[str, str]]) -> Path:
-    """Write the data as TRL does: conversations, with the ground truth in a column of its own."""
-    found = [{"prompt": [{"role": "user", "content": prompt}], "solution": answer} for prompt, answer in rows]
-    path.with_suffix(".jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    return path.with_suffix(".jsonl")
+def as_trl(task: Task, prompt: str, answer: str, split: str, index: int) -> dict[str, Any]:
+    """A conversation as in TRL, with the ground truth in a column of its own."""
+    return {"prompt": [{"role": "user", "content": prompt}], "solution": answer}
 
 
-def write_verl(path: Path, task: Task, rows: list[tuple[str, str]]) -> Path:
-    """Write the data as verl's examples of data preprocessing do."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    found = [
-        {
-            "data_source": task.name,
-            "prompt": [{"role": "user", "content": prompt}],
-            "ability": "digits",
-            "reward_model": {"style": "rule", "ground_truth": answer},
-            "extra_info": {"split": path.stem, "index": index},
-        }
-        for index, (prompt, answer) in enumerate(rows)
-    ]
-    pq.write_table(pa.Table.from_pylist(found), path.with_suffix(".parquet"))
-    return path.with_suffix(".parquet")
+def as_verl(task: Task, prompt: str, answer: str, split: str, index: int) -> dict[str, Any]:
+    """A row as verl's examples of data preprocessing write it."""
+    return {
+        "data_source": task.name,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": "digits",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index},
+    }
 
 
-FORMATS = {"seeds": write_seeds, "trl": write_trl, "verl": write_verl}
+def write(folder: Path, split: str, kind: str, rows: list[dict[str, Any]]) -> None:
+    """Write a file of rows as the users of this format have it."""
+    path = folder / f"{split}{FORMATS[kind][1]}"
+    if path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+FORMATS = {"seeds": (as_seeds, ".json"), "trl": (as_trl, ".jsonl"), "verl": (as_verl, ".parquet")}
 
 
 @dataclass(frozen=True)
@@ -139,31 +142,23 @@ CHANGES = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="part of a task's, a format's or a change's name")
+    parser.add_argument("--only", default="", help="part of a task's, a format's or a change's name")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    pairs = [(task, kind) for task in TASKS for kind in FORMATS]
-    plan = [
-        (task, kind, change)
-        for (task, kind), change in zip(pairs, CHANGES, strict=True)
-        if options.only is None or options.only in f"{task.name} {kind} {change.name}"
-    ]
     found = []
     with Fence() as fence:
-        for task, kind, change in plan:
-            found.append(trial(fence, task, kind, change, options.seed))
-            show(found[-1])
-    show(
-        {
-            "benchmark": "new user",
-            "runs": len(found),
-            "ended_well": sum(one["exit_at_end"] == 0 for one in found),
-            "audited_without_difference": sum(not one["audit_differences"] for one in found),
-            "left_nothing_at_the_end": sum(not any(one["left_at_the_end"].values()) for one in found),
-            "silent_about_the_change": [one["changed"] for one in found if not one["says_the_change"]],
-        }
-        | where()
-    )
+        for (task, kind), change in zip(itertools.product(TASKS, FORMATS), CHANGES, strict=True):
+            if options.only in f"{task.name} {kind} {change.name}":
+                found.append(trial(fence, task, kind, change, options.seed))
+                show(found[-1])
+    totals = {
+        "runs": len(found),
+        "ended_well": sum(one["exit_at_end"] == 0 for one in found),
+        "audited_without_difference": sum(not one["audit_differences"] for one in found),
+        "left_nothing_at_the_end": sum(not any(one["left_at_the_end"].values()) for one in found),
+        "silent_about_the_change": [one["changed"] for one in found if not one["says_the_change"]],
+    }
+    show({"benchmark": "new user"} | totals | where())
 
 
 def trial(fence: Fence, task: Task, kind: str, change: Change, seed: int) -> dict[str, Any]:
@@ -210,7 +205,7 @@ def make(folder: Path, task: Task, kind: str, seed: int) -> None:
     make_demo_model(folder / "other_model", seed=seed + 1)
     rows = task.rows(seed, 500)
     for name, part in (("train", rows[:400]), ("eval", rows[400:420]), ("other", rows[100:])):
-        FORMATS[kind](folder / name, task, part)
+        write(folder, name, kind, [FORMATS[kind][0](task, *row, name, index) for index, row in enumerate(part)])
     (folder / "reward.py").write_text(task.reward)
 
 

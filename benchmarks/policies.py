@@ -1,11 +1,10 @@
 """The staleness policies side by side: who waits, what is dropped, and which groups the learner trains.
 
-python -m benchmarks.policies                          on a virtual clock: policy x max_lag x tail of the lengths
+python -m benchmarks.policies --policies wait drop --lags 1 4 --sigmas 1.0
 
-On the virtual clock run the product's `BufferService`, `Buffer`, `GeneratorService` and `LearnerService` (as in
-`tests/simulation/scheduler.py`), with engines of continuous batching. Lengths are log-normal with median 600 tokens and the
-sigma named; half of the variance is the prompt's, so a prompt that was slow once is likely to be slow again, and long
-completions are the harder ones: their rewards are lower. The learner stops after `--steps`, and prompts do not run out.
+The product's services run on a virtual clock (`tests/simulation/scheduler.py`), with engines of continuous batching. Lengths are
+log-normal with median 600 tokens; half of the variance is the prompt's, so a prompt that was slow once is likely to be slow
+again, and long completions have lower rewards. The learner stops after `--steps`, and prompts do not run out.
 
 `length_distance` and `reward_distance` look at what a policy cannot see: the groups that were trained (under `mask` without
 the masked tokens) against the first groups to the first prompts, as many as were trained. `monitor` is what the
@@ -18,8 +17,9 @@ import itertools
 import logging
 import math
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from benchmarks.measuring import line, rounded, show
 from tests.simulation.scheduler import Case, Product
 
 MEDIAN, LONGEST = 600, 16384
-SLOWEST = "how many times as long as the others one generator takes for a token, on the virtual clock"
+SLOWEST = "how many times as long as the others one generator takes for a token"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -39,37 +39,28 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--admissions", nargs="+", choices=list(ADMISSIONS), default=["eager"])
     parser.add_argument("--lags", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--sigmas", nargs="+", type=float, default=[0.5, 1.0, 1.5])
-    parser.add_argument(
-        "--train-s", nargs="+", type=float, default=[12.0], help="seconds of a step, on the virtual clock"
-    )
+    parser.add_argument("--train-s", nargs="+", type=float, default=[12.0], help="seconds of a step")
     parser.add_argument("--slowest", nargs="+", type=float, default=[1.0], help=SLOWEST)
-    parser.add_argument("--generators", nargs="+", type=int, default=[4], help="on the virtual clock")
+    parser.add_argument("--generators", nargs="+", type=int, default=[4])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     arguments = parser.parse_args(argv)
     logging.getLogger("asyncgrpo").setLevel(logging.ERROR)
-    names = ("sigma", "train_s", "slowest", "generators", "max_lag", "policy", "admission")
-    settings = itertools.product(
-        arguments.sigmas, arguments.train_s, arguments.slowest, arguments.generators, arguments.lags, arguments.policies,
-        arguments.admissions,
-    )  # fmt: skip
-    for values in settings:
-        how = dict(zip(names, values, strict=True))
-        case = LongTail(steps=arguments.steps, seed=0, **how)
-        report(case, arguments.seeds)
+    swept = {
+        "sigma": arguments.sigmas, "train_s": arguments.train_s, "slowest": arguments.slowest,
+        "generators": arguments.generators, "max_lag": arguments.lags, "policy": arguments.policies,
+        "admission": arguments.admissions,
+    }  # fmt: skip
+    for values in itertools.product(*swept.values()):
+        report(dict(zip(swept, values, strict=True)), arguments.steps, arguments.seeds)
 
 
-def report(case: "LongTail", seeds: list[int]) -> None:
+def report(case: dict[str, Any], steps: int, seeds: list[int]) -> None:
     """Print one line: groups trained per second, and the medians of the other figures."""
-    found = [virtual_run(replace(case, seed=seed)) for seed in seeds]
+    found = [virtual_run(LongTail(steps=steps, seed=seed, **case)) for seed in seeds]
     medians = {name: rounded(statistics.median(one[name] for one in found), 3) for name in found[0] if name != "rate"}
-    shown = ("policy", "admission", "max_lag", "sigma", "train_s", "slowest", "generators")
-    fields = {name: getattr(case, name) for name in shown}
     rates = [one["rate"] for one in found]
-    show(line("groups trained per second", rates, "1/s", seed=seeds[0], where="virtual clock", **fields, **medians))
-
-
-# -- on the virtual clock ----------------------------------------------------------------------------------------------
+    show(line("groups trained per second", rates, "1/s", seed=seeds[0], where="virtual clock", **case, **medians))
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 python -m benchmarks.start --engines torch sglang --runs 3
 python -m benchmarks.start --engines torch sglang --kills 10
 
-A demo is a new folder, so it makes its model and its task too. Its line has the wall seconds to each mark of the start, and the
-CPU seconds of each kind of process up to the first step: on a machine that others use, the wall says little.
+A demo in a new folder makes its model and its task too. The line has the wall seconds to each mark of the start, and the CPU
+seconds of each kind of process up to the first step.
 
 With `--kills`, one process of a start is killed so many times, each time later: the driver, the warm process, the learner, a
 generator. A driver must leave nothing after 10 s, and its command go on. Any other run must end well by itself.
@@ -20,7 +20,6 @@ from pathlib import Path
 
 import psutil
 
-from asyncgrpo.recording.events import read_events
 from benchmarks.measuring import line, show, where
 from benchmarks.trials import Fence, audited, events
 
@@ -37,10 +36,10 @@ def main() -> None:
     arguments = parser.parse_args()
     for engine in arguments.engines:
         if arguments.kills:
-            show_kills(engine, [kill(engine, who, at_s) for who in VICTIMS for at_s in moments(arguments.kills)])
-            continue
-        starts = [first_step(engine, arguments.seed) for _ in range(arguments.runs)]
-        show_starts(engine, starts, arguments.seed)
+            moments = [round(LAST_KILL_S * i / arguments.kills, 2) for i in range(arguments.kills)]
+            show_kills(engine, [kill(engine, who, at_s) for who in VICTIMS for at_s in moments])
+        else:
+            show_starts(engine, [first_step(engine, arguments.seed) for _ in range(arguments.runs)], arguments.seed)
 
 
 # -- a demo ------------------------------------------------------------------------------------------------------------
@@ -72,8 +71,7 @@ def first_step(engine: str, seed: int) -> dict:
 
 
 def _first(run: Path, kind: str) -> dict | None:
-    events = run / "metrics.jsonl"
-    return next((event for event in read_events(events) if event["event"] == kind), None) if events.exists() else None
+    return next((event for event in events(run) if event["event"] == kind), None)
 
 
 def _cpu_seconds(fence: Fence) -> Iterator[tuple[int, tuple[str, float]]]:
@@ -103,10 +101,6 @@ LAST_KILL_S = 6.0
 """After the process was seen."""
 
 
-def moments(count: int) -> list[float]:
-    return [round(LAST_KILL_S * i / count, 2) for i in range(count)]
-
-
 def kill(engine: str, who: str, at_s: float) -> dict:
     """Start a demo, kill one of its processes so long after it was seen, and say how the run ended and what it left."""
     with Fence() as fence:
@@ -122,17 +116,11 @@ def kill(engine: str, who: str, at_s: float) -> dict:
         left = fence.left(within_s=10.0, clear=False) if who == "driver" else {}
         if who == "driver":
             code = fence.run(*typed).exit
-        differences = audited(fence, run)["differences"]
-        restarts = [e["actor"] for e in events(run) if e["event"] == "restart"]
-        return {
-            "engine": engine,
-            "killed": who,
-            "at_s": at_s,
-            "exit": code,
-            "left": [names for found in (left, fence.left(within_s=10.0)) for names in found.values() if names],
-            "differences": differences,
-            "restarts": restarts,
-        }
+        found = {"engine": engine, "killed": who, "at_s": at_s, "exit": code}
+        found["differences"] = audited(fence, run)["differences"]
+        found["restarts"] = [event["actor"] for event in events(run) if event["event"] == "restart"]
+        found["left"] = [names for at_end in (left, fence.left(10.0)) for names in at_end.values() if names]
+        return found
 
 
 def _is(who: str, process: psutil.Process) -> bool:

@@ -1,8 +1,7 @@
-"""What trials of the command line share: a fenced place for the commands, and a look at what they leave behind there.
+"""A fenced place for commands of asyncgrpo, and a look at what they leave behind there.
 
-A fence has a HOME and a TMPDIR of its own, so that whatever a command writes beside its run folder is found, Ray's
-sessions included; and a mark in the environment that every process inherits, so that those that stay are found even when
-other runs go on beside it.
+A fence has a HOME and a TMPDIR of its own, so that what a command writes beside its run folder is found, Ray's sessions
+included. Every process inherits a mark in the environment, so that those that stay are found beside other runs.
 """
 
 import contextlib
@@ -31,7 +30,8 @@ from benchmarks.measuring import ROOT
 MARK = "ASYNCGRPO_TRIAL"
 SHM = Path("/dev/shm")
 EXPECTED = ("session_", "ray", ".ray", ".cache", ".config", "torchinductor_")
-"""How the names of folders begin that Ray, torch and matplotlib keep for every run, and of Ray's sessions (counted apart)."""
+"""How the names of folders begin that Ray, torch and matplotlib keep, and of Ray's sessions (counted apart)."""
+NONE: Mapping[str, str] = MappingProxyType({})
 ENDS = 5
 """Steps averaged for the first and the last reward."""
 
@@ -62,12 +62,7 @@ class Ended:
 class Fence:
     """A place for commands, for the length of a `with` block."""
 
-    def __init__(self, extra: Mapping[str, str] = MappingProxyType({})) -> None:
-        """
-        Args:
-            extra: further variables of the environment of its commands.
-        """
-        self._extra = dict(extra)
+    def __init__(self) -> None:
         self.mark = secrets.token_hex(8)
         # Short: a path of a socket has 107 bytes, and Ray puts 70 of its own after this.
         self.root = Path(tempfile.mkdtemp(prefix="ag-", dir="/tmp"))
@@ -93,29 +88,21 @@ class Fence:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         fenced = {"HOME": str(self.root / "home"), "TMPDIR": str(self.root / "tmp"), MARK: self.mark}
         quiet = {"COLUMNS": "200", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        return os.environ | fenced | quiet | {"PYTHONPATH": path} | self._extra
+        return os.environ | fenced | quiet | {"PYTHONPATH": path}
 
     def start(self, *arguments: str, cwd: Path | None = None) -> subprocess.Popen[bytes]:
         """Start a command. `output` returns what it prints, errors included."""
         with open(self.root / "output", "wb") as output:
-            return self._popen(arguments, cwd, output, subprocess.STDOUT)
+            return self._popen(arguments, cwd, output, subprocess.STDOUT, NONE)
 
     def output(self) -> str:
         """What the command that was started last has printed."""
         return (self.root / "output").read_text(encoding="utf-8", errors="replace")
 
     def run(
-        self,
-        *arguments: str,
-        cwd: Path | None = None,
-        limit_s: float = 600.0,
-        extra: Mapping[str, str] = MappingProxyType({}),
+        self, *arguments: str, cwd: Path | None = None, limit_s: float = 600.0, extra: Mapping[str, str] = NONE
     ) -> Ended:
-        """Run a command to its end, or to its deadline.
-
-        Args:
-            extra: further variables of its environment.
-        """
+        """Run a command to its end, or to its deadline, with these variables in its environment."""
         out, err = self.root / "run.out", self.root / "run.err"
         before, began, said_s = os.times(), time.monotonic(), None
         with open(out, "wb") as to_out, open(err, "wb") as to_err:
@@ -133,17 +120,10 @@ class Fence:
         return Ended(exit_, seconds, seconds if said_s is None else said_s, cpu_s, *texts)
 
     def _popen(
-        self,
-        arguments: Iterable[str],
-        cwd: Path | None,
-        out: IO[bytes],
-        err: IO[bytes] | int,
-        extra: Mapping[str, str] = MappingProxyType({}),
+        self, arguments: Iterable[str], cwd: Path | None, out: IO[bytes], err: IO[bytes] | int, extra: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "asyncgrpo", *arguments]
-        return subprocess.Popen(
-            command, cwd=cwd or self.work, env=self.environment() | dict(extra), stdout=out, stderr=err
-        )
+        command, environment = [sys.executable, "-m", "asyncgrpo", *arguments], self.environment() | dict(extra)
+        return subprocess.Popen(command, cwd=cwd or self.work, env=environment, stdout=out, stderr=err)
 
     def processes(self) -> list[psutil.Process]:
         """The living processes of commands in this fence."""
@@ -177,14 +157,6 @@ class Fence:
             self.kill_all()
             self._clear(found["shm"])
         return found
-
-    def shared_mb(self) -> float:
-        """10⁶ bytes of the shared memory that our processes have mapped and that is not removed."""
-        total = 0
-        for name in tuple(self._shared):
-            with contextlib.suppress(OSError):
-                total += (SHM / name).stat().st_blocks * 512
-        return round(total / 1e6, 3)
 
     def _is_tidied(self) -> bool:
         """True while a command's janitor is at work here. It has no environment, so no mark."""

@@ -1,10 +1,9 @@
-"""Measures TRL's two learners on our cells, for `benchmarks.learner_step`. It needs a Python with trl, torch and numpy.
+"""Measures TRL's asynchronous learner on our cells, for `benchmarks.learner_step`. It needs a Python with trl, torch and numpy.
 
-python -m benchmarks.trl_learner async|grpo --model FOLDER --batch tail --steps 4
+python -m benchmarks.trl_learner --model FOLDER --batch tail --steps 4 --out SCRATCH
 
-Only what brings the rollouts is replaced: `GRPOTrainer._generate_and_score_completions` returns the batch, padded as it
-would be; `AsyncGRPOTrainer` gets a rollout worker that always has the batch ready, and a weight transfer that does
-nothing, through the two protocols it offers for that. Its attention is a FlashAttention-3 kernel from the hub which
+`AsyncGRPOTrainer` gets a rollout worker that always has the batch ready, and a weight transfer that does nothing, through the
+two protocols that it offers for that. Its attention is a FlashAttention-3 kernel from the hub which
 needs a GPU; here one `scaled_dot_product_attention` a segment stands for that function. bf16 autocast over float32
 weights and micro-batches of 8 completions are its own ways; gradient checkpointing, its default, is off.
 """
@@ -31,7 +30,6 @@ MICROBATCH = 8
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("which", choices=["async", "grpo"])
     parser.add_argument("--model", required=True)
     parser.add_argument("--batch", required=True)
     parser.add_argument("--steps", type=int, default=4)
@@ -39,8 +37,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     batch, timer = make_batch(arguments.batch), Timer()
-    make = {"async": async_trainer, "grpo": grpo_trainer}[arguments.which]
-    trainer = make(arguments, batch, timer)
+    trainer = make_trainer(arguments, batch, timer)
     memory = PeakMemory()
     trainer.train()
     seconds = [later - earlier for earlier, later in zip(timer.marks, timer.marks[1:], strict=False)]
@@ -61,68 +58,11 @@ class Timer(TrainerCallback):
         self.marks.append(time.process_time())
 
 
-def common(arguments: argparse.Namespace, batch: Batch) -> dict[str, Any]:
-    return {
-        "output_dir": arguments.out,
-        "use_cpu": True,
-        "bf16": True,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_strategy": "steps",
-        "logging_steps": 1000,
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        "max_steps": arguments.steps + 1,
-        "learning_rate": 1e-6,
-        "num_generations": GROUP_SIZE,
-        "per_device_train_batch_size": MICROBATCH,
-        "gradient_accumulation_steps": len(batch.completions) // MICROBATCH,
-        "seed": 1234,
-    }
-
-
 def no_reward(completions: list[Any], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def grpo_trainer(arguments: argparse.Namespace, batch: Batch, timer: Timer) -> Any:
-    from trl import GRPOConfig, GRPOTrainer
-
-    prompts, prompt_mask = padded(batch.prompts, left=True)
-    completions, completion_mask = padded(batch.completions, left=False)
-    logprobs, _ = padded(batch.logprobs, left=False)
-    rollouts = {
-        "prompt_ids": prompts,
-        "prompt_mask": prompt_mask,
-        "completion_ids": completions,
-        "completion_mask": completion_mask,
-        "advantages": torch.from_numpy(batch.advantages),
-        "num_items_in_batch": torch.tensor(float(completion_mask.sum())),
-        "old_per_token_logps": logprobs,
-    }
-
-    class Fixed(GRPOTrainer):
-        def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
-            return {name: value.clone() for name, value in rollouts.items()}
-
-    settings = GRPOConfig(**common(arguments, batch), beta=0.0, max_completion_length=completions.shape[1])
-    rows = Dataset.from_dict({"prompt": ["abc"] * len(batch.completions)})
-    return Fixed(model=arguments.model, reward_funcs=no_reward, args=settings, train_dataset=rows, callbacks=[timer])
-
-
-def padded(rows: list[np.ndarray], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows as a padded rectangle, and its mask."""
-    width = max(map(len, rows))
-    values = torch.zeros(len(rows), width, dtype=torch.float32 if rows[0].dtype == np.float32 else torch.int64)
-    mask = torch.zeros(len(rows), width, dtype=torch.int64)
-    for i, row in enumerate(rows):
-        where = slice(width - len(row), width) if left else slice(0, len(row))
-        values[i, where], mask[i, where] = torch.from_numpy(row), 1
-    return values, mask
-
-
-def async_trainer(arguments: argparse.Namespace, batch: Batch, timer: Timer) -> Any:
+def make_trainer(arguments: argparse.Namespace, batch: Batch, timer: Timer) -> Any:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
@@ -145,7 +85,24 @@ def async_trainer(arguments: argparse.Namespace, batch: Batch, timer: Timer) -> 
         )
     ]
     settings = AsyncGRPOConfig(
-        **common(arguments, batch), token_budget=-1, max_completion_length=max(map(len, batch.completions))
+        output_dir=arguments.out,
+        use_cpu=True,
+        bf16=True,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="steps",
+        logging_steps=1000,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        max_steps=arguments.steps + 1,
+        learning_rate=1e-6,
+        num_generations=GROUP_SIZE,
+        per_device_train_batch_size=MICROBATCH,
+        gradient_accumulation_steps=len(batch.completions) // MICROBATCH,
+        token_budget=-1,
+        max_completion_length=max(map(len, batch.completions)),
+        seed=1234,
     )
     return AsyncGRPOTrainer(
         model=arguments.model,
@@ -177,12 +134,10 @@ class SdpaSegments:
             rows, columns = slice(queries[i], queries[i + 1]), slice(keys[i], keys[i + 1])
             num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
             is_square = num_rows == num_columns
-            mask = (
-                None if is_square else torch.ones(num_rows, num_columns, dtype=torch.bool).tril(num_columns - num_rows)
-            )
+            seen = torch.ones(num_rows, num_columns, dtype=torch.bool).tril(num_columns - num_rows)
             attended = torch.nn.functional.scaled_dot_product_attention(
                 *(x.transpose(0, 1)[None] for x in (q[rows], k[columns], v[columns])),
-                attn_mask=mask,
+                attn_mask=None if is_square else seen,
                 is_causal=is_square,
                 scale=softmax_scale,
                 enable_gqa=True,

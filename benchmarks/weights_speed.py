@@ -6,8 +6,7 @@ The learner's side is the real learner of one rank, whose float32 weights are ca
 engine is a process with the real receiver, whose swap copies every tensor into its place and takes a checksum of all of them.
 Beside it, in turns, gloo broadcasts a flat buffer of as many bytes to as many processes, with nothing else done. CPU seconds
 are those of all processes. `mapped`: engines on the learner's machine load out of its memory; `broadcast`: gloo brings the
-bytes; `stream`: what of that carries them alone, without cast, digests, swap and checksum; `delta`: 1 % of the elements change
-from one version to the next, and only they are sent.
+bytes; `delta`: 1 % of the elements change from one version to the next, and only they are sent.
 """
 
 import argparse
@@ -15,11 +14,10 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import psutil
 import torch
@@ -31,7 +29,6 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.engines.torch.engine import replace_tensors, weights_digest
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights import digest as hashing
 from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.group import GlooGroup
 from asyncgrpo.weights.publisher import Publisher
@@ -43,7 +40,7 @@ from tests.weights.publishing import land
 
 HOST = "127.0.0.1"
 SEED = 0
-LANES = ("mapped", "broadcast", "stream", "delta")
+LANES = ("mapped", "broadcast", "delta")
 
 
 def main() -> None:
@@ -67,14 +64,8 @@ def measure(learner: Learner, engines: int, lane: str, rounds: int) -> dict[str,
     """Of `rounds` publications, each beside a broadcast: medians."""
     layout = learner.layout()
     masters = [local(parameter) for parameter in learner.model.parameters()]
-    publisher = Publisher(
-        WeightsConfig(timeout_s=120.0, deltas=lane == "delta"),
-        maps=lane == "mapped",
-        backend="gloo",
-        bind=HOST,
-        host=HOST,
-        keys=None,
-    )
+    settings, maps = WeightsConfig(timeout_s=120.0, deltas=lane == "delta"), lane == "mapped"
+    publisher = Publisher(settings, maps=maps, backend="gloo", bind=HOST, host=HOST, keys=None)
 
     def fill(layout: Layout, flat: Tensor) -> IsWritten | None:
         started = time.perf_counter()
@@ -85,9 +76,8 @@ def measure(learner: Learner, engines: int, lane: str, rounds: int) -> dict[str,
     publisher.start(layout)
     num_bytes = publisher._layout.num_bytes
     with (
-        receivers(publisher.endpoint, layout, engines, lane) as (processes, pauses),
+        receivers(publisher.endpoint, layout, engines) as (processes, pauses),
         broadcasts(engines, num_bytes) as raw,
-        mock.patch.object(hashing, "digest", no_digest if lane == "stream" else hashing.digest),
     ):
         publisher.wait_for(engines, 120.0, lambda what, seconds: None)
         ours, theirs, seconds, stalls, copies, their_s = [], [], [], [], [], []
@@ -96,11 +86,7 @@ def measure(learner: Learner, engines: int, lane: str, rounds: int) -> dict[str,
                 change(master, lane)
             began = cpu_s(processes)
             started = time.perf_counter()
-            if lane == "stream":
-                stalls.append(0.0)
-                publication = land(publisher, PolicyVersion(1, version), lambda layout, flat: None)
-            else:
-                publication = land(publisher, PolicyVersion(1, version), fill)
+            publication = land(publisher, PolicyVersion(1, version), fill)
             seconds.append(time.perf_counter() - started)
             ours.append(cpu_s(processes) - began)
             copies.append(one_copy(masters, num_bytes))
@@ -164,54 +150,45 @@ def cpu_s(processes: list[psutil.Process]) -> float:
     return time.process_time() + sum(time.clock_gettime(~process.pid << 3 | 2) for process in processes)
 
 
-def no_digest(flat: Tensor, start: int = 0) -> int:
-    """In the place of a digest, at both ends of a `stream`."""
-    return 0
-
-
 # -- the other processes -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def receivers(
-    endpoint: str, layout: list[TensorInfo], count: int, lane: str
-) -> Iterator[tuple[list[psutil.Process], list]]:
-    """Processes that receive as generators, and lists of the seconds that each of their swaps took."""
-    manager = multiprocessing.Manager()
-    pauses = [manager.list() for _ in range(count)]
+def spawned(target: Callable[..., None], each: list[tuple[Any, ...]]) -> Iterator[list[psutil.Process]]:
+    """Processes of `target`, one for each tuple of arguments, until the end of the block."""
     context = multiprocessing.get_context("spawn")
-    started = [
-        context.Process(target=receive, args=(endpoint, f"generator-{i}", layout, pauses[i], lane), daemon=True)
-        for i in range(count)
-    ]
+    started = [context.Process(target=target, args=arguments, daemon=True) for arguments in each]
     for process in started:
         process.start()
     try:
-        yield [psutil.Process(process.pid) for process in started], pauses
+        yield [psutil.Process(process.pid) for process in started]
     finally:
         for process in started:
             process.terminate()
             process.join()
 
 
-def receive(endpoint: str, name: str, layout: list[TensorInfo], pauses: list, lane: str) -> None:
-    """Receive as a generator whose engine copies every tensor into its place; of a `stream` it does nothing."""
+@contextmanager
+def receivers(endpoint: str, layout: list[TensorInfo], count: int) -> Iterator[tuple[list[psutil.Process], list]]:
+    """Processes that receive as generators, and lists of the seconds that each of their swaps took."""
+    manager = multiprocessing.Manager()
+    pauses = [manager.list() for _ in range(count)]
+    with spawned(receive, [(endpoint, f"generator-{i}", layout, pauses[i]) for i in range(count)]) as processes:
+        yield processes, pauses
+
+
+def receive(endpoint: str, name: str, layout: list[TensorInfo], pauses: list) -> None:
+    """Receive as a generator whose engine copies every tensor into its place."""
     torch.set_num_threads(1)
     places = {info.name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype)) for info in layout}
 
     def apply(tensors: Any, version: PolicyVersion) -> str:
-        if lane == "stream":
-            pauses.append(0.0)
-            return str(version)
         started = time.perf_counter()
         replace_tensors(places, tensors)
         pauses.append(time.perf_counter() - started)
         return weights_digest(places.items())
 
-    if lane == "stream":
-        hashing.digest = no_digest
-    receiver = Receiver(endpoint, generator_id=name, incarnation="0", host=HOST, apply=apply, keys=None)
-    receiver.start()
+    Receiver(endpoint, generator_id=name, incarnation="0", host=HOST, apply=apply, keys=None).start()
     while True:
         time.sleep(10.0)
 
@@ -220,32 +197,21 @@ def receive(endpoint: str, name: str, layout: list[TensorInfo], pauses: list, la
 def broadcasts(count: int, num_bytes: int) -> Iterator[Any]:
     """A function that broadcasts `num_bytes` once to `count` processes; it returns CPU seconds of all, and seconds."""
     store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    ends = [context.Pipe() for _ in range(count)]
-    started = [
-        context.Process(target=take, args=(store.port, rank + 1, count + 1, num_bytes, ends[rank][1]), daemon=True)
-        for rank in range(count)
-    ]
-    for process in started:
-        process.start()
-    group, flat = GlooGroup(store, 0, count + 1, HOST, 120.0), torch.zeros(num_bytes, dtype=torch.uint8)
-    processes = [psutil.Process(process.pid) for process in started]
+    ends = [multiprocessing.Pipe() for _ in range(count)]
+    members = [(store.port, rank + 1, count + 1, num_bytes, ends[rank][1]) for rank in range(count)]
+    with spawned(take, members) as processes:
+        group, flat = GlooGroup(store, 0, count + 1, HOST, 120.0), torch.zeros(num_bytes, dtype=torch.uint8)
 
-    def once() -> tuple[float, float]:
-        for ours, _ in ends:
-            ours.send(None)
-        began, at = cpu_s(processes), time.perf_counter()
-        group.broadcast(flat)
-        for ours, _ in ends:
-            ours.recv()
-        return cpu_s(processes) - began, time.perf_counter() - at
+        def once() -> tuple[float, float]:
+            for ours, _ in ends:
+                ours.send(None)
+            began, at = cpu_s(processes), time.perf_counter()
+            group.broadcast(flat)
+            for ours, _ in ends:
+                ours.recv()
+            return cpu_s(processes) - began, time.perf_counter() - at
 
-    try:
         yield once
-    finally:
-        for process in started:
-            process.terminate()
-            process.join()
 
 
 def take(port: int, rank: int, world: int, num_bytes: int, told: Any) -> None:

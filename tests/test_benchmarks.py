@@ -6,7 +6,6 @@ No figure is judged here; that takes a quiet machine.
 import argparse
 import ast
 import json
-import math
 import subprocess
 import sys
 import time
@@ -15,26 +14,23 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM
 
 from asyncgrpo.data.rows import recognise
 from asyncgrpo.data.sources import read_rows
 from asyncgrpo.learner.packing import pack
-from benchmarks import gpu_cells, gpu_learner, learner_step, transport, weights_threads
+from benchmarks import gpu_learner, learner_step
 from benchmarks.bad_input_cases import CASES, Case
-from benchmarks.bad_inputs import is_good
-from benchmarks.leaks import BINS, kind_of, trend
+from benchmarks.bad_inputs import why_bad
+from benchmarks.gpu_tables import learner_table
 from benchmarks.new_user import CHANGES, FORMATS, TASKS, command, make
-from benchmarks.prometheus import OURS, configuration, contradictions, spans
 from benchmarks.rollouts import VERSION, Lengths, make_groups
 from benchmarks.shapes import SHAPES, Work, qwen3, train_flops
-from benchmarks.soak import Seen, balance, stops_of, tenths, times_of_trouble
 from benchmarks.trials import Ended, Fence
 from benchmarks.verl_scripts import judge, misfit, says_why
 
 SMALLEST = {
-    "device": "cpu", "runs": 1, "seed": 1, "peak": None, "part": "step", "shape": "tiny", "layers": 2, "tokens": 256,
+    "device": "cpu", "runs": 1, "seed": 1, "peak": None, "shape": "tiny", "layers": 2, "tokens": 256,
     "budget": 256, "lora": 0, "recompute": False, "offload": False, "share": True, "compile": False, "kernel": "auto",
 }  # fmt: skip
 
@@ -88,16 +84,9 @@ def test_the_learner_on_a_card_needs_no_ray_no_engine_and_no_configuration_files
     assert [one["what"] for one in found] == ["rl step", "supervised step", "rl speed of supervised"], found
     lines("\n".join(map(json.dumps, found)))
     assert found[0]["computed"] < found[0]["tokens"]
-    table = gpu_learner.table([*found, gpu_learner.failed(SMALLEST, "no time")])
+    table = learner_table([*found, gpu_learner.failed(SMALLEST, "no time")])
     assert table.count("\n| tiny |") == 1
-    assert table.endswith("no time\n")
-
-
-def test_heads_of_a_card(capsys):
-    gpu_cells.run_cell(SMALLEST | {"part": "head", "tokens": 16})
-    found = lines(capsys.readouterr().out)
-    assert {one["what"] for one in found} == {"head"}
-    assert gpu_learner.table(found).count("\n| tiny |") == len(found) == len(gpu_cells.TILES["cpu"])
+    assert table.endswith("no time")
 
 
 def test_a_cell_that_fails_is_a_line(hide):
@@ -136,32 +125,18 @@ def test_every_cell_is_planned_once():
     asked |= {"device": "cuda", "runs": 1, "recompute": "auto", "lora": 0, "layers": None, "peak": None, "seed": 1}
     arguments = argparse.Namespace(**asked)
     cells = gpu_learner.plan(arguments)
-    assert len({json.dumps(cell) for cell in cells}) == len(cells) == 2 * (2 + 4 + 1)
-    steps = [cell for cell in cells if cell["part"] == "step"]
-    settings = {(cell["shape"], cell["recompute"], cell["offload"]) for cell in steps}
+    assert len({json.dumps(cell) for cell in cells}) == len(cells) == 2 * (2 + 4)
+    settings = {(cell["shape"], cell["recompute"], cell["offload"]) for cell in cells}
     assert settings == {("0.6b", False, False), ("8b", True, True)}
 
 
-def test_work_on_bytes_by_threads(capsys):
-    weights_threads.main(["--mb", "1", "--rounds", "1", "--threads", "3"])
-    found = [one["what"].partition(" ")[0] for one in lines(capsys.readouterr().out)]
-    assert found == ["copy", "digest", "compare", "apply", "boxes"]
-
-
-def test_transport(capsys):
-    transport.main(["--groups", "64", "--tokens", "16", "--rounds", "1", "--ways", "raw", "written"])
-    found = {one["what"]: one for one in lines(capsys.readouterr().out)}
-    assert {"transport raw", "transport written", "transport written / raw"} < set(found)
-    assert len([what for what in found if what.startswith("codec ")]) == 4
-
-
 @pytest.mark.slow
-def test_a_learner_step_and_its_floor(capsys):
+def test_a_learner_step_beside_a_supervised_one(capsys):
     smallest = ["--rounds", "1", "--steps", "1", "--batch", "one group"]
-    learner_step.main([*smallest, "--cells", "asyncgrpo", "floor", "supervised"])
+    learner_step.main([*smallest, "--cells", "asyncgrpo", "supervised"])
     found = lines(capsys.readouterr().out)
-    assert [one["cell"] for one in found[:3]] == ["asyncgrpo", "floor", "supervised"]
-    assert [(one["of"], one["to"]) for one in found[3:]] == [("floor", "asyncgrpo"), ("supervised", "asyncgrpo")]
+    assert [one["cell"] for one in found[:2]] == ["asyncgrpo", "supervised"]
+    assert [(one["of"], one["to"]) for one in found[2:]] == [("supervised", "asyncgrpo")]
 
 
 def test_trls_cells_import_nothing_of_ours():
@@ -196,12 +171,13 @@ def test_bad_inputs_are_judged():
     assert len({case.name for case in CASES}) == len(CASES) > 150
     case, sentence = Case("a", ()), "error: no such file"
     ended = Ended(exit=1, seconds=40.0, said_s=1.0, cpu_s=1.0, out="", err=sentence)
-    assert is_good(case, ended, [sentence], 10.0)
-    late, killed, taken = (replace(ended, **change) for change in ({"said_s": 11.0}, {"exit": None}, {"exit": 0}))
-    for bad in (late, killed, taken, replace(ended, out="Traceback (most recent call last)")):
-        assert not is_good(case, bad, [sentence], 10.0)
-    assert not is_good(case, ended, ["Usage: x", sentence], 10.0)
-    assert is_good(replace(case, is_table=True), ended, [sentence, "more"], 10.0)
+    assert why_bad(case, ended, [sentence], 10.0) == ""
+    assert why_bad(case, replace(ended, said_s=11.0), [sentence], 10.0) == "late"
+    assert why_bad(case, replace(ended, exit=None), [sentence], 10.0) == "it has no end"
+    assert why_bad(case, replace(ended, exit=0), [sentence], 10.0) == "it is taken"
+    assert why_bad(case, replace(ended, out="Traceback (most recent call last)"), [sentence], 10.0) == "a traceback"
+    assert why_bad(case, ended, ["Usage: x", sentence], 10.0) == "not one sentence"
+    assert why_bad(replace(case, is_table=True), ended, [sentence, "more"], 10.0) == ""
 
 
 def test_a_new_user_types_a_command_that_is_taken(tmp_path, monkeypatch):
@@ -214,51 +190,3 @@ def test_a_new_user_types_a_command_that_is_taken(tmp_path, monkeypatch):
     row = read_rows("train.parquet")[0]
     assert recognise([row], {}).name == "verl"
     assert row["reward_model"]["ground_truth"] == 3 * row["prompt"][0]["content"][0]
-
-
-def test_a_soak_is_summed_up():
-    journal = [(0.0, 10), (1.0, 2_000_000), (9.0, 500), (10.0, 1_000_000)]
-    assert tenths(journal) == [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
-    assert stops_of(journal) == [(0.0, 1.0), (1.0, 9.0), (9.0, 10.0)]
-    told = [
-        {"event": "fault", "time": 2.0, "fault": "kill", "actor": "buffer"},
-        {"event": "recovered", "time": 8.0, "fault": "kill", "actor": "buffer"},
-    ]
-    assert times_of_trouble(told, Seen(outages=[(20.0, 30.0)])) == [(20.0, 35.0), (2.0, 13.0)]
-    assert balance("tokens  1,200 generated, 1,000 trained, 200 dropped") == "yes"
-    assert balance("tokens  1,200 generated = 1,000 trained + 150 dropped (stale 100, failed 50) + 50 waiting") == "yes"
-    assert balance("tokens  1,200 generated, 1,300 trained, 0 dropped") == "no: 1,200 is not 1,300"
-
-
-def test_a_trend_has_an_interval_that_holds_the_growth():
-    noise = [3.0 * math.sin(17.0 * i) for i in range(10 * BINS)]
-    times = [10.0 * i for i in range(10 * BINS)]
-    flat = trend(list(zip(times, (100.0 + n for n in noise), strict=True)))
-    assert abs(flat["per_hour"]) < flat["plus_minus"] < 20.0
-    assert flat["first_quarter"] == pytest.approx(flat["last_quarter"], abs=1.0)
-    leak = trend([(at, 100.0 + n + at / 3600.0 * 50.0) for at, n in zip(times, noise, strict=True)])
-    assert leak["per_hour"] - leak["plus_minus"] < 50.0 < leak["per_hour"] + leak["plus_minus"]
-    assert leak["per_hour"] > leak["plus_minus"]
-
-
-def test_a_process_is_known_by_what_it_is():
-    assert kind_of(["ray::LearnerActor.run"]) == "ray::LearnerActor"
-    assert kind_of(["/opt/python3.11", "-u", "/opt/ray/log_monitor.py", "--x=/y"]) == "log_monitor.py"
-    assert kind_of(["/opt/ray/raylet", "--store=/s"]) == "raylet"
-    assert kind_of([]) == "?"
-
-
-def test_alerts_that_contradict_are_found_where_they_were_true_at_once():
-    assert spans([10.0, 15.0, 20.0, 40.0]) == [(10.0, 20.0), (40.0, 40.0)]
-    one_after_the_other = {"LearnerStarved": [(0.0, 10.0)], "BoundTooTight": [(15.0, 20.0)], "Waiting": [(0.0, 99.0)]}
-    assert contradictions(one_after_the_other) == []
-    at_once = one_after_the_other | {"BoundTooTight": [(15.0, 20.0), (10.0, 11.0)]}
-    assert contradictions(at_once) == ["LearnerStarved + BoundTooTight"]
-
-
-def test_a_trial_is_watched_with_our_configuration(tmp_path: Path):
-    written, ours = (yaml.safe_load(text) for text in (configuration(tmp_path), (OURS / "prometheus.yml").read_text()))
-    assert written["global"] == ours["global"]
-    assert all(Path(name).is_file() for name in written["rule_files"])
-    places = written["scrape_configs"][0]["file_sd_configs"][0]["files"]
-    assert places == [str(tmp_path / "prometheus" / "*.json")]
