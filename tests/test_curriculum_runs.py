@@ -20,28 +20,9 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0 if int(ground_truth) < 20 else float(len(solution_str) % 2)
 """
-ARGUMENTS = [
-    "train",
-    "--model",
-    "model",
-    "--data",
-    "train.json",
-    "--engine",
-    "fake",
-    "--rollout-n",
-    "4",
-    "--n-gpus",
-    "0",
-]
-ARGUMENTS += [
-    "--out",
-    "run",
-    "--max-lag",
-    "2",
-    "reward.function=reward.py",
-    "data.curriculum=success",
-    "run.epochs=null",
-]
+ARGUMENTS = ["train", "--model", "model", "--data", "train.json", "--engine", "fake", "--rollout-n", "4"]
+ARGUMENTS += ["--n-gpus", "0", "--out", "run", "--max-lag", "2", "reward.function=reward.py"]
+ARGUMENTS += ["data.curriculum=success", "run.epochs=null"]
 ARGUMENTS += [f"buffer.prompts_per_step={PER_STEP}", "sampling.max_tokens=8", "data.max_prompt_tokens=32"]
 ARGUMENTS += ["buffer.keep_journal=true", "run.checkpoint_every=7"]
 

@@ -29,23 +29,16 @@ def with_uv(tmp_path):
     return run
 
 
-def test_one_torch_is_well(with_uv):
+def test_one_torch_is_well_several_are_an_error_and_so_is_an_extra_without_a_solution(with_uv):
     result = with_uv(SOLVED)
     assert (result.returncode, result.stderr) == (0, "")
     assert "Python 3.12  [sglang]  2 packages: torch 2.14.1, numpy 2.3.5" in result.stdout.splitlines()
-
-
-def test_several_torches_are_an_error(with_uv):
     result = with_uv(f'case "$*" in *"3.12"*"--extra wandb"*) echo torch==2.15.0;; *) {SOLVED};; esac')
     assert result.returncode == 1
     assert "there are several: 2.14.1 on Python 3.11 with [sglang]" in result.stderr
     assert "2.15.0 on Python 3.12 with [all]" in result.stderr
-
-
-def test_an_extra_without_a_solution_is_named(with_uv):
-    result = with_uv(
-        f'case "$*" in *"--extra lora"*) echo "error: No solution found: peft" >&2; exit 1;; *) {SOLVED};; esac'
-    )
+    unsolved = f'case "$*" in *"--extra lora"*) echo "error: No solution found: peft" >&2; exit 1;; *) {SOLVED};; esac'
+    result = with_uv(unsolved)
     assert result.returncode == 1
     assert "error: Python 3.12, [lora]: error: No solution found: peft" in result.stderr.splitlines()
     assert "[docs]" not in result.stderr

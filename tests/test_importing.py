@@ -23,13 +23,10 @@ def test_the_collector_is_off_in_the_block_and_what_was_imported_is_frozen():
     assert gc.isenabled() and gc.get_freeze_count() > 0
 
 
-def test_an_import_that_fails_leaves_the_collector_on():
+def test_the_collector_is_afterwards_as_it_was_also_if_an_import_fails():
     with pytest.raises(ImportError), importing():
         raise ImportError
     assert gc.isenabled()
-
-
-def test_a_collector_that_was_off_stays_off():
     gc.disable()
     with importing():
         pass

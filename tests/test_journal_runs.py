@@ -91,14 +91,10 @@ def test_each_start_goes_on_from_the_newest_checkpoint(killed: Killed):
     assert [event["step"] for event in starts] == [0, *killed.checkpoints]
     assert [event["version"] for event in starts[1:]] == [f"{n}.{step}" for n, step in enumerate(killed.checkpoints, 2)]
     assert [event["step"] for event in events(killed.run, "step")] == list(range(1, STEPS + 1))
-
-
-def test_no_prompt_is_trained_twice(killed: Killed):
-    """Of the first epoch, among those that count, in whichever process they were trained."""
-    seen: list[str] = []
+    seen: list[str] = []  # of the first epoch, among the steps that count, in whichever process they were trained
     for path in sorted((killed.run / "samples").rglob("*.parquet")):
         seen += sorted(set(pq.read_table(path, columns=["prompt_id"])["prompt_id"].to_pylist()))
-    assert len(seen) == len(set(seen)) == STEPS * PROMPTS
+    assert len(seen) == len(set(seen)) == STEPS * PROMPTS, "no prompt is trained twice"
 
 
 def test_it_passes_its_audit_and_trains_what_was_waiting(killed: Killed):

@@ -98,14 +98,10 @@ def test_a_command_that_only_looks_imports_nothing_heavy(tmp_path, arguments):
     assert heavy_in(COMMAND.format(arguments=", ".join(map(repr, arguments))), tmp_path) == []
 
 
-def test_a_driver_without_gpus_leaves_what_is_heavy_to_the_warm_process(tmp_path):
+@pytest.mark.parametrize("code", [DRIVER, REFUSED], ids=["a driver without GPUs", "a run without its data"])
+def test_what_is_heavy_is_left_to_the_warm_process(tmp_path, code):
     make_demo_model(tmp_path / "model", seed=0)
-    assert heavy_in(DRIVER, tmp_path) == []
-
-
-def test_a_run_without_its_data_is_refused_before_anything_heavy_is_imported(tmp_path):
-    make_demo_model(tmp_path / "model", seed=0)
-    assert heavy_in(REFUSED, tmp_path) == []
+    assert heavy_in(code, tmp_path) == []
 
 
 def test_the_buffer_of_a_run_whose_prompts_are_kept_needs_no_tokenizer(tmp_path):

@@ -46,40 +46,28 @@ def test_only_events_start_a_line(tmp_path):
     assert rest and all(line.startswith("    ") for line in rest)
 
 
-def test_warnings_reach_stderr_and_news_does_not(tmp_path, capsys):
-    logs.setup("generator", "3", tmp_path)
-    logging.getLogger("asyncgrpo.x").info("news")
-    logging.getLogger("asyncgrpo.x").warning("trouble")
+def test_warnings_reach_stderr_and_news_does_not_unless_there_is_no_folder(tmp_path, capsys):
+    path = logs.setup("generator", "3", tmp_path)
+    for name in ("asyncgrpo.x", "elsewhere"):
+        logging.getLogger(name).info("news")
+        logging.getLogger(name).warning("trouble")
     said = capsys.readouterr().err
     assert "trouble" in said and "generator-3" in said and "news" not in said
-
-
-def test_without_a_folder_stderr_has_everything(capsys):
+    assert path.read_text().count("trouble") == 2
+    assert path.read_text().count("news") == 1, "other packages are heard from warning up"
     assert logs.setup("driver") is None
     logging.getLogger("asyncgrpo.x").info("news")
     assert "news" in capsys.readouterr().err
 
 
-def test_other_packages_are_heard_from_warning_up(tmp_path):
-    path = logs.setup("driver", None, tmp_path)
-    logging.getLogger("elsewhere").info("chatter")
-    logging.getLogger("elsewhere").warning("trouble")
-    assert "chatter" not in path.read_text() and "trouble" in path.read_text()
-
-
-def test_a_second_setup_replaces_the_first(tmp_path):
+def test_a_second_setup_replaces_the_first_and_a_restarted_process_adds_to_its_log(tmp_path):
     first = logs.setup("learner", 0, tmp_path)
     second = logs.setup("learner", 1, tmp_path)
-    logging.getLogger("asyncgrpo").info("once")
-    assert first.read_text() == "" and second.read_text().count("once") == 1
-
-
-def test_a_restarted_process_adds_to_its_log(tmp_path):
-    logs.setup("learner", 0, tmp_path)
     logging.getLogger("asyncgrpo").info("before")
-    path = logs.setup("learner", 0, tmp_path)
+    assert first.read_text() == ""
+    logs.setup("learner", 1, tmp_path)
     logging.getLogger("asyncgrpo").info("after")
-    assert [line.rsplit(" ", 1)[1] for line in path.read_text().splitlines()] == ["before", "after"]
+    assert [line.rsplit(" ", 1)[1] for line in second.read_text().splitlines()] == ["before", "after"]
 
 
 def test_a_log_does_not_grow_without_end_and_its_newest_lines_are_kept(tmp_path, monkeypatch):
@@ -95,7 +83,14 @@ def test_a_log_does_not_grow_without_end_and_its_newest_lines_are_kept(tmp_path,
     assert newest.endswith("line 499 of start 1\n") and newest.count("\n") > 20
 
 
-def test_a_full_disk_is_said_once_and_without_a_traceback(tmp_path, capsys):
+class Full(io.StringIO):
+    """Refuses what is written."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EFBIG, "File too large")
+
+
+def test_a_full_disk_is_said_once_without_a_traceback_and_ends_no_process(tmp_path, capsys, monkeypatch):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "driver.log").symlink_to("/dev/full")
     logs.setup("driver", None, tmp_path)
@@ -105,21 +100,9 @@ def test_a_full_disk_is_said_once_and_without_a_traceback(tmp_path, capsys):
     (complaint,) = [line for line in said if "trouble" not in line]
     assert complaint == f"{tmp_path}/logs/driver.log cannot be written: No space left on device"
     assert len(said) == 4, "and stderr still has every warning"
-
-
-def test_a_record_that_nothing_takes_ends_no_process(tmp_path, monkeypatch):
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "learner-0.log").symlink_to("/dev/full")
     monkeypatch.setattr("sys.stderr", Full())  # Ray's is a file on the same disk
-    logs.setup("learner", 0, tmp_path)
+    logs.setup("driver", None, tmp_path)
     logging.getLogger("asyncgrpo.x").warning("trouble")
-
-
-class Full(io.StringIO):
-    """Refuses what is written."""
-
-    def write(self, text: str) -> int:
-        raise OSError(errno.EFBIG, "File too large")
 
 
 def test_a_mistake_in_a_call_of_ours_keeps_its_traceback(tmp_path, capsys):

@@ -39,21 +39,13 @@ def test_promtool_finds_nothing_to_mend(role):
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", DECLARED)
-def test_attribute_is_the_exported_name_less_the_prefix(name):
-    exported = {family.name for family in DECLARED[name].collect()}
-    base = name.removesuffix("_total") if isinstance(DECLARED[name], Counter) else name.removesuffix("_info")
-    assert exported == {f"asyncgrpo_{base}"}
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_counters_alone_end_in_total(name):
-    assert name.endswith("_total") == isinstance(DECLARED[name], Counter)
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_metric_has_a_sentence_of_help(name):
-    assert re.fullmatch(r"[A-Z1].{10,}\.", DECLARED[name]._documentation)
+def test_a_metric_is_exported_by_its_name_with_a_sentence_of_help():
+    for name, metric in DECLARED.items():
+        is_counter = isinstance(metric, Counter)
+        base = name.removesuffix("_total") if is_counter else name.removesuffix("_info")
+        assert {family.name for family in metric.collect()} == {f"asyncgrpo_{base}"}
+        assert name.endswith("_total") == is_counter, name
+        assert re.fullmatch(r"[A-Z1].{10,}\.", metric._documentation), name
 
 
 def test_every_metric_is_exported_by_some_role_and_by_its_own_only():
@@ -72,12 +64,9 @@ def test_every_metric_is_exported_by_some_role_and_by_its_own_only():
         "asyncgrpo_open_files",
         "asyncgrpo_processes",
     }
+    assert "_created" not in metrics.exposition(*metrics.ROLES)
     for role, others in (("learner", "buffer"), ("generator", "learner"), ("buffer", "generator")):
         assert exported[role] & exported[others] <= shared | {"asyncgrpo_devices"}
-
-
-def test_no_series_says_when_a_counter_was_created():
-    assert "_created" not in metrics.exposition(*metrics.ROLES)
 
 
 def just_imported() -> ModuleType:
@@ -97,30 +86,23 @@ def test_label_values_start_at_zero_before_anything_happens():
     assert value("actor_restarts_total", new, actor="buffer") == 0
 
 
-def test_an_endpoint_answers_on_a_free_port_with_the_metrics_of_its_role():
-    port = metrics.serve("driver")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as completion:
-        text = completion.read().decode()
-    assert "asyncgrpo_actor_restarts_total" in text and "asyncgrpo_build_info" in text
-    assert "asyncgrpo_loss" not in text
-
-
-def test_an_endpoint_with_a_token_answers_only_who_sends_it():
-    port = metrics.serve("driver", token="7f3c")
-
-    def asked(**headers: str) -> int:
+def test_an_endpoint_serves_the_metrics_of_its_role_and_with_a_token_only_those_that_send_it():
+    def asked(port: int, **headers: str) -> int:
         request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=10) as completion:
-                assert b"asyncgrpo_actor_restarts_total" in completion.read()
+                text = completion.read().decode()
+                assert "asyncgrpo_actor_restarts_total" in text and "asyncgrpo_loss" not in text
                 return completion.status
         except urllib.error.HTTPError as error:
             assert b"asyncgrpo" not in error.read()
             return error.code
 
+    assert asked(metrics.serve("driver")) == 200
+    port = metrics.serve("driver", token="7f3c")
     wrong = ["Bearer 7f3", "Bearer ", "7f3c", "Basic 7f3c", "Bearer \xff"]
-    assert asked() == 401 and [asked(Authorization=text) for text in wrong] == [401] * len(wrong)
-    assert asked(Authorization="Bearer 7f3c") == 200
+    assert asked(port) == 401 and [asked(port, Authorization=text) for text in wrong] == [401] * len(wrong)
+    assert asked(port, Authorization="Bearer 7f3c") == 200
 
 
 def test_the_runs_of_a_folder_share_a_token_that_only_we_can_read(tmp_path: Path):
@@ -165,59 +147,46 @@ def test_a_step_event_moves_the_learners_metrics():
     assert value("zero_signal_groups_total") - without_signal == 3
 
 
-def test_each_part_of_the_reward_has_a_series_and_there_are_few_of_them(monkeypatch):
+def test_each_part_of_the_reward_and_each_source_has_a_series_and_there_are_few_of_them(monkeypatch):
     monkeypatch.setattr(metrics, "_reward_parts", set())
-    metrics.observe_step({"reward_parts": {"format": 0.5}, "reward_parts_std": {"format": 0.1}})
-    assert value("reward_part_mean", part="format") == 0.5 and value("reward_part_std", part="format") == 0.1
-    for step in range(50):
-        metrics.observe_step({"reward_parts": {"format": 0.75, f"of step {step}": 1.0}})
-    series = metrics.exposition("learner").count("asyncgrpo_reward_part_mean{")
-    assert series == metrics.MAX_REWARD_PARTS and value("reward_part_mean", part="format") == 0.75
-    metrics.reward_part_mean.clear()
-    metrics.reward_part_std.clear()
-
-
-def test_each_source_has_its_series_and_there_are_few_of_them(monkeypatch):
     monkeypatch.setattr(metrics, "_sources", set())
     numbers = {"reward_mean": 0.5, "success_share": 0.25, "zero_signal_share": 0.75, "completion_length_mean": 9.0}
-    metrics.observe_step({"sources": {"gsm8k": numbers}})
+    parts = {"reward_parts": {"format": 0.5}, "reward_parts_std": {"format": 0.1}}
+    metrics.observe_step(parts | {"sources": {"gsm8k": numbers}})
+    assert value("reward_part_mean", part="format") == 0.5 and value("reward_part_std", part="format") == 0.1
     assert value("source_reward_mean", source="gsm8k") == 0.5 and value("source_success_ratio", source="gsm8k") == 0.25
     assert value("source_zero_signal_ratio", source="gsm8k") == 0.75
-    metrics.observe_step({"sources": {"gsm8k": numbers | {"reward_mean": None}}})
-    assert value("source_reward_mean", source="gsm8k") == 0.5
     for step in range(50):
-        metrics.observe_step({"sources": {f"of step {step}": numbers}})
-    assert metrics.exposition("learner").count("asyncgrpo_source_reward_mean{") == metrics.MAX_SOURCES
-    for gauge in metrics._OF_SOURCES.values():
+        one = f"of step {step}"
+        sources = {"gsm8k": numbers | {"reward_mean": None}, one: numbers}
+        metrics.observe_step({"reward_parts": {"format": 0.75, one: 1.0}, "sources": sources})
+    series = metrics.exposition("learner")
+    assert series.count("asyncgrpo_reward_part_mean{") == metrics.MAX_REWARD_PARTS
+    assert series.count("asyncgrpo_source_reward_mean{") == metrics.MAX_SOURCES
+    assert value("reward_part_mean", part="format") == 0.75 and value("source_reward_mean", source="gsm8k") == 0.5
+    for gauge in (metrics.reward_part_mean, metrics.reward_part_std, *metrics._OF_SOURCES.values()):
         gauge.clear()
 
 
-def test_a_wait_shows_its_age_while_it_lasts_and_zero_afterwards(monkeypatch):
-    now = [100.0]
+def test_a_wait_shows_its_age_while_it_lasts_also_in_another_thread_and_zero_afterwards(monkeypatch):
+    now, seen = [100.0], list[float]()
     monkeypatch.setattr(metrics, "_waits", metrics._Waits(clock=lambda: now[0]))
-    with metrics.waiting("publish"):
+
+    def age() -> float:
+        return value("waiting_seconds", what="publish")
+
+    with pytest.raises(ValueError), metrics.waiting("publish"):
         now[0] += 30
-        assert value("waiting_seconds", what="publish") == 30
+        assert age() == 30
         with metrics.waiting("publish"):
             now[0] += 5
-            assert value("waiting_seconds", what="publish") == 35
-        assert value("waiting_seconds", what="publish") == 35
-    assert value("waiting_seconds", what="publish") == 0
-
-
-def test_a_wait_that_raises_is_over():
-    with pytest.raises(ValueError), metrics.waiting("reward"):
-        raise ValueError
-    assert value("waiting_seconds", what="reward") == 0
-
-
-def test_a_wait_is_seen_from_another_thread():
-    seen: list[float] = []
-    with metrics.waiting("engine"):
-        thread = threading.Thread(target=lambda: seen.append(value("waiting_seconds", what="engine")))
+            assert age() == 35
+        thread = threading.Thread(target=lambda: seen.append(age()))
         thread.start()
         thread.join()
-    assert seen[0] > 0
+        assert age() == 35 == seen[0]
+        raise ValueError
+    assert age() == 0
 
 
 def test_every_process_exports_its_memory_and_open_files_and_those_of_what_it_started():

@@ -1,5 +1,6 @@
 """The next process removes what a killed one left, and nothing of a process that lives."""
 
+import shutil
 import signal
 import stat
 import subprocess
@@ -112,26 +113,19 @@ def test_folders_made_under_another_shared_memory_stay(start):
     assert not left.exists() and not memory(left), "a boot empties every /dev/shm"
 
 
-def test_a_process_that_ends_removes_what_it_has(start):
+def test_a_process_that_ends_removes_what_it_has_and_what_is_to_be_looked_into_stays(start, temporary):
     process, folder = start("end")
     process.wait()
     assert not folder.exists() and not memory(folder)
-
-
-def test_what_a_person_is_to_look_into_stays(start):
     process, folder = start("keep")
     process.kill()
     process.wait()
-    scratch.folder()
-    assert (folder / "session" / "log").exists()
-    (folder / "keep").unlink()
-
-
-def test_a_folder_without_a_lock_was_never_anybody_s(temporary):
     half_made = scratch._root() / "abcdefgh"
     half_made.mkdir()
     scratch.folder()
-    assert not half_made.exists()
+    assert (folder / "session" / "log").exists()
+    assert not half_made.exists(), "without a lock it was never in use"
+    (folder / "keep").unlink()
 
 
 @pytest.mark.parametrize(
@@ -139,15 +133,11 @@ def test_a_folder_without_a_lock_was_never_anybody_s(temporary):
     [lambda path: path.touch(), lambda path: path.symlink_to("/"), lambda path: (path.mkdir(), path.chmod(0o777))],
 )
 def test_a_place_that_others_have_taken_is_refused(temporary, make):
-    scratch._root().rmdir()
+    scratch._root().chmod(0o755)
+    scratch.folder()
+    assert stat.S_IMODE(scratch._root().stat().st_mode) == 0o700, "one that others could look into is closed"
+    shutil.rmtree(scratch._root())
     make(temporary / f"asyncgrpo-{scratch.os.getuid()}")
+    scratch._own = None
     with pytest.raises(ConfigError, match="set TMPDIR to another folder"):
         scratch.folder()
-
-
-def test_a_place_that_others_could_look_into_is_closed(temporary):
-    root = temporary / f"asyncgrpo-{scratch.os.getuid()}"
-    root.mkdir()
-    root.chmod(0o755)
-    scratch.folder()
-    assert stat.S_IMODE(root.stat().st_mode) == 0o700

@@ -7,7 +7,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,7 @@ from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.rollouts import Finished
 from asyncgrpo.wire.sockets import Client, Keys, Server
 from asyncgrpo.wire.weights import Join, WeightsLayout
-from tests.runs import environment
+from tests.runs import environment, wait_until
 
 PACKAGE = Path(__file__).parent.parent / "asyncgrpo"
 
@@ -85,36 +84,27 @@ def test_nothing_is_unpickled_evaluated_or_given_to_a_shell():
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "count"),
     [
-        "import pickle",
-        "from cloudpickle import loads",
-        "socket.recv_pyobj()",
-        "socket.send_pyobj(x)",
-        "torch.load(path)",
-        "torch.load(path, weights_only=False)",
-        "eval(text)",
-        "exec(text)",
-        "yaml.load(text)",
-        "yaml.load(text, Loader=yaml.FullLoader)",
-        "subprocess.run(text, shell=True)",
-        "os.system(text)",
-        "np.load(path, allow_pickle=True)",
-        "dist.all_gather_object(a, b)",
-        "AutoModel.from_pretrained(path, trust_remote_code=True)",
-        "from sglang.srt.utils import MultiprocessingSerializer",
+        ("import pickle", 1),
+        ("from cloudpickle import loads", 1),
+        ("socket.recv_pyobj()", 1),
+        ("torch.load(path)", 1),
+        ("torch.load(path, weights_only=False)", 1),
+        ("torch.load(path, weights_only=True)", 0),
+        ("eval(text)", 1),
+        ("yaml.load(text, Loader=yaml.FullLoader)", 1),
+        ("yaml.load(text, Loader=yaml.SafeLoader)", 0),
+        ("subprocess.run(text, shell=True)", 1),
+        ("subprocess.run([text])", 0),
+        ("os.system(text)", 1),
+        ("np.load(path, allow_pickle=True)", 1),
+        ("AutoModel.from_pretrained(path, trust_remote_code=True)", 1),
+        ("from sglang.srt.utils import MultiprocessingSerializer", 1),
     ],
 )
-def test_what_runs_code_is_found(line):
-    assert len(list(dangers(line))) == 1
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["torch.load(path, weights_only=True)", "yaml.load(text, Loader=yaml.SafeLoader)", "subprocess.run([text])"],
-)
-def test_what_does_not_is_let_be(line):
-    assert list(dangers(line)) == []
+def test_what_runs_code_is_found_and_what_does_not_is_let_be(line, count):
+    assert len(list(dangers(line))) == count
 
 
 # -- sockets and keys --------------------------------------------------------------------------------------------------
@@ -140,6 +130,12 @@ def test_every_end_of_the_wire_is_given_the_keys_of_the_run():
     assert "keys=keys" in setup
     text = (PACKAGE / "cluster" / "run.py").read_text(encoding="utf-8")
     assert "Watch(config.cluster.bind, keys," in text
+    stores = [(file, call) for file, call in calls_of("dist.TCPStore") if file != "cli/doctor.py"]  # there for a second
+    assert {file for file, _ in stores} == {"weights/group.py"}
+    assert [call for _, call in stores if "is_master=True" in call and "master_listen_fd" not in call] == []
+    served = list(calls_of("metrics.serve"))
+    assert {file for file, _ in served} == {"cluster/run.py", "cluster/wiring.py"}
+    assert [call for _, call in served if "host=host, token=" not in call] == [], "metrics need the token of the run"
 
 
 STRANGER = """
@@ -159,6 +155,8 @@ time.sleep(0.5)
 
 def test_another_user_of_this_machine_is_heard_by_no_process_of_a_run(tmp_path):
     """On loopback, where the keys are all that tells who speaks."""
+    with pytest.raises(ConfigError, match="no CURVE keys"):
+        publisher("0.0.0.0", None)
     keys = Keys.make()
     server = Server("127.0.0.1", keys)
     watch = Watch("127.0.0.1", keys, host="127.0.0.1")
@@ -170,48 +168,22 @@ def test_another_user_of_this_machine_is_heard_by_no_process_of_a_run(tmp_path):
     assert not watch.has_heard("buffer", "1")
     weights._receive()
     assert weights.generators == []
+    stranger, friend = (Client(weights.endpoint, f"weights-{i}", k) for i, k in enumerate((Keys.make(), keys)))
+    for number, client in enumerate((stranger, friend)):
+        client.send(Join(generator_id=f"generator-{number}", incarnation="a"))
+    wait_until(lambda: bool(weights._receive() or weights.generators), "the one with the keys", 10.0)
+    assert weights.generators == ["generator-1"]
     learner = Client(server.endpoint, "learner", keys)
     learner.send(Finished())
     assert server.receive(5.0) is not None
-    for end in (learner, server, watch, weights):
+    for end in (learner, server, watch, weights, stranger, friend):
         end.close()
-
-
-def test_no_meeting_place_listens_everywhere():
-    """The doctor's is there for a second."""
-    stores = [(file, call) for file, call in calls_of("dist.TCPStore") if file != "cli/doctor.py"]
-    assert {file for file, _ in stores} == {"weights/group.py"}
-    assert [call for _, call in stores if "is_master=True" in call and "master_listen_fd" not in call] == []
-
-
-def test_metrics_are_served_with_the_token_of_the_run():
-    served = list(calls_of("metrics.serve"))
-    assert {file for file, _ in served} == {"cluster/run.py", "cluster/wiring.py"}
-    assert [call for _, call in served if "host=host, token=" not in call] == []
 
 
 def publisher(bind: str, keys: Keys | None) -> Publisher:
     made = Publisher(WeightsConfig(), maps=False, backend="gloo", bind=bind, host="127.0.0.1", keys=keys)
     made._layout_message = WeightsLayout(tensors=())  # its thread is not started: the test reads
     return made
-
-
-def test_the_publisher_hears_only_who_has_the_keys_of_the_run():
-    with pytest.raises(ConfigError, match="no CURVE keys"):
-        publisher("0.0.0.0", None)
-    keys = Keys.make()
-    open_to_all = publisher("0.0.0.0", keys)
-    friend, *strangers = (
-        Client(open_to_all.endpoint, f"weights-{i}", k) for i, k in enumerate((keys, None, Keys.make()))
-    )
-    for number, client in enumerate((*strangers, friend)):
-        client.send(Join(generator_id=f"generator-{number}", incarnation="a"))
-    deadline = time.monotonic() + 10.0
-    while not (open_to_all._receive() or open_to_all.generators) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert open_to_all.generators == ["generator-2"]
-    for end in (friend, *strangers, open_to_all):
-        end.close()
 
 
 def test_the_meeting_place_of_a_group_listens_at_its_address_alone():
@@ -255,12 +227,9 @@ def test_only_its_user_can_look_into_a_folder_of_a_run(make, tmp_path, monkeypat
         "Prometheus reads what is beside"
     )
 
-
-def test_a_folder_that_was_opened_to_others_stays_so(tmp_path, monkeypatch):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run").chmod(0o750)
-    claimed(tmp_path / "run", monkeypatch)
-    assert mode(tmp_path / "run") == 0o750
+    (tmp_path / "runs" / "one").chmod(0o750)
+    claimed(tmp_path / "runs" / "one", monkeypatch)
+    assert mode(tmp_path / "runs" / "one") == 0o750, "one that was opened to others stays so"
 
 
 # -- secrets -----------------------------------------------------------------------------------------------------------

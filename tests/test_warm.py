@@ -56,9 +56,6 @@ def test_what_a_fork_raises_is_raised_here_with_its_traceback(begun):
     with pytest.raises(ConfigError, match="no") as raised:
         warm.call(refuse)
     assert str(raised.value) == "no" and "in refuse" in raised.value.__notes__[0]
-
-
-def test_a_fork_that_dies_is_said_in_a_sentence(begun):
     with pytest.raises(AsyncGRPOError, match=r"_exit died"):
         warm.call(os._exit, 3)
 

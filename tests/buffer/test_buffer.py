@@ -4,12 +4,9 @@ from collections import Counter
 
 import msgspec
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.buffer.admission import POLICIES
-from asyncgrpo.buffer.buffer import Buffer, State, group_seed
+from asyncgrpo.buffer.buffer import Buffer, group_seed
 from asyncgrpo.buffer.group_health import MIN_GROUPS, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
@@ -36,16 +33,18 @@ def prompts(count: int) -> tuple[Prompt, ...]:
 
 
 def make_buffer(
-    count=12, per_step=2, max_lag=1, epochs=1, filters=False, too_long=(), journal=None, max_attempts=3, **settings
-) -> Buffer:
+    count=12, per_step=2, max_lag=1, epochs=1, filters=False, too_long=(), shuffle=True, algorithm=None, journal=None,
+    quarantine=None, max_attempts=3, **settings,
+) -> Buffer:  # fmt: skip
     """A buffer over `count` prompts, of which those in `too_long` have no tokens."""
     config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **({"admission": "eager"} | settings))
-    algorithm = AlgorithmConfig(group_size=GROUP_SIZE, filter_zero_signal=filters)
+    objective = AlgorithmConfig(**{"group_size": GROUP_SIZE, "filter_zero_signal": filters} | (algorithm or {}))
     some = [
         msgspec.structs.replace(one, token_ids=()) if i in too_long else one for i, one in enumerate(prompts(count))
     ]
-    source = PromptSource(some, seed=0, shuffle=True, epochs=epochs)
-    return Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1, journal=journal, max_attempts=max_attempts)
+    source = PromptSource(some, seed=0, shuffle=shuffle, epochs=epochs)
+    given = {"journal": journal, "quarantine": quarantine, "max_attempts": max_attempts}
+    return Buffer(config, objective, source, Sampling(), seed=0, lineage=1, **given)
 
 
 def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1) -> Deliver:
@@ -83,11 +82,23 @@ def lease_all(buffer: Buffer, holder="g") -> list[Lease]:
     return leases
 
 
-def test_nothing_is_leased_before_the_first_publication_and_never_more_than_the_slots():
+def test_a_group_holds_a_slot_until_its_step_is_published_and_is_trained_once():
     buffer = make_buffer(per_step=2, max_lag=1)
-    assert buffer.lease("g", 0.0) is None
+    assert buffer.lease("g", 0.0) is None, "no weights are published yet"
     buffer.trained(v(0))
-    assert len(lease_all(buffer)) == 4
+    a, b, c, d = lease_all(buffer)
+    for lease in (d, b):
+        assert buffer.accept(deliver(lease, 0), b"") is None
+    assert buffer.accept(deliver(b, 0), b"") == "duplicate"
+    assert [e.prompt_index for e in buffer.take(v(0))] == [b.prompt_index, d.prompt_index], "in prompt order"
+    assert buffer.take(v(0)) is None and buffer.lease("g", 0.0) is None
+    assert buffer.accept(deliver(b, 0), b"") == "duplicate"
+    buffer.trained(v(1))
+    assert buffer.accept(deliver(b, 0), b"") == "duplicate" and buffer.outcomes["trained"] == 2
+    for lease in (c, a):
+        buffer.accept(deliver(lease, 0), b"")
+    assert [e.prompt_index for e in buffer.take(v(1))] == [a.prompt_index, c.prompt_index]
+    assert len(lease_all(buffer)) == 2
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -112,64 +123,15 @@ def test_a_prompt_without_tokens_was_too_long_and_is_dropped_for_good_when_it_is
     assert {record.prompt_index for record in dropped} | set(trained) == set(range(24))
 
 
-def test_a_batch_is_full_oldest_first_and_in_prompt_order():
-    buffer = make_buffer(per_step=2, max_lag=1)
-    buffer.trained(v(0))
-    a, b, c, d = lease_all(buffer)
-    for lease in (d, b):
-        assert buffer.accept(deliver(lease, 0), b"") is None
-    assert [e.prompt_index for e in buffer.take(v(0))] == [b.prompt_index, d.prompt_index]
-    assert buffer.take(v(0)) is None
-    buffer.trained(v(1))
-    assert buffer.outcomes["trained"] == 2
-    for lease in (c, a):
-        buffer.accept(deliver(lease, 0), b"")
-    assert [e.prompt_index for e in buffer.take(v(1))] == [a.prompt_index, c.prompt_index]
-
-
-def test_slots_are_free_only_when_the_trained_weights_are_published():
-    buffer = make_buffer(per_step=2, max_lag=0)
-    buffer.trained(v(0))
-    for lease in lease_all(buffer):
-        buffer.accept(deliver(lease, 0), b"")
-    assert buffer.take(v(0)) is not None
-    assert buffer.lease("g", 0.0) is None
-    buffer.trained(v(1))
-    assert buffer.lease("g", 0.0) is not None
-
-
-def test_the_same_group_twice_is_trained_once():
-    buffer = make_buffer(per_step=2, max_lag=0)
-    buffer.trained(v(0))
-    first, second = lease_all(buffer)
-    assert buffer.accept(deliver(first, 0), b"") is None
-    assert buffer.accept(deliver(first, 0), b"") == "duplicate"
-    buffer.accept(deliver(second, 0), b"")
-    buffer.take(v(0))
-    assert buffer.accept(deliver(first, 0), b"") == "duplicate"
-    buffer.trained(v(1))
-    assert buffer.accept(deliver(first, 0), b"") == "duplicate"
-    assert buffer.outcomes["trained"] == 2
-
-
-def test_a_lost_generator_s_prompts_are_issued_again_before_new_ones():
-    buffer = make_buffer(per_step=2, max_lag=1)
-    buffer.trained(v(0))
-    kept, lost = buffer.lease("a", 0.0), buffer.lease("b", 0.0)
-    assert kept is not None and lost is not None
-    assert buffer.release("b") == [lost.lease_id]
-    again = buffer.lease("c", 1.0)
-    assert again is not None and again.prompt_index == lost.prompt_index and again.prompt == lost.prompt
-    assert buffer.held_by("a") == 1 and buffer.held_by("b") == 0
-
-
 def test_a_group_whose_lease_was_taken_away_comes_too_late():
     """It is older than the lease that is out, and the rule of lag has not counted on it."""
     buffer = make_buffer(per_step=1, max_lag=1)
     buffer.trained(v(0))
-    trained, silent = lease_all(buffer)
-    buffer.release("g")
+    lost = lease_all(buffer)
+    assert buffer.release("g") == [lease.lease_id for lease in lost] and buffer.held_by("g") == 0
+    silent = lost[1]
     trained, again = lease_all(buffer, holder="other")
+    assert [lease.prompt for lease in (trained, again)] == [lease.prompt for lease in lost], "before new ones"
     buffer.accept(deliver(trained, 0), b"")
     buffer.release("other")
     assert buffer.take(v(0)) is not None
@@ -195,13 +157,15 @@ def test_a_prompt_that_fails_every_time_is_dropped_with_a_count():
     assert after is not None and after.prompt_index == 1
 
 
-def test_a_lease_that_takes_too_long_is_given_to_another():
+def test_a_lease_that_takes_too_long_is_given_to_another_whose_time_begins_then():
     buffer = make_buffer(per_step=1, max_lag=0, lease_timeout_s=10.0)
     buffer.trained(v(0))
-    lease = buffer.lease("slow", 0.0)
-    assert lease is not None and buffer.expire(9.0) == []
-    assert [entry.lease for entry in buffer.expire(11.0)] == [lease]
-    again = buffer.lease("quick", 11.0)
+    buffer.lease("lost", 0.0)
+    buffer.release("lost")
+    lease = buffer.lease("slow", 8.0)
+    assert lease is not None and buffer.expire(17.0) == []
+    assert [entry.lease for entry in buffer.expire(19.0)] == [lease]
+    again = buffer.lease("quick", 19.0)
     assert again is not None and again.prompt_index == lease.prompt_index and again.lease_id != lease.lease_id
     assert buffer.accept(deliver(lease, 0), b"") == "no_such_lease"
     assert buffer.accept(deliver(again, 0), b"") is None
@@ -234,19 +198,6 @@ def test_a_group_that_is_already_too_old_is_dropped_and_its_prompt_issued_again(
     assert buffer.outcomes["dropped_stale"] == 1
     again = buffer.lease("g", 0.0)
     assert again is not None and again.prompt_index == lease.prompt_index
-
-
-def test_the_last_batch_holds_what_is_left():
-    buffer = make_buffer(count=3, per_step=2, max_lag=0)
-    buffer.trained(v(0))
-    sizes = []
-    for version in range(2):
-        for lease in lease_all(buffer):
-            buffer.accept(deliver(lease, version), b"")
-        sizes.append(len(buffer.take(v(version))))
-        buffer.trained(v(version + 1))
-    assert sizes == [2, 1]
-    assert buffer.exhausted
 
 
 @pytest.mark.parametrize(
@@ -287,34 +238,6 @@ def test_a_group_without_signal_is_kept_where_nobody_asked_for_the_filter():
     assert len(buffer.take(v(0))) == 1 and not buffer.filtered
 
 
-def test_at_lag_zero_filtered_groups_are_refilled_within_the_step():
-    buffer = make_buffer(count=6, per_step=2, max_lag=0, filters=True)
-    buffer.trained(v(0))
-    a, b = lease_all(buffer)
-    buffer.accept(deliver(a, 0, (0.0, 0.0)), b"")
-    buffer.accept(deliver(b, 0), b"")
-    assert buffer.take(v(0)) is None
-    (c,) = lease_all(buffer)
-    buffer.accept(deliver(c, 0), b"")
-    assert [e.prompt_index for e in buffer.take(v(0))] == [b.prompt_index, c.prompt_index]
-
-
-def test_a_run_whose_last_groups_are_all_filtered_ends():
-    buffer = make_buffer(count=3, per_step=2, max_lag=0, filters=True)
-    buffer.trained(v(0))
-    kept, *others = lease_all(buffer)
-    buffer.accept(deliver(kept, 0), b"")
-    for lease in others:
-        buffer.accept(deliver(lease, 0, (1.0, 1.0)), b"")
-    for lease in lease_all(buffer):
-        assert buffer.take(v(0)) is None, "one more prompt may still fill the batch"
-        buffer.accept(deliver(lease, 0, (1.0, 1.0)), b"")
-    assert [e.prompt_index for e in buffer.take(v(0))] == [kept.prompt_index], "nothing can fill it any more"
-    buffer.trained(v(1))
-    assert buffer.exhausted and buffer.take(v(1)) is None
-    assert buffer.outcomes["trained"] == 1 and buffer.outcomes["filtered_zero_signal"] == 2
-
-
 def with_indices(message: Deliver, *indices: int) -> Deliver:
     """The same with these completions, of which index 3 is the greedy one of a group of three."""
     first = message.rollouts[0]
@@ -336,13 +259,12 @@ def with_indices(message: Deliver, *indices: int) -> Deliver:
     ],
 )
 def test_a_smaller_group_is_accepted_where_the_configuration_says_so(least, advantage, indices, refusal):
-    config = BufferConfig(prompts_per_step=1, max_lag=0)
-    source = PromptSource(prompts(2), seed=0, shuffle=False, epochs=1)
-    algorithm = AlgorithmConfig(group_size=3, min_completions=least, advantage=advantage)
-    buffer = Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1)
+    algorithm = {"group_size": 3, "min_completions": least, "advantage": advantage}
+    buffer = make_buffer(per_step=1, max_lag=0, algorithm=algorithm)
     buffer.trained(v(0))
     lease = buffer.lease("g", 0.0)
-    assert lease.min_completions == (least or 3) and lease.cut_after_s < config.lease_timeout_s
+    assert (lease.num_completions, lease.with_greedy) == (3, advantage == "remax")
+    assert lease.min_completions == (least or 3) and lease.cut_after_s < BufferConfig().lease_timeout_s
     assert buffer.accept(with_indices(deliver(lease, 0), *indices), b"") == refusal
     sampled = sum(i < 3 for i in indices)
     assert buffer.outcomes["accepted_short"] == (refusal is None and sampled < 3)
@@ -386,163 +308,11 @@ def test_leases_that_run_out_count_in_the_median():
     for _ in range(MIN_GROUPS):
         message = deliver(buffer.lease("g", 0.0), 0)
         buffer.accept(msgspec.structs.replace(message, timings={"generate": 20.0}), b"")
-    assert buffer.deadline_s == 60.0
-    for _ in range(MIN_GROUPS + 1):
-        assert buffer.lease("g", 0.0) is not None
-    assert len(buffer.expire(61.0)) == MIN_GROUPS + 1
+    late = [buffer.lease("g", 0.0) for _ in range(MIN_GROUPS + 1)]
+    assert buffer.deadline_s == 60.0 and len(buffer.expire(61.0)) == len(late)
     assert buffer.deadline_s == 180.0, "most of what is known took 60 s or more"
-
-
-def test_a_lease_that_was_given_anew_has_its_time_from_then():
-    buffer = make_buffer(per_step=1, lease_timeout_s=10.0)
-    buffer.trained(v(0))
-    first = buffer.lease("a", 0.0)
-    buffer.release("a")
-    again = buffer.lease("b", 8.0)
-    assert again.group_id == first.group_id
-    assert buffer.expire(17.0) == []
-    assert [entry.lease for entry in buffer.expire(19.0)] == [again]
 
 
 def test_seeds_differ_between_groups_attempts_and_runs():
     seeds = {group_seed(s, o, a) for s in range(3) for o in range(50) for a in range(3)}
     assert len(seeds) == 3 * 50 * 3 and all(0 <= s < 2**48 for s in seeds)
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """Leases, groups, failures, losses and steps in any order."""
-
-    @initialize(per_step=st.integers(1, 3), max_lag=st.integers(0, 3), filters=st.booleans())
-    def start(self, per_step, max_lag, filters):
-        self.max_lag, self.per_step, self.count = max_lag, per_step, 14
-        self.buffer = make_buffer(self.count, per_step, max_lag, filters=filters, max_attempts=100)
-        self.version = 0
-        self.buffer.trained(v(0))
-        self.leases: list[tuple[Lease, int]] = []
-        self.trained: list[int] = []
-        self.filtered: list[int] = []
-
-    @rule(holder=st.sampled_from("ab"))
-    def lease(self, holder):
-        lease = self.buffer.lease(holder, 0.0)
-        if lease is not None:
-            self.leases.append((lease, self.version))
-
-    @precondition(lambda self: self.leases)
-    @rule(
-        data=st.data(),
-        scores=st.sampled_from([(0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (1.0, None)]),
-        twice=st.booleans(),
-        keep=st.booleans(),
-    )
-    def deliver(self, data, scores, twice, keep):
-        index = data.draw(st.integers(0, len(self.leases) - 1))
-        lease, version = self.leases[index] if keep else self.leases.pop(index)
-        for _ in range(1 + twice):
-            before = self.buffer.outcomes["filtered_zero_signal"]
-            self.buffer.accept(deliver(lease, version, scores), b"")
-            if self.buffer.outcomes["filtered_zero_signal"] > before:
-                self.filtered.append(lease.prompt_index)
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def fail(self, data):
-        lease, _ = data.draw(st.sampled_from(self.leases))
-        self.buffer.fail(lease.lease_id, "failed")
-
-    @rule(holder=st.sampled_from("ab"))
-    def lose(self, holder):
-        self.buffer.release(holder)
-
-    @rule()
-    def step(self):
-        batch = self.buffer.take(v(self.version))
-        if batch is None:
-            return
-        assert len(batch) == self.per_step or self.buffer.count(State.READY) == 0
-        assert all(self.version - e.oldest.number <= self.max_lag for e in batch)
-        self.trained += [e.prompt_index for e in batch]
-        self.version += 1
-        self.buffer.trained(v(self.version))
-
-    @invariant()
-    def slots_are_never_exceeded(self):
-        held = sum(self.buffer.count(state) for state in State)
-        assert held <= (self.max_lag + 1) * self.per_step
-
-    @invariant()
-    def counts_are_what_is_there(self):
-        entries = list(self.buffer._entries.values())
-        for state in State:
-            assert self.buffer.count(state) == sum(e.state is state for e in entries)
-        for holder in "ab":
-            held = sum(e.holder == holder and e.state is State.LEASED for e in entries)
-            assert self.buffer.held_by(holder) == held
-
-    @invariant()
-    def every_group_is_accounted_for(self):
-        out = self.buffer.outcomes
-        dropped = sum(n for k, n in out.items() if k.startswith("dropped"))
-        gone = out["trained"] + out["filtered_zero_signal"] + dropped + out["requeued"]
-        assert out["leased"] == gone + sum(self.buffer.count(state) for state in State)
-        assert out["filtered_zero_signal"] == self.buffer.filtered.total() == len(self.filtered)
-
-    @rule()
-    def fill(self):
-        """No slot is lost: what no group holds can be leased, as long as there are prompts."""
-        held = sum(self.buffer.count(state) for state in State)
-        free = (self.max_lag + 1) * self.per_step - held
-        granted = [self.buffer.lease("a", 0.0) for _ in range(free + 1)]
-        self.leases += [(lease, self.version) for lease in granted if lease is not None]
-        assert granted[-1] is None
-        one_works_alone = (
-            self.buffer._prompts.next_isolated_index is not None or self.buffer._isolated._alone is not None
-        )
-        assert all(granted[:-1]) or one_works_alone or not self.buffer._prompts.has_next
-
-    def teardown(self):
-        """From wherever we are, every prompt is trained or filtered exactly once in the end."""
-        if not hasattr(self, "buffer"):
-            return
-        self.buffer.release("a")
-        self.buffer.release("b")
-        for _ in range(200):
-            while (lease := self.buffer.lease("a", 0.0)) is not None:
-                assert self.buffer.accept(deliver(lease, self.version), b"") is None
-            self.step()
-        assert sorted(self.trained + self.filtered) == list(range(self.count))
-        assert self.buffer.exhausted
-
-
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_a_lease_asks_for_a_greedy_baseline_where_the_advantage_needs_one():
-    config = BufferConfig(prompts_per_step=1, max_lag=0)
-    source = PromptSource(prompts(2), seed=0, shuffle=False, epochs=1)
-    algorithm = AlgorithmConfig(group_size=GROUP_SIZE, advantage="remax")
-    buffer = Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1)
-    buffer.trained(v(0))
-    lease = buffer.lease("g", 0.0)
-    assert (lease.num_completions, lease.with_greedy) == (GROUP_SIZE, True)
-    assert buffer.accept(deliver(lease, 0), b"") == "incomplete"
-    lease = buffer.lease("g", 0.0)
-    assert buffer.accept(deliver(lease, 0, scores=(0.0, 1.0, 1.0)), b"") is None
-
-
-def test_a_group_that_makes_no_batch_yet_costs_no_pass_over_all_of_them(monkeypatch: pytest.MonkeyPatch):
-    buffer = make_buffer(count=40, per_step=8, max_lag=3)
-    buffer.trained(v(0))
-    leases = lease_all(buffer)
-    assert buffer.take(v(0)) is None
-    looked: list[int] = []
-    select = buffer._policy.select
-    monkeypatch.setattr(
-        buffer._policy, "select", lambda waiting, *rest: looked.append(len(waiting)) or select(waiting, *rest)
-    )
-    for number, lease in enumerate(leases[:8], 1):
-        buffer.accept(deliver(lease, 0), b"")
-        batch = buffer.take(v(0))
-        assert (batch is not None) == (number == 8)
-    assert looked == [len(leases)]

@@ -16,24 +16,21 @@ def after(durations, factor=3.0, longest_s=1800.0) -> Deadlines:
     return deadlines
 
 
-def test_it_is_a_multiple_of_the_median_of_the_newest_groups():
-    assert after([50.0] * DEADLINE_WINDOW + [100.0] * DEADLINE_WINDOW).seconds(is_last=False) == 300.0
-    assert after([40.0] * 6 + [60.0] * 7).seconds(is_last=False) == 180.0
-
-
-def test_it_has_a_floor_and_a_ceiling_and_is_the_ceiling_while_little_is_known_or_nobody_asked():
-    assert after([0.1] * 20).seconds(is_last=False) == SHORTEST_S
-    assert after([1000.0] * 20).seconds(is_last=False) == 1800.0
-    assert after([50.0] * (MIN_GROUPS - 1)).seconds(is_last=False) == 1800.0
-    assert after([50.0] * 20, factor=0.0).seconds(is_last=False) == 1800.0
-
-
-def test_the_last_lease_of_a_prompt_has_all_the_time():
-    assert after([50.0] * 20).seconds(is_last=True) == 1800.0
-
-
-def test_what_is_no_time_is_no_time():
-    assert after([50.0] * 20 + [0.0, -1.0, float("nan"), float("inf")] * 30).seconds(is_last=False) == 150.0
+@pytest.mark.parametrize(
+    ("durations", "settings", "seconds"),
+    [
+        ([50.0] * DEADLINE_WINDOW + [100.0] * DEADLINE_WINDOW, {}, 300.0),  # a multiple of the median of the newest
+        ([40.0] * 6 + [60.0] * 7, {}, 180.0),
+        ([0.1] * 20, {}, SHORTEST_S),
+        ([1000.0] * 20, {}, 1800.0),
+        ([50.0] * (MIN_GROUPS - 1), {}, 1800.0),  # little is known
+        ([50.0] * 20, {"factor": 0.0}, 1800.0),
+        ([50.0] * 20 + [0.0, -1.0, math.nan, math.inf] * 30, {}, 150.0),  # these are no times
+    ],
+)
+def test_a_deadline_follows_the_median_between_a_floor_and_a_ceiling(durations, settings, seconds):
+    assert after(durations, **settings).seconds(is_last=False) == seconds
+    assert after(durations, **settings).seconds(is_last=True) == 1800.0, "the last lease of a prompt has all the time"
 
 
 def test_leases_end_in_order_of_their_deadlines_and_are_told_once():

@@ -5,7 +5,6 @@ from collections import Counter
 from itertools import combinations
 from statistics import fmean
 
-import msgspec
 import pytest
 
 from asyncgrpo.buffer.evaluation import (
@@ -29,24 +28,22 @@ def make() -> Evaluations:
 
 
 def delivery_of(lease: Lease, value: float | None, version: int = 4) -> Deliver:
-    header = RolloutHeader(
-        index=0,
-        num_tokens=2,
-        spans=(VersionSpan(PolicyVersion(1, version), 0, 2),),
-        finish_reason="stop",
-        score=Score(failure="timeout") if value is None else Score(value=value),
+    return answered(lease, "x" if value is not None else "", value=value or 0.0, version=version)
+
+
+def answered(lease: Lease, *texts: str, right: str = "", value: float = 1.0, version: int = 4) -> Deliver:
+    """Completions with these texts. Those that contain `right` have a reward of `value`, and the empty ones none."""
+    spans = (VersionSpan(PolicyVersion(1, version), 0, 2),)
+    scores = (
+        Score(value=value * (right in text), parts={"short": 0.5}) if text else Score(failure="timeout")
+        for text in texts
     )
-    return Deliver(
-        group_id=lease.group_id,
-        lease_id=lease.lease_id,
-        attempt=lease.attempt,
-        prompt_index=lease.prompt_index,
-        purpose="eval",
-        prompt=lease.prompt,
-        rollouts=(header,),
-        generator_id="g",
-        timings={},
+    rollouts = tuple(
+        RolloutHeader(index=index, num_tokens=2, spans=spans, finish_reason="stop", score=score, text=text)
+        for index, (text, score) in enumerate(zip(texts, scores, strict=True))
     )
+    same = {name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "prompt_index", "prompt")}
+    return Deliver(**same, purpose="eval", rollouts=rollouts, generator_id="g", timings={})
 
 
 def test_the_result_counts_every_prompt_and_names_the_versions():
@@ -54,7 +51,9 @@ def test_the_result_counts_every_prompt_and_names_the_versions():
     evaluations.request(5, 0.0)
     leases = [evaluations.lease("g", 0.0) for _ in PROMPTS]
     assert [lease.prompt for lease in leases] == list(PROMPTS) and evaluations.lease("g", 0.0) is None
-    assert evaluations.accept(delivery_of(leases[0], 1.0, 4), 1.0) is None
+    for _ in range(2):  # the same completion twice counts once
+        assert evaluations.accept(delivery_of(leases[0], 1.0, 4), 1.0) is None
+    assert evaluations.held_by("g") == 2
     assert evaluations.accept(delivery_of(leases[2], None, 5), 2.0) is None
     result = evaluations.accept(delivery_of(leases[1], 0.0, 6), 3.0)
     assert result is not None and not evaluations.in_flight
@@ -63,34 +62,18 @@ def test_the_result_counts_every_prompt_and_names_the_versions():
     assert result.failures == {"timeout": 1} and result.seconds == 3.0
 
 
-def test_the_same_completion_twice_counts_once():
-    evaluations = make()
-    evaluations.request(0, 0.0)
-    lease = evaluations.lease("g", 0.0)
-    assert evaluations.accept(delivery_of(lease, 1.0), 1.0) is None
-    assert evaluations.accept(delivery_of(lease, 1.0), 1.0) is None
-    assert evaluations.held_by("g") == 0
-
-
-def test_what_a_lost_generator_held_is_answered_by_another():
-    evaluations = make()
-    evaluations.request(0, 0.0)
-    lost = evaluations.lease("lost", 0.0)
-    assert evaluations.release("lost", 1.0) == []
-    assert evaluations.lease("other", 1.0) == lost
-
-
 def test_a_prompt_that_ends_every_generator_is_counted_as_failed_and_the_evaluation_ends():
     evaluations = make()
     evaluations.request(0, 0.0)
-    others = [evaluations.lease("g", 0.0) for _ in PROMPTS][1:]
+    lost, *others = [evaluations.lease("g", 0.0) for _ in PROMPTS]
     for lease in others:
         evaluations.accept(delivery_of(lease, 1.0), 0.0)
     for ends in range(1, 20):
         results = evaluations.release("g", float(ends))
         if results:
             break
-        assert evaluations.lease("g", float(ends)).prompt_index == 0
+        again = evaluations.lease("g", float(ends))
+        assert again.prompt_index == 0 and (ends > FREE_LOSSES or again == lost)
     assert ends == FREE_LOSSES + MAX_ATTEMPTS
     assert results[0].failures == {"generator_lost": 1} and results[0].completions == 2
     assert not evaluations.in_flight
@@ -111,16 +94,12 @@ def test_a_prompt_that_always_fails_or_is_late_is_counted_and_the_evaluation_end
         assert evaluations.lease("g", now).prompt_index == 0
     _, (result,) = evaluations.expire(now + 11.0)
     assert result.failures == {"lease_timeout": 1} and result.reward_mean == 1.0
-
-
-def test_an_evaluation_of_which_nothing_was_answered_is_a_result_too():
-    evaluations = make()
-    evaluations.request(0, 0.0)
-    results = []
+    evaluations.request(1, now)
+    results: list = []
     while not results:
-        lease = evaluations.lease("g", 0.0)
-        results += filter(None, [evaluations.fail(lease.lease_id, "failed", 5.0)])
-    (result,) = results
+        lease = evaluations.lease("g", now)
+        results += filter(None, [evaluations.fail(lease.lease_id, "failed", now + 5.0)])
+    (result,) = results  # nothing was answered
     assert (result.completions, result.failures, result.seconds) == (0, {"failed": len(PROMPTS)}, 5.0)
     assert result.reward_mean is result.newest is result.completion_length_mean is None and not evaluations.in_flight
 
@@ -142,22 +121,6 @@ SUITES = (
     Prompt(prompt_id="gsm8k/1", token_ids=(2,), source="gsm8k"),
     Prompt(prompt_id="qa/0", token_ids=(3,), source="qa"),
 )
-
-
-def answered(lease: Lease, *texts: str, right: str, version: int = 4) -> Deliver:
-    """Completions with these texts. Those that contain `right` have a reward of 1, and the empty ones none."""
-    rollouts = tuple(
-        RolloutHeader(
-            index=index,
-            num_tokens=2,
-            spans=(VersionSpan(PolicyVersion(1, version), 0, 2),),
-            finish_reason="stop",
-            score=Score(value=float(right in text), parts={"short": 0.5}) if text else Score(failure="timeout"),
-            text=text,
-        )
-        for index, text in enumerate(texts)
-    )
-    return msgspec.structs.replace(delivery_of(lease, 1.0), rollouts=rollouts)
 
 
 def test_each_suite_has_numbers_of_its_own_with_the_versions_that_sampled_it():
@@ -238,19 +201,11 @@ def test_pass_and_majority_are_means_over_all_subsets(seed):
         assert (pass_at(k, is_right), majority[k]) == pytest.approx(expected, abs=1e-12)
 
 
-def test_many_completions_are_counted_exactly_enough():
+def test_many_completions_are_counted_exactly_enough_at_powers_of_two():
     """The right answer has 200 of 256 votes, and each other one."""
     answers, is_right = ["right"] * 200 + [str(i) for i in range(56)], [True] * 200 + [False] * 56
-    majority = majority_at([1, 128, 256], answers, is_right)
-    assert (
-        majority[1] == pytest.approx(200 / 256)
-        and majority[128] == pytest.approx(1)
-        and majority[256] == pytest.approx(1)
-    )
+    assert majority_at([1, 128, 256], answers, is_right) == pytest.approx({1: 200 / 256, 128: 1, 256: 1})
     assert pass_at(64, [False] * 192 + [True] * 64) == pytest.approx(1, abs=1e-6)
-
-
-def test_k_are_the_powers_of_two_up_to_n():
     assert [powers_up_to(n) for n in (1, 2, 3, 8, 9)] == [[1], [1, 2], [1, 2], [1, 2, 4, 8], [1, 2, 4, 8]]
 
 

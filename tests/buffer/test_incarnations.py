@@ -19,9 +19,6 @@ from asyncgrpo.wire.rollouts import (
     Reregister,
     Serving,
     Shutdown,
-    Snapshot,
-    Take,
-    TakeSnapshot,
     Trained,
     Waiting,
     Welcome,
@@ -66,6 +63,33 @@ class Served:
         self.service.turn((peer, encode(message, payload)), self.now_s)
         return [(to, type(completion).__name__) for to, completion in self.lines.sent]
 
+    def join(self, name: str, *, incarnation: str = "0", peer: str = "", window: int = 2, version: int = 0) -> None:
+        """A generator registers and says which weights it serves."""
+        said = Register(protocol=PROTOCOL, generator_id=name, incarnation=incarnation, window=window)
+        for message in (said, Serving(generator_id=name, version=v(version))):
+            self.hear(peer or name, message)
+
+    def pass_time(self, seconds: float, *who_speaks: str) -> list[tuple[str, Message]]:
+        """What is sent while time passes, a tenth of a second at a time."""
+        sent = []
+        for _ in range(round(seconds * 10)):
+            self.now_s += 0.1
+            self.lines.sent.clear()
+            self.service.turn(None, self.now_s)
+            sent += self.lines.sent
+            for name in who_speaks:
+                self.hear(name, Serving(generator_id=name, version=v(0)))
+                sent += self.lines.sent
+        return sent
+
+    def grants(self) -> dict[str, list[int]]:
+        """Prompt indices of the leases that were just granted, by peer."""
+        found: dict[str, list[int]] = {}
+        for peer, message in self.lines.sent:
+            if isinstance(message, Grant):
+                found.setdefault(peer, []).append(message.lease.prompt_index)
+        return found
+
     def oldest_lease(self) -> Lease:
         entry = self.buffer.oldest_lease()
         assert entry is not None
@@ -80,22 +104,15 @@ def serving(version: int | None) -> Serving:
     return Serving(generator_id="g", version=None if version is None else v(version))
 
 
-def test_a_late_word_of_an_incarnation_that_was_replaced_earns_its_successor_no_lease():
+def test_an_incarnation_that_was_replaced_cannot_come_back_and_earns_its_successor_no_lease():
     served = Served()
     served.hear("learner", Trained(version=v(0)))
     served.hear("g-old", register("g-old"))
     served.hear("g-new", register("g-new"))
-    assert served.hear("g-old", serving(0)) == [("g-old", Shutdown.__name__)]
-    assert served.buffer.held_by("g") == 0
+    for late in (serving(0), register("g-old")):
+        assert served.hear("g-old", late) == [("g-old", Shutdown.__name__)]
+    assert served.buffer.held_by("g") == 0 and served.hear("g-new", serving(None)) == []
     assert served.hear("g-new", serving(0)) == [("g-new", Grant.__name__)] * 2
-
-
-def test_a_replaced_incarnation_cannot_come_back():
-    served = Served()
-    served.hear("g-old", register("g-old"))
-    served.hear("g-new", register("g-new"))
-    assert served.hear("g-old", register("g-old")) == [("g-old", Shutdown.__name__)]
-    assert served.hear("g-new", serving(None)) == []
 
 
 def test_who_works_on_a_lease_that_would_be_too_old_is_told_and_gets_exactly_one_other():
@@ -113,39 +130,16 @@ def test_who_works_on_a_lease_that_would_be_too_old_is_told_and_gets_exactly_one
     assert served.hear("g-a", deliver(lease, 0), PAYLOAD) == [("g-a", Nack.__name__)]
 
 
-def test_a_generator_whose_first_word_was_lost_is_asked_for_it():
-    served = Served()
-    served.hear("g-old", register("g-old"))
-    assert served.hear("g-new", serving(None)) == [("g-new", Reregister.__name__)]
-    assert served.hear("g-new", register("g-new")) == [("g-new", Welcome.__name__)]
-
-
 def test_a_generator_that_was_asked_twice_for_its_first_word_keeps_its_leases():
     """Two heartbeats may come before the first one's request is heard: it registers for each."""
     served = Served()
     served.hear("learner", Trained(version=v(0)))
     for _ in range(2):
         assert served.hear("g-1", serving(0)) == [("g-1", Reregister.__name__)]
-    served.hear("g-1", register("g-1"))
+    assert served.hear("g-1", register("g-1")) == [("g-1", Welcome.__name__)]
     assert granted(served.hear("g-1", serving(0))) == ["g-1"] * 2
     assert served.hear("g-1", register("g-1")) == [("g-1", Welcome.__name__)]
     assert served.buffer.held_by("g") == 2 and not served.buffer.outcomes["requeued"]
-
-
-def test_what_one_generator_was_too_slow_for_goes_to_another():
-    served = Served(per_step=1, max_lag=0, lease_timeout_s=10.0)
-    for name in ("quick", "slow"):
-        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=1))
-        served.hear(name, Serving(generator_id=name, version=v(0)))
-    served.hear("learner", Trained(version=v(0)))
-    held = []
-    for _ in range(3):
-        for _ in range(11):
-            served.now_s += 1.0
-            for name in ("quick", "slow"):
-                served.hear(name, Serving(generator_id=name, version=v(0)))
-        held.append((served.buffer.held_by("quick"), served.buffer.held_by("slow")))
-    assert held[0] == (0, 1) and held[1] == (1, 0), "first the one that was never late, then by turns"
 
 
 def test_a_long_last_evaluation_is_no_silence():
@@ -162,33 +156,14 @@ def test_a_long_last_evaluation_is_no_silence():
     assert len(awaited) >= 90 and set(awaited) == {"the last evaluation"}
 
 
-def test_a_lost_word_of_a_step_is_made_good_by_the_next_one_of_the_learner():
-    served = Served(per_step=1, max_lag=0)
-    served.hear("learner", Trained(version=v(0)))
-    served.hear("g-1", register("g-1"))
-    served.hear("g-1", serving(0))
-    served.hear("learner", Take(step=0, version=v(0)))
-    served.hear("g-1", deliver(served.oldest_lease(), 0), PAYLOAD)
-    # Trained(1) was lost.
-    served.hear("learner", TakeSnapshot(trained=v(1)))
-    snapshot = next(message for _, message in served.lines.sent if isinstance(message, Snapshot))
-    assert snapshot.state["frontier"] + len(snapshot.state["done_beyond"]) == 1
-    assert served.buffer.outcomes["trained"] == 1
-
-
-def come(served: Served, name: str, version: int, window: int = 2) -> None:
-    served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=window))
-    served.hear(name, Serving(generator_id=name, version=v(version)))
-
-
 def granted(sent: list[tuple[str, str]]) -> list[str]:
     return [peer for peer, kind in sent if kind == Grant.__name__]
 
 
 def test_a_generator_that_is_quiet_gets_no_lease_until_it_speaks():
     served = Served(per_step=8, max_lag=0)
-    come(served, "g-1", 0)
-    come(served, "g-2", 0)
+    served.join("g-1")
+    served.join("g-2")
     served.now_s += 2.5
     served.hear("g-1", Serving(generator_id="g-1", version=v(0)))
     assert granted(served.hear("learner", Trained(version=v(0)))) == ["g-1"] * 2
@@ -198,32 +173,18 @@ def test_a_generator_that_is_quiet_gets_no_lease_until_it_speaks():
 def two_at_work(leases_each: int = 1) -> Served:
     """Two generators with leases, at 0 s; each may hold two."""
     served = Served(per_step=2 * leases_each, max_lag=0)
-    come(served, "g-1", 0)
-    come(served, "g-2", 0)
+    served.join("g-1")
+    served.join("g-2")
     served.hear("learner", Trained(version=v(0)))
     assert [served.buffer.held_by(name) for name in ("g-1", "g-2")] == [leases_each] * 2
     return served
 
 
-def pass_time(served: Served, seconds: float, *who_speaks: str) -> list[tuple[str, Message]]:
-    """What is sent while time passes, a tenth of a second at a time."""
-    sent = []
-    for _ in range(round(seconds * 10)):
-        served.now_s += 0.1
-        served.lines.sent.clear()
-        served.service.turn(None, served.now_s)
-        sent += served.lines.sent
-        for name in who_speaks:
-            served.hear(name, Serving(generator_id=name, version=v(0)))
-            sent += served.lines.sent
-    return sent
-
-
 def test_what_a_silent_generator_works_on_goes_to_one_that_speaks_and_one_of_the_two_is_trained():
     served = two_at_work()
     lease = next(entry.lease for entry in served.buffer._entries.values() if entry.holder == "g-2")
-    assert pass_time(served, 1.9, "g-1") == []
-    (to, cancel), (other, grant) = pass_time(served, 0.3, "g-1")
+    assert served.pass_time(1.9, "g-1") == []
+    (to, cancel), (other, grant) = served.pass_time(0.3, "g-1")
     assert (to, other) == ("g-2", "g-1") and isinstance(cancel, Cancel) and isinstance(grant, Grant)
     assert (cancel.lease_ids, cancel.reason) == ((lease.lease_id,), "silent")
     assert (grant.lease.prompt_index, grant.lease.attempt) == (lease.prompt_index, 1)
@@ -233,49 +194,40 @@ def test_what_a_silent_generator_works_on_goes_to_one_that_speaks_and_one_of_the
     assert served.buffer.tokens == {"generated": 4, "aborted": 2}
 
 
-def test_where_nobody_speaks_everyone_keeps_what_he_works_on():
-    served = two_at_work()
-    assert pass_time(served, 30.0) == []
-    assert [served.buffer.held_by(name) for name in ("g-1", "g-2")] == [1, 1]
-
-
-@pytest.mark.parametrize("why", ["paused", "failing"])
-def test_while_nothing_may_be_leased_everyone_keeps_what_he_works_on(why: str):
+@pytest.mark.parametrize("why", ["nobody speaks", "paused", "failing"])
+def test_a_silent_generator_keeps_its_leases_where_nobody_speaks_or_may_lease(why: str):
     served = two_at_work()
     if why == "paused":
         served.service.steer(Steer(revision=1, is_paused=True))
-    else:
+    elif why == "failing":
         served.hear("driver", Drain(reason=why))
-    pass_time(served, 5.0, "g-1")
+    served.pass_time(30.0, *(["g-1"] if why != "nobody speaks" else []))
     assert served.buffer.held_by("g-2") == 1
 
 
 def test_who_has_broken_a_silence_is_given_twice_as_long_the_next_time():
     served = two_at_work(leases_each=2)
-    pass_time(served, 3.0, "g-1")
+    served.pass_time(3.0, "g-1")
     assert served.buffer.held_by("g-2") == 0, "the other may hold no more, but they are the next that it gets"
-    pass_time(served, 0.1, "g-1", "g-2")
+    served.pass_time(0.1, "g-1", "g-2")
     assert served.buffer.held_by("g-2") == 2
-    pass_time(served, 5.8, "g-1")
+    served.pass_time(5.8, "g-1")
     assert served.buffer.held_by("g-2") == 2
-    pass_time(served, 0.8, "g-1")
+    served.pass_time(0.8, "g-1")
     assert served.buffer.held_by("g-2") == 0
-
-
-def test_what_was_not_read_while_the_buffer_stood_still_is_no_silence():
     served = two_at_work()
     served.now_s += 10.0
-    pass_time(served, 1.5, "g-1")
-    assert served.buffer.held_by("g-2") == 1
-    pass_time(served, 0.1, "g-1", "g-2")
-    pass_time(served, 3.2, "g-1")
+    served.pass_time(1.5, "g-1")
+    assert served.buffer.held_by("g-2") == 1, "what was not read while the buffer stood still is no silence"
+    served.pass_time(0.1, "g-1", "g-2")
+    served.pass_time(3.2, "g-1")
     assert served.buffer.held_by("g-2") == 0, "twice the 1.5 s that it was heard to be silent"
 
 
 def test_a_generator_that_is_behind_may_begin_fewer_groups_and_one_that_is_far_behind_none():
     served = Served(per_step=2, max_lag=2, count=20)
     for name, number in (("behind", 4), ("old", 3), ("new", 5)):
-        come(served, name, number, window=100)
+        served.join(name, version=number, window=100)
     served.hear("learner", Trained(version=v(5)))
     assert max(map(served.buffer.held_by, ("new", "behind"))) == 2, "just after the version came, each gets its part"
     served.now_s += 1.0

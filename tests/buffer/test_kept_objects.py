@@ -7,20 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.buffer import Buffer
-from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import BIAS_WINDOW
-from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
-from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.journal.log import Ledger
-from asyncgrpo.types import Lease, Sampling
-from asyncgrpo.wire import PROTOCOL, Message
-from asyncgrpo.wire.codec import encode
+from asyncgrpo.types import Lease
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.rollouts import (
     Grant,
     LeaseFailed,
-    Register,
     RequestEval,
     Saved,
     Serving,
@@ -30,6 +23,7 @@ from asyncgrpo.wire.rollouts import (
 )
 from asyncgrpo.wire.supervision import GeneratorLost
 from tests.buffer.test_buffer import deliver, prompts, v
+from tests.buffer.test_incarnations import PAYLOAD, Served
 from tests.journal.journals import Clock, journal
 
 PER_STEP = 4
@@ -38,29 +32,25 @@ FILLED = 5 * BIAS_WINDOW // 4 // PER_STEP
 STEPS = 300
 
 
-class EndlessRun:
+class EndlessRun(Served):
     """Training without an end over 10 prompts, with checkpoints, evaluations, failed leases and a generator that is lost."""
 
     def __init__(self, ledger: Ledger | None, clock: Clock) -> None:
+        super().__init__(count=10, per_step=PER_STEP, epochs=None, journal=ledger, held_out=prompts(2))
         self.clock, self.leases, self.step = clock, list[Lease](), 0
-        source = PromptSource(prompts(10), seed=0, shuffle=True, epochs=None)
-        config = BufferConfig(prompts_per_step=PER_STEP, max_lag=1)
-        buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1, journal=ledger)
-        self.service = BufferService(self, buffer, Evaluations(prompts(2), Sampling(), 0, 60.0))  # type: ignore[arg-type]
         self.hear("learner", Trained(version=v(0)))
-        self.hear("b", Register(protocol=PROTOCOL, generator_id="b", incarnation="i", window=8))
+        self.join("b", window=8)
 
-    def send(self, peer: str, message: Message, payload: bytes = b"") -> bool:
-        if isinstance(message, Grant):
-            self.leases.append(message.lease)
-        return True
-
-    def hear(self, peer: str, message: Message, payload: bytes = b"") -> None:
-        self.service.turn((peer, encode(message, payload)), self.clock.now_s)
+    def hear(self, peer: str, message: Message, payload: bytes = b"") -> list[tuple[str, str]]:
+        self.now_s = self.clock.now_s
+        sent = super().hear(peer, message, payload)
+        self.leases += [message.lease for _, message in self.lines.sent if isinstance(message, Grant)]
+        return sent
 
     def train(self) -> None:
+        self.events.clear()
         self.clock.now_s += 1.0
-        self.hear("a", Register(protocol=PROTOCOL, generator_id="a", incarnation=f"{self.step}", window=8))
+        self.join("a", incarnation=f"{self.step}", window=8, version=self.step)
         for name in "ab":
             self.hear(name, Serving(generator_id=name, version=v(self.step), token_s=0.1, running=1))
         self.hear("learner", Take(step=self.step, version=v(self.step)))
@@ -71,7 +61,7 @@ class EndlessRun:
         while self.leases and self.service._take is not None:
             lease = self.leases.pop(0)
             scores = (1.0, 1.0) if lease.purpose == "train" and lease.prompt_index % 5 == 0 else (0.0, 1.0)
-            self.hear("b", deliver(lease, self.step, scores), bytes(16))
+            self.hear("b", deliver(lease, self.step, scores), PAYLOAD)
         assert self.service._take is None, "the learner has its batch"
         self.step += 1
         self.hear("learner", Trained(version=v(self.step)))

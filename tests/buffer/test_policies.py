@@ -10,29 +10,22 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, AutoLag, Eager, Fresh, JustInTime
 from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import AutoLagConfig, BufferConfig
-from asyncgrpo.errors import ConfigError
 from asyncgrpo.journal.format import BoundChanged
-from asyncgrpo.types import Lease, Score, VersionSpan
-from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
+from asyncgrpo.types import Lease, VersionSpan
+from asyncgrpo.wire.rollouts import Deliver
 from tests.buffer.test_buffer import deliver, lease_all, make_buffer, v
 
 TOKENS = 4
 
 
-def spanning(lease: Lease, *versions: int) -> Deliver:
+def spanning(lease: Lease, *versions: int, scores: tuple[float | None, ...] = (0.0, 1.0)) -> Deliver:
     """A group of two completions of four tokens each, which these versions sampled one after the other in equal parts."""
     each = TOKENS // len(versions)
     spans = tuple(VersionSpan(v(version), i * each, (i + 1) * each) for i, version in enumerate(versions))
-    return Deliver(
-        group_id=lease.group_id, lease_id=lease.lease_id, attempt=lease.attempt, prompt_index=lease.prompt_index, purpose="train",
-        prompt=lease.prompt, generator_id="g", timings={},
-        rollouts=tuple(
-            RolloutHeader(index=i, num_tokens=TOKENS, spans=spans, finish_reason="stop", score=Score(value=float(i)))
-            for i in range(2)
-        ),
-    )  # fmt: skip
+    message = deliver(lease, versions[0], scores)
+    rollouts = (msgspec.structs.replace(one, num_tokens=TOKENS, spans=spans) for one in message.rollouts)
+    return msgspec.structs.replace(message, rollouts=tuple(rollouts))
 
 
 def started(policy: str, **settings) -> tuple[Buffer, list[Lease]]:
@@ -87,40 +80,6 @@ def test_window_trains_the_prompts_in_their_order_whoever_finishes_first():
     assert [step(buffer, version) for version in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES.keys() - {"window"}))  # of which the test before this one is
-def test_the_same_groups_make_the_same_batch_whoever_finished_first(policy):
-    """A prompt that was issued again is younger than those behind it, and is before them in the batch all the same."""
-    buffer, (first, second, *others) = started(policy, per_step=2, max_lag=1)
-    for lease in reversed(others):
-        buffer.accept(spanning(lease, 0), b"")
-    assert step(buffer, 0) == [2, 3]
-    buffer.fail(first.lease_id, "failed")
-    again = buffer.lease("g", 0.0)
-    buffer.accept(spanning(again, 1), b"")
-    buffer.accept(spanning(second, 0), b"")
-    assert again.prompt_index == 0 and step(buffer, 1) == [0, 1]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_no_batch_is_small_while_another_group_is_under_way(policy):
-    buffer, (first, second) = started(policy, count=2, per_step=2, max_lag=1)
-    buffer.accept(spanning(first, 0), b"")
-    assert step(buffer, 0) is None
-    buffer.fail(second.lease_id, "failed")
-    assert step(buffer, 0) is None, "its prompt may be leased again"
-    (again,) = lease_all(buffer)
-    buffer.accept(spanning(again, 0), b"")
-    assert step(buffer, 0) == [0, 1]
-
-
-def test_window_closes_with_what_is_left_when_no_prompt_is():
-    buffer, leases = started("window", count=3, per_step=2, max_lag=1)
-    for lease in leases:
-        buffer.accept(spanning(lease, 0), b"")
-    assert [step(buffer, version) for version in range(2)] == [[0, 1], [2]]
-    assert buffer.exhausted
-
-
 def test_drop_cancels_a_lease_once_no_step_can_train_it_and_one_other_takes_its_slot():
     buffer, (slow, quick) = started("drop")
     buffer.accept(spanning(quick, 0), b"")
@@ -166,7 +125,7 @@ def test_a_prompt_that_is_stale_every_time_is_dropped_for_good_and_counted():
     balance(buffer)
 
 
-def test_mask_counts_the_tokens_that_are_too_old_and_trains_the_others():
+def test_mask_trains_the_tokens_that_are_not_too_old_and_drops_a_group_of_which_nothing_would_be_left():
     buffer, (slow, _) = started("mask")
     buffer.trained(v(3))
     assert buffer.cancelled() == [], "its next tokens are of the newest weights"
@@ -174,9 +133,6 @@ def test_mask_counts_the_tokens_that_are_too_old_and_trains_the_others():
     assert step(buffer, 3) == [slow.prompt_index]
     assert buffer.tokens["masked"] == buffer.tokens["trained"] == TOKENS
     balance(buffer)
-
-
-def test_mask_drops_a_group_of_which_nothing_would_be_left():
     buffer, (slow, _) = started("mask")
     buffer.accept(spanning(slow, 0, 1), b"")
     buffer.trained(v(2))
@@ -193,7 +149,6 @@ def test_train_takes_a_group_of_any_age():
     assert buffer.cancelled() == []
     buffer.accept(spanning(slow, 0), b"")
     assert step(buffer, 9) == [slow.prompt_index] and buffer.tokens["masked"] == 0
-    balance(buffer)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -218,8 +173,9 @@ def test_a_window_keeps_the_slot_of_a_prompt_that_waits_for_a_generator_of_its_o
     balance(buffer)
 
 
-def window_with_a_suspect_behind_a_prompt_that_was_given_back() -> Buffer:
-    """Prompt 1 waits for a generator of its own, prompt 0 for any; a step trains one, and the bound is 1."""
+@pytest.mark.parametrize("bound", [1, 0])
+def test_a_suspect_waits_for_a_slot_behind_a_prompt_that_was_given_back(bound):
+    """Prompt 1 waits for a generator of its own, prompt 0 for any. None is kept free for a suspect that has no slot."""
     buffer = make_buffer(policy="window", per_step=1, max_lag=1)
     buffer.trained(v(0))
     first = buffer.lease("a", 0.0)
@@ -227,44 +183,16 @@ def window_with_a_suspect_behind_a_prompt_that_was_given_back() -> Buffer:
         assert buffer.lease("b", 0.0).prompt_index == 1
         buffer.release("b")
     buffer.give_back(first.lease_id)
-    return buffer
-
-
-def test_a_suspect_waits_for_a_slot_behind_a_prompt_that_was_given_back():
-    buffer = window_with_a_suspect_behind_a_prompt_that_was_given_back()
-    buffer.trained(v(1))
-    assert buffer.lease("behind", 0.0, v(0)) is None, "trained after prompt 0, its group would be too old"
-    buffer.accept(spanning(buffer.lease("current", 0.0, v(1)), 1), b"")
-    assert step(buffer, 1) == [0]
-    buffer.accept(spanning(buffer.lease("behind", 0.0, v(1)), 1), b"")
-    assert step(buffer, 2) == [1]
-    balance(buffer)
-
-
-def test_no_generator_is_kept_free_for_a_suspect_that_has_no_slot():
-    buffer = window_with_a_suspect_behind_a_prompt_that_was_given_back()
-    buffer.change_max_lag(0)
-    for version in (0, 1):
-        lease = buffer.lease("the only one", 0.0)
-        assert lease.prompt_index == version and buffer.lease("the only one", 0.0) is None
-        buffer.accept(spanning(lease, version), b"")
-        assert step(buffer, version) == [version]
-    balance(buffer)
-
-
-def test_a_suspect_that_is_cancelled_for_its_age_is_alone_the_next_time_as_well():
-    buffer = make_buffer(policy="drop", per_step=1, max_lag=1)
-    buffer.trained(v(0))
-    for _ in range(2):
-        isolated = buffer.lease("a", 0.0)
-        buffer.release("a")
-    alone = buffer.lease("a", 0.0)
-    assert alone.prompt_index == isolated.prompt_index
-    buffer.trained(v(2))
-    assert [entry.prompt_index for entry in buffer.cancelled()] == [isolated.prompt_index]
-    again = buffer.lease("a", 0.0)
-    assert (again.prompt_index, again.attempt) == (alone.prompt_index, alone.attempt + 1)
-    assert buffer.lease("a", 0.0) is None, "alone"
+    if bound:
+        buffer.trained(v(1))
+        assert buffer.lease("behind", 0.0, v(0)) is None, "trained after prompt 0, its group would be too old"
+    else:
+        buffer.change_max_lag(0)
+    for index, holder in enumerate(("current", "behind") if bound else ("the only one", "the only one")):
+        lease = buffer.lease(holder, 0.0)
+        assert lease.prompt_index == index and (bound or buffer.lease(holder, 0.0) is None)
+        buffer.accept(spanning(lease, bound + index), b"")
+        assert step(buffer, bound + index) == [index]
     balance(buffer)
 
 
@@ -275,27 +203,29 @@ class AnyPolicy(RuleBasedStateMachine):
         policy=st.sampled_from(list(POLICIES)),
         admission=st.sampled_from(list(ADMISSIONS)),
         per_step=st.integers(1, 3),
-        max_lag=st.integers(0, 2),
+        max_lag=st.integers(0, 3),
         is_auto=st.booleans(),
+        filters=st.booleans(),
         too_long=st.sets(st.integers(0, 13), max_size=6),
+        max_attempts=st.sampled_from([3, 100]),
     )
-    def start(self, policy, admission, per_step, max_lag, is_auto, too_long):
-        self.policy, self.per_step, self.count = policy, per_step, 14
+    def start(self, policy, admission, per_step, max_lag, is_auto, filters, too_long, max_attempts):
+        self.policy, self.per_step, self.count, self.max_attempts = policy, per_step, 14, max_attempts
         self.is_auto = is_auto and policy in ("wait", "window", "drop")
         self.max_lag = max(1, max_lag) if self.is_auto else max_lag
         chosen = {"max_lag": "auto", "auto_lag": AutoLagConfig(max=self.max_lag)} if self.is_auto else {}
-        settings = {"max_lag": max_lag, "policy": policy, "admission": admission, "max_attempts": 3} | chosen
-        self.buffer = make_buffer(self.count, per_step, too_long=too_long, **settings)
+        settings = {"max_lag": max_lag, "policy": policy, "admission": admission, "max_attempts": max_attempts} | chosen
+        self.buffer = make_buffer(self.count, per_step, too_long=too_long, filters=filters, **settings)
         self.bounds: dict[str, int] = {}  # of every lease
         self.version = 0
         self.buffer.trained(v(0))
         self.leases: dict[str, tuple[Lease, int]] = {}
         self.trained: list[int] = []
 
-    @rule()
-    def lease(self):
-        if (lease := self.buffer.lease("g", 0.0)) is not None:
-            assert self.buffer._attempts[lease.prompt_index] < 3
+    @rule(holder=st.sampled_from("ab"))
+    def lease(self, holder):
+        if (lease := self.buffer.lease(holder, 0.0)) is not None:
+            assert self.buffer._attempts[lease.prompt_index] < self.max_attempts
             self.leases[lease.lease_id] = lease, self.version
             self.bounds[lease.lease_id] = self.buffer.max_lag
 
@@ -309,23 +239,27 @@ class AnyPolicy(RuleBasedStateMachine):
         assert 1 <= self.buffer.max_lag <= self.max_lag
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def deliver(self, data):
+    @rule(data=st.data(), scores=st.sampled_from([(0.0, 1.0), (1.0, 1.0), (1.0, None)]), twice=st.booleans())
+    def deliver(self, data, scores, twice):
         lease, version = self.leases.pop(data.draw(st.sampled_from(sorted(self.leases))))
         newest = data.draw(st.integers(version, self.version))
-        group = spanning(lease, version, newest) if newest > version else spanning(lease, version)
+        versions = (version, newest) if newest > version else (version,)
         known = self.buffer._leased(lease.lease_id) is not None
+        if scores[1] is None and not self.buffer._filters:
+            scores = (0.0, 1.0)
+        group = spanning(lease, *versions, scores=scores)
         assert (self.buffer.accept(group, b"") is None) == known
+        assert not twice or self.buffer.accept(group, b"") is not None
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
     def fail(self, data):
         self.buffer.fail(self.leases.pop(data.draw(st.sampled_from(sorted(self.leases))))[0].lease_id, "failed")
 
-    @rule()
-    def lose(self):
-        self.buffer.release("g")
-        self.leases.clear()
+    @rule(holder=st.sampled_from("ab"))
+    def lose(self, holder):
+        for lease_id in self.buffer.release(holder):
+            del self.leases[lease_id]
 
     @rule()
     def step(self):
@@ -356,25 +290,48 @@ class AnyPolicy(RuleBasedStateMachine):
     def everything_is_accounted_for(self):
         if hasattr(self, "buffer"):
             balance(self.buffer)
-            held = sum(self.buffer.count(state) for state in State)
-            assert held <= (self.max_lag + 1) * self.per_step
+            entries = list(self.buffer._entries.values())
+            assert len(entries) <= (self.max_lag + 1) * self.per_step
+            assert all(self.buffer.count(state) == sum(e.state is state for e in entries) for state in State)
+            for holder in "ab":
+                held = sum(e.holder == holder and e.state is State.LEASED for e in entries)
+                assert self.buffer.held_by(holder) == held
             if self.policy in ("wait", "window"):
                 assert not self.buffer.outcomes["dropped_stale"], "these drop nothing for its age"
 
+    @rule()
+    def fill(self):
+        """No slot is lost: with eager admission, what no group holds can be leased as long as there are prompts."""
+        free = (self.buffer.max_lag + 1) * self.per_step - sum(self.buffer.count(state) for state in State)
+        before = len(self.leases)
+        for _ in range(free + 1):
+            self.lease("a")
+        granted = len(self.leases) - before
+        if self.policy == "window":  # what is before a prompt counts, not the slots alone
+            return
+        assert granted <= max(free, 0)
+        one_works_alone = (
+            self.buffer._prompts.next_isolated_index is not None or self.buffer._isolated._alone is not None
+        )
+        if self.buffer.wanted is None:
+            assert granted == max(free, 0) or one_works_alone or not self.buffer._prompts.has_next
+
     def teardown(self):
-        """From wherever we are, every prompt is trained once, or counted, in the end."""
+        """From wherever we are, every prompt is trained once, filtered, or counted, in the end."""
         if not hasattr(self, "buffer"):
             return
-        self.lose()
+        self.lose("a")
+        self.lose("b")
         for _ in range(100):
-            while (lease := self.buffer.lease("g", 0.0)) is not None:
+            while (lease := self.buffer.lease("a", 0.0)) is not None:
                 self.bounds[lease.lease_id] = self.buffer.max_lag
                 assert self.buffer.accept(spanning(lease, self.version), b"") is None
             self.step()
         assert self.buffer.exhausted
         reasons = ("failed", "always_stale", "poison", "quarantined", "too_long")
-        dropped = sum(self.buffer.outcomes[f"dropped_{reason}"] for reason in reasons)
-        assert len(self.trained) == len(set(self.trained)) == self.count - dropped
+        done = sum(self.buffer.outcomes[f"dropped_{reason}"] for reason in reasons)
+        done += self.buffer.outcomes["filtered_zero_signal"]
+        assert len(self.trained) == len(set(self.trained)) == self.count - done
 
 
 TestAnyPolicy = AnyPolicy.TestCase
@@ -580,32 +537,24 @@ def test_a_learner_that_waits_for_the_bound_gets_more_as_long_as_the_share_is_hi
     assert run(auto, 60, {4: WELL}, waited=0.5, start=5)[-1] == 8, "its largest"
 
 
-def test_a_share_near_the_floor_raises_nothing():
-    assert run(controller(4), 20, {4: 0.55}, waited=0.9) == [4] * 20
+@pytest.mark.parametrize(
+    ("bound", "shares", "then"),
+    [
+        (4, {4: 0.55}, 4),  # near the floor
+        (20, {1: WELL, 4: 0.6, 8: 0.4, 13: LOW}, 4),  # the lag within which the share was above the floor
+        (20, {8: LOW}, 6),  # all are too old: down by a quarter
+        (1, {0: LOW, 1: LOW}, 1),  # the smallest
+        (1, {0: math.nan, 1: math.nan}, 1),
+    ],
+)
+def test_a_step_whose_share_is_low_lowers_the_bound_and_raises_none(bound, shares, then):
+    assert set(run(controller(bound), 20, shares, waited=0.9)[:1]) == {then}
 
 
-def test_it_is_lowered_to_the_lag_within_which_the_share_was_above_the_floor():
-    auto = controller(20)
-    assert run(auto, 1, {1: WELL, 4: 0.6, 8: 0.4, 13: LOW}) == [4]
-
-
-def test_where_all_are_too_old_it_goes_down_by_a_quarter():
-    assert run(controller(20), 1, {8: LOW}) == [6]
-
-
-def test_one_outlier_is_none():
+def test_one_outlier_and_steps_of_groups_of_an_earlier_bound_say_nothing():
     auto = controller(4)
     run(auto, AutoLag.STEPS, {4: WELL})
-    assert run(auto, 1, {4: LOW}) == [4]
-    assert run(auto, 1, {4: LOW}) == [3], "two of three"
-
-
-@pytest.mark.parametrize("share", [LOW, math.nan])
-def test_the_smallest_bound_is_kept_whatever_the_share(share):
-    assert set(run(controller(1), 20, {0: share, 1: share})) == {1}
-
-
-def test_steps_of_groups_of_an_earlier_bound_say_nothing():
+    assert run(auto, 2, {4: LOW}) == [4, 3], "two of three"
     auto = controller(16)
     assert run(auto, 1, {2: WELL, 16: LOW}) == [2]
     assert run(auto, 10, {0: LOW, 12: LOW}, start=1) == [2] * 10
@@ -642,21 +591,6 @@ def test_a_group_keeps_the_bound_of_its_lease_and_a_smaller_one_lets_none_begin_
     assert [buffer._entries[lease.group_id].deadline for lease in lease_all(buffer)] == [6, 6]
 
 
-def test_the_earliest_deadline_is_trained_first_not_the_oldest_group():
-    buffer = make_buffer(count=40, per_step=1, max_lag="auto")
-    buffer.trained(v(0))
-    first, old = buffer.lease("g", 0.0), buffer.lease("g", 0.0)
-    buffer.accept(deliver(first, 0), b"")
-    assert buffer.take(v(0)) is not None
-    buffer.step_ended(v(0), {1: WELL, 4: LOW}, 0.0)
-    buffer.trained(v(1))
-    new = buffer.lease("g", 0.0)
-    for lease, version in ((old, 0), (new, 1)):
-        buffer.accept(deliver(lease, version), b"")
-    assert [buffer._entries[lease.group_id].deadline for lease in (old, new)] == [4, 2]
-    assert [entry.prompt_index for entry in buffer.take(v(1))] == [new.prompt_index]
-
-
 def test_whether_the_bound_made_the_learner_wait():
     buffer = make_buffer(count=40, per_step=2, max_lag=1)
     buffer.trained(v(0))
@@ -669,17 +603,3 @@ def test_whether_the_bound_made_the_learner_wait():
     for lease in leases[1:]:
         buffer.accept(deliver(lease, 0), b"")
     assert buffer.take(v(0)) is not None and not buffer.is_held_back
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (["buffer.policy=mask"], "buffer.policy=mask bounds tokens"),
-        (["buffer.policy=train"], "buffer.policy=train bounds no lag"),
-    ],
-)
-def test_what_auto_does_not_go_with(settings, sentence):
-    needed = ["model.path=m", "data.train=d.jsonl", "buffer.max_lag=auto"]
-    assert load_config(None, needed).buffer.largest_max_lag == 32
-    with pytest.raises(ConfigError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
-        load_config(None, [*needed, *settings])

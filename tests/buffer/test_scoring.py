@@ -5,12 +5,9 @@ import pytest
 from asyncgrpo.buffer.fleet import MAX_COUNTED, NEVER_WORKED_CALLS, NEVER_WORKED_S, RewardMonitor
 from asyncgrpo.buffer.group_health import REPORTED_STREAK
 from asyncgrpo.types import Prompt, RewardHealth
-from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
-    Grant,
     LeaseFailed,
-    Register,
     RequestEval,
     RewardFailed,
     Serving,
@@ -29,17 +26,13 @@ def at_work(*names: str, window: int = 4, **settings) -> Served:
     served = Served(**settings)
     served.hear("learner", Trained(version=v(0)))
     for name in names:
-        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=window))
+        served.join(name, window=window)
         report(served, name, WELL)
     return served
 
 
 def report(served: Served, name: str, health: RewardHealth) -> list[tuple[str, str]]:
     return served.hear(name, Serving(generator_id=name, version=v(0), rewards=health))
-
-
-def granted(served: Served) -> set[str]:
-    return {to for to, message in served.lines.sent if isinstance(message, Grant)}
 
 
 def give_back(served: Served, name: str, lease_id: str) -> None:
@@ -51,23 +44,19 @@ def test_who_is_paused_is_given_no_lease_until_its_rewards_work_again():
     lease = served.oldest_lease()
     report(served, "g", PAUSED)
     give_back(served, "g", lease.lease_id)
-    assert granted(served) == set() and served.buffer.oldest_lease() is None
+    assert served.grants() == {} and served.buffer.oldest_lease() is None
     report(served, "g", WELL)
-    assert granted(served) == {"g"} and served.oldest_lease().prompt_index == lease.prompt_index
-
-
-def test_what_is_given_back_goes_to_one_that_works():
+    assert list(served.grants()) == ["g"] and served.oldest_lease().prompt_index == lease.prompt_index
     served = at_work("a", "b", window=2)
     held = [entry.lease.lease_id for entry in served.buffer._entries.values() if entry.holder == "a"]
-    assert held
     report(served, "a", PAUSED)
     for lease_id in held:
         give_back(served, "a", lease_id)
-    assert {entry.holder for entry in served.buffer._entries.values()} == {"b"}
+    assert held and {entry.holder for entry in served.buffer._entries.values()} == {"b"}, "one that works goes on"
 
 
 @pytest.mark.parametrize("how", ["given back", "out of time"])
-def test_an_outage_costs_a_prompt_no_attempt(how: str):
+def test_an_outage_costs_a_prompt_or_an_evaluation_no_attempt(how: str):
     served = at_work("g", window=1, max_attempts=1, lease_timeout_s=10.0)
     prompt_index = served.oldest_lease().prompt_index
     for _ in range(5):
@@ -84,6 +73,14 @@ def test_an_outage_costs_a_prompt_no_attempt(how: str):
     outcomes = served.buffer.outcomes
     assert outcomes["requeued"] == 5 and outcomes["leased"] == 6
     assert not any(name.startswith("dropped") and count for name, count in outcomes.items())
+    served = at_work("g", held_out=(Prompt(prompt_id="eval/0", token_ids=(1,)),))
+    served.hear("learner", RequestEval(step=0))
+    for _ in range(5):
+        (lease_id,) = served.service._evaluations._leased
+        report(served, "g", PAUSED)
+        give_back(served, "g", lease_id)
+        report(served, "g", WELL)
+    assert served.service._evaluations.in_flight, "nor does an evaluation pay for it"
 
 
 def test_a_prompt_that_alone_is_never_scored_uses_up_its_attempts():
@@ -94,17 +91,6 @@ def test_a_prompt_that_alone_is_never_scored_uses_up_its_attempts():
         assert lease.prompt_index == prompt_index
         served.hear("g", deliver(lease, 0, scores=(None, None)), PAYLOAD)
     assert served.buffer.outcomes["dropped_unscored"] == 1 and served.oldest_lease().prompt_index != prompt_index
-
-
-def test_an_outage_costs_an_evaluation_no_attempt():
-    served = at_work("g", held_out=(Prompt(prompt_id="eval/0", token_ids=(1,)),))
-    served.hear("learner", RequestEval(step=0))
-    for _ in range(5):
-        (lease_id,) = served.service._evaluations._leased
-        report(served, "g", PAUSED)
-        give_back(served, "g", lease_id)
-        report(served, "g", WELL)
-    assert served.service._evaluations.in_flight
 
 
 def waiting(served: Served) -> Waiting:
@@ -124,6 +110,12 @@ def test_the_learner_hears_why_it_waits_and_when_the_next_probe_is():
     )
     report(served, "g", WELL)
     assert waiting(served).what.startswith("groups:")
+    served = at_work()
+    served.join("g")
+    served.hear("learner", Take(step=0, version=v(0)))
+    report(served, "g", RewardHealth(failed=40, failing_s=40.0, probe_in_s=1.0, last="exception: no"))
+    in_vain = "the reward never worked: 40 of 40 calls failed, the last with exception: no"
+    assert waiting(served).hopeless == in_vain
 
 
 @pytest.mark.parametrize(
@@ -143,22 +135,8 @@ def test_a_reward_that_never_worked_is_said_to_be_hopeless(health: RewardHealth,
         f"reward function f.py never worked: {health.failed} of {health.failed} calls failed, the last with timeout: no"
     )
     assert monitor.fatal_reason == (sentence if is_hopeless else "")
-
-
-def test_one_generator_whose_calls_work_keeps_the_run_going():
-    monitor = RewardMonitor("f", has_worked=False, emit=lambda event, **fields: None)
-    monitor.update("a", RewardHealth(failed=100, failing_s=100.0, probe_in_s=1.0), 0.0)
-    assert monitor.fatal_reason
-    monitor.update("b", RewardHealth(worked=1), 0.0)
-    assert not monitor.fatal_reason
-
-
-def test_the_learner_is_told_that_it_waits_in_vain():
-    served = at_work()
-    served.hear("g", Register(protocol=PROTOCOL, generator_id="g", incarnation="0", window=2))
-    served.hear("learner", Take(step=0, version=v(0)))
-    report(served, "g", RewardHealth(failed=40, failing_s=40.0, probe_in_s=1.0, last="exception: no"))
-    assert waiting(served).hopeless == "the reward never worked: 40 of 40 calls failed, the last with exception: no"
+    monitor.update("other", RewardHealth(worked=1), 0.0)
+    assert not monitor.fatal_reason, "one generator whose calls work keeps the run going"
 
 
 def test_pauses_and_ends_of_pauses_are_events():
@@ -189,25 +167,17 @@ def test_a_kind_of_failure_is_told_once_for_all_generators_and_again_at_tenfold(
 
 
 def test_events_wait_for_the_learner_which_may_be_rewriting_their_file():
-    served = at_work("g")
+    served = at_work("g", count=400, window=1, lease_timeout_s=10.0, max_attempts=1)
     lease = served.oldest_lease()
     served.hear("g", LeaseFailed(generator_id="g", lease_id=lease.lease_id, reason="failed", detail="too long"))
     assert served.events == []
     served.hear("learner", Take(step=0, version=v(0)))
-    assert served.events == [("lease_failed", {"actor": "g", "reason": "failed", "detail": "too long", "count": 1})]
-
-
-def test_leases_that_run_out_of_time_are_told_of_the_first_time_and_the_tenth():
-    served = at_work("g", count=400, window=1, lease_timeout_s=10.0, max_attempts=1)
-    served.hear("learner", Take(step=0, version=v(0)))
     for _ in range(12):
         served.now_s += 11.0
         report(served, "g", WELL)
-    assert [(event, fields["reason"], fields["count"]) for event, fields in served.events] == [
-        ("lease_failed", "lease_timeout", 1),
-        ("lease_failed", "lease_timeout", 10),
-    ]
-    assert "was not completed in time" in served.events[0][1]["detail"]
+    told = [(event, fields["reason"], fields["count"]) for event, fields in served.events]
+    assert told == [("lease_failed", *one) for one in (("failed", 1), ("lease_timeout", 1), ("lease_timeout", 10))]
+    assert served.events[0][1]["detail"] == "too long" and "not completed in time" in served.events[1][1]["detail"]
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,14 @@
 """The buffer's process as its peers see it: over real sockets, with a generator and a learner that completion by hand."""
 
 import threading
-import time
 from collections.abc import Iterator
 
 import msgspec
 import numpy as np
 import pytest
 
-from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
-from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.types import Completion, Group, Lease, PolicyVersion, Prompt, Rollout, Sampling, Score, VersionSpan
 from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.codec import pack_group
@@ -35,6 +31,8 @@ from asyncgrpo.wire.rollouts import (
 )
 from asyncgrpo.wire.sockets import Client, Server
 from asyncgrpo.wire.supervision import Drain, Steer
+from tests.buffer.test_buffer import make_buffer
+from tests.runs import wait_until
 
 V0, V1 = PolicyVersion(1, 0), PolicyVersion(1, 1)
 
@@ -67,10 +65,7 @@ class Plane:
     def steer(self, asked: Steer) -> None:
         """What a person asks for, in effect."""
         self.service.steer(asked)
-        deadline = time.monotonic() + 10.0
-        while self.service.steered < asked.revision:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: self.service.steered >= asked.revision, "effect", 10.0)
 
     def hear(self, client: Client):
         """The next message that is not small talk."""
@@ -87,25 +82,15 @@ def delivery_of(lease: Lease, rewards: tuple[float, ...]) -> Group:
         Rollout(Completion(i, np.array([3, 4], np.int32), np.zeros(2, np.float32), spans, "stop"), Score(value=reward))
         for i, reward in enumerate(rewards)
     )
-    fields = {
-        name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "prompt_index", "purpose", "prompt")
-    }
-    return Group(**fields, rollouts=rollouts, generator_id="generator-0")
+    same = ("group_id", "lease_id", "attempt", "prompt_index", "purpose", "prompt")
+    return Group(**{name: getattr(lease, name) for name in same}, rollouts=rollouts, generator_id="generator-0")
 
 
 @pytest.fixture
 def plane() -> Iterator[Plane]:
     """Four prompts, two a step, synchronous, with the filter, and two prompts held out."""
-    prompts = tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1,)) for i in range(4))
-    held_out = tuple(msgspec.structs.replace(p, prompt_id=f"eval/{i}") for i, p in enumerate(prompts[:2]))
-    buffer = Buffer(
-        BufferConfig(prompts_per_step=2, max_lag=0),
-        AlgorithmConfig(group_size=2, filter_zero_signal=True),
-        PromptSource(prompts, seed=0, shuffle=False, epochs=1),
-        Sampling(),
-        seed=0,
-        lineage=1,
-    )
+    held_out = tuple(Prompt(prompt_id=f"eval/{i}", token_ids=(i + 1,)) for i in range(2))
+    buffer = make_buffer(4, per_step=2, max_lag=0, filters=True, shuffle=False)
     server = Server("127.0.0.1")
     service = BufferService(server, buffer, Evaluations(held_out, Sampling(), 0, 100.0))
     thread = threading.Thread(target=service.run, daemon=True)
@@ -150,19 +135,14 @@ def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch
     assert isinstance(batch, Batch) and [g.prompt_index for g in batch.groups] == [1, 2]
     assert batch.counters["groups_filtered_zero_signal"] == batch.counters["filtered_all_equal_high"] == 1
     assert batch.counters["tokens_filtered"] == 4 and batch.counters["prompts_done"] == 1
-
-
-def test_a_run_in_which_nothing_has_a_signal_ends_in_order(plane):
-    plane.start()
-    plane.learner.send(Take(step=0, version=V0))
-    leases = plane.leases(2)
-    for number, lease in enumerate(leases):
-        plane.deliver(lease, 0.0, 0.0)
-        if number < 2:
-            leases += plane.leases(1)
+    plane.learner.send(Trained(version=V1))
+    plane.generator.send(Serving(generator_id="generator-0", version=V1))
+    plane.learner.send(Take(step=1, version=V1))
+    (last,) = plane.leases(1)
+    plane.deliver(last, 0.0, 0.0)
     ended = plane.hear(plane.learner)
-    assert isinstance(ended, NoMore) and ended.why == "exhausted"
-    assert ended.counters["groups_filtered_zero_signal"] == ended.counters["filtered_all_equal_low"] == 4
+    assert isinstance(ended, NoMore) and ended.why == "exhausted", "where nothing has a signal the run ends in order"
+    assert ended.counters["groups_filtered_zero_signal"] == 2
 
 
 def test_evaluations_are_never_filtered(plane):
@@ -179,7 +159,7 @@ def test_evaluations_are_never_filtered(plane):
     assert "groups_filtered_zero_signal" not in ended.counters
 
 
-def test_a_pause_stops_leases_and_batches_and_keeps_what_was_in_flight(plane):
+def test_a_pause_stops_leases_and_batches_and_keeps_what_was_in_flight_and_no_drain(plane):
     plane.start()
     first, second = plane.leases(2)
     plane.steer(Steer(revision=1, is_paused=True))
@@ -194,13 +174,8 @@ def test_a_pause_stops_leases_and_batches_and_keeps_what_was_in_flight(plane):
     plane.learner.send(Trained(version=V1))
     plane.generator.send(Serving(generator_id="generator-0", version=V1))
     assert len(plane.leases(2)) == 2
-
-
-def test_a_paused_run_can_be_drained(plane):
-    plane.start()
-    plane.leases(2)
-    plane.steer(Steer(revision=1, is_paused=True))
-    plane.learner.send(Take(step=0, version=V0))
+    plane.steer(Steer(revision=3, is_paused=True))
+    plane.learner.send(Take(step=1, version=V1))
     plane.learner.send(Drain(reason="asked to stop"))
     assert plane.hear(plane.learner).why == "draining"
 
@@ -214,18 +189,10 @@ def test_a_generator_that_leaves_gets_no_lease_and_ends_once_its_groups_are_kept
     assert isinstance(plane.hear(plane.generator), Shutdown)
 
 
-def test_the_groups_that_a_generator_works_on_at_once_can_change(plane):
+def test_the_groups_of_a_generator_and_the_bound_can_change(plane):
     plane.steer(Steer(revision=1, groups_in_flight=1))
     plane.start()
     (first,) = plane.leases(1)
     assert plane.generator.receive(0.5) is None
-    plane.steer(Steer(revision=2, groups_in_flight=2))
-    (second,) = plane.leases(1)
-    assert second.prompt_index != first.prompt_index
-
-
-def test_another_bound_gives_slots_at_once_and_waits_for_the_first_weights(plane):
-    plane.service.steer(Steer(revision=1, max_lag=1))
-    plane.start()
-    assert len(plane.leases(4)) == 4, "two slots more"
-    assert plane.service.steered == 1
+    plane.steer(Steer(revision=2, groups_in_flight=4, max_lag=1))
+    assert {lease.prompt_index for lease in plane.leases(3)} == {1, 2, 3} and first.prompt_index == 0, "two slots more"

@@ -1,21 +1,17 @@
 """The buffer's process says what the journal lets it say: no word too early, none lost, none twice."""
 
-import json
 from pathlib import Path
 
 import msgspec
-import numpy as np
-import pytest
 import xxhash
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
-from asyncgrpo.data import order
 from asyncgrpo.data.order import Curriculum
-from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.journal.format import BatchIssued, Committed, Delivered
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.journal.format import Committed, Delivered
 from asyncgrpo.journal.history import read_history
 from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.wire import PROTOCOL, Message
@@ -35,7 +31,7 @@ from asyncgrpo.wire.rollouts import (
     Trained,
     Waiting,
 )
-from tests.buffer.test_buffer import deliver, prompts, v
+from tests.buffer.test_buffer import deliver, make_buffer, prompts, v
 from tests.journal.journals import Clock, FailingDisk, groups_in, journal
 
 
@@ -59,9 +55,7 @@ class Process:
     def __init__(self, folder: Path, durability: str = "fsync_interval") -> None:
         self.folder, self.clock, self.disk, self.line = folder, Clock(), FailingDisk(), Line()
         log = journal(folder, durability=durability, clock=self.clock, disk=self.disk)
-        source = PromptSource(prompts(12), seed=0, shuffle=False, epochs=1)
-        config = BufferConfig(prompts_per_step=2, max_lag=1)
-        buffer = Buffer(config, AlgorithmConfig(group_size=2), source, Sampling(), seed=0, lineage=1, journal=log)
+        buffer = make_buffer(shuffle=False, journal=log)
         self.service = BufferService(self.line, buffer, Evaluations((), Sampling(), 0, 60.0))  # type: ignore[arg-type]
         self.hear(Trained(version=v(0)), peer="learner")
         self.hear(Register(protocol=PROTOCOL, generator_id="g", incarnation="i", window=4))
@@ -139,66 +133,24 @@ def test_while_the_disk_is_full_nothing_is_acknowledged_leased_or_handed_over_an
     assert len(process.line.of(Grant)) == 2
 
 
-def test_a_batch_whose_manifest_the_disk_refuses_is_handed_over_once_it_is_written(tmp_path: Path):
-    process = Process(tmp_path / "j", durability="written")
-    for grant in process.line.of(Grant)[:2]:
-        process.hear(deliver(grant.lease, 0), payload())
-    process.disk.room = 10
-    process.hear(Take(step=0, version=v(0)), peer="learner")
-    process.turn(0.1)
-    assert process.line.of(Batch) == []
-    process.disk.room = None
-    process.turn(1.0)
-    process.turn(0.1)
-    assert len(process.line.of(Batch)) == 1
-    manifests = [f.record for f in read_history(tmp_path / "j").found if isinstance(f.record, BatchIssued)]
-    assert manifests == [BatchIssued(step=1, version=PolicyVersion(1, 0), lease_ids=("1.0.0", "1.1.0"))]
-
-
-def test_a_checkpoint_s_snapshot_comes_after_a_sync_and_its_commit_is_written(tmp_path: Path):
-    process = Process(tmp_path / "j")
-    for grant in process.line.of(Grant)[:2]:
-        process.hear(deliver(grant.lease, 0), payload())
-    process.hear(Take(step=0, version=v(0)), peer="learner")
-    process.turn()
-    process.hear(Trained(version=v(1)), peer="learner")
-    process.hear(TakeSnapshot(), peer="learner")
-    assert process.service._journal.is_durable(process.service._journal.position)
-    snapshot = process.line.of(Snapshot)[0]
-    assert snapshot.state["frontier"] == 2
-    assert snapshot.counters["groups_trained"] == 2, "counted at the same moment"
-    process.hear(Saved(step=1), peer="learner")
-    process.hear(Finished(), peer="learner")
-    last = [found.record for found in read_history(tmp_path / "j").found][-1]
-    assert isinstance(last, Committed) and last.step == 1 and last.prompts.frontier == 2
-
-
-class Ended(BaseException):
-    """The process was killed."""
-
-
 class EpochProcess(Process):
     """Five prompts in epochs, with a curriculum in the run's folder. Two of them are always right."""
 
-    def __init__(
-        self, run: Path, lineage: int = 1, state: dict | None = None, solved: tuple[str, str] = ("train/0", "train/1")
-    ) -> None:
-        self.clock, self.line, self.solved, self.tellings = Clock(), Line(), solved, []
+    def __init__(self, run: Path) -> None:
+        self.clock, self.line, self.tellings = Clock(), Line(), []
         curriculum = Curriculum(run / "curriculum", is_on=True)
         source = PromptSource(prompts(5), seed=0, shuffle=True, epochs=4, curriculum=curriculum)
-        if state is not None:
-            source.restore(msgspec.convert(json.loads(json.dumps(state)), PromptState))
-        log = journal(run / "journal", lineage=lineage, durability="fsync_each", clock=self.clock)
+        log = journal(run / "journal", durability="fsync_each", clock=self.clock)
         config = BufferConfig(prompts_per_step=1, max_lag=0)
         algorithm = AlgorithmConfig(group_size=2, filter_zero_signal=True)
-        self.buffer = Buffer(config, algorithm, source, Sampling(), seed=0, lineage=lineage, journal=log)
+        self.buffer = Buffer(config, algorithm, source, Sampling(), seed=0, lineage=1, journal=log)
         self.service = BufferService(
             self.line,  # type: ignore[arg-type]
             self.buffer,
             Evaluations((), Sampling(), 0, 60.0),
             emit=lambda event, **fields: self.tellings.append((event, fields)),
         )
-        self.version = PolicyVersion(lineage, 0)
+        self.version = v(0)
         self.hear(Trained(version=self.version), peer="learner")
         self.hear(Register(protocol=PROTOCOL, generator_id="g", incarnation="i", window=1))
         self.hear(Serving(generator_id="g", version=self.version))
@@ -211,7 +163,7 @@ class EpochProcess(Process):
             (grant,) = self.line.of(Grant)
             lease = grant.lease
             done.append((lease.prompt_index, lease.prompt.prompt_id))
-            is_solved = lease.prompt.prompt_id in self.solved
+            is_solved = lease.prompt.prompt_id in ("train/0", "train/1")
             group = deliver(lease, self.version.number, (1.0, 1.0) if is_solved else (0.0, 1.0), self.version.lineage)
             self.hear(group, payload())
             if not is_solved:
@@ -246,31 +198,3 @@ def test_trained_and_filtered_groups_decide_who_comes_in_the_next_epoch(tmp_path
     assert [record.prompts.shares for record in committed] == [b""], (
         "the checkpoint has them, and nothing else needs them"
     )
-
-
-def test_a_buffer_that_ends_between_writing_an_order_and_issuing_it_goes_on_in_that_order(tmp_path: Path, monkeypatch):
-    process = EpochProcess(tmp_path)
-    early = process.checkpoint()
-    process.train(4)
-    state = process.checkpoint()
-    process.train(1)
-    write = order._write
-
-    def ends(path: Path, decided: order.Round) -> None:
-        write(path, decided)
-        raise Ended
-
-    monkeypatch.setattr(order, "_write", ends)
-    with pytest.raises(Ended):
-        process.service._grant(process.clock.now_s)
-    assert process.line.of(Grant) == [], "nobody has heard of it"
-    monkeypatch.undo()
-    (file,) = (tmp_path / "curriculum").glob("*round_000002")
-    written = msgspec.msgpack.decode(file.read_bytes()[8:], type=order.Round).order
-    written = [f"train/{row}" for row in np.frombuffer(written, np.int32)]
-    for lineage, checkpoint in ((2, state), (3, early)):
-        again = EpochProcess(
-            tmp_path, lineage, checkpoint, solved=("train/2", "train/3")
-        )  # other weights, other rewards
-        issued = dict(again.train(10 if checkpoint is early else 6))
-        assert [issued[index] for index in range(5, 10)] == written

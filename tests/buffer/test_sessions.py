@@ -7,8 +7,7 @@ import pytest
 
 from asyncgrpo.buffer.buffer import State
 from asyncgrpo.buffer.fleet import FIRST_BENCH_S, IN_A_ROW_S, MEMORY, TOLERANCE, SlowGenerators, Speeds
-from asyncgrpo.wire import PROTOCOL
-from asyncgrpo.wire.rollouts import Cancel, Grant, LeaseFailed, Register, Serving, Take, Trained
+from asyncgrpo.wire.rollouts import Cancel, Grant, LeaseFailed, Serving, Take, Trained
 from asyncgrpo.wire.supervision import GeneratorLost
 from tests.buffer.test_buffer import deliver, v
 from tests.buffer.test_incarnations import PAYLOAD, Served
@@ -35,23 +34,19 @@ def test_the_quicker_one_is_first_until_its_load_makes_it_the_slower_one():
     assert order(speeds, slow=0, quick=3) == ["slow", "quick"], "1.5 (1 + 1/4) against 1 + 4/4"
 
 
-def test_a_difference_that_chance_makes_counts_for_nothing():
-    speeds = measured(one=1.0, other=0.999 * TOLERANCE)
-    assert speeds.seconds_per_token("one", 2, 4) == speeds.seconds_per_token("other", 2, 4)
-
-
-def test_who_was_slow_under_a_full_load_is_not_slow():
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ((1.0, TOKENS, 1), (0.999 * TOLERANCE, TOKENS, 1)),  # a difference that chance makes
+        ((1.25, TOKENS, 1), (2.0, TOKENS, 4)),  # slow under a full load
+        ((10.0, 10 * TOKENS, 1), (1.0, TOKENS, 1)),  # longer completions
+    ],
+)
+def test_what_makes_no_generator_slower_than_another(one: tuple, other: tuple):
     speeds = Speeds()
-    speeds.delivered("empty", 1.25, TOKENS, 1, 4)
-    speeds.delivered("full", 2.0, TOKENS, 4, 4)
-    assert speeds.seconds_per_token("empty", 0, 4) == pytest.approx(speeds.seconds_per_token("full", 0, 4))
-
-
-def test_length_is_no_slowness():
-    speeds = Speeds()
-    speeds.delivered("long", 10.0, 10 * TOKENS, 1, 4)
-    speeds.delivered("short", 1.0, TOKENS, 1, 4)
-    assert speeds.seconds_per_token("long", 0, 4) == pytest.approx(speeds.seconds_per_token("short", 0, 4))
+    speeds.delivered("one", *one, 4)
+    speeds.delivered("other", *other, 4)
+    assert speeds.seconds_per_token("one", 0, 4) == pytest.approx(speeds.seconds_per_token("other", 0, 4))
 
 
 def test_who_is_late_gets_what_no_other_has_room_for_until_it_delivers():
@@ -64,17 +59,16 @@ def test_who_is_late_gets_what_no_other_has_room_for_until_it_delivers():
     assert order(speeds, quick=0, new=0, slow=0) == ["quick", "slow", "new"]
 
 
-def test_where_nothing_is_known_the_emptiest_window_is_first():
+def test_where_nothing_is_known_the_emptiest_window_is_first_and_a_new_one_counts_as_the_quickest():
     speeds = Speeds()
     assert speeds.seconds_per_token("large", 4, 8) < speeds.seconds_per_token("small", 3, 4)
     assert speeds.seconds_per_token("small", 0, 4) == speeds.seconds_per_token("large", 1, 8)
-
-
-def test_who_is_not_known_counts_as_the_quickest_and_so_does_who_started_again():
     speeds = measured(quick=1.0, slow=2.0)
     assert order(speeds, quick=1, new=0, slow=0) == ["new", "quick", "slow"]
     speeds.forget("slow")
-    assert speeds.seconds_per_token("slow", 0, 4) == speeds.seconds_per_token("quick", 0, 4)
+    for seconds in (math.nan, math.inf, -1.0, 0.0):  # these are no times
+        speeds.delivered("slow", seconds, TOKENS, 1, 4)
+    assert speeds.seconds_per_token("slow", 0, 4) == speeds.seconds_per_token("quick", 0, 4), "it has started again"
 
 
 @pytest.mark.parametrize("is_late", [False, True])
@@ -97,19 +91,10 @@ def test_a_generator_that_becomes_quicker_is_known_as_quick_after_some_groups():
     assert order(speeds, steady=0, was_slow=0) == ["was_slow", "steady"]
 
 
-@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0, 0.0])
-def test_what_is_no_time_is_left_out(seconds: float):
-    speeds = measured(a=1.0)
-    before = speeds.seconds_per_token("a", 0, 4)
-    speeds.delivered("a", seconds, TOKENS, 1, 4)
-    assert speeds.seconds_per_token("a", 0, 4) == before
-
-
 def test_the_buffer_leases_to_the_generator_that_finishes_soonest():
     served, seconds = Served(per_step=2, max_lag=1), {"slow": 9.0, "quick": 1.0}
     for name in seconds:
-        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=4))
-        served.hear(name, Serving(generator_id=name, version=v(0)))
+        served.join(name, window=4)
     served.hear("learner", Trained(version=v(0)))
     firsts = {peer: message.lease for peer, message in served.lines.sent if isinstance(message, Grant)}
     assert {name: served.buffer.held_by(name) for name in seconds} == {"slow": 2, "quick": 2}
@@ -158,16 +143,22 @@ def test_less_is_slow_while_the_learner_waits_for_it_and_one_that_was_slow_is_tr
     assert not slow.heard("c", 0.19, 8, now_s) and not slow.on_probation("c")
 
 
-def test_a_single_slow_second_is_none():
-    slow = three()
-    assert not any(slow.heard("c", token_s, 8, second) for second, token_s in enumerate([1.0, 0.1] * 20))
+def slow_ones(
+    slow: SlowGenerators, name: str, *token_s: float | None, running: int = 8, every_s: float = 1.0
+) -> list[bool]:
+    return [slow.heard(name, one, running, number * every_s) for number, one in enumerate(token_s)]
 
 
-def test_slow_seconds_that_lie_far_apart_are_not_in_a_row():
-    """Between them nothing ran, or the run was paused: each may be chance."""
-    slow = three()
-    assert not any(slow.heard("c", 1.0, 8, second * 60.0) for second in range(9))
-    assert slow.heard("c", 1.0, 8, 8 * 60.0 + IN_A_ROW_S)
+def test_what_is_not_slow():
+    assert not any(slow_ones(three(), "c", *[1.0, 0.1] * 20)), "a single slow second may be chance"
+    apart = three()
+    assert not any(slow_ones(apart, "c", *[1.0] * 9, every_s=60.0)), "between them nothing ran, or the run was paused"
+    assert apart.heard("c", 1.0, 8, 8 * 60.0 + IN_A_ROW_S)
+    assert not any(slow_ones(SlowGenerators(), "a", *[100.0] * 9)), "alone"
+    assert not any(slow_ones(three(a=1.0, b=1.0), "c", *[1.0] * 9)), "as most others"
+    assert not any(slow_ones(three(a=1e-4, b=1e-4), "c", *[0.019] * 9)), "quick in any case"
+    assert not any(slow_ones(three(a=0.0, b=0.0), "c", *[1.0] * 9)), "a token that takes no time says nothing"
+    assert not any(slow_ones(three(), "a", *[None] * 9, running=0)), "nothing runs"
 
 
 @pytest.mark.parametrize(
@@ -175,28 +166,18 @@ def test_slow_seconds_that_lie_far_apart_are_not_in_a_row():
     [(0.39, 8, False), (0.41, 8, True), (0.79, 16, False), (0.81, 16, True), (0.41, 4, True)],
 )
 def test_where_more_completions_run_a_token_may_take_longer_in_proportion(token_s: float, running: int, is_slow: bool):
+    assert slow_ones(three(), "c", token_s, token_s, running=running, every_s=0.0)[-1] is is_slow
+
+
+def test_a_generator_that_is_gone_is_forgotten():
     slow = three()
-    assert [slow.heard("c", token_s, running, 0.0) for _ in range(2)][-1] is is_slow
-
-
-def test_who_is_alone_or_slow_with_most_others_or_quick_in_any_case_is_not_slow():
-    alone = SlowGenerators()
-    assert not any(alone.heard("a", 100.0, 8, second) for second in range(9))
-    most = three(a=1.0, b=1.0)
-    assert not any(most.heard("c", 1.0, 8, second) for second in range(9))
-    quick = three(a=1e-4, b=1e-4)
-    assert not any(quick.heard("c", 0.019, 8, second) for second in range(9))
-
-
-def test_who_runs_nothing_says_nothing_and_who_is_gone_is_forgotten():
-    slow = three()
-    assert not any(slow.heard("a", None, 0, second) for second in range(9))
-    assert [slow.heard("c", 1.0, 8, second) for second in range(2)] == [False, True]
-    slow.forget("c")
-    assert not slow.on_probation("c") and [slow.heard("c", 1.0, 8, second) for second in range(2)] == [False, True]
+    for _ in range(2):
+        assert slow_ones(slow, "c", 1.0, 1.0) == [False, True]
+        slow.forget("c")
+        assert not slow.on_probation("c")
     slow.forget("a")
     slow.forget("b")
-    assert not any(slow.heard("c", 1.0, 8, 1e6 + second) for second in range(9)), "nobody is left to compare it with"
+    assert not any(slow.heard("c", 1.0, 8, 1e6 + second) for second in range(9)), "nothing is left to compare it with"
 
 
 def says(served: Served, name: str, token_s: float, version: int = 0) -> list[tuple[str, str]]:
@@ -207,7 +188,7 @@ def two(window: int, **settings) -> Served:
     """Two generators, a and b, that have all the leases there are."""
     served = Served(**settings)
     for name in ("a", "b"):
-        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=window))
+        served.join(name, window=window)
         says(served, name, 0.1)
     served.hear("learner", Trained(version=v(0)))
     return served
@@ -250,11 +231,6 @@ def test_a_generator_three_times_slower_is_slow_once_the_learner_waits_for_its_g
     assert (slow, "Cancel") not in a_second(1)
     said = a_second(1)
     assert (slow, "Cancel") in said and (quick, "Grant") in said
-
-
-def test_who_says_that_a_token_takes_no_time_says_nothing():
-    slow = three(a=0.0, b=0.0)
-    assert not any(slow.heard("c", 1.0, 8, second) for second in range(9))
 
 
 def test_the_only_generator_works_however_slow_it_is():

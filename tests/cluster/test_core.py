@@ -1,4 +1,4 @@
-"""The start of a core without Ray: what is said when Ray finds no place for one of its processes."""
+"""The start of a core without Ray: what is logged when Ray finds no place for a process; restarts are counted by the hour."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 from asyncgrpo.cluster import core as module
-from asyncgrpo.cluster.core import Core
+from asyncgrpo.cluster.core import Budget, Core
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.load import load_config
-from asyncgrpo.errors import StalledError
+from asyncgrpo.errors import AsyncGRPOError, StalledError
+from asyncgrpo.liveness import RESTART_WINDOW_S
 
 
 @pytest.fixture
@@ -59,3 +60,20 @@ def test_a_buffer_that_reads_long_is_no_stall(start, caplog):
     with pytest.raises(TimeoutError):
         start([(5.0, {"buffer", "learner-0", "learner-1"}), (500.0, set())])
     assert not caplog.records
+
+
+def test_a_budget_is_spent_within_an_hour_and_comes_back():
+    now = [0.0]
+    budget = Budget("generator-0", 2, clock=lambda: now[0])
+    assert [budget.spent, budget.spend("a"), budget.spend("b"), budget.spent] == [0.0, 1, 2, 1.0]
+    with pytest.raises(AsyncGRPOError, match=r"generator-0 ended 3 times within an hour \(2 .*the last time: c"):
+        budget.spend("c")
+    now[0] = RESTART_WINDOW_S + 1.0
+    assert budget.spend("d") == 3
+    slow = Budget("generator-0", 4, clock=lambda: now[0])
+    slow.spend("a")
+    now[0] += RESTART_WINDOW_S / 2
+    assert [slow.spend("b"), slow.spent] == [2, 0.5]
+    now[0] += RESTART_WINDOW_S / 2 + 1.0
+    assert slow.spent == 0.25
+    assert Budget("generator-0", 0).spent == 0.0, "nothing to spend: the first end ends the run"

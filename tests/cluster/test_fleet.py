@@ -29,21 +29,17 @@ class Ray:
         """What `start` of each actor returned."""
         self.endpoints: list[EndpointsChanged] = []
         """What each actor was told of the core when it started."""
+        self.kill = self.killed.append
 
     def remote(self, kind: type) -> Any:
-        run = SimpleNamespace(remote=lambda *arguments: object())
-        start = SimpleNamespace(remote=self._start)
-        return SimpleNamespace(
-            options=lambda **options: SimpleNamespace(remote=lambda *a: SimpleNamespace(start=start, run=run))
-        )
+        methods = {"run": SimpleNamespace(remote=lambda *_: object()), "start": SimpleNamespace(remote=self._start)}
+        actor = SimpleNamespace(remote=lambda *_: SimpleNamespace(**methods))
+        return SimpleNamespace(options=lambda **_: actor)
 
     def _start(self, endpoints: EndpointsChanged) -> object:
         self.started.append(object())
         self.endpoints.append(endpoints)
         return self.started[-1]
-
-    def kill(self, actor: Any) -> None:
-        self.killed.append(actor)
 
 
 class Watch:
@@ -80,16 +76,6 @@ class Watch:
         """Nothing to do: a test names the incarnation."""
 
 
-class Core:
-    """Remembers which generators were reported lost."""
-
-    def __init__(self) -> None:
-        self.lost: list[tuple[str, str]] = []
-
-    def generator_lost(self, name: str, incarnation: str) -> None:
-        self.lost.append((name, incarnation))
-
-
 @pytest.fixture
 def plane(monkeypatch):
     """A fleet of two generators, its watch, its core, and the events that it has written."""
@@ -100,7 +86,9 @@ def plane(monkeypatch):
         model=ModelConfig(path="m"), data=DataConfig(train="t"), generators=GeneratorConfig(count=2, restarts=1)
     )
     setup = Setup(config, Path("run"), 1, None, None, "", config.generators.count)
-    watch, core, written = Watch(), Core(), []
+    lost: list[tuple[str, str]] = []
+    core = SimpleNamespace(lost=lost, generator_lost=lambda name, incarnation: lost.append((name, incarnation)))
+    watch, written = Watch(), list[dict]()
     events = SimpleNamespace(write=lambda event, **fields: written.append({"event": event, **fields}))
     placement = SimpleNamespace(
         generator=lambda index: {},
@@ -194,17 +182,27 @@ def test_one_that_ray_finds_no_place_for_is_said_once_and_the_others_go_on(plane
     assert len(ray.started) == 3, "a node has joined"
 
 
-def test_one_that_cannot_start_ends_by_its_own_reason(plane, monkeypatch):
+def test_one_that_cannot_start_ends_by_its_own_reason_and_one_whose_start_returns_between_two_looks_does_not(
+    plane, monkeypatch
+):
     fleet, _, core, written = plane
-    failed = module.ray.started[1]
+    failed, started = module.ray.started[1], module.ray.started[0]
+    looks: list[object] = []
 
-    def result(reference: object, name: str) -> None:
-        raise ConfigError("model.path: /models/a does not exist on the node 10.0.0.7")
+    def has_ended(reference: object) -> bool:
+        looks.append(reference)
+        return reference is failed or (reference is started and looks.count(started) > 1)
+
+    def result(reference: object, name: str) -> tuple[str, int]:
+        if reference is failed:
+            raise ConfigError("model.path: /models/a does not exist on the node 10.0.0.7")
+        return "127.0.0.1", 1
 
     monkeypatch.setattr(module, "result", result)
-    monkeypatch.setattr(module, "has_ended", lambda reference: reference is failed)
-    fleet.reconcile()
-    assert core.lost == [("generator-1", "1.0")]
+    monkeypatch.setattr(module, "has_ended", has_ended)
+    for _ in range(3):
+        fleet.reconcile()
+    assert core.lost == [("generator-1", "1.0")] and looks.count(started) > 1
     assert written[-1]["reason"] == "model.path: /models/a does not exist on the node 10.0.0.7"
 
 
@@ -220,21 +218,6 @@ def test_a_run_may_lose_a_generator_that_serves_or_whose_start_may_fail_once_mor
 
 def states(fleet: Fleet) -> dict[str, str]:
     return {process.name: process.state for process in fleet.processes()}
-
-
-def test_one_whose_start_returns_between_two_looks_has_not_ended(plane, monkeypatch):
-    fleet, _, core, written = plane
-    started, looks = module.ray.started[1], []
-
-    def has_ended(reference: object) -> bool:
-        looks.append(reference)
-        return reference is started and looks.count(started) > 1
-
-    monkeypatch.setattr(module, "has_ended", has_ended)
-    monkeypatch.setattr(module, "result", lambda reference, name: ("127.0.0.1", 1))
-    for _ in range(3):
-        fleet.reconcile()
-    assert looks.count(started) > 1 and core.lost == [] and written == []
 
 
 def test_a_larger_fleet_starts_those_that_are_missing_at_once(plane):
@@ -265,7 +248,7 @@ def test_one_that_is_too_many_leaves_when_it_ends_by_itself_and_costs_no_restart
     assert [(e["actor"], e["count"]) for e in written] == [("generator-1", 1)], "from here on it is wanted"
 
 
-def test_one_that_is_wanted_again_while_it_leaves_comes_back(plane):
+def test_one_that_leaves_comes_back_if_it_is_wanted_again_and_is_gone_at_once_while_its_engine_loads(plane):
     fleet, watch, _, written = plane
     fleet.scale(1)
     fleet.scale(2)
@@ -274,14 +257,10 @@ def test_one_that_is_wanted_again_while_it_leaves_comes_back(plane):
     fleet.reconcile()
     fleet.reconcile()
     assert fleet._running[1].incarnation == "1.1" and written == []
-
-
-def test_one_whose_engine_still_loads_leaves_at_once(plane):
-    fleet, watch, _, written = plane
     watch.loading = {"generator-1"}
     fleet.scale(1)
     fleet.reconcile()
-    assert states(fleet) == {"generator-0": "working"} and len(module.ray.killed) == 1 and written == []
+    assert states(fleet) == {"generator-0": "working"} and written == []
 
 
 def test_the_end_of_a_run_waits_for_those_that_serve_and_for_none_that_loads_its_engine(plane, monkeypatch):
@@ -309,14 +288,9 @@ def test_generators_start_beside_the_first_core_and_are_told_where_it_is(plane):
     watch.works_for = {"generator-0": "", "generator-1": "b"}
     beside.reconcile()
     assert watch.sent == [("generator-0", ENDPOINTS)]
-
-
-def test_one_that_starts_after_a_core_was_lost_is_not_told_of_the_lost_one(plane):
-    fleet, watch, core, _ = plane
-    fleet.leave()
+    beside.leave()
     watch.silent_s = {"generator-0 1.0": 500.0}
-    fleet.reconcile()
-    fleet.work_for(core, EndpointsChanged(buffer_endpoint="new", weights_endpoint="w"))
-    fleet.reconcile()
-    assert module.ray.endpoints[-1].buffer_endpoint == "new"
-    assert len(module.ray.started) == 3
+    beside.reconcile()
+    beside.work_for(core, EndpointsChanged(buffer_endpoint="new", weights_endpoint="w"))
+    beside.reconcile()
+    assert ray.endpoints[-1].buffer_endpoint == "new", "one that starts then is not told of the lost core"

@@ -17,10 +17,14 @@ from asyncgrpo.recording.events import EventLog
 
 def test_one_owner_at_a_time(tmp_path: Path):
     first, second = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
+    first.check_free()
+    assert not (tmp_path / "run").exists(), "it was seen without touching it"
     first.claim()
-    with pytest.raises(CheckpointError, match="still active"):
-        second.claim()
+    for look in (second.claim, second.check_free):
+        with pytest.raises(CheckpointError, match="still active"):
+            look()
     first.release()
+    second.check_free()
     second.claim()
     second.release()
 
@@ -71,28 +75,18 @@ def test_a_killed_run_is_still_missed_for_a_day_and_no_other_run_is_touched(tmp_
             process.communicate()
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="file"):
-        RunFolder(tmp_path / "file" / "run").claim()
-
-
-def test_no_lineage_is_given_twice(tmp_path: Path):
+@pytest.mark.parametrize("written", [b"two", b"", b"-1", b"\xff"])
+def test_no_lineage_is_given_twice(tmp_path: Path, written: bytes):
     folder = RunFolder(tmp_path / "run")
     folder.claim()
     assert [folder.next_lineage() for _ in range(3)] == [1, 2, 3]
     folder.release()
     assert RunFolder(tmp_path / "run").next_lineage() == 4
-
-
-@pytest.mark.parametrize("written", [b"two", b"", b"-1", b"\xff"])
-def test_a_lineage_that_is_no_number_is_named(tmp_path: Path, written: bytes):
-    """To count anew would give a lineage twice."""
-    folder = RunFolder(tmp_path / "run")
-    folder.claim()
     (tmp_path / "run" / "lineage").write_bytes(written)
     with pytest.raises(CheckpointError, match="run/lineage does not hold the number of the newest start"):
         folder.next_lineage()
+    with pytest.raises(CheckpointError, match="lineage"):
+        RunFolder(tmp_path / "run" / "lineage" / "run").claim()
 
 
 def test_how_a_run_stands_is_what_its_last_start_came_to(tmp_path: Path):

@@ -48,6 +48,8 @@ def test_the_learner_is_asked_and_waited_for_and_no_generator_starts_meanwhile(t
     assert give_up(core, tmp_path) == [False, False]
     assert core.asked == [("generator-1 ended too often", True)]
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    core = Core(None, can_save=False)
+    assert give_up(core, tmp_path) == [] and core.asked == [], "no learner lives"
 
 
 @pytest.mark.parametrize(
@@ -57,11 +59,6 @@ def test_the_learner_is_asked_and_waited_for_and_no_generator_starts_meanwhile(t
 def test_neither_its_end_nor_its_silence_holds_up_the_end_of_the_run(tmp_path: Path, caplog, statuses: tuple, why: str):
     give_up(Core(*statuses), tmp_path)
     assert f"no last checkpoint: {statuses[-1] or 'the learner'}" in caplog.text and why in caplog.text
-
-
-def test_where_no_learner_lives_nobody_is_asked(tmp_path: Path):
-    core = Core(None, can_save=False)
-    assert give_up(core, tmp_path) == [] and core.asked == []
 
 
 def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[[Run], str]) -> Run:

@@ -76,18 +76,15 @@ def test_time_in_which_nobody_listened_is_no_silence(watch: Watch, clock: Clock,
     assert is_silent()
 
 
-def test_the_dead_of_an_earlier_start_are_not_taken_for_the_living(watch: Watch, tmp_path: Path):
-    Heart(watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, buffer_endpoint=lambda: "old")
-    listen_until(watch, lambda: watch.buffer_endpoint("generator-0", "1.0") == "old")
-    assert watch.buffer_endpoint("generator-0", "1.1") is None and not watch.has_begun("generator-0", "1.1")
-
-
 def test_a_process_is_told_and_writes_its_stacks(watch: Watch, tmp_path: Path):
     moved: list[EndpointsChanged] = []
     Heart(
-        watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, on_endpoints_changed=moved.append, step=lambda: 7
-    )
+        watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, on_endpoints_changed=moved.append,
+        buffer_endpoint=lambda: "old", step=lambda: 7,
+    )  # fmt: skip
     listen_until(watch, lambda: watch.step("generator-0", "1.0") == 7)
+    assert watch.buffer_endpoint("generator-0", "1.0") == "old"
+    assert watch.buffer_endpoint("generator-0", "1.1") is None and not watch.has_begun("generator-0", "1.1")
     watch.send("generator-0", EndpointsChanged(buffer_endpoint="a", weights_endpoint="b"))
     watch.dump_stacks("nothing moves")
     stacks = tmp_path / "logs" / "generator-0.stacks"

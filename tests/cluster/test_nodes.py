@@ -41,16 +41,15 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_processes_are_told_absolute_paths(files: Path):
-    config = configured("data.eval=eval.jsonl", "reward.function=reward.py:judge", "run.out=run")
+    config = configured("data.eval=[eval.jsonl, other/eval.jsonl]", "reward.function=reward.py:judge", "run.out=run")
     told = Run(config, RunFolder(files / "run"), "")._config
     assert told == with_absolute_paths(config)
     assert told.model.path == str(files / "model")
-    assert (told.data.train, told.data.eval) == (str(files / "train.jsonl"), str(files / "eval.jsonl"))
+    assert told.data.train == str(files / "train.jsonl")
+    named = {f"{files.name}.eval": "eval.jsonl", "other.eval": "other/eval.jsonl"}
+    assert told.data.eval == {name: str(files / path) for name, path in named.items()}
     assert told.reward.function == str(files / "reward.py:judge")
     assert told.run.out == str(files / "run")
-
-
-def test_a_hub_id_stays_one(files: Path):
     told = with_absolute_paths(configured("model.path=Qwen/Qwen3-8B"))
     assert told.model.path == "Qwen/Qwen3-8B" and told.data.eval is None and told.reward.function is None
     check_files(told, "learner", files / "run", "10.0.0.7")
@@ -126,11 +125,3 @@ def test_a_rank_waits_longer_for_the_others_than_rank_0_for_a_batch(stall_s: flo
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     with joined_ranks(dist.HashStore(), 0, 1, "cpu", timeout_s):
         assert told["timeout"].total_seconds() == timeout_s
-
-
-def test_the_names_of_several_held_out_files_travel_with_their_absolute_paths(files: Path):
-    told = with_absolute_paths(configured("data.eval=[eval.jsonl, other/eval.jsonl]", "run.out=run"))
-    assert told.data.eval == {
-        f"{files.name}.eval": str(files / "eval.jsonl"),
-        "other.eval": str(files / "other" / "eval.jsonl"),
-    }

@@ -90,51 +90,23 @@ def placed() -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["shared", "again"])
-def test_learner_and_generator_share_one_gpu(placed, run):
-    found = placed[run]
-    assert found["learner"] == found["generator"]
-    assert len(found["learner"]) == 1
-    assert found["buffer"] == []
-
-
-@pytest.mark.slow
-def test_by_default_each_of_them_has_its_own(placed):
-    found = placed["apart"]
-    assert len(found["learner"]) == len(found["generator"]) == 1
-    assert found["learner"] != found["generator"]
-
-
-@pytest.mark.slow
-def test_a_generator_that_is_added_gets_a_gpu_of_its_own_and_gives_it_back(placed):
-    found = placed["added"]
-    assert len(found["first"]) == len(found["second"]) == 1
-    assert found["first"] != found["second"]
-    assert found["third waits"], "there are two GPUs"
-    assert found["third"] == found["second"]
-
-
-@pytest.mark.slow
-def test_auto_is_the_gpu_that_ray_has_though_the_driver_has_none(placed):
-    assert placed["shared"]["device"] == placed["apart"]["device"] == "cuda"
-
-
-@pytest.mark.slow
-def test_a_learner_on_the_cpu_takes_no_part_of_the_gpu(placed):
+def test_learner_and_generators_have_gpus_of_their_own_unless_they_share_one(placed):
+    for run in ("shared", "again"):
+        found = placed[run]
+        assert found["learner"] == found["generator"] and len(found["learner"]) == 1 and found["buffer"] == []
+    apart, added = placed["apart"], placed["added"]
+    assert len(apart["learner"]) == len(apart["generator"]) == 1 and apart["learner"] != apart["generator"]
+    assert placed["shared"]["device"] == apart["device"] == "cuda", "auto is the GPU of Ray, though the driver has none"
     assert placed["learner on CPU"]["learner"] == []
+    assert len(added["first"]) == len(added["second"]) == 1 and added["first"] != added["second"]
+    assert added["third waits"] and added["third"] == added["second"], "there are two GPUs, and one was given back"
 
 
 @pytest.mark.slow
 def test_a_role_takes_the_resources_by_which_its_nodes_are_chosen(placed):
-    assert placed["pinned"] == {
-        "taken": ["CPU", "rack"],
-        "is_here": True,
-        "said": "generator-0 has not started for 60 s: it waits for a node with 1 CPU and 1 rack free",
-    }
-    assert placed["free"] == placed["pinned"] | {
-        "taken": [],
-        "said": "generator-0 has not started for 60 s: it waits for a node",
-    }
+    waits = "generator-0 has not started for 60 s: it waits for a node"
+    pinned = {"taken": ["CPU", "rack"], "is_here": True, "said": f"{waits} with 1 CPU and 1 rack free"}
+    assert placed["pinned"] == pinned and placed["free"] == pinned | {"taken": [], "said": waits}
     assert "generators.count 1 (each 1 CPU and 1 shelf); no node has them" in placed["refused"]
 
 

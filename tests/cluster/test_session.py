@@ -140,29 +140,29 @@ ModuleNotFoundError: No module named 'asyncgrpo'
 """What Ray 2.60 says of a class that a worker cannot import, shortened."""
 
 
-def test_a_node_without_our_package_is_named(monkeypatch):
-    missing = ModuleNotFoundError("No module named 'asyncgrpo'")
-    failed = RayTaskError("A.__init__", TEXT, missing)
-
+@pytest.mark.parametrize(
+    ("error", "said", "is_error"),
+    [
+        (
+            ray.exceptions.ActorDiedError(
+                RayTaskError("A.__init__", TEXT, ModuleNotFoundError("No module named 'asyncgrpo'"))
+            ),
+            r"^learner-1: it cannot start on 10\.0\.0\.7: ModuleNotFoundError: No module",
+            True,  # another one would find the same
+        ),
+        (ray.exceptions.ActorDiedError(), r"^learner-1: its process died$", False),
+    ],
+)
+def test_a_process_that_was_killed_may_be_replaced_and_one_without_our_package_is_named(
+    monkeypatch, error, said, is_error
+):
     def get(reference: object) -> None:
-        raise ray.exceptions.ActorDiedError(failed)
+        raise error
 
     monkeypatch.setattr(ray, "get", get)
-    with pytest.raises(
-        ProcessLost, match=r"^learner-1: it cannot start on 10\.0\.0\.7: ModuleNotFoundError: No module"
-    ) as loss:
+    with pytest.raises(ProcessLost, match=said) as loss:
         result(object(), "learner-1")
-    assert loss.value.is_error, "another one would find the same"
-
-
-def test_a_process_that_was_killed_may_be_replaced(monkeypatch):
-    def get(reference: object) -> None:
-        raise ray.exceptions.ActorDiedError()
-
-    monkeypatch.setattr(ray, "get", get)
-    with pytest.raises(ProcessLost, match=r"^learner-1: its process died$") as loss:
-        result(object(), "learner-1")
-    assert not loss.value.is_error
+    assert loss.value.is_error is is_error
 
 
 def _wrapped(cause: Exception) -> AsyncGRPOError:
@@ -192,7 +192,9 @@ def test_rays_logs_are_kept_where_no_process_reported_what_is_wrong(monkeypatch,
     assert bool(kept) is are_kept
 
 
-def fake_session(monkeypatch, seen: list[str], started: threading.Event) -> None:
+def test_work_is_done_while_the_session_starts_and_if_it_fails_the_session_ends(monkeypatch):
+    seen, started = [], threading.Event()
+
     @contextmanager
     def session(config):
         seen.append("up")
@@ -202,34 +204,22 @@ def fake_session(monkeypatch, seen: list[str], started: threading.Event) -> None
         finally:
             seen.append("down")
 
-    monkeypatch.setattr(ray_session_module, "ray_session_of", session)
-    monkeypatch.setattr(ray_session_module.warm, "is_on", lambda: True)
-
-
-def test_work_is_done_while_the_session_starts(monkeypatch):
-    seen, started = [], threading.Event()
-    fake_session(monkeypatch, seen, started)
-
     def work() -> str:
         assert started.wait(30.0), "the session waits for the work"
         seen.append("worked")
         return "made"
 
+    def fail() -> None:
+        raise ConfigError("no place for a model")
+
+    monkeypatch.setattr(ray_session_module, "ray_session_of", session)
+    monkeypatch.setattr(ray_session_module.warm, "is_on", lambda: True)
     with session_beside(work, None) as made:  # type: ignore[arg-type]
         seen.append(f"inside, {made}")
     assert seen == ["up", "worked", "inside, made", "down"]
-
-
-def test_work_that_fails_ends_the_session_and_says_why(monkeypatch):
-    seen: list[str] = []
-    fake_session(monkeypatch, seen, threading.Event())
-
-    def work() -> None:
-        raise ConfigError("no place for a model")
-
-    with pytest.raises(ConfigError, match="no place for a model"), session_beside(work, None):  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no place for a model"), session_beside(fail, None):  # type: ignore[arg-type]
         seen.append("inside")
-    assert seen == ["up", "down"]
+    assert seen[4:] == ["up", "down"]
 
 
 def test_a_session_within_a_session_starts_and_ends_nothing(monkeypatch):

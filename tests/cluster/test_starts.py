@@ -50,18 +50,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_new_folder_has_nothing_to_say(files: Path):
+def test_the_same_again_goes_on_and_says_no_more(files: Path, monkeypatch: pytest.MonkeyPatch):
     standing = look(configured(files), RunFolder(files / "run"))
     assert standing.is_new and standing.lines("run") == [] and not (files / "run").exists()
-
-
-def test_the_same_again_goes_on_and_says_no_more(files: Path, monkeypatch: pytest.MonkeyPatch):
     begin(configured(files))
     assert found(configured(files)) == []
     monkeypatch.chdir(files)
-    relative = configured(
-        files, "model.path=./model1", "data.train=train.jsonl", "reward.function=reward.py:compute_score"
-    )
+    settings = ["model.path=./model1", "data.train=train.jsonl", "reward.function=reward.py:compute_score"]
+    relative = configured(files, *settings)
     assert found(relative) == [], "a relative path is no change"
     assert look(relative, RunFolder(files / "run")).step == 4
 
@@ -90,18 +86,13 @@ def test_other_contents_in_the_same_place_are_refused(files: Path, name: str, ke
         look(configured(files), RunFolder(files / "run"))
 
 
-def test_files_that_moved_are_the_same_files(files: Path):
+def test_files_that_moved_are_the_same_files_and_a_reward_may_be_edited(files: Path):
     begin(configured(files))
     (files / "model1").rename(files / "moved")
-    (said,) = found(configured(files, f"model.path={files / 'moved'}"))
-    assert said.startswith("changed: model.path ") and said.endswith("moved")
-
-
-def test_a_reward_that_was_edited_is_said(files: Path):
-    begin(configured(files))
     (files / "reward.py").write_text("def compute_score(*arguments): return 1.0\n")
-    (said,) = found(configured(files))
-    assert said.startswith("changed: reward.function ") and "other contents" in said
+    moved, edited = found(configured(files, f"model.path={files / 'moved'}"))
+    assert moved.startswith("changed: model.path ") and moved.endswith("moved")
+    assert edited.startswith("changed: reward.function ") and "other contents" in edited
 
 
 def test_what_changed_is_said_written_and_kept_for_each_start(files: Path):
@@ -114,6 +105,9 @@ def test_what_changed_is_said_written_and_kept_for_each_start(files: Path):
         ("algorithm.group_size", "8", "4", "applied"),
         ("learner.lr", "1e-06", "2e-06", "applied"),
     ]
+    sources = msgspec.json.decode((files / "run" / "starts" / "0001" / "files.json").read_bytes())
+    assert sources.keys() == {"model.path", "data.train", "reward.function"}
+    assert sources["model.path"]["path"] == str(files / "model1") and all(one["digest"] for one in sources.values())
     kept = [load_config(files / "run" / "starts" / number / "config.yaml") for number in ("0001", "0002")]
     assert [config.learner.lr for config in kept] == [1e-6, 2e-6]
     assert load_config(files / "run" / "config.yaml") == kept[1] == again
@@ -146,18 +140,6 @@ def test_a_run_that_is_done_is_refused_by_its_steps(files: Path):
         look(configured(files, "run.steps=4"), RunFolder(files / "run"))
 
 
-def test_a_folder_that_is_held_is_seen_without_touching_it(files: Path):
-    folder = RunFolder(files / "run")
-    folder.check_free()
-    assert not (files / "run").exists()
-    folder.claim()
-    with pytest.raises(CheckpointError, match="still active"):
-        RunFolder(files / "run").check_free()
-    folder.release()
-    RunFolder(files / "run").check_free()
-    RunFolder(files / "run").claim()
-
-
 def test_a_record_that_cannot_be_written_or_read_is_named(files: Path):
     begin(configured(files))
     (files / "run" / "starts" / "0001" / "files.json").write_text("{")
@@ -168,10 +150,3 @@ def test_a_record_that_cannot_be_written_or_read_is_named(files: Path):
     config, folder = configured(files, f"run.out={files / 'other'}"), RunFolder(files / "other")
     with pytest.raises(CheckpointError, match="other/starts/0001"):
         record(config, folder, look(config, folder))
-
-
-def test_what_is_kept_can_be_read_by_anybody(files: Path):
-    begin(configured(files))
-    kept = msgspec.json.decode((files / "run" / "starts" / "0001" / "files.json").read_bytes())
-    assert kept.keys() == {"model.path", "data.train", "reward.function"}
-    assert kept["model.path"]["path"] == str(files / "model1") and all(entry["digest"] for entry in kept.values())

@@ -77,38 +77,18 @@ def test_arguments_that_a_loss_does_not_take_are_refused(overrides, sentence):
         ("{low_ratio: 0.5, high_ratio: 2}", "corrections[0] truncates"),
         ("{action: mask}", "has action: mask and no bound, so there is nothing outside"),
         ("{action: clip, low_ratio: 2, high_ratio: 1}", "low_ratio: 2 above high_ratio: 1"),
-        ("{high_ratio: 0}", "corrections[0].high_ratio must be above 0; it is 0"),
         ("{high_ratio: 2, max_mean_square: 1}", "corrections[0].max_mean_square is 1.0"),
         ("{kind: veto}", "is a veto without low_ratio"),
         ("{kind: veto, low_ratio: 1e-4, level: sequence}", "corrections[0].level is sequence"),
         ("{kind: opsm}", "is opsm without max_nats"),
         ("{kind: opsm, max_nats: 0.5, high_ratio: 2}", "corrections[0].high_ratio is 2.0"),
-        ("{kind: m2po, action: mask}", "corrections[0].action is mask"),
-        ("{kind: m2po, max_mean_square: -1}", "corrections[0].max_mean_square must be above 0; it is -1"),
         ("{kind: divergence}", "is a divergence without max_nats"),
         ("{kind: divergence, max_nats: 0.01, level: geometric}", "is a divergence at level geometric"),
         ("{kind: divergence, max_nats: 0.01, action: reject}", "corrections[0].action is reject"),
-        ("{high_ratio: 2, estimator: k2}", "corrections[0].estimator is k2, which kind importance does not read"),
     ],
 )
 def test_a_correction_that_would_do_nothing_or_half_is_refused(correction, sentence):
     assert sentence in message_of(f"algorithm.corrections=[{correction}]")
-
-
-@pytest.mark.parametrize(
-    "correction",
-    [
-        "{}",
-        "{high_ratio: 2}",
-        "{level: sequence, action: clip, low_ratio: 0.1}",
-        "{level: geometric, action: reject, low_ratio: 0.99, high_ratio: 1.01}",
-        "{kind: veto, low_ratio: 1e-4}",
-        "{kind: m2po}",
-        "{kind: divergence, level: sequence, max_nats: 0.01, estimator: k2}",
-    ],
-)
-def test_a_correction_that_does_something_is_accepted(correction):
-    accepts(f"algorithm.corrections=[{correction}]")
 
 
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo", "cispo", "vespo", "topr"])
@@ -126,7 +106,6 @@ def test_a_ratio_is_never_counted_twice(loss):
         (["algorithm.kl_kind=k1", "algorithm.kl_coef=1"], "kl_kind=k1 has no gradient in expectation"),
         (["algorithm.kl_kind=full", "algorithm.kl_coef=1", "algorithm.kl_in=reward"], "kl_kind=full"),
         (["algorithm.kl_kind=k3_reweighted", "algorithm.kl_coef=1", "algorithm.kl_in=reward"], "k3_reweighted"),
-        (["algorithm.kl_kind=k1+", "algorithm.kl_coef=1", "algorithm.kl_in=reward"], "k1+ is only another gradient"),
         (
             ["algorithm.loss=pairwise", "algorithm.loss_args.beta=1", "algorithm.kl_coef=1", "algorithm.kl_in=reward"],
             "no part in algorithm.loss=pairwise",
@@ -136,19 +115,13 @@ def test_a_ratio_is_never_counted_twice(loss):
         (["algorithm.overlong_buffer=9", "algorithm.advantage=max_rl"], "algorithm.overlong_buffer (9)"),
         (["algorithm.kl_coef=1", "algorithm.kl_in=reward", "algorithm.advantage=max_rl"], "algorithm.kl_in=reward"),
         (["algorithm.critic.lam=1"], "algorithm.critic.lam is set, but algorithm.advantage=grpo"),
-        (["algorithm.advantage=gae", "algorithm.critic.value_clip=0"], "value_clip must be above 0; it is 0"),
         (["algorithm.advantage=gae", "algorithm.filter_zero_signal=true"], "its critic"),
-        (
-            ["algorithm.advantage=gae", "algorithm.loss=pairwise", "algorithm.loss_args.beta=1"],
-            "algorithm.loss=pairwise does not use",
-        ),
         (
             ["algorithm.advantage=gae", "algorithm.corrections=[{kind: opsm, max_nats: 1}]"],
             "advantage=gae has one for each token",
         ),
         (["algorithm.anchor=interpolated", "algorithm.corrections=[{kind: opsm, max_nats: 1}]"], "(opsm)"),
         (["algorithm.anchor=interpolated", "algorithm.corrections=[{action: reject, high_ratio: 2}]"], "(rejection)"),
-        (["learner.ppo_epochs=2", "algorithm.loss=pairwise", "algorithm.loss_args.beta=1"], "learner.ppo_epochs is 2"),
         (["learner.lr_min_ratio=0.1"], "learner.lr_min_ratio is 0.1, but learner.lr_schedule=constant never falls"),
         (["learner.lr_schedule=cosine", "run.steps=null"], "learner.lr_schedule=cosine"),
         (
@@ -156,10 +129,6 @@ def test_a_ratio_is_never_counted_twice(loss):
             "none of the 10 updates",
         ),
         (["learner.minibatches=65"], "learner.minibatches (65) is more than buffer.prompts_per_step (64)"),
-        (
-            ["learner.minibatches=2", "algorithm.loss=pairwise", "algorithm.loss_args.beta=1"],
-            "only the first of several updates",
-        ),
     ],
 )
 def test_settings_that_do_not_fit_each_other_are_refused(overrides, sentence):
@@ -169,6 +138,12 @@ def test_settings_that_do_not_fit_each_other_are_refused(overrides, sentence):
 @pytest.mark.parametrize(
     "overrides",
     [
+        ["algorithm.corrections=[{}]"],
+        ["algorithm.corrections=[{level: sequence, action: clip, low_ratio: 0.1}]"],
+        ["algorithm.corrections=[{level: geometric, action: reject, low_ratio: 0.99, high_ratio: 1.01}]"],
+        ["algorithm.corrections=[{kind: veto, low_ratio: 1e-4}]"],
+        ["algorithm.corrections=[{kind: m2po}]"],
+        ["algorithm.corrections=[{kind: divergence, level: sequence, max_nats: 0.01, estimator: k2}]"],
         ["algorithm.kl_kind=k1", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
         ["algorithm.kl_kind=full", "algorithm.kl_coef=0.1"],
         ["algorithm.overlong_buffer=1024", "algorithm.truncated=mask"],

@@ -52,31 +52,21 @@ def parts(name: str, *overrides: str) -> dict[str, int]:
 # -- what a rank holds -------------------------------------------------------------------------------------------------
 
 
-def test_full_training_takes_16_bytes_a_parameter_divided_by_the_ranks():
-    numbers = size("Qwen3-8B").parameters
-    held = parts("Qwen3-8B", "learner.ranks=4")
-    assert 4 * held["weights"] == pytest.approx(4 * numbers, rel=1e-6)
-    assert 4 * held["gradients"] == pytest.approx(4 * numbers, rel=1e-6)
-    assert 4 * held["moments"] == pytest.approx(8 * numbers, rel=1e-6)
-
-
-def test_adapters_leave_the_base_in_its_dtype_and_without_gradients():
-    held = parts("Qwen3-8B", "model.lora.rank=32")
-    assert held["weights"] == 2 * size("Qwen3-8B").parameters + 4 * size("Qwen3-8B").adapter_parameters(32)
-    assert held["gradients"] == 4 * size("Qwen3-8B").adapter_parameters(32)
-    wide = size_of(PUBLISHED["Qwen3-8B"] | {"dtype": "float32"})
-    assert learner_rank(wide, run("model.lora.rank=32")).parts["weights"] > 1.9 * held["weights"], (
-        "files of float32 stay"
-    )
-
-
-def test_moments_off_the_gpu_are_on_the_host():
-    there, off = run("learner.ranks=4"), run("learner.ranks=4", "learner.offload_optimizer=true")
+def test_full_training_takes_16_bytes_a_parameter_divided_by_the_ranks_and_adapters_take_less():
     model = size("Qwen3-8B")
-    assert "moments" not in learner_tensors(model, off).parts
-    assert fullest_host(model, off).parts["moments"] == 8 * model.parameters
+    numbers, adapters = model.parameters, model.adapter_parameters(32)
+    there, off = run("learner.ranks=4"), run("learner.ranks=4", "learner.offload_optimizer=true")
+    held = parts("Qwen3-8B", "learner.ranks=4")
+    for name, size_of_one in (("weights", 4), ("gradients", 4), ("moments", 8)):
+        assert 4 * held[name] == pytest.approx(size_of_one * numbers, rel=1e-6)
+    assert "moments" not in learner_tensors(model, off).parts, "they are on the host"
+    assert fullest_host(model, off).parts["moments"] == 8 * numbers
     assert "moments" not in fullest_host(model, there).parts
     assert learner_rank(model, off).total < learner_rank(model, there).total
+    held = parts("Qwen3-8B", "model.lora.rank=32")
+    assert (held["weights"], held["gradients"]) == (2 * numbers + 4 * adapters, 4 * adapters)
+    wide = learner_rank(size_of(PUBLISHED["Qwen3-8B"] | {"dtype": "float32"}), run("model.lora.rank=32"))
+    assert wide.parts["weights"] > 1.9 * held["weights"], "files of float32 stay"
 
 
 @pytest.mark.parametrize(
@@ -106,23 +96,16 @@ def test_a_setting_moves_its_part(override, part):
     assert after.get(part, 0) > before.get(part, 0)
 
 
-def test_a_checkpoint_is_copied_to_the_host_and_its_export_to_rank_0():
-    model, config = size("Qwen3-8B"), run("learner.ranks=4")
-    assert fullest_host(model, config).parts["checkpoint"] == (12 + 2) * model.parameters
-    adapters = 12 * model.adapter_parameters(32) + 2 * model.parameters
-    assert fullest_host(model, run("model.lora.rank=32")).parts["checkpoint"] == adapters
-
-
-def test_the_reference_is_on_the_host_unless_it_is_to_stay():
+def test_the_host_holds_a_copy_of_a_checkpoint_and_the_reference_unless_it_is_to_stay():
     model, kl = size("Qwen3-8B"), "algorithm.kl_coef=0.1"
     away, here = run("learner.ranks=4", kl), run("learner.ranks=4", kl, "learner.offload_reference=false")
+    assert fullest_host(model, away).parts["checkpoint"] == (12 + 2) * model.parameters
+    adapters = 12 * model.adapter_parameters(32) + 2 * model.parameters
+    assert fullest_host(model, run("model.lora.rank=32")).parts["checkpoint"] == adapters
     assert fullest_host(model, away).parts["reference"] == 2 * model.parameters
-    assert learner_rank(model, here).parts["reference"] - learner_rank(model, away).parts["reference"] == (
-        pytest.approx(2 * model.parameters / 4, abs=2)
-    )
-    assert "reference" not in learner_rank(model, run(kl, "model.lora.rank=8")).parts, (
-        "it is the model without adapters"
-    )
+    moved = learner_rank(model, here).parts["reference"] - learner_rank(model, away).parts["reference"]
+    assert moved == pytest.approx(2 * model.parameters / 4, abs=2)
+    assert "reference" not in learner_rank(model, run(kl, "model.lora.rank=8")).parts, "the model without adapters"
 
 
 def test_the_kv_cache_is_what_the_weights_leave():
@@ -140,6 +123,9 @@ def test_a_card_is_the_one_found_unless_another_is_named():
     assert (
         Card.of(run(gb=40), 24 * GIB).known == "given" and 39 * GIB < Card.of(run(gb=40), 24 * GIB).num_bytes < 40 * GIB
     )
+    assumed = run(gb=None)
+    refuse(size("Llama-3.1-70B"), assumed, Card.of(assumed))  # an assumed card refuses nothing, and a named one does
+    assert refusal("Llama-3.1-70B", gb=8).endswith("use larger GPUs or a smaller model")
     assert Card.of(run(gb=None)).known == "assumed" and Card.of(run(gb=None)).num_bytes == Card.of(run(gb=80)).num_bytes
 
 
@@ -187,12 +173,6 @@ def test_a_shared_gpu_is_refused_where_only_one_of_the_two_fits(name, rank, gb):
         refuse(size(name), config, Card.of(config))
 
 
-def test_an_assumed_card_refuses_nothing():
-    config = run(gb=None)
-    refuse(size("Llama-3.1-70B"), config, Card.of(config))
-    assert refusal("Llama-3.1-70B", gb=8).endswith("use larger GPUs or a smaller model"), "one that was named does"
-
-
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
@@ -237,14 +217,6 @@ def test_half_is_the_generators_unless_memory_says_otherwise(name, n_gpus, split
     assert tuple(chosen[f"{key}"] for key in ("generators.count", "generators.gpus_each", "learner.ranks")) == split
 
 
-def test_all_weights_of_32b_are_trained_on_8_gpus_of_80_gb():
-    model, config = size("Qwen3-32B"), run()
-    card = Card.of(config)
-    chosen = choose(model, config, card, 8, {})
-    assert chosen["learner.offload_optimizer"] is True
-    refuse(model, changed(config, chosen), card)
-
-
 def test_what_was_decided_is_kept():
     config = run("learner.tokens_per_microbatch=8192")
     decided = {"learner.ranks": 2, "learner.offload_optimizer": False, "learner.tokens_per_microbatch": 8192}
@@ -263,31 +235,25 @@ def test_a_24_gb_card_is_shared(name, rank):
     held = engine_gpu(model, shared, card)
     assert learner_rank(model, shared).total + held.gpu.total <= COMFORTABLE * card.num_bytes
     assert held.completions >= held.wanted >= 16
+    config = run(gb=24)
+    with pytest.raises(ConfigError, match=r"do not fit one GPU of 23.6 GiB.*model\.lora\.rank=32"):
+        share_one_gpu(size("Qwen3-8B"), config, Card.of(config))
 
 
 @pytest.mark.parametrize("engine", ["sglang", "torch"])
 def test_an_engine_that_leaves_the_learner_too_little_of_a_shared_gpu_is_refused(engine):
     """Torch in the learner is held to what the fraction leaves, also where the engine would take less."""
     settings = ["cluster.share_gpu=true", "generators.count=1", "learner.ranks=1", "model.lora.rank=8"]
-    settings += ["generators.memory_fraction=0.85", f"generators.engine={engine}", "generators.groups_in_flight=1"]
-    config = run(*settings, gb=24)
+    settings.append(f"generators.engine={engine}")
+    config = run(*settings, "generators.memory_fraction=0.85", "generators.groups_in_flight=1", gb=24)
     with pytest.raises(ConfigError, match=r"generators\.memory_fraction=0\.85 leaves it"):
         refuse(size("Qwen3-0.6B"), config, Card.of(config))
-
-
-def test_a_torch_engine_makes_room_for_all_completions_whatever_its_fraction():
-    settings = ["cluster.share_gpu=true", "generators.count=1", "learner.ranks=1", "model.lora.rank=8"]
-    settings += ["generators.memory_fraction=0.1", "generators.engine=torch"]
+    settings.append("generators.memory_fraction=0.1")
     fits, full = (run(*settings, f"generators.groups_in_flight={groups}") for groups in (48, 56))
     refuse(size("Qwen3-0.6B"), fits, Card.of(fits))
-    with pytest.raises(ConfigError, match="do not fit one GPU"):
-        refuse(size("Qwen3-0.6B"), full, Card.of(full))
-
-
-def test_a_model_that_cannot_share_one_gpu_is_refused():
-    config = run(gb=24)
-    with pytest.raises(ConfigError, match=r"do not fit one GPU of 23.6 GiB.*model\.lora\.rank=32"):
-        share_one_gpu(size("Qwen3-8B"), config, Card.of(config))
+    if engine == "torch":  # it makes room for all completions whatever its fraction
+        with pytest.raises(ConfigError, match="do not fit one GPU"):
+            refuse(size("Qwen3-0.6B"), full, Card.of(full))
 
 
 # -- a machine ---------------------------------------------------------------------------------------------------------
@@ -312,6 +278,8 @@ def test_a_run_on_the_cpu_holds_what_it_trains_in_the_memory_of_its_machine():
     assert held["weights"] == pytest.approx(4 * model.parameters, abs=8)
     assert held["moments"] == pytest.approx(8 * model.parameters, abs=8)
     assert held["engines"] == config.generators.count * 2 * model.parameters
+    fit = estimate(model, config, Card.of(config))
+    assert fit.learner is None and fit.engine is None
     with pytest.raises(ConfigError, match="use a smaller model"):
         refuse_host(model, config, replace(ROOMY, memory=4 * GIB))
 
@@ -340,9 +308,6 @@ def test_the_table_says_what_for_and_what_is_assumed(monkeypatch):
     assert "/dev/shm 30.5 250.0 arenas 30.5" in " ".join(said.split())
     assert "512 wanted; if all are so long, some wait" in said
     assert "an engine pauses about 0.3 s" in said and "cluster.gpu_memory_gb" in said
-
-
-def test_the_sizes_of_a_run_say_that_a_gpu_is_shared():
     shared = run("cluster.share_gpu=true", "generators.count=1", "generators.gpus_each=1", "learner.ranks=1")
     assert "1 learner rank sharing 1 GPU;" in sizes_in_words(shared)
     assert "1 learner rank = 2 GPUs;" in sizes_in_words(run("learner.ranks=1"))
@@ -352,9 +317,3 @@ def test_the_page_has_the_tables_of_today():
     assert memory_table.tables() in memory_table.PAGE.read_text(encoding="utf-8"), (
         "python -m benchmarks.memory_table --write"
     )
-
-
-def test_a_run_on_the_cpu_holds_nothing_of_a_gpu():
-    config = load_config(None, ["model.path=m", "data.train=d", "learner.device=cpu", "generators.gpus_each=0"])
-    fit = estimate(size("Qwen3-0.6B"), config, Card.of(config))
-    assert fit.learner is None and fit.engine is None

@@ -103,12 +103,6 @@ def test_a_hub_that_replies_is_asked_once_and_stays_on(hub, status, is_there):
         server.server_close()
 
 
-def test_a_folder_asks_no_hub(hub, silent, tmp_path):
-    hub(silent)
-    assert find_model(str(tmp_path)) == tmp_path
-    assert not constants.is_offline_mode()
-
-
 def test_a_service_is_there_if_something_listens(silent, closed):
     check_service(silent, "reward.judge.url")
     with pytest.raises(

@@ -80,23 +80,22 @@ def test_no_program_of_this_machine_runs_but_those_that_print():
 
 
 @pytest.mark.parametrize(
-    "text", ["while :; do :; done", "trap '' TERM HUP; sleep() { read < <(:); }; while :; do sleep; done"]
+    ("text", "is_endless"),
+    [
+        ("while :; do :; done", True),
+        ("trap '' TERM HUP; sleep() { read < <(:); }; while :; do sleep; done", True),
+        ("A=xx; while :; do A=$A$A; done", False),
+        (":(){ :|:& };:; :", False),
+        ("while :; do run 012345678901234567890123; done", False),
+    ],
 )
-def test_a_script_without_an_end_has_a_deadline(text, monkeypatch):
-    monkeypatch.setattr("asyncgrpo.config.foreign._SECONDS", 0.5)
+def test_time_memory_processes_and_records_of_a_script_are_bounded(text, is_endless, monkeypatch):
+    monkeypatch.setattr("asyncgrpo.config.foreign._SECONDS", 0.5 if is_endless else 1.0)
     begun = time.monotonic()
     started = run_script(f"run a\n{text}", {})
-    assert (started.commands, time.monotonic() - begun < 5) == ([["run", "a"]], True)
-    assert started.problem.startswith("it did not end within 0.5 s")
-
-
-@pytest.mark.parametrize(
-    "text", ["A=xx; while :; do A=$A$A; done", ":(){ :|:& };:; :", "while :; do run 012345678901234567890123; done"]
-)
-def test_memory_processes_and_records_of_a_script_are_bounded(text, monkeypatch):
-    monkeypatch.setattr("asyncgrpo.config.foreign._SECONDS", 1.0)
-    started = run_script(f"run a\n{text}", {})
-    assert started.commands[0] == ["run", "a"]
+    assert started.commands[0] == ["run", "a"] and time.monotonic() - begun < 5
+    if is_endless:
+        assert len(started.commands) == 1 and started.problem.startswith("it did not end within 0.5 s")
 
 
 @pytest.mark.parametrize(
@@ -104,13 +103,6 @@ def test_memory_processes_and_records_of_a_script_are_bounded(text, monkeypatch)
 )
 def test_text_that_is_not_a_script_breaks_nothing(text):
     assert run_script(f"run a\n{text}", {}).commands[:1] in ([["run", "a"]], [])
-
-
-def test_paths_of_a_message_that_a_script_forged_change_nothing():
-    forged = (
-        "echo 'x: line 1: /usr/lib/new: Permission denied' >&2; echo 'x: line 1: /tmp/a/b: Is a directory' >&2; run a"
-    )
-    assert commands(forged) == ["run a"]
 
 
 def test_without_bubblewrap_a_script_is_refused_with_two_ways_out(tmp_path, monkeypatch):

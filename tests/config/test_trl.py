@@ -103,30 +103,19 @@ class TestTranslation:
                 {"generation_batch_size": 64, "num_generations": 4},
                 {"buffer.prompts_per_step": 16, "learner.minibatches": 8, "algorithm.group_size": 4},
             ),
-            ({"per_device_train_batch_size": 3}, {}),
             ({"num_train_epochs": 3.0, "max_steps": -1}, {"run.epochs": 3}),
-            ({"num_train_epochs": 0.5}, {}),
             ({"warmup_ratio": 0.1, "max_steps": 50}, {"learner.warmup_steps": 5, "run.steps": 50, "run.epochs": None}),
-            ({"dataset_name": "trl-lib/tldr"}, {"data.train": "hf:trl-lib/tldr"}),
             (
                 {"dataset_name": "openai/gsm8k", "dataset_config": "main", "dataset_train_split": "train[:9]"},
                 {"data.train": "hf:openai/gsm8k?name=main&split=train[:9]"},
             ),
-            ({"dataset_name": "a/b", "dataset_test_split": "test"}, {"data.train": "hf:a/b"}),
             (
                 {"dataset_name": "a/b", "dataset_test_split": "dev", "eval_strategy": "steps"},
                 {"data.train": "hf:a/b", "data.eval": "hf:a/b?split=dev"},
             ),
             ({"train_dataset": "make()", "eval_dataset": "hf:a/b?split=test"}, {"data.eval": "hf:a/b?split=test"}),
             ({"beta": 0.04}, {"algorithm.kl_coef": 0.04, "algorithm.kl_kind": "k3_reweighted"}),
-            (
-                {"beta": 0.04, "use_bias_correction_kl": False},
-                {"algorithm.kl_coef": 0.04, "algorithm.kl_kind": "k3"},
-            ),
-            (
-                {"epsilon_high": 0.28},
-                {"algorithm.loss_args.clip_low": 0.2, "algorithm.loss_args.clip_high": 0.28},
-            ),
+            ({"epsilon_high": 0.28}, {"algorithm.loss_args.clip_low": 0.2, "algorithm.loss_args.clip_high": 0.28}),
             # TRL's bound of CISPO is the largest ratio, ours a distance from 1
             (
                 {"loss_type": "cispo", "epsilon_high": 5.0},
@@ -137,18 +126,12 @@ class TestTranslation:
                     "algorithm.loss_args.clip_high": 4.0,
                 },
             ),
-            ({"loss_type": "cispo", "epsilon": 0.2}, {"algorithm.loss": "cispo", "algorithm.aggregation": "token-mean"}),
             ({"delta": 4.0}, {"algorithm.loss_args.dual_ratio": 4.0}),
             (
                 {"importance_sampling_level": "sequence", "loss_type": "grpo", "delta": 4.0},
                 {"algorithm.loss": "gspo", "algorithm.aggregation": "seq-mean-token-mean"},
             ),
             ({"loss_type": "dr_grpo"}, {"algorithm.loss": "ppo_clip", "algorithm.aggregation": "seq-mean-token-sum-norm"}),
-            ({"loss_type": "bnpo"}, {"algorithm.loss": "ppo_clip", "algorithm.aggregation": "token-mean"}),
-            (
-                {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-                {"algorithm.loss": "gspo", "algorithm.aggregation": "seq-mean-token-sum"},
-            ),
             (
                 {"loss_type": "sapo", "sapo_temperature_neg": 1.1, "epsilon": 0.1},
                 {
@@ -157,10 +140,8 @@ class TestTranslation:
                     "algorithm.loss_args.tau_negative": 1.1,
                 },
             ),
-            ({"loss_type": "of tomorrow"}, {}),
             ({"scale_rewards": False}, {"algorithm.advantage": "dr_grpo"}),
             ({"scale_rewards": "batch"}, {"algorithm.advantage": "lite"}),
-            ({"top_k": 0}, {"sampling.top_k": -1}),
             ({"mask_truncated_completions": True}, {"algorithm.truncated": "mask"}),
             (
                 {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_cap": 2.0},
@@ -169,7 +150,6 @@ class TestTranslation:
                     "algorithm.corrections": [{"level": "token", "action": "truncate", "high_ratio": 2.0}],
                 },
             ),
-            ({"vllm_importance_sampling_mode": "token_truncate"}, {"algorithm.corrections": []}),
             (
                 {"num_processes": 1, "vllm_gpu_memory_utilization": 0.3},
                 {"cluster.share_gpu": True, "generators.memory_fraction": 0.3},
@@ -177,15 +157,12 @@ class TestTranslation:
             ({"adam_beta2": 0.95}, {"learner.betas": [0.9, 0.95]}),
             ({"use_peft": True, "lora_alpha": 64}, {"model.lora.rank": 16, "model.lora.alpha": 64}),
             ({"report_to": ["wandb", "none"]}, {"run.loggers": ["wandb"]}),
-            ({"report_to": "all"}, {}),
             ({"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, {"learner.lr_min_ratio": 0.1}),
             (
                 {"reward_funcs": ["accuracy_reward", "r.py:correct"], "reward_weights": [1.0, 0.5]},
                 {"reward.function": ["math", "r.py:correct"], "reward.weights": [1.0, 0.5]},
             ),
-            ({"reward_funcs": ["accuracy_reward", "make()"]}, {}),
             ({"data_files": {"train": "a.jsonl", "test": "b.jsonl"}}, {"data.train": "a.jsonl"}),
-            ({"bf16": False}, {"model.dtype": "float32"}),
         ],
     )  # fmt: skip
     def test_values_are_translated_where_they_differ(self, given, expected):
@@ -198,6 +175,9 @@ class TestTranslation:
         assert unasked["buffer.prompts_per_step"] == 1
         assert unasked["sampling.max_tokens"] == 512
         assert "learner.lr" not in unasked
+        printed = report(read(["warmup_ratio=0.1", "seed=1"]), [], as_yaml=False)
+        head, by_hand = printed.split("# To be done by hand:\n")
+        assert "#   warmup_ratio=0.1: learner.warmup_steps counts updates" in by_hand and "warmup_ratio" not in head
 
 
 COMMAND = """
@@ -216,11 +196,6 @@ accelerate launch --num_processes $N grpo.py \\
 
 
 class TestSources:
-    def test_a_share_of_the_run_is_to_be_worked_out_by_hand_and_has_a_counterpart(self):
-        printed = report(read(["warmup_ratio=0.1", "seed=1"]), [], as_yaml=False)
-        head, by_hand = printed.split("# To be done by hand:\n")
-        assert "#   warmup_ratio=0.1: learner.warmup_steps counts updates" in by_hand and "warmup_ratio" not in head
-
     def test_a_command_line_is_read_with_its_variables_and_its_launcher(self):
         given, unread = read_script(COMMAND, TRL, {})
         assert given == {

@@ -1,13 +1,26 @@
-"""From a lease to a group."""
+"""From a lease to a group: it has all of its completions, failed ones by name; only its deadline leaves late ones out."""
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
+from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.engines.fake import FakeEngine
-from asyncgrpo.generators.rollout import GivenUp, GroupInFlight
-from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score
+from asyncgrpo.errors import EngineError, RequestError
+from asyncgrpo.generators.rollout import GivenUp, GroupInFlight, TooFewCompletions
+from asyncgrpo.planner.stand_ins import VirtualLoop
+from asyncgrpo.rewards.base import Reward
+from asyncgrpo.types import Discarded, Group, Lease, PolicyVersion, Prompt, Sampling, Score
 from tests.rewards.stubs import OneByOne
+
+SEED = 7000
+
+
+def make_lease(num_completions: int = 3, **fields) -> Lease:
+    named = {"lease_id": "1.0.0", "group_id": "1.0", "attempt": 0, "prompt_index": 0, "purpose": "train", "seed": SEED}
+    named |= {"prompt": Prompt(prompt_id="train/0", token_ids=(1, 2, 3)), "sampling": Sampling(max_tokens=8)}
+    return Lease(**named | {"num_completions": num_completions} | fields)
 
 
 class LengthReward(OneByOne):
@@ -17,59 +30,60 @@ class LengthReward(OneByOne):
         return Score(value=float(len(text)))
 
 
-def make_lease(*, seed: int = 0, with_greedy: bool = True) -> Lease:
-    return Lease(
-        lease_id="1.0.0",
-        group_id="1.0",
-        attempt=0,
-        prompt_index=0,
-        purpose="train",
-        prompt=Prompt(prompt_id="train/0", token_ids=(1, 2, 3)),
-        num_completions=3,
-        sampling=Sampling(max_tokens=8),
-        seed=seed,
-        with_greedy=with_greedy,
-    )
+def generated(lease: Lease, reward: Reward | None = None, **engine) -> Group:
+    """The group of a lease, on a virtual clock, by the fake engine at a token a second."""
+    loop = VirtualLoop()  # type: ignore[abstract]
+    fake = FakeEngine(seconds_per_token=1.0, **engine)
+
+    async def works() -> None:
+        """The reward works by then."""
+
+    async def work() -> Group:
+        await fake.start(PolicyVersion(1, 0))
+        group = await GroupInFlight(lease, fake, reward or LengthReward(), str, reward_works=works).generate("g")
+        assert not fake._requests, "a request is left behind"
+        return group
+
+    task = loop.create_task(work())
+    loop.run_until(1e6)
+    return task.result()
 
 
-async def started() -> FakeEngine:
-    engine = FakeEngine()
-    await engine.start(PolicyVersion(1, 0))
-    return engine
+def indices(group: Group) -> list[int]:
+    return [r.completion.index for r in group.rollouts]
 
 
-async def completions(lease: Lease) -> dict[int, list[int]]:
-    engine = await started()
-    group = await GroupInFlight(lease, engine, LengthReward(), str).generate("g")
-    await engine.close()
-    return {r.completion.index: r.completion.token_ids.tolist() for r in group.rollouts}
+def launched(group: Group) -> list[int]:
+    """Position of each sampled completion in the order of launch."""
+    return [r.seed - SEED for r in group.rollouts]
 
 
-async def test_a_lease_gives_its_completions_and_a_greedy_one_only_if_it_asks():
-    assert list(await completions(make_lease())) == [0, 1, 2, 3]
-    assert list(await completions(make_lease(with_greedy=False))) == [0, 1, 2]
+def once(index: int, what: str) -> Callable[[PendingCompletion, int], str | None]:
+    """The completion with this index meets its fate after two tokens."""
+
+    def injected_fault(completion: PendingCompletion, length: int) -> str | None:
+        return what if completion.index == index and len(completion.request.pending) > 1 and length == 2 else None
+
+    return injected_fault
 
 
-async def test_the_greedy_completion_does_not_depend_on_the_seed_and_the_others_do():
-    first, second = await completions(make_lease(seed=0)), await completions(make_lease(seed=9))
-    assert first[3] == second[3]
-    assert first[0] != second[0]
+def test_a_lease_gives_its_completions_and_a_greedy_one_if_it_asks_that_does_not_depend_on_the_seed():
+    first, second = (generated(make_lease(seed=seed, with_greedy=True)).rollouts for seed in (0, 9))
+    tokens = [[r.completion.token_ids.tolist() for r in rollouts] for rollouts in (first, second)]
+    assert [r.completion.index for r in first] == [0, 1, 2, 3]
+    assert tokens[0][3] == tokens[1][3] and tokens[0][0] != tokens[1][0]
+    assert indices(generated(make_lease())) == [0, 1, 2]
 
 
-async def test_a_lease_whose_task_is_cancelled_leaves_no_request_behind():
-    engine = await started()
-    engine.seconds_per_token = 0.01
-    task = asyncio.create_task(GroupInFlight(make_lease(), engine, LengthReward(), str).generate("g"))
-    await asyncio.sleep(0.02)
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled() and not engine._requests
-    await engine.close()
+def test_a_group_has_a_failed_completion_by_name():
+    group = generated(make_lease(), injected_fault=once(1, "abort"))
+    assert [r.score.failure for r in group.rollouts] == [None, "aborted", None]
+    assert group.discarded == Discarded()
 
 
 async def test_a_lease_that_is_given_up_leaves_no_request_behind():
-    engine = await started()
-    engine.seconds_per_token = 0.01
+    engine = FakeEngine(seconds_per_token=0.01)
+    await engine.start(PolicyVersion(1, 0))
     group = GroupInFlight(make_lease(), engine, LengthReward(), str)
     task = asyncio.create_task(group.generate("g"))
     await asyncio.sleep(0.025)
@@ -77,11 +91,99 @@ async def test_a_lease_that_is_given_up_leaves_no_request_behind():
     await asyncio.wait([task], timeout=1.0)
     with pytest.raises(GivenUp):
         task.result()
-    assert not engine._requests and not group._requests, "no request is left behind"
+    assert not engine._requests and not group._requests
     assert group.num_tokens >= 4, "two of each completion were sampled, and are counted"
+    task = asyncio.create_task(GroupInFlight(make_lease(), engine, LengthReward(), str).generate("g"))
+    await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() and not engine._requests
     never = GroupInFlight(make_lease(), engine, LengthReward(), str)
     never.give_up()
     with pytest.raises(GivenUp):
         await never.generate("g")
     assert not engine._requests and never.num_tokens == 0
     await engine.close()
+
+
+def test_a_request_that_is_refused_is_not_a_failure_of_the_engine():
+    with pytest.raises(RequestError, match="prompt token 999"):
+        generated(make_lease(prompt=Prompt(prompt_id="train/0", token_ids=(999,))))
+    with pytest.raises(EngineError) as caught:
+        generated(make_lease(), fail_after_tokens=5)
+    assert not isinstance(caught.value, RequestError)
+
+
+# -- the deadline ------------------------------------------------------------------------------------------------------
+
+
+def test_a_smaller_group_is_delivered_at_the_deadline_if_it_is_large_enough():
+    lease = make_lease(4, cut_after_s=50.0, min_completions=3)
+    group = generated(lease, injected_fault=once(1, "hang"))
+    assert indices(group) == [0, 1, 2] and launched(group) == [0, 2, 3]
+    assert group.discarded == Discarded(tokens=2, censored=1), "every token is in the group or among the discarded"
+    with pytest.raises(TooFewCompletions, match="2 of 4 completions were done after 50 s"):
+        generated(lease, injected_fault=lambda completion, length: "hang" if completion.index < 2 else None)
+    group = generated(make_lease(cut_after_s=3.0))
+    assert indices(group) == [0, 1, 2] and group.timings["generate"] == 8.0, "it can do without nothing, and waits"
+
+
+def test_a_group_without_its_greedy_baseline_is_given_back():
+    def greedy_hangs(completion: PendingCompletion, length: int) -> str | None:
+        return "hang" if len(completion.request.pending) == 1 else None
+
+    with pytest.raises(TooFewCompletions, match="not the greedy one"):
+        generated(make_lease(4, cut_after_s=50.0, min_completions=3, with_greedy=True), injected_fault=greedy_hangs)
+
+
+# -- a reward that takes groups ----------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Scores a completion by its place in the call, after the failures that are given first; notes the calls."""
+
+    takes_groups = True
+
+    def __init__(self, *failures: str) -> None:
+        self.calls: list[int] = []
+        self.failures = list(failures)
+
+    async def score(self, prompt, completions):
+        self.calls.append(len(completions))
+        assert all(len(one.token_ids) > 0 for one in completions)
+        await asyncio.sleep(0.01)
+        places = range(len(completions))
+        return [Score(failure=self.failures.pop(0)) if self.failures else Score(value=float(i)) for i in places]
+
+    async def close(self) -> None: ...
+
+
+def values(group: Group) -> list[float | None]:
+    return [r.score.value for r in group.rollouts]
+
+
+def test_all_completions_of_a_group_and_the_greedy_one_are_one_call():
+    reward = Ranks()
+    group = generated(make_lease(with_greedy=True), reward)
+    assert reward.calls == [4] and sorted(values(group)) == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_call_that_failed_is_made_once_more_for_all_when_the_reward_works_unless_it_does_not_apply():
+    reward = Ranks(*["exception"] * 3)
+    assert values(generated(make_lease(), reward)) == [0.0, 1.0, 2.0] and reward.calls == [3, 3]
+    reward = Ranks(*["not_applicable"] * 3)
+    group = generated(make_lease(), reward)
+    assert reward.calls == [3] and {r.score.failure for r in group.rollouts} == {"not_applicable"}
+
+
+def test_those_that_are_sampled_at_the_deadline_are_scored_together_and_one_that_the_engine_ended_is_not():
+    reward, lease = Ranks(), make_lease(4, cut_after_s=50.0, min_completions=3)
+    group = generated(lease, reward, injected_fault=once(1, "hang"))
+    assert launched(group) == [0, 2, 3] and reward.calls == [3] and values(group) == [0.0, 1.0, 2.0]
+
+    def ends_last(completion: PendingCompletion, length: int) -> str | None:
+        return "abort" if completion.seed == SEED and length == 7 else None
+
+    reward = Ranks()
+    group = generated(make_lease(), reward, injected_fault=ends_last)
+    assert reward.calls == [2] and [r.score.failure for r in group.rollouts] == ["aborted", None, None]

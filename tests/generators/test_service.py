@@ -56,12 +56,7 @@ class FixedReward(OneByOne):
 class Generator(GeneratorService):
     """The product's, whose lines end here."""
 
-    def __init__(
-        self,
-        reward: Reward | None = None,
-        buffer_endpoint: str = "buffer",
-        **engine: Any,
-    ) -> None:
+    def __init__(self, reward: Reward | None = None, buffer_endpoint: str = "buffer", **engine: Any) -> None:
         self.sent: list[Message] = []
         super().__init__(
             "g",
@@ -89,97 +84,99 @@ class Generator(GeneratorService):
     def hear(self, message: Message) -> None:
         self.line.arrive([bytes(frame) for frame in encode(message)])
 
-    @property
-    def delivered(self) -> list[Deliver]:
-        return [message for message in self.sent if isinstance(message, Deliver)]
+
+class Rig:
+    """A generator on a virtual clock, from its start to a shutdown."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.loop, self.generator = VirtualLoop(), Generator(**settings)  # type: ignore[abstract]
+
+    def __enter__(self) -> "Rig":
+        self.task = self.loop.create_task(self.generator.run())
+        self.until(0.5)
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None and not self.task.done():
+            self.generator.hear(Shutdown())
+            self.until(self.loop.time() + 30.0)
+            assert self.task.done() and self.task.exception() is None
+
+    def until(self, at_s: float) -> None:
+        self.loop.run_until(at_s)
+
+    def hear(self, message: Message) -> None:
+        self.generator.hear(message)
+
+    def of(self, kind: type) -> list[Any]:
+        """What it has sent of this kind."""
+        return [message for message in self.generator.sent if isinstance(message, kind)]
+
+
+ACK = Ack(group_id="1.0", lease_id="1.0.0")
 
 
 def test_a_lease_that_is_granted_again_while_it_is_worked_on_is_generated_once():
     """A buffer that was out of touch for long frees the leases and may grant the same ones to the same generator."""
-    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    generator.hear(Grant(lease=LEASE))
-    loop.run_until(1.5)
-    generator.hear(Grant(lease=LEASE))
-    loop.run_until(6.0)
-    generator.hear(Grant(lease=LEASE))  # now it is delivered, and not acknowledged
-    loop.run_until(12.0)
-    assert len(generator.delivered) == 1 and not task.done()
-    generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
-    generator.hear(Shutdown())
-    loop.run_until(13.0)
-    assert task.done() and task.exception() is None
+    with Rig() as rig:
+        for at_s in (1.5, 6.0, 12.0):  # while it is worked on, and while it is delivered and not acknowledged
+            rig.hear(Grant(lease=LEASE))
+            rig.until(at_s)
+        assert len(rig.of(Deliver)) == 1 and not rig.task.done()
+        rig.hear(ACK)
 
 
 def test_a_group_is_sent_again_until_the_buffer_answers():
-    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    generator.hear(Grant(lease=LEASE))
-    loop.run_until(40.0)
-    assert [message.lease_id for message in generator.delivered] == ["1.0.0"] * 3  # at once, and every 15 seconds or so
-    generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
-    loop.run_until(100.0)
-    assert len(generator.delivered) == 3
-    generator.hear(Shutdown())
-    loop.run_until(101.0)
-    assert task.done() and task.exception() is None
+    with Rig() as rig:
+        rig.hear(Grant(lease=LEASE))
+        rig.until(40.0)
+        assert [message.lease_id for message in rig.of(Deliver)] == ["1.0.0"] * 3  # at once, and every 15 s or so
+        rig.hear(ACK)
+        rig.until(100.0)
+        assert len(rig.of(Deliver)) == 3
 
 
 def test_a_generator_that_moves_drops_what_it_did_and_serves_the_new_buffer():
     """Buffer and learner were started again: the old lease is void, and the engine lives on."""
-    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    generator.hear(Grant(lease=LEASE))
-    loop.run_until(1.5)
-    hellos = sum(isinstance(message, Register) for message in generator.sent)
-    generator.move("another", "weights")
-    loop.run_until(12.0)
-    assert generator.buffer_endpoint == "another" and not task.done()
-    assert sum(isinstance(message, Register) for message in generator.sent) == hellos + 1
-    assert generator.delivered == [], "its lease was of the buffer before"
-    generator.hear(Grant(lease=LEASE))
-    loop.run_until(20.0)
-    assert len(generator.delivered) == 1
-    generator.move("another", "weights")  # told again: nothing changes
-    generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
-    generator.hear(Shutdown())
-    loop.run_until(30.0)
-    assert task.done() and task.exception() is None
+    with Rig() as rig:
+        rig.hear(Grant(lease=LEASE))
+        rig.until(1.5)
+        hellos = len(rig.of(Register))
+        rig.generator.move("another", "weights")
+        rig.until(12.0)
+        assert rig.generator.buffer_endpoint == "another" and not rig.task.done()
+        assert len(rig.of(Register)) == hellos + 1
+        assert rig.of(Deliver) == [], "its lease was of the buffer before"
+        rig.hear(Grant(lease=LEASE))
+        rig.until(20.0)
+        assert len(rig.of(Deliver)) == 1
+        rig.generator.move("another", "weights")  # told again: nothing changes
+        rig.hear(ACK)
 
 
-def test_an_engine_that_is_up_before_its_buffer_waits_to_be_told_of_it():
-    loop, generator = VirtualLoop(), Generator(buffer_endpoint="")  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(5.0)
-    assert generator.sent == [] and not task.done()
-    generator.move("buffer", "weights")
-    loop.run_until(5.5)
-    assert [type(message) for message in generator.sent[:1]] == [Register]
-    generator.hear(Grant(lease=LEASE))
-    loop.run_until(12.0)
-    assert len(generator.delivered) == 1
-    generator.hear(Shutdown())
-    loop.run_until(13.0)
-    assert task.done() and task.exception() is None
-
-
-def test_an_engine_that_is_told_of_its_buffer_while_it_starts_joins_once():
+@pytest.mark.parametrize("while_it_starts", [False, True])
+def test_an_engine_that_is_up_before_its_buffer_waits_for_its_address_and_joins_once(while_it_starts: bool):
     """A model is loaded on the event loop. A second start at once would end the connection that the learner has just met."""
-    loop, generator = VirtualLoop(), Generator(buffer_endpoint="")  # type: ignore[abstract]
+    rig = Rig(buffer_endpoint="")
 
     async def start(version: PolicyVersion) -> None:
-        generator.move("buffer", "weights")  # another thread does, while this one is busy
+        if while_it_starts:
+            rig.generator.move("buffer", "weights")  # another thread does, while this one is busy
 
-    generator._engine.start = start  # type: ignore[method-assign]
-    task = loop.create_task(generator.run())
-    loop.run_until(5.0)
-    assert sum(isinstance(message, Register) for message in generator.sent) == 1
-    generator.hear(Shutdown())
-    loop.run_until(7.0)
-    assert task.done() and task.exception() is None
+    if while_it_starts:
+        rig.generator._engine.start = start  # type: ignore[method-assign]
+    with rig:
+        rig.until(5.0)
+        if not while_it_starts:
+            assert rig.generator.sent == [] and not rig.task.done()
+            rig.generator.move("buffer", "weights")
+            rig.until(5.5)
+        assert len(rig.of(Register)) == 1
+        if not while_it_starts:
+            rig.hear(Grant(lease=LEASE))
+            rig.until(12.0)
+            assert len(rig.of(Deliver)) == 1
+            rig.hear(ACK)
 
 
 class SlowReward(FixedReward):
@@ -192,45 +189,34 @@ class SlowReward(FixedReward):
 
 
 def test_time_is_told_by_what_was_done_so_that_a_slow_reward_does_not_look_like_a_busy_engine():
-    loop, generator = VirtualLoop(), Generator(reward=SlowReward())  # type: ignore[abstract]
     before = {what: value("completion_seconds_total", activity=what) for what in ("generate", "reward")}
-    task = loop.create_task(generator.run())
-    loop.run_until(10.0)
-    generator.hear(
-        Grant(lease=LEASE)
-    )  # two completions of four tokens, a second each; then 40 s of scoring, one by one
-    loop.run_until(14.5)
-    loop.create_task(generator._swap([], PolicyVersion(1, 1)))
-    loop.run_until(100.0)
-    assert len(generator.delivered) > 0
-    told = [message.seconds for message in generator.sent if isinstance(message, Serving)][-1]
-    assert (round(told.generate), round(told.reward), told.weights) == (4, 40, 0.0), told
-    assert abs(told.generate + told.reward + told.weights + told.idle - 100) < 1.5
-    at_once = {what: value("completion_seconds_total", activity=what) - was for what, was in before.items()}
-    assert (round(at_once["generate"]), round(at_once["reward"])) == (8, 20 + 40), "each completion counts"
-    assert value("generator_seconds_total", activity="reward") > 39
-    generator.hear(Ack(group_id="1.0", lease_id="1.0.0"))
-    generator.hear(Shutdown())
-    loop.run_until(130.0)
-    assert task.done() and task.exception() is None
+    with Rig(reward=SlowReward()) as rig:
+        rig.until(10.0)
+        rig.hear(Grant(lease=LEASE))  # two completions of four tokens, a second each; then 40 s of scoring, one by one
+        rig.until(14.5)
+        rig.loop.create_task(rig.generator._swap([], PolicyVersion(1, 1)))
+        rig.until(100.0)
+        assert rig.of(Deliver)
+        told = rig.of(Serving)[-1].seconds
+        assert (round(told.generate), round(told.reward), told.weights) == (4, 40, 0.0), told
+        assert abs(told.generate + told.reward + told.weights + told.idle - 100) < 1.5
+        at_once = {what: value("completion_seconds_total", activity=what) - was for what, was in before.items()}
+        assert (round(at_once["generate"]), round(at_once["reward"])) == (8, 20 + 40), "each completion counts"
+        assert value("generator_seconds_total", activity="reward") > 39
+        rig.hear(ACK)
 
 
 def test_what_was_cancelled_takes_no_time_any_more():
-    loop, generator = VirtualLoop(), Generator(reward=SlowReward())  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    generator.hear(Grant(lease=LEASE))
-    generator.hear(Grant(lease=msgspec.structs.replace(LEASE, lease_id="1.1.0", group_id="1.1", prompt_index=1)))
-    loop.run_until(2.5)
-    generator.hear(Cancel(lease_ids=("1.0.0",), reason="stale"))
-    loop.run_until(6.5)  # the other one is being scored
-    generator.hear(Cancel(lease_ids=("1.1.0",), reason="stale"))
-    loop.run_until(60.0)
-    told = [message.seconds for message in generator.sent if isinstance(message, Serving)][-1]
-    assert told.generate < 6 and told.reward < 4 and told.idle > 48, told
-    generator.hear(Shutdown())
-    loop.run_until(70.0)
-    assert task.done()
+    with Rig(reward=SlowReward()) as rig:
+        rig.hear(Grant(lease=LEASE))
+        rig.hear(Grant(lease=numbered(1)))
+        rig.until(2.5)
+        rig.hear(Cancel(lease_ids=("1.0.0",), reason="stale"))
+        rig.until(6.5)  # the other one is being scored
+        rig.hear(Cancel(lease_ids=("1.1.0",), reason="stale"))
+        rig.until(60.0)
+        told = rig.of(Serving)[-1].seconds
+        assert told.generate < 6 and told.reward < 4 and told.idle > 48, told
 
 
 def test_a_change_of_weights_takes_time_of_its_own():
@@ -248,101 +234,70 @@ def test_a_change_of_weights_takes_time_of_its_own():
 
 
 def test_it_exports_how_full_its_engine_is():
-    loop, generator = VirtualLoop(), Generator(max_completions=8)  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    generator.hear(Grant(lease=LEASE))
-    loop.run_until(2.5)
-    assert (value("engine_completions", state="running"), value("engine_places")) == (2, 8)
-    loop.run_until(9.5)
-    assert value("engine_completions", state="running") == 0
-    generator.hear(Shutdown())
-    loop.run_until(11.0)
-    assert task.done()
+    with Rig(max_completions=8) as rig:
+        rig.hear(Grant(lease=LEASE))
+        rig.until(2.5)
+        assert (value("engine_completions", state="running"), value("engine_places")) == (2, 8)
+        rig.until(9.5)
+        assert value("engine_completions", state="running") == 0
+        rig.hear(ACK)
 
 
 def test_an_engine_that_hangs_ends_its_generator():
-    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
-    generator._engine = FakeEngine(seconds_per_token=1.0, hang_after_tokens=3)
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    generator.hear(Grant(lease=LEASE))
-    loop.run_until(14.0)
-    assert not task.done()
-    loop.run_until(40.0)
-    assert task.done()
+    with Rig(hang_after_tokens=3) as rig:
+        rig.hear(Grant(lease=LEASE))
+        rig.until(14.0)
+        assert not rig.task.done()
+        rig.until(40.0)
     with pytest.raises(ExceptionGroup) as raised:
-        task.result()
+        rig.task.result()
     assert raised.group_contains(EngineError, match="has not replied for 10 s")
-
-
-def failures(generator: Generator) -> list[LeaseFailed]:
-    return [message for message in generator.sent if isinstance(message, LeaseFailed)]
 
 
 @pytest.mark.parametrize(("purpose", "tokens"), [("train", 4), ("eval", 0)])
 def test_a_cancelled_lease_ends_at_once_and_says_what_was_sampled_for_it(purpose, tokens):
-    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    generator.hear(Grant(lease=msgspec.structs.replace(LEASE, purpose=purpose)))
-    loop.run_until(2.8)  # two tokens of both completions
-    generator.hear(Cancel(lease_ids=("1.0.0", "another"), reason="stale"))
-    loop.run_until(3.0)
-    assert [(f.lease_id, f.reason, f.tokens) for f in failures(generator)] == [("1.0.0", "cancelled", tokens)]
-    assert not generator._engine._requests and generator.delivered == []
-    generator.hear(Shutdown())
-    loop.run_until(4.0)
-    assert task.done() and task.exception() is None
+    with Rig() as rig:
+        rig.hear(Grant(lease=msgspec.structs.replace(LEASE, purpose=purpose)))
+        rig.until(2.8)  # two tokens of both completions
+        rig.hear(Cancel(lease_ids=("1.0.0", "another"), reason="stale"))
+        rig.until(3.0)
+        assert [(f.lease_id, f.reason, f.tokens) for f in rig.of(LeaseFailed)] == [("1.0.0", "cancelled", tokens)]
+        assert not rig.generator._engine._requests and rig.of(Deliver) == []
 
 
-def hear_leases(loop: VirtualLoop, generator: Generator, *leases: Lease) -> None:
+def hear_leases(rig: Rig, *leases: Lease) -> None:
     for lease in leases:
-        generator.hear(Grant(lease=lease))
-        loop.run_until(loop.time() + 10.0)
+        rig.hear(Grant(lease=lease))
+        rig.until(rig.loop.time() + 10.0)
+        rig.hear(Ack(group_id=lease.group_id, lease_id=lease.lease_id))
 
 
 def numbered(number: int, **fields: Any) -> Lease:
-    return msgspec.structs.replace(
-        LEASE, lease_id=f"1.{number}.0", group_id=f"1.{number}", prompt_index=number, **fields
-    )
+    named = {"lease_id": f"1.{number}.0", "group_id": f"1.{number}", "prompt_index": number}
+    return msgspec.structs.replace(LEASE, **named, **fields)
 
 
 REFUSED = Prompt(prompt_id="train/9", token_ids=(10**6,))
 
 
-def test_a_prompt_that_the_engine_refuses_is_given_back_and_the_generator_lives():
-    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    for number in range(0, 2 * MAX_FAILED_LEASES, 2):
-        hear_leases(loop, generator, numbered(number, prompt=REFUSED), numbered(number + 1))
-    assert [(m.lease_id, m.reason) for m in failures(generator)] == [(f"1.{n}.0", "failed") for n in range(0, 10, 2)]
-    assert {m.lease_id for m in generator.delivered} == {f"1.{n}.0" for n in range(1, 10, 2)} and not task.done()
-    generator.hear(Shutdown())
-    loop.run_until(loop.time() + 1.0)
-
-
-def test_an_engine_that_answers_nothing_any_more_ends_the_generator():
-    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    hear_leases(loop, generator, *(numbered(number, prompt=REFUSED) for number in range(MAX_FAILED_LEASES)))
-    assert len(failures(generator)) == MAX_FAILED_LEASES - 1 and task.done()
-    (cause,) = task.exception().exceptions
+def test_a_prompt_that_the_engine_refuses_is_given_back_and_the_generator_lives_while_others_are_answered():
+    with Rig() as rig:
+        for number in range(0, 2 * MAX_FAILED_LEASES, 2):
+            hear_leases(rig, numbered(number, prompt=REFUSED), numbered(number + 1))
+        failed = [(m.lease_id, m.reason) for m in rig.of(LeaseFailed)]
+        assert failed == [(f"1.{n}.0", "failed") for n in range(0, 10, 2)]
+        assert {m.lease_id for m in rig.of(Deliver)} == {f"1.{n}.0" for n in range(1, 10, 2)} and not rig.task.done()
+        hear_leases(rig, *(numbered(10 + number, prompt=REFUSED) for number in range(MAX_FAILED_LEASES)))
+        assert len(rig.of(LeaseFailed)) == len(failed) + MAX_FAILED_LEASES - 1 and rig.task.done()
+    (cause,) = rig.task.exception().exceptions
     assert isinstance(cause, EngineError) and "requests of 5 consecutive leases" in str(cause)
 
 
 def test_a_group_with_too_few_completions_at_its_cut_is_given_back_as_late():
-    loop, generator = VirtualLoop(), Generator(injected_fault=lambda completion, length: "hang")  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    hear_leases(loop, generator, numbered(0, cut_after_s=5.0, min_completions=1))
-    assert [message.reason for message in failures(generator)] == ["lease_timeout"]
-    assert generator.delivered == [] and not generator._engine._requests
-    generator.hear(Shutdown())
-    loop.run_until(loop.time() + 1.0)
-    assert task.done() and task.exception() is None
+    with Rig(injected_fault=lambda completion, length: "hang") as rig:
+        hear_leases(rig, numbered(0, cut_after_s=5.0, min_completions=1))
+        assert [message.reason for message in rig.of(LeaseFailed)] == ["lease_timeout"]
+        assert rig.of(Deliver) == [] and not rig.generator._engine._requests
 
 
 class Outage(OneByOne):
@@ -358,43 +313,33 @@ class Outage(OneByOne):
         return Score(value=1.0)
 
 
-def lease(number: int) -> Lease:
-    changes = {
-        "lease_id": f"1.{number}.0",
-        "group_id": f"1.{number}",
-        "prompt_index": number,
-        "seed": group_seed(0, number, 0),
-    }
-    prompt = Prompt(prompt_id=f"train/{number}", token_ids=(number,))
-    return msgspec.structs.replace(LEASE, prompt=prompt, **changes)
+def serve(numbers: range, until_s: float, reward: Reward) -> Rig:
+    """Grant a lease every two seconds; what was delivered by `until_s` is acknowledged, and the generator ends."""
+    with Rig(reward=reward) as rig:
+        for number in numbers:
+            prompt = Prompt(prompt_id=f"train/{number}", token_ids=(number,))
+            rig.hear(Grant(lease=numbered(number, prompt=prompt, seed=group_seed(0, number, 0))))
+            rig.until(rig.loop.time() + 2.0)
+        rig.until(until_s)
+        for message in rig.of(Deliver):
+            rig.hear(Ack(group_id=message.group_id, lease_id=message.lease_id))
+    return rig
 
 
-def serve(generator: Generator, numbers: range, every_s: float, until_s: float) -> None:
-    loop = VirtualLoop()  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    for number in numbers:
-        generator.hear(Grant(lease=lease(number)))
-        loop.run_until(loop.time() + every_s)
-    loop.run_until(until_s)
-    for message in generator.delivered:
-        generator.hear(Ack(group_id=message.group_id, lease_id=message.lease_id))
-    generator.hear(Shutdown())
-    loop.run_until(until_s + 10.0)
-    assert task.done() and task.exception() is None
+def all_are_scored(rig: Rig, count: int) -> bool:
+    groups = rig.of(Deliver)
+    has_score = all(any(r.score.value is not None for r in message.rollouts) for message in groups)
+    return len({message.group_id for message in groups}) == count and has_score
 
 
 def test_an_outage_of_the_rewards_costs_no_group_its_scores():
     """What was sampled waits, is scored afterwards, and nobody would know but for the heartbeat."""
-    generator = Generator(reward=Outage(10.0, 28.0))
-    serve(generator, range(10), 2.0, 60.0)
-    assert len({message.group_id for message in generator.delivered}) == 10
-    assert [rollout.score.failure for message in generator.delivered for rollout in message.rollouts].count(None) >= 19
-    assert all(any(r.score.value is not None for r in message.rollouts) for message in generator.delivered)
-    assert not any(isinstance(message, LeaseFailed) for message in generator.sent)
-    paused = [message.rewards.probe_in_s for message in generator.sent if isinstance(message, Serving)]
+    rig = serve(range(10), 60.0, Outage(10.0, 28.0))
+    assert all_are_scored(rig, 10) and rig.of(LeaseFailed) == []
+    assert [rollout.score.failure for message in rig.of(Deliver) for rollout in message.rollouts].count(None) >= 19
+    paused = [message.rewards.probe_in_s for message in rig.of(Serving)]
     assert paused[0] is None and paused[-1] is None and any(probe_in_s is not None for probe_in_s in paused)
-    news = [message for message in generator.sent if isinstance(message, RewardFailed)]
+    news = rig.of(RewardFailed)
     assert news[0].failure == "exception my_reward.py:12: OSError" and news[0].count == 1
     assert news[0].detail.endswith("the judge is down")
 
@@ -412,103 +357,77 @@ class Relapsing(Outage):
 
 def test_an_outage_that_follows_another_at_once_costs_no_group_its_scores():
     """Groups that waited for the end of the first are scored once more, and fail once more."""
-    generator = Generator(reward=Relapsing(10.0, 28.0))
-    serve(generator, range(10), 2.0, 90.0)
-    assert len({message.group_id for message in generator.delivered}) == 10
-    assert all(any(r.score.value is not None for r in message.rollouts) for message in generator.delivered)
+    assert all_are_scored(serve(range(10), 90.0, Relapsing(10.0, 28.0)), 10)
 
 
 def test_in_a_long_outage_groups_are_given_back_as_nobodys_fault():
-    generator = Generator(reward=Outage(10.0, 10.0 + 3 * HOLD_S))
-    serve(generator, range(10), 2.0, 10.0 + 4 * HOLD_S)
-    given_back = [message for message in generator.sent if isinstance(message, LeaseFailed)]
+    rig = serve(range(10), 10.0 + 4 * HOLD_S, Outage(10.0, 10.0 + 3 * HOLD_S))
+    given_back = rig.of(LeaseFailed)
     assert given_back and {message.reason for message in given_back} == {REWARDS_PAUSED}
     assert all(message.tokens > 0 for message in given_back), "what was sampled is accounted for"
-    assert len(given_back) + len({message.group_id for message in generator.delivered}) == 10
+    assert len(given_back) + len({message.group_id for message in rig.of(Deliver)}) == 10
 
 
 def test_a_prompt_whose_reward_always_fails_is_told_from_an_outage():
     """Others work, so its group is delivered as it is, and the buffer counts the attempt."""
-    generator = Generator(reward=Outage(0.0, 0.0, bad="train/3"))
-    serve(generator, range(6), 2.0, 40.0)
-    unscored = {m.group_id for m in generator.delivered if all(r.score.failure for r in m.rollouts)}
-    assert unscored == {"1.3"} and len({m.group_id for m in generator.delivered}) == 6
+    rig = serve(range(6), 40.0, Outage(0.0, 0.0, bad="train/3"))
+    unscored = {m.group_id for m in rig.of(Deliver) if all(r.score.failure for r in m.rollouts)}
+    assert unscored == {"1.3"} and len({m.group_id for m in rig.of(Deliver)}) == 6
 
 
 def test_a_group_that_is_due_in_an_outage_is_not_cut_down_to_what_failed():
-    generator = Generator(reward=Outage(0.0, 30.0))
-    loop = VirtualLoop()  # type: ignore[abstract]
-    loop.create_task(generator.run())
-    loop.run_until(0.5)
-    generator.hear(Grant(lease=msgspec.structs.replace(LEASE, cut_after_s=8.0, min_completions=2)))
-    loop.run_until(29.0)
-    assert generator.delivered == []
-    loop.run_until(50.0)
-    assert all(rollout.score.value == 1.0 for rollout in generator.delivered[0].rollouts)
-    generator.hear(Shutdown())
-    loop.run_until(60.0)
+    with Rig(reward=Outage(0.0, 30.0)) as rig:
+        rig.hear(Grant(lease=msgspec.structs.replace(LEASE, cut_after_s=8.0, min_completions=2)))
+        rig.until(29.0)
+        assert rig.of(Deliver) == []
+        rig.until(50.0)
+        assert all(rollout.score.value == 1.0 for rollout in rig.of(Deliver)[0].rollouts)
+        rig.hear(ACK)
 
 
 @pytest.mark.parametrize(("scoring_s", "is_told"), [(0.01, False), (2.0, True)])
 def test_the_buffer_is_told_of_a_group_that_awaits_its_scores_for_long(scoring_s: float, is_told: bool):
-    loop, generator = VirtualLoop(), Generator(reward=SlowReward(scoring_s))  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    generator.hear(Grant(lease=LEASE))
-    while not generator.delivered:
-        told = [message.lease_id for message in generator.sent if isinstance(message, AwaitsScores)]
-        loop.run_until(loop.time() + 0.05)
-    assert told == ([LEASE.lease_id] if is_told else [])
-    generator.hear(Shutdown())
-    loop.run_until(loop.time() + 3.0)
-    assert task.done() and task.exception() is None
+    with Rig(reward=SlowReward(scoring_s)) as rig:
+        rig.hear(Grant(lease=LEASE))
+        while not rig.of(Deliver):
+            told = [message.lease_id for message in rig.of(AwaitsScores)]
+            rig.until(rig.loop.time() + 0.05)
+        assert told == ([LEASE.lease_id] if is_told else [])
+        rig.hear(ACK)
 
 
 def test_the_time_of_a_token_is_that_of_the_steps_since_the_last_look_or_of_one_that_lasts_longer():
-    def use(steps: int, step_s: float, present_s: float = 0.0, running: int = 8) -> EngineOccupancy:
-        return EngineOccupancy(running, 0, 8, math.nan, steps, step_s, present_s)
-
-    time = TokenTime()
-    assert time.poll(use(0, 0.0)) is None, "nothing is known yet"
-    assert time.poll(use(10, 1.0)) == pytest.approx(0.1)
-    assert time.poll(use(12, 3.0, present_s=0.5)) == pytest.approx(1.0)
-    assert time.poll(use(12, 3.0, present_s=0.5)) == pytest.approx(1.0), "no step since: as before"
-    assert time.poll(use(12, 3.0, present_s=1.5)) == pytest.approx(1.5)
-    assert time.poll(use(22, 4.0, running=0)) is None
-
-
-def test_steps_before_an_idle_time_or_a_change_of_weights_say_nothing_of_the_time_of_a_token_after_it():
-    """A generator that counts them reports itself as slow: its warm-up compiled kernels, and a change of weights takes long."""
+    """Steps before an idle time or a change of weights say nothing: a generator that counts them reports itself as slow."""
 
     def use(steps: int, step_s: float, present_s: float = 0.0, running: int = 8) -> EngineOccupancy:
         return EngineOccupancy(running, 0, 8, math.nan, steps, step_s, present_s)
 
     time = TokenTime()
-    assert time.poll(use(3, 30.0)) is None, "the warm-up"
+    assert time.poll(use(3, 30.0)) is None, "the warm-up compiles kernels"
     assert time.poll(use(13, 31.0)) == pytest.approx(0.1)
-    assert time.poll(use(15, 41.0, running=0)) is None
-    assert time.poll(use(15, 41.0, present_s=0.1)) is None, "no step since"
-    assert time.poll(use(25, 42.0)) == pytest.approx(0.1)
-    time.reset(use(26, 52.0))
-    assert time.poll(use(26, 52.0, present_s=5.0)) is None, "no step since"
-    assert time.poll(use(36, 53.0)) == pytest.approx(0.1)
+    assert time.poll(use(15, 33.0, present_s=0.5)) == pytest.approx(1.0)
+    assert time.poll(use(15, 33.0, present_s=0.5)) == pytest.approx(1.0), "no step since: as before"
+    assert time.poll(use(15, 33.0, present_s=1.5)) == pytest.approx(1.5)
+    assert time.poll(use(17, 41.0, running=0)) is None
+    assert time.poll(use(17, 41.0, present_s=0.1)) is None, "no step since"
+    assert time.poll(use(27, 42.0)) == pytest.approx(0.1)
+    time.reset(use(28, 52.0))
+    assert time.poll(use(28, 52.0, present_s=5.0)) is None, "no step since"
+    assert time.poll(use(38, 53.0)) == pytest.approx(0.1)
 
 
 def test_each_time_of_a_token_is_reported_once_however_often_a_generator_reports_its_weights():
     """The buffer takes two slow ones in a row for a generator that has become slow."""
-    loop, generator = VirtualLoop(), Generator()  # type: ignore[abstract]
-    task = loop.create_task(generator.run())
-    loop.run_until(0.5)
-    generator.hear(Grant(lease=LEASE))
-    loop.run_until(3.2)
-    before = len(generator.sent)
-    for number in (1, 2):
-        swap = loop.create_task(generator._swap([], PolicyVersion(1, number)))
-        loop.run_until(3.2 + 0.1 * number)
-        assert swap.done() and swap.exception() is None
-    times = [(m.version, m.token_s) for m in generator.sent if isinstance(m, Serving)]
-    assert times[-3][1] == pytest.approx(1.0) and len(generator.sent) == before + 2
-    assert times[-2:] == [(PolicyVersion(1, 1), None), (PolicyVersion(1, 2), None)]
-    generator.hear(Shutdown())
-    loop.run_until(7.0)
-    assert task.done() and task.exception() is None
+    with Rig() as rig:
+        rig.hear(Grant(lease=LEASE))
+        rig.until(3.2)
+        before = len(rig.generator.sent)
+        for number in (1, 2):
+            swap = rig.loop.create_task(rig.generator._swap([], PolicyVersion(1, number)))
+            rig.until(3.2 + 0.1 * number)
+            assert swap.done() and swap.exception() is None
+        times = [(m.version, m.token_s) for m in rig.of(Serving)]
+        assert times[-3][1] == pytest.approx(1.0) and len(rig.generator.sent) == before + 2
+        assert times[-2:] == [(PolicyVersion(1, 1), None), (PolicyVersion(1, 2), None)]
+        rig.until(7.0)
+        rig.hear(ACK)

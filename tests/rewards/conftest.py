@@ -1,5 +1,6 @@
 """Real reward files, real worker processes."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,13 @@ import psutil
 import pytest
 
 from asyncgrpo.types import Prompt
+
+
+@pytest.fixture
+def _imports_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only workers load users' files in earnest; some tests do so in their own process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
 
 
 @pytest.fixture

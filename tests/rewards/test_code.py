@@ -61,12 +61,8 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("ground_truth", FORMS)
-def test_each_form_of_tests_is_one_test(ground_truth):
-    assert len(read_tests(ground_truth)) == 1
-
-
-def test_lines_of_asserts_are_a_test_each():
+def test_each_form_of_tests_is_one_test_and_lines_of_asserts_are_a_test_each():
+    assert [len(read_tests(ground_truth)) for ground_truth in FORMS] == [1] * len(FORMS)
     assert len(read_tests("assert f(1)\n\nassert f(2)\n")) == 2
 
 
@@ -107,11 +103,6 @@ async def test_blanks_at_the_ends_of_an_output_do_not_count(output, passed):
     assert scored.value == passed
 
 
-async def test_an_output_does_not_help_a_program_that_failed():
-    scored, _ = await score(lambda _: Ran("4", "exit code 1: ValueError"), FORMS[0])
-    assert (scored.value, scored.detail) == (0.0, "test 1: exit code 1: ValueError")
-
-
 @pytest.mark.parametrize("ground_truth", FORMS[3:])
 async def test_a_program_that_ends_well_before_its_test_has_not_passed_it(ground_truth):
     for output in ("", "4", "\n\n", "double"):
@@ -132,20 +123,19 @@ async def test_no_test_is_started_after_one_that_was_late():
     def does(program: Program) -> Ran:
         return Ran("", TIMEOUT) if program.stdin == "2" else Ran(program.stdin)
 
+    scored, _ = await score(lambda _: Ran("4", "exit code 1: ValueError"), FORMS[0])
+    assert (scored.value, scored.detail) == (0.0, "test 1: exit code 1: ValueError"), "its output does not help it"
     scored, programs = await score(does, {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "3"]})
     assert (scored.value, scored.detail, len(programs)) == (pytest.approx(1 / 3), "test 2: timeout", 2)
 
 
-async def test_tests_that_could_not_be_started_in_time_are_no_fault_of_the_code():
-    scored, programs = await score(lambda _: Ran("4"), FORMS[0], timeout_s=-1.0)
-    assert (scored.value, scored.failure, programs) == (None, "timeout", [])
-    assert "reward.timeout_s" in scored.detail
-
-
-async def test_a_runner_that_fails_is_a_named_failure():
+async def test_what_is_no_fault_of_the_code_is_a_named_failure():
     def does(program: Program) -> Ran:
         raise RunnerError("sandbox", "no sandbox today")
 
+    scored, programs = await score(lambda _: Ran("4"), FORMS[0], timeout_s=-1.0)
+    assert (scored.value, scored.failure, programs) == (None, "timeout", []), "its tests could not be started in time"
+    assert "reward.timeout_s" in scored.detail
     scored, _ = await score(does, FORMS[0])
     assert (scored.value, scored.failure, scored.detail) == (None, "sandbox", "no sandbox today")
 

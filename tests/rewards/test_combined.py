@@ -47,22 +47,19 @@ async def test_a_reward_may_be_called_score_and_too_many_parts_are_left_out_by_n
     assert score.detail.startswith("parts left out, more than 32: many/p30, ")
 
 
-async def test_one_reward_that_fails_fails_the_whole_by_its_name():
-    broken = failed("exception", "/r.py:3: KeyError: x")
-    score = await score_one(combined((1.0, Score(value=0.5)), (0.0, broken)), prompt(), "")
-    assert (score.value, score.failure, score.detail) == (None, "exception", "r1: /r.py:3: KeyError: x")
-
-
-async def test_one_that_does_not_apply_adds_nothing_and_where_none_applies_there_is_no_score():
-    score = await score_one(combined((1.0, NOTHING), (2.0, Score(value=0.5))), prompt(), "")
-    assert (score.value, score.parts) == (1.0, {"r1": 0.5})
-    score = await score_one(combined((1.0, NOTHING), (2.0, NOTHING)), prompt(), "")
-    assert (score.value, score.failure) == (None, "not_applicable")
-
-
-async def test_a_sum_has_the_bounds_of_a_score():
-    score = await score_one(combined((10.0, Score(value=9e5))), prompt(), "")
-    assert score.failure == "too_large"
+@pytest.mark.parametrize(
+    ("scores", "value", "failure"),
+    [
+        ([(1.0, Score(value=0.5)), (0.0, failed("exception", "/r.py:3: KeyError: x"))], None, "exception"),
+        ([(1.0, NOTHING), (2.0, Score(value=0.5))], 1.0, None),  # one that does not apply adds nothing
+        ([(1.0, NOTHING), (2.0, NOTHING)], None, "not_applicable"),
+        ([(10.0, Score(value=9e5))], None, "too_large"),  # a sum has the bounds of a score
+    ],
+)
+async def test_one_reward_that_fails_fails_the_whole_by_its_name(scores, value, failure):
+    score = await score_one(combined(*scores), prompt(), "")
+    assert (score.value, score.failure) == (value, failure)
+    assert failure != "exception" or score.detail == "r1: /r.py:3: KeyError: x"
 
 
 async def test_the_first_that_applies_scores_and_those_behind_it_are_not_called():

@@ -18,12 +18,9 @@ def rules():
     return RuleReward(RewardConfig(timeout_s=30))
 
 
-def test_known_sources_pass(rules):
-    rules.check_sources({*MATHS, *TEXT, "demo_reverse"})
-
-
 @pytest.mark.parametrize("source", ["", "mathqa", "my_data", "democracy"])
 def test_an_unknown_source_is_refused_with_the_known_ones(rules, source):
+    rules.check_sources({*MATHS, *TEXT, "demo_reverse"})
     with pytest.raises(RewardError, match=rf"data_source '{source}'; known: .*gsm8k.*qa.*--reward-func"):
         rules.check_sources({source, "gsm8k"})
 
@@ -57,55 +54,39 @@ async def test_a_tower_of_powers_is_a_timeout_and_not_a_wrong_answer():
 
 
 @pytest.mark.parametrize(
-    ("completion_text", "ground_truth", "value"),
+    ("rule", "completion_text", "ground_truth", "value"),
     [
-        ("The capital of France is Paris.", "Paris", 1.0),
-        ("It was long.\nParis", ["London", "Paris"], 1.0),
-        ("<answer>Paris</answer>", {"target": ["Paris"]}, 1.0),
-        ("<answer>London</answer> Paris", "Paris", 0.0),
-        ("**Answer:** Paris.", "Paris", 1.0),
-        ("Answer: not Paris", "Paris", 0.0),
-        ("答案是巴黎。", "巴黎", 1.0),
-        ("我认为首都是巴黎市", "巴黎", 1.0),
-        ("Parisian", "Paris", 0.0),
-        ("", "Paris", 0.0),
-        ("Café", "cafe\u0301", 1.0),
-        ("1969", 1969, 1.0),
-        ("Answer: Rome\nNo.\nAnswer: Paris\nDone.", "Paris", 1.0),
-        (r"\boxed{Paris}, not Rome. Answer: Rome", "Paris", 1.0),
+        (text_match, "The capital of France is Paris.", "Paris", 1.0),
+        (text_match, "It was long.\nParis", ["London", "Paris"], 1.0),
+        (text_match, "<answer>Paris</answer>", {"target": ["Paris"]}, 1.0),
+        (text_match, "<answer>London</answer> Paris", "Paris", 0.0),
+        (text_match, "**Answer:** Paris.", "Paris", 1.0),
+        (text_match, "Answer: not Paris", "Paris", 0.0),
+        (text_match, "答案是巴黎。", "巴黎", 1.0),
+        (text_match, "我认为首都是巴黎市", "巴黎", 1.0),
+        (text_match, "Parisian", "Paris", 0.0),
+        (text_match, "", "Paris", 0.0),
+        (text_match, "Café", "cafe\u0301", 1.0),
+        (text_match, "1969", 1969, 1.0),
+        (text_match, "Answer: Rome\nNo.\nAnswer: Paris\nDone.", "Paris", 1.0),
+        (text_match, r"\boxed{Paris}, not Rome. Answer: Rome", "Paris", 1.0),
+        (label_match, "positive", "Positive", 1.0),
+        (label_match, "I read it.\n Positive.\n", "positive", 1.0),
+        (label_match, "Label: positive", "positive", 1.0),
+        (label_match, "类别：体育", "体育", 1.0),
+        (label_match, "not positive", "positive", 0.0),
+        (exact_match, " a b\n", "a b", 1.0),
+        (exact_match, "A b", "a b", 0.0),
+        (token_f1, "Paris", "Paris", 1.0),
+        (token_f1, "I think so.\nThe city of Paris", "Paris, the city", 0.8),  # 2 of {city, of, paris} and of {paris, city}
+        (token_f1, "<answer>New York</answer> Boston", ["Boston", "New York City"], 0.8),
+        (token_f1, "paris paris", "Paris", 2 / 3),
+        (token_f1, "", "Paris", 0.0),
+        (token_f1, "答案是北京", "北京市", 0.8),
     ],
-)
-def test_text_match(completion_text, ground_truth, value):
-    assert text_match(completion_text, ground_truth) == value
-
-
-@pytest.mark.parametrize(
-    ("completion_text", "ground_truth", "value"),
-    [
-        ("positive", "Positive", 1.0),
-        ("I read it.\n Positive.\n", "positive", 1.0),
-        ("Label: positive", "positive", 1.0),
-        ("类别：体育", "体育", 1.0),
-        ("not positive", "positive", 0.0),
-    ],
-)
-def test_label_match(completion_text, ground_truth, value):
-    assert label_match(completion_text, ground_truth) == value
-
-
-@pytest.mark.parametrize(
-    ("completion_text", "ground_truth", "value"),
-    [
-        ("Paris", "Paris", 1.0),
-        ("I think so.\nThe city of Paris", "Paris, the city", 0.8),  # 2 of {city, of, paris} and of {paris, city}
-        ("<answer>New York</answer> Boston", ["Boston", "New York City"], 0.8),
-        ("paris paris", "Paris", 2 / 3),
-        ("", "Paris", 0.0),
-        ("答案是北京", "北京市", 0.8),
-    ],
-)
-def test_token_f1_is_that_of_squad(completion_text, ground_truth, value):
-    assert token_f1(completion_text, ground_truth) == pytest.approx(value)
+)  # fmt: skip
+def test_a_rule_of_texts(rule, completion_text, ground_truth, value):
+    assert rule(completion_text, ground_truth) == pytest.approx(value)
 
 
 async def test_a_question_has_a_match_and_an_f1_and_the_configuration_says_which_is_the_score():
@@ -162,11 +143,6 @@ GOOD = "<think>15 + 27</think><answer>42</answer>"
 def test_the_shape_of_a_completion(text, rules):
     shapes = [name for name in SHAPE_RULES if name != "length"]
     assert {name for name in shapes if SHAPE_RULES[name](Sampled(text)) == 1.0} == rules
-
-
-def test_exact_match_counts_everything_but_blanks_around():
-    assert exact_match(" a b\n", "a b") == 1.0
-    assert exact_match("A b", "a b") == 0.0
 
 
 @pytest.mark.parametrize("rule", [exact_match, text_match, label_match])

@@ -47,7 +47,6 @@ def no_bwrap(tmp_path, monkeypatch):
         (FUNCTION, METHOD, 1.0),
         (FUNCTION, "def add(xs, n):\n    print('hello')\n    return tuple(x + n for x in xs)", 1.0),
         (["assert f(2) == 4", "assert f(3) == 9"], "def f(x):\n    return 4", 0.5),
-        (["assert f(2) == 4"], "import os, sys\nf = None\nos._exit(0)", 0.0),
         (["assert f(2) == 4"], "import sys\nsys.modules['os'] = sys\nf = lambda x: 4", 0.0),
     ],
 )
@@ -123,15 +122,6 @@ async def test_without_isolation_code_is_refused_before_the_run_and_by_each_call
     assert score.value is None and "bubblewrap" in score.detail
 
 
-def test_a_bwrap_that_may_not_make_a_sandbox_is_refused_with_what_it_said(tmp_path, monkeypatch):
-    """As in a container that may make no namespaces."""
-    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
-    (tmp_path / "bwrap").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RewardError, match=r"cannot make one here \(bwrap: No permissions.*bubblewrap"):
-        reward().check_sources({"code"})
-
-
 async def test_without_isolation_code_runs_where_that_is_wanted(no_bwrap, caplog):
     rules = reward(unsafe=True, timeout_s=2.0)
     rules.check_sources({"code"})
@@ -143,12 +133,15 @@ async def test_without_isolation_code_runs_where_that_is_wanted(no_bwrap, caplog
 
 
 @needs_bwrap
-async def test_a_sandbox_that_does_not_start_is_no_fault_of_the_code(tmp_path, monkeypatch):
+async def test_a_bwrap_that_makes_no_sandbox_is_refused_and_no_fault_of_the_code(tmp_path, monkeypatch):
+    """As in a container that may make no namespaces."""
     runner = LocalRunner(timeout_s=5, memory_mb=1024)
-    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: no space' >&2\nexit 1\n")
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RewardError, match="bwrap could not start a program: bwrap: no space"):
+    with pytest.raises(RewardError, match=r"cannot make one here \(bwrap: No permissions.*bubblewrap"):
+        reward().check_sources({"code"})
+    with pytest.raises(RewardError, match="bwrap could not start a program: bwrap: No permissions"):
         await runner.run(Program("print(1)"))
 
 

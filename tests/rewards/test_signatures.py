@@ -1,7 +1,6 @@
 """Each common form of a reward function is recognised by its parameters, called as its project calls it, and told."""
 
 import asyncio
-import sys
 
 import pytest
 
@@ -15,17 +14,12 @@ from asyncgrpo.rewards.user import load_user_function
 from asyncgrpo.types import Prompt
 from tests.rewards.conftest import prompt
 
+pytestmark = pytest.mark.usefixtures("_imports_are_put_back")
 TURNS = ({"role": "user", "content": "6 * 7?"},)
 INFO = {"level": 3, "split": "train"}
 ANSWERS = [Sampled("it is 42", [5, 6]), Sampled("41", [7])]
 TEXT = prompt(source="gsm8k", info=INFO, text="6 * 7?")
 CHAT = prompt(source="gsm8k", info=INFO, turns=TURNS)
-
-
-@pytest.fixture(autouse=True)
-def _imports_are_put_back(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
 
 
 @pytest.fixture
@@ -41,15 +35,12 @@ def seen(reward_file):
     return call
 
 
-def test_trl_gives_texts_where_the_prompt_is_a_text_and_turns_where_it_is_a_chat(seen):
+def test_trl_gives_texts_where_the_prompt_is_a_text_and_turns_where_it_is_a_chat(seen, reward_file):
     assert seen("prompts, completions") == (["6 * 7?"] * 2, ["it is 42", "41"])
     turns = [[{"role": "assistant", "content": text}] for text in ("it is 42", "41")]
     assert seen("prompts, completions", CHAT) == ([list(TURNS)] * 2, turns)
-
-
-def test_a_prompt_by_keyword_is_the_text_or_the_last_turn(reward_file):
-    function = load_user_function(reward_file("def compute_score(prompt): return prompt"))
-    assert function(call_of(TEXT, ANSWERS[:1])) == function(call_of(CHAT, ANSWERS[:1])) == "6 * 7?"
+    by_keyword = load_user_function(reward_file("def compute_score(prompt): return prompt"))
+    assert by_keyword(call_of(TEXT, ANSWERS[:1])) == by_keyword(call_of(CHAT, ANSWERS[:1])) == "6 * 7?"
 
 
 def test_trl_gives_each_column_and_the_token_ids_for_each_completion(seen):
@@ -120,11 +111,9 @@ def test_the_form_is_told_in_one_line(reward_file, parameters, about):
     ],
 )
 def test_a_group_has_a_score_for_each_completion_or_a_named_failure(returned, scores):
-    assert [(score.value, score.failure) for score in scores_of_call(lambda: returned, 2)] == scores
-
-
-def test_a_wrong_count_is_said():
-    assert "a list of 1 was returned for 2 completions" in scores_of_call(lambda: [1.0], 2)[0].detail
+    found = scores_of_call(lambda: returned, 2)
+    assert [(score.value, score.failure) for score in found] == scores
+    assert returned != [1.0] or "a list of 1 was returned for 2 completions" in found[0].detail
 
 
 async def test_a_group_is_one_call_of_an_async_function_in_a_worker(reward_file):
@@ -167,9 +156,6 @@ async def test_further_arguments_reach_every_form_of_a_function(reward_file, tex
     (score,) = await reward.score(prompt(info={"bonus": 9.0}), [Sampled("a", [1])])
     assert score.value == 0.5, score
     await reward.close()
-
-
-def test_a_further_argument_that_no_function_takes_is_refused(reward_file):
-    file = reward_file("def compute_score(answer, bonus): return bonus")
-    with pytest.raises(RewardError, match=r"reward.kwargs: no function of reward.function takes bonsu"):
-        build_reward(RewardConfig(function=(file, "format"), kwargs={"bonus": 1.0, "bonsu": 2.0}))
+    if "**" not in text:  # which takes whatever there is
+        with pytest.raises(RewardError, match=r"reward.kwargs: no function of reward.function takes bonsu"):
+            build_reward(RewardConfig(function=(config.function, "format"), kwargs={"bonus": 1.0, "bonsu": 2.0}))

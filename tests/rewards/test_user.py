@@ -14,15 +14,9 @@ from asyncgrpo.types import Prompt
 from tests.rewards.conftest import prompt, workers_of
 from tests.runs import wait_until
 
+pytestmark = pytest.mark.usefixtures("_imports_are_put_back")
 CALL = Call(data_source="math", completions=("it is 42",), ground_truth="42", info={"level": 3}, prompt_text="6 * 7?")
 VERL = ("math", "it is 42", "42", {"level": 3})
-
-
-@pytest.fixture(autouse=True)
-def _imports_are_put_back(monkeypatch):
-    """Only workers load users' files in earnest; here it happens in the tests' own process."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
 
 
 @pytest.mark.parametrize(
@@ -68,17 +62,7 @@ def test_parameters_that_nobody_can_give_are_refused(reward_file, parameters):
         load_user_function(reward_file(f"def compute_score({parameters}): return 1.0"))
 
 
-def test_a_callable_object_and_a_lambda_are_functions_too(reward_file):
-    path = reward_file(
-        "f = lambda completion: 0.5\n"
-        "class Judge:\n    def __call__(self, completion): return len(completion)\n"
-        "judge = Judge()"
-    )
-    assert load_user_function(f"{path}:f")(CALL) == 0.5
-    assert load_user_function(f"{path}:judge")(CALL) == 8
-
-
-def test_a_file_finds_its_neighbours_and_its_dataclasses(reward_file):
+def test_a_file_has_callables_neighbours_and_dataclasses(reward_file):
     reward_file("BONUS = 0.25", "my_neighbour.py")
     path = reward_file(
         "from __future__ import annotations\n"
@@ -86,9 +70,11 @@ def test_a_file_finds_its_neighbours_and_its_dataclasses(reward_file):
         "import my_neighbour\n"
         "@dataclass\n"
         "class Rubric:\n    bonus: float\n"
-        "def compute_score(completion): return Rubric(my_neighbour.BONUS).bonus"
+        "    def __call__(self, completion): return len(completion) * self.bonus\n"
+        "def compute_score(completion): return Rubric(my_neighbour.BONUS).bonus\n"
+        "judge, f = Rubric(1.0), lambda completion: 0.5\n"
     )
-    assert load_user_function(path)(CALL) == 0.25
+    assert [load_user_function(f"{path}{name}")(CALL) for name in ("", ":f", ":judge")] == [0.25, 0.5, 8]
 
 
 def test_a_file_may_be_named_like_a_module_that_is_there(reward_file):
@@ -127,36 +113,20 @@ def test_what_is_wrong_with_a_file_is_one_sentence(reward_file, tmp_path, text, 
     assert "\n" not in str(caught.value)
 
 
-def test_the_file_is_run_in_a_worker_and_its_problem_comes_back(reward_file, tmp_path):
-    path = reward_file(f"open({str(tmp_path / 'pid')!r}, 'w').write(str(__import__('os').getpid()))\n1 / 0")
-    with pytest.raises(RewardError, match=r"my_reward.py:2: ZeroDivisionError"):
-        check_user_function(path)
-    assert (tmp_path / "pid").exists()
-    assert "my_reward" not in sys.modules
-    assert workers_of() == []
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("1 / 0", r"my_reward\.py cannot be imported: .*my_reward\.py:1: ZeroDivisionError"),
         ("from .helper import f", r"my_reward\.py:1: ImportError: .*; my_reward\.py is not part of a package"),
         ("import sys; sys.exit()", r"my_reward\.py:1: SystemExit"),
+        ("import os; os._exit(5)", r"exited with code 5 while it loaded .*my_reward.py"),
+        ("while True: pass", r"my_reward.py was not imported within 1 s.*raise reward.timeout_s"),
     ],
 )
-def test_an_import_that_fails_is_the_sentence_and_nothing_else(reward_file, capfd, text, said):
-    with pytest.raises(RewardError, match=rf"my_reward\.py cannot be imported: .*{said}"):
-        check_user_function(reward_file(text))
-    assert capfd.readouterr().err == ""
-
-
-def test_an_import_that_ends_the_process_is_named(reward_file):
-    with pytest.raises(RewardError, match=r"exited with code 5 while it loaded .*my_reward.py"):
-        check_user_function(reward_file("import os; os._exit(5)"))
-
-
-def test_an_import_that_never_ends_is_named(reward_file):
-    with pytest.raises(RewardError, match=r"my_reward.py was not imported within 1 s.*raise reward.timeout_s"):
-        check_user_function(reward_file("while True: pass"), timeout_s=1)
+def test_a_file_is_imported_in_a_worker_and_what_goes_wrong_is_one_sentence(reward_file, capfd, text, said):
+    with pytest.raises(RewardError, match=said):
+        check_user_function(reward_file(text), timeout_s=1 if "while" in text else 30)
+    assert capfd.readouterr().err == "" and "my_reward" not in sys.modules
     wait_until(lambda: not workers_of(), lambda: f"end of {workers_of()}", 30.0)  # SIGKILL takes its time under load
 
 

@@ -1,10 +1,12 @@
 """Faulty variants of the product's classes, each a mistake that the field has made. The simulation must find every one.
 
-A simulator that finds no planted bug proves nothing; so each promise has a mutant that breaks it. They are put in place
-for as long as a `with` block, and name where the mistake was seen (docs/simulation.md has the table).
+A simulator that finds no planted bug proves nothing; so each promise has a mutant that breaks it. A mutant stands in the
+place of one function of the product for as long as a `with` block, and is given that function first (docs/simulation.md
+has the table of what finds each).
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +14,10 @@ from typing import Any
 
 import msgspec
 
-from asyncgrpo.buffer import admission
+from asyncgrpo.buffer import admission, recovery
 from asyncgrpo.buffer.admission import AutoLag, Mask, Policy, Wait, Window
 from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
+from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.data.order import Curriculum
@@ -23,15 +26,20 @@ from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.generators import service as generator_service
 from asyncgrpo.generators.rollout import GroupInFlight, Launched
 from asyncgrpo.generators.service import GeneratorService
+from asyncgrpo.journal import log as journal_module
+from asyncgrpo.journal.format import BatchIssued, BoundChanged, Committed, JournalRecord
+from asyncgrpo.journal.history import History
+from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Lease, PolicyVersion
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.rollouts import Deliver, Grant, Serving
-from tests.simulation.disk_mutants import DISK_MUTANTS, Change
 from tests.simulation.faults import Outage
 
-MUTANTS: dict[str, Callable[[], list[Change]]] = dict(DISK_MUTANTS)
+Change = tuple[Any, str, Callable[[Any], Any]]
+"""Of what, which attribute, and a function that makes what it becomes of what it is."""
+MUTANTS: dict[str, list[Change]] = {}
 SHOWN_UNDER: dict[str, dict[str, Any]] = {
     "lag_from_newest_token": {"admission": "eager"},
     "raised_whatever_it_does": {"max_lag": "auto"},
@@ -41,504 +49,503 @@ SHOWN_UNDER: dict[str, dict[str, Any]] = {
 """Settings of the run under which a mutant shows, where few seeds have them."""
 
 
-def mutant(make: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-    MUTANTS[make.__name__] = make
-    return make
+def mutant(owner: Any, attribute: str) -> Callable[[Callable], Callable]:
+    """Call the decorated function with the one that it replaces, and then with its arguments."""
+
+    def plant(wrong: Callable) -> Callable:
+        def made(right: Callable) -> Callable:
+            return lambda *arguments, **named: wrong(right, *arguments, **named)
+
+        MUTANTS.setdefault(wrong.__name__, []).append((owner, attribute, made))
+        return wrong
+
+    return plant
 
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The product with one mistake in it."""
-    changes = MUTANTS[name]()
-    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in changes]
-    for owner, attribute, value in changes:
-        setattr(owner, attribute, value)
+    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in MUTANTS[name]]
+    for (owner, attribute, make), (*_, right) in zip(MUTANTS[name], before, strict=True):
+        setattr(owner, attribute, make(right))
     try:
         yield
     finally:
-        for owner, attribute, value in before:
-            setattr(owner, attribute, value)
+        for owner, attribute, right in before:
+            setattr(owner, attribute, right)
 
 
 # -- the buffer --------------------------------------------------------------------------------------------------------
 
 
-@mutant
-def ack_before_keep() -> list[Change]:
+@mutant(Buffer, "accept")
+def ack_before_keep(accept, self: Buffer, *delivery: Any) -> str | None:
     """A group is acknowledged although the buffer does not keep it (its lease had ended)."""
-    accept = Buffer.accept
-
-    def lax(self: Buffer, message: Deliver, payload: bytes, *rest: Any) -> str | None:
-        refusal = accept(self, message, payload, *rest)
-        return None if refusal == "no_such_lease" else refusal
-
-    return [(Buffer, "accept", lax)]
+    refusal = accept(self, *delivery)
+    return None if refusal == "no_such_lease" else refusal
 
 
-@mutant
-def forget_dedup() -> list[Change]:
+@mutant(Buffer, "accept")
+def forget_dedup(accept, self: Buffer, message: Deliver, payload: bytes, *rest: Any) -> str | None:
     """A group that comes twice is kept twice."""
-    accept = Buffer.accept
-
-    def greedy(self: Buffer, message: Deliver, payload: bytes, *rest: Any) -> str | None:
-        refusal = accept(self, message, payload, *rest)
-        if refusal != "duplicate" or message.group_id in self._entries:
-            return refusal
-        lease = Lease(
-            lease_id=message.lease_id,
-            group_id=message.group_id,
-            attempt=message.attempt,
-            prompt_index=message.prompt_index,
-            purpose="train",
-            prompt=message.prompt,
-            num_completions=self._group_size,
-            sampling=self._sampling,
-            seed=0,
-        )
-        oldest = min(span.version for rollout in message.rollouts for span in rollout.spans)
-        max_lag = self.max_lag
-        entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest, max_lag)
-        self._enter(entry)
-        self._set_state(entry, State.READY)
-        entry.arrived(message, payload)
-        self.outcomes["leased"] += 1
-        return None
-
-    return [(Buffer, "accept", greedy)]
-
-
-@mutant
-def slot_leak_on_failure() -> list[Change]:
-    """The slot of a lease that failed is never free again."""
-    fail = Buffer.fail
-
-    def leaky(self: Buffer, lease_id: str, reason: str) -> None:
-        if self._leased(lease_id) is None or self.outcomes["requeued"] % 2:
-            fail(self, lease_id, reason)
-
-    return [(Buffer, "fail", leaky)]
-
-
-@mutant
-def lag_from_newest_token() -> list[Change]:
-    """A group's age is counted from its last token."""
-    accept = Buffer.accept
-
-    def young(self: Buffer, message: Deliver, payload: bytes, *rest: Any) -> str | None:
-        refusal = accept(self, message, payload, *rest)
-        if refusal is None and (entry := self._entries.get(message.group_id)) is not None:
-            entry.oldest = max(span.version for rollout in message.rollouts for span in rollout.spans)
+    refusal = accept(self, message, payload, *rest)
+    if refusal != "duplicate" or message.group_id in self._entries:
         return refusal
+    same = {name: getattr(message, name) for name in ("lease_id", "group_id", "attempt", "prompt_index", "prompt")}
+    size, sampling = self._group_size, self._sampling
+    lease = Lease(**same, purpose="train", num_completions=size, sampling=sampling, seed=0)
+    oldest = min(span.version for rollout in message.rollouts for span in rollout.spans)
+    entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest, self.max_lag)
+    self._enter(entry)
+    self._set_state(entry, State.READY)
+    entry.arrived(message, payload)
+    self.outcomes["leased"] += 1
+    return None
 
-    return [(Buffer, "accept", young)]
+
+@mutant(Buffer, "fail")
+def slot_leak_on_failure(fail, self: Buffer, lease_id: str, reason: str) -> None:
+    """The slot of a lease that failed is never free again."""
+    if self._leased(lease_id) is None or self.outcomes["requeued"] % 2:
+        fail(self, lease_id, reason)
 
 
-@mutant
-def no_check_at_take() -> list[Change]:
+@mutant(Buffer, "accept")
+def lag_from_newest_token(accept, self: Buffer, message: Deliver, *rest: Any) -> str | None:
+    """A group's age is counted from its last token."""
+    refusal = accept(self, message, *rest)
+    if refusal is None and (entry := self._entries.get(message.group_id)) is not None:
+        entry.oldest = max(span.version for rollout in message.rollouts for span in rollout.spans)
+    return refusal
+
+
+@mutant(Policy, "evict")
+@mutant(admission, "deadlines_are_kept")
+def no_check_at_take(right, *arguments: Any) -> object:
     """Only admission bounds the lag: a batch is taken as it comes."""
-    return [
-        (Policy, "evict", lambda self, waiting, version: []),
-        (admission, "deadlines_are_kept", lambda *arguments: True),
-    ]
+    return [] if isinstance(arguments[0], Policy) else True
 
 
-@mutant
-def cancelled_lease_accepted() -> list[Change]:
+@mutant(Buffer, "accept")
+def cancelled_lease_accepted(accept, self: Buffer, message: Deliver, *rest: Any) -> str | None:
     """A result is kept although its lease was cancelled, because another of the same group is out."""
-    accept = Buffer.accept
-
-    def forgiving(self: Buffer, message: Deliver, payload: bytes, *rest: Any) -> str | None:
-        entry = self._entries.get(message.group_id)
-        if entry is not None and entry.state is State.LEASED:
-            entry.lease = type(entry.lease)(**{f: getattr(entry.lease, f) for f in entry.lease.__struct_fields__
-                                               if f not in ("lease_id", "attempt")},
-                                            lease_id=message.lease_id, attempt=message.attempt)  # fmt: skip
-        return accept(self, message, payload, *rest)
-
-    return [(Buffer, "accept", forgiving)]
+    entry = self._entries.get(message.group_id)
+    if entry is not None and entry.state is State.LEASED:
+        entry.lease = msgspec.structs.replace(entry.lease, lease_id=message.lease_id, attempt=message.attempt)
+    return accept(self, message, *rest)
 
 
-@mutant
-def requeue_forgets_attempt() -> list[Change]:
+@mutant(Buffer, "fail")
+def requeue_forgets_attempt(fail, self: Buffer, lease_id: str, reason: str) -> None:
     """A lease that failed is granted again under the same name, and for ever."""
-
-    def forgetful(self: Buffer, lease_id: str, reason: str) -> None:
-        if (entry := self._leased(lease_id)) is not None:
-            self._requeue(entry)
-            self._ended[entry.prompt_index] = entry.attempt
-
-    return [(Buffer, "fail", forgetful)]
+    if (entry := self._leased(lease_id)) is not None:
+        self._requeue(entry)
+        self._ended[entry.prompt_index] = entry.attempt
 
 
-@mutant
-def released_lease_delivers() -> list[Change]:
+@mutant(Buffer, "release")
+def released_lease_delivers(release, self: Buffer, holder: str) -> list[str]:
     """A lease that was taken from a silent generator is granted to another under the same name."""
-    release = Buffer.release
-
-    def trusting(self: Buffer, holder: str) -> list[str]:
-        attempts = {
-            e.prompt_index: e.attempt for e in self._entries.values() if e.state is State.LEASED and e.holder == holder
-        }
-        released = release(self, holder)
-        self._ended.update(
-            {prompt_index: attempt - self._ended[prompt_index] for prompt_index, attempt in attempts.items()}
-        )
-        return released
-
-    return [(Buffer, "release", trusting)]
+    held = [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
+    released = release(self, holder)
+    self._ended.update({e.prompt_index: e.attempt - self._ended[e.prompt_index] for e in held})
+    return released
 
 
-@mutant
-def silent_one_delivers() -> list[Change]:
+@mutant(Buffer, "free_leases_of")
+def silent_one_delivers(free_leases_of, self: Buffer, holder: str) -> list[str]:
     """A lease that others go on with is granted under the name that the silent generator delivers it by."""
-    free_leases_of = Buffer.free_leases_of
-
-    def trusting(self: Buffer, holder: str) -> list[str]:
-        freed = free_leases_of(self, holder)
-        self._ended.subtract(int(lease_id.split(".")[1]) for lease_id in freed)
-        return freed
-
-    return [(Buffer, "free_leases_of", trusting)]
+    freed = free_leases_of(self, holder)
+    self._ended.subtract(int(lease_id.split(".")[1]) for lease_id in freed)
+    return freed
 
 
-@mutant
-def no_lease_expiry() -> list[Change]:
+@mutant(Buffer, "expire")
+def no_lease_expiry(expire, self: Buffer, now_s: float, is_excused: Any) -> list:
     """What was leased and never came is waited for."""
-    return [(Buffer, "expire", lambda self, now_s, is_excused: [])]
+    return []
 
 
-@mutant
-def stale_dropped_in_silence() -> list[Change]:
+@mutant(Buffer, "_give_up")
+def stale_dropped_in_silence(give_up, self: Buffer, entry: GroupEntry, version: int, reason: str) -> None:
     """What is too old disappears without a count."""
-    give_up = Buffer._give_up
-
-    def silent(self: Buffer, entry: GroupEntry, version: int, reason: str) -> None:
-        before = self.outcomes[f"dropped_{reason}"]
-        give_up(self, entry, version, reason)
-        self.outcomes[f"dropped_{reason}"] = before
-
-    return [(Buffer, "_give_up", silent)]
+    before = self.outcomes[f"dropped_{reason}"]
+    give_up(self, entry, version, reason)
+    self.outcomes[f"dropped_{reason}"] = before
 
 
-@mutant
-def evicted_without_refill() -> list[Change]:
+@mutant(Buffer, "_give_up")
+def evicted_without_refill(give_up, self: Buffer, *dropped: Any) -> None:
     """What is too old is dropped and counted, and its prompt is never issued again."""
-    give_up = Buffer._give_up
-
-    def wasteful(self: Buffer, entry: GroupEntry, version: int, reason: str) -> None:
-        give_back, self._prompts.give_back = self._prompts.give_back, lambda prompt_index: None  # type: ignore[method-assign]
-        try:
-            give_up(self, entry, version, reason)
-        finally:
-            self._prompts.give_back = give_back  # type: ignore[method-assign]
-
-    return [(Buffer, "_give_up", wasteful)]
+    give_back, self._prompts.give_back = self._prompts.give_back, lambda prompt_index: None  # type: ignore[method-assign]
+    try:
+        give_up(self, *dropped)
+    finally:
+        self._prompts.give_back = give_back  # type: ignore[method-assign]
 
 
-@mutant
-def stale_for_ever() -> list[Change]:
+@mutant(Buffer, "_give_up")
+def stale_for_ever(give_up, self: Buffer, *dropped: Any) -> None:
     """A prompt whose groups are always too old is generated again and again."""
-    give_up = Buffer._give_up
-
-    def patient(self: Buffer, entry: GroupEntry, version: int, reason: str) -> None:
-        self._max_attempts, limit = 10**6, self._max_attempts
-        try:
-            give_up(self, entry, version, reason)
-        finally:
-            self._max_attempts = limit
-
-    return [(Buffer, "_give_up", patient)]
+    self._max_attempts, limit = 10**6, self._max_attempts
+    try:
+        give_up(self, *dropped)
+    finally:
+        self._max_attempts = limit
 
 
-@mutant
-def window_by_completion() -> list[Change]:
+@mutant(Window, "select")
+def window_by_completion(select, self: Window, *arguments: Any) -> list | None:
     """A window closes over whatever is here first."""
-    return [(Window, "select", Policy.select)]
+    return Policy.select(self, *arguments)
 
 
-@mutant
-def batch_by_age() -> list[Change]:
+class _Unsorted(list):
+    def sort(self, **_: Any) -> None:
+        """Stays as it is."""
+
+
+@mutant(Wait, "select")
+def batch_by_age(select, self: Wait, *arguments: Any) -> list | None:
     """A batch is in the order in which its groups were chosen, which depends on who finished first."""
-
-    class Chosen(list):
-        def sort(self, **_: Any) -> None:
-            """Stays as it is."""
-
-    select = Wait.select
-
-    def chosen(self: Wait, *arguments: Any) -> list | None:
-        batch = select(self, *arguments)
-        return None if batch is None else Chosen(batch)
-
-    return [(Wait, "select", chosen)]
+    batch = select(self, *arguments)
+    return None if batch is None else _Unsorted(batch)
 
 
-@mutant
-def window_forgets_isolated() -> list[Change]:
+@mutant(PromptSource, "waiting_before")
+def window_forgets_isolated(waiting_before, self: PromptSource, prompt_index: int) -> int:
     """The slots of a window go to prompts behind one that waits for a generator of its own."""
-    return [(PromptSource, "waiting_before", lambda self, prompt_index: 0)]
+    return 0
 
 
-@mutant
-def window_counts_who_overtook() -> list[Change]:
+@mutant(Buffer, "_has_slot")
+def window_counts_who_overtook(has_slot, self: Buffer, prompt_index: int | None, behind: int) -> bool:
     """A prompt that was given back waits for a slot behind those that wait for it, once the bound is smaller."""
-
-    def by_slots(self: Buffer, prompt_index: int | None, behind: int) -> bool:
-        waiting = 0 if prompt_index is None else self._prompts.waiting_before(prompt_index)
-        return self._policy.admit(len(self._entries) + waiting, self.max_lag - behind)
-
-    return [(Buffer, "_has_slot", by_slots)]
+    waiting = 0 if prompt_index is None else self._prompts.waiting_before(prompt_index)
+    return self._policy.admit(len(self._entries) + waiting, self.max_lag - behind)
 
 
-@mutant
-def pause_is_for_the_learner() -> list[Change]:
+@mutant(BufferService, "_grant")
+def pause_is_for_the_learner(grant, self: BufferService, now_s: float) -> None:
     """A pause stops batches, and leases go on."""
-    grant = BufferService._grant
-
-    def paused(self: BufferService, now_s: float) -> None:
-        steer, self._steer = self._steer, msgspec.structs.replace(self._steer, is_paused=False)
-        grant(self, now_s)
-        self._steer = steer
-
-    return [(BufferService, "_grant", paused)]
+    steer, self._steer = self._steer, msgspec.structs.replace(self._steer, is_paused=False)
+    grant(self, now_s)
+    self._steer = steer
 
 
-@mutant
-def bound_of_now() -> list[Change]:
+@mutant(Buffer, "step_ended")
+def bound_of_now(step_ended, self: Buffer, *arguments: Any) -> None:
     """Another bound applies to groups that were leased before it as well."""
-    step_ended = Buffer.step_ended
-
-    def sweeping(self: Buffer, *arguments: Any) -> None:
-        step_ended(self, *arguments)
-        for entry in self._entries.values():
-            entry.max_lag = self.max_lag
-
-    return [(Buffer, "step_ended", sweeping)]
+    step_ended(self, *arguments)
+    for entry in self._entries.values():
+        entry.max_lag = self.max_lag
 
 
-@mutant
-def slots_of_the_largest_bound() -> list[Change]:
+@mutant(Policy, "admit")
+def slots_of_the_largest_bound(admit, self: Policy, held: int, max_lag: int) -> bool:
     """A smaller bound takes no slots away."""
-    return [(Policy, "admit", lambda self, held, max_lag: held < self._config.num_slots)]
+    return held < self._config.num_slots
 
 
-@mutant
-def raised_whatever_it_does() -> list[Change]:
+@mutant(AutoLag, "step_ended")
+def raised_whatever_it_does(step_ended, self: AutoLag, version: int, shares: Mapping[int, float], waited: float) -> int:
     """The bound is raised because the learner waits, though old tokens already do harm."""
-    step_ended = AutoLag.step_ended
-
-    def hopeful(self: AutoLag, version: int, shares: Mapping[int, float], waited: float) -> int:
-        return step_ended(self, version, dict.fromkeys(shares, 1.0), waited)
-
-    return [(AutoLag, "step_ended", hopeful)]
+    return step_ended(self, version, dict.fromkeys(shares, 1.0), waited)
 
 
-@mutant
-def mask_keeps_the_wholly_masked() -> list[Change]:
+@mutant(Mask, "evict")
+def mask_keeps_the_wholly_masked(evict, self: Mask, *arguments: Any) -> list:
     """A group of which no token has a weight fills a place in the batch."""
-    return [(Mask, "evict", lambda self, waiting, version: [])]
+    return []
 
 
-@mutant
-def aborted_in_silence() -> list[Change]:
-    """A lease is given up and leased again, and who works on it is not told."""
-    return [(Buffer, "cancelled", lambda self: [])]
+@mutant(Buffer, "cancelled")
+def aborted_in_silence(cancelled, self: Buffer) -> list:
+    """A lease is given up and leased again, and its generator is not notified."""
+    return []
 
 
-@mutant
-def step_trains_all() -> list[Change]:
+@mutant(Buffer, "trained")
+def step_trains_all(trained, self: Buffer, version: PolicyVersion) -> None:
     """A step counts every group in the buffer as trained, ready ones too."""
-    trained = Buffer.trained
-
-    def sweeping(self: Buffer, version: PolicyVersion) -> None:
-        for entry in self._entries.values():
-            if entry.state is State.READY:
-                self._set_state(entry, State.TAKEN)
-        trained(self, version)
-
-    return [(Buffer, "trained", sweeping)]
+    for entry in self._entries.values():
+        if entry.state is State.READY:
+            self._set_state(entry, State.TAKEN)
+    trained(self, version)
 
 
-@mutant
-def cursor_at_issue() -> list[Change]:
+@mutant(PromptSource, "state")
+def cursor_at_issue(state, self: PromptSource) -> PromptState:
     """A checkpoint holds which prompts were handed out, not which were trained."""
-    state = PromptSource.state
-
-    def ahead(self: PromptSource) -> PromptState:
-        honest = state(self)
-        return PromptState(**{f: getattr(honest, f) for f in honest.__struct_fields__ if f not in ("frontier", "done_beyond")},
-                           frontier=max(self._next, honest.frontier), done_beyond=())  # fmt: skip
-
-    return [(PromptSource, "state", ahead)]
+    honest = state(self)
+    return msgspec.structs.replace(honest, frontier=max(self._next, honest.frontier), done_beyond=())
 
 
-@mutant
-def order_decided_anew() -> list[Change]:
+@mutant(Curriculum, "_read")
+def order_decided_anew(read, self: Curriculum, path: Path) -> None:
     """A restart asks the shares of its checkpoint how often prompts come, not the file of the round."""
-
-    def forgetful(self: Curriculum, path: Path) -> None:
-        self._must_be_there = False
-
-    return [(Curriculum, "_read", forgetful)]
+    self._must_be_there = False
 
 
-@mutant
-def no_fencing() -> list[Change]:
+@mutant(BufferService, "_handle")
+def no_fencing(handle, self: BufferService, peer: str, message: Message, *rest: Any) -> None:
     """A late word of an incarnation that was replaced counts as its successor's."""
-    handle = BufferService._handle
-
-    def trusting(self: BufferService, peer: str, message: Message, *rest: Any) -> None:
-        if isinstance(message, Serving) and message.generator_id in self._sessions:
-            self._sessions[message.generator_id].version = message.version
-        else:
-            handle(self, peer, message, *rest)
-
-    return [(BufferService, "_handle", trusting)]
+    if isinstance(message, Serving) and message.generator_id in self._sessions:
+        self._sessions[message.generator_id].version = message.version
+    else:
+        handle(self, peer, message, *rest)
 
 
-@mutant
-def endless_poison() -> list[Change]:
+@mutant(IsolatedPrompts, "interrupted")
+def endless_poison(interrupted, self: IsolatedPrompts, holder: str, prompt_indices: Any) -> tuple:
     """The end of a generator costs the prompts in flight nothing, however often."""
-    return [(IsolatedPrompts, "interrupted", lambda self, holder, prompt_indices: ())]
+    return ()
 
 
-@mutant
-def quarantine_forgotten() -> list[Change]:
+@mutant(Quarantine, "__contains__")
+def quarantine_forgotten(contains, self: Quarantine, prompt_id: str) -> bool:
     """A prompt that was dropped for what it does is leased again in the next epoch, or after a resume."""
-    return [(Quarantine, "__contains__", lambda self, prompt_id: False)]
+    return False
+
+
+@mutant(Buffer, "give_back")
+def given_back_is_charged(give_back, self: Buffer, lease_id: str) -> None:
+    """What is given back because all rewards are down costs its prompt an attempt."""
+    self.fail(lease_id, "unscored")
+
+
+@mutant(Buffer, "lease")
+def behind_counts_as_current(lease, self: Buffer, holder: str, now_s: float, serves: Any = None) -> Lease | None:
+    """A lease to a generator whose weights are behind counts from the learner's version."""
+    return lease(self, holder, now_s)
+
+
+@mutant(Buffer, "_has_slot")
+def slots_whatever_is_served(has_slot, self: Buffer, prompt_index: int | None, behind: int) -> bool:
+    """A generator whose weights are behind may begin as many groups as any other."""
+    return has_slot(self, prompt_index, 0)
+
+
+def _fewer_than_a_batch(wanted: property) -> property:
+    """So few groups are wanted under way that a batch is never complete, and the learner waits for ever."""
+    return property(lambda self: self._per_step - 1)
+
+
+MUTANTS["fewer_than_a_batch"] = [(admission.Fresh, "wanted", _fewer_than_a_batch)]
 
 
 # -- the generator -----------------------------------------------------------------------------------------------------
 
 
-@mutant
-def version_at_completion() -> list[Change]:
+@mutant(PendingCompletion, "complete")
+def version_at_completion(complete, self: PendingCompletion, *arguments: Any) -> None:
     """A completion is labelled with the version that ended it."""
-    complete = PendingCompletion.complete
-
-    def relabelled(self: PendingCompletion, token_ids: Any, logprobs: Any, reason: Any) -> None:
-        self._starts = [(self._starts[-1][0], 0)] if self._starts else []
-        complete(self, token_ids, logprobs, reason)
-
-    return [(PendingCompletion, "complete", relabelled)]
+    self._starts = [(self._starts[-1][0], 0)] if self._starts else []
+    complete(self, *arguments)
 
 
-@mutant
-def first_finished() -> list[Change]:
+@mutant(GroupInFlight, "_decided")
+async def first_finished(decided, self: GroupInFlight) -> list[Launched]:
     """A group is complete as soon as it may be trained: with the short completions."""
-    decided = GroupInFlight._decided
-
-    async def quick(self: GroupInFlight) -> list[Launched]:
-        whole = asyncio.ensure_future(decided(self))
-        while not whole.done():
-            done = [one for one in self._launched if one.is_good]
-            if len(done) >= self._min_completions and all(one.score is not None for one in self._baseline):
-                whole.cancel()
-                return done
-            await asyncio.sleep(0.01)
-        return whole.result()
-
-    return [(GroupInFlight, "_decided", quick)]
+    whole = asyncio.ensure_future(decided(self))
+    while not whole.done():
+        done = [one for one in self._launched if one.is_good]
+        if len(done) >= self._min_completions and all(one.score is not None for one in self._baseline):
+            whole.cancel()
+            return done
+        await asyncio.sleep(0.01)
+    return whole.result()
 
 
-@mutant
-def unbounded_resend() -> list[Change]:
+class _Overdue(generator_service.Unacknowledged):
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, float("-inf") if name == "sent_s" else value)
+
+
+@mutant(generator_service, "Unacknowledged")
+def unbounded_resend(right, *arguments: Any, **named: Any) -> _Overdue:
     """What is not acknowledged is sent again at every heartbeat."""
-
-    class Overdue(generator_service.Unacknowledged):
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, float("-inf") if name == "sent_s" else value)
-
-    return [(generator_service, "Unacknowledged", Overdue)]
+    return _Overdue(*arguments, **named)
 
 
-@mutant
-def fire_and_forget() -> list[Change]:
+@mutant(GeneratorService, "_send")
+async def fire_and_forget(send, self: GeneratorService, message: Message) -> None:
     """A group is forgotten once it is sent."""
-
-    async def heartbeat_forgets(self: GeneratorService, message: Message) -> None:
-        if isinstance(message, Serving):
-            self._unacknowledged.clear()
-        await self._client.send(message)
-
-    return [(GeneratorService, "_send", heartbeat_forgets)]
+    if isinstance(message, Serving):
+        self._unacknowledged.clear()
+    await send(self, message)
 
 
-@mutant
-def granted_twice_worked_twice() -> list[Change]:
+@mutant(GeneratorService, "_handle")
+async def granted_twice_worked_twice(handle, self: GeneratorService, message: Message) -> None:
     """A lease that comes again while it is worked on is begun again."""
-    handle = GeneratorService._handle
-
-    async def eager(self: GeneratorService, message: Message) -> None:
-        if isinstance(message, Grant):
-            self._working.pop(message.lease.lease_id, None)
-        await handle(self, message)
-
-    return [(GeneratorService, "_handle", eager)]
+    if isinstance(message, Grant):
+        self._working.pop(message.lease.lease_id, None)
+    await handle(self, message)
 
 
-@mutant
-def fewer_than_a_batch() -> list[Change]:
-    """So few groups are wanted under way that a batch is never complete, and the learner waits for ever."""
-    return [(admission.Fresh, "wanted", property(lambda self: self._per_step - 1))]
+async def _trust(self: Breaker) -> bool:
+    return True
 
 
-@mutant
-def outage_charges_prompts() -> list[Change]:
-    """A group that no call of a reward could score is let go as it is, also when none works."""
-
-    async def trusts(self: Breaker) -> bool:
-        """As if it worked."""
-        return True
-
-    return [(Breaker, "_begin_check", lambda self: None), (Breaker, "works", trusts)]
-
-
-@mutant
-def given_back_is_charged() -> list[Change]:
-    """What is given back because all rewards are down costs its prompt an attempt."""
-    return [(Buffer, "give_back", lambda self, lease_id: self.fail(lease_id, "unscored"))]
+MUTANTS["outage_charges_prompts"] = [  # a group that no call of a reward could score is let go, also when none works
+    (Breaker, "_begin_check", lambda right: lambda self: None),
+    (Breaker, "works", lambda right: _trust),
+]
 
 
 # -- the learner -------------------------------------------------------------------------------------------------------
 
 
-@mutant
-def behind_counts_as_current() -> list[Change]:
-    """A lease to a generator whose weights are behind counts from the learner's version."""
-    lease = Buffer.lease
-    return [(Buffer, "lease", lambda self, holder, now_s, serves=None: lease(self, holder, now_s))]
-
-
-@mutant
-def slots_whatever_is_served() -> list[Change]:
-    """A generator whose weights are behind may begin as many groups as any other."""
-    return [(Buffer, "_has_slot", lambda self, index, behind, has_slot=Buffer._has_slot: has_slot(self, index, 0))]
-
-
-@mutant
-def version_restarts() -> list[Change]:
+@mutant(LearnerService, "resume")
+def version_restarts(resume, self: LearnerService, checkpoint: Any) -> None:
     """After a resume the version counter begins at 0 again."""
-    resume = LearnerService.resume
-
-    def from_zero(self: LearnerService, checkpoint: Any) -> None:
-        resume(self, checkpoint)
-        self.version = PolicyVersion(self.version.lineage, 0)
-
-    return [(LearnerService, "resume", from_zero)]
+    resume(self, checkpoint)
+    self.version = PolicyVersion(self.version.lineage, 0)
 
 
-@mutant
-def checkpoint_names_no_step() -> list[Change]:
+@mutant(LearnerService, "_checkpoint")
+def checkpoint_names_no_step(checkpoint, self: LearnerService) -> Any:
     """A checkpoint calls itself of the step before: what that step trained is trained again."""
-    checkpoint = LearnerService._checkpoint
+    after = self.version
+    self.version = PolicyVersion(after.lineage, max(0, after.number - 1))
+    try:
+        return checkpoint(self)
+    finally:
+        self.version = after
 
-    def behind(self: LearnerService) -> Any:
-        after = self.version
-        self.version = PolicyVersion(after.lineage, max(0, after.number - 1))
-        try:
-            return checkpoint(self)
-        finally:
-            self.version = after
 
-    return [(LearnerService, "_checkpoint", behind)]
+# -- the journal, and what reads it ------------------------------------------------------------------------------------
+
+
+@mutant(BufferService, "_acknowledge")
+def ack_before_durable(acknowledge, self: BufferService) -> None:
+    """A group is acknowledged once it is in memory."""
+    for _, peer, ack in self._unacknowledged.values():
+        self._server.send(peer, ack)
+    self._unacknowledged.clear()
+
+
+@mutant(recovery, "repair")
+def torn_end_stays(repair, history: History) -> None:
+    """What a killed process left of its last write is not cut off."""
+
+
+@mutant(Journal, "append")
+def manifest_after_step(append, self: Journal, record: JournalRecord, body: Any = ()) -> None:
+    """The manifest of a batch is written down once its step is in a checkpoint."""
+    held = self.__dict__.setdefault("held", [])
+    if isinstance(record, BatchIssued):
+        held.append(record)
+        return
+    while isinstance(record, Committed) and held:
+        append(self, held.pop(0))
+    append(self, record, body)
+
+
+@mutant(Journal, "sync")
+def snapshot_before_sync(sync, self: Journal) -> bool:
+    """A checkpoint may hold a step whose manifest is not on the disk."""
+    return True
+
+
+@mutant(Journal, "_retire")
+def retired_too_early(retire, self: Journal) -> None:
+    """A checkpoint takes the bodies out of every segment but the last."""
+    unsettled, self._unsettled = self._unsettled, {}
+    retire(self)
+    self._unsettled = unsettled
+
+
+@mutant(journal_module, "_remove_bodies")
+def retired_without_sync(remove_bodies, path: Path, disk: Any) -> None:
+    """The old segment is replaced by one that is not on the disk yet."""
+    sync = disk.sync
+    disk.sync = lambda descriptor: None
+    try:
+        remove_bodies(path, disk)
+    finally:
+        disk.sync = sync
+
+
+@mutant(Journal, "_begin_again")
+def failed_sync_forgotten(begin_again, self: Journal) -> None:
+    """After a sync that failed, the next one is believed to cover what the failed one lost."""
+    self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+    self._disk._paths[self._descriptor] = self.path  # type: ignore[attr-defined]
+    self._num_written = len(self._waiting)
+    self._sync()
+
+
+@mutant(Journal, "_begin_segment")
+def inherited_without_sync(begin_segment, self: Journal) -> None:
+    """A start goes on from a segment that only its dead writer's machine remembers."""
+    self._inherited = None
+    begin_segment(self)
+
+
+@mutant(recovery, "is_on")
+def groups_of_lost_weights_kept(is_on, path: Any, version: PolicyVersion) -> bool:
+    """A resume trains groups of weights that no longer exist."""
+    return True
+
+
+@mutant(recovery, "trained_on")
+def taken_is_trained(trained_on, history: History, path: Any) -> set[str]:
+    """A batch that was handed over before the crash counts as trained, whatever the checkpoint says."""
+    return {i for found in history.found if isinstance(found.record, BatchIssued) for i in found.record.lease_ids}
+
+
+@mutant(Journal, "append")
+def bound_not_written(append, self: Journal, record: JournalRecord, body: Any = ()) -> None:
+    """The journal is not told that the bound has changed."""
+    if not isinstance(record, BoundChanged):
+        append(self, record, body)
+
+
+@mutant(recovery, "bound_in_force")
+def bound_starts_anew(bound_in_force, *arguments: Any) -> None:
+    """A resume forgets the bound in force."""
+
+
+@mutant(recovery, "bound_of")
+def recovered_under_the_bound_of_now(bound_of, lease_id: str, max_lag: Any, start: Any) -> int:
+    """A group that came back gets the bound in force, whatever it was leased under."""
+    return start.max_lag
+
+
+@mutant(Buffer, "restore")
+def recovered_is_issued_too(restore, self: Buffer, *group: Any) -> None:
+    """A prompt whose group came back from the journal is leased again beside it."""
+    restore(self, *group)
+    self._prompts._claimed.clear()
+
+
+class _NeverBlocked:
+    is_blocked = None
+
+    def __init__(self, journal: Any) -> None:
+        self._journal = journal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._journal, name)
+
+
+@mutant(BufferService, "_reply_to_take")
+def leases_while_blocked(reply_to_take, self: BufferService, now_s: float) -> None:
+    """With a full disk the buffer hands over a batch whose manifest is not written."""
+    journal, self._journal = self._journal, _NeverBlocked(self._journal)
+    try:
+        reply_to_take(self, now_s)
+    finally:
+        self._journal = journal
+
+
+@mutant(Evaluations, "_lease")
+def evaluation_of_another_start(make_lease, self: Evaluations, *arguments: Any) -> Lease:
+    """A generator that outlived a restart completes an evaluation with the weights of before."""
+    lineage, self._lineage = self._lineage, 0
+    try:
+        return make_lease(self, *arguments)
+    finally:
+        self._lineage = lineage

@@ -69,31 +69,14 @@ def held(state: State) -> list[Group]:
     return [group for group in state.groups if group.left is not None]
 
 
-def fits(state: State, place: int) -> bool:
-    """Another group with the deadline of today's bound leaves enough steps for all; what is in training counts as due.
-
-    The slots are counted too: a group whose first token is of weights to come is due after them.
-    """
-    return fits_alone(state, place) and slots_of_the_largest(state, place)
-
-
-def fits_alone(state: State, place: int) -> bool:
-    """Mistake: the steps suffice, but not the slots."""
-    deadlines = [group.left for group in held(state)]
-    taken = P * state.is_training
-    return all(
-        taken + sum(left <= k for left in deadlines) + 1 <= (k + 1) * P for k in range(state.bound, max(BOUNDS) + 1)
-    )
-
-
-def fits_without_taken(state: State, place: int) -> bool:
-    """Mistake: what is in training is forgotten."""
-    return fits(state._replace(is_training=False), place)
-
-
 def slots(state: State, place: int) -> bool:
     """The slots of today's bound."""
     return len(held(state)) + P * state.is_training < (state.bound + 1) * P
+
+
+def slots_without_taken(state: State, place: int) -> bool:
+    """Mistake: what is in training is forgotten."""
+    return slots(state._replace(is_training=False), place)
 
 
 def slots_of_the_largest(state: State, place: int) -> bool:
@@ -198,7 +181,6 @@ def reached(rules: Rules) -> tuple[int, list[State]]:
 
 
 SAFE = {
-    "deadlines": Rules(fits, earliest_deadline),
     "slots": Rules(slots, earliest_deadline),
     "window": Rules(place_in_order, in_order, is_in_order=True, bounds=(0, 2)),
 }
@@ -214,15 +196,12 @@ def test_in_no_order_of_events_is_a_group_too_old_or_the_learner_stuck(name: str
     ("rules", "wrong"),
     [
         pytest.param(Rules(slots_of_the_largest, earliest_deadline), "stuck", id="slots of a bound that was larger"),
-        pytest.param(Rules(fits_without_taken, earliest_deadline), "too old", id="what is in training is forgotten"),
-        pytest.param(Rules(fits_alone, earliest_deadline), "too many", id="deadlines without slots"),
+        pytest.param(Rules(slots_without_taken, earliest_deadline), "too old", id="what is in training is forgotten"),
         pytest.param(SAFE["slots"]._replace(counts_behind=False), "stuck", id="who is behind counts as current"),
         pytest.param(SAFE["window"]._replace(counts_behind=False), "too old", id="and so under window"),
-        pytest.param(Rules(fits, oldest_version), "stuck", id="oldest version first"),
-        pytest.param(Rules(slots, oldest_version), "stuck", id="oldest version first, by slots"),
-        pytest.param(Rules(fits, without_rule), "too old", id="taken whatever is left behind"),
+        pytest.param(Rules(slots, oldest_version), "stuck", id="oldest version first"),
+        pytest.param(Rules(slots, without_rule), "too old", id="taken whatever is left behind"),
         pytest.param(SAFE["slots"]._replace(least=P - 1), "stuck", id="fewer than a batch under way"),
-        pytest.param(Rules(fits, in_order, True), "too old", id="window, but by deadline"),
         pytest.param(Rules(slots, in_order, True), "stuck", id="window, but by slots"),
         pytest.param(SAFE["window"]._replace(returned_first=False), "stuck", id="window, and enough is enough"),
     ],

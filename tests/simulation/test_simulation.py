@@ -108,14 +108,7 @@ def test_a_failing_seed_says_what_happened_and_how_to_see_it_again(monkeypatch: 
 def test_no_wait_of_the_rollout_plane_reads_a_clock_that_can_be_set():
     """Clock jumps in the simulation go forward only, as a monotonic clock's do; nothing may read another."""
     package = Path(__file__).parents[2] / "asyncgrpo"
-    for name in (
-        "buffer/buffer.py",
-        "buffer/admission.py",
-        "buffer/group_health.py",
-        "buffer/service.py",
-        "buffer/evaluation.py",
-        "generators/service.py",
-        "learner/ranks.py",
-    ):
-        text = (package / name).read_text()
+    of_buffer = ("buffer/buffer", "buffer/admission", "buffer/group_health", "buffer/service", "buffer/evaluation")
+    for name in (*of_buffer, "generators/service", "learner/ranks"):
+        text = (package / f"{name}.py").read_text()
         assert "time.time(" not in text and "datetime" not in text, f"{name} reads the wall clock"
