@@ -181,9 +181,9 @@ class SideBySide:
         self.head = f"{'':>6}{'':>8}{'':>6}{names}".rstrip() + f"\n{'step':>6}{'reward':>8}{'lag':>6}{sides}"
 
     def row(self, pair: "Pair") -> str:
-        from asyncgrpo.recording.progress import mean_lag
+        from asyncgrpo.recording.progress import lags_of, mean_lag
 
-        lag = mean_lag({int(lag): count for lag, count in pair.replayed["lags"].items()})
+        lag = mean_lag(lags_of(pair.replayed))
         cells = "".join(f"{_short(v):>10}" for field in self._quantities for v in pair.values(field))
         return f"{pair.step:>6}{pair.replayed['reward_mean']:>8.3f}{lag:>6.2f}{cells}"
 

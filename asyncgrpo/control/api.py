@@ -27,8 +27,8 @@ from asyncgrpo.control.problems import Problems, fetch, problems, read_runbook
 from asyncgrpo.control.server import LARGEST_BODY, HttpServer, Refusal, Worker, as_json, body_of, error, reply
 from asyncgrpo.errors import CommandRefused, ConfigError, DataError
 from asyncgrpo.metrics import PREFIX, targets_path
+from asyncgrpo.recording.events import read_tail
 from asyncgrpo.recording.samples import TRAINED, Folder, Only, Sort, changes, search
-from asyncgrpo.recording.tail import read_tail
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from msgspec import Struct
 
 from asyncgrpo.control.operator import Status
 from asyncgrpo.errors import DataError
+from asyncgrpo.recording.events import read_tail
 from asyncgrpo.recording.health import View, findings
-from asyncgrpo.recording.tail import read_tail
 
 RECENT_BYTES = 2**20
 """Bytes of `metrics.jsonl` that are read from its end: some hundred steps."""

@@ -50,8 +50,8 @@ from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.profile import Profile
 from asyncgrpo.recording.advice import Advice, advise
+from asyncgrpo.recording.events import newest_first, read_tail
 from asyncgrpo.recording.pace import EVENTS, FEWEST, SETTLE, Pace, pace_of
-from asyncgrpo.recording.tail import newest_first, read_tail
 from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 
 ROUNDS = 24

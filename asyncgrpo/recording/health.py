@@ -233,7 +233,7 @@ def _dropped(view: View, limit: float) -> Finding | None:
 
 
 def _logprob_gap(view: View, limit: float) -> Finding | None:
-    gap = view.progress.mean("logprob_gap_mean", RECENT)
+    gap = view.progress.recent.mean("logprob_gap_mean")
     return Finding(f"engine and learner differ by {gap:.2f} nats a token") if gap is not None and gap > limit else None
 
 
@@ -252,7 +252,7 @@ def _counted(steps: Sequence[Event], field_name: str) -> Counter[str]:
 
 
 def _trained(view: View) -> int:
-    return sum(view.progress.lags(RECENT).values())
+    return sum(view.progress.recent.lags.values())
 
 
 CONDITIONS = (
