@@ -1,5 +1,9 @@
 """Advice on a run from its own events: the bottleneck, and the change that would make steps shorter.
 
+    adviser = Adviser(events, config)                  in the driver
+    advice = adviser.look(now)                         every LOOK_S
+    generators = autopilot.decide(advice, there, now)  None: unchanged
+
 `advise` is a function of the last events and the configuration. It names one bottleneck, in this order: the health of the
 run, groups without signal, the pace (`pace.py` has the model). It recommends no change that gains less than `WORTH`, and no
 process for which no core or GPU is free. `docs/tuning.md` explains each bottleneck.
@@ -7,15 +11,18 @@ process for which no core or GPU is free. `docs/tuning.md` explains each bottlen
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
+import msgspec
 from msgspec import Struct
 
+from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
-from asyncgrpo.recording.events import Event
+from asyncgrpo.recording.events import Event, EventLog, Follower
 from asyncgrpo.recording.health import View, limit_of, stops_tuning
-from asyncgrpo.recording.pace import FULL, HALF, UNLIMITED, Cores, Pace, pace_of, scoring_setting
+from asyncgrpo.recording.pace import EVENTS, FULL, HALF, UNLIMITED, Cores, Pace, pace_of, scoring_setting
 
 Bottleneck = Literal[
     "health", "signal", "generators", "learner", "reward", "bound", "lengths", "weights", "cores", "none"
@@ -71,8 +78,10 @@ def advise(
     pace = pace_of(events, config)
     if pace is None:
         return ()
-    found = (*_signal(pace, config), *_of_the_pace(pace, config, gpus))
-    return found or (_balanced(pace),)
+    if found := (*_signal(pace, config), *_of_the_pace(pace, config, gpus)):
+        return found
+    sentence = "nothing to change: more groups are about to begin" if pace.lacks_groups else "balanced: nothing to gain"
+    return (Advice(bottleneck="none", sentence=sentence, evidence=_waiting(pace)),)
 
 
 def _of_the_pace(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
@@ -127,14 +136,15 @@ def _reward(pace: Pace, config: Config) -> tuple[Advice, ...]:
     factor, gain = _smallest(pace, {factor: pace.predict(reward=1 / factor)[0] for factor in (2, 4, 8, 16)})
     if gain < WORTH:
         return _busy(pace, "reward worker", pace.generator_cores, pace.predict(reward=1 / factor, cores=False)[0])
-    advice = Advice(
-        bottleneck="reward",
-        sentence=f"the reward sets the pace: {key}={factor * workers} would make steps {_percent(gain)} shorter",
-        evidence=f"completions spend {_percent(pace.scoring)} of their time in scoring, "
-        f"{pace.scored_at_once:.1f} at once with {key}={workers}; {_waiting(pace)}",
-        gain=gain,
+    return (
+        Advice(
+            bottleneck="reward",
+            sentence=f"the reward sets the pace: {key}={factor * workers} would make steps {_percent(gain)} shorter",
+            evidence=f"completions spend {_percent(pace.scoring)} of their time in scoring, "
+            f"{pace.scored_at_once:.1f} at once with {key}={workers}; {_waiting(pace)}",
+            gain=gain,
+        ),
     )
-    return (advice,)
 
 
 def _more_generators(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
@@ -264,18 +274,14 @@ def _bound(pace: Pace, config: Config) -> tuple[Advice, ...]:
     wanted, gain = _smallest(pace, {lag: pace.predict(max_lag=lag)[0] for lag in allowed})
     if gain < WORTH:
         return ()
-    are_long = pace.limit == "lengths"
-    why = (
-        "a few long completions hold up groups that are ready"
-        if are_long
-        else "the slots are full while places are free"
-    )
+    why = "the slots are full while places are free"
+    if pace.limit == "lengths":
+        why = "a few long completions hold up groups that are ready"
     change = f"buffer.max_lag={wanted} would make steps {_percent(gain)} shorter"
-    is_auto = config.buffer.max_lag == "auto"
-    if is_auto:
+    if is_auto := config.buffer.max_lag == "auto":
         change = f"buffer.max_lag=auto holds the bound at {pace.max_lag}, as the importance ratios allow"
     advice = Advice(
-        bottleneck="lengths" if are_long else "bound",
+        bottleneck="lengths" if pace.limit == "lengths" else "bound",
         sentence=f"{why}: {change}",
         evidence=f"{pace.ready:.1f} groups ready and {pace.in_flight:.1f} in flight of {pace.slots:.0f} slots; {_waiting(pace)}",
         gain=0.0 if is_auto else gain,
@@ -336,14 +342,6 @@ def _weights(pace: Pace, config: Config, share: float) -> Advice:
     )
 
 
-def _balanced(pace: Pace) -> Advice:
-    """Return the advice that no change helps. If the learner still waits, more groups are about to begin."""
-    found = (
-        "balanced: nothing to gain" if not pace.lacks_groups else "nothing to change: more groups are about to begin"
-    )
-    return Advice(bottleneck="none", sentence=found, evidence=_waiting(pace))
-
-
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
@@ -368,3 +366,97 @@ def _ordinal(number: int) -> str:
         return _ORDINALS[number - 1]
     endings = {1: "st", 2: "nd", 3: "rd"} if number % 100 not in (11, 12, 13) else {}
     return f"{number}{endings.get(number % 10, 'th')}"
+
+
+# -- in a running run --------------------------------------------------------------------------------------------------
+
+LOOK_S = 5.0
+"""Interval between two computations of the advice."""
+TELL_S = 60.0
+"""Shortest interval between two `advice` events."""
+
+
+class Adviser:
+    """Follows the events of a run and writes an `advice` event when the advice has changed."""
+
+    def __init__(self, events: EventLog, config: Config, gpus: int | None = None) -> None:
+        """
+        Args:
+            gpus: GPUs of the cluster; None: unknown.
+        """
+        self._events, self._gpus = events, gpus
+        self.config = config
+        """The configuration in force, updated by commands to the run."""
+        self._follower = Follower(events.path)
+        self._last: deque[Event] = deque(maxlen=EVENTS)
+        self._written: tuple[str, str] | None = None
+        self._written_at = float("-inf")
+
+    def look(self, now: float, *, is_last: bool = False) -> tuple[Advice, ...]:
+        """Return the advice at `now` (Unix seconds), the most urgent first; () while there are too few steps.
+
+        Args:
+            is_last: True at the end of the run: an event is always written, for the summary.
+        """
+        self._last += (event for event in self._follower.poll() if event["event"] != "advice")
+        advice = advise(self._last, self.config, now, self._gpus)
+        gains = {one.bottleneck: one.gain for one in reversed(advice)}
+        for bottleneck in get_args(Bottleneck):
+            metrics.advice_gain_ratio.labels(bottleneck=bottleneck).set(gains.get(bottleneck, 0.0))
+        newest = (advice[0].bottleneck, advice[0].command) if advice else None
+        is_due = self._written is None or (now - self._written_at >= TELL_S and self._written != newest)
+        if not advice:
+            self._written = None  # conditions have changed, and the earlier advice is no longer shown
+        elif is_last or is_due:
+            self._written, self._written_at = newest, now
+            fields = msgspec.structs.asdict(advice[0])
+            self._events.write("advice", **fields, also=tuple(one.sentence for one in advice[1:]))
+        return advice
+
+
+class Autopilot:
+    """Decides when to follow the advice on the number of generators. It changes one at a time and does not oscillate.
+
+    It samples the advice every `EVERY_S`, and follows it after `LOOKS` equal samples. After a change it waits for `REST_S`,
+    until new steps show the effect. A number that proved too small is not tried again for `RETRY_S`.
+    """
+
+    EVERY_S = 20.0
+    LOOKS = 3
+    REST_S = 120.0
+    RETRY_S = 3600.0
+
+    def __init__(self, fewest: int, most: int | None) -> None:
+        self._fewest, self._most = fewest, most or MOST_GENERATORS
+        self._direction, self._looks = 0, 0
+        self._changed_s = self._looked_s = float("-inf")
+        self._shrunk_to: int | None = None
+        self._too_few: tuple[int, float] = (0, float("-inf"))
+
+    def decide(self, advice: tuple[Advice, ...], generators: int, now_s: float) -> int | None:
+        """Return the new number of generators; None: unchanged.
+
+        Args:
+            advice: the present advice.
+            generators: number of generators that the run should have now.
+            now_s: time of any clock.
+        """
+        if now_s - self._looked_s < self.EVERY_S:
+            return None
+        self._looked_s = now_s
+        # Advice about signal comes first but is ignored: it sets no pace.
+        of_pace = next((one.generators for one in advice if one.bottleneck != "signal"), None)
+        direction = 0 if of_pace is None else (of_pace > generators) - (of_pace < generators)
+        self._looks = self._looks + 1 if direction == self._direction else 1
+        self._direction = direction
+        wanted = generators + direction
+        if not direction or self._looks < self.LOOKS or now_s - self._changed_s < self.REST_S:
+            return None
+        number, since_s = self._too_few
+        if not self._fewest <= wanted <= self._most or (wanted <= number and now_s - since_s < self.RETRY_S):
+            return None
+        if direction > 0 and self._shrunk_to == generators:
+            self._too_few = generators, now_s
+        self._shrunk_to = wanted if direction < 0 else None
+        self._changed_s, self._looks = now_s, 0
+        return wanted

@@ -112,11 +112,11 @@ def _silent_processes(view: View, limit_s: float) -> Finding | None:
 
 
 def _restarts(view: View, limit: float) -> Finding | None:
-    restarts = list(view.newest("restart", within_s=RESTARTS_WITHIN_S))
-    for actor, count in Counter(restart["actor"] for restart in restarts).most_common(1):
+    restarts = [(e["actor"], e["reason"]) for e in view.newest("restart", within_s=RESTARTS_WITHIN_S)]
+    for actor, count in Counter(actor for actor, _ in restarts).most_common(1):
         if count > limit:
-            reason = next(restart["reason"] for restart in restarts if restart["actor"] == actor)
-            return Finding(f"{actor} was restarted {count} times in {RESTARTS_WITHIN_S / 60:.0f} minutes ({reason})")
+            minutes, reason = RESTARTS_WITHIN_S / 60, dict(reversed(restarts))[actor]
+            return Finding(f"{actor} was restarted {count} times in {minutes:.0f} minutes ({reason})")
     return None
 
 
