@@ -194,7 +194,7 @@ def test_each_source_has_its_series_and_there_are_few_of_them(monkeypatch):
 
 def test_a_wait_shows_its_age_while_it_lasts_and_zero_afterwards(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(metrics, "_waits", metrics._Waits(clock=lambda: now[0]))
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
     with metrics.waiting("publish"):
         now[0] += 30
         assert value("waiting_seconds", what="publish") == 30

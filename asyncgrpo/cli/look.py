@@ -308,7 +308,4 @@ def _print_card(headline: str, style: str, texts: dict[str, str], length: int | 
 
 
 def _print_note(line: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(highlight=False).print(Text(line, style="dim"))
+    typer.secho(line, dim=True)

@@ -36,6 +36,7 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
+    ctx: typer.Context,
     model: options.ModelOption = None,
     data: options.DataOption = None,
     eval_data: options.EvalDataOption = None,
@@ -60,23 +61,7 @@ def train(
     from asyncgrpo.config.load import load_config
 
     folder = _choose_folder("runs/train", out)
-    settings = options.train_overrides(
-        model=model,
-        data=data,
-        eval_data=eval_data,
-        reward_func=reward_func,
-        unsafe_rewards=unsafe_rewards,
-        rollout_n=rollout_n,
-        epochs=epochs,
-        steps=steps,
-        n_gpus=n_gpus,
-        lr=lr,
-        kl_coef=kl_coef,
-        max_lag=max_lag,
-        engine=engine,
-        out=str(folder),
-        explicit=overrides or (),
-    )
+    settings = options.train_overrides(**ctx.params | {"out": str(folder)}, explicit=overrides or ())
     if n_gpus:
         settings += options.fitted(load_config(config, settings, algorithm=algorithm), n_gpus, overrides or ())
     _start(config, settings, algorithm, folder=None if out else folder, observe=observe, dry_run=dry_run)

@@ -71,11 +71,6 @@ def write_address(run_dir: Path, address: Address) -> Path:
     return path
 
 
-def remove_address(run_dir: Path) -> None:
-    """Remove the file, if it is there."""
-    (run_dir / FILE).unlink(missing_ok=True)
-
-
 def read_address(run_dir: Path) -> Address:
     """The address of the run in this folder.
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -35,19 +36,9 @@ Note = tuple[str, str, str]
 
 
 def resample(values: Sequence[float], count: int) -> list[float]:
-    """Resample `values` to `count` points: interpolate linearly if there are fewer, average if there are more."""
-    n = len(values)
-    if n == 1:
-        return [values[0]] * count
-    if n >= count:
-        edges = [i * n // count for i in range(count + 1)]
-        return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    points = []
-    for i in range(count):
-        x = i * (n - 1) / (count - 1)
-        left = min(int(x), n - 2)
-        points.append(values[left] + (x - left) * (values[left + 1] - values[left]))
-    return points
+    """Resample `values` to `count` points: repeat values if there are fewer, average them if there are more."""
+    edges = [i * len(values) // count for i in range(count + 1)]
+    return [fmean(values[a : max(b, a + 1)]) for a, b in pairwise(edges)]
 
 
 def line_plot(values: Sequence[float], width: int, height: int) -> list[str]:

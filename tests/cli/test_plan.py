@@ -88,7 +88,7 @@ def paced(folder: Path) -> Path:
 def test_a_plan_of_a_run_is_its_advice(tmp_path, asyncgrpo):
     """They had two models and two windows, and named two sides as the limit."""
     run_dir = paced(tmp_path)
-    found = pace_of_run(run_dir)
+    pace, config, _, advice = pace_of_run(run_dir)
     assert found.gpus == 8
     events = list(read_events(run_dir / "metrics.jsonl"))
     assert found.advice == advise(events, found.config, gpus=8)
