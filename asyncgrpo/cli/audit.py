@@ -7,18 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncgrpo.cli.options import AlgorithmOption
-from asyncgrpo.cli.output import JsonOption, print_json
+from asyncgrpo.cli.output import JsonOption, example, print_json
 
 if TYPE_CHECKING:  # importing the learner imports torch
     from asyncgrpo.tools.replay import Pair, Replayed, Timeline
 
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("audit", epilog="Example: asyncgrpo audit runs/demo")(audit)
-    app.command("replay", epilog="Example: asyncgrpo replay runs/demo --with 'algorithm.corrections=[]'")(replay)
+app = typer.Typer()
 
 
+@app.command("audit", epilog=example("audit runs/demo"))
 def audit(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     as_json: JsonOption = False,
@@ -63,6 +60,7 @@ def audit(
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
+@app.command("replay", epilog=example("replay runs/demo --with 'algorithm.corrections=[]'"))
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with buffer.keep_journal=true.")],
     with_: Annotated[

@@ -9,28 +9,20 @@ import typer
 
 from asyncgrpo.cli import options
 from asyncgrpo.cli.options import AlgorithmOption, ConfigArgument, SettingsArgument
-from asyncgrpo.cli.output import JsonOption, print_json, wrapped
+from asyncgrpo.cli.output import JsonOption, example, print_json, wrapped
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:  # the schema is read where it is used
     from asyncgrpo.config.foreign_rules import KeyMap
 
-
-def register(app: typer.Typer) -> None:
-    """Add `config explain`, `config show`, `config algorithms`, `config from-verl` and `config from-trl`."""
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-    app.add_typer(
-        group, name="config", help="Explain and show configurations.", epilog="Example: asyncgrpo config explain"
-    )
-    group.command("explain", epilog="Example: asyncgrpo config explain buffer.max_lag")(explain)
-    group.command("show", epilog="Example: asyncgrpo config show one_node_8gpu learner.lr=2e-6")(show)
-    group.command("algorithms", epilog="Example: asyncgrpo config algorithms")(algorithms)
-    flags: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
-    group.command("from-verl", **flags, epilog="Example: asyncgrpo config from-verl run_qwen3_8b.sh --yaml")(from_verl)
-    example = "asyncgrpo config from-trl args.json model_name_or_path=Qwen/Qwen3-8B"
-    group.command("from-trl", **flags, epilog=f"Example: {example}")(from_trl)
+app = typer.Typer()
+group = typer.Typer(no_args_is_help=True)
+app.add_typer(group, name="config", help="Explain and show configurations.", epilog=example("config explain"))
+_FLAGS: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
+"""For commands that take the flags of another program."""
 
 
+@group.command("explain", epilog=example("config explain buffer.max_lag"))
 def explain(
     key: Annotated[
         str | None,
@@ -49,6 +41,7 @@ def explain(
     typer.echo("\n".join(wrapped(line, indent=indent) for line in explain.explain(key).splitlines()))
 
 
+@group.command("show", epilog=example("config show one_node_8gpu learner.lr=2e-6"))
 def show(
     file: ConfigArgument,
     overrides: SettingsArgument = None,
@@ -78,6 +71,7 @@ def show(
     typer.echo("".join(f"# {line}\n" for line in comments) + to_yaml(config), nl=False)
 
 
+@group.command("algorithms", epilog=example("config algorithms"))
 def algorithms() -> None:
     """List the presets that `--algorithm` takes, and what each is."""
     from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
@@ -98,6 +92,7 @@ SourcesArgument = Annotated[
 YamlOption = Annotated[bool, typer.Option("--yaml", help="A configuration file instead of a command.")]
 
 
+@group.command("from-verl", **_FLAGS, epilog=example("config from-verl run_qwen3_8b.sh --yaml"))
 def from_verl(sources: SourcesArgument, as_yaml: YamlOption = False, as_json: JsonOption = False) -> None:
     """Translate a verl configuration to the keys of asyncgrpo.
 
@@ -110,6 +105,7 @@ def from_verl(sources: SourcesArgument, as_yaml: YamlOption = False, as_json: Js
     _translate(sources, VERL, as_yaml=as_yaml, as_json=as_json)
 
 
+@group.command("from-trl", **_FLAGS, epilog=example("config from-trl args.json model_name_or_path=Qwen/Qwen3-8B"))
 def from_trl(sources: SourcesArgument, as_yaml: YamlOption = False, as_json: JsonOption = False) -> None:
     """Translate a TRL configuration to the keys of asyncgrpo.
 

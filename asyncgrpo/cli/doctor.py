@@ -17,10 +17,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from asyncgrpo.cli.output import JsonOption, print_json, size_in_words
+from asyncgrpo.cli.output import JsonOption, example, print_json, size_in_words
 from asyncgrpo.host import Host, cores
 from asyncgrpo.importing import has_gpu
 from asyncgrpo.scratch import SHARED_MEMORY
+
+app = typer.Typer()
 
 # -- the checks --------------------------------------------------------------------------------------------------------
 
@@ -308,11 +310,7 @@ _SIGNS = {"ok": "✓", "note": "·", "warning": "!", "failed": "✗"}
 _COLOURS = {"ok": "green", "note": "white", "warning": "yellow", "failed": "red"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add `doctor`."""
-    app.command("doctor", epilog="Example: asyncgrpo doctor --out /scratch/runs")(doctor)
-
-
+@app.command("doctor", epilog=example("doctor --out /scratch/runs"))
 def doctor(
     out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs"),
     as_json: JsonOption = False,

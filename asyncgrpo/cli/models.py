@@ -15,7 +15,7 @@ import typer
 
 from asyncgrpo.cli import options
 from asyncgrpo.cli.options import ModelOption, RewardFuncOption, SettingsArgument, UnsafeRewardsOption
-from asyncgrpo.cli.output import JsonOption, print_json, shorten, size_in_words
+from asyncgrpo.cli.output import JsonOption, example, print_json, shorten, size_in_words
 from asyncgrpo.config.schema import Config, DataConfig
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError
 from asyncgrpo.logs import visible
@@ -27,20 +27,15 @@ if TYPE_CHECKING:  # each imports numpy, torch or transformers
     from asyncgrpo.types import Prompt, Rollout, Score
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("eval", epilog="Example: asyncgrpo eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 4")(
-        evaluate
-    )
-    app.command("export", epilog="Example: asyncgrpo export runs/demo exported-model")(export)
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-    app.add_typer(group, name="data", help="Check data files.", epilog="Example: asyncgrpo data check train.parquet")
-    group.command("check", epilog="Example: asyncgrpo data check train.parquet --model Qwen/Qwen3-8B")(check)
+app = typer.Typer()
+data_app = typer.Typer(no_args_is_help=True)
+app.add_typer(data_app, name="data", help="Check data files.", epilog=example("data check train.parquet"))
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
+@app.command("export", epilog=example("export runs/demo exported-model"))
 def export(
     source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run folder, or a checkpoint in it.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder for the model.")],
@@ -98,6 +93,7 @@ def find_model(source: Path, step: int | None = None) -> Path:
 # -- eval --------------------------------------------------------------------------------------------------------------
 
 
+@app.command("eval", epilog=example("eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 4"))
 def evaluate(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="MODEL", help="Run folder, checkpoint, or folder of a Hugging Face model.")
@@ -268,6 +264,7 @@ async def _rollouts(
 _SHOWN_ROWS = 10
 
 
+@data_app.command("check", epilog=example("data check train.parquet --model Qwen/Qwen3-8B"))
 def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Parquet, JSONL or JSON file of prompts, or hf:ID.")],
     overrides: SettingsArgument = None,

@@ -8,12 +8,14 @@ import msgspec
 import typer
 
 from asyncgrpo.cli import options
-from asyncgrpo.cli.output import JsonOption, command, print_json
+from asyncgrpo.cli.output import JsonOption, command, example, print_json
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncgrpo.planner.plan import Option, Plan
     from asyncgrpo.planner.profile import Profile
+
+app = typer.Typer()
 
 SHOWN = 10
 """Splits that are printed."""
@@ -29,13 +31,7 @@ MaxLagOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("tune", epilog="Example: asyncgrpo tune configs/one_node_8gpu.yaml --out profile.json")(tune)
-    app.command("plan", epilog="Example: asyncgrpo plan --gpus 64 --profile profile.json")(plan)
-    app.command("simulate", epilog="Example: asyncgrpo simulate --gpus 64 --profile profile.json")(simulate)
-
-
+@app.command("tune", epilog=example("tune configs/one_node_8gpu.yaml --out profile.json"))
 def tune(
     config: options.ConfigArgument,
     overrides: options.SettingsArgument = None,
@@ -89,6 +85,7 @@ def _error(residual: float) -> str:
     return f" (largest error {residual:.0%})" if residual else ""
 
 
+@app.command("plan", epilog=example("plan --gpus 64 --profile profile.json"))
 def plan(
     gpus: GpusOption = None,
     profile: ProfileOption = PROFILE,
@@ -137,6 +134,7 @@ def plan(
         typer.echo(f"note: {warning}")
 
 
+@app.command("simulate", epilog=example("simulate --gpus 64 --profile profile.json"))
 def simulate(
     gpus: GpusOption = None,
     profile: ProfileOption = PROFILE,

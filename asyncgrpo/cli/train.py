@@ -11,10 +11,12 @@ from typing import Annotated
 import typer
 
 from asyncgrpo.cli import options
-from asyncgrpo.cli.output import command, same_command
+from asyncgrpo.cli.output import command, example, same_command
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.importing import importing
+
+app = typer.Typer()
 
 UNDER_CHAOS = [
     "cluster.silent_timeout_s=6",  # the demo model restarts in seconds, a large one loads for minutes
@@ -25,16 +27,9 @@ UNDER_CHAOS = [
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("demo", epilog="Example: asyncgrpo demo --engine torch --max-lag 0")(demo)
-    app.command(
-        "train",
-        epilog="Example: asyncgrpo train --model Qwen/Qwen3-8B --data gsm8k.parquet --reward-func my_reward.py --n-gpus 8",
-    )(train)
-    app.command("serve", epilog="Example: asyncgrpo serve configs/one_node_8gpu.yaml run.out=/data/runs/gsm8k")(serve)
-
-
+@app.command(
+    "train", epilog=example("train --model Qwen/Qwen3-8B --data gsm8k.parquet --reward-func my_reward.py --n-gpus 8")
+)
 def train(
     ctx: typer.Context,
     model: options.ModelOption = None,
@@ -67,6 +62,7 @@ def train(
     _start(config, settings, algorithm, folder=None if out else folder, observe=observe, dry_run=dry_run)
 
 
+@app.command("serve", epilog=example("serve configs/one_node_8gpu.yaml run.out=/data/runs/gsm8k"))
 def serve(
     config: options.ConfigArgument,
     overrides: options.SettingsArgument = None,
@@ -122,6 +118,7 @@ def _print_next(status: str, run_dir: Path, folder: Path | None) -> None:
 # -- demo --------------------------------------------------------------------------------------------------------------
 
 
+@app.command("demo", epilog=example("demo --engine torch --max-lag 0"))
 def demo(
     engine: options.EngineOption = None,
     max_lag: options.MaxLagOption = None,
