@@ -78,54 +78,54 @@ def advise(
     pace = pace_of(events, config)
     if pace is None:
         return ()
-    if found := (*_signal(pace, config), *_of_the_pace(pace, config, gpus)):
+    if found := tuple(one for one in (_signal(pace, config), *_of_the_pace(pace, config, gpus)) if one is not None):
         return found
     sentence = "nothing to change: more groups are about to begin" if pace.lacks_groups else "balanced: nothing to gain"
     return (Advice(bottleneck="none", sentence=sentence, evidence=_waiting(pace)),)
 
 
-def _of_the_pace(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
+def _of_the_pace(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice | None, ...]:
     publishing = pace.loading if pace.lacks_groups else pace.publish_s / pace.step_s
     if publishing > PUBLISHES and pace.limit != "reward":
         return (_weights(pace, config, publishing),)
     match pace.limit:
         case "reward":
-            return _reward(pace, config)
+            return (_reward(pace, config),)
         case "bound" | "lengths":
-            return _bound(pace, config)
+            return (_bound(pace, config),)
         case "generators":
-            return _more_generators(pace, config, gpus)
+            return (_more_generators(pace, config, gpus),)
         case "learner":
-            return (*_fewer_generators(pace, config), *_faster_learner(pace, config, gpus))
+            return (_fewer_generators(pace, config), _faster_learner(pace, config, gpus))
     return ()
 
 
 # -- the bottleneck of a healthy run -----------------------------------------------------------------------------------
 
 
-def _signal(pace: Pace, config: Config) -> tuple[Advice, ...]:
+def _signal(pace: Pace, config: Config) -> Advice | None:
     """Return advice if most groups lack signal: their completions all have one reward."""
     lost = pace.filtered if config.algorithm.filter_zero_signal else pace.no_signal
     if lost < HALF:
-        return ()
+        return None
     evidence = f"{_percent(lost)} of the groups {_window(pace)} have one reward for all their completions"
     if pace.reward is not None:
         evidence += f"; the mean reward is {pace.reward:.2f}"
     if lost > ALMOST_ALL:
         sentence = "almost no group has signal: choose prompts of other difficulty, or look at the reward function"
-        return (Advice(bottleneck="signal", sentence=sentence, evidence=evidence),)
+        return Advice(bottleneck="signal", sentence=sentence, evidence=evidence)
     if config.algorithm.filter_zero_signal:
         gain = pace.gain(max(pace.learn_s, (1 - lost) * pace.step_s))
         sentence = f"prompts of other difficulty would make steps up to {_percent(gain)} shorter"
         sentence += f": {_percent(lost)} of the groups are replaced, since they have no signal"
-        return (Advice(bottleneck="signal", sentence=sentence, evidence=evidence, gain=gain),)
+        return Advice(bottleneck="signal", sentence=sentence, evidence=evidence, gain=gain)
     gain = pace.gain_of_filter()
     sentence = f"algorithm.filter_zero_signal=true would train no group without signal, now {_percent(lost)}"
     sentence += f", and take {_percent(gain)} less time per group with signal" if gain >= WORTH else ""
-    return (Advice(bottleneck="signal", sentence=sentence, evidence=evidence, gain=gain),)
+    return Advice(bottleneck="signal", sentence=sentence, evidence=evidence, gain=gain)
 
 
-def _reward(pace: Pace, config: Config) -> tuple[Advice, ...]:
+def _reward(pace: Pace, config: Config) -> Advice | None:
     """Return advice on scoring: completions spend most of their time in the reward and queue for it.
 
     Without a queue, rewards do not limit the run, because groups that are only scored take no place of their generator.
@@ -136,18 +136,16 @@ def _reward(pace: Pace, config: Config) -> tuple[Advice, ...]:
     factor, gain = _smallest(pace, {factor: pace.predict(reward=1 / factor)[0] for factor in (2, 4, 8, 16)})
     if gain < WORTH:
         return _busy(pace, "reward worker", pace.generator_cores, pace.predict(reward=1 / factor, cores=False)[0])
-    return (
-        Advice(
-            bottleneck="reward",
-            sentence=f"the reward sets the pace: {key}={factor * workers} would make steps {_percent(gain)} shorter",
-            evidence=f"completions spend {_percent(pace.scoring)} of their time in scoring, "
-            f"{pace.scored_at_once:.1f} at once with {key}={workers}; {_waiting(pace)}",
-            gain=gain,
-        ),
+    return Advice(
+        bottleneck="reward",
+        sentence=f"the reward sets the pace: {key}={factor * workers} would make steps {_percent(gain)} shorter",
+        evidence=f"completions spend {_percent(pace.scoring)} of their time in scoring, "
+        f"{pace.scored_at_once:.1f} at once with {key}={workers}; {_waiting(pace)}",
+        gain=gain,
     )
 
 
-def _more_generators(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
+def _more_generators(pace: Pace, config: Config, gpus: int | None) -> Advice | None:
     there = pace.generators
     limits = {
         f"generators.max={config.generators.max} allows": (config.generators.max or MOST_GENERATORS) - there,
@@ -163,7 +161,7 @@ def _more_generators(pace: Pace, config: Config, gpus: int | None) -> tuple[Advi
         sentence = f"a {_ordinal(there + 1)} generator would make steps {_percent(one_more)} shorter"
         if wanted > there + 1:
             sentence += f", {wanted} generators {_percent(best)}"
-        advice = Advice(
+        return Advice(
             bottleneck="generators",
             sentence=f"{sentence}; a {_ordinal(wanted + 1)} nothing",
             evidence=_waiting(pace) + (f"; {why} {target}" if target < wanted else ""),
@@ -171,14 +169,13 @@ def _more_generators(pace: Pace, config: Config, gpus: int | None) -> tuple[Advi
             command=f"scale generators {target}",
             generators=target,
         )
-        return (advice,)
     if busy := _busy(pace, "generator", pace.generator_cores, pace.predict(generators=wanted, cores=False)[0]):
         return busy
     if best < WORTH:
-        return ()
+        return None
     sentence = f"{wanted} generators would make steps {_percent(best)} shorter, but {why} no more"
-    return _other_split(pace, config, gpus) or (
-        Advice(bottleneck="generators", sentence=sentence, evidence=_waiting(pace)),
+    return _other_split(pace, config, gpus) or Advice(
+        bottleneck="generators", sentence=sentence, evidence=_waiting(pace)
     )
 
 
@@ -188,8 +185,8 @@ def _smallest(pace: Pace, steps: Mapping[int, float]) -> tuple[int, float]:
     return next((key, gain) for key, gain in gains.items() if gain >= max(gains.values()) - SAME)
 
 
-def _busy(pace: Pace, what: str, cores: Cores | None, step_s: float) -> tuple[Advice, ...]:
-    """Return the advice that no core is free, if one more process would help but lacks one; else ().
+def _busy(pace: Pace, what: str, cores: Cores | None, step_s: float) -> Advice | None:
+    """Return the advice that no core is free, if one more process would help but lacks one; else None.
 
     Args:
         what: the process.
@@ -197,14 +194,13 @@ def _busy(pace: Pace, what: str, cores: Cores | None, step_s: float) -> tuple[Ad
         step_s: predicted step time with free cores.
     """
     if cores is None or (cores.room >= 1 and 1 - pace.work >= WORTH) or pace.gain(step_s) < WORTH:
-        return ()  # unknown, or cores do not limit the run
-    advice = Advice(
+        return None  # unknown, or cores do not limit the run
+    return Advice(
         bottleneck="cores",
         sentence=f"no core is free for another {what}: {cores.idle:.1f} of {cores.count:.0f} idle, "
         f"and it needs {cores.process:.1f}",
         evidence=_waiting(pace),
     )
-    return (advice,)
 
 
 # -- splits ------------------------------------------------------------------------------------------------------------
@@ -252,65 +248,61 @@ def splits(pace: Pace, config: Config, gpus: int | None = None, max_lag: int | N
     return sorted(options, key=lambda option: (round(option.step_s, 6), option.generators + option.ranks))
 
 
-def _other_split(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
-    """Return the best split of the same GPUs, if it gains enough; else ()."""
+def _other_split(pace: Pace, config: Config, gpus: int | None) -> Advice | None:
+    """Return the best split of the same GPUs, if it gains enough; else None."""
     options = splits(pace, config, gpus) if config.generators.gpus_each and not config.cluster.share_gpu else []
     if not options or (gain := pace.gain(options[0].step_s)) < WORTH:
-        return ()
+        return None
     flags = f"generators.count={options[0].generators} learner.ranks={options[0].ranks}"
-    advice = Advice(
+    return Advice(
         bottleneck="generators" if options[0].generators > pace.generators else "learner",
         sentence=f"no GPU is free, but another split would make steps {_percent(gain)} shorter: {flags}",
         evidence=_waiting(pace),
         gain=gain,
     )
-    return (advice,)
 
 
-def _bound(pace: Pace, config: Config) -> tuple[Advice, ...]:
+def _bound(pace: Pace, config: Config) -> Advice | None:
     """Return advice on the bound: slots are full or ready groups wait for stragglers, so only a larger bound starts more."""
     wider = [2**power for power in range(12) if 2**power > pace.max_lag]
     allowed = [lag for lag in wider if lag <= max(1, 4 * pace.max_lag)] or wider[:1]
     wanted, gain = _smallest(pace, {lag: pace.predict(max_lag=lag)[0] for lag in allowed})
     if gain < WORTH:
-        return ()
+        return None
     why = "the slots are full while places are free"
     if pace.limit == "lengths":
         why = "a few long completions hold up groups that are ready"
     change = f"buffer.max_lag={wanted} would make steps {_percent(gain)} shorter"
     if is_auto := config.buffer.max_lag == "auto":
         change = f"buffer.max_lag=auto holds the bound at {pace.max_lag}, as the importance ratios allow"
-    advice = Advice(
+    return Advice(
         bottleneck="lengths" if pace.limit == "lengths" else "bound",
         sentence=f"{why}: {change}",
         evidence=f"{pace.ready:.1f} groups ready and {pace.in_flight:.1f} in flight of {pace.slots:.0f} slots; {_waiting(pace)}",
         gain=0.0 if is_auto else gain,
         command="" if is_auto else f"set buffer.max_lag={wanted}",
     )
-    return (advice,)
 
 
-def _fewer_generators(pace: Pace, config: Config) -> tuple[Advice, ...]:
+def _fewer_generators(pace: Pace, config: Config) -> Advice | None:
     """Return advice to release generators, at most half at once, because larger batches slow engines down measurably."""
     there = pace.generators
     needed = math.ceil(there * max(pace.saturation, pace.scored_at_once / pace.scorers) / FULL)
     enough = max(math.ceil(there / 2), config.generators.min, needed)
     if enough >= there or pace.predict(generators=enough)[0] > 1.02 * pace.step_s:
-        return ()
+        return None
     freed = (there - enough) * config.generators.gpus_each
     sentence = f"{enough} of {there} generators would do: steps would be no longer"
-    return (
-        Advice(
-            bottleneck="generators",
-            sentence=sentence + (f", and {freed} GPU{'s' * (freed > 1)} are free for the learner" if freed else ""),
-            evidence=f"{_waiting(pace)}; each would hold groups in {_percent(pace.saturation * there / enough)} of its places",
-            command=f"scale generators {enough}",
-            generators=enough,
-        ),
+    return Advice(
+        bottleneck="generators",
+        sentence=sentence + (f", and {freed} GPU{'s' * (freed > 1)} are free for the learner" if freed else ""),
+        evidence=f"{_waiting(pace)}; each would hold groups in {_percent(pace.saturation * there / enough)} of its places",
+        command=f"scale generators {enough}",
+        generators=enough,
     )
 
 
-def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
+def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> Advice | None:
     """Return advice for a run that the learner limits: more ranks or rarer checkpoints."""
     ranks = pace.ranks
     steps = {more: pace.predict(ranks=more)[0] for more in range(ranks + 1, 2 * ranks + 1)}
@@ -328,7 +320,7 @@ def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> tuple[Advic
         return _busy(pace, "learner rank", pace.learner_cores, most_s) or _other_split(pace, config, gpus)
     sentence = f"the learner sets the pace: {change} would make steps {_percent(gain)} shorter"
     evidence = f"{pace.train_s:.2f} s of training in a step of {pace.step_s:.2f} s; {_waiting(pace)}"
-    return (Advice(bottleneck="learner", sentence=sentence, evidence=evidence, gain=gain),)
+    return Advice(bottleneck="learner", sentence=sentence, evidence=evidence, gain=gain)
 
 
 def _weights(pace: Pace, config: Config, share: float) -> Advice:

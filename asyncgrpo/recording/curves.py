@@ -18,7 +18,6 @@ _TIME_COLOURS = {
     "eval": "#d6a5c9",
     "other": "#c8c8c8",
 }
-_TIME_NAMES = {"wait_data": "wait for data"}
 
 
 def plot(progress: Progress, png_path: Path) -> Path:
@@ -108,13 +107,12 @@ def _gap(axes: Any, progress: Progress) -> None:
 
 def _time(axes: Any, progress: Progress) -> None:
     _title(axes, "Time of a step by activity (seconds)")
-    names = [name for name in _TIME_COLOURS if name in progress.seconds]
-    names += sorted(progress.seconds.keys() - set(names))
+    names = [name for name, curve in progress.seconds.items() if any(curve.y)]
     if not names:
         return
     steps, layers = list(progress.seconds[names[0]].x), [list(progress.seconds[name].y) for name in names]
-    colours = [_TIME_COLOURS.get(name, _GREY) for name in names]
-    labels = [_TIME_NAMES.get(name, name) for name in names]
+    colours = [_TIME_COLOURS[name] for name in names]
+    labels = ["wait for data" if name == "wait_data" else name for name in names]
     if len(steps) == 1:
         steps, layers = [steps[0], steps[0] + 1], [layer * 2 for layer in layers]
     axes.stackplot(steps, layers, colors=colours, labels=labels, alpha=0.9, linewidth=0)

@@ -25,6 +25,8 @@ RECENT = 10
 """Steps over which rates and shares are averaged."""
 MOST_POINTS = 1_000
 """Points of a curve, which is drawn some 600 pixels wide."""
+ACTIVITIES = ("train", "wait_data", "publish", "checkpoint", "eval", "other")
+"""Of the learner (`seconds_by_activity`)."""
 _ENDS = 5
 """First and last rewards that are kept."""
 _MOST_RECOVERIES = 1_000
@@ -70,10 +72,6 @@ class Curve:
     def __iter__(self) -> Iterator[tuple[int, float]]:
         """Yield the points."""
         return zip(map(int, self.x), self.y, strict=True)
-
-    def at_zero(self) -> "Curve":
-        """Return a curve of zeros with the same points."""
-        return Curve(self.x[:], array("d", [0.0] * len(self.x)), self.every, self.count)
 
 
 _MAXIMA = ("lag_max", "max_lag", "logprob_gap_max", "sync_gap")
@@ -137,7 +135,7 @@ class Progress:
     """By name, over steps: `reward`, `lag`, `lag_max`, `max_lag`, `logprob_gap_mean`, `logprob_gap_max`; over version numbers:
     `sync_gap`, the largest of a token, nats."""
     seconds: dict[str, Curve] = field(default_factory=dict)
-    """Learner seconds by activity (`seconds_by_activity`); all have the same points."""
+    """Learner seconds by each of `ACTIVITIES`; all have the same points."""
     held_out: dict[str, Curve] = field(default_factory=dict)
     """Mean rewards of each suite; a single suite is named `held-out`."""
     first_rewards: list[float] = field(default_factory=list)
@@ -253,11 +251,8 @@ class Progress:
                 self.first_rewards.append(reward)
             _keep(self.last_rewards, reward, _ENDS)
         spent = seconds_by_activity(event)
-        for name in spent:
-            if name not in self.seconds:
-                self.seconds[name] = next((curve.at_zero() for curve in self.seconds.values()), Curve())
-        for name, curve in self.seconds.items():
-            curve.add(step, spent[name])
+        for name in ACTIVITIES:
+            self.seconds.setdefault(name, Curve()).add(step, spent[name])
 
     def _point(self, curves: dict[str, Curve], name: str, x: int, value: float | None) -> None:
         if value is not None:
