@@ -25,12 +25,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from socketserver import ThreadingMixIn
 from typing import Any, Literal, get_args
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import prometheus_client as prometheus
 import psutil
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -344,13 +344,9 @@ def serve(*roles: Role, port: int = 0, host: str = "127.0.0.1", token: str | Non
         checkpoint_last_success_timestamp_seconds.set_to_current_time()
         eval_reward_mean.set(float("nan"))
     app = prometheus.make_wsgi_app(registry(*roles))
-    server = make_server(host, port, app if token is None else _only_with(token, app), _ThreadingServer, _Silent)
+    server = make_server(host, port, app if token is None else _only_with(token, app), ThreadingWSGIServer, _Silent)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server.server_port
-
-
-class _ThreadingServer(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
 
 
 class _Silent(WSGIRequestHandler):
@@ -442,23 +438,18 @@ _STEP_GAUGES: dict[str, prometheus.Gauge] = {
     "importance_capped": importance_capped_ratio,
     "logprob_gap_mean": logprob_gap_mean,
     "logprob_gap_max": logprob_gap_max,
-}
-_DIAGNOSTIC_GAUGES: dict[str, prometheus.Gauge] = {
     "ratio_max": importance_ratio_max,
     "ess_sequence": effective_sample_share,
     "kl_k3": behaviour_kl,
     "rejected_dropped": rejected_ratio,
 }
-
-
+"""Gauges by the field of a step, or of its diagnostics."""
 _OF_SOURCES: dict[str, prometheus.Gauge] = {
     "reward_mean": source_reward_mean,
     "success_share": source_success_ratio,
     "zero_signal_share": source_zero_signal_ratio,
     "completion_length_mean": source_completion_length_mean,
 }
-
-
 _reward_parts: set[str] = set()
 """Reward parts with series, limited in number because a reward may return new names in every step."""
 _sources: set[str] = set()
@@ -470,13 +461,10 @@ def observe_step(step: Mapping[str, Any]) -> None:
 
     A field that is absent or None leaves its gauge unchanged. `seconds` feeds `learner_seconds_total` and `step_seconds`.
     """
+    values = {**(step.get("diagnostics") or {}), **step}
     for field, gauge in _STEP_GAUGES.items():
-        if step.get(field) is not None:
-            gauge.set(float(step[field]))
-    diagnostics: Mapping[str, float] = step.get("diagnostics") or {}
-    for field, gauge in _DIAGNOSTIC_GAUGES.items():
-        if field in diagnostics:
-            gauge.set(diagnostics[field])
+        if values.get(field) is not None:
+            gauge.set(float(values[field]))
     for gauge, field in ((reward_part_mean, "reward_parts"), (reward_part_std, "reward_parts_std")):
         for name, value in (step.get(field) or {}).items():
             if name in _reward_parts or len(_reward_parts) < MAX_REWARD_PARTS:
@@ -500,54 +488,31 @@ def observe_step(step: Mapping[str, Any]) -> None:
 # -- current waits -----------------------------------------------------------------------------------------------------
 
 
-class _Waits:
-    """Current waits of this process and their start times. The scrape thread reads them, so a hang is visible at once."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._started: dict[str, list[float]] = {}
-
-    def begin(self, what: str) -> float:
-        with self._lock:
-            if what not in self._started:
-                self._started[what] = []
-                waiting_seconds.labels(what=what).set_function(lambda: self.longest(what))
-            self._started[what].append(now := self._clock())
-            return now
-
-    def end(self, what: str, started: float) -> None:
-        with self._lock:
-            self._started[what].remove(started)
-
-    def longest(self, what: str) -> float:
-        """Return the duration of the longest current wait for `what`, seconds; 0 without one."""
-        with self._lock:
-            return self._clock() - min(self._started[what]) if self._started.get(what) else 0.0
-
-    def all(self) -> dict[str, float]:
-        """Return the duration of the longest current wait by name, seconds."""
-        with self._lock:
-            now = self._clock()
-            return {what: now - min(started) for what, started in self._started.items() if started}
-
-
-_waits = _Waits()
+_lock = threading.Lock()
+_started: dict[str, list[float]] = {}
+"""Start times of the current waits. The scrape thread reads them, so a hang is visible at once."""
 
 
 def waits() -> dict[str, float]:
-    """Return the durations of this process's current waits by the names of `WAITS`, seconds."""
-    return _waits.all()
+    """Return the duration of the longest current wait of this process by the names of `WAITS`, seconds."""
+    with _lock:
+        now = time.monotonic()
+        return {what: now - min(started) for what, started in _started.items() if started}
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Count the block as a wait in `waiting_seconds{what=...}`. `what` is one of WAITS. Waits may nest and overlap."""
-    started = _waits.begin(what)
+    with _lock:
+        if what not in _started:
+            _started[what] = []
+            waiting_seconds.labels(what=what).set_function(lambda: waits().get(what, 0.0))
+        _started[what].append(started := time.monotonic())
     try:
         yield
     finally:
-        _waits.end(what, started)
+        with _lock:
+            _started[what].remove(started)
 
 
 # -- liveness of loops -------------------------------------------------------------------------------------------------

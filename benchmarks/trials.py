@@ -23,8 +23,7 @@ from typing import IO
 
 import psutil
 
-from asyncgrpo.recording.events import read_events
-from asyncgrpo.recording.tail import newest_first
+from asyncgrpo.recording.events import newest_first, read_events
 from benchmarks.measuring import ROOT
 
 MARK = "ASYNCGRPO_TRIAL"

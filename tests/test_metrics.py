@@ -170,7 +170,7 @@ def test_each_part_of_the_reward_and_each_source_has_a_series_and_there_are_few_
 
 def test_a_wait_shows_its_age_while_it_lasts_also_in_another_thread_and_zero_afterwards(monkeypatch):
     now, seen = [100.0], list[float]()
-    monkeypatch.setattr(metrics, "_waits", metrics._Waits(clock=lambda: now[0]))
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
 
     def age() -> float:
         return value("waiting_seconds", what="publish")

@@ -1,4 +1,4 @@
-"""The command line: one module per family of commands, each with a function `register(app)`.
+"""The command line: one module per family of commands, each with its own `app`.
 
 An `AsyncGRPOError` ends the command with `error: <one sentence>` and exit code 1. So does a path that the operating system
 refuses. A usage error is one such line with exit code 2. Any other exception keeps its traceback.
@@ -48,19 +48,7 @@ def _root(
 
 
 for family in (doctor, train, look, audit, plan, models, config):
-    family.register(app)
-
-
-def _keep_examples_whole(group: typer.Typer) -> None:
-    """Print each example on one line, for copying: `\\b` turns off wrapping."""
-    for command in group.registered_commands:
-        command.epilog = f"\b\n{command.epilog}"
-    for child in group.registered_groups:
-        if child.typer_instance is not None:
-            _keep_examples_whole(child.typer_instance)
-
-
-_keep_examples_whole(app)
+    app.add_typer(family.app)
 
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer does not export it
 _PATH_ERRORS = frozenset(

@@ -7,19 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncgrpo.cli.options import AlgorithmOption
-from asyncgrpo.cli.output import JsonOption, print_json
-from asyncgrpo.errors import ConfigError
+from asyncgrpo.cli.output import JsonOption, example, print_json
 
 if TYPE_CHECKING:  # importing the learner imports torch
     from asyncgrpo.tools.replay import Pair, Replayed, Timeline
 
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("audit", epilog="Example: asyncgrpo audit runs/demo")(audit)
-    app.command("replay", epilog="Example: asyncgrpo replay runs/demo --with 'algorithm.corrections=[]'")(replay)
+app = typer.Typer()
 
 
+@app.command("audit", epilog=example("audit runs/demo"))
 def audit(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     as_json: JsonOption = False,
@@ -64,6 +60,7 @@ def audit(
 # -- replay ------------------------------------------------------------------------------------------------------------
 
 
+@app.command("replay", epilog=example("replay runs/demo --with 'algorithm.corrections=[]'"))
 def replay(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run with buffer.keep_journal=true.")],
     with_: Annotated[
@@ -75,9 +72,6 @@ def replay(
         int, typer.Option("--from-step", min=0, help="Start from the checkpoint of this step; 0: from the model.")
     ] = 0,
     to_step: Annotated[int | None, typer.Option("--to-step", min=1, help="Last step. Default: the newest.")] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name of the folder in RUN/replays. Default: the next number.")
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a run again from its journal and compare each step.
@@ -93,7 +87,7 @@ def replay(
     configs = [replay_config(leg.config, with_ or (), algorithm=algorithm) for leg in timeline.legs]
     is_changed = configs != [leg.config for leg in timeline.legs]
     changes = [*([f"--algorithm {algorithm}"] if algorithm else []), *(with_ or [])]
-    folder = _replay_folder(run, name)
+    folder = next(folder for n in count(1) if not (folder := run / "replays" / str(n)).exists())
     table = SideBySide() if is_changed else Equality()
     if not as_json:
         typer.echo(_replayed(timeline, changes if is_changed else []))
@@ -114,17 +108,6 @@ def replay(
         raise typer.Exit(1)
 
 
-def _replay_folder(run: Path, name: str | None) -> Path:
-    below = run / "replays"
-    if name is None:
-        return next(folder for number in count(1) if not (folder := below / str(number)).exists())
-    if Path(name).name != name:
-        raise ConfigError(f"--name {name} is not a folder name")
-    if (below / name).exists():
-        raise ConfigError(f"--name {name}: {below / name} exists; give another name")
-    return below / name
-
-
 def _replayed(timeline: "Timeline", changes: list[str]) -> str:
     """Describe the steps to replay, and the changes."""
     steps = list(timeline.steps)
@@ -141,15 +124,12 @@ class Equality:
     head = f"{'step':>6}  {'loss, recorded':<24}{'loss, replayed':<24}every field"
 
     def row(self, pair: "Pair") -> str:
-        recorded, replayed = pair.values("loss")
-        if pair.recorded is None:
-            verdict = "not recorded"
-        elif pair.differences:
+        recorded, replayed = map(_exact, pair.values("loss"))
+        verdict = "equal" if pair.recorded is not None else "not recorded"
+        if pair.differences:
             more = f" and {len(pair.differences) - 3} more" if len(pair.differences) > 3 else ""
             verdict = f"DIFFERENT: {', '.join(pair.differences[:3])}{more}"
-        else:
-            verdict = "equal"
-        return f"{pair.step:>6}  {_exact(recorded):<24}{_exact(replayed):<24}{verdict}"
+        return f"{pair.step:>6}  {recorded:<24}{replayed:<24}{verdict}"
 
     def last_line(self, result: "Replayed") -> str:
         different = [pair for pair in result.pairs if pair.differences]
@@ -157,12 +137,10 @@ class Equality:
         if not compared:
             return "metrics.jsonl contains none of these steps: nothing was compared"
         if different:
-            first = different[0]
-            recorded, replayed = first.values(first.differences[0])
-            return (
-                f"{len(different)} of {compared} steps differ, first at step {first.step}: {first.differences[0]} was "
-                f"{_exact(recorded)} and is {_exact(replayed)}"
-            )
+            first, name = different[0], different[0].differences[0]
+            recorded, replayed = map(_exact, first.values(name))
+            steps = f"{len(different)} of {compared} steps differ, first at step {first.step}"
+            return f"{steps}: {name} was {recorded} and is {replayed}"
         if result.other_weights:
             return f"all {compared} steps are equal, but the weights {', '.join(result.other_weights)} differ"
         weights = f"; so are the weights {', '.join(result.same_weights)}" if result.same_weights else ""
@@ -175,26 +153,23 @@ class SideBySide:
     def __init__(self) -> None:
         from asyncgrpo.tools.replay import QUANTITIES
 
-        self._quantities = QUANTITIES
         names = "".join(f"{name:^20}" for name in QUANTITIES.values())
         sides = f"{'recorded':>10}{'replayed':>10}" * len(QUANTITIES)
         self.head = f"{'':>6}{'':>8}{'':>6}{names}".rstrip() + f"\n{'step':>6}{'reward':>8}{'lag':>6}{sides}"
 
     def row(self, pair: "Pair") -> str:
-        from asyncgrpo.recording.progress import mean_lag
+        from asyncgrpo.recording.progress import lags_of, mean_lag
+        from asyncgrpo.tools.replay import QUANTITIES
 
-        lag = mean_lag({int(lag): count for lag, count in pair.replayed["lags"].items()})
-        cells = "".join(f"{_short(v):>10}" for field in self._quantities for v in pair.values(field))
-        return f"{pair.step:>6}{pair.replayed['reward_mean']:>8.3f}{lag:>6.2f}{cells}"
+        cells = "".join(f"{_short(value):>10}" for field in QUANTITIES for value in pair.values(field))
+        return f"{pair.step:>6}{pair.replayed['reward_mean']:>8.3f}{mean_lag(lags_of(pair.replayed)):>6.2f}{cells}"
 
     def last_line(self, result: "Replayed") -> str:
-        from asyncgrpo.tools.replay import means
+        from asyncgrpo.tools.replay import QUANTITIES, means
 
-        parts = []
-        for field, name in self._quantities.items():
-            recorded, replayed = means(result.pairs, field)
-            parts.append(f"{name} {_short(recorded)} -> {_short(replayed)}")
-        return f"means over {len(result.pairs)} steps, recorded -> replayed: {', '.join(parts)}"
+        both = {name: map(_short, means(result.pairs, field)) for field, name in QUANTITIES.items()}
+        parts = ", ".join(f"{name} {' -> '.join(sides)}" for name, sides in both.items())
+        return f"means over {len(result.pairs)} steps, recorded -> replayed: {parts}"
 
 
 def _exact(value: object) -> str:
@@ -208,21 +183,12 @@ def _short(value: float | None) -> str:
 def _as_json(result: "Replayed", folder: Path, changes: list[str]) -> dict[str, object]:
     from asyncgrpo.tools.replay import QUANTITIES
 
-    steps = []
-    for pair in result.pairs:
-        sides = {name: pair.values(name) for name in QUANTITIES}
-        steps.append(
-            {
-                "step": pair.step,
-                "recorded": {name: recorded for name, (recorded, _) in sides.items()},
-                "replayed": {name: replayed for name, (_, replayed) in sides.items()},
-                "differences": pair.differences,
-            }
-        )
-    return {
-        "folder": str(folder),
-        "with": changes,
-        "equal": result.is_equal,
-        "weights": {"equal": result.same_weights, "different": result.other_weights},
-        "steps": steps,
-    }
+    def side(pair: "Pair", which: int) -> dict[str, object]:
+        return {name: pair.values(name)[which] for name in QUANTITIES}
+
+    steps = [
+        {"step": p.step, "recorded": side(p, 0), "replayed": side(p, 1), "differences": p.differences}
+        for p in result.pairs
+    ]
+    weights = {"equal": result.same_weights, "different": result.other_weights}
+    return {"folder": str(folder), "with": changes, "equal": result.is_equal, "weights": weights, "steps": steps}

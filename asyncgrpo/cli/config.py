@@ -1,6 +1,7 @@
 """`asyncgrpo config`: explain a setting, show a whole configuration, list the algorithms, translate verl's and TRL's keys."""
 
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,33 +9,20 @@ import typer
 
 from asyncgrpo.cli import options
 from asyncgrpo.cli.options import AlgorithmOption, ConfigArgument, SettingsArgument
-from asyncgrpo.cli.output import JsonOption, print_json, wrapped
+from asyncgrpo.cli.output import JsonOption, example, print_json, wrapped
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:  # the schema is read where it is used
     from asyncgrpo.config.foreign_rules import KeyMap
-    from asyncgrpo.config.schema import Config
+
+app = typer.Typer()
+group = typer.Typer(no_args_is_help=True)
+app.add_typer(group, name="config", help="Explain and show configurations.", epilog=example("config explain"))
+_FLAGS: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
+"""For commands that take the flags of another program."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add `config explain`, `config show`, `config algorithms`, `config from-verl` and `config from-trl`."""
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-    app.add_typer(
-        group, name="config", help="Explain and show configurations.", epilog="Example: asyncgrpo config explain"
-    )
-    group.command("explain", epilog="Example: asyncgrpo config explain buffer.max_lag")(explain)
-    group.command("show", epilog="Example: asyncgrpo config show one_node_8gpu learner.lr=2e-6")(show)
-    group.command("algorithms", epilog="Example: asyncgrpo config algorithms")(algorithms)
-    takes_flags = {"ignore_unknown_options": True}
-    for name, command, example in (
-        ("from-verl", from_verl, "run_qwen3_8b.sh --yaml"),
-        ("from-trl", from_trl, "args.json model_name_or_path=Qwen/Qwen3-8B"),
-    ):
-        group.command(
-            name, context_settings=takes_flags, epilog=" ".join(("Example:", "asyncgrpo", "config", name, example))
-        )(command)
-
-
+@group.command("explain", epilog=example("config explain buffer.max_lag"))
 def explain(
     key: Annotated[
         str | None,
@@ -45,34 +33,15 @@ def explain(
             autocompletion=options.keys,
         ),
     ] = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Print what a key means and takes, and its default."""
-    import msgspec
-
     from asyncgrpo.config import explain
 
-    text = explain.explain(key)
-    if not as_json:
-        indent = 35 if key is None or key in explain.sections() else 11
-        typer.echo("\n".join(wrapped(line, indent=indent) for line in text.splitlines()))
-        return
-    chosen = [knob for name, knob in explain.knobs().items() if key is None or f"{name}.".startswith(f"{key}.")]
-    print_json(
-        [
-            {
-                "key": knob.key,
-                "description": knob.description,
-                "takes": explain.type_in_words(knob.type),
-                "required": knob.required,
-                "default": msgspec.to_builtins(knob.default),
-                "fields": {name: field.description for name, field in knob.fields.items()},
-            }
-            for knob in chosen
-        ]
-    )
+    indent = 35 if key is None or key in explain.sections() else 11
+    typer.echo("\n".join(wrapped(line, indent=indent) for line in explain.explain(key).splitlines()))
 
 
+@group.command("show", epilog=example("config show one_node_8gpu learner.lr=2e-6"))
 def show(
     file: ConfigArgument,
     overrides: SettingsArgument = None,
@@ -86,6 +55,7 @@ def show(
     """
     import msgspec
 
+    from asyncgrpo.cli.running import memory_table
     from asyncgrpo.config.explain import sizes_in_words
     from asyncgrpo.config.load import load_config, to_yaml
     from asyncgrpo.config.rules import check_algorithm
@@ -95,28 +65,18 @@ def show(
     if as_json:
         print_json(msgspec.to_builtins(config))
         return
-    comments = f"{sizes_in_words(config, algorithm)}\n{_memory(config)}"
-    typer.echo("".join(f"# {line}\n" for line in comments.splitlines()) + to_yaml(config), nl=False)
+    comments = sizes_in_words(config, algorithm).splitlines()
+    with suppress(ConfigError):  # the model is missing, which is no fault of a configuration that is only shown
+        comments += memory_table(config).splitlines()
+    typer.echo("".join(f"# {line}\n" for line in comments) + to_yaml(config), nl=False)
 
 
-def _memory(config: "Config") -> str:
-    """What the run holds, as a table; empty where the model is not here."""
-    from asyncgrpo.cli.running import memory_table
-
-    try:
-        return memory_table(config)
-    except ConfigError:  # the model is missing, which is no fault of a configuration that is only shown
-        return ""
-
-
-def algorithms(as_json: JsonOption = False) -> None:
+@group.command("algorithms", epilog=example("config algorithms"))
+def algorithms() -> None:
     """List the presets that `--algorithm` takes, and what each is."""
     from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
 
     found = {name: headline(algorithm_file(name)) for name in algorithm_names()}
-    if as_json:
-        print_json(found)
-        return
     width = max(map(len, found))
     for name, what in found.items():
         typer.echo(wrapped(f"{name:<{width}}  {what}", indent=width + 2))
@@ -132,6 +92,7 @@ SourcesArgument = Annotated[
 YamlOption = Annotated[bool, typer.Option("--yaml", help="A configuration file instead of a command.")]
 
 
+@group.command("from-verl", **_FLAGS, epilog=example("config from-verl run_qwen3_8b.sh --yaml"))
 def from_verl(sources: SourcesArgument, as_yaml: YamlOption = False, as_json: JsonOption = False) -> None:
     """Translate a verl configuration to the keys of asyncgrpo.
 
@@ -144,6 +105,7 @@ def from_verl(sources: SourcesArgument, as_yaml: YamlOption = False, as_json: Js
     _translate(sources, VERL, as_yaml=as_yaml, as_json=as_json)
 
 
+@group.command("from-trl", **_FLAGS, epilog=example("config from-trl args.json model_name_or_path=Qwen/Qwen3-8B"))
 def from_trl(sources: SourcesArgument, as_yaml: YamlOption = False, as_json: JsonOption = False) -> None:
     """Translate a TRL configuration to the keys of asyncgrpo.
 
@@ -157,26 +119,20 @@ def from_trl(sources: SourcesArgument, as_yaml: YamlOption = False, as_json: Jso
 
 
 def _translate(sources: list[str], keys: "KeyMap", *, as_yaml: bool, as_json: bool) -> None:
-    from asyncgrpo.config.foreign import read, report, to_json
+    from asyncgrpo.config.foreign import assignments, read, report, to_json
+    from asyncgrpo.config.load import load_config
+    from asyncgrpo.config.load import problems as config_problems
+    from asyncgrpo.config.rules import check_algorithm
 
     found = read(sources, keys, sys.stdin.read() if "-" in sources else "")
-    problems = _problems(found.ours)
+    ours, problems = assignments(found.ours), list[str]()
+    try:
+        check_algorithm(load_config(None, ours))
+    except ConfigError as error:
+        problems = config_problems(ours) or [str(error).removeprefix("command line: ")]
     if as_json:
         print_json(to_json(found, problems))
     else:
         typer.echo(report(found, problems, as_yaml=as_yaml))
     if problems:
         raise typer.Exit(1)
-
-
-def _problems(ours: dict[str, Any]) -> list[str]:
-    """Every reason why a run with only these keys would be refused."""
-    from asyncgrpo.config.foreign import assignments
-    from asyncgrpo.config.load import load_config, problems
-    from asyncgrpo.config.rules import check_algorithm
-
-    try:
-        check_algorithm(load_config(None, assignments(ours)))
-    except ConfigError as error:
-        return problems(assignments(ours)) or [str(error).removeprefix("command line: ")]
-    return []

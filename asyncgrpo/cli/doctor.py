@@ -17,10 +17,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from asyncgrpo.cli.output import JsonOption, print_json, size_in_words
+from asyncgrpo.cli.output import JsonOption, example, print_json, size_in_words
 from asyncgrpo.host import Host, cores
 from asyncgrpo.importing import has_gpu
 from asyncgrpo.scratch import SHARED_MEMORY
+
+app = typer.Typer()
 
 # -- the checks --------------------------------------------------------------------------------------------------------
 
@@ -55,23 +57,33 @@ def all_findings(out: Path) -> Iterator[Finding]:
     Args:
         out: folder for the runs.
     """
-    yield check_python()
+    yield Finding("python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
     yield from check_machine()
     yield check_open_files()
     yield check_shared_memory()
-    yield check_locked_memory()
     yield check_runs_folder(out)
     yield check_port()
-    yield check_ray()
-    yield check_torch()
-    yield check_cuda()
-    yield check_fit()
-    yield check_gloo()
-    yield check_nccl()
-    yield check_kernels()
+    yield check_package("ray", "ray>=2.60,<2.61")
+    yield check_package("torch", "torch>=2.11", lambda torch: f", CUDA {torch.version.cuda or 'not built in'}")
+    try:
+        import torch
+    except Exception:  # of a broken installation, which was reported
+        pass
+    else:
+        yield check_cuda()
+        yield check_fit()
+        yield check_gloo()
+        if torch.cuda.is_available():
+            yield check_nccl()
+    if has_gpu():
+        yield check_locked_memory()
+        yield check_kernels()
     yield check_torch_engine()
     yield check_sglang()
-    yield check_offline()
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE", "HF_HOME")
+    given = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
+    text = ", ".join(given) or "no offline flag is set; a model.path that is a folder needs no network"
+    yield Finding("hub", "note", text)
 
 
 def engines(findings: list[Finding]) -> list[str]:
@@ -95,11 +107,6 @@ def version_of(package: str) -> str | None:
 def _enough(name: str, is_enough: bool, detail: str, need: str, fix: str = "") -> Finding:
     """Return `ok` or a warning with the need and its fix."""
     return Finding(name, "ok", detail) if is_enough else Finding(name, "warning", f"{detail}; {need}", fix)
-
-
-def check_python() -> Finding:
-    # This module does not import on a Python before 3.11.
-    return Finding("python", "ok", f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
 
 
 def check_machine() -> Iterator[Finding]:
@@ -129,8 +136,6 @@ def check_shared_memory() -> Finding:
 
 def check_locked_memory() -> Finding:
     """Check the limit of pinned memory. NCCL pins its buffers over InfiniBand."""
-    if not has_gpu():
-        return Finding("pinned memory", "note", "not needed without a GPU")
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -160,15 +165,7 @@ def check_port() -> Finding:
         return Finding("loopback", "failed", f"127.0.0.1 cannot be used: {error}", "ip link set lo up")
 
 
-def check_ray() -> Finding:
-    return _check_package("ray", "ray>=2.60,<2.61")
-
-
-def check_torch() -> Finding:
-    return _check_package("torch", "torch>=2.11", lambda torch: f", CUDA {torch.version.cuda or 'not built in'}")
-
-
-def _check_package(package: str, requirement: str, more: Callable[[Any], str] = lambda module: "") -> Finding:
+def check_package(package: str, requirement: str, more: Callable[[Any], str] = lambda module: "") -> Finding:
     """Check that a package is installed and imports. `more` describes the imported module."""
     if version_of(package) is None:
         return Finding(package, "failed", "not installed", f"pip install '{requirement}'")
@@ -179,19 +176,9 @@ def _check_package(package: str, requirement: str, more: Callable[[Any], str] = 
     return Finding(package, "ok", f"{version_of(package)}{more(module)}")
 
 
-def _torch() -> Any:
-    """Return torch, or None if it cannot be imported."""
-    try:
-        import torch
-        import torch.distributed
-    except Exception:
-        return None
-    return torch
-
-
 def check_cuda() -> Finding:
-    if (torch := _torch()) is None:
-        return Finding("GPUs", "note", "unknown without torch")
+    import torch
+
     if torch.cuda.is_available():
         devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         names = ", ".join(f"{device.name} ({size_in_words(device.total_memory)})" for device in devices)
@@ -221,8 +208,8 @@ def _dotted(version: tuple[int, int]) -> str:
 
 def check_fit() -> Finding:
     """Compute the largest published models that these GPUs can train."""
-    if (torch := _torch()) is None:
-        return Finding("models", "note", "unknown without torch")
+    import torch
+
     from asyncgrpo.config.placement import largest
 
     sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
@@ -262,11 +249,9 @@ def check_gloo() -> Finding:
 
 def check_nccl() -> Finding:
     """All-reduce a number on the first GPU with one rank. More ranks would need a process each."""
-    if (torch := _torch()) is None:
-        return Finding("nccl", "note", "unknown without torch")
-    if not torch.cuda.is_available():
-        return Finding("nccl", "note", "not needed without a GPU")
-    dist = torch.distributed
+    import torch
+
+    dist: Any = torch.distributed
     try:
         group = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
         tensor = torch.ones(1, device="cuda:0")
@@ -280,8 +265,6 @@ def check_nccl() -> Finding:
 
 def check_kernels(libc: str | None = None) -> Finding:
     """Check the compilers with which SGLang compiles its kernels when it starts on a GPU."""
-    if not has_gpu():
-        return Finding("kernels", "note", "not needed without a GPU")
     libc = libc or os.confstr("CS_GNU_LIBC_VERSION") or "an unknown C library"
     found = re.fullmatch(r"glibc (\d+)\.(\d+)", libc)
     if found is None or (int(found[1]), int(found[2])) < LEAST_GLIBC:
@@ -317,13 +300,6 @@ def check_sglang() -> Finding:
     return Finding("sglang engine", "ok", f"sglang {version_of('sglang')}")
 
 
-def check_offline() -> Finding:
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE", "HF_HOME")
-    given = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
-    text = ", ".join(given) or "no offline flag is set; a model.path that is a folder needs no network"
-    return Finding("hub", "note", text)
-
-
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:200]}"
 
@@ -334,11 +310,7 @@ _SIGNS = {"ok": "✓", "note": "·", "warning": "!", "failed": "✗"}
 _COLOURS = {"ok": "green", "note": "white", "warning": "yellow", "failed": "red"}
 
 
-def register(app: typer.Typer) -> None:
-    """Add `doctor`."""
-    app.command("doctor", epilog="Example: asyncgrpo doctor --out /scratch/runs")(doctor)
-
-
+@app.command("doctor", epilog=example("doctor --out /scratch/runs"))
 def doctor(
     out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs"),
     as_json: JsonOption = False,

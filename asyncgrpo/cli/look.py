@@ -4,14 +4,13 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
 
-from asyncgrpo.cli.output import JsonOption, print_json, shorten
+from asyncgrpo.cli.output import JsonOption, example, print_json, shorten
 from asyncgrpo.errors import ConfigError, RunNotAlive
 from asyncgrpo.logs import visible
 
@@ -19,6 +18,8 @@ if TYPE_CHECKING:
     from asyncgrpo.control.client import Look
     from asyncgrpo.control.operator import Command
     from asyncgrpo.recording.samples import Changes
+
+app = typer.Typer()
 
 RUNS = Path("runs")
 """Searched for active runs if the command names none."""
@@ -40,21 +41,10 @@ _PLAIN = {
 """Commands that take nothing but a run, and their help."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("status", epilog="Example: asyncgrpo status runs/demo --json")(status)
-    app.command("top", epilog="Example: asyncgrpo top")(top)
-    app.command("page", epilog="Example: asyncgrpo page runs/demo")(page)
-    for name, does in _PLAIN.items():
-        app.command(name, help=does, epilog=f"Example: asyncgrpo {name} runs/demo")(_plain(name))
-    app.command("scale", epilog="Example: asyncgrpo scale generators 4 runs/demo")(scale)
-    app.command("set", epilog="Example: asyncgrpo set learner.lr=1e-6 buffer.max_lag=2 runs/demo")(change)
-    app.command("samples", epilog="Example: asyncgrpo samples runs/demo --step 20 --worst --limit 3")(samples)
-
-
 # -- watch -------------------------------------------------------------------------------------------------------------
 
 
+@app.command("status", epilog=example("status runs/demo --json"))
 def status(runs: RunsArgument = None, as_json: JsonOption = False) -> None:
     """Show the status of active runs.
 
@@ -92,6 +82,7 @@ def _status(look: "Look") -> str:
     return "\n".join([f"{now.run}: {now.state}", *(f"  {name:<11}{text}" for name, text in rows)])
 
 
+@app.command("top", epilog=example("top"))
 def top(runs: RunsArgument = None) -> None:
     """Watch active runs in the terminal. Keys: q quits, p pauses, r resumes (both ask first), tab selects the next run."""
     from asyncgrpo.control.top import watch
@@ -99,6 +90,7 @@ def top(runs: RunsArgument = None) -> None:
     watch(_active(runs))
 
 
+@app.command("page", epilog=example("page runs/demo"))
 def page(run: RunArgument = None) -> None:
     """Print the URL of a run's page.
 
@@ -121,15 +113,19 @@ def _active(runs: list[Path] | None) -> list[Path]:
 # -- steer -------------------------------------------------------------------------------------------------------------
 
 
-def _plain(name: str) -> Callable[[Path | None], None]:
+def _plain(name: str, does: str) -> None:
+    @app.command(name, help=does, epilog=example(f"{name} runs/demo"))
     def send(run: RunArgument = None) -> None:
         from asyncgrpo.control.operator import Command
 
         _send(run, msgspec.convert({"command": name}, type=Command))
 
-    return send
+
+for _name, _does in _PLAIN.items():
+    _plain(_name, _does)
 
 
+@app.command("scale", epilog=example("scale generators 4 runs/demo"))
 def scale(
     what: Annotated[Literal["generators"], typer.Argument(metavar="generators", help="The component to scale.")],
     count: Annotated[int, typer.Argument(metavar="N", min=1, max=4096, help="New number of generators.")],
@@ -144,6 +140,7 @@ def scale(
     _send(run, Scale(generators=count))
 
 
+@app.command("set", epilog=example("set learner.lr=1e-6 buffer.max_lag=2 runs/demo"))
 def change(
     arguments: Annotated[
         list[str], typer.Argument(metavar="KEY=VALUE... [RUN]", help="New values. RUN is as in the other commands.")
@@ -181,6 +178,7 @@ def _send(run: Path | None, command: "Command") -> None:
 # -- samples -----------------------------------------------------------------------------------------------------------
 
 
+@app.command("samples", epilog=example("samples runs/demo --step 20 --worst --limit 3"))
 def samples(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
     step: Annotated[int | None, typer.Option("--step", help="Optimizer step. Default: the newest.")] = None,
@@ -308,7 +306,4 @@ def _print_card(headline: str, style: str, texts: dict[str, str], length: int | 
 
 
 def _print_note(line: str) -> None:
-    from rich.console import Console
-    from rich.text import Text
-
-    Console(highlight=False).print(Text(line, style="dim"))
+    typer.secho(line, dim=True)

@@ -7,16 +7,15 @@ import shutil
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from asyncgrpo.cli import options
 from asyncgrpo.cli.options import ModelOption, RewardFuncOption, SettingsArgument, UnsafeRewardsOption
-from asyncgrpo.cli.output import JsonOption, print_json, shorten, size_in_words
+from asyncgrpo.cli.output import JsonOption, example, print_json, shorten, size_in_words
 from asyncgrpo.config.schema import Config, DataConfig
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError
 from asyncgrpo.logs import visible
@@ -28,27 +27,21 @@ if TYPE_CHECKING:  # each imports numpy, torch or transformers
     from asyncgrpo.types import Prompt, Rollout, Score
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("eval", epilog="Example: asyncgrpo eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 4")(
-        evaluate
-    )
-    app.command("export", epilog="Example: asyncgrpo export runs/demo exported-model")(export)
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-    app.add_typer(group, name="data", help="Check data files.", epilog="Example: asyncgrpo data check train.parquet")
-    group.command("check", epilog="Example: asyncgrpo data check train.parquet --model Qwen/Qwen3-8B")(check)
+app = typer.Typer()
+data_app = typer.Typer(no_args_is_help=True)
+app.add_typer(data_app, name="data", help="Check data files.", epilog=example("data check train.parquet"))
 
 
 # -- export ------------------------------------------------------------------------------------------------------------
 
 
+@app.command("export", epilog=example("export runs/demo exported-model"))
 def export(
     source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run folder, or a checkpoint in it.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder for the model.")],
     step: Annotated[
         int | None, typer.Option("--step", help="Export the checkpoint of this step. Default: the final model.")
     ] = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Copy a trained model out of a run.
 
@@ -71,10 +64,7 @@ def export(
         shutil.rmtree(half, ignore_errors=True)
         raise CheckpointError(f"{model} cannot be copied to {folder}: {error}") from error
     sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-    if as_json:
-        print_json({"from": str(model), "to": str(folder), "files": len(sizes), "bytes": sum(sizes)})
-    else:
-        typer.echo(f"copied {len(sizes)} files, {size_in_words(sum(sizes))}, from {model} to {folder}")
+    typer.echo(f"copied {len(sizes)} files, {size_in_words(sum(sizes))}, from {model} to {folder}")
 
 
 def find_model(source: Path, step: int | None = None) -> Path:
@@ -103,6 +93,7 @@ def find_model(source: Path, step: int | None = None) -> Path:
 # -- eval --------------------------------------------------------------------------------------------------------------
 
 
+@app.command("eval", epilog=example("eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 4"))
 def evaluate(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="MODEL", help="Run folder, checkpoint, or folder of a Hugging Face model.")
@@ -273,40 +264,7 @@ async def _rollouts(
 _SHOWN_ROWS = 10
 
 
-@dataclass(frozen=True)
-class CheckReport:
-    """Contents of a data file."""
-
-    file: str
-    rows: int
-    schema_name: str
-    unit: Literal["tokens", "characters"]
-    """Unit of the lengths: characters without a model."""
-    lengths: dict[str, int]
-    """Prompt lengths: p50, p90, p99, max. A prompt far over the limit may count its first tokens only."""
-    max_prompt_tokens: int
-    over_long: int | None
-    """Rows that a run would drop; None without a model."""
-    sources: dict[str, int]
-    """Rows per `data_source`, most frequent first."""
-    answers_missing: int
-    """Rows whose ground truth is null or empty."""
-    first_missing: tuple[int, ...]
-    """The first ten of them, counted from 0."""
-    prompt_text: str
-    """Row 0 as the model sees it; without a model, the contents of its turns."""
-    prompt_tokens: int | None
-    answer: str
-    """Ground truth of row 0."""
-    scored_answer: str | None
-    """Text that the reward scored; None without a reward."""
-    scored_as: str
-    """Origin of that text; empty for the ground truth."""
-    score: "Score | None"
-    problem: str
-    """Reason why a run would refuse the file or the reward failed on row 0; empty without a problem."""
-
-
+@data_app.command("check", epilog=example("data check train.parquet --model Qwen/Qwen3-8B"))
 def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Parquet, JSONL or JSON file of prompts, or hf:ID.")],
     overrides: SettingsArgument = None,
@@ -342,8 +300,8 @@ def check(
         print_json(msgspec.to_builtins(report) | {"reward": reward.about})
     else:
         _print_check(report, reward.about)
-    if report.problem:
-        raise AsyncGRPOError(report.problem)
+    if report["problem"]:
+        raise AsyncGRPOError(report["problem"])
 
 
 def check_file(
@@ -352,8 +310,12 @@ def check_file(
     config: DataConfig,
     score: "Callable[[Prompt, str], Score] | None" = None,
     check_sources: Callable[[set[str]], object] = set,
-) -> CheckReport:
-    """Read a whole file with the code of a run.
+) -> dict[str, Any]:
+    """Read a whole file with the code of a run. Return what `data check --json` prints.
+
+    `lengths` of prompts are in `unit`: characters without a model. A prompt far over the limit may count its first tokens
+    only. `first_missing` are the first ten rows without a ground truth, from 0. `problem` is the reason why a run would refuse
+    the file or the reward failed on row 0; empty without one.
 
     Args:
         model_path: model whose tokenizer and chat template are used. None: lengths are in characters.
@@ -365,12 +327,14 @@ def check_file(
         ConfigError: the model's tokenizer cannot be loaded.
     """
     from asyncgrpo.data.prompts import all_too_long
+    from asyncgrpo.data.table import prompt_of
     from asyncgrpo.rewards.rules import reference_of
 
     schema_name, records = _records(path, model_path, config)
     first, lengths, sources, missing = None, list[int](), Counter[str](), list[int]()
     for record, text, token_ids in records:
-        first = first or (_prompt_of(record, token_ids), text)
+        of_record = (token_ids, record.prompt, record.answer, record.source, record.info)
+        first = first or (prompt_of("check/0", *of_record), text)
         if record.answer in (None, ""):
             missing.append(len(lengths))
         lengths.append(len(text if model_path is None else token_ids))
@@ -391,25 +355,25 @@ def check_file(
         scored = None if score is None else score(prompt, reference)
     if scored is not None and scored.failure is not None:
         problem = f"{path}: the ground truth of row 0, as a completion, could not be scored{_failure(scored)}"
-    return CheckReport(
-        file=str(path),
-        rows=len(lengths),
-        schema_name=schema_name,
-        unit="characters" if model_path is None else "tokens",
-        lengths={f"p{p}": lengths[-(-p * last // 100)] for p in (50, 90, 99)} | {"max": lengths[-1]},
-        max_prompt_tokens=config.max_prompt_tokens,
-        over_long=over_long,
-        sources=dict(sources.most_common()),
-        answers_missing=len(missing),
-        first_missing=tuple(missing[:_SHOWN_ROWS]),
-        prompt_text=prompt_text,
-        prompt_tokens=None if model_path is None else prompt_tokens,
-        answer="" if prompt.answer is None else str(prompt.answer),
-        scored_answer=None if scored is None else reference,
-        scored_as="" if scored is None else scored_as,
-        score=scored,
-        problem=problem,
-    )
+    return {
+        "file": str(path),
+        "rows": len(lengths),
+        "schema_name": schema_name,
+        "unit": "characters" if model_path is None else "tokens",
+        "lengths": {f"p{p}": lengths[-(-p * last // 100)] for p in (50, 90, 99)} | {"max": lengths[-1]},
+        "max_prompt_tokens": config.max_prompt_tokens,
+        "over_long": over_long,
+        "sources": dict(sources.most_common()),
+        "answers_missing": len(missing),
+        "first_missing": missing[:_SHOWN_ROWS],
+        "prompt_text": prompt_text,
+        "prompt_tokens": None if model_path is None else prompt_tokens,
+        "answer": "" if prompt.answer is None else str(prompt.answer),
+        "scored_answer": None if scored is None else reference,
+        "scored_as": "" if scored is None else scored_as,
+        "score": scored,
+        "problem": problem,
+    }
 
 
 def _records(
@@ -435,43 +399,29 @@ def _records(
     return schema.name, ((record, contents(record), ()) for record in records)
 
 
-def _prompt_of(record: "Record", token_ids: tuple[int, ...]) -> "Prompt":
-    from asyncgrpo.types import Prompt
-
-    return Prompt(
-        prompt_id="check/0",
-        token_ids=token_ids,
-        text=record.prompt if isinstance(record.prompt, str) else "",
-        turns=() if isinstance(record.prompt, str) else tuple(record.prompt),
-        answer=record.answer,
-        source=record.source,
-        info=record.info,
-    )
-
-
-def _print_check(report: CheckReport, reward: str) -> None:
-    lengths, limit = report.lengths, report.max_prompt_tokens
-    dropped = f"; a run drops {report.over_long:,} above {limit:,}" if report.over_long is not None else ""
-    missing = ", ".join(map(str, report.first_missing)) + ", ..." * (report.answers_missing > _SHOWN_ROWS)
+def _print_check(report: dict[str, Any], reward: str) -> None:
+    lengths, limit = report["lengths"], report["max_prompt_tokens"]
+    quantiles = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
+    dropped = f"; a run drops {report['over_long']:,} above {limit:,}" if report["over_long"] is not None else ""
+    count, shown = report["answers_missing"], report["first_missing"]
+    missing = f": {', '.join(map(str, shown))}{', ...' * (count > len(shown))}" if shown else ""
     facts = {
-        "file": report.file,
-        "rows": f"{report.rows:,}",
-        "schema": report.schema_name,
-        "data_source": ", ".join(f"{source or '(none)'} {count:,}" for source, count in report.sources.items()),
-        "prompt lengths": f"{report.unit}: p50 {lengths['p50']:,}, p90 {lengths['p90']:,}, p99 {lengths['p99']:,}, "
-        f"max {lengths['max']:,}{dropped}",
-        "without answer": f"{report.answers_missing:,} rows{f': {missing}' if missing else ''}",
+        "file": report["file"],
+        "rows": f"{report['rows']:,}",
+        "schema": report["schema_name"],
+        "data_source": ", ".join(f"{source or '(none)'} {count:,}" for source, count in report["sources"].items()),
+        "prompt lengths": f"{report['unit']}: {quantiles}{dropped}",
+        "without answer": f"{count:,} rows{missing}",
         "reward": reward,
-        "row 0, prompt": shorten(report.prompt_text, 2000),
-        "row 0, answer": shorten(report.answer, 600),
+        "row 0, prompt": shorten(report["prompt_text"], 2000),
+        "row 0, answer": shorten(report["answer"], 600),
     }
-    if report.score is not None:
-        value = f"{report.score.value:g}" if report.score.value is not None else f"no score{_failure(report.score)}"
-        origin = f": {report.scored_as}" if report.scored_as else ""
-        note = f"; {report.score.detail}" if report.score.value is not None and report.score.detail else ""
-        facts["row 0, reward"] = (
-            f"{value} for `{shorten(report.scored_answer or '', 60)}` as the completion{origin}{note}"
-        )
+    if (score := report["score"]) is not None:
+        value = f"no score{_failure(score)}" if score.value is None else f"{score.value:g}"
+        origin = f": {report['scored_as']}" if report["scored_as"] else ""
+        note = f"; {score.detail}" if score.value is not None and score.detail else ""
+        scored = f"{value} for `{shorten(report['scored_answer'], 60)}` as the completion"
+        facts["row 0, reward"] = f"{scored}{origin}{note}"
     for name, value in facts.items():
         typer.echo(f"{name:16} " + visible(value).replace("\n", f"\n{'':17}"))
 

@@ -3,7 +3,7 @@
 A flag overrides the file, and an explicit `key=value` overrides a flag. A flag that is not given sets nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Annotated, Any
 
@@ -14,61 +14,55 @@ from asyncgrpo.config.schema import Config
 # -- shell completion --------------------------------------------------------------------------------------------------
 
 Offer = tuple[str, str]
-"""Text to insert, and its description for shells that show one."""
+"""Text to insert, and its description for shells that show one. typer drops those that do not match."""
 
 
-def algorithms(incomplete: str) -> list[Offer]:
-    """Complete the presets of `--algorithm`."""
+def algorithms() -> list[Offer]:
+    """Offer the presets of `--algorithm`."""
     from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
 
-    return _matching(((name, headline(algorithm_file(name))) for name in algorithm_names()), incomplete)
+    return [(name, headline(algorithm_file(name))) for name in algorithm_names()]
 
 
-def configurations(incomplete: str) -> list[Offer]:
-    """Complete the files in the package. The shell adds those of the working directory."""
+def configurations() -> list[Offer]:
+    """Offer the files in the package. The shell adds those of the working directory."""
     from asyncgrpo.config.files import headline, shipped, shipped_names
 
-    return _matching(((name, headline(shipped(name))) for name in shipped_names()), incomplete)
+    return [(name, headline(shipped(name))) for name in shipped_names()]
 
 
-def engines(incomplete: str) -> list[Offer]:
-    """Complete the values of `--engine`."""
-    return _matching(_values("generators.engine"), incomplete)
+def engines() -> list[Offer]:
+    """Offer the values of `--engine`."""
+    return _values("generators.engine")
 
 
-def keys(incomplete: str) -> list[Offer]:
-    """Complete the keys of the configuration."""
+def keys() -> list[Offer]:
+    """Offer the keys of the configuration."""
     from asyncgrpo.config.explain import knobs
 
-    return _matching(((knob.key, knob.description) for knob in knobs().values()), incomplete)
+    return [(knob.key, knob.description) for knob in knobs().values()]
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[Offer]:
-    """Complete `key=value`: the key with its `=`, then the values of a key that has few.
+    """Offer `key=value`: the key with its `=`, then the values of a key that has few.
 
     Bash splits words at `=`, so the key may be among the words before. click drops a last `=`.
     """
-    from asyncgrpo.config.explain import knobs
-
     match [*(ctx.params.get("overrides") or ()), incomplete]:
-        case [*_, key, ""] if key in knobs():
+        case [*_, key, ""] if key in dict(keys()):
             return _values(key)
-        case [*_, key, "=", start]:
-            return _matching(_values(key), start)
+        case [*_, key, "=", _]:
+            return _values(key)
     key, equals, _ = incomplete.partition("=")
     if equals:
-        return _matching(((f"{key}={value}", "") for value, _ in _values(key)), incomplete)
-    return _matching(((f"{knob.key}=", knob.description) for knob in knobs().values()), incomplete)
+        return [(f"{key}={value}", "") for value, _ in _values(key)]
+    return [(f"{name}=", description) for name, description in keys()]
 
 
 def _values(key: str) -> list[Offer]:
     from asyncgrpo.config.explain import choices
 
     return [(value, "") for value in choices(key)]
-
-
-def _matching(offers: Iterable[Offer], incomplete: str) -> list[Offer]:
-    return [(name, description) for name, description in offers if name.startswith(incomplete)]
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
@@ -164,14 +158,13 @@ def train_overrides(*, n_gpus: int | None = None, explicit: Sequence[str] = (), 
     Args:
         n_gpus: GPUs to split (`split_gpus`). 0 puts one generator and one learner on the CPU, in float32.
         explicit: `key=value` of the command line. The split keeps those about GPUs.
-        flags: value of each flag in `_KEYS`. None, False and an empty list set nothing.
+        flags: value of each flag. Those that are not in `_KEYS` are ignored. None, False and an empty list set nothing.
     Raises:
         ConfigError: the GPUs cannot be split.
     """
-    values: dict[str, object] = {}
-    for name, value in flags.items():
-        if value is not None and value is not False and value != []:
-            values[_KEYS[name]] = one_or_all(value) if isinstance(value, list) else value
+    given = {key: flags[name] for name, key in _KEYS.items() if name in flags}
+    given = {key: one_or_all(value) if isinstance(value, list | tuple) else value for key, value in given.items()}
+    values = {key: value for key, value in given.items() if value is not None and value is not False}
     if ("run.steps" in values) != ("run.epochs" in values):
         values = {"run.steps": "null", "run.epochs": "null"} | values
     if n_gpus is not None:
@@ -187,35 +180,26 @@ def one_or_all(values: Sequence[str] | None) -> str | list[str] | None:
 
 
 def _placement(n_gpus: int, explicit: Sequence[str]) -> dict[str, object]:
-    if n_gpus == 0:
-        return {
-            "generators.count": 1,
-            "generators.gpus_each": 0,
-            "learner.ranks": 1,
-            "learner.device": "cpu",
-            "model.dtype": "float32",  # many CPUs only emulate bfloat16
-        }
-    if n_gpus == 1:
-        return {
-            "generators.count": 1,
-            "generators.gpus_each": 1,
-            "learner.ranks": 1,
+    one_each = {"generators.count": 1, "generators.gpus_each": n_gpus, "learner.ranks": 1}
+    if n_gpus == 0:  # many CPUs only emulate bfloat16
+        return one_each | {"learner.device": "cpu", "model.dtype": "float32"}
+    if n_gpus == 1:  # `fitted` replaces the share of memory if it knows the model
+        return one_each | {
             "learner.device": "cuda",
             "cluster.share_gpu": True,
-            "generators.memory_fraction": 0.35,  # `fitted` replaces it if it knows the model
+            "generators.memory_fraction": 0.35,
         }
     from asyncgrpo.config.foreign_rules import split_gpus
 
-    gpus_each = _explicit_int("generators.gpus_each", explicit) or 1
-    count, ranks = split_gpus(
-        n_gpus,
-        gpus_each,
-        count=_explicit_int("generators.count", explicit),
-        ranks=_explicit_int("learner.ranks", explicit),
-    )
-    return {
+    given = dict(override.partition("=")[::2] for override in explicit)
+    numbers = {
+        key.strip(): int(text) for key, text in given.items() if text.strip().isdigit()
+    }  # load_config refuses others
+    each = numbers.get("generators.gpus_each") or 1
+    count, ranks = split_gpus(n_gpus, each, count=numbers.get("generators.count"), ranks=numbers.get("learner.ranks"))
+    return one_each | {
         "generators.count": count,
-        "generators.gpus_each": gpus_each,
+        "generators.gpus_each": each,
         "learner.ranks": ranks,
         "learner.device": "cuda",
     }
@@ -254,9 +238,3 @@ def fitted(config: Config, n_gpus: int, explicit: Sequence[str]) -> list[str]:
     card = card_of(config)
     chosen = share_one_gpu(size, config, card, kept) if n_gpus == 1 else choose(size, config, card, n_gpus, kept)
     return [f"{key}={value}" for key, value in chosen.items() if key not in kept]
-
-
-def _explicit_int(key: str, explicit: Sequence[str]) -> int | None:
-    """Return the last value of `key` if it is a whole number. `load_config` refuses any other."""
-    texts = [override.partition("=")[2].strip() for override in explicit if override.partition("=")[0].strip() == key]
-    return int(texts[-1]) if texts and texts[-1].isdigit() else None

@@ -13,6 +13,11 @@ import typer
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def example(arguments: str) -> str:
+    """Return the epilog of a command. It stays on one line, for copying: `\\b` turns off wrapping."""
+    return f"\b\nExample: asyncgrpo {arguments}"
+
+
 def print_json(value: Any, *, indent: int | None = 2) -> None:
     """Print one JSON value. `indent=None` prints it on one line."""
     typer.echo(json.dumps(value, ensure_ascii=False, indent=indent, default=str))

@@ -1,6 +1,5 @@
 """`asyncgrpo tune`, `plan` and `simulate`: how many GPUs for each side."""
 
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,12 +8,14 @@ import msgspec
 import typer
 
 from asyncgrpo.cli import options
-from asyncgrpo.cli.output import JsonOption, command, print_json
+from asyncgrpo.cli.output import JsonOption, command, example, print_json
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from asyncgrpo.planner.plan import Option, Plan
     from asyncgrpo.planner.profile import Profile
+
+app = typer.Typer()
 
 SHOWN = 10
 """Splits that are printed."""
@@ -30,13 +31,7 @@ MaxLagOption = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("tune", epilog="Example: asyncgrpo tune configs/one_node_8gpu.yaml --out profile.json")(tune)
-    app.command("plan", epilog="Example: asyncgrpo plan --gpus 64 --profile profile.json")(plan)
-    app.command("simulate", epilog="Example: asyncgrpo simulate --gpus 64 --profile profile.json")(simulate)
-
-
+@app.command("tune", epilog=example("tune configs/one_node_8gpu.yaml --out profile.json"))
 def tune(
     config: options.ConfigArgument,
     overrides: options.SettingsArgument = None,
@@ -90,6 +85,7 @@ def _error(residual: float) -> str:
     return f" (largest error {residual:.0%})" if residual else ""
 
 
+@app.command("plan", epilog=example("plan --gpus 64 --profile profile.json"))
 def plan(
     gpus: GpusOption = None,
     profile: ProfileOption = PROFILE,
@@ -129,9 +125,16 @@ def plan(
                 "beyond": None if made.beyond is None else asdict(made.beyond),
             }
         )
-    _print(made)
+    typer.echo(_title(made))
+    typer.echo(columns([_row(made, option) for option in made.options[:SHOWN]]))
+    typer.echo(f"use: {' '.join(made.options[0].flags)}")
+    beyond = "" if made.beyond is None else f"; above that use {made.beyond.generators}:{made.beyond.ranks}"
+    typer.echo(f"valid for a mean length of {made.shortest:,.0f} to {made.longest:,.0f} tokens{beyond}")
+    for warning in _warnings(made):
+        typer.echo(f"note: {warning}")
 
 
+@app.command("simulate", epilog=example("simulate --gpus 64 --profile profile.json"))
 def simulate(
     gpus: GpusOption = None,
     profile: ProfileOption = PROFILE,
@@ -148,12 +151,7 @@ def simulate(
     from asyncgrpo.planner.simulation import simulate as run
 
     made = make_plan(_read(profile), gpus, max_lag)
-    found = []
-    for number, option in enumerate(made.options[:splits]):
-        found.append((option, run(made.profile, option.split)))
-        if sys.stderr.isatty():
-            done = f"simulated {number + 1} of {min(splits, len(made.options))} splits"
-            typer.echo(f"\r{done}", err=True, nl=number + 1 == min(splits, len(made.options)))
+    found = [(option, run(made.profile, option.split)) for option in made.options[:splits]]
     found.sort(key=lambda pair: pair[1].step_s)
     if as_json:
         rows = [
@@ -165,9 +163,8 @@ def simulate(
     rows = []
     for option, simulated in found:
         row = _row(made, replace(option, expected=simulated))
-        rows.append(
-            {"split": row.pop("split"), "s/step": row.pop("s/step"), "formula": _seconds(option.expected.step_s)} | row
-        )
+        both = {"s/step": row["s/step"], "formula": _seconds(option.expected.step_s)}
+        rows.append({"split": row["split"], **both, **row})
     typer.echo(columns(rows))
 
 
@@ -210,34 +207,22 @@ def _plan_of_run(run: Path, gpus: int | None, max_lag: int | None, as_json: bool
     cores = pace.learner_cores
     used = f"; {1 - cores.spare:.0%} of {cores.count:.0f} cores used" if cores is not None else ""
     typer.echo(f"{run}, steps {pace.steps[0]} to {pace.steps[1]}: {_seconds(pace.step_s)} s a step with {now}{used}")
-    rows = []
-    for one in found[:SHOWN]:
-        change = one.step_s / pace.step_s - 1
-        rows.append(
-            {
-                "generators:ranks": f"{one.generators}:{one.ranks}",
-                "s/step": _seconds(one.step_s),
-                "change": f"{change:+.0%}" if abs(change) >= 0.005 else "none",
-                "limited by": one.limit,
-            }
-        )
+    changes = [one.step_s / pace.step_s - 1 for one in found[:SHOWN]]
+    rows = [
+        {
+            "generators:ranks": f"{one.generators}:{one.ranks}",
+            "s/step": _seconds(one.step_s),
+            "change": f"{change:+.0%}" if abs(change) >= 0.005 else "none",
+            "limited by": one.limit,
+        }
+        for one, change in zip(found, changes, strict=False)
+    ]
     typer.echo(columns(rows))
     for piece in advice:
         typer.echo(f"advice: {piece.sentence} ({piece.evidence})")
 
 
 # -- of a profile ------------------------------------------------------------------------------------------------------
-
-
-def _print(made: "Plan") -> None:
-    typer.echo(_title(made))
-    typer.echo(columns([_row(made, option) for option in made.options[:SHOWN]]))
-    typer.echo(f"use: {' '.join(made.options[0].flags)}")
-    valid = f"valid for a mean length of {made.shortest:,.0f} to {made.longest:,.0f} tokens"
-    beyond = "" if made.beyond is None else f"; above that use {made.beyond.generators}:{made.beyond.ranks}"
-    typer.echo(valid + beyond)
-    for warning in _warnings(made):
-        typer.echo(f"note: {warning}")
 
 
 def columns(rows: list[dict[str, str]]) -> str:

@@ -11,10 +11,12 @@ from typing import Annotated
 import typer
 
 from asyncgrpo.cli import options
-from asyncgrpo.cli.output import command, same_command
+from asyncgrpo.cli.output import command, example, same_command
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.importing import importing
+
+app = typer.Typer()
 
 UNDER_CHAOS = [
     "cluster.silent_timeout_s=6",  # the demo model restarts in seconds, a large one loads for minutes
@@ -25,17 +27,11 @@ UNDER_CHAOS = [
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("demo", epilog="Example: asyncgrpo demo --engine torch --max-lag 0")(demo)
-    app.command(
-        "train",
-        epilog="Example: asyncgrpo train --model Qwen/Qwen3-8B --data gsm8k.parquet --reward-func my_reward.py --n-gpus 8",
-    )(train)
-    app.command("serve", epilog="Example: asyncgrpo serve configs/one_node_8gpu.yaml run.out=/data/runs/gsm8k")(serve)
-
-
+@app.command(
+    "train", epilog=example("train --model Qwen/Qwen3-8B --data gsm8k.parquet --reward-func my_reward.py --n-gpus 8")
+)
 def train(
+    ctx: typer.Context,
     model: options.ModelOption = None,
     data: options.DataOption = None,
     eval_data: options.EvalDataOption = None,
@@ -60,28 +56,13 @@ def train(
     from asyncgrpo.config.load import load_config
 
     folder = _choose_folder("runs/train", out)
-    settings = options.train_overrides(
-        model=model,
-        data=data,
-        eval_data=eval_data,
-        reward_func=reward_func,
-        unsafe_rewards=unsafe_rewards,
-        rollout_n=rollout_n,
-        epochs=epochs,
-        steps=steps,
-        n_gpus=n_gpus,
-        lr=lr,
-        kl_coef=kl_coef,
-        max_lag=max_lag,
-        engine=engine,
-        out=str(folder),
-        explicit=overrides or (),
-    )
+    settings = options.train_overrides(**ctx.params | {"out": str(folder)}, explicit=overrides or ())
     if n_gpus:
         settings += options.fitted(load_config(config, settings, algorithm=algorithm), n_gpus, overrides or ())
     _start(config, settings, algorithm, folder=None if out else folder, observe=observe, dry_run=dry_run)
 
 
+@app.command("serve", epilog=example("serve configs/one_node_8gpu.yaml run.out=/data/runs/gsm8k"))
 def serve(
     config: options.ConfigArgument,
     overrides: options.SettingsArgument = None,
@@ -137,6 +118,7 @@ def _print_next(status: str, run_dir: Path, folder: Path | None) -> None:
 # -- demo --------------------------------------------------------------------------------------------------------------
 
 
+@app.command("demo", epilog=example("demo --engine torch --max-lag 0"))
 def demo(
     engine: options.EngineOption = None,
     max_lag: options.MaxLagOption = None,

@@ -23,8 +23,7 @@ from asyncgrpo.config.rules import file_of, local_model
 from asyncgrpo.config.schema import Config, RewardConfig, is_file
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
-from asyncgrpo.recording.events import EventLog
-from asyncgrpo.recording.tail import newest_first
+from asyncgrpo.recording.events import EventLog, newest_first
 from asyncgrpo.scratch import is_unheld
 
 log = logging.getLogger(__name__)

@@ -42,8 +42,7 @@ from asyncgrpo.control.operator import (
     WriteCheckpoint,
 )
 from asyncgrpo.errors import CommandRefused, ConfigError
-from asyncgrpo.recording.advice import MOST_GENERATORS, Advice
-from asyncgrpo.recording.adviser import LOOK_S, Adviser, Autopilot
+from asyncgrpo.recording.advice import LOOK_S, MOST_GENERATORS, Advice, Adviser, Autopilot
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.supervision import Steer
 

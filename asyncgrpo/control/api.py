@@ -13,22 +13,23 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
+from msgspec.structs import asdict, replace
 
 from asyncgrpo.config.schema import ControlConfig
-from asyncgrpo.control.client import Address, remove_address, write_address
+from asyncgrpo.control.client import FILE, Address, write_address
 from asyncgrpo.control.operator import Command, Done, Operator
 from asyncgrpo.control.problems import Problems, fetch, problems, read_runbook
 from asyncgrpo.control.server import LARGEST_BODY, HttpServer, Refusal, Worker, as_json, body_of, error, reply
 from asyncgrpo.errors import CommandRefused, ConfigError, DataError
 from asyncgrpo.metrics import PREFIX, targets_path
-from asyncgrpo.recording.samples import TRAINED, Folder, Only, Sort, changes, search
-from asyncgrpo.recording.tail import read_tail
+from asyncgrpo.recording.events import read_tail
+from asyncgrpo.recording.samples import TRAINED, Changes, Folder, Only, Sort, changes, search
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +56,10 @@ class _OfEvents(Struct, frozen=True, forbid_unknown_fields=True):
     limit: Annotated[int, Meta(ge=1, le=10_000)] = 2_000
 
 
-class _OfSamples(Struct, frozen=True, forbid_unknown_fields=True):
+class _OfSamples(Struct, frozen=True, forbid_unknown_fields=True, rename={"text": "search"}):
     step: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     folder: Folder = TRAINED
-    search: Annotated[str, Meta(max_length=500)] = ""
+    text: Annotated[str, Meta(max_length=500)] = ""
     only: Only = "all"
     sort: Sort = "file"
     offset: Annotated[int, Meta(ge=0, le=2**31)] = 0
@@ -105,15 +106,7 @@ class Api:
         self._open: dict[str, Handler] = {path: partial(_file, file) for path, file in files.items()}
         self._open |= {"/": partial(_file, _PAGE / "index.html"), "/healthz": _healthz}
         """Handlers that ask for no token."""
-        routes: dict[str, Handler] = {
-            "/api/status": self._status,
-            "/api/events": self._events,
-            "/api/samples": self._samples,
-            "/api/changes": self._changes,
-            "/api/groups": self._groups,
-            "/api/alerts": self._alerts,
-            "/api/runbook": self._runbook,
-        }
+        routes = {path: partial(_reply, kind, answer) for path, (kind, answer) in self._answers().items()}
         app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
         for path, do in (self._open | routes).items():
             app.router.add_get(path, do, allow_head=False, expect_handler=_no_continue)
@@ -184,9 +177,30 @@ class Api:
 
     # -- the routes
 
-    async def _status(self, request: web.Request) -> web.Response:
-        _query(request, _Nothing)
-        return as_json(await self._looks(self._operator.status))
+    def _answers(self) -> dict[str, tuple[type, Callable[[Any], Awaitable[Any]]]]:
+        """Return the parameters of each route, and the coroutine that answers them."""
+        run_dir, file = self._run_dir, self._run_dir / "metrics.jsonl"
+        reads, status = self._reads, partial(self._looks, self._operator.status)
+
+        async def alerts(_: _Nothing) -> Problems:
+            return Problems(await reads(partial(problems, run_dir, await status())))
+
+        async def changed(asked: _OfChanges) -> Changes:
+            found = await reads(partial(changes, run_dir, asked.from_step, asked.to_step))
+            return replace(found, changed=found.changed[asked.offset :][: asked.limit])
+
+        async def runbook(asked: _OfRunbook) -> Page:
+            return Page(await reads(partial(read_runbook, asked.name)))
+
+        return {
+            "/api/status": (_Nothing, lambda _: status()),
+            "/api/events": (_OfEvents, lambda asked: reads(partial(read_tail, file, **asdict(asked)))),
+            "/api/samples": (_OfSamples, lambda asked: reads(partial(search, run_dir, **asdict(asked)))),
+            "/api/changes": (_OfChanges, changed),
+            "/api/groups": (_Nothing, lambda _: reads(partial(groups_now, run_dir))),
+            "/api/alerts": (_Nothing, alerts),
+            "/api/runbook": (_OfRunbook, runbook),
+        }
 
     async def _command(self, request: web.Request) -> web.Response:
         _query(request, _Nothing)
@@ -198,43 +212,9 @@ class Api:
             raise Refusal(400, f"this is not a command: {problem}") from None
         return as_json(Done(await self._commands(partial(self._operator.carry_out, command))))
 
-    async def _events(self, request: web.Request) -> web.Response:
-        asked = _query(request, _OfEvents)
-        file = self._run_dir / "metrics.jsonl"
-        return as_json(await self._reads(partial(read_tail, file, asked.after, file=asked.file, limit=asked.limit)))
 
-    async def _samples(self, request: web.Request) -> web.Response:
-        asked = _query(request, _OfSamples)
-        call = partial(
-            search,
-            self._run_dir,
-            asked.step,
-            folder=asked.folder,
-            text=asked.search,
-            only=asked.only,
-            sort=asked.sort,
-            offset=asked.offset,
-            limit=asked.limit,
-        )
-        return as_json(await self._reads(call))
-
-    async def _changes(self, request: web.Request) -> web.Response:
-        asked = _query(request, _OfChanges)
-        found = await self._reads(partial(changes, self._run_dir, asked.from_step, asked.to_step))
-        return as_json(msgspec.structs.replace(found, changed=found.changed[asked.offset :][: asked.limit]))
-
-    async def _groups(self, request: web.Request) -> web.Response:
-        _query(request, _Nothing)
-        return as_json(await self._reads(partial(groups_now, self._run_dir)))
-
-    async def _alerts(self, request: web.Request) -> web.Response:
-        _query(request, _Nothing)
-        status = await self._looks(self._operator.status)
-        return as_json(Problems(await self._reads(partial(problems, self._run_dir, status))))
-
-    async def _runbook(self, request: web.Request) -> web.Response:
-        asked = _query(request, _OfRunbook)
-        return as_json(Page(await self._reads(partial(read_runbook, asked.name))))
+async def _reply(kind: type[T], answer: Callable[[T], Awaitable[Any]], request: web.Request) -> web.Response:
+    return as_json(await answer(_query(request, kind)))
 
 
 async def _no_continue(request: web.Request) -> None:
@@ -276,7 +256,7 @@ def serving(operator: Operator, run_dir: Path, config: ControlConfig) -> Iterato
     try:
         yield url
     finally:
-        remove_address(run_dir)
+        (run_dir / FILE).unlink(missing_ok=True)
         api.close()
 
 

@@ -7,6 +7,7 @@ import contextlib
 import os
 import platform
 import urllib.error
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,9 +19,9 @@ from msgspec import Struct
 from asyncgrpo.control.operator import Command, Done, Status
 from asyncgrpo.control.problems import Problem, Problems, fetch
 from asyncgrpo.errors import AsyncGRPOError, CommandRefused, RunNotAlive
-from asyncgrpo.recording.progress import RECENT, Progress, lag_line
-from asyncgrpo.recording.tail import read_tail
-from asyncgrpo.recording.text import number, parts_line, position, thousands
+from asyncgrpo.recording.events import Follower
+from asyncgrpo.recording.progress import Progress
+from asyncgrpo.recording.text import figures, position
 
 T = TypeVar("T")
 
@@ -29,8 +30,6 @@ REPLY_S = 25.0
 """Deadline of a reply."""
 COMMAND_S = 70.0
 """Deadline of a command: longer than the API itself waits for the driver."""
-_BYTES = 2**21
-"""Read of the events, from their end: some hundred steps, however long the run."""
 
 # -- its address -------------------------------------------------------------------------------------------------------
 
@@ -70,11 +69,6 @@ def write_address(run_dir: Path, address: Address) -> Path:
         file.write(msgspec.json.encode(address))
     os.replace(temporary, path)
     return path
-
-
-def remove_address(run_dir: Path) -> None:
-    """Remove the file, if it is there."""
-    (run_dir / FILE).unlink(missing_ok=True)
 
 
 def read_address(run_dir: Path) -> Address:
@@ -207,26 +201,17 @@ class Look:
         self.silence = ""
         """Reason why the driver does not reply; empty: it does."""
         self.progress = Progress()
-        self._next, self._file = -_BYTES, ""
+        self._follower = Follower(run_dir / "metrics.jsonl")
 
     def refresh(self) -> None:
-        """Ask the driver, and read what came to the events."""
+        """Ask the driver, and read new events."""
         try:
             client = RunClient(self.run_dir)
             self.status, self.problems, self.silence = client.status(), client.problems(), ""
         except AsyncGRPOError as error:
             self.silence = str(error)
-        self._read()
-
-    def _read(self) -> None:
-        tail = read_tail(self.run_dir / "metrics.jsonl", self._next, file=self._file or None)
-        if tail.rewound:
-            self.progress = Progress()
-        for event in tail.events:
+        for event in self._follower.poll():
             self.progress.update(event)
-        self._next, self._file = tail.next, tail.file
-
-    # -- in words
 
     @property
     def name(self) -> str:
@@ -245,49 +230,25 @@ class Look:
         """State of the run, in a word."""
         return "no reply" if self.silence or self.status is None else self.status.state
 
-    @property
-    def steps_per_hour(self) -> float | None:
-        """Over the last steps; None before the second one."""
-        recent = self.progress.steps[-RECENT - 1 :]
-        if len(recent) < 2 or (seconds := recent[-1]["time"] - recent[0]["time"]) <= 0:
-            return None
-        return 3600 * (len(recent) - 1) / seconds
-
     def rows(self) -> Iterator[tuple[str, str]]:
-        """The figures, each with its name. Shares and means are over the last ten steps. A run that is starting has none."""
-        if self.status is not None and self.status.state == "starting":
-            yield "waits for", self.status.waits_for
-            return
-        progress = self.progress
-        generated, _ = progress.tokens_per_second()
-        evaluation = f", evaluation {number(progress.last_eval['reward_mean'])}" if progress.last_eval else ""
-        parts = parts_line(progress.last)
-        yield "reward", f"{number(progress.last.get('reward_mean'))}{evaluation}" + (f" ({parts})" if parts else "")
-        if lags := progress.lags(RECENT):
-            yield "lag", lag_line(lags, progress.last.get("max_lag"))
-        yield "learner", f"waits {progress.time_shares(RECENT).get('wait_data', 0.0):.0%} of its time"
-        yield "generators", self._generators()
-        rate = self.steps_per_hour
-        yield "speed", f"{thousands(generated)} tok/s" + ("" if rate is None else f", {thousands(rate)} steps/h")
-
-    def _generators(self) -> str:
-        shares = self.progress.generator_shares(RECENT)
-        busy = f"busy {1 - shares.get('idle', 0.0):.0%}, idle {shares.get('idle', 0.0):.0%}" if shares else ""
+        """Yield the figures, each with its name. A run that is starting has none."""
         if self.status is None:
-            return busy
-        states = [process.state for process in self.status.processes if process.name.startswith("generator")]
-        counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
-        if len(states) != self.status.generators_wanted:
-            counts.append(f"of {self.status.generators_wanted} wanted")
-        return ", ".join(filter(None, [*counts, busy]))
+            yield from figures(self.progress)
+        elif self.status.state == "starting":
+            yield "waits for", self.status.waits_for
+        else:
+            states = Counter(p.state for p in self.status.processes if p.name.startswith("generator"))
+            counts = ", ".join(f"{count} {state}" for state, count in states.items())
+            yield "engines", f"{counts}, of {self.status.generators_wanted}"
+            yield from figures(self.progress)
 
     def advice(self) -> Iterator[str]:
-        """Each piece of advice, with the command that follows it."""
+        """Yield each piece of advice, with the command that follows it."""
         for piece in self.status.advice if self.status is not None else ():
             yield piece.sentence + (f": asyncgrpo {piece.command} {self.run_dir}" if piece.command else "")
 
     def warnings(self) -> Iterator[str]:
-        """Each problem, with its page."""
+        """Yield each problem, with its page."""
         if self.silence:
             yield self.silence
         for problem in self.problems:

@@ -17,8 +17,8 @@ from msgspec import Struct
 
 from asyncgrpo.control.operator import Status
 from asyncgrpo.errors import DataError
+from asyncgrpo.recording.events import read_tail
 from asyncgrpo.recording.health import View, findings
-from asyncgrpo.recording.tail import read_tail
 
 RECENT_BYTES = 2**20
 """Bytes of `metrics.jsonl` that are read from its end: some hundred steps."""
@@ -107,14 +107,14 @@ def _alerts(prometheus: str, run: str) -> Iterator[Problem]:
         return
     for alert in alerts:
         if alert["state"] == "firing" and alert["labels"].get("run") == run:
-            yield _of_alert(alert)
-
-
-def _of_alert(alert: dict[str, Any]) -> Problem:
-    name = alert["labels"]["alertname"]
-    text = alert["annotations"].get("summary", name)
-    since = datetime.fromisoformat(alert["activeAt"]).timestamp()
-    return Problem(name=name, text=text, runbook=f"docs/runbooks/{name}.md", since=since, told_by="prometheus")
+            name = alert["labels"]["alertname"]
+            yield Problem(
+                name=name,
+                text=alert["annotations"].get("summary", name),
+                runbook=f"docs/runbooks/{name}.md",
+                since=datetime.fromisoformat(alert["activeAt"]).timestamp(),
+                told_by="prometheus",
+            )
 
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

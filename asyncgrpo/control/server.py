@@ -5,6 +5,7 @@ body of `LARGEST_BODY`, `REQUEST_S` for headers and again for the body.
 """
 
 import asyncio
+import concurrent.futures
 import logging
 import queue
 import threading
@@ -104,23 +105,16 @@ class Worker:
 
     async def __call__(self, call: Callable[[], T]) -> T:
         """Return or raise what `call` does. Raises Refusal if it is not done in time, or the queue is full."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(is_error: bool, value: Any) -> None:
-            if not future.done():
-                (future.set_exception if is_error else future.set_result)(value)
+        future = concurrent.futures.Future[T]()
+        waited = asyncio.wrap_future(future)
 
         def work() -> None:
-            if future.cancelled():  # its caller has gone
+            if not future.set_running_or_notify_cancel():  # its caller has gone
                 return
-            value: Any
             try:
-                is_error, value = False, call()
+                future.set_result(call())
             except Exception as problem:
-                is_error, value = True, problem
-            with suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(settle, is_error, value)
+                future.set_exception(problem)
 
         try:
             self._calls.put_nowait(work)
@@ -128,7 +122,7 @@ class Worker:
             raise Refusal(429, "this run has too many requests at once; try again later") from None
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await future
+                return await waited
         except TimeoutError:
             raise Refusal(
                 504, f"the run's driver did not reply within {self._timeout_s:g} s and may still do it"
@@ -157,9 +151,8 @@ class _TurnedAway(asyncio.Protocol):
     """Rejects a connection over the limit with 429."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        writable = cast(
-            asyncio.WriteTransport, transport
-        )  # uvloop's, which SGLang makes the default, does not derive from it
+        # uvloop's transport, which SGLang makes the default, does not derive from WriteTransport.
+        writable = cast(asyncio.WriteTransport, transport)
         writable.write(_TOO_MANY)
         writable.close()
 

@@ -6,33 +6,21 @@ import select
 import sys
 import termios
 import threading
-import time
 import tty
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from asyncgrpo.control.client import Look, RunClient
 from asyncgrpo.control.operator import Command, Pause, Resume
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import visible
-from asyncgrpo.recording.screen import line_plot
-from asyncgrpo.recording.text import number
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from asyncgrpo.recording.screen import panel
 
 REFRESH_S = 1.0
-_PLOT_HEIGHT = 5
-_SIDE_BY_SIDE = 110
-"""Columns from which the figures have room beside the curve."""
-_COLOURS = {"training": "green", "paused": "yellow", "draining": "yellow", "starting": "cyan", "no reply": "red"}
 _COMMANDS: dict[str, tuple[str, Command]] = {"p": ("pause", Pause()), "r": ("resume", Resume())}
 
 
@@ -73,8 +61,14 @@ class Top:
             return str(error)
 
     def render(self) -> RenderableType:
-        """The page."""
-        panels = [_panel(look, is_selected=look is self.selected and len(self.looks) > 1) for look in self.looks]
+        """Return the page."""
+        panels = []
+        for look in self.looks:
+            notes = [("advice", text, "green") for text in look.advice()]
+            notes += [("problems", text, "bold yellow") for text in look.warnings()]
+            border = "cyan" if look is self.selected and len(self.looks) > 1 else "dim"
+            title = f"{look.name}  step {look.position}"
+            panels.append(panel(look.progress, title, look.state, look.rows(), notes, border=border))
         return Group(*panels, self._last_line())
 
     def _last_line(self) -> Text:
@@ -82,68 +76,6 @@ class Top:
             return Text(f"{self._asked[0]} {self.selected.name}? y: yes, any other key: no", style="bold yellow")
         keys = ["q quit", "p pause", "r resume", *(["tab next run"] if len(self.looks) > 1 else [])]
         return Text("  ".join(filter(None, ["   ".join(keys), visible(self._said)])), style="dim")
-
-
-def _panel(look: Look, *, is_selected: bool) -> Panel:
-    figures = Table.grid(padding=(0, 2))
-    figures.add_column(style="dim", no_wrap=True)
-    figures.add_column(overflow="fold")
-    for name, text in look.rows():
-        figures.add_row(name, Text(visible(text)))
-    title = Text.assemble(
-        (look.name, "bold cyan"), f"  step {look.position}  ", (look.state, f"bold {_COLOURS.get(look.state, 'white')}")
-    )
-    return Panel(
-        Group(_Body(_Reward(look.progress.rewards.y), figures), _notes(look)),
-        title=title,
-        title_align="left",
-        border_style="cyan" if is_selected else "dim",
-        padding=(0, 1),
-    )
-
-
-def _notes(look: Look) -> RenderableType:
-    notes = Table.grid(padding=(0, 2))
-    notes.add_column(style="dim", no_wrap=True)
-    notes.add_column(overflow="fold")
-    for name, lines, style in (("advice", look.advice(), "green"), ("problems", look.warnings(), "bold yellow")):
-        for i, line in enumerate(lines):
-            notes.add_row("" if i else name, Text(visible(line), style=style))
-    return notes
-
-
-class _Body:
-    """The curve beside the figures, or above them where the terminal is narrow."""
-
-    def __init__(self, curve: RenderableType, figures: RenderableType) -> None:
-        self._curve, self._figures = curve, figures
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if options.max_width < _SIDE_BY_SIDE:
-            yield from (self._curve, self._figures)
-            return
-        body = Table.grid(expand=True, padding=(0, 2))
-        body.add_column(ratio=1)
-        body.add_column(ratio=1)
-        body.add_row(self._curve, self._figures)
-        yield body
-
-
-class _Reward:
-    """The reward curve, as wide as there is room."""
-
-    def __init__(self, rewards: Sequence[float]) -> None:
-        self._rewards = rewards
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        rewards = self._rewards
-        if not rewards:
-            yield Text("no step yet" + "\n" * (_PLOT_HEIGHT - 1), style="dim")
-            return
-        margin = 8
-        labels = {0: number(max(rewards)), _PLOT_HEIGHT - 1: number(min(rewards))}
-        for row, line in enumerate(line_plot(rewards, max(4, options.max_width - margin), _PLOT_HEIGHT)):
-            yield Text.assemble((f"{labels.get(row, ''):>7}│", "dim"), (line, "green"), no_wrap=True)
 
 
 # -- on a terminal -----------------------------------------------------------------------------------------------------
@@ -158,7 +90,12 @@ def watch(runs: Sequence[Path], console: Console | None = None) -> None:
         console.print(top.render())
         return
     stop = threading.Event()
-    looking = threading.Thread(target=_look_on, args=(top, stop), daemon=True)  # a key must not wait for a slow run
+
+    def refresh() -> None:
+        while not stop.wait(REFRESH_S):
+            top.refresh()
+
+    looking = threading.Thread(target=refresh, daemon=True)  # a key must not wait for a slow run
     with _keys() as next_key, Live(top.render(), console=console, auto_refresh=False, screen=True) as live:
         looking.start()
         try:
@@ -170,32 +107,20 @@ def watch(runs: Sequence[Path], console: Console | None = None) -> None:
             stop.set()
 
 
-def _look_on(top: Top, stop: threading.Event) -> None:
-    while not stop.wait(REFRESH_S):
-        top.refresh()
-
-
 @contextlib.contextmanager
-def _keys() -> "Iterator[Callable[[float], str]]":
-    """A function that waits so many seconds for a key, and returns it or an empty text."""
-    if not sys.stdin.isatty():
-        yield _no_key
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits so many seconds for a key, and returns it or an empty text."""
+    is_terminal, descriptor = sys.stdin.isatty(), sys.stdin.fileno()
 
     def next_key(seconds: float) -> str:
-        return (
-            os.read(descriptor, 1).decode(errors="replace") if select.select([descriptor], [], [], seconds)[0] else ""
-        )
+        has_key = select.select([descriptor] if is_terminal else [], [], [], seconds)[0]
+        return os.read(descriptor, 1).decode(errors="replace") if has_key else ""
 
+    before = termios.tcgetattr(descriptor) if is_terminal else None
     try:
-        tty.setcbreak(descriptor)
+        if is_terminal:
+            tty.setcbreak(descriptor)
         yield next_key
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _no_key(seconds: float) -> str:
-    time.sleep(seconds)
-    return ""
+        if before is not None:
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -37,7 +37,6 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -50,8 +49,8 @@ from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.profile import Profile
 from asyncgrpo.recording.advice import Advice, advise
+from asyncgrpo.recording.events import newest_first, read_tail
 from asyncgrpo.recording.pace import EVENTS, FEWEST, SETTLE, Pace, pace_of
-from asyncgrpo.recording.tail import newest_first, read_tail
 from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 
 ROUNDS = 24
@@ -348,28 +347,22 @@ def validity(profile: Profile, gpus: int, split: Split) -> tuple[float, float, S
 # -- of a run ----------------------------------------------------------------------------------------------------------
 
 
-class RunPace(NamedTuple):
-    """The pace of a run under its present conditions, and the advice on it: the same as in `status` and the summary."""
+def pace_of_run(run: Path) -> tuple[Pace, Config, int | None, tuple[Advice, ...]]:
+    """Read the pace of a run under its present conditions from the end of its events.
 
-    pace: Pace
-    config: Config
-    gpus: int | None
-    """GPUs of the cluster. None: the events of the run lack them."""
-    advice: tuple[Advice, ...]
-
-
-def pace_of_run(run: Path) -> RunPace:
-    """Read the pace of a run from the end of its events. Raises ConfigError if the steps are too few."""
+    Returns:
+        The pace, the configuration, the GPUs of the cluster (None: the events lack them), and the advice that `status` shows.
+    Raises:
+        ConfigError: the steps are too few.
+    """
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run folder: it has no config.yaml")
     config, file = load_config(str(run / "config.yaml"), []), run / "metrics.jsonl"
-    newest = list(itertools.islice(newest_first(file), EVENTS))
-    first = read_tail(file, 0, limit=10).events  # where the last start is too long ago
-    gpus = next((event.get("gpus") for event in (*newest, *first) if event["event"] == "start"), None)
-    events = newest[::-1]
-    pace = pace_of(events, config)
-    if pace is None:
+    events = list(itertools.islice(newest_first(file), EVENTS))[::-1]
+    first = read_tail(file, limit=10).events  # where the last start is too long ago
+    gpus = next((event.get("gpus") for event in (*events[::-1], *first) if event["event"] == "start"), None)
+    if (pace := pace_of(events, config)) is None:
         raise ConfigError(
             f"{run} has fewer than {SETTLE + FEWEST} steps since its last start or change: let it run longer"
         )
-    return RunPace(pace, config, gpus, advise(events, config, gpus=gpus))
+    return pace, config, gpus, advise(events, config, gpus=gpus)

@@ -435,8 +435,8 @@ def simulate(
     elapsed_s = (seen[-1].start_s - first.start_s) * case.slowdown
     lags = np.array([lag for step in seen for lag in step.lags])
     waited_s = sum(step.waited_s for step in seen) * case.slowdown
-    busy_s = sum(engine.use.busy_s for engine in run.engines) / len(run.engines)
-    completion_s = sum(engine.use.completion_s for engine in run.engines) / len(run.engines)
+    busy_s = sum(engine.busy_s for engine in run.engines) / len(run.engines)
+    completion_s = sum(engine.completion_s for engine in run.engines) / len(run.engines)
     running = completion_s / max(busy_s, 1e-9)
     step_s = elapsed_s / len(seen)
     tokens = sum(step.tokens for step in seen) * case.unit

@@ -8,7 +8,6 @@ from asyncio import events
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextvars import Context
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -199,16 +198,6 @@ class Silent:
         """Accept a call."""
 
 
-@dataclass
-class EngineUse:
-    """Seconds that an engine spent."""
-
-    busy_s: float = 0.0
-    """With at least one completion."""
-    completion_s: float = 0.0
-    """Summed over the completions that ran at once."""
-
-
 class VirtualEngine:
     """`engines.base.Engine` of continuous batching: of b that run, every completion gets a token each a + c b seconds."""
 
@@ -229,7 +218,10 @@ class VirtualEngine:
         self._lengths_of, self._token_s, self._swap_s = lengths_of, token_s, swap_s
         self._capacity = math.inf if capacity is None else capacity
         self.aborted_tokens = 0.0
-        self.use = EngineUse()
+        self.busy_s = 0.0
+        """Seconds with at least one completion."""
+        self.completion_s = 0.0
+        """Seconds summed over the completions that ran at once."""
         self._tokens = 0.0  # that a completion has got which runs since the start
         self._since_s = 0.0
         self._running: list[tuple[float, int, float, PendingCompletion]] = []
@@ -280,7 +272,7 @@ class VirtualEngine:
     def occupancy(self) -> EngineOccupancy:
         self._advance()
         running = len(self._running)
-        return EngineOccupancy(running, 0, running, math.nan, self._tokens, self.use.busy_s)
+        return EngineOccupancy(running, 0, running, math.nan, self._tokens, self.busy_s)
 
     async def probe(self) -> None:
         """It never hangs."""
@@ -305,8 +297,8 @@ class VirtualEngine:
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         if running and not self._paused:
             self._tokens += elapsed_s / self._token_s(running)
-            self.use.busy_s += elapsed_s
-            self.use.completion_s += elapsed_s * running
+            self.busy_s += elapsed_s
+            self.completion_s += elapsed_s * running
 
     def _set_alarm(self) -> None:
         if self._wake is not None:

@@ -58,6 +58,17 @@ SLOWER = 50.0
 COLUMNS = ["group_id", "num_tokens", "prompt", "prompt_id", "completion"]
 """Columns of the samples that are read."""
 
+_SHORT_RUN = {
+    "run.epochs": None,
+    "run.checkpoint_every": 10**6,
+    "run.samples_every": 1,
+    "run.loggers": (),
+    "control.port": None,
+    "generators.autopilot": False,
+    "data.eval": None,
+}
+"""Settings of a short run, beside its folder, its steps and their size."""
+
 Rows = list[dict[str, Any]]
 
 
@@ -70,15 +81,17 @@ def tune(config: Config, log: Callable[[str], None], *, steps: int = STEPS) -> P
     Raises:
         AsyncGRPOError: a run or the engine failed.
     """
-    curve = []
-    for load, token_s in in_generator(_for_sweep(config), decode_sweep):
+    curve, groups = [], -(-max(LOADS) // config.algorithm.group_size)
+    room = {"generators.groups_in_flight": max(groups, config.generators.groups_in_flight)}
+    for load, token_s in in_generator(changed(config, room), decode_sweep):
         curve.append((load, token_s))
         log(f"decode: {load:.0f} completions, {1e3 * token_s:.2f} ms a token, {load / token_s:,.0f} tokens/s")
     tokenizer = load_tokenizer(config.model.path)
     batch, trained = config.buffer.prompts_per_step, []
     with tempfile.TemporaryDirectory(prefix="asyncgrpo-tune-") as folder:
         for size in sorted({max(1, batch // SMALL), batch}):
-            short = _short(config, Path(folder) / f"{size}", size, steps)
+            sizes = {"run.out": f"{folder}/{size}", "run.steps": steps, "buffer.prompts_per_step": size}
+            short = changed(config, _SHORT_RUN | sizes)
             events, rows = _run(short, log)
             profile = profile_of(short, events, rows, tokenizer, DecodeCurve.fit(curve))
             trained += learner_points(events, profile)
@@ -89,23 +102,6 @@ def tune(config: Config, log: Callable[[str], None], *, steps: int = STEPS) -> P
 
 
 # -- the short runs ----------------------------------------------------------------------------------------------------
-
-
-def _short(config: Config, path: Path, prompts: int, steps: int) -> Config:
-    """Return the configuration of a run of so many steps of so many prompts."""
-    short = {
-        "run.out": str(path),
-        "run.steps": steps,
-        "run.epochs": None,
-        "run.checkpoint_every": 10**6,
-        "run.samples_every": 1,
-        "run.loggers": (),
-        "control.port": None,
-        "generators.autopilot": False,
-        "data.eval": None,
-        "buffer.prompts_per_step": prompts,
-    }
-    return changed(config, short)
 
 
 def _run(config: Config, log: Callable[[str], None]) -> tuple[list[Event], Rows]:
@@ -239,12 +235,6 @@ def _prompts(config: Config, tokenizer: "Tokenizer") -> Sequence[Prompt]:
 
 
 # -- the decode sweep --------------------------------------------------------------------------------------------------
-
-
-def _for_sweep(config: Config) -> Config:
-    """Return the configuration with an engine that holds as many completions as the sweep asks for."""
-    groups = -(-max(LOADS) // config.algorithm.group_size)
-    return changed(config, {"generators.groups_in_flight": max(groups, config.generators.groups_in_flight)})
 
 
 def decode_sweep(config: Config) -> Iterator[tuple[float, float]]:

@@ -1,5 +1,9 @@
 """Advice on a run from its own events: the bottleneck, and the change that would make steps shorter.
 
+    adviser = Adviser(events, config)                  in the driver
+    advice = adviser.look(now)                         every LOOK_S
+    generators = autopilot.decide(advice, there, now)  None: unchanged
+
 `advise` is a function of the last events and the configuration. It names one bottleneck, in this order: the health of the
 run, groups without signal, the pace (`pace.py` has the model). It recommends no change that gains less than `WORTH`, and no
 process for which no core or GPU is free. `docs/tuning.md` explains each bottleneck.
@@ -7,15 +11,18 @@ process for which no core or GPU is free. `docs/tuning.md` explains each bottlen
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
+import msgspec
 from msgspec import Struct
 
+from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
-from asyncgrpo.recording.events import Event
+from asyncgrpo.recording.events import Event, EventLog, Follower
 from asyncgrpo.recording.health import View, limit_of, stops_tuning
-from asyncgrpo.recording.pace import FULL, HALF, UNLIMITED, Cores, Pace, pace_of, scoring_setting
+from asyncgrpo.recording.pace import EVENTS, FULL, HALF, UNLIMITED, Cores, Pace, pace_of, scoring_setting
 
 Bottleneck = Literal[
     "health", "signal", "generators", "learner", "reward", "bound", "lengths", "weights", "cores", "none"
@@ -71,52 +78,54 @@ def advise(
     pace = pace_of(events, config)
     if pace is None:
         return ()
-    found = (*_signal(pace, config), *_of_the_pace(pace, config, gpus))
-    return found or (_balanced(pace),)
+    if found := tuple(one for one in (_signal(pace, config), *_of_the_pace(pace, config, gpus)) if one is not None):
+        return found
+    sentence = "nothing to change: more groups are about to begin" if pace.lacks_groups else "balanced: nothing to gain"
+    return (Advice(bottleneck="none", sentence=sentence, evidence=_waiting(pace)),)
 
 
-def _of_the_pace(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
+def _of_the_pace(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice | None, ...]:
     publishing = pace.loading if pace.lacks_groups else pace.publish_s / pace.step_s
     if publishing > PUBLISHES and pace.limit != "reward":
         return (_weights(pace, config, publishing),)
     match pace.limit:
         case "reward":
-            return _reward(pace, config)
+            return (_reward(pace, config),)
         case "bound" | "lengths":
-            return _bound(pace, config)
+            return (_bound(pace, config),)
         case "generators":
-            return _more_generators(pace, config, gpus)
+            return (_more_generators(pace, config, gpus),)
         case "learner":
-            return (*_fewer_generators(pace, config), *_faster_learner(pace, config, gpus))
+            return (_fewer_generators(pace, config), _faster_learner(pace, config, gpus))
     return ()
 
 
 # -- the bottleneck of a healthy run -----------------------------------------------------------------------------------
 
 
-def _signal(pace: Pace, config: Config) -> tuple[Advice, ...]:
+def _signal(pace: Pace, config: Config) -> Advice | None:
     """Return advice if most groups lack signal: their completions all have one reward."""
     lost = pace.filtered if config.algorithm.filter_zero_signal else pace.no_signal
     if lost < HALF:
-        return ()
+        return None
     evidence = f"{_percent(lost)} of the groups {_window(pace)} have one reward for all their completions"
     if pace.reward is not None:
         evidence += f"; the mean reward is {pace.reward:.2f}"
     if lost > ALMOST_ALL:
         sentence = "almost no group has signal: choose prompts of other difficulty, or look at the reward function"
-        return (Advice(bottleneck="signal", sentence=sentence, evidence=evidence),)
+        return Advice(bottleneck="signal", sentence=sentence, evidence=evidence)
     if config.algorithm.filter_zero_signal:
         gain = pace.gain(max(pace.learn_s, (1 - lost) * pace.step_s))
         sentence = f"prompts of other difficulty would make steps up to {_percent(gain)} shorter"
         sentence += f": {_percent(lost)} of the groups are replaced, since they have no signal"
-        return (Advice(bottleneck="signal", sentence=sentence, evidence=evidence, gain=gain),)
+        return Advice(bottleneck="signal", sentence=sentence, evidence=evidence, gain=gain)
     gain = pace.gain_of_filter()
     sentence = f"algorithm.filter_zero_signal=true would train no group without signal, now {_percent(lost)}"
     sentence += f", and take {_percent(gain)} less time per group with signal" if gain >= WORTH else ""
-    return (Advice(bottleneck="signal", sentence=sentence, evidence=evidence, gain=gain),)
+    return Advice(bottleneck="signal", sentence=sentence, evidence=evidence, gain=gain)
 
 
-def _reward(pace: Pace, config: Config) -> tuple[Advice, ...]:
+def _reward(pace: Pace, config: Config) -> Advice | None:
     """Return advice on scoring: completions spend most of their time in the reward and queue for it.
 
     Without a queue, rewards do not limit the run, because groups that are only scored take no place of their generator.
@@ -127,17 +136,16 @@ def _reward(pace: Pace, config: Config) -> tuple[Advice, ...]:
     factor, gain = _smallest(pace, {factor: pace.predict(reward=1 / factor)[0] for factor in (2, 4, 8, 16)})
     if gain < WORTH:
         return _busy(pace, "reward worker", pace.generator_cores, pace.predict(reward=1 / factor, cores=False)[0])
-    advice = Advice(
+    return Advice(
         bottleneck="reward",
         sentence=f"the reward sets the pace: {key}={factor * workers} would make steps {_percent(gain)} shorter",
         evidence=f"completions spend {_percent(pace.scoring)} of their time in scoring, "
         f"{pace.scored_at_once:.1f} at once with {key}={workers}; {_waiting(pace)}",
         gain=gain,
     )
-    return (advice,)
 
 
-def _more_generators(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
+def _more_generators(pace: Pace, config: Config, gpus: int | None) -> Advice | None:
     there = pace.generators
     limits = {
         f"generators.max={config.generators.max} allows": (config.generators.max or MOST_GENERATORS) - there,
@@ -153,7 +161,7 @@ def _more_generators(pace: Pace, config: Config, gpus: int | None) -> tuple[Advi
         sentence = f"a {_ordinal(there + 1)} generator would make steps {_percent(one_more)} shorter"
         if wanted > there + 1:
             sentence += f", {wanted} generators {_percent(best)}"
-        advice = Advice(
+        return Advice(
             bottleneck="generators",
             sentence=f"{sentence}; a {_ordinal(wanted + 1)} nothing",
             evidence=_waiting(pace) + (f"; {why} {target}" if target < wanted else ""),
@@ -161,14 +169,13 @@ def _more_generators(pace: Pace, config: Config, gpus: int | None) -> tuple[Advi
             command=f"scale generators {target}",
             generators=target,
         )
-        return (advice,)
     if busy := _busy(pace, "generator", pace.generator_cores, pace.predict(generators=wanted, cores=False)[0]):
         return busy
     if best < WORTH:
-        return ()
+        return None
     sentence = f"{wanted} generators would make steps {_percent(best)} shorter, but {why} no more"
-    return _other_split(pace, config, gpus) or (
-        Advice(bottleneck="generators", sentence=sentence, evidence=_waiting(pace)),
+    return _other_split(pace, config, gpus) or Advice(
+        bottleneck="generators", sentence=sentence, evidence=_waiting(pace)
     )
 
 
@@ -178,8 +185,8 @@ def _smallest(pace: Pace, steps: Mapping[int, float]) -> tuple[int, float]:
     return next((key, gain) for key, gain in gains.items() if gain >= max(gains.values()) - SAME)
 
 
-def _busy(pace: Pace, what: str, cores: Cores | None, step_s: float) -> tuple[Advice, ...]:
-    """Return the advice that no core is free, if one more process would help but lacks one; else ().
+def _busy(pace: Pace, what: str, cores: Cores | None, step_s: float) -> Advice | None:
+    """Return the advice that no core is free, if one more process would help but lacks one; else None.
 
     Args:
         what: the process.
@@ -187,14 +194,13 @@ def _busy(pace: Pace, what: str, cores: Cores | None, step_s: float) -> tuple[Ad
         step_s: predicted step time with free cores.
     """
     if cores is None or (cores.room >= 1 and 1 - pace.work >= WORTH) or pace.gain(step_s) < WORTH:
-        return ()  # unknown, or cores do not limit the run
-    advice = Advice(
+        return None  # unknown, or cores do not limit the run
+    return Advice(
         bottleneck="cores",
         sentence=f"no core is free for another {what}: {cores.idle:.1f} of {cores.count:.0f} idle, "
         f"and it needs {cores.process:.1f}",
         evidence=_waiting(pace),
     )
-    return (advice,)
 
 
 # -- splits ------------------------------------------------------------------------------------------------------------
@@ -242,69 +248,61 @@ def splits(pace: Pace, config: Config, gpus: int | None = None, max_lag: int | N
     return sorted(options, key=lambda option: (round(option.step_s, 6), option.generators + option.ranks))
 
 
-def _other_split(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
-    """Return the best split of the same GPUs, if it gains enough; else ()."""
+def _other_split(pace: Pace, config: Config, gpus: int | None) -> Advice | None:
+    """Return the best split of the same GPUs, if it gains enough; else None."""
     options = splits(pace, config, gpus) if config.generators.gpus_each and not config.cluster.share_gpu else []
     if not options or (gain := pace.gain(options[0].step_s)) < WORTH:
-        return ()
+        return None
     flags = f"generators.count={options[0].generators} learner.ranks={options[0].ranks}"
-    advice = Advice(
+    return Advice(
         bottleneck="generators" if options[0].generators > pace.generators else "learner",
         sentence=f"no GPU is free, but another split would make steps {_percent(gain)} shorter: {flags}",
         evidence=_waiting(pace),
         gain=gain,
     )
-    return (advice,)
 
 
-def _bound(pace: Pace, config: Config) -> tuple[Advice, ...]:
+def _bound(pace: Pace, config: Config) -> Advice | None:
     """Return advice on the bound: slots are full or ready groups wait for stragglers, so only a larger bound starts more."""
     wider = [2**power for power in range(12) if 2**power > pace.max_lag]
     allowed = [lag for lag in wider if lag <= max(1, 4 * pace.max_lag)] or wider[:1]
     wanted, gain = _smallest(pace, {lag: pace.predict(max_lag=lag)[0] for lag in allowed})
     if gain < WORTH:
-        return ()
-    are_long = pace.limit == "lengths"
-    why = (
-        "a few long completions hold up groups that are ready"
-        if are_long
-        else "the slots are full while places are free"
-    )
+        return None
+    why = "the slots are full while places are free"
+    if pace.limit == "lengths":
+        why = "a few long completions hold up groups that are ready"
     change = f"buffer.max_lag={wanted} would make steps {_percent(gain)} shorter"
-    is_auto = config.buffer.max_lag == "auto"
-    if is_auto:
+    if is_auto := config.buffer.max_lag == "auto":
         change = f"buffer.max_lag=auto holds the bound at {pace.max_lag}, as the importance ratios allow"
-    advice = Advice(
-        bottleneck="lengths" if are_long else "bound",
+    return Advice(
+        bottleneck="lengths" if pace.limit == "lengths" else "bound",
         sentence=f"{why}: {change}",
         evidence=f"{pace.ready:.1f} groups ready and {pace.in_flight:.1f} in flight of {pace.slots:.0f} slots; {_waiting(pace)}",
         gain=0.0 if is_auto else gain,
         command="" if is_auto else f"set buffer.max_lag={wanted}",
     )
-    return (advice,)
 
 
-def _fewer_generators(pace: Pace, config: Config) -> tuple[Advice, ...]:
+def _fewer_generators(pace: Pace, config: Config) -> Advice | None:
     """Return advice to release generators, at most half at once, because larger batches slow engines down measurably."""
     there = pace.generators
     needed = math.ceil(there * max(pace.saturation, pace.scored_at_once / pace.scorers) / FULL)
     enough = max(math.ceil(there / 2), config.generators.min, needed)
     if enough >= there or pace.predict(generators=enough)[0] > 1.02 * pace.step_s:
-        return ()
+        return None
     freed = (there - enough) * config.generators.gpus_each
     sentence = f"{enough} of {there} generators would do: steps would be no longer"
-    return (
-        Advice(
-            bottleneck="generators",
-            sentence=sentence + (f", and {freed} GPU{'s' * (freed > 1)} are free for the learner" if freed else ""),
-            evidence=f"{_waiting(pace)}; each would hold groups in {_percent(pace.saturation * there / enough)} of its places",
-            command=f"scale generators {enough}",
-            generators=enough,
-        ),
+    return Advice(
+        bottleneck="generators",
+        sentence=sentence + (f", and {freed} GPU{'s' * (freed > 1)} are free for the learner" if freed else ""),
+        evidence=f"{_waiting(pace)}; each would hold groups in {_percent(pace.saturation * there / enough)} of its places",
+        command=f"scale generators {enough}",
+        generators=enough,
     )
 
 
-def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice, ...]:
+def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> Advice | None:
     """Return advice for a run that the learner limits: more ranks or rarer checkpoints."""
     ranks = pace.ranks
     steps = {more: pace.predict(ranks=more)[0] for more in range(ranks + 1, 2 * ranks + 1)}
@@ -322,7 +320,7 @@ def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> tuple[Advic
         return _busy(pace, "learner rank", pace.learner_cores, most_s) or _other_split(pace, config, gpus)
     sentence = f"the learner sets the pace: {change} would make steps {_percent(gain)} shorter"
     evidence = f"{pace.train_s:.2f} s of training in a step of {pace.step_s:.2f} s; {_waiting(pace)}"
-    return (Advice(bottleneck="learner", sentence=sentence, evidence=evidence, gain=gain),)
+    return Advice(bottleneck="learner", sentence=sentence, evidence=evidence, gain=gain)
 
 
 def _weights(pace: Pace, config: Config, share: float) -> Advice:
@@ -334,14 +332,6 @@ def _weights(pace: Pace, config: Config, share: float) -> Advice:
         evidence=f"{pace.publish_s:.2f} s of {pace.step_s:.2f} s, {_percent(pace.loading)} of the generators' time",
         gain=share / 2,
     )
-
-
-def _balanced(pace: Pace) -> Advice:
-    """Return the advice that no change helps. If the learner still waits, more groups are about to begin."""
-    found = (
-        "balanced: nothing to gain" if not pace.lacks_groups else "nothing to change: more groups are about to begin"
-    )
-    return Advice(bottleneck="none", sentence=found, evidence=_waiting(pace))
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -368,3 +358,97 @@ def _ordinal(number: int) -> str:
         return _ORDINALS[number - 1]
     endings = {1: "st", 2: "nd", 3: "rd"} if number % 100 not in (11, 12, 13) else {}
     return f"{number}{endings.get(number % 10, 'th')}"
+
+
+# -- in a running run --------------------------------------------------------------------------------------------------
+
+LOOK_S = 5.0
+"""Interval between two computations of the advice."""
+TELL_S = 60.0
+"""Shortest interval between two `advice` events."""
+
+
+class Adviser:
+    """Follows the events of a run and writes an `advice` event when the advice has changed."""
+
+    def __init__(self, events: EventLog, config: Config, gpus: int | None = None) -> None:
+        """
+        Args:
+            gpus: GPUs of the cluster; None: unknown.
+        """
+        self._events, self._gpus = events, gpus
+        self.config = config
+        """The configuration in force, updated by commands to the run."""
+        self._follower = Follower(events.path)
+        self._last: deque[Event] = deque(maxlen=EVENTS)
+        self._written: tuple[str, str] | None = None
+        self._written_at = float("-inf")
+
+    def look(self, now: float, *, is_last: bool = False) -> tuple[Advice, ...]:
+        """Return the advice at `now` (Unix seconds), the most urgent first; () while there are too few steps.
+
+        Args:
+            is_last: True at the end of the run: an event is always written, for the summary.
+        """
+        self._last += (event for event in self._follower.poll() if event["event"] != "advice")
+        advice = advise(self._last, self.config, now, self._gpus)
+        gains = {one.bottleneck: one.gain for one in reversed(advice)}
+        for bottleneck in get_args(Bottleneck):
+            metrics.advice_gain_ratio.labels(bottleneck=bottleneck).set(gains.get(bottleneck, 0.0))
+        newest = (advice[0].bottleneck, advice[0].command) if advice else None
+        is_due = self._written is None or (now - self._written_at >= TELL_S and self._written != newest)
+        if not advice:
+            self._written = None  # conditions have changed, and the earlier advice is no longer shown
+        elif is_last or is_due:
+            self._written, self._written_at = newest, now
+            fields = msgspec.structs.asdict(advice[0])
+            self._events.write("advice", **fields, also=tuple(one.sentence for one in advice[1:]))
+        return advice
+
+
+class Autopilot:
+    """Decides when to follow the advice on the number of generators. It changes one at a time and does not oscillate.
+
+    It samples the advice every `EVERY_S`, and follows it after `LOOKS` equal samples. After a change it waits for `REST_S`,
+    until new steps show the effect. A number that proved too small is not tried again for `RETRY_S`.
+    """
+
+    EVERY_S = 20.0
+    LOOKS = 3
+    REST_S = 120.0
+    RETRY_S = 3600.0
+
+    def __init__(self, fewest: int, most: int | None) -> None:
+        self._fewest, self._most = fewest, most or MOST_GENERATORS
+        self._direction, self._looks = 0, 0
+        self._changed_s = self._looked_s = float("-inf")
+        self._shrunk_to: int | None = None
+        self._too_few: tuple[int, float] = (0, float("-inf"))
+
+    def decide(self, advice: tuple[Advice, ...], generators: int, now_s: float) -> int | None:
+        """Return the new number of generators; None: unchanged.
+
+        Args:
+            advice: the present advice.
+            generators: number of generators that the run should have now.
+            now_s: time of any clock.
+        """
+        if now_s - self._looked_s < self.EVERY_S:
+            return None
+        self._looked_s = now_s
+        # Advice about signal comes first but is ignored: it sets no pace.
+        of_pace = next((one.generators for one in advice if one.bottleneck != "signal"), None)
+        direction = 0 if of_pace is None else (of_pace > generators) - (of_pace < generators)
+        self._looks = self._looks + 1 if direction == self._direction else 1
+        self._direction = direction
+        wanted = generators + direction
+        if not direction or self._looks < self.LOOKS or now_s - self._changed_s < self.REST_S:
+            return None
+        number, since_s = self._too_few
+        if not self._fewest <= wanted <= self._most or (wanted <= number and now_s - since_s < self.RETRY_S):
+            return None
+        if direction > 0 and self._shrunk_to == generators:
+            self._too_few = generators, now_s
+        self._shrunk_to = wanted if direction < 0 else None
+        self._changed_s, self._looks = now_s, 0
+        return wanted

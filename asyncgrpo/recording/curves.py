@@ -1,8 +1,8 @@
 """Plots the curves of a run: reward, lag, log-prob gap between learner and engine, and time by activity."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from asyncgrpo.recording.progress import Curve, Progress
@@ -18,7 +18,6 @@ _TIME_COLOURS = {
     "eval": "#d6a5c9",
     "other": "#c8c8c8",
 }
-_TIME_NAMES = {"wait_data": "wait for data"}
 
 
 def plot(progress: Progress, png_path: Path) -> Path:
@@ -42,13 +41,12 @@ def plot(progress: Progress, png_path: Path) -> Path:
     for axes in (gap, time):
         axes.set_xlabel("optimizer step")
     if progress.steps:
-        first = min((curve.x[0] for curve in _every_curve(progress)), default=progress.step)
+        curves = (*progress.seconds.values(), *progress.curves.values())
+        first = min((curve.x[0] for curve in curves), default=progress.step)
         reward.set_xlim(first, max(progress.step, first + 1))
     title = progress.run or "run"
     figure.suptitle(f"{title}   {progress.sizes}" if progress.sizes else title, fontsize=12)
 
-    png_path = Path(png_path)
-    png_path.parent.mkdir(parents=True, exist_ok=True)
     temporary = png_path.with_name(f".{png_path.name}.tmp")
     figure.savefig(temporary, format="png")
     os.replace(temporary, png_path)
@@ -59,29 +57,14 @@ def _title(axes: Any, text: str) -> None:
     axes.set_title(text, loc="left", fontsize=11, fontweight="bold")
 
 
-def _every_curve(progress: Progress) -> list[Curve]:
-    return [*progress.seconds.values(), *progress.curves.values()]
-
-
-def _series(progress: Progress, name: str) -> Curve:
-    return progress.curves.get(name, Curve())
-
-
-def _smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of the `window` values around each point, of fewer values at both ends."""
-    half = window // 2
-    parts = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-    return [sum(part) / len(part) for part in parts]
-
-
 def _reward(axes: Any, progress: Progress) -> None:
     _title(axes, "Reward")
     curve = progress.rewards
     if curve.x:
         each = "each step" if curve.every == 1 else f"mean of {curve.every} steps"
         axes.plot(curve.x, curve.y, color=_BLUE, linewidth=1.0, alpha=0.35, label=each)
-        label = f"mean of {5 * curve.every} steps"
-        axes.plot(curve.x, _smoothed(curve.y, 5), color=_BLUE, linewidth=2.0, label=label)
+        smoothed = [fmean(curve.y[max(0, i - 2) : i + 3]) for i in range(len(curve.y))]
+        axes.plot(curve.x, smoothed, color=_BLUE, linewidth=2.0, label=f"mean of {5 * curve.every} steps")
     for (name, points), colour in zip(progress.held_out.items(), _SUITES, strict=False):
         style = {"marker": "o", "markersize": 5, "linewidth": 1.2, "linestyle": "--"}
         axes.plot(points.x, points.y, color=colour, label=name, **style)
@@ -91,7 +74,7 @@ def _reward(axes: Any, progress: Progress) -> None:
 
 def _lag(axes: Any, progress: Progress) -> None:
     _title(axes, "Lag of trained groups (optimizer steps)")
-    mean, most, bound = (_series(progress, name) for name in ("lag", "lag_max", "max_lag"))
+    mean, most, bound = (progress.curves.get(name, Curve()) for name in ("lag", "lag_max", "max_lag"))
     if mean.x:
         axes.fill_between(most.x, 0, most.y, step="mid", color=_GREY, alpha=0.3, linewidth=0, label="oldest group")
         axes.plot(mean.x, mean.y, color=_BLUE, linewidth=1.6, label="mean")
@@ -106,21 +89,17 @@ def _lag(axes: Any, progress: Progress) -> None:
 
 def _gap(axes: Any, progress: Progress) -> None:
     _title(axes, "Log-prob gap, learner against engine (nats)")
+    # Markers, because at a lag above 0 few steps have completions of the current version, often only the first.
+    marked = {"linewidth": 1.4, "marker": "o", "markersize": 4}
     drawn = False
-    checked = [(version, gap) for version, gap in _series(progress, "sync_gap") if gap > 0]
-    if checked:
-        drawn = True
-        axes.plot(*zip(*checked, strict=True), color=_GREY, linewidth=1.2, label="largest, check sequences")
-    for field, label, colour in (
-        ("logprob_gap_max", "largest, completions of lag 0", _RED),
-        ("logprob_gap_mean", "mean of them", _BLUE),
+    for name, label, colour, style in (
+        ("sync_gap", "largest, check sequences", _GREY, {"linewidth": 1.2}),
+        ("logprob_gap_max", "largest, completions of lag 0", _RED, marked),
+        ("logprob_gap_mean", "mean of them", _BLUE, marked),
     ):
-        positive = [(step, gap) for step, gap in _series(progress, field) if gap > 0]
-        if positive:
+        if positive := [(step, gap) for step, gap in progress.curves.get(name, ()) if gap > 0]:
+            axes.plot(*zip(*positive, strict=True), color=colour, label=label, **style)
             drawn = True
-            # Markers, because at a lag above 0 few steps have completions of the current version, often only the first.
-            steps, gaps = zip(*positive, strict=True)
-            axes.plot(steps, gaps, color=colour, linewidth=1.4, marker="o", markersize=4, label=label)
     if drawn:
         axes.set_yscale("log")
         axes.legend(loc="best", frameon=False, fontsize=9)
@@ -128,13 +107,12 @@ def _gap(axes: Any, progress: Progress) -> None:
 
 def _time(axes: Any, progress: Progress) -> None:
     _title(axes, "Time of a step by activity (seconds)")
-    names = [name for name in _TIME_COLOURS if name in progress.seconds]
-    names += sorted(progress.seconds.keys() - set(names))
+    names = [name for name, curve in progress.seconds.items() if any(curve.y)]
     if not names:
         return
     steps, layers = list(progress.seconds[names[0]].x), [list(progress.seconds[name].y) for name in names]
-    colours = [_TIME_COLOURS.get(name, _GREY) for name in names]
-    labels = [_TIME_NAMES.get(name, name) for name in names]
+    colours = [_TIME_COLOURS[name] for name in names]
+    labels = ["wait for data" if name == "wait_data" else name for name in names]
     if len(steps) == 1:
         steps, layers = [steps[0], steps[0] + 1], [layer * 2 for layer in layers]
     axes.stackplot(steps, layers, colors=colours, labels=labels, alpha=0.9, linewidth=0)

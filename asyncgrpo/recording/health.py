@@ -112,11 +112,11 @@ def _silent_processes(view: View, limit_s: float) -> Finding | None:
 
 
 def _restarts(view: View, limit: float) -> Finding | None:
-    restarts = list(view.newest("restart", within_s=RESTARTS_WITHIN_S))
-    for actor, count in Counter(restart["actor"] for restart in restarts).most_common(1):
+    restarts = [(e["actor"], e["reason"]) for e in view.newest("restart", within_s=RESTARTS_WITHIN_S)]
+    for actor, count in Counter(actor for actor, _ in restarts).most_common(1):
         if count > limit:
-            reason = next(restart["reason"] for restart in restarts if restart["actor"] == actor)
-            return Finding(f"{actor} was restarted {count} times in {RESTARTS_WITHIN_S / 60:.0f} minutes ({reason})")
+            minutes, reason = RESTARTS_WITHIN_S / 60, dict(reversed(restarts))[actor]
+            return Finding(f"{actor} was restarted {count} times in {minutes:.0f} minutes ({reason})")
     return None
 
 
@@ -233,7 +233,7 @@ def _dropped(view: View, limit: float) -> Finding | None:
 
 
 def _logprob_gap(view: View, limit: float) -> Finding | None:
-    gap = view.progress.mean("logprob_gap_mean", RECENT)
+    gap = view.progress.recent.mean("logprob_gap_mean")
     return Finding(f"engine and learner differ by {gap:.2f} nats a token") if gap is not None and gap > limit else None
 
 
@@ -252,7 +252,7 @@ def _counted(steps: Sequence[Event], field_name: str) -> Counter[str]:
 
 
 def _trained(view: View) -> int:
-    return sum(view.progress.lags(RECENT).values())
+    return sum(view.progress.recent.lags.values())
 
 
 CONDITIONS = (

@@ -12,7 +12,7 @@ import netrc
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asyncgrpo.errors import ConfigError
 
@@ -21,10 +21,8 @@ log = logging.getLogger(__name__)
 Nested = Mapping[str, Any]
 
 
-class _Logger(Protocol):
-    def log(self, step: int, scalars: dict[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+Logger = tuple[Callable[[int, dict[str, float]], object], Callable[[], object]]
+"""Logs the scalars of a step; closes."""
 
 
 def _load(module: str, extra: str) -> Any:
@@ -53,17 +51,11 @@ def scalars_of(values: Nested) -> dict[str, float]:
     return {key: float(value) for key, value in numbers.items() if math.isfinite(value)}
 
 
-class _Wandb:
-    def __init__(self, run_dir: Path, run_name: str, config: Nested) -> None:
-        wandb = _load("wandb", "wandb")
-        mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
-        self._run = wandb.init(project="asyncgrpo", name=run_name, dir=str(run_dir), config=dict(config), mode=mode)
-
-    def log(self, step: int, scalars: dict[str, float]) -> None:
-        self._run.log(scalars, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+def _wandb(run_dir: Path, run_name: str, config: Nested) -> Logger:
+    wandb = _load("wandb", "wandb")
+    mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
+    run = wandb.init(project="asyncgrpo", name=run_name, dir=str(run_dir), config=dict(config), mode=mode)
+    return lambda step, scalars: run.log(scalars, step=step), run.finish
 
 
 def _has_wandb_key() -> bool:
@@ -75,59 +67,44 @@ def _has_wandb_key() -> bool:
         return False
 
 
-class _Tensorboard:
-    def __init__(self, run_dir: Path, run_name: str, config: Nested) -> None:
-        _load("tensorboard", "tensorboard")
-        writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        self._writer = writer(log_dir=str(run_dir / "tensorboard"))
-        rows = "\n".join(f"    {key}: {value}" for key, value in flatten(config, ".").items())
-        self._writer.add_text("config", f"{run_name}\n\n{rows}", 0)
+def _tensorboard(run_dir: Path, run_name: str, config: Nested) -> Logger:
+    _load("tensorboard", "tensorboard")
+    writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(run_dir / "tensorboard"))
+    rows = "\n".join(f"    {key}: {value}" for key, value in flatten(config, ".").items())
+    writer.add_text("config", f"{run_name}\n\n{rows}", 0)
 
-    def log(self, step: int, scalars: dict[str, float]) -> None:
+    def log_step(step: int, scalars: dict[str, float]) -> None:
         for key, value in scalars.items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()
+            writer.add_scalar(key, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Trackio:
-    def __init__(self, run_dir: Path, run_name: str, config: Nested) -> None:
-        # Trackio reads TRACKIO_DIR when it is imported.
-        os.environ.setdefault("TRACKIO_DIR", str(run_dir / "trackio"))
-        self._trackio = _load("trackio", "trackio")
-        self._trackio.init(project="asyncgrpo", name=run_name, config=flatten(config, "."))
-
-    def log(self, step: int, scalars: dict[str, float]) -> None:
-        self._trackio.log(scalars, step=step)
-
-    def close(self) -> None:
-        self._trackio.finish()
+    return log_step, writer.close
 
 
-class _Mlflow:
-    def __init__(self, run_dir: Path, run_name: str, config: Nested) -> None:
-        self._mlflow = _load("mlflow", "mlflow")
-        if "MLFLOW_TRACKING_URI" not in os.environ:
-            (run_dir / "mlflow").mkdir(parents=True, exist_ok=True)
-            self._mlflow.set_tracking_uri(f"sqlite:///{(run_dir / 'mlflow' / 'mlflow.db').absolute()}")
-        self._mlflow.set_experiment("asyncgrpo")
-        self._mlflow.start_run(run_name=run_name)
-        self._mlflow.log_params({key: str(value)[:500] for key, value in flatten(config, ".").items()})
-
-    def log(self, step: int, scalars: dict[str, float]) -> None:
-        self._mlflow.log_metrics(scalars, step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
+def _trackio(run_dir: Path, run_name: str, config: Nested) -> Logger:
+    # Trackio reads TRACKIO_DIR when it is imported.
+    os.environ.setdefault("TRACKIO_DIR", str(run_dir / "trackio"))
+    trackio = _load("trackio", "trackio")
+    trackio.init(project="asyncgrpo", name=run_name, config=flatten(config, "."))
+    return lambda step, scalars: trackio.log(scalars, step=step), trackio.finish
 
 
-_KINDS: dict[str, Callable[[Path, str, Nested], _Logger]] = {
-    "wandb": _Wandb,
-    "tensorboard": _Tensorboard,
-    "trackio": _Trackio,
-    "mlflow": _Mlflow,
+def _mlflow(run_dir: Path, run_name: str, config: Nested) -> Logger:
+    mlflow = _load("mlflow", "mlflow")
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        (run_dir / "mlflow").mkdir(parents=True, exist_ok=True)
+        mlflow.set_tracking_uri(f"sqlite:///{(run_dir / 'mlflow' / 'mlflow.db').absolute()}")
+    mlflow.set_experiment("asyncgrpo")
+    mlflow.start_run(run_name=run_name)
+    mlflow.log_params({key: str(value)[:500] for key, value in flatten(config, ".").items()})
+    return lambda step, scalars: mlflow.log_metrics(scalars, step=step), mlflow.end_run
+
+
+_KINDS: dict[str, Callable[[Path, str, Nested], Logger]] = {
+    "wandb": _wandb,
+    "tensorboard": _tensorboard,
+    "trackio": _trackio,
+    "mlflow": _mlflow,
 }
 
 
@@ -142,11 +119,11 @@ class Loggers:
 
     def __init__(self, names: Iterable[str], run_dir: Path, run_name: str, config: Nested) -> None:
         """Start each logger. Raises ConfigError for an unknown name or a package that is not installed."""
-        self._loggers: dict[str, _Logger] = {}
+        self._loggers: dict[str, Logger] = {}
         for name in names:
             if name not in _KINDS:
                 raise ConfigError(f"run.loggers names {name!r}; supported are {', '.join(_KINDS)}")
-            self._loggers[name] = _KINDS[name](Path(run_dir), run_name, config)
+            self._loggers[name] = _KINDS[name](run_dir, run_name, config)
 
     def log(self, step: int, values: Nested) -> None:
         """Send the finite numbers of `values` to each logger, nested keys joined with `/`.
@@ -154,9 +131,9 @@ class Loggers:
         A logger that fails is dropped with a warning; the run continues.
         """
         scalars = scalars_of({key: value for key, value in values.items() if key not in ("step", "time")})
-        for name, logger in list(self._loggers.items()):
+        for name, (log_step, _) in list(self._loggers.items()):
             try:
-                logger.log(step, scalars)
+                log_step(step, scalars)
             except Exception:
                 log.warning("logger %s failed at step %d and is disabled", name, step, exc_info=True)
                 del self._loggers[name]
@@ -164,8 +141,8 @@ class Loggers:
     def close(self) -> None:
         """Flush and close each logger. A second call does nothing."""
         while self._loggers:
-            name, logger = self._loggers.popitem()
+            name, (_, close) = self._loggers.popitem()
             try:
-                logger.close()
+                close()
             except Exception:
                 log.warning("logger %s failed to close", name, exc_info=True)

@@ -1,4 +1,4 @@
-"""The state of a run, computed from its events for the live screen, the log lines and the summary.
+"""The state of a run, computed from its events for `text.py`, which formats it for the screen, `status` and the summary.
 
 `Progress.update` consumes the events in order in constant memory: sums, the newest events, and curves that become coarser.
 `Following` saves it beside the events, so that a later reader continues from there.
@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from asyncgrpo import __version__
-from asyncgrpo.recording.events import Event, Follower, Place
-from asyncgrpo.recording.tail import read_block
+from asyncgrpo.recording.events import Event, Follower, Place, read_block
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +25,11 @@ RECENT = 10
 """Steps over which rates and shares are averaged."""
 MOST_POINTS = 1_000
 """Points of a curve, which is drawn some 600 pixels wide."""
+ACTIVITIES = ("train", "wait_data", "publish", "checkpoint", "eval", "other")
+"""Of the learner (`seconds_by_activity`)."""
 _ENDS = 5
 """First and last rewards that are kept."""
 _MOST_RECOVERIES = 1_000
-
-_GROUPED = {"forward_backward": "train", "optimizer": "train"}
-_AVERAGED = ("under_way", "wanted", "ready_seconds", "slots")
 
 
 def _floats() -> array:
@@ -75,12 +73,47 @@ class Curve:
         """Yield the points."""
         return zip(map(int, self.x), self.y, strict=True)
 
-    def at_zero(self) -> "Curve":
-        """Return a curve of zeros with the same points."""
-        return Curve(self.x[:], array("d", [0.0] * len(self.x)), self.every, self.count)
-
 
 _MAXIMA = ("lag_max", "max_lag", "logprob_gap_max", "sync_gap")
+_MEANS = ("under_way", "wanted", "ready_seconds", "slots", "logprob_gap_mean")
+
+
+@dataclass
+class Totals:
+    """Sums over some steps."""
+
+    learner: dict[str, float] = field(default_factory=dict)
+    """Seconds by activity (`seconds_by_activity`)."""
+    generators: dict[str, float] = field(default_factory=dict)
+    """Seconds of all generators by activity."""
+    lags: dict[int, int] = field(default_factory=dict)
+    """Trained groups by lag."""
+    sums: dict[str, float] = field(default_factory=dict)
+    """Of the fields `_MEANS`."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Steps that have the field."""
+
+    @classmethod
+    def of(cls, steps: Iterable[Event]) -> "Totals":
+        totals = cls()
+        for step in steps:
+            totals.add(step)
+        return totals
+
+    def add(self, step: Event) -> None:
+        spent = step.get("generators") or {}
+        _add(self.learner, seconds_by_activity(step))
+        _add(
+            self.generators, {what: spent[what] for what in ("generate", "reward", "weights", "idle") if what in spent}
+        )
+        _add(self.lags, lags_of(step))
+        values = {name: step[name] for name in _MEANS if step.get(name) is not None}
+        _add(self.sums, values)
+        _add(self.counts, dict.fromkeys(values, 1))
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a field; None if no step has it."""
+        return self.sums[name] / self.counts[name] if name in self.sums else None
 
 
 @dataclass
@@ -102,7 +135,7 @@ class Progress:
     """By name, over steps: `reward`, `lag`, `lag_max`, `max_lag`, `logprob_gap_mean`, `logprob_gap_max`; over version numbers:
     `sync_gap`, the largest of a token, nats."""
     seconds: dict[str, Curve] = field(default_factory=dict)
-    """Learner seconds by activity (`seconds_by_activity`); all have the same points."""
+    """Learner seconds by each of `ACTIVITIES`; all have the same points."""
     held_out: dict[str, Curve] = field(default_factory=dict)
     """Mean rewards of each suite; a single suite is named `held-out`."""
     first_rewards: list[float] = field(default_factory=list)
@@ -145,13 +178,12 @@ class Progress:
     """From the start of the first step to the end of the last, without the time between a stop and a resume."""
     end: Event | None = None
     """`end` event of the current start."""
-    sums: dict[str, float] = field(default_factory=dict)
-    """Sums of averaged fields, and under `N` and their name the number of steps that have them."""
-    learner_seconds: dict[str, float] = field(default_factory=dict)
-    generator_seconds: dict[str, float] = field(default_factory=dict)
-    lag_counts: dict[int, int] = field(default_factory=dict)
+    totals: Totals = field(default_factory=Totals)
+    """Of all steps."""
     dropped: dict[str, int] = field(default_factory=dict)
+    """Groups by reason."""
     filtered: dict[str, int] = field(default_factory=dict)
+    """Groups by reason."""
     resumed: bool = True
     """True if the next step is the first of its process."""
 
@@ -174,6 +206,8 @@ class Progress:
             self.updated = event["time"]
         if handle := getattr(self, f"_on_{kind}", None):
             handle(event)
+        if (warning := warning_of(event)) is not None:
+            _keep(self.warnings, warning, 5)
 
     def _on_start(self, event: Event) -> None:
         self.run, self.sizes = event.get("run", ""), event.get("sizes", "")
@@ -194,26 +228,19 @@ class Progress:
         _keep(self.steps, event, RECENT + 1)
         self.num_steps += 1
         self.tokens = event.get("tokens") or self.tokens
-        self._sum(event)
-        self._draw(event)
-        if failures := event.get("failures"):
-            self._warn(f"step {event['step']}: reward failures: {counts_in_words(failures)}")
-
-    def _sum(self, step: Event) -> None:
-        self.tokens_trained += step.get("tokens_trained") or 0
-        _add(self.learner_seconds, seconds_by_activity([step]))
-        _add(self.generator_seconds, _generator_seconds(step))
-        _add(self.lag_counts, _lags_of(step))
-        _add(self.dropped, step.get("dropped"))
-        _add(self.filtered, step.get("filtered"))
-        for name in _AVERAGED:
-            if (value := step.get(name)) is not None:
-                _add(self.sums, {name: value, f"N {name}": 1})
-        if (gap := step.get("logprob_gap_max")) is not None:
+        self.tokens_trained += event.get("tokens_trained") or 0
+        self.totals.add(event)
+        self._count_untrained(event)
+        if (gap := event.get("logprob_gap_max")) is not None:
             self.largest_logprob_gap = max(gap, self.largest_logprob_gap or gap)
+        self._draw(event)
+
+    def _count_untrained(self, event: Event) -> None:
+        _add(self.dropped, event.get("dropped"))
+        _add(self.filtered, event.get("filtered"))
 
     def _draw(self, event: Event) -> None:
-        step, lags = event["step"], {lag: groups for lag, groups in _lags_of(event).items() if groups}
+        step, lags = event["step"], {lag: groups for lag, groups in lags_of(event).items() if groups}
         values = {name: event.get(name) for name in ("max_lag", "logprob_gap_mean", "logprob_gap_max")}
         values |= {"reward": event.get("reward_mean")}
         values |= {"lag": mean_lag(lags), "lag_max": max(lags)} if lags else {}
@@ -223,12 +250,9 @@ class Progress:
             if len(self.first_rewards) < _ENDS:
                 self.first_rewards.append(reward)
             _keep(self.last_rewards, reward, _ENDS)
-        spent = seconds_by_activity([event])
-        for name in spent:
-            if name not in self.seconds:
-                self.seconds[name] = next((curve.at_zero() for curve in self.seconds.values()), Curve())
-        for name, curve in self.seconds.items():
-            curve.add(step, spent[name])
+        spent = seconds_by_activity(event)
+        for name in ACTIVITIES:
+            self.seconds.setdefault(name, Curve()).add(step, spent[name])
 
     def _point(self, curves: dict[str, Curve], name: str, x: int, value: float | None) -> None:
         if value is not None:
@@ -250,10 +274,7 @@ class Progress:
     def _on_sync(self, event: Event) -> None:
         _keep(self.syncs, event, 8)
         self.num_syncs += 1
-        if event.get("checksum") != "ok":
-            self.num_bad_syncs += 1
-        if is_bad_sync(event):
-            self._warn(sync_line(event))
+        self.num_bad_syncs += event.get("checksum") != "ok"
         if (gap := event.get("gap_max")) is not None:
             self.num_gaps += 1
             self._point(self.curves, "sync_gap", int(str(event["version"]).rpartition(".")[2]), gap)
@@ -266,17 +287,12 @@ class Progress:
         if event["command"] in ("pause", "resume"):
             self.is_paused = event["command"] == "pause"
 
-    def _warn(self, text: str) -> None:
-        _keep(self.warnings, text, 5)
-
     def _on_restart(self, event: Event) -> None:
         self.num_restarts += 1
         self.advice = None
-        self._warn(f"restarted {event.get('actor', '?')}: {event.get('reason', '')}")
 
     def _on_fault(self, event: Event) -> None:
         self.num_faults += 1
-        self._warn(f"chaos: {event.get('fault', '?')} {event.get('actor', '')}")
 
     def _on_recovered(self, event: Event) -> None:
         self.num_recoveries += 1
@@ -289,39 +305,23 @@ class Progress:
     def _on_curriculum(self, event: Event) -> None:
         self.curriculum = event
 
-    def _on_drain(self, event: Event) -> None:
-        self._warn(f"draining: {event.get('reason', '')}")
-
-    def _on_warning(self, event: Event) -> None:
-        self._warn(event["text"])
-
-    def _on_stall(self, event: Event) -> None:
-        self._warn(f"waiting for {event.get('what', '?')} for {event.get('seconds') or 0:.0f} s")
-
-    def _on_reward_failed(self, event: Event) -> None:
-        self._warn(f"{_counted('reward', event, event.get('failure'))}: {event.get('detail')}")
-
-    def _on_lease_failed(self, event: Event) -> None:
-        self._warn(f"{_counted('group', event, event.get('reason'))}: {event.get('detail')}")
-
     def _on_rewards_paused(self, event: Event) -> None:
-        actor = event.get("actor", "?")
-        since = self.paused[actor]["since"] if actor in self.paused else event["time"]
-        self.paused[actor] = event | {"since": since}
-        self._warn(
-            f"rewards paused at {actor}: {event.get('reason')}; probing again in {event.get('probe_in_s') or 0:.0f} s"
-        )
+        self.paused[event["actor"]] = event | {
+            "since": self.paused.get(event["actor"], event).get("since", event["time"])
+        }
 
     def _on_rewards_resumed(self, event: Event) -> None:
-        actor = event.get("actor", "?")
-        self.paused.pop(actor, None)
-        self._warn(f"rewards work again at {actor}, after {event.get('seconds') or 0:.0f} s")
+        self.paused.pop(event["actor"], None)
 
     def _on_end(self, event: Event) -> None:
         self.end = event
-        _add(self.dropped, event.get("dropped"))
-        _add(self.filtered, event.get("filtered"))
+        self._count_untrained(event)
         self.tokens = event.get("tokens") or self.tokens
+
+    @property
+    def recent(self) -> Totals:
+        """Sums over the last `RECENT` steps."""
+        return Totals.of(self.steps[-RECENT:])
 
     @property
     def last(self) -> Event:
@@ -347,35 +347,6 @@ class Progress:
         """Mean rewards of all steps."""
         return self.curves.get("reward", Curve())
 
-    def lags(self, last_steps: int | None = None) -> dict[int, int]:
-        """Return trained groups by lag, over all steps or the last ones, at most `RECENT`."""
-        counts: dict[int, int] = {}
-        for step in self.steps[-last_steps:] if last_steps else ():
-            _add(counts, _lags_of(step))
-        return dict(sorted((counts if last_steps else self.lag_counts).items()))
-
-    def mean(self, name: str, last_steps: int | None = None) -> float | None:
-        """Return the mean of a field over all steps (of `_AVERAGED`) or the last ones; None if no step has it."""
-        if last_steps is None:
-            return self.sums[name] / self.sums[f"N {name}"] if name in self.sums else None
-        values = [step[name] for step in self.steps[-last_steps:] if step.get(name) is not None]
-        return fmean(values) if values else None
-
-    def time_shares(self, last_steps: int | None = None) -> dict[str, float]:
-        """Return shares of the learner's time by activity, over all steps or the last ones."""
-        return _shares(seconds_by_activity(self.steps[-last_steps:]) if last_steps else self.learner_seconds)
-
-    def generator_shares(self, last_steps: int | None = None) -> dict[str, float]:
-        """Return shares of the generators' time by activity, over all steps or the last ones; {} if unknown."""
-        spent: dict[str, float] = {}
-        for step in self.steps[-last_steps:] if last_steps else ():
-            _add(spent, _generator_seconds(step))
-        return _shares(spent if last_steps else self.generator_seconds)
-
-    def untrained(self, how: Literal["dropped", "filtered"]) -> Counter[str]:
-        """Return the groups of the run that were dropped or filtered, by reason."""
-        return Counter(self.dropped if how == "dropped" else self.filtered)
-
     def tokens_per_second(self) -> tuple[float, float]:
         """Return tokens generated and trained per second, over the last steps."""
         recent = self.steps[-RECENT - 1 :]
@@ -398,55 +369,29 @@ def _add(sums: dict[Any, Any], numbers: Mapping[Any, Any] | None) -> None:
         sums[name] = sums.get(name, 0) + number
 
 
-def _lags_of(step: Event) -> dict[int, int]:
+def lags_of(step: Event) -> dict[int, int]:
+    """Return the trained groups of a step by lag."""
     return {int(lag): groups for lag, groups in (step.get("lags") or {}).items()}
 
 
-def _generator_seconds(step: Event) -> dict[str, float]:
-    spent = step.get("generators") or {}
-    return {what: spent[what] for what in ("generate", "reward", "weights", "idle") if what in spent}
-
-
-def _shares(spent: Mapping[str, float]) -> dict[str, float]:
+def shares(spent: Mapping[str, float]) -> dict[str, float]:
+    """Return shares of the time by activity; {} without any."""
     total = sum(spent.values())
     return {what: seconds / total for what, seconds in spent.items()} if total > 0 else {}
 
 
-def seconds_by_activity(steps: Iterable[Event]) -> "Counter[str]":
+def seconds_by_activity(step: Event) -> Counter[str]:
     """Return the learner's seconds by activity. Forward, backward and optimizer count as `train`."""
     spent: Counter[str] = Counter()
-    for step in steps:
-        for activity, seconds in (step.get("seconds") or {}).items():
-            spent[_GROUPED.get(activity, activity)] += seconds
+    for activity, seconds in (step.get("seconds") or {}).items():
+        spent["train" if activity in ("forward_backward", "optimizer") else activity] += seconds
     return spent
-
-
-def _counted(what: str, event: Event, kind: str | None) -> str:
-    """Format a failure, as "reward failed at generator-0 (timeout), 10 so far"."""
-    count = event.get("count") or 1
-    return f"{what} failed at {event.get('actor', '?')} ({kind})" + (f", {count} so far" if count > 1 else "")
 
 
 def mean_lag(lags: Mapping[int, int]) -> float:
     """Return the mean lag of groups, given their counts by lag; 0 without any."""
     groups = sum(lags.values())
     return sum(lag * count for lag, count in lags.items()) / groups if groups else 0.0
-
-
-def lag_quantile(lags: Mapping[int, int], share: float) -> int:
-    """Return the smallest lag that at least `share` of the groups do not exceed, given their counts; 0 without any."""
-    left = share * sum(lags.values())
-    for lag, groups in sorted(lags.items()):
-        left -= groups
-        if left <= 0:
-            return lag
-    return 0
-
-
-def lag_line(lags: Mapping[int, int], bound: int | None) -> str:
-    """Format lags as "p50 1, p90 3, max 4 of 6", where 6 is the bound."""
-    of = "" if bound is None else f" of {bound}"
-    return f"p50 {lag_quantile(lags, 0.5)}, p90 {lag_quantile(lags, 0.9)}, max {max(lags, default=0)}{of}"
 
 
 def short_version(version: str) -> str:
@@ -468,9 +413,34 @@ def sync_line(sync: Event) -> str:
     )
 
 
-def is_bad_sync(sync: Event) -> bool:
-    """True if a publication did not reach every generator, or engines disagree with the learner."""
-    return bool(sync.get("checksum") != "ok" or sync.get("left_out") or sync.get("differing"))
+def warning_of(event: Event) -> str | None:
+    """Return the warning of an event; None: it has none."""
+    match event:
+        case {"event": "step", "failures": failures} if failures:
+            return f"step {event['step']}: reward failures: {counts_in_words(failures)}"
+        case {"event": "sync"} if event.get("checksum") != "ok" or event.get("left_out") or event.get("differing"):
+            return sync_line(event)
+        case {"event": "restart"}:
+            return f"restarted {event['actor']}: {event['reason']}"
+        case {"event": "fault"}:
+            return f"chaos: {event['fault']} {event['actor']}"
+        case {"event": "drain"}:
+            return f"draining: {event['reason']}"
+        case {"event": "warning"}:
+            return event["text"]
+        case {"event": "stall"}:
+            return f"waiting for {event['what']} for {event['seconds']:.0f} s"
+        case {"event": "reward_failed" | "lease_failed" as kind}:
+            what, why = ("reward", event["failure"]) if kind == "reward_failed" else ("group", event["reason"])
+            count = f", {event['count']} so far" if event["count"] > 1 else ""
+            return f"{what} failed at {event['actor']} ({why}){count}: {event['detail']}"
+        case {"event": "rewards_paused"}:
+            return (
+                f"rewards paused at {event['actor']}: {event['reason']}; probing again in {event['probe_in_s']:.0f} s"
+            )
+        case {"event": "rewards_resumed"}:
+            return f"rewards work again at {event['actor']}, after {event['seconds']:.0f} s"
+    return None
 
 
 def counts_in_words(counts: Mapping[str, int]) -> str:

@@ -9,9 +9,9 @@ import json
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, reduce
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from msgspec import Struct
 
 from asyncgrpo.errors import ConfigError, DataError
-from asyncgrpo.types import Completion, Group, Prompt
+from asyncgrpo.types import Completion, Group, Prompt, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver
 
 if TYPE_CHECKING:
@@ -89,35 +89,39 @@ def samples_of(
         advantages: one per rollout, in order; None for a rollout that took no part in the loss.
         decode: converts token ids to text and keeps special tokens.
     """
-    prompt = decode(group.prompt.token_ids)
-    truth = json.dumps(group.prompt.answer, ensure_ascii=False)
-    samples = []
+    prompt, samples = decode(group.prompt.token_ids), []
     for rollout, advantage in zip(group.rollouts, advantages, strict=True):
-        completion, score = rollout.completion, rollout.score
+        completion = rollout.completion
         text, observed = _text_of(completion, decode)
-        spans = completion.spans
         samples.append(
             Sample(
+                **_columns(group, prompt, completion.spans, rollout.score),
                 step=step,
-                version_oldest=str(spans[0].version) if spans else "",
-                version_newest=str(spans[-1].version) if spans else "",
                 lag=lag,
-                group_id=group.group_id,
-                prompt_id=group.prompt.prompt_id,
-                source=group.prompt.source,
-                prompt=prompt,
                 completion=text,
-                ground_truth=truth,
-                reward=score.value,
                 advantage=None if advantage is None else float(advantage),
-                failure=score.failure,
                 finish_reason=completion.finish_reason,
                 num_tokens=len(completion.token_ids),
-                parts=json.dumps(score.parts, ensure_ascii=False),
                 observed=json.dumps(observed),
             )
         )
     return samples
+
+
+def _columns(group: Group | Deliver, prompt: str, spans: Sequence[VersionSpan], score: Score) -> dict[str, Any]:
+    """Return the columns that a trained completion and one of an evaluation have in common."""
+    return {
+        "version_oldest": str(spans[0].version) if spans else "",
+        "version_newest": str(spans[-1].version) if spans else "",
+        "group_id": group.group_id,
+        "prompt_id": group.prompt.prompt_id,
+        "source": group.prompt.source,
+        "prompt": prompt,
+        "ground_truth": json.dumps(group.prompt.answer, ensure_ascii=False),
+        "reward": score.value,
+        "failure": score.failure,
+        "parts": json.dumps(score.parts, ensure_ascii=False),
+    }
 
 
 def _text_of(completion: Completion, decode: Callable[[Sequence[int]], str]) -> tuple[str, list[tuple[int, int]]]:
@@ -136,25 +140,16 @@ def _text_of(completion: Completion, decode: Callable[[Sequence[int]], str]) -> 
 
 def held_out_samples(group: Deliver, step: int) -> list[Sample]:
     """Return the rows of one held-out prompt, whose completions are text. None of them is trained."""
-    prompt, truth = text_of(group.prompt), json.dumps(group.prompt.answer, ensure_ascii=False)
+    prompt = text_of(group.prompt)
     return [
         Sample(
+            **_columns(group, prompt, rollout.spans, rollout.score),
             step=step,
-            version_oldest=str(rollout.spans[0].version) if rollout.spans else "",
-            version_newest=str(rollout.spans[-1].version) if rollout.spans else "",
             lag=0,
-            group_id=group.group_id,
-            prompt_id=group.prompt.prompt_id,
-            source=group.prompt.source,
-            prompt=prompt,
             completion=rollout.text,
-            ground_truth=truth,
-            reward=rollout.score.value,
             advantage=None,
-            failure=rollout.score.failure,
             finish_reason=rollout.finish_reason,
             num_tokens=rollout.num_tokens,
-            parts=json.dumps(rollout.score.parts, ensure_ascii=False),
         )
         for rollout in group.rollouts
     ]
@@ -179,14 +174,11 @@ class SampleWriter:
         for left_over in (*self.folder.glob(".step_*.tmp"), *self.folder.glob("*/.step_*.tmp")):
             left_over.unlink()
         self._keep = keep
-        self._files = SampleFiles(self.folder)
         self._steps: dict[int, None] = {}
         """Steps with a file, in the order of writing; empty without a limit."""
         if keep is not None:
-            written = {
-                step: path.stat().st_mtime for step in self._files if (path := self._files.find(step)) is not None
-            }
-            self._steps = dict.fromkeys(sorted(written, key=lambda step: (written[step], step)))
+            files = paths_in(self.folder)
+            self._steps = dict.fromkeys(sorted(files, key=lambda step: (files[step].stat().st_mtime, step)))
         self._has_removed = False
 
     def write(self, step: int, samples: Iterable[Sample]) -> Path:
@@ -214,8 +206,7 @@ class SampleWriter:
     def _remove_oldest(self) -> None:
         oldest = next(iter(self._steps))
         del self._steps[oldest]
-        path = self._files.find(oldest)
-        if path is None:
+        if (path := find(self.folder, oldest)) is None:
             return
         if not self._has_removed:
             self._has_removed = True
@@ -269,83 +260,40 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"{step // SHARD:03d}" / f"step_{step:06d}.parquet"
 
 
-class SampleFiles:
-    """The sample files in a folder, by optimizer step. Older releases wrote all of them into the folder itself."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._flat = _steps_in(folder)
-        numbers = (int(shard.name) for shard in folder.glob("*") if shard.name.isdigit())
-        self._shards = sorted({*numbers, *(step // SHARD for step in self._flat)})
-
-    @property
-    def is_of_training(self) -> bool:
-        """True for trained completions, False for those of evaluations."""
-        return self._folder.name == TRAINED
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield every step that has samples, in order. Lists every folder."""
-        for shard in self._shards:
-            yield from self._in(shard)
-
-    def first(self) -> int | None:
-        """Return the first step that has samples."""
-        return next(iter(self), None)
-
-    def last(self) -> int | None:
-        """Return the newest step that has samples."""
-        return next((steps[-1] for shard in reversed(self._shards) if (steps := self._in(shard))), None)
-
-    def before(self, step: int) -> int | None:
-        """Return the last step before `step` that has samples."""
-        shards = (shard for shard in reversed(self._shards) if shard <= step // SHARD)
-        return next((one for shard in shards for one in reversed(self._in(shard)) if one < step), None)
-
-    def after(self, step: int) -> int | None:
-        """Return the first step after `step` that has samples."""
-        shards = (shard for shard in self._shards if shard >= step // SHARD)
-        return next((one for shard in shards for one in self._in(shard) if one > step), None)
-
-    def find(self, step: int) -> Path | None:
-        """Return the file of a step; None: it has no samples."""
-        paths = path_of(self._folder, step), self._folder / f"step_{step:06d}.parquet"
-        return next((path for path in paths if path.is_file()), None)
-
-    def _in(self, shard: int) -> list[int]:
-        flat = {step for step in self._flat if step // SHARD == shard}
-        return sorted(flat | _steps_in(self._folder / f"{shard:03d}"))
+def find(folder: Path, step: int) -> Path | None:
+    """Return the file of a step; None: it has no samples. Older releases wrote all files into the folder itself."""
+    paths = path_of(folder, step), folder / f"step_{step:06d}.parquet"
+    return next((path for path in paths if path.is_file()), None)
 
 
-def _steps_in(folder: Path) -> set[int]:
-    return {int(file.stem[5:]) for file in folder.glob("step_*.parquet") if file.stem[5:].isdigit()}
+def paths_in(folder: Path) -> dict[int, Path]:
+    """Return the files in a folder by step, in order."""
+    files = {file.stem[5:]: file for file in folder.rglob("step_*.parquet")}
+    return {int(step): files[step] for step in sorted(filter(str.isdigit, files), key=int)}
 
 
-def files_of(run: Path, folder: Folder = TRAINED) -> SampleFiles:
-    """Return the sample files in a folder of the run. Raises DataError if there are none."""
-    files = SampleFiles(run / folder)
-    if files.last() is None:
+def files_of(run: Path, folder: Folder = TRAINED) -> dict[int, Path]:
+    """Return the sample files in a folder of the run, by step, in order. Raises DataError if there are none."""
+    files = paths_in(run / folder)
+    if not files:
         why = f"it writes them after its first {'step' if folder == TRAINED else 'evaluation of data.eval'}"
         raise DataError(f"{run} holds no {folder}/step_*.parquet: {why if run.is_dir() else 'no such folder'}")
     return files
 
 
-def read_table(files: SampleFiles, run: Path, step: int | None = None) -> "tuple[int, pa.Table]":
-    """Return a step and its samples, one row each; `step` None means the newest. Raises DataError."""
-    step = files.last() if step is None else step
-    assert step is not None, "files_of has raised"
-    path = files.find(step)
-    if path is None:
-        every = "run.samples_every" if files.is_of_training else "run.eval_every"
-        there = f"there are steps {files.first()} to {files.last()} (run.keep_samples, {every})"
+def read_table(files: Mapping[int, Path], run: Path, step: int) -> "pa.Table":
+    """Return the samples of a step, one row each. Raises DataError."""
+    if step not in files:
+        there = f"there are steps {min(files)} to {max(files)} (run.keep_samples, run.samples_every, run.eval_every)"
         raise DataError(f"{run} has no samples of step {step}; {there}")
 
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return step, pq.read_table(path)
+        return pq.read_table(files[step])
     except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
+        raise DataError(f"{files[step]} cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
 
 
 def search(
@@ -373,24 +321,25 @@ def search(
         DataError: the run has no samples, or none of this step.
     """
     files = files_of(run, folder)
-    step, table = read_table(files, run, step)
+    steps = list(files)
+    step = steps[-1] if step is None else step
+    table = read_table(files, run, step)
     found = _matching(table, text, only)
     if sort != "file":
         import pyarrow.compute as pc
 
         column, order = _ORDER[sort]
         found = found.take(pc.sort_indices(found, [(column, order)]))  # nulls are last
-    first, last = files.first(), files.last()
-    assert first is not None and last is not None, "files_of has raised"
+    at = steps.index(step)
     return Found(
         step=step,
         total=table.num_rows,
         found=found.num_rows,
         rows=found.slice(offset, limit).to_pylist(),
-        first_step=first,
-        last_step=last,
-        before=files.before(step),
-        after=files.after(step),
+        first_step=steps[0],
+        last_step=steps[-1],
+        before=steps[at - 1] if at else None,
+        after=next(iter(steps[at + 1 :]), None),
     )
 
 
@@ -407,11 +356,8 @@ def _matching(table: "pa.Table", text: str, only: Only) -> "pa.Table":
     if only != "all":
         table = table.filter(kept[only]())
     if text:
-        hits = [pc.match_substring(table[column], text, ignore_case=True) for column in _SEARCHED]
-        found = hits[0]
-        for hit in hits[1:]:
-            found = pc.or_(found, hit)
-        table = table.filter(found)
+        hits = (pc.match_substring(table[column], text, ignore_case=True) for column in _SEARCHED)
+        table = table.filter(reduce(pc.or_, hits))
     return table
 
 
@@ -476,7 +422,7 @@ def changes(run: Path, from_step: int | None = None, to_step: int | None = None)
         raise DataError(
             f"{run}: a comparison needs two evaluations, not step {first} twice; kept are: {', '.join(map(str, steps))}"
         )
-    before, after = (_by_prompt(read_table(files, run, step)[1].to_pylist()) for step in (first, last))
+    before, after = (_by_prompt(read_table(files, run, step).to_pylist()) for step in (first, last))
     success, both = _success(run), [prompt_id for prompt_id in before if prompt_id in after]
     was, is_now = (
         {p: fmean(_is_right(row, success) for row in rows[p]) >= 0.5 for p in both} for rows in (before, after)

@@ -1,71 +1,54 @@
-"""The live screen: one terminal page about a run, drawn from its events alone.
+"""The live screen of a run, drawn from its events alone, and the panel that it shares with `top`.
 
-`watch` follows a `metrics.jsonl` and shows it: as a live page on a terminal, or as one line per step if the output is a file
-or a pipe. `render` draws the page from the events so far and `now`.
+`watch` follows a `metrics.jsonl` and shows it: as a live panel on a terminal, or as one line per step if the output is a file
+or a pipe.
 """
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from asyncgrpo.logs import visible
-from asyncgrpo.recording.progress import RECENT, Following, Progress, lag_line, sync_line
-from asyncgrpo.recording.text import (
-    curriculum_line,
-    line_of,
-    number,
-    parts_line,
-    position,
-    sources_line,
-    suites_of,
-    thousands,
-)
+from asyncgrpo.recording.progress import Curve, Following, Progress
+from asyncgrpo.recording.text import figures, line_of, number, position
 
-# -- character plots ---------------------------------------------------------------------------------------------------
+# -- the panel of a run ------------------------------------------------------------------------------------------------
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot of a braille cell, by row from the top, then column."""
-_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_PLOT_HEIGHT = 5
+_SIDE_BY_SIDE = 160
+"""Columns from which the figures have room beside the curve."""
+_COLOURS = {"training": "green", "done": "green", "drained": "green", "starting": "cyan"}
+_COLOURS |= {"paused": "yellow", "draining": "yellow", "failed": "red", "no reply": "red"}
+
+Note = tuple[str, str, str]
+"""Name, text and style of a line below the figures."""
 
 
 def resample(values: Sequence[float], count: int) -> list[float]:
-    """Resample `values` to `count` points: interpolate linearly if there are fewer, average if there are more."""
-    n = len(values)
-    if n == 1:
-        return [values[0]] * count
-    if n >= count:
-        edges = [i * n // count for i in range(count + 1)]
-        return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    points = []
-    for i in range(count):
-        x = i * (n - 1) / (count - 1)
-        left = min(int(x), n - 2)
-        points.append(values[left] + (x - left) * (values[left + 1] - values[left]))
-    return points
+    """Resample `values` to `count` points: repeat values if there are fewer, average them if there are more."""
+    edges = [i * len(values) // count for i in range(count + 1)]
+    return [fmean(values[a : max(b, a + 1)]) for a, b in pairwise(edges)]
 
 
 def line_plot(values: Sequence[float], width: int, height: int) -> list[str]:
     """Draw `values` as `height` lines of `width` characters, scaled from the smallest (bottom) to the largest (top).
 
-    Each character holds 2 by 4 dots. Fewer than two values, or equal values, give a flat line.
+    Each character holds 2 by 4 dots. Equal values give a flat line.
     """
-    if not values or width < 1 or height < 1:
-        return [" " * max(0, width)] * max(0, height)
-    columns, rows = 2 * width, 4 * height
-    points = resample(values, columns)
-    low, high = min(values), max(values)
+    rows, low, high = 4 * height, min(values), max(values)
     scale = (rows - 1) / (high - low) if high > low else 0.0
-    levels = [round((point - low) * scale) for point in points]
+    levels = [round((point - low) * scale) for point in resample(values, 2 * width)]
     cells = [[0] * width for _ in range(height)]
     previous = levels[0]
     for x, level in enumerate(levels):
@@ -78,216 +61,101 @@ def line_plot(values: Sequence[float], width: int, height: int) -> list[str]:
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
 
 
-def bar(share: float, width: int) -> str:
-    """Return a bar that fills `share` (0 to 1) of `width` characters, padded with spaces."""
-    eighths = round(max(0.0, min(1.0, share)) * width * 8)
-    full, part = divmod(eighths, 8)
-    return ("█" * full + (_EIGHTHS[part] if part else "")).ljust(width)
+class _Body:
+    """The reward curve beside the figures, or above them if the terminal is narrow."""
+
+    def __init__(self, rewards: Curve, rows: RenderableType) -> None:
+        self._rewards, self._rows = rewards, rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width < _SIDE_BY_SIDE:
+            yield from (self._curve(options.max_width), self._rows)
+            return
+        body = Table.grid(expand=True, padding=(0, 2))
+        body.add_column(ratio=1)
+        body.add_column(ratio=2)
+        body.add_row(self._curve(options.max_width // 3 - 2), self._rows)
+        yield body
+
+    def _curve(self, width: int) -> Text:
+        values, margin = self._rewards.y, 8
+        if not values:
+            return Text("no step yet" + "\n" * (_PLOT_HEIGHT - 1), style="dim")
+        labels = {0: number(max(values)), _PLOT_HEIGHT - 1: number(min(values))}
+        lines = line_plot(values, max(4, width - margin), _PLOT_HEIGHT)
+        rows = (Text.assemble((f"{labels.get(i, ''):>7}│", "dim"), (line, "green")) for i, line in enumerate(lines))
+        return Text("\n", no_wrap=True).join(rows)
+
+
+def panel(
+    progress: Progress,
+    title: str,
+    state: str,
+    rows: Iterable[tuple[str, str]],
+    notes: Iterable[Note],
+    *,
+    border: str = "dim",
+    wraps: bool = True,
+) -> Panel:
+    """Return a run as a panel: its reward curve, its figures, and notes below them.
+
+    Args:
+        wraps: False: longer lines are cut, so that the panel keeps its height.
+    """
+    overflow = {"overflow": "fold"} if wraps else {"overflow": "ellipsis", "no_wrap": True}
+    tables = []
+    for lines in ([(name, text, "") for name, text in rows], notes):
+        tables.append(table := Table.grid(padding=(0, 2)))
+        table.add_column(style="dim", no_wrap=True, min_width=10)
+        table.add_column(**overflow)  # type: ignore[arg-type]
+        before = ""
+        for name, text, style in lines:
+            table.add_row("" if name == before else name, Text(visible(text), style=style))
+            before = name
+    colour = next((colour for word, colour in _COLOURS.items() if state.startswith(word)), "white")
+    heading = Text.assemble((f"{title}  ", "bold cyan"), (state, f"bold {colour}"))
+    body = Group(_Body(progress.rewards, tables[0]), tables[1])
+    return Panel(body, title=heading, title_align="left", border_style=border, padding=(0, 1))
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------
 
-_ACTIVITIES = {"wait_data": "wait for data", "train": "train", "publish": "publish", "checkpoint": "checkpoint"}
-_COLOURS = {"wait_data": "yellow", "train": "green", "publish": "cyan", "checkpoint": "magenta"}
-# These limits keep the page within the 24 lines of a small terminal.
-_NUM_SYNCS = 3
 _NUM_WARNINGS = 3
-_NUM_SUITES = 4
-_PLOT_HEIGHT = 6
+"""Warnings that fit the 24 lines of a small terminal."""
 _KEEP_EVERY_S = 30.0
 """Shortest interval between two writes of the progress beside the events."""
 
 
 def render(progress: Progress, now: float | None = None) -> RenderableType:
-    """Return the page of a run. The clock shows `now` (Unix seconds), or the time of the last event if it is None."""
-    body = Table.grid(expand=True, padding=(0, 1))
-    body.add_column(ratio=3)
-    body.add_column(ratio=2)
-    body.add_row(_reward_panel(progress), _panel("now", _numbers(progress), _generators(progress)))
-    body.add_row(
-        _panel("learner's time", _time_bars(progress), _under_way(progress)),
-        _panel(f"lag, groups of the last {RECENT} steps", _lag_bars(progress), _lags(progress)),
-    )
-    return Group(_header(progress, now), body, _notes(progress, now))
-
-
-def _panel(title: str, content: RenderableType, below: str | None = None) -> Panel:
-    return Panel(
-        content,
-        title=title,
-        title_align="left",
-        subtitle=below,
-        subtitle_align="left",
-        border_style="dim",
-        padding=(0, 1),
-    )
-
-
-def _reward_panel(progress: Progress) -> Panel:
-    parts = parts_line(progress.last)
-    return _panel("reward", _RewardPlot(progress), None if parts is None else escape(visible(parts)))
-
-
-def _clock(seconds: float) -> str:
-    minutes, second = divmod(int(seconds), 60)
+    """Return the screen of a run. The clock shows `now` (Unix seconds), or the time of the last event if it is None."""
+    now = progress.updated if now is None else now
+    until = (progress.updated if progress.end else now) or 0.0
+    minutes, second = divmod(int(max(0.0, until - (progress.started or 0.0))), 60)
     hour, minute = divmod(minutes, 60)
-    return f"{hour}:{minute:02d}:{second:02d}"
-
-
-def _header(progress: Progress, now: float | None) -> RenderableType:
-    until = progress.updated if now is None or progress.end else now
-    elapsed = max(0.0, (until or 0.0) - (progress.started or 0.0))
-    share = progress.share_done
-    head = Table.grid(expand=True, padding=(0, 1))
-    head.add_column(no_wrap=True)
-    head.add_column(ratio=1)
-    head.add_column(no_wrap=True, justify="right")
-    if progress.end:
-        state = Text(progress.end.get("status", "ended"), style="bold green" if _is_done(progress) else "bold red")
-    else:
-        state = Text("paused" if progress.is_paused else "training" if progress.steps else "starting", style="bold")
-    head.add_row(
-        Text.assemble((progress.run or "run", "bold cyan"), f"  step {position(progress)}  ", state),
-        ProgressBar(total=1.0, completed=share or 0.0) if share is not None else "",
-        f"{share:4.0%}  {_clock(elapsed)}" if share is not None else _clock(elapsed),
-    )
-    return head
-
-
-def _is_done(progress: Progress) -> bool:
-    return bool(progress.end) and (progress.end or {}).get("status") in ("done", "drained")
-
-
-class _RewardPlot:
-    """The reward curve, as wide as its panel."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        curve = self.progress.rewards
-        if not (rewards := curve.y):
-            yield Text("no step yet" + "\n" * _PLOT_HEIGHT, style="dim")
-            return
-        margin = 8
-        width = max(4, options.max_width - margin)
-        lines = line_plot(rewards, width, _PLOT_HEIGHT)
-        labels = {0: number(max(rewards)), _PLOT_HEIGHT - 1: number(min(rewards))}
-        for row, line in enumerate(lines):
-            yield Text.assemble((f"{labels.get(row, ''):>7}│", "dim"), (line, "green"), no_wrap=True)
-        first, last = str(int(curve.x[0])), f"step {self.progress.step}"
-        yield Text(" " * margin + first + last.rjust(width - len(first)), style="dim", no_wrap=True)
-
-
-def _numbers(progress: Progress) -> RenderableType:
-    last = progress.last
-    generated, trained = progress.tokens_per_second()
-    table = Table.grid(padding=(0, 1), expand=True)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    evaluation = progress.last_eval
-    table.add_row("reward", Text(number(last.get("reward_mean")), style="bold green"))
-    table.add_row("eval", f"{number(evaluation['reward_mean'])} @ {evaluation['step']}" if evaluation else "-")
-    for name, text in list(suites_of(evaluation).items() if evaluation else ())[:_NUM_SUITES]:
-        table.add_row(f" {name}"[:12], text)
-    table.add_row("loss", number(last.get("loss"), 4))
-    table.add_row("length", number(last.get("completion_length_mean"), 1))
-    gap = next((sync["gap_max"] for sync in reversed(progress.syncs) if sync.get("gap_max") is not None), None)
-    gap = last.get("logprob_gap_max") if gap is None else gap
-    table.add_row("log-prob gap", "-" if gap is None else f"{gap:.1e}")
-    table.add_row("generated", f"{thousands(last.get('tokens_generated') or 0)}  {thousands(generated)}/s")
-    table.add_row("trained", f"{thousands(progress.tokens_trained)}  {thousands(trained)}/s")
-    return table
-
-
-def _generators(progress: Progress) -> str | None:
-    shares = progress.generator_shares(RECENT)
-    return f"sampling {shares.get('generate', 0):.0%}, scoring {shares.get('reward', 0):.0%}" if shares else None
-
-
-def _time_bars(progress: Progress) -> RenderableType:
-    shares = progress.time_shares(RECENT)
-    named = {label: (shares.get(activity, 0.0), _COLOURS[activity]) for activity, label in _ACTIVITIES.items()}
-    if (rest := sum(share for activity, share in shares.items() if activity not in _ACTIVITIES)) > 0.005:
-        named["other"] = (rest, "white")
-    return _bars({label: (share, f"{share:.0%}", colour) for label, (share, colour) in named.items()})
-
-
-def _lag_bars(progress: Progress) -> RenderableType:
-    lags = progress.lags(RECENT)
-    if not lags:
-        return Text("no step yet", style="dim")
-    total, most = sum(lags.values()), max(lags)
-    # At most five rows, so that the page keeps its height: the oldest lags share the last.
-    rows = {str(lag): lags.get(lag, 0) for lag in range(min(most, 3) + 1)}
-    if most > 3:
-        beyond = sum(groups for lag, groups in lags.items() if lag > 3)
-        rows["4" if most == 4 else f"4-{most}"] = beyond
-    return _bars({label: (groups / total, str(groups), "blue") for label, groups in rows.items()})
-
-
-def _lags(progress: Progress) -> str | None:
-    lags = progress.lags(RECENT)
-    return lag_line(lags, progress.last.get("max_lag")) if lags else None
-
-
-def _under_way(progress: Progress) -> str | None:
-    """Return the groups under way against the wanted number or the slots, and their time ready: means of the last steps."""
-    under_way, ready = progress.mean("under_way", RECENT), progress.mean("ready_seconds", RECENT)
-    if under_way is None:
-        return None
-    wanted = progress.mean("wanted", RECENT)
-    of = f"{wanted:.0f} wanted" if wanted is not None else f"{progress.mean('slots', RECENT):.0f} slots"
-    return f"under way {under_way:.0f} of {of}" + (f", ready {ready:.1f} s" if ready is not None else "")
-
-
-def _bars(rows: dict[str, tuple[float, str, str]]) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(style="dim", no_wrap=True, justify="right")
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, justify="right")
-    for label, (share, figure, colour) in rows.items():
-        table.add_row(label, Text(bar(share, 18), style=colour), figure)
-    return table
-
-
-def _paused(progress: Progress, now: float | None) -> str:
-    """Return the generators whose rewards are paused, and the time of the next probe. `now` is that of `render`."""
-    at = progress.updated if now is None else now
-    events = progress.paused.values()
-    probe_in_s = min(event["time"] + event["probe_in_s"] for event in events) - (at or 0.0)
-    since_s = (at or 0.0) - min(event["since"] for event in events)
-    reason = next(iter(events))["reason"]
-    return (
-        f"paused at {', '.join(sorted(progress.paused))} for {since_s:.0f} s, probing again in {max(0.0, probe_in_s):.0f} s"
-        f": {reason}"
+    state = "paused" if progress.is_paused else "training" if progress.steps else "starting"
+    state = progress.end.get("status", "ended") if progress.end else state
+    done = "" if progress.share_done is None else f"  {progress.share_done:.0%}"
+    return panel(
+        progress,
+        f"{progress.run or 'run'}  step {position(progress)}",
+        f"{state}{done}  {hour}:{minute:02d}:{second:02d}",
+        figures(progress),
+        _notes(progress, now),
+        wraps=False,
     )
 
 
-def _notes(progress: Progress, now: float | None) -> RenderableType:
-    """Return the notes: sources, prompts, the last publications, the advice and the last warnings."""
-    notes = Table.grid(padding=(0, 2))
-    notes.add_column(style="dim", no_wrap=True)
-    notes.add_column(no_wrap=True, overflow="ellipsis")
-    advice = None if progress.paused or progress.is_paused else progress.advice
-    sources = sources_line(progress.last)
-    often = curriculum_line(progress.curriculum) if progress.curriculum is not None else None
-    num_notes = bool(progress.paused or advice) + (sources is not None) + (often is not None)
-    if sources is not None:
-        notes.add_row("sources", Text(visible(sources)))
-    if often is not None:
-        notes.add_row("prompts", Text(visible(often)))
-    syncs = list(progress.syncs)
-    for i, sync in enumerate(syncs[max(0, len(syncs) + num_notes - _NUM_SYNCS) :]):
-        style = "" if sync.get("checksum") == "ok" else "bold red"
-        notes.add_row("weights" if i == 0 else "", Text(sync_line(sync), style=style))
-    if progress.paused:
-        notes.add_row("rewards", Text(_paused(progress, now), style="bold yellow"))
-    if advice:
-        notes.add_row("advice", Text(visible(advice["sentence"])))
-    for i, warning in enumerate(list(progress.warnings)[-_NUM_WARNINGS:]):
-        notes.add_row("warnings" if i == 0 else "", Text(visible(warning), style="yellow"))
-    return notes
+def _notes(progress: Progress, now: float | None) -> Iterator[Note]:
+    if paused := progress.paused.values():
+        at, actors = now or 0.0, ", ".join(sorted(progress.paused))
+        since_s = at - min(event["since"] for event in paused)
+        probe_in_s = max(0.0, min(event["time"] + event["probe_in_s"] for event in paused) - at)
+        reason = next(iter(paused))["reason"]
+        text = f"paused at {actors} for {since_s:.0f} s, probing again in {probe_in_s:.0f} s: {reason}"
+        yield "rewards", text, "bold yellow"
+    elif progress.advice and not progress.is_paused:
+        yield "advice", progress.advice["sentence"], ""
+    yield from (("warnings", warning, "yellow") for warning in progress.warnings[-_NUM_WARNINGS:])
 
 
 def watch(

@@ -1,56 +1,60 @@
-"""A run as text: one line per event for a log, and the summary at the end."""
+"""A run as text: one line per event, the figures that every view of a run shows, and the summary at the end."""
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from asyncgrpo.recording.events import Event
-from asyncgrpo.recording.progress import Progress, counts_in_words, is_bad_sync, lag_line, mean_lag, short_version
+from asyncgrpo.recording.progress import (
+    Progress,
+    Totals,
+    counts_in_words,
+    lags_of,
+    mean_lag,
+    seconds_by_activity,
+    shares,
+    short_version,
+    sync_line,
+    warning_of,
+)
 
 Estimated = Sequence[float | None]
 """A number of a suite: its value, and both ends of its 95 % interval."""
 
 # -- a line for an event -----------------------------------------------------------------------------------------------
 
-_WARNINGS = frozenset(
-    {"restart", "drain", "stall", "fault", "warning"}
-    | {"reward_failed", "rewards_paused", "rewards_resumed", "lease_failed"}
-)
-
 
 def line_of(event: Event, progress: Progress) -> str | None:
     """Return the line of an event; None: it has none. `progress` includes the event."""
-    kind = event["event"]
-    if kind == "start":
-        return f"start {event.get('run', '')} at step {event.get('step')}"
-    if kind == "step":
-        return _step_line(event, progress)
-    if kind == "eval":
-        line = f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}  completions {event.get('completions')}"
-        line += "".join(f"  {name} {text}" for name, text in suites_of(event).items())
-        return line + (f"  failures: {counts_in_words(failures)}" if (failures := event.get("failures")) else "")
-    if kind == "checkpoint":
-        return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
-    if kind == "recovered":
-        return f"recovered from: {event['fault']} {event['actor']}  {event['seconds']:.1f} s"
-    if kind in _WARNINGS or (kind == "sync" and is_bad_sync(event)):
-        return f"warning: {progress.warnings[-1]}"
-    if kind == "curriculum":
-        return curriculum_line(event)
-    if kind == "advice":
-        return f"advice  {event['sentence']}"
-    if kind == "end":
-        return f"end   {event.get('status')} at step {event.get('step')}"
-    return None
+    match event["event"]:
+        case "start":
+            return f"start {event.get('run', '')} at step {event.get('step')}"
+        case "step":
+            return _step_line(event, progress)
+        case "eval":
+            line = f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}"
+            line += f"  completions {event.get('completions')}"
+            line += "".join(f"  {name} {text}" for name, text in suites_of(event).items())
+            return line + (f"  failures: {counts_in_words(failures)}" if (failures := event.get("failures")) else "")
+        case "checkpoint":
+            return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
+        case "recovered":
+            return f"recovered from: {event['fault']} {event['actor']}  {event['seconds']:.1f} s"
+        case "curriculum":
+            return curriculum_line(event)
+        case "advice":
+            return f"advice  {event['sentence']}"
+        case "end":
+            return f"end   {event.get('status')} at step {event.get('step')}"
+    return None if (warning := warning_of(event)) is None else f"warning: {warning}"
 
 
 def _step_line(step: Event, progress: Progress) -> str:
-    lags = {int(lag): groups for lag, groups in (step.get("lags") or {}).items()}
+    lags = lags_of(step)
     generated, trained = progress.tokens_per_second()
-    seconds = step.get("seconds") or {}
-    waited = seconds.get("wait_data", 0.0) / total if (total := sum(seconds.values())) > 0 else 0.0
+    waited = shares(seconds_by_activity(step)).get("wait_data", 0.0)
     width = len(str(progress.total_steps or 0))
     of = f"/{progress.total_steps}" if progress.total_steps else ""
     line = (
@@ -87,18 +91,6 @@ def headline(numbers: Mapping[str, Estimated]) -> dict[str, Estimated]:
     return {name: numbers[name] for name in dict.fromkeys(names) if name in numbers}
 
 
-def parts_line(step: Event) -> str | None:
-    """Return the means of the rewards' named parts, as "correct 0.510, format 0.920"; None without parts."""
-    return ", ".join(f"{name} {number(mean)}" for name, mean in (step.get("reward_parts") or {}).items()) or None
-
-
-def sources_line(step: Event) -> str | None:
-    """Return the mean rewards of several sources, as "aiw 0.510, gsm8k 0.920"; None with fewer than two."""
-    sources = step.get("sources") or {}
-    named = [f"{source} {number(numbers.get('reward_mean'))}" for source, numbers in sources.items()]
-    return ", ".join(named) if len(named) > 1 else None
-
-
 def curriculum_line(event: Event) -> str | None:
     """Return the places of the prompts of a round, by kind; None before any result."""
     prompts, places = event["prompts"], event["places"]
@@ -131,6 +123,86 @@ def thousands(value: float) -> str:
     return f"{value:.3g}G"
 
 
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that at least `share` of all values do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+# -- the figures of a run ----------------------------------------------------------------------------------------------
+
+Rows = Iterator[tuple[str, str]]
+"""Figures, each with its name."""
+
+
+def figures(progress: Progress) -> Rows:
+    """Yield the figures of a run, over its last ten steps, for the screen, `status` and `top`."""
+    last, evaluation = progress.last, progress.last_eval
+    held_out = f", eval {number(evaluation['reward_mean'])} @ {evaluation['step']}" if evaluation else ""
+    parts = ", ".join(f"{name} {number(mean)}" for name, mean in (last.get("reward_parts") or {}).items())
+    yield "reward", number(last.get("reward_mean")) + held_out + (f" ({parts})" if parts else "")
+    if evaluation and (suites := suites_of(evaluation)):
+        yield "suites", "; ".join(f"{name} {text}" for name, text in suites.items())
+    if len(sources := last.get("sources") or {}) > 1:
+        yield "sources", ", ".join(f"{name} {number(of.get('reward_mean'))}" for name, of in sources.items())
+    if progress.curriculum is not None and (line := curriculum_line(progress.curriculum)) is not None:
+        yield "prompts", line
+    yield from flow(progress.recent, last.get("max_lag"))
+    generated, trained = progress.tokens_per_second()
+    rate = "" if (hourly := _steps_per_hour(progress)) is None else f"{thousands(hourly)} steps/h, "
+    rate += f"{thousands(generated)} tok/s generated, {thousands(trained)} trained"
+    sums = f"{thousands(last.get('tokens_generated') or 0)} and {thousands(progress.tokens_trained)} tokens"
+    yield "speed", f"{rate}; so far {sums}"
+    gap = next((sync["gap_max"] for sync in reversed(progress.syncs) if sync.get("gap_max") is not None), None)
+    gap = last.get("logprob_gap_max") if gap is None else gap
+    yield (
+        "policy",
+        f"loss {number(last.get('loss'), 4)}, length {number(last.get('completion_length_mean'), 1)}"
+        + ("" if gap is None else f", log-prob gap {gap:.1e}"),
+    )
+    if progress.syncs:
+        yield "weights", sync_line(progress.syncs[-1])
+
+
+def flow(totals: Totals, max_lag: int | None) -> Rows:
+    """Yield the figures of groups, learner and generators over some steps.
+
+    Args:
+        max_lag: the bound on the lag; None: unknown.
+    """
+    if lags := totals.lags:
+        of = "" if max_lag is None else f" of {max_lag}"
+        p50, p90 = _lag_quantile(lags, 0.5), _lag_quantile(lags, 0.9)
+        yield "lag", f"mean {mean_lag(lags):.2f}, p50 {p50}, p90 {p90}, max {max(lags)}{of} steps"
+    under_way, wanted, ready = (totals.mean(name) for name in ("under_way", "wanted", "ready_seconds"))
+    if under_way is not None:
+        of = f"{wanted:.1f} wanted" if wanted is not None else f"{totals.mean('slots'):.1f} slots"
+        waits = f"; a group waits ready {ready:.2f} s" if ready is not None else ""
+        yield "under way", f"mean {under_way:.1f} groups of {of}{waits}"
+    for name, spent in (("generators", totals.generators), ("learner", totals.learner)):
+        if of_time := {_ACTIVITIES.get(what, what): share for what, share in shares(spent).items() if share > 0.005}:
+            yield name, ", ".join(f"{what} {share:.0%}" for what, share in of_time.items())
+
+
+def _lag_quantile(lags: Mapping[int, int], share: float) -> int:
+    """Return the smallest lag that at least `share` of the groups do not exceed, given their counts."""
+    left = share * sum(lags.values())
+    return next((lag for lag, groups in sorted(lags.items()) if (left := left - groups) <= 0), max(lags))
+
+
+_ACTIVITIES = {
+    **{"generate": "sampling", "reward": "only scoring", "weights": "changing weights"},
+    **{"wait_data": "waiting for data", "train": "training", "publish": "publishing", "checkpoint": "checkpoints"},
+}
+
+
+def _steps_per_hour(progress: Progress) -> float | None:
+    """Return the rate over the last steps; None before the second one."""
+    recent = progress.steps
+    if len(recent) < 2 or (seconds := recent[-1]["time"] - recent[0]["time"]) <= 0:
+        return None
+    return 3600 * (len(recent) - 1) / seconds
+
+
 # -- the summary -------------------------------------------------------------------------------------------------------
 
 
@@ -140,87 +212,53 @@ def summary(progress: Progress, run_dir: Path | None = None) -> str:
     Args:
         run_dir: run folder; its files are listed, if given.
     """
-    rows = [("run", f"{progress.run or '-'}: {_status(progress)}")]
-    if progress.steps:
-        rows += [*_learning(progress), *_flow(progress)]
-    if dropped := progress.untrained("dropped"):
-        rows.append(("dropped", f"{dropped.total():,} groups: {counts_in_words(dropped)}"))
-    if filtered := progress.untrained("filtered"):
-        rows.append(("filtered", f"{filtered.total():,} groups without signal: {counts_in_words(filtered)}"))
-    if (checkpoint := progress.last_checkpoint) is not None:
-        rows.append(("checkpoint", f"{checkpoint['path']} (step {checkpoint['step']})"))
-    if run_dir is not None:
-        rows += [("files" if first else "", text) for first, text in _files(Path(run_dir))]
+    rows = [*_rows(progress), *(_files(run_dir) if run_dir is not None else ())]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)
 
 
-def _status(progress: Progress) -> str:
+def _rows(progress: Progress) -> Rows:
     of = f" of {progress.total_steps}" if progress.total_steps else ""
     status = progress.end.get("status", "ended") if progress.end else "not ended"
-    return f"{status} at step {progress.step}{of}, {progress.training_seconds:.1f} s of training"
+    seconds = f"{progress.training_seconds:.1f} s of training"
+    yield "run", f"{progress.run or '-'}: {status} at step {progress.step}{of}, {seconds}"
+    if progress.steps:
+        yield from _of_steps(progress)
+    if dropped := progress.dropped:
+        yield "dropped", f"{sum(dropped.values()):,} groups: {counts_in_words(dropped)}"
+    if filtered := progress.filtered:
+        yield "filtered", f"{sum(filtered.values()):,} groups without signal: {counts_in_words(filtered)}"
+    if (checkpoint := progress.last_checkpoint) is not None:
+        yield "checkpoint", f"{checkpoint['path']} (step {checkpoint['step']})"
 
 
-def _learning(progress: Progress) -> list[tuple[str, str]]:
+def _of_steps(progress: Progress) -> Rows:
     first, last = progress.first_rewards, progress.last_rewards
-    rows = []
     if first:
         means = f"{number(fmean(first))} -> {number(fmean(last))}"
-        rows.append(("reward", f"{means} (means of {len(first)} first and last steps)"))
+        yield "reward", f"{means} (means of {len(first)} first and last steps)"
     if progress.first_eval is not None and progress.last_eval is not None:
         both = progress.first_eval, progress.last_eval
         scores = [number(event["reward_mean"]) for event in both if event.get("reward_mean") is not None]
-        rows.append(("eval", " -> ".join(dict.fromkeys(scores)) or "no score"))
+        yield "eval", " -> ".join(dict.fromkeys(scores)) or "no score"
         before, now = map(suites_of, both)
-        rows += [(f"  {name}", " -> ".join(filter(None, (before.get(name), text)))) for name, text in now.items()]
-    return rows
-
-
-def _flow(progress: Progress) -> list[tuple[str, str]]:
-    lags = progress.lags()
-    good = progress.num_syncs - progress.num_bad_syncs
-    rows = [
-        ("tokens", _tokens(progress)),
-        ("lag", f"mean {mean_lag(lags):.2f}, {lag_line(lags, progress.last.get('max_lag'))} steps"),
-        *_admission(progress),
-        ("weight syncs", f"{good} of {progress.num_syncs} proved by checksum"),
-    ]
-    if (gap := progress.largest_logprob_gap) is not None:
-        rows.append(("log-prob gap", f"max {gap:.2g} nats between learner and engine"))
-    if progress.largest_gap is not None:
-        rows.append(("sync gap", f"max {progress.largest_gap:.2g} nats, at {progress.num_gaps} publications"))
-    rows.append(("waiting", f"{progress.time_shares().get('wait_data', 0.0):.0%} of the learner's time"))
-    if progress.num_restarts:
-        rows.append(("restarts", str(progress.num_restarts)))
-    if progress.undone_steps:
-        rows.append(
-            ("undone", f"{progress.undone_steps} steps after the last checkpoint before a crash, trained again")
-        )
-    if progress.num_faults:
-        rows += _survived(progress)
-    return rows
-
-
-def _admission(progress: Progress) -> list[tuple[str, str]]:
-    """Rows on groups under way, their wait, the generators' time, and the advice."""
-    under_way, wanted, ready = (progress.mean(name) for name in ("under_way", "wanted", "ready_seconds"))
-    if under_way is None:
-        return []
-    of = f"{wanted:.1f} wanted" if wanted is not None else f"{progress.mean('slots'):.1f} slots"
-    groups = f"mean {under_way:.1f} groups of {of}"
-    rows = [("under way", groups + (f"; a group waits ready {ready:.2f} s" if ready is not None else ""))]
-    if text := _generators(progress):
-        rows.append(("generators", text))
+        yield from ((f"  {name}", " -> ".join(filter(None, (before.get(name), text)))) for name, text in now.items())
+    yield "tokens", _tokens(progress)
+    yield from flow(progress.totals, progress.last.get("max_lag"))
     if progress.advice:
-        rows.append(("advice", f"{progress.advice['sentence']} ({progress.advice['evidence']})"))
-    return rows
-
-
-def _generators(progress: Progress) -> str | None:
-    shares = progress.generator_shares()
-    named = {"generate": "sampling", "reward": "only scoring", "weights": "changing weights", "idle": "idle"}
-    text = ", ".join(f"{words} {shares.get(what, 0.0):.0%}" for what, words in named.items())
-    return f"{text} of their time" if shares else None
+        yield "advice", f"{progress.advice['sentence']} ({progress.advice['evidence']})"
+    good = progress.num_syncs - progress.num_bad_syncs
+    yield "weight syncs", f"{good} of {progress.num_syncs} proved by checksum"
+    if (gap := progress.largest_logprob_gap) is not None:
+        yield "log-prob gap", f"max {gap:.2g} nats between learner and engine"
+    if progress.largest_gap is not None:
+        yield "sync gap", f"max {progress.largest_gap:.2g} nats, at {progress.num_gaps} publications"
+    if progress.num_restarts:
+        yield "restarts", str(progress.num_restarts)
+    if progress.undone_steps:
+        yield "undone", f"{progress.undone_steps} steps after the last checkpoint before a crash, trained again"
+    if progress.num_faults:
+        yield from _survived(progress)
 
 
 def _tokens(progress: Progress) -> str:
@@ -236,31 +274,26 @@ def _tokens(progress: Progress) -> str:
     return f"{tokens['generated']:,} generated = {' + '.join(parts)}"
 
 
-def _survived(progress: Progress) -> list[tuple[str, str]]:
-    """Rows on the faults of `--chaos`: seconds until every process was up and a step was trained again."""
+def _survived(progress: Progress) -> Rows:
+    """Yield rows on the faults of `--chaos`: seconds until every process was up and a step was trained again."""
     by_kind: dict[str, list[float]] = defaultdict(list)
-    for kind_of_fault, seconds_of_it in progress.recoveries:
-        by_kind[kind_of_fault].append(seconds_of_it)
-    rows = [("faults", f"{progress.num_faults} injected, {progress.num_recoveries} survived; seconds to recovery:")]
-    every = [seconds for kind in by_kind.values() for seconds in kind]
-    for kind, seconds in [*sorted(by_kind.items()), ("all", every)]:
-        if seconds:
-            p50, p99 = quantile(seconds, 0.5), quantile(seconds, 0.99)
-            rows.append(("", f"{kind:<18}{len(seconds):>4}   p50 {p50:5.1f}   p99 {p99:5.1f}"))
-    return rows
+    for kind, seconds in progress.recoveries:
+        by_kind[kind].append(seconds)
+    yield "faults", f"{progress.num_faults} injected, {progress.num_recoveries} survived; seconds to recovery:"
+    every = [seconds for _, seconds in progress.recoveries]
+    for kind, values in [*sorted(by_kind.items()), *([("all", every)] if every else [])]:
+        p50, p99 = quantile(values, 0.5), quantile(values, 0.99)
+        yield "", f"{kind:<18}{len(values):>4}   p50 {p50:5.1f}   p99 {p99:5.1f}"
 
 
-def _files(run_dir: Path) -> list[tuple[bool, str]]:
-    found = []
+def _files(run_dir: Path) -> Rows:
+    name = "files"
     for path in sorted(run_dir.iterdir()) if run_dir.is_dir() else []:
         if path.is_dir():
             count = sum(1 for inner in path.iterdir() if not inner.name.startswith("."))
-            found.append(f"{path}/ ({count} entr{'y' if count == 1 else 'ies'})")
+            yield name, f"{path}/ ({count} entr{'y' if count == 1 else 'ies'})"
         elif not path.name.startswith("."):
-            found.append(str(path))
-    return [(i == 0, text) for i, text in enumerate(found)]
-
-
-def quantile(values: list[float], share: float) -> float:
-    """Return the smallest value that at least `share` of all values do not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+            yield name, str(path)
+        else:
+            continue
+        name = ""

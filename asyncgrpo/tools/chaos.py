@@ -69,12 +69,22 @@ class _Fault:
     """Undoes the fault; None if not needed or done."""
 
 
-@dataclass(frozen=True)
-class _Kind:
-    name: str
-    actor: str
-    weight: float
-    do: Callable[[str], _Fault]
+_WEIGHTS = {
+    "kill generator": 3.0,
+    "freeze generator": 1.0,
+    "pause generator": 1.0,
+    "kill generators": 0.5,
+    "kill buffer": 1.0,
+    "freeze buffer": 0.5,
+    "pause buffer": 0.5,
+    "kill learner": 1.0,
+    "freeze learner": 0.5,
+    "pause learner": 0.5,
+    "partition network": 1.5,
+    "reset network": 1.5,
+    "full disk": 1.0,
+}
+"""Relative frequency of each kind and actor."""
 
 
 class Chaos:
@@ -96,21 +106,6 @@ class Chaos:
         self._core_faults = 0
         """Faults of core actors since the last trained step."""
         self._faults = list(plan.faults)
-        self._kinds = [
-            _Kind("kill", "generator", 3.0, self._kill),
-            _Kind("freeze", "generator", 1.0, self._freeze),
-            _Kind("pause", "generator", 1.0, self._pause),
-            _Kind("kill", "generators", 0.5, self._kill),
-            _Kind("kill", "buffer", 1.0, self._kill),
-            _Kind("freeze", "buffer", 0.5, self._freeze),
-            _Kind("pause", "buffer", 0.5, self._pause),
-            _Kind("kill", "learner", 1.0, self._kill),
-            _Kind("freeze", "learner", 0.5, self._freeze),
-            _Kind("pause", "learner", 0.5, self._pause),
-            _Kind("partition", "network", 1.5, self._partition),
-            _Kind("reset", "network", 1.5, self._reset),
-            _Kind("full", "disk", 1.0, self._fill_disk),
-        ]
 
     def route(self, endpoints: EndpointsChanged) -> EndpointsChanged:
         """Return the endpoints with an interruptible proxy between generators and buffer."""
@@ -135,10 +130,10 @@ class Chaos:
             if self._due_s is None:  # no fault before the first step
                 self._due_s = now + self._interval_s()
         if may_strike and self._due_s is not None and now >= self._due_s and self._watch.pids("buffer", "learner"):
-            kind = self._next_kind()
+            kind, _, actor = self._next().partition(" ")
             self._due_s = now + self._interval_s() if self._faults or not self._plan.faults else math.inf
-            self._core_faults += kind.actor in CORE
-            fault = kind.do(kind.actor)
+            self._core_faults += actor in CORE
+            fault = getattr(self, f"_{kind}")(actor)
             self._open.append(fault)
             self._events.write("fault", fault=fault.kind, actor=fault.actor)
             log.warning("chaos: %s %s", fault.kind, fault.actor)
@@ -157,13 +152,13 @@ class Chaos:
         lineage, step = fault.after
         return self._reached[1] > (step if core.setup.lineage == lineage else core.first_step)
 
-    def _next_kind(self) -> _Kind:
-        if not self._plan.faults:
-            may_lose_core = self._core_faults + 1 < liveness.FAILED_STARTS
-            kinds = [kind for kind in self._kinds if may_lose_core or kind.actor not in CORE]
-            return self._rng.choices(kinds, [kind.weight for kind in kinds])[0]
-        wanted = self._faults.pop(0)
-        return next(kind for kind in self._kinds if f"{kind.name} {kind.actor}" == wanted)
+    def _next(self) -> str:
+        """Return kind and actor of the next fault."""
+        if self._plan.faults:
+            return self._faults.pop(0)
+        may_lose_core = self._core_faults + 1 < liveness.FAILED_STARTS
+        weights = {name: w for name, w in _WEIGHTS.items() if may_lose_core or name.partition(" ")[2] not in CORE}
+        return self._rng.choices(list(weights), list(weights.values()))[0]
 
     def _interval_s(self) -> float:
         return self._rng.uniform(0.5, 1.5) * HOUR_S / self._plan.per_hour
@@ -194,7 +189,7 @@ class Chaos:
             self._proxy.cut()
         return _Fault("reset", actor, self._clock(), self._reached)
 
-    def _fill_disk(self, actor: str) -> _Fault:
+    def _full(self, actor: str) -> _Fault:
         """Make the kernel refuse writes of buffer and learner."""
         fault = _Fault("full", actor, self._clock(), self._reached)
         pids = self._watch.pids("buffer", "learner")

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -128,7 +129,9 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
     manifests = [found.record for found in history.found if isinstance(found.record, BatchIssued)]
     newest = max((m.step for m in manifests if m.version.lineage == last), default=0)
     path = surviving_path(starts, PolicyVersion(last, newest) if newest else starts[last].parent)
-    standing = sorted((m for m in manifests if is_on(path, PolicyVersion(m.version.lineage, m.step))), key=_step)
+    standing = sorted(
+        (m for m in manifests if is_on(path, PolicyVersion(m.version.lineage, m.step))), key=attrgetter("step")
+    )
     if not standing:
         raise JournalError(f"the journal of {run} holds no step to train again")
     wanted = [m for m in standing if m.step > from_step and (to_step is None or m.step <= to_step)]
@@ -137,7 +140,8 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
             f"the journal of {run} holds steps up to {standing[-1].step}; --from-step and --to-step leave none of them"
         )
     _check_every_step(run, wanted, from_step)
-    groups, checkpoints = _groups(history), _checkpoints(run, path)
+    groups = {found.record.lease_id: found for found in history.found if isinstance(found.record, Delivered)}
+    checkpoints = _checkpoints(run, path)
     if from_step and from_step not in checkpoints:
         there = ", ".join(map(str, sorted(checkpoints))) or "none"
         raise JournalError(
@@ -147,22 +151,11 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
     return Timeline(run, history, tuple(_legs(run, starts, wanted, groups)), checkpoints.get(from_step))
 
 
-def _step(manifest: BatchIssued) -> int:
-    return manifest.step
-
-
-def _groups(history: History) -> dict[str, Found]:
-    """Return the delivered groups by lease id."""
-    return {found.record.lease_id: found for found in history.found if isinstance(found.record, Delivered)}
-
-
 def _check_every_step(run: Path, wanted: list[BatchIssued], from_step: int) -> None:
     for expected, manifest in enumerate(wanted, start=from_step + 1):
         if manifest.step > expected:
-            raise JournalError(
-                f"the journal of {run} has no manifest of step {expected}; `{_audit(run)}` lists the missing records, and "
-                "--from-step begins with a later checkpoint"
-            )
+            fix = f"`{_audit(run)}` lists the missing records, and --from-step begins with a later checkpoint"
+            raise JournalError(f"the journal of {run} has no manifest of step {expected}; {fix}")
         if manifest.step < expected:
             raise JournalError(f"the journal of {run} has two manifests of step {manifest.step}: see `{_audit(run)}`")
 
@@ -518,7 +511,7 @@ class Replay:
     def _set_lr(self, version: PolicyVersion, configured: float, learner: Learner, team: Team) -> None:
         """Set the peak learning rate of the step from `version`, which an operator may have changed."""
         of_start = [(at, lr) for at, lr in self._rates if at.lineage == version.lineage and at.number <= version.number]
-        _, lr = max(of_start, key=lambda change: change[0], default=(version, configured))
+        _, lr = max(of_start, default=(version, configured))
         if lr != learner.config.learner.lr:
             team.broadcast(RankCommand(what="set_lr", lr=lr))
             learner.set_lr(lr)

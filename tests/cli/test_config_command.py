@@ -16,12 +16,6 @@ def test_explain_prints_one_key_or_all(asyncgrpo):
     assert len(asyncgrpo("config", "explain").out.splitlines()) == len(knobs())
 
 
-def test_explain_gives_json_to_scripts(asyncgrpo):
-    found = json.loads(asyncgrpo("config", "explain", "buffer.max_lag", "--json").out)[0]
-    assert (found["key"], found["default"], found["required"]) == ("buffer.max_lag", 4, False)
-    assert len(json.loads(asyncgrpo("config", "explain", "--json").out)) == len(knobs())
-
-
 def test_explain_answers_a_misspelt_key_with_the_right_one(asyncgrpo):
     ended = asyncgrpo("config", "explain", "buffer.maxlag")
     assert ended.code == 1
@@ -43,7 +37,6 @@ def test_algorithms_are_listed_with_a_line_each(asyncgrpo):
     lines = asyncgrpo("config", "algorithms").out.splitlines()
     assert [line.split()[0] for line in lines] == algorithm_names()
     assert "one ratio for a whole completion" in next(line for line in lines if line.startswith("gspo "))
-    assert list(json.loads(asyncgrpo("config", "algorithms", "--json").out)) == algorithm_names()
 
 
 def test_show_lays_an_algorithm_over_the_file_and_says_so(asyncgrpo):

@@ -30,9 +30,10 @@ def test_status_tells_how_the_run_is(asyncgrpo, operator):
         "demo: training",
         "step       12/60, start number 1",
         "reward     0.120",
-        "lag        p50 1, p90 2, max 2 of 2",
-        "learner    waits 12% of its time",
-        "generators 2 working, busy 88%, idle 12%",
+        "lag        mean 0.88, p50 1, p90 2, max 2 of 2",
+        "learner    waiting for data 12%",
+        "engines    2 working, of 2",
+        "generators sampling 75%, only scoring 6%, changing weights 6%, idle 12%",
         "1.8k steps/h",
         "learner.lr=0.001, buffer.max_lag=2",
         "a fifth nothing: asyncgrpo scale generators 3 runs/demo",
@@ -46,7 +47,7 @@ def test_a_run_that_starts_says_what_it_waits_for_and_nothing_else(asyncgrpo, op
     operator.state = "starting"
     said = asyncgrpo("status").out
     assert "demo: starting" in said and "waits for  generator-0, generator-1" in said
-    assert "waits 12%" not in said and "process " not in said and "Waiting:" not in said
+    assert "waiting for data" not in said and "process " not in said and "Waiting:" not in said
 
 
 def test_status_as_json_is_for_scripts(asyncgrpo, operator):

@@ -88,18 +88,18 @@ def paced(folder: Path) -> Path:
 def test_a_plan_of_a_run_is_its_advice(tmp_path, asyncgrpo):
     """They had two models and two windows, and named two sides as the limit."""
     run_dir = paced(tmp_path)
-    found = pace_of_run(run_dir)
-    assert found.gpus == 8
+    _, config, gpus, advice = pace_of_run(run_dir)
+    assert gpus == 8
     events = list(read_events(run_dir / "metrics.jsonl"))
-    assert found.advice == advise(events, found.config, gpus=8)
-    assert found.advice[0].command == "scale generators 4"
+    assert advice == advise(events, config, gpus=8)
+    assert advice[0].command == "scale generators 4"
     plan = json.loads(asyncgrpo("plan", "--from", str(run_dir), "--json").out)
-    assert plan["limit"] == found.advice[0].bottleneck == "generators"
+    assert plan["limit"] == advice[0].bottleneck == "generators"
     gains = {(one["generators"], one["ranks"]): one["gain"] for one in plan["options"]}
-    assert gains[4, 2] == pytest.approx(found.advice[0].gain) and gains[3, 2] == 0
-    assert [one["sentence"] for one in plan["advice"]] == [one.sentence for one in found.advice]
+    assert gains[4, 2] == pytest.approx(advice[0].gain) and gains[3, 2] == 0
+    assert [one["sentence"] for one in plan["advice"]] == [one.sentence for one in advice]
     text = asyncgrpo("plan", "--from", str(run_dir)).out
-    assert f"advice: {found.advice[0].sentence}" in text and "GPU" not in text
+    assert f"advice: {advice[0].sentence}" in text and "GPU" not in text
 
 
 def test_a_run_of_few_steps_has_no_plan(tmp_path, asyncgrpo):

@@ -25,7 +25,7 @@ from asyncgrpo.control.operator import (
     WriteCheckpoint,
 )
 from asyncgrpo.errors import CommandRefused
-from asyncgrpo.recording.adviser import LOOK_S
+from asyncgrpo.recording.advice import LOOK_S
 from asyncgrpo.recording.events import EventLog, read_events
 from asyncgrpo.recording.progress import Progress
 from asyncgrpo.wire.supervision import Steer

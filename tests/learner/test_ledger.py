@@ -136,7 +136,7 @@ def test_the_totals_of_a_killed_run_agree_with_each_other(recorder, tmp_path):
     progress = Progress.of(events)
     assert_balanced(progress.tokens)
     assert progress.undone_steps == 2
-    assert progress.untrained("dropped") == {"stale": 1, "ahead": 2}, "also what no step event before the crash told of"
+    assert progress.dropped == {"stale": 1, "ahead": 2}, "also what no step event before the crash told of"
     text = summary(Progress.of(events))
     assert "140 generated = 110 trained + 30 dropped (stale 10, unusable 20)" in text
     assert "3 groups: ahead 2, stale 1" in text and "2 steps after the last checkpoint before a crash" in text

@@ -6,8 +6,7 @@ from typing import get_args
 import pytest
 
 from asyncgrpo import metrics
-from asyncgrpo.recording.advice import Advice, Bottleneck
-from asyncgrpo.recording.adviser import TELL_S, Adviser, Autopilot
+from asyncgrpo.recording.advice import TELL_S, Advice, Adviser, Autopilot, Bottleneck
 from asyncgrpo.recording.events import EventLog, read_events
 from tests.recording.test_advice import BASE, step
 from tests.runs import assert_declared

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncgrpo.recording.events import EventLog, Follower, Place, read_events
-from asyncgrpo.recording.tail import newest_first, read_tail
+from asyncgrpo.recording.events import EventLog, Follower, Place, newest_first, read_events, read_tail
 
 
 def step(n: int, **more):
@@ -216,7 +215,7 @@ def test_a_follower_begins_near_the_end_and_reads_a_long_file_in_parts(path, mon
     log = EventLog(path)
     for n in range(1, 101):
         log.write("step", **step(n))
-    monkeypatch.setattr("asyncgrpo.recording.tail.LARGEST_BYTES", 1_000)
+    monkeypatch.setattr("asyncgrpo.recording.events.LARGEST_BYTES", 1_000)
     newest = [event["step"] for event in Follower(path, Place(-2_000)).poll()]
     assert newest == list(range(newest[0], 101)) and 5 < len(newest) < 20
     assert [event["step"] for event in Follower(path, Place()).poll()] == list(range(1, 101))

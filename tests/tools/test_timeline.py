@@ -248,7 +248,6 @@ def test_a_body_that_is_damaged_is_said_at_its_step(run: FakeRun):
         (["--with", "learner.lr=fast"], "learner.lr must be a number"),
         (["--with", "nonsense"], "not of the form key=value"),
         (["--from-step", "1"], "no checkpoint of step 1"),
-        (["--name", "../elsewhere"], "--name ../elsewhere is not"),
     ],
 )
 def test_the_command_ends_with_one_sentence_and_1_before_anything_is_trained(
