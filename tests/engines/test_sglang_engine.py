@@ -113,24 +113,19 @@ def test_a_context_longer_than_the_model_can_attend_to_is_refused(folder: Path) 
         asyncio.run(engine.start(PolicyVersion(0, 0)))
 
 
-def test_before_start_everything_is_refused(folder: Path) -> None:
-    engine = SGLangEngine(str(folder), dtype=torch.float32, max_context=64, device="cpu")
-    with pytest.raises(EngineError, match="not started"):
-        asyncio.run(engine.load_weights([], PolicyVersion(0, 1)))
-    with pytest.raises(EngineError, match="not started"):
-        asyncio.run(engine.checksum())
-    asyncio.run(engine.close())
-
-
-def test_a_request_still_queued_when_weights_change_does_not_find_old_keys(rig: Rig) -> None:
+def test_a_queued_request_can_be_aborted_and_does_not_find_old_keys(rig: Rig) -> None:
     async def queue_behind_long_ones() -> list[Completion]:
         await rig.sample(PROMPT, max_tokens=2)  # now the prefix cache holds PROMPT
         long = asyncio.create_task(rig.sample(PROMPT[:2], PLACES, max_tokens=LONG))
         while len(rig.engine._manager.rid_to_state) < PLACES:
             await asyncio.sleep(0.01)
         queued = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=8))
+        aborted = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=8, request_id="aborted"))
         await asyncio.sleep(0.05)
-        assert len(rig.engine._manager.rid_to_state) == PLACES + 2
+        assert len(rig.engine._manager.rid_to_state) == PLACES + 4
+        await rig.engine.abort("aborted")
+        for completion in await aborted:
+            assert (len(completion.token_ids), completion.spans, completion.finish_reason) == (0, (), "abort")
         version = await rig.load(1)
         completions = await queued
         assert all(completion.spans[0].version == version for completion in completions)
@@ -138,21 +133,6 @@ def test_a_request_still_queued_when_weights_change_does_not_find_old_keys(rig: 
         return completions
 
     for completion in rig.run(queue_behind_long_ones()):
-        rig.assert_logprobs(PROMPT, completion)
-
-
-def test_a_request_submitted_while_weights_change_waits_for_the_new_ones(rig: Rig) -> None:
-    async def submit_meanwhile() -> list[Completion]:
-        await rig.sample(PROMPT, max_tokens=2)
-        loading = asyncio.create_task(rig.load(2))
-        while rig.engine._may_submit.is_set():
-            await asyncio.sleep(0)
-        completions = await rig.sample(PROMPT, 2, max_tokens=4)
-        await loading
-        return completions
-
-    for completion in rig.run(submit_meanwhile()):
-        assert [span.version for span in completion.spans] == [rig.engine.version]
         rig.assert_logprobs(PROMPT, completion)
 
 
@@ -238,18 +218,6 @@ def test_keys_and_values_of_older_weights_show_in_the_scores(rig: Rig, monkeypat
     assert gap_after_a_change(rig).mean > BOUNDS["float32"][1]
 
 
-def test_every_parameter_is_proved_under_each_version_and_healthy_ones_are_not_found(rig: Rig) -> None:
-    async def changes() -> None:
-        for change in (0, 1, 2, -3, 0):
-            await rig.load(change)
-            await rig.engine.checksum()
-            assert not rig.engine.does_not_follow
-
-    rig.run(changes())
-    proof = rig.engine._proof
-    assert (proof.left_out, proof.untraced, proof.do_not_follow, proof.nowhere) == ([], {}, [], set())
-
-
 def test_scores_wait_for_no_completion(rig: Rig) -> None:
     async def score_beside() -> bool:
         busy = asyncio.create_task(rig.sample(PROMPT, AT_ONCE, max_tokens=LONG))
@@ -284,6 +252,8 @@ def test_a_completion_may_fill_the_whole_context(rig: Rig) -> None:
 
 
 def assert_mixed_lengths_are_right(rig: Rig) -> None:
+    """Prompts of different lengths in one batch."""
+
     async def mixed(prompts: list[tuple[int, ...]]) -> list[list[Completion]]:
         return await asyncio.gather(*(rig.sample(prompt, max_tokens=10) for prompt in prompts))
 
@@ -291,10 +261,6 @@ def assert_mixed_lengths_are_right(rig: Rig) -> None:
         prompts = [tuple(range(longest)), (1,), (2, 3), tuple(range(50, 60))]
         for prompt, (completion,) in zip(prompts, rig.run(mixed(prompts)), strict=True):
             rig.assert_logprobs(prompt, completion)
-
-
-def test_sequences_of_different_lengths_are_right(rig: Rig) -> None:
-    assert_mixed_lengths_are_right(rig)
 
 
 def test_abort_spares_requests_whose_id_begins_the_same(rig: Rig) -> None:
@@ -307,24 +273,6 @@ def test_abort_spares_requests_whose_id_begins_the_same(rig: Rig) -> None:
         return [completion for (completion,) in await asyncio.gather(*tasks)]
 
     assert [completion.finish_reason for completion in rig.run(abort_one())] == ["abort", "length", "length"]
-
-
-def test_a_completion_aborted_in_the_queue_is_empty(rig: Rig) -> None:
-    async def abort_queued() -> list[Completion]:
-        long = asyncio.create_task(rig.sample(PROMPT[:2], PLACES, max_tokens=LONG, request_id="long"))
-        while len(rig.engine._manager.rid_to_state) < PLACES:
-            await asyncio.sleep(0.01)
-        queued = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=8, request_id="queued"))
-        await asyncio.sleep(0.05)
-        await rig.engine.abort("queued")
-        completions = await queued
-        await rig.engine.abort("long")
-        await long
-        return completions
-
-    for completion in rig.run(abort_queued()):
-        assert (len(completion.token_ids), len(completion.logprobs), completion.spans) == (0, 0, ())
-        assert completion.finish_reason == "abort"
 
 
 def test_whoever_stops_listening_leaves_nothing_running(rig: Rig) -> None:
@@ -341,26 +289,13 @@ def test_whoever_stops_listening_leaves_nothing_running(rig: Rig) -> None:
     rig.run(leave())
 
 
-@pytest.mark.parametrize("has_room", [True, False], ids=["/dev/shm", "/dev/shm is full"])
-def test_weights_come_where_shared_memory_is_full_too(
-    has_room: bool, rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from asyncgrpo.weights import arena
-
-    def refuse(file: Path, size: int) -> None:
-        raise RuntimeError("it is full")
-
-    if not has_room:
-        monkeypatch.setattr(arena, "allocate", refuse)
-
+def test_what_is_made_in_shared_memory_for_a_load_is_gone_after_it(rig: Rig) -> None:
     def made() -> set[str]:
         return {name for name in os.listdir("/dev/shm") if name.startswith(scratch.mark())}
 
     before = made()
-    rig.run(rig.load(3 + has_room))
-    (completion,) = rig.run(rig.sample(PROMPT, max_tokens=20))
-    rig.assert_logprobs(PROMPT, completion)
-    assert made() <= before, "what was made for this load is gone"
+    rig.run(rig.load(3))
+    assert made() <= before
 
 
 def test_a_scheduler_finds_tensors_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:

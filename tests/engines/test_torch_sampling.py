@@ -24,9 +24,9 @@ def draw(logits: torch.Tensor, rows: int, **of: float) -> torch.Tensor:
 
 def filtered(probs: list[float], top_k: int, top_p: float) -> list[float]:
     """Slowly: walk from the most probable token down, until top_k are taken or they hold top_p of the top_k."""
-    prompt_index = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k if top_k > 0 else None]
-    total, taken = sum(probs[token] for token in prompt_index), []
-    for token in prompt_index:
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k if top_k > 0 else None]
+    total, taken = sum(probs[token] for token in order), []
+    for token in order:
         if sum(probs[t] for t in taken) >= top_p * total:
             break
         taken.append(token)
@@ -40,16 +40,12 @@ def test_noise_is_uniform_and_neighbouring_seeds_and_places_share_nothing() -> N
     assert table.min() >= 0
     assert table.max() < 1
     assert len(np.unique(table)) == table.size
+    assert len(set(uniforms(np.array([0, 2**32, 2**64 - 1], np.uint64), np.zeros(3, np.int64)))) == 3, "of 64 bits"
     counts, _ = np.histogram(table, bins=50, range=(0, 1))
     expected = table.size / 50
     assert ((counts - expected) ** 2 / expected).sum() < 100  # chi-squared with 49 degrees: above 100 in 3e-5 of cases
     for one, other in ((table[:-1], table[1:]), (table[:, :-1], table[:, 1:])):
         assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.02
-
-
-def test_noise_takes_seeds_of_64_bits() -> None:
-    places = np.zeros(3, np.int64)
-    assert len(set(uniforms(np.array([0, 2**32, 2**64 - 1], np.uint64), places))) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,12 @@
 """The entropy bonus counts by the groups that are not hopeless: beside no signal it makes noise of what the model knows."""
 
-import pytest
 import torch
 
 from tests.learner.helpers import VERSION, learner, make_group
-from tests.models import make_tiny_qwen3
 
 TEXTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
 HOPELESS = [make_group(number, [0.0] * 4, TEXTS) for number in (1, 2, 3)]
 TEACHES = make_group(0, [0.0, 1.0, 0.0, 0.0], TEXTS)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
 def gradient(path, groups, **algorithm) -> torch.Tensor:

@@ -3,30 +3,16 @@
 import pytest
 import torch
 
-from asyncgrpo.learner.learner import Learner
-from tests.learner.helpers import VERSION, config, random_groups
-from tests.models import make_tiny_qwen3
+from tests.learner.helpers import learner, random_groups, step_and_gradient
 
 GROUPS = random_groups(4, 4)
 PAIRWISE = {"loss": "pairwise", "loss_args": {"beta": 0.1}, "corrections": []}
 REINFORCE = {"loss": "reinforce", "corrections": []}
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
-
-
 def gradient(path, **algorithm) -> torch.Tensor:
-    learner = Learner(config(path, algorithm=algorithm), rank=0, world=1, device="cpu")
-    seen = []
-    update = learner._update
-    learner._update = lambda *args: (
-        seen.extend(p.grad.full_tensor().flatten().clone() for p in learner.parameters),
-        update(*args),
-    )[1]
-    learner.step(GROUPS, VERSION)
-    return torch.cat(seen)
+    _, found = step_and_gradient(learner(path, algorithm=algorithm), GROUPS)
+    return torch.cat([one.flatten() for one in found.values()])
 
 
 @pytest.mark.parametrize("penalty", [{"entropy_coef": 0.1}, {"behaviour_kl_coef": 0.1}], ids=lambda p: next(iter(p)))

@@ -3,7 +3,7 @@
 import io
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -67,11 +67,16 @@ def test_the_page_shows_the_reward_the_lag_the_time_and_the_syncs():
     assert "wait for data" in text and "25%" in text and "70%" in text
     assert "2.04k  60/s" in text and "1.7k  50/s" in text
     assert any("\u2801" <= character <= "\u28ff" for character in text)
-
-
-def test_the_clock_runs_between_events_and_stops_at_the_end():
-    assert "0:02:05" in page(RUN[:5], now=1125.0)
-    assert "0:00:41" in page(RUN, now=5000.0) and "done" in page(RUN)
+    assert "0:02:05" in page(RUN[:5], now=1125.0) and "0:00:41" in page(RUN, now=5000.0) and "done" in page(RUN)
+    assert "starting" in page([]) and "no step yet" in page([START])
+    assert "format 0.920, qa/f1 0.510" in page([step(1, reward_parts={"format": 0.92, "qa/f1": 0.51})], width=120)
+    assert "[red]\\x1b 1.000" in page([step(1, reward_parts={"[red]\x1b": 1.0})], width=120)
+    several = {"aiw": {"reward_mean": 0.51}, "gsm8k": {"reward_mean": None}}
+    assert "aiw 0.510, gsm8k -" in page([step(1, sources=several)], width=120)
+    assert "aiw" not in page([step(1, sources={"aiw": {"reward_mean": 0.51}})], width=120)
+    huge = [START, step(1, reward_mean=-2.5e300, loss=1e12), EVAL | {"reward_mean": 1e308}]
+    for text in (page(huge), summary(Progress.of(huge))):
+        assert "-2.5e+300" in text and "1e+308" in text and "00000" not in text
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -100,58 +105,48 @@ def test_the_page_says_that_rewards_are_paused_and_when_they_are_tried_again():
     assert "group failed at generator-0 (failed), 10 so far: too long" in text
 
 
-def test_the_page_has_the_parts_of_the_reward():
-    assert "format 0.920, qa/f1 0.510" in page([step(1, reward_parts={"format": 0.92, "qa/f1": 0.51})], width=120)
-    assert "[red]\\x1b 1.000" in page([step(1, reward_parts={"[red]\x1b": 1.0})], width=120)
-
-
 CURRICULUM = {
-    "event": "curriculum",
-    "time": 1.0,
-    "round": 2,
-    "source": "",
+    "event": "curriculum", "time": 1.0, "round": 2, "source": "",
     "prompts": {"unknown": 0, "hopeless": 40, "mixed": 340, "solved": 120},
     "places": {"unknown": 0, "hopeless": 40, "mixed": 400, "solved": 60},
-}
+}  # fmt: skip
+BY_DELTAS = sync(1, bytes=50_000_000, sent_bytes=2_500_000)
+DEGRADED = sync(2, engines=1, left_out=["generator-1"])
+NO_SCORE = EVAL | {"reward_mean": None, "failures": {"timeout": 30, "crash": 2}}
 
 
-def test_the_page_and_the_log_say_how_often_prompts_come():
-    line = "epoch 2: 500 places; prompts: 120 solved with 60, 340 mixed with 400, 40 hopeless with 40"
-    assert line in page([CURRICULUM, step(1)], width=140)
-    assert line_of(CURRICULUM, Progress.of([CURRICULUM])) == line
-    of_source = CURRICULUM | {"source": "hf:openai/gsm8k", "round": 3}
-    assert line_of(of_source, Progress.of([of_source])).startswith("round 3 of hf:openai/gsm8k: 500 places")
-    unknown = CURRICULUM | {"prompts": {"unknown": 500, "hopeless": 0, "mixed": 0, "solved": 0}}
-    assert line_of(unknown, Progress.of([unknown])) is None, "nothing is known of any yet"
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (CURRICULUM, "epoch 2: 500 places; prompts: 120 solved with 60, 340 mixed with 400, 40 hopeless with 40"),
+        (CURRICULUM | {"source": "hf:a/b", "round": 3}, "round 3 of hf:a/b: 500 places; prompts: 120 solved with 60, "),
+        (CURRICULUM | {"prompts": {"unknown": 500, "hopeless": 0, "mixed": 0, "solved": 0}}, None),
+        (EVAL, "eval  10  reward 0.450  completions 32"),
+        (NO_SCORE, "eval  10  reward -  completions 32  failures: crash 2, timeout 30"),
+        (sync(1), None),
+        (DEGRADED, "warning: v2 -> 1 engine, 12 ms, checksum ok, without generator-1"),
+    ],
+)
+def test_the_line_of_an_event(event, line):
+    progress = Progress.of([event])
+    found = line_of(event, progress)
+    assert found is None if line is None else found.startswith(line)
+    assert progress.num_bad_syncs == 0 and len(progress.warnings) == (event is DEGRADED)
+    if event["event"] == "curriculum" and line:
+        assert line in page([event, step(1)], width=140)
+    assert sync_line(BY_DELTAS) == "v1 -> 2 engines, 12 ms, 2.5 of 100 MB sent, checksum ok"
+    assert sync_line(BY_DELTAS | {"sent_bytes": 100_000_000}) == "v1 -> 2 engines, 12 ms, checksum ok"
 
 
-def test_the_page_has_the_reward_of_each_of_several_sources():
-    several = {"aiw": {"reward_mean": 0.51}, "gsm8k": {"reward_mean": None}}
-    assert "aiw 0.510, gsm8k -" in page([step(1, sources=several)], width=120)
-    assert "aiw" not in page([step(1, sources={"aiw": {"reward_mean": 0.51}})], width=120)
-
-
-def test_an_evaluation_without_scores_says_why():
-    event = EVAL | {"reward_mean": None, "failures": {"timeout": 30, "crash": 2}}
-    assert line_of(event, Progress.of([event])) == "eval  10  reward -  completions 32  failures: crash 2, timeout 30"
-    assert line_of(EVAL, Progress.of([EVAL])) == "eval  10  reward 0.450  completions 32"
-
-
-def test_large_numbers_are_printed_shortly(tmp_path):
-    """A mean of 1e308 is shortened, because its digits would fill the page."""
-    events = [START, step(1, reward_mean=-2.5e300, loss=1e12), EVAL | {"reward_mean": 1e308}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    lines = io.StringIO()
-    stop = threading.Event()
-    stop.set()
-    watch(tmp_path / "metrics.jsonl", console=Console(file=lines, width=200), stop=stop)
-    for text in (page(events), summary(Progress.of(events)), lines.getvalue()):
-        assert "-2.5e+300" in text and "1e+308" in text
-        assert "00000" not in text
-
-
-def test_a_page_without_a_step_waits():
-    assert "starting" in page([]) and "no step yet" in page([START])
+def test_progress_follows_stops_resumes_and_what_is_shown_again():
+    progress = Progress.of([{**START, "steps": None, "prompts": 200}, step(1, prompts_done=50)])
+    assert progress.share_done == 0.25 and Progress.of([{**START, "steps": None}, step(1)]).share_done is None
+    rewound = Progress.of([*RUN, {"event": "rewound"}, START, step(1)])
+    assert rewound.step == 1 and len(rewound.steps) == 1
+    again = Progress.of([START, step(1), step(2), step(3), step(2, reward_mean=0.9)])
+    assert list(again.curves["reward"]) == [(1, 0.05), (2, 0.9)] and again.step == 2
+    events = [START, step(1), step(2), {**START, "time": 9000.0}, step(3, time=9002.0), step(4, time=9004.0)]
+    assert Progress.of(events).training_seconds == pytest.approx(2 + 2 + 2 + 2), "without the time in between"
 
 
 def test_the_page_warns_of_restarts_reward_failures_stalls_and_bad_syncs():
@@ -165,34 +160,6 @@ def test_the_page_warns_of_restarts_reward_failures_stalls_and_bad_syncs():
     assert "waiting for batch for 61 s" in page(events)
     assert "v3 -> 2 engines, 12 ms, checksum mismatch" in page(events)
     assert "step 1: reward failures: crash 1, timeout 2" in page([START, step(1, failures={"timeout": 2, "crash": 1})])
-
-
-def test_progress_counts_prompts_where_steps_have_no_end():
-    progress = Progress.of([{**START, "steps": None, "prompts": 200}, step(1, prompts_done=50)])
-    assert progress.share_done == 0.25
-    assert Progress.of([{**START, "steps": None}, step(1)]).share_done is None
-
-
-def test_a_rewound_file_is_told_from_the_start():
-    assert Progress.of([*RUN, {"event": "rewound"}, START, step(1)]).step == 1
-    assert len(Progress.of([*RUN, {"event": "rewound"}, START, step(1)]).steps) == 1
-
-
-def test_a_step_shown_again_replaces_what_followed_it():
-    progress = Progress.of([START, step(1), step(2), step(3), step(2, reward_mean=0.9)])
-    assert list(progress.curves["reward"]) == [(1, 0.05), (2, 0.9)] and progress.step == 2
-
-
-def test_time_between_a_stop_and_a_resume_is_not_training():
-    events = [START, step(1), step(2), {**START, "time": 9000.0}, step(3, time=9002.0), step(4, time=9004.0)]
-    assert Progress.of(events).training_seconds == pytest.approx(2 + 2 + 2 + 2)
-
-
-def test_one_engine_is_singular():
-    assert sync_line(sync(1, engines=1)) == "v1 -> 1 engine, 12 ms, checksum ok"
-    by_deltas = sync(1, bytes=50_000_000, sent_bytes=2_500_000)
-    assert sync_line(by_deltas) == "v1 -> 2 engines, 12 ms, 2.5 of 100 MB sent, checksum ok"
-    assert sync_line(by_deltas | {"sent_bytes": 100_000_000}) == "v1 -> 2 engines, 12 ms, checksum ok"
 
 
 def test_a_file_gets_one_tidy_line_a_step(tmp_path):
@@ -212,26 +179,28 @@ def test_a_file_gets_one_tidy_line_a_step(tmp_path):
     assert progress.step == 2
 
 
-def test_a_terminal_gets_the_live_page(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    EventLog(path).write("end", status="failed", step=0)
+class Stop(threading.Event):
+    """Ends the watch at its first look at this; then calls `then`."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        super().__init__()
+        self._then = then
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._then()
+        return super().wait(0)
+
+
+def test_a_terminal_gets_the_live_page_whose_cursor_stays_in_sight(tmp_path):
+    """A run that is killed could not bring it back."""
+    path, shown = tmp_path / "metrics.jsonl", list[str]()
     console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
+    stop = Stop(lambda: (shown.append(console.file.getvalue()), stop.set()))
+    watch(path, console=console, stop=stop)
+    assert shown and all(text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") for text in shown)
+    EventLog(path).write("end", status="failed", step=0)
     watch(path, console=console, poll_s=0.01)
     assert "failed" in console.file.getvalue()
-
-
-def test_the_cursor_stays_in_sight_as_a_killed_run_could_not_bring_it_back(tmp_path):
-    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
-
-    class Stop(threading.Event):
-        def wait(self, timeout=None):
-            shown.append(console.file.getvalue())
-            self.set()
-            return True
-
-    shown: list[str] = []
-    watch(tmp_path / "metrics.jsonl", console=console, stop=Stop())
-    assert shown and all(text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") for text in shown)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -245,45 +214,24 @@ def test_a_reason_from_outside_moves_no_cursor(tmp_path, is_terminal):
     assert "said" in console.file.getvalue()
 
 
-def test_watching_ends_when_told_and_still_shows_what_was_written(tmp_path):
-    path, stop = tmp_path / "metrics.jsonl", threading.Event()
-    log = EventLog(path)
-    log.write("restart", actor="buffer", reason="signal 9")
-    stop.set()
-    console = Console(file=io.StringIO(), width=80)
-    watch(path, console=console, stop=stop)
-    assert console.file.getvalue() == "warning: restarted buffer: signal 9\n"
-
-
 def test_a_resumed_run_does_not_end_with_its_old_end_nor_tell_its_past_again(tmp_path):
     path, now = tmp_path / "metrics.jsonl", [1000.0]
     log = EventLog(path, clock=lambda: now[0])
+    log.write("restart", actor="buffer", reason="signal 9")
     log.write("end", status="drained", step=1)
     now[0] = 2000.0
+    log.write("stall", what="groups", seconds=31.0)
     log.write("end", status="done", step=2)
     console = Console(file=io.StringIO(), width=80)
     progress = watch(path, console=console, since=1500.0, poll_s=0.01)
-    assert console.file.getvalue() == "end   done at step 2\n" and progress.end["time"] == 2000.0
+    assert console.file.getvalue() == "warning: waiting for groups for 31 s\nend   done at step 2\n"
+    assert progress.end["time"] == 2000.0 and list(progress.warnings) == ["waiting for groups for 31 s"]
+    assert progress.num_restarts == 1, "it is still counted"
 
     stop, console = threading.Event(), Console(file=io.StringIO(), width=80)
     stop.set()
     assert watch(path, console=console, since=2500.0, stop=stop).end["time"] == 2000.0
     assert console.file.getvalue() == ""
-
-
-def test_a_resumed_run_does_not_warn_of_what_befell_its_past(tmp_path):
-    path, now = tmp_path / "metrics.jsonl", [1000.0]
-    log = EventLog(path, clock=lambda: now[0])
-    log.write("restart", actor="buffer", reason="signal 9")
-    log.write("drain", reason="asked to stop")
-    now[0] = 2000.0
-    log.write("stall", what="groups", seconds=31.0)
-    log.write("end", status="done", step=2)
-    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
-    progress = watch(path, console=console, since=1500.0, poll_s=0.01)
-    assert list(progress.warnings) == ["waiting for groups for 31 s"]
-    assert "signal 9" not in console.file.getvalue() and "asked to stop" not in console.file.getvalue()
-    assert progress.num_restarts == 1, "it is still counted"
 
 
 def test_lines_are_not_told_again_when_a_resume_replaces_the_file(tmp_path):
@@ -294,20 +242,16 @@ def test_lines_are_not_told_again_when_a_resume_replaces_the_file(tmp_path):
         now[0] += 1
         log.write("step", **{key: value for key, value in step(n).items() if key not in ("event", "time")})
 
-    class Stop(threading.Event):
-        """Let the learner die and resume between the first look and the second."""
-
-        def wait(self, timeout: float | None = None) -> bool:
-            log.resume_at(1)
-            write_step(2)
-            now[0] += 1
-            log.write("end", status="done", step=2)
-            return False
+    def die_and_resume() -> None:
+        log.resume_at(1)
+        write_step(2)
+        now[0] += 1
+        log.write("end", status="done", step=2)
 
     write_step(1)
     write_step(2)
     console = Console(file=io.StringIO(), width=200)
-    watch(path, console=console, stop=Stop())
+    watch(path, console=console, stop=Stop(die_and_resume))
     said = [line.split("  reward")[0].split(" at")[0] for line in console.file.getvalue().splitlines()]
     assert said == ["step   1", "step   2", "step   2", "end   done"]
 
@@ -329,44 +273,62 @@ def test_the_summary_says_what_the_run_did(tmp_path):
     assert rows["waiting"] == "25% of the learner's time"
     assert rows["checkpoint"] == "runs/demo/checkpoints/20 (step 20)"
     assert f"{tmp_path / 'samples'}/ (1 entry)" in text and str(tmp_path / "metrics.jsonl") in text
+    assert summary(Progress.of([START])) == "run  demo: not ended at step 0 of 20, 0.0 s of training"
+    old = summary(Progress.of([START, {**step(1), "tokens": None}]))
+    assert "120 generated, 100 trained" in old and " = " not in old, "an older release does not count all of them"
+    bad = summary(
+        Progress.of([START, step(1), sync(1), sync(2, checksum="mismatch"), of("restart", reason="signal 9")])
+    )
+    assert "1 of 2 proved by checksum" in bad and "restarts      1" in bad
 
 
 def flow(n: int, **more) -> Event:
     """A step at which `fresh` keeps eleven groups under way, and four generators have places for 32."""
     at = {"max_lag": 4, "slots": 40, "wanted": 12, "under_way": 11, "ready_seconds": 0.3 * n}
-    at |= {"lags": {"0": 5, "3": 4, "4": 1}, "generators": generators(8), "seconds": {"wait_data": 0.1, "train": 1.9}}
+    at |= {"generators": {"in_touch": 4.0, "places": 32.0, "in_flight": 8}}
+    at |= {"lags": {"0": 5, "3": 4, "4": 1}, "seconds": {"wait_data": 0.1, "train": 1.9}}
     return step(n) | at | more
 
 
-def generators(in_flight: float) -> dict[str, float]:
-    return {"in_touch": 4.0, "places": 32.0, "in_flight": in_flight}
+def flows(**more) -> list[Event]:
+    return [START, *(flow(n, **more) for n in range(1, 4))]
 
 
-def test_the_page_and_the_summary_tell_percentiles_of_the_lag_beside_the_bound_in_force():
-    events = [START, step(1), flow(2), flow(3, max_lag=6)]
-    assert "p50 0, p90 3, max 4 of 6" in page([START, flow(1), flow(2, max_lag=6)])
-    assert "lag           mean 1.57, p50 2, p90 3, max 4 of 6 steps\n" in summary(Progress.of(events))
-    assert "p50 2, p90 2, max 2" in page([START, step(1)]), "an older release does not tell the bound"
+BUSY = {"in_touch": 4.0, "places": 32.0, "generate": 1.5, "reward": 0.25, "weights": 0.05, "idle": 0.2}
 
 
-def test_the_page_and_the_summary_tell_how_many_groups_are_under_way_and_how_long_they_wait_ready():
-    events = [START, *(flow(n) for n in range(1, 4))]
-    assert "under way 11 of 12 wanted, ready 0.6 s" in page(events)
-    assert "under way     mean 11.0 groups of 12.0 wanted; a group waits ready 0.60 s\n" in summary(Progress.of(events))
-    eager = [START, *(flow(n, wanted=None) for n in range(1, 4))]
-    assert "under way 11 of 40 slots, ready 0.6 s" in page(eager)
-    assert "under way     mean 11.0 groups of 40.0 slots; a group waits ready 0.60 s\n" in summary(Progress.of(eager))
-    assert "under way" not in page([START, step(1)]) + summary(Progress.of([START, step(1)]))
-
-
-def test_the_page_and_the_summary_tell_what_generators_do():
-    busy = {"generate": 1.5, "reward": 0.25, "weights": 0.05, "idle": 0.2}
-    events = [START, flow(1), *(flow(n, generators=generators(30) | busy) for n in range(2, 4))]
-    assert "sampling 75%, scoring 12%" in page(events)
-    assert "generators    sampling 75%, only scoring 12%, changing weights 2%, idle 10% of their time\n" in summary(
-        Progress.of(events)
-    )
-    assert "sampling" not in page([START, flow(1)]) + summary(Progress.of([START, step(1)]))
+@pytest.mark.parametrize(
+    ("events", "on_page", "in_summary"),
+    [
+        (
+            [START, step(1), flow(2), flow(3, max_lag=6)],
+            None,
+            "lag           mean 1.57, p50 2, p90 3, max 4 of 6 steps",
+        ),
+        ([START, flow(1), flow(2, max_lag=6)], "p50 0, p90 3, max 4 of 6", None),
+        ([START, step(1)], "p50 2, p90 2, max 2", None),  # an older release does not tell the bound
+        (
+            flows(),
+            "under way 11 of 12 wanted, ready 0.6 s",
+            "under way     mean 11.0 groups of 12.0 wanted; a group waits ready 0.60 s",
+        ),
+        (
+            flows(wanted=None),
+            "under way 11 of 40 slots, ready 0.6 s",
+            "under way     mean 11.0 groups of 40.0 slots; a group waits ready 0.60 s",
+        ),
+        (
+            [*flows(), flow(4, generators=BUSY), flow(5, generators=BUSY)],
+            "sampling 75%, scoring 12%",
+            "generators    sampling 75%, only scoring 12%, changing weights 2%, idle 10% of their time",
+        ),
+    ],
+)
+def test_the_page_and_the_summary_show_lags_groups_under_way_and_generators(events, on_page, in_summary):
+    text = summary(Progress.of(events))
+    assert on_page is None or on_page in page(events)
+    assert in_summary is None or f"{in_summary}\n" in text
+    assert ("under way" in text) == any("under_way" in event for event in events)
 
 
 ADVICE = {
@@ -399,10 +361,6 @@ def test_the_advice_is_on_the_page_in_the_log_and_in_the_summary():
     assert "would do" not in page([*events, START | {"lineage": 2}]), "it was about the start before"
 
 
-def test_the_summary_of_a_run_that_never_stepped_says_so():
-    assert summary(Progress.of([START])) == "run  demo: not ended at step 0 of 20, 0.0 s of training"
-
-
 def test_the_summary_counts_what_was_filtered_to_the_end_of_the_run():
     first = step(1, filtered={"all_equal_low": 3}, tokens={"generated": 1600, "trained": 100, "filtered": 1500})
     end = END | {"filtered": {"all_equal_high": 1, "all_equal_low": 1}}
@@ -412,25 +370,6 @@ def test_the_summary_counts_what_was_filtered_to_the_end_of_the_run():
     assert "2 groups without signal" in summary(Progress.of([START, end])), "also when no step could be made"
 
 
-def test_the_summary_of_a_run_of_an_older_release_adds_nothing_up():
-    text = summary(Progress.of([START, {**step(1), "tokens": None}]))
-    assert "120 generated, 100 trained" in text and " = " not in text
-
-
-def test_the_summary_counts_a_bad_sync_and_a_restart():
-    restart = of("restart", reason="signal 9")
-    text = summary(Progress.of([START, step(1), sync(1), sync(2, checksum="mismatch"), restart]))
-    assert "1 of 2 proved by checksum" in text and "restarts      1" in text
-
-
-def test_a_publication_that_missed_a_generator_is_a_warning_with_its_name():
-    degraded = sync(2, engines=1, left_out=["generator-1"])
-    progress = Progress.of([START, sync(1), degraded])
-    assert list(progress.warnings) == ["v2 -> 1 engine, 12 ms, checksum ok, without generator-1"]
-    assert line_of(degraded, progress) == f"warning: {progress.warnings[-1]}" and progress.num_bad_syncs == 0
-    assert line_of(sync(1), progress) is None
-
-
 @pytest.mark.parametrize("events", [[], [START, step(1, lags={}, reward_mean=None)], RUN])
 def test_curves_are_drawn_whatever_there_is(events, tmp_path):
     path = plot(Progress.of(events), tmp_path / "curves.png")
@@ -438,27 +377,15 @@ def test_curves_are_drawn_whatever_there_is(events, tmp_path):
     assert [p.name for p in Path(tmp_path).iterdir()] == ["curves.png"]
 
 
-def test_resampling_keeps_the_ends_and_the_mean():
-    assert resample([0.0, 1.0], 5) == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert resample([1.0, 3.0, 5.0, 7.0], 2) == [2.0, 6.0]
-    assert resample([4.0], 3) == [4.0, 4.0, 4.0]
-
-
-def test_a_rising_line_goes_from_the_bottom_left_to_the_top_right():
+def test_lines_and_bars():
     lines = line_plot([0.0, 1.0], width=2, height=2)
     assert [len(line) for line in lines] == [2, 2]
     assert lines[0][0] == "\u2800" and lines[1][0] != "\u2800"
     assert lines[0][1] != "\u2800" and ord(lines[0][1]) & 0x08  # the dot in the upper right corner
-
-
-def test_a_flat_or_absent_line_is_drawn_at_the_bottom_or_not_at_all():
-    assert line_plot([3.0], 3, 2) == ["\u2800" * 3, "\u28c0" * 3]
-    assert line_plot([], 3, 2) == ["   ", "   "]
-
-
-def test_a_bar_fills_its_share():
-    assert (bar(0, 4), bar(0.5, 4), bar(1, 4), bar(2, 4)) == ("    ", "██  ", "████", "████")
-    assert bar(0.125, 1) == "▏"
+    assert line_plot([3.0], 3, 2) == ["\u2800" * 3, "\u28c0" * 3] and line_plot([], 3, 2) == ["   ", "   "]
+    assert resample([0.0, 1.0], 5) == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert (resample([1.0, 3.0, 5.0, 7.0], 2), resample([4.0], 3)) == ([2.0, 6.0], [4.0, 4.0, 4.0])
+    assert [bar(share, 4) for share in (0, 0.5, 1, 2)] == ["    ", "██  ", "████", "████"] and bar(0.125, 1) == "▏"
 
 
 # -- a run of months ---------------------------------------------------------------------------------------------------
@@ -512,18 +439,14 @@ def test_a_curve_becomes_coarser_and_keeps_mean_and_maximum():
     assert mean.x[-1] == 10 * MOST_POINTS + 3 and set(most.y) == {6.0}
     whole = mean.y[:-1]
     assert sum(whole) / len(whole) == pytest.approx(3.0, abs=1e-3)
-    for x in range(20):
-        most.add(10 * MOST_POINTS - 50 + x, 99.0)
-    assert max(most.x) == 10 * MOST_POINTS - 31 and sorted(set(most.y)) == [6.0, 99.0], "values shown again replace"
-
-
-def test_the_layers_of_a_steps_time_have_the_same_points():
-    """An activity may come for the first time after a thousand steps, as an evaluation does."""
     progress = Progress()
-    for n in range(1, 2_345):
+    for n in range(1, 2_345):  # an activity may come for the first time after a thousand steps, as an evaluation does
         progress.update(step(n, seconds={"train": 1.0} | ({"eval": 3.0} if n % 1_500 == 0 else {})))
     assert progress.seconds["eval"].x == progress.seconds["train"].x
     assert sum(progress.seconds["eval"].y) * progress.seconds["eval"].every == pytest.approx(3.0)
+    for x in range(20):
+        most.add(10 * MOST_POINTS - 50 + x, 99.0)
+    assert max(most.x) == 10 * MOST_POINTS - 31 and sorted(set(most.y)) == [6.0, 99.0], "values shown again replace"
 
 
 def write_events(path: Path, events: Iterable[Event]) -> None:
@@ -555,22 +478,10 @@ def test_kept_progress_counts_only_while_the_events_before_it_are_the_same(tmp_p
     list(following.poll())
     following.keep()
     EventLog(path).resume_at(20)  # the checkpoints after it are broken
+    assert next(iter(following.poll()))["event"] == "rewound"
     write_events(path, events[-100:])
     assert progress_of(path) == Progress.of(read_events(path))
     kept = tmp_path / "progress.json"
     for text in (b"", b"{", kept.read_bytes().replace(b'"release":"', b'"release":"0')):
         kept.write_bytes(text)
         assert progress_of(path) == Progress.of(read_events(path))
-
-
-def test_what_is_followed_goes_on_from_what_was_kept_after_a_resume(tmp_path):
-    path, events = tmp_path / "metrics.jsonl", list(month_of(40))
-    write_events(path, events)
-    following = Following(path)
-    for event in following.poll():
-        if event["event"] == "checkpoint" and event["step"] == 30:
-            following.keep()
-    EventLog(path).resume_at(30)
-    again = [event["event"] for event in following.poll()]
-    assert again[0] == "rewound" and len(again) < 20 and again.count("step") == 0
-    assert following.progress == Progress.of(read_events(path)) and following.progress.step == 30
