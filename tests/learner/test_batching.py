@@ -156,7 +156,7 @@ NOTHING = {
 def test_a_step_of_nothing_still_has_one_empty_microbatch_for_every_rank(case):
     for rank in range(2):
         step = packed(NOTHING[case], rank=rank, world=2)
-        assert step.num_tokens == step.num_groups == step.zero_signal_groups == 0
+        assert step.num_tokens == step.num_groups == 0
         assert step.num_completions == (2 if case == "no token" else 0)
         (batch,) = step.trained
         assert len(batch.token_ids) == 1, "a model can run it"
