@@ -14,11 +14,9 @@ import torch
 from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.rollout import GroupInFlight
-from asyncgrpo.types import Completion, Discarded, Lease, PolicyVersion, Prompt, Sampling, Score
+from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from asyncgrpo.weights.publication import BOUNDS, CheckSequences, SyncGap
 from tests.engines.engines import MAX_CONTEXT, RIGS, VOCAB, Rig
-from tests.rewards.stubs import OneByOne
 
 PROMPT = (5, 77, 130, 9, 201)
 OFTEN = tuple(range(0, VOCAB, 12))
@@ -137,41 +135,6 @@ def test_abort_returns_what_was_generated(rig: Rig) -> None:
         assert_spans_partition(completion)
         if rig.reference_model is not None:
             rig.assert_logprobs(PROMPT, completion)
-
-
-class Unrewarded(OneByOne):
-    """Every completion is as good as another, except the first of all."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    async def score_one(self, prompt: Prompt, text: str) -> Score:
-        self.asked += 1
-        return Score(failure="timeout") if self.asked == 1 else Score(value=1.0)
-
-
-def test_a_group_is_whole_with_a_failed_reward_by_name_and_leaves_the_engine_free(rig: Rig) -> None:
-    lease = Lease(
-        lease_id="1.0.0",
-        group_id="1.0",
-        attempt=0,
-        prompt_index=0,
-        purpose="train",
-        prompt=Prompt(prompt_id="train/0", token_ids=PROMPT),
-        num_completions=2,
-        sampling=Sampling(max_tokens=LONG, stop_token_ids=OFTEN),
-        seed=40,
-    )
-    group = rig.run(GroupInFlight(lease, rig.engine, Unrewarded(), str).generate("g"))
-    assert [rollout.completion.index for rollout in group.rollouts] == [0, 1]
-    assert [rollout.seed for rollout in group.rollouts] == [40, 41], "in order of launch"
-    assert {rollout.score.failure for rollout in group.rollouts} == {"timeout", None}
-    assert group.discarded == Discarded()
-    for rollout in group.rollouts:
-        assert_spans_partition(rollout.completion)
-        if rig.reference_model is not None:
-            rig.assert_logprobs(PROMPT, rollout.completion)
-    assert len(rig.run(rig.sample(PROMPT, 12, max_tokens=3))) == 12
 
 
 def test_it_reports_how_full_it_is_and_how_long_its_steps_took(rig: Rig) -> None:

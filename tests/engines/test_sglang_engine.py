@@ -20,10 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncgrpo import scratch
 from asyncgrpo.engines.sglang.engine import SGLangEngine
-from asyncgrpo.environments.base import Reply, Task
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.turns import TurnSampler
-from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling, TensorInfo
+from asyncgrpo.types import Completion, PolicyVersion, Sampling, TensorInfo
 from asyncgrpo.weights.publication import BOUNDS, NUM_SEQUENCES, CheckSequences, SyncGap
 from tests.engines.engines import Rig
 from tests.models import make_tiny_qwen3
@@ -151,48 +149,6 @@ def test_the_prefix_cache_is_used_within_a_version(rig: Rig) -> None:
     assert rig.run(cached_tokens()) >= len(PROMPT) - 1
 
 
-def test_turns_are_sampled_after_all_that_was_said_under_the_weights_of_their_time(rig: Rig) -> None:
-    """Three turns, and other weights from the second on: each token has the log-prob of its own weights after its context."""
-
-    class Says:
-        scores, about = True, "says"
-        heard = 0
-
-        def episode(self, task: Task) -> "Says":
-            return self
-
-        async def reset(self) -> Reply:
-            await rig.load(0)
-            return Reply()
-
-        async def step(self, text: str) -> Reply:
-            self.heard += 1
-            if self.heard == 1:
-                await rig.load(1)
-            return Reply(messages=({"role": "user", "content": text},), done=self.heard == 3)
-
-        async def close(self) -> None:
-            pass
-
-    async def play() -> Completion:
-        sampler = TurnSampler(rig.engine, Says(), str, lambda _, last: (last, 7, 11), max_turns=8, scores=True)
-        turns = sampler.of(Prompt(prompt_id="p", token_ids=PROMPT))
-        sampling = Sampling(max_tokens=100, stop_token_ids=tuple(range(0, 260, 3)))
-        (completion,) = [one async for one in turns.generate("turns", PROMPT, 1, sampling, 0)]
-        return completion
-
-    completion = rig.run(play())
-    assert len(completion.turns) == 3 and len(completion.spans) == 2
-    assert completion.spans[0].end == len(completion.turns[0])
-    versions = [span.version for span in completion.spans for _ in range(span.start, span.end)]
-    ids = [*PROMPT, *completion.all_token_ids.tolist()]
-    for at, token, logprob, version in zip(
-        completion.sampled_at, completion.token_ids, completion.logprobs, versions, strict=True
-    ):
-        expected = rig.logits(ids[: len(PROMPT) + at], version).log_softmax(-1)[-1, token].item()
-        assert abs(expected - logprob) < 1e-4
-
-
 CHECK = CheckSequences.draw(260, MAX_CONTEXT)
 
 
@@ -307,12 +263,7 @@ def test_a_scheduler_finds_tensors_where_they_lie(monkeypatch: pytest.MonkeyPatc
     def got(given: arena.SharedTensors) -> dict[str, torch.Tensor]:
         return dict(mapped.tensors(MultiprocessingSerializer.deserialize(weights.payloads(given, 1)[0])))
 
-    tensors = {
-        "a": torch.randn(3, dtype=torch.bfloat16),
-        "b": torch.randn(5, 7),
-        "c": torch.randn(6, 4).t(),
-        "d": torch.ones(()),
-    }
+    tensors = {"a": torch.randn(3, dtype=torch.bfloat16), "c": torch.randn(6, 4).t(), "d": torch.ones(())}
     mapped, given = weights.Mapped(), weights.shared(tensors.items())
     found = got(given)
     assert found.keys() == tensors.keys()

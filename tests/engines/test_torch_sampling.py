@@ -1,10 +1,12 @@
-"""Tokens are drawn from the distribution they are said to be drawn from, row by row."""
+"""Tokens are drawn from the distribution they are said to be drawn from, row by row; and attention is that of `sdpa`."""
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from transformers import AttentionInterface
 
-from asyncgrpo.engines.torch.decoder import Knobs, sample, uniforms
+from asyncgrpo.engines.torch.decoder import Knobs, attention, sample, uniforms
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -89,3 +91,18 @@ def test_noise_at_the_edges_picks_tokens_that_have_probability() -> None:
         tokens, logprobs = sample(logits, knobs(2, **of), noise)  # type: ignore[arg-type]
         assert set(tokens.tolist()) <= set(range(10, 20))
         torch.testing.assert_close(logprobs, torch.full((2,), -float(np.log(10))))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_attention_is_transformers_sdpa(kv_heads: int, num_queries: int) -> None:
+    random = torch.Generator().manual_seed(kv_heads)
+    query = torch.randn(5, 4, num_queries, 8, generator=random)
+    key, value = (torch.randn(5, kv_heads, 11, 8, generator=random) for _ in "kv")
+    lengths = torch.tensor([1, 4, 11, 7, 2])
+    mask = (torch.arange(11) < lengths[:, None])[:, None, None, :].expand(5, 1, num_queries, 11)
+    module = nn.Module()
+    module.num_key_value_groups = 4 // kv_heads
+    ours, _ = attention(module, query, key, value, mask, scaling=0.3)
+    theirs, _ = AttentionInterface()["sdpa"](module, query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(ours, theirs)

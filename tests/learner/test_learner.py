@@ -152,7 +152,8 @@ def test_the_learning_rate_of_each_update_follows_the_signal_of_its_own_groups(p
 def test_a_gradient_of_zero_moves_nothing_and_counts_for_the_schedule(path):
     """AdamW alone would go on by its momentum, and shrink the weights by their decay."""
     settings = {"lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 3, "minibatches": 2}
-    ours, hopeless = learner(path, learner=settings), [all_with(0.0, group) for group in GROUPS]
+    ours = learner(path, learner=settings, algorithm={"entropy_coef": 0.5})
+    hopeless = [all_with(0.0, group) for group in GROUPS]  # of an entropy bonus they would make noise
     assert ours.step(GROUPS, VERSION).zero_gradients == 0
     before = weights(ours)
     report = ours.step(hopeless, VERSION)
@@ -189,14 +190,15 @@ def test_bfloat16_keeps_float32_masters_and_changes_little(path, algorithm):
     assert report.entropy == pytest.approx(expected.entropy, rel=0.02)
 
 
-def test_a_learner_that_shares_its_gpu_keeps_no_gathered_weights(path, monkeypatch):
+def test_gathered_weights_are_kept_where_all_are_trained_and_no_gpu_is_shared(path, monkeypatch):
     calls, trained, real = list[bool](), [], learner_module.keep_gathered
     monkeypatch.setattr(learner_module, "keep_gathered", lambda model, keep: (calls.append(keep), real(model, keep)))
-    for share in (False, True):
+    for share, lora, is_kept in ((False, 0, True), (True, 0, False), (False, 2, False)):
         calls.clear()
-        one = learner(path, learner={"tokens_per_microbatch": 64}, cluster={"share_gpu": share})
+        options = {"cluster": {"share_gpu": share}, "model": {"lora": {"rank": lora}}}
+        one = learner(path, learner={"tokens_per_microbatch": 64}, **options)
         one.step(GROUPS, VERSION)
-        assert any(calls) is not share
+        assert any(calls) is is_kept
         trained.append(weights(one))
     for name, tensor in trained[0].items():
         torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=1e-6)

@@ -110,25 +110,3 @@ def test_a_checkpoint_holds_only_the_adapters(path, tmp_path):
     learner(path).save(str(tmp_path / "checkpoint"))
     base_bytes = sum(p.numel() * 4 for p in load(path).parameters())
     assert sum(file.stat().st_size for file in (tmp_path / "checkpoint").iterdir()) < base_bytes
-
-
-def gathered_bytes(ours: Learner) -> int:
-    """Memory of the gathered weights of the decoder layers."""
-    layers = ours.model.language_model.model.layers
-    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in layers]
-    gathered = [p._unsharded_param for group in groups for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    return sum(parameter.untyped_storage().nbytes() for parameter in gathered)
-
-
-def test_a_base_is_not_kept_twice_between_microbatches(path, monkeypatch):
-    """One rank keeps gathered weights only where all are trained: a base is as wide as what is gathered of it."""
-
-    def most_kept(rank: int) -> int:
-        ours = learner(path, rank=rank, learner={"lr": 1e-2, "tokens_per_microbatch": 40})
-        kept, loss = [], ours._loss
-        monkeypatch.setattr(ours, "_loss", lambda *given: kept.append(gathered_bytes(ours)) or loss(*given))
-        ours.step(GROUPS, VERSION)
-        assert len(kept) > 2, "micro-batches"
-        return max(kept)
-
-    assert most_kept(4) == 0 < most_kept(0)

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, Mistral
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner import attention
 from asyncgrpo.learner import model as learner_model
-from asyncgrpo.learner.model import choose_kernel, load_language_model, recomputes, without_adapters
+from asyncgrpo.learner.model import choose_kernel, load_language_model, recomputes
 from tests.learner.helpers import (
     VERSION,
     assert_same_gradient,
@@ -98,19 +98,6 @@ def test_activations_are_recomputed_only_on_a_gpu_that_cannot_hold_them(path, mo
         wished = config(path, learner={"activation_checkpointing": wish})
         assert recomputes(wished, CUDA) == recomputes(wished, CPU) == wish
         assert learner(path, learner={"activation_checkpointing": wish}).model.language_model.training == wish
-
-
-def test_adapters_are_back_after_the_block_even_if_it_fails(path):
-    pytest.importorskip("peft")
-    model = {"dtype": "float32", "lora": {"rank": 2}}
-    ours = learner(path, model=model)
-    layers = [m for m in ours.model.modules() if hasattr(m, "_disable_adapters")]
-    trained = [p.requires_grad for p in ours.model.parameters()]
-    with pytest.raises(RuntimeError), without_adapters(ours.model):
-        assert layers and all(layer._disable_adapters for layer in layers)
-        assert [p.requires_grad for p in ours.model.parameters()] == trained
-        raise RuntimeError
-    assert not any(layer._disable_adapters for layer in layers)
 
 
 def test_a_second_step_sees_the_weights_of_the_first(path):

@@ -1,6 +1,5 @@
 """Mixtures of experts: fused in memory, trained there, and published as they are on disk."""
 
-import pickle
 from pathlib import Path
 
 import pytest
@@ -21,12 +20,9 @@ from tests.learner.helpers import (
     weights,
     with_true_logprobs,
 )
-from tests.learner.ranks import run_on_ranks
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3_moe
 
 GROUPS = random_groups(5, 4)
-FEW = [make_group(0, [1.0, 0.0], [[1, 2, 3], []])]
-"""One trainable sequence: of two ranks the second has nothing to do, and most experts see no token."""
 MAKERS = {"qwen3_moe": make_tiny_qwen3_moe, "deepseek_v3": make_tiny_deepseek_v3}
 BIAS = "e_score_correction_bias"
 
@@ -84,7 +80,7 @@ def test_a_step_changes_experts_router_and_attention(path):
     [("float32", ""), ("float32", "eager"), ("float32", "batched_mm"), ("float32", "grouped_mm"), ("bfloat16", "")],
 )
 def test_every_expert_that_was_used_has_a_gradient_and_no_other(path, dtype, implementation):
-    """With what transformers chooses itself, and with each implementation that runs everywhere."""
+    """With what transformers chooses itself, and with each implementation that runs everywhere. Most experts see no token."""
     ours = learner(path, dtype=dtype)
     model = ours.model.language_model
     if implementation:
@@ -95,7 +91,7 @@ def test_every_expert_that_was_used_has_a_gradient_and_no_other(path, dtype, imp
             module.register_forward_pre_hook(
                 lambda _, inputs, name=name: used.setdefault(name, set()).update(inputs[1].flatten().tolist())
             )
-    seen = gradients_of_a_step(ours, FEW)
+    seen = gradients_of_a_step(ours, [make_group(0, [1.0, 0.0], [[1, 2, 3], []])])
     assert used
     for name, experts in used.items():
         for matrix in ("gate_up_proj", "down_proj"):
@@ -138,47 +134,6 @@ def test_an_export_is_the_model_that_was_trained(path, tmp_path, lora):
         assert not exported(tokens).logits.equal(load(path)(tokens).logits)
     report = ours.step(with_true_logprobs(tmp_path, GROUPS), VERSION)
     assert report.logprob_gap_max < 1e-4
-
-
-# --- two ranks
-
-
-def run_scenarios(folder: Path, rank: int, world: int) -> dict:
-    results = {}
-    for name in MAKERS:
-        for amount, groups in (("much", GROUPS), ("few", FEW)):
-            ours = learner(folder / name, rank=rank, world=world)
-            published = weights(ours)
-            gradients = gradients_of_a_step(ours, groups)
-            results[name, amount] = {"before": published, "gradients": gradients, "after": weights(ours)}
-    return results
-
-
-def two_ranks(rank: int, world: int, folder: str) -> None:
-    """What each of the two ranks does."""
-    results = run_scenarios(Path(folder), rank, world)
-    Path(folder, f"rank{rank}.pickle").write_bytes(pickle.dumps(results))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Five experts of Qwen3-MoE on two ranks: three here, two there."""
-    folder = tmp_path_factory.mktemp("ranks")
-    for name, make in MAKERS.items():
-        make(folder / name)
-    run_on_ranks(two_ranks, str(folder), 2)
-    return folder
-
-
-def test_two_ranks_train_and_publish_as_one(folder):
-    both = [pickle.loads((folder / f"rank{rank}.pickle").read_bytes()) for rank in range(2)]
-    for key, one in run_scenarios(folder, 0, 1).items():
-        first, second = both[0][key], both[1][key]
-        assert list(first["before"]) == list(one["before"]), "one order"
-        assert all(first["before"][name].equal(tensor) for name, tensor in one["before"].items())
-        assert all(first["after"][name].equal(tensor) for name, tensor in second["after"].items())
-        for name, expected in one["gradients"].items():
-            assert (first["gradients"][name] - expected).norm() <= 5e-6 * expected.norm(), (key, name)
 
 
 # --- what is refused

@@ -207,14 +207,21 @@ def expected(values: dict[str, Tensor]) -> Tensor:
     return flat
 
 
+Ends = tuple[RowSender | None, RowReceiver, list[Tensor]]
+
+
+def ends(rank: int, deltas: bool = True) -> Ends:
+    """A sender on rank 1, a receiver from it, and two arenas."""
+    pair = dist.new_group([0, 1], backend="gloo")
+    sender = RowSender(LAYOUT, pair, pins=False, deltas=deltas) if rank else None
+    return sender, RowReceiver(1, pair), [torch.full((LAYOUT.num_bytes,), 77, dtype=torch.uint8) for _ in range(2)]
+
+
 def sequences(rank: int, world: int, folder: str) -> None:
     """Rank 1 sends what both draw alike; rank 0 compares every byte of its arena."""
     for seed in range(12):
         rng, values = random.Random(seed), tensors(seed)
-        pair = dist.new_group([0, 1], backend="gloo")
-        sender = RowSender(LAYOUT, pair, pins=False, deltas=seed % 4 != 3) if rank else None
-        receiver = RowReceiver(1, pair)
-        arenas = [torch.full((LAYOUT.num_bytes,), 77, dtype=torch.uint8) for _ in range(2)]
+        sender, receiver, arenas = ends(rank, deltas=seed % 4 != 3)
         came = []
         for number in range(12):
             change(values, rng.choice([0.0, 1e-4, 0.01, 0.01, 1.0 if seed % 2 else 0.01]), rng)
@@ -238,11 +245,8 @@ def sequences(rank: int, world: int, folder: str) -> None:
 
 def written_over(rank: int, world: int, folder: str) -> None:
     """Rows are written over while they wait to be sent: what counts is what came last, and nothing is out of step."""
-    pair = dist.new_group([0, 1], backend="gloo")
     values, rng = tensors(0), random.Random(0)
-    arenas = [torch.full((LAYOUT.num_bytes,), 77, dtype=torch.uint8) for _ in range(2)]
-    sender = RowSender(LAYOUT, pair, pins=False, deltas=True) if rank else None
-    receiver = RowReceiver(1, pair)
+    sender, receiver, arenas = ends(rank)
     for _ in range(5):
         may_send, jobs = threading.Event(), list[Future[None]]()
         if sender is not None:
@@ -277,11 +281,8 @@ def written_over(rank: int, world: int, folder: str) -> None:
 def altered(rank: int, world: int, folder: str) -> None:
     """A byte changes on the way, of all rows and of a delta."""
     for at in (0, 2):
-        pair = dist.new_group([0, 1], backend="gloo")
         values, rng = tensors(0), random.Random(0)
-        arenas = [torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8) for _ in range(2)]
-        sender = RowSender(LAYOUT, pair, pins=False, deltas=True) if rank else None
-        receiver = RowReceiver(1, pair)
+        sender, receiver, arenas = ends(rank)
         for number in range(at + 1):
             change(values, 0.01, rng)
             if sender is not None:
