@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncgrpo.engines.sglang.proof import PLAN, Box, Held, Proof, left_by, listed, question, rest, trace
+from asyncgrpo.engines.sglang.proof import PLAN, Box, Held, Proof, left_by, question, rest, trace
 
 Weights = dict[str, Tensor]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -217,8 +217,3 @@ def test_copies_by_the_plan_are_those_of_the_loader():
         part.of(parameters[part.parameter]).copy_(part.box.of(given[part.box.tensor]))
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameters[name], parameter), name
-
-
-def test_a_long_list_of_names_is_cut():
-    assert listed(["a", "b"]) == "a, b"
-    assert listed([f"w{i}" for i in range(23)]).endswith("w19 and 3 more")
