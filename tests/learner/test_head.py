@@ -244,24 +244,21 @@ def test_the_gradient_of_a_large_head_is_read_and_written_once_for_many_tokens(d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_gradients_are_the_same(monkeypatch, cache_home, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "entropy", "tolerance"), [(torch.float32, True, 1e-6), (torch.bfloat16, False, 2e-3)], ids=str
+)
+def test_compiled_gradients_are_the_same(monkeypatch, cache_home, dtype, entropy, tolerance):
     """Tiles of three tokens, so that programs run for whole tiles, and the last one has two."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_home / "asyncgrpo" / "compiled"))
     cut_head(monkeypatch, VOCAB, tile=3 * VOCAB)
-    for entropy in (False, True):
-        found: list[list[Tensor]] = []
-        for is_compiled in (False, True):
-            objective = Objective(entropy=entropy, full_kl=False)
-            hidden, weight, targets, _ = inputs(dtype)
-            root, scores = fused_loss(hidden, weight, targets, objective, temperature=0.7, is_compiled=is_compiled)
-            root.backward()
-            found.append([hidden.grad, weight.grad, scores.logprobs, scores.entropy])
-            assert len(objective.tiles) == (4 if is_compiled else 11)
-        for eager, compiled in zip(*found, strict=True):
-            assert (compiled.double() - eager.double()).norm() < (
-                1e-6 if dtype == torch.float32 else 2e-3
-            ) * eager.norm()
-            assert compiled.norm().item() == pytest.approx(
-                eager.norm().item(), rel=1e-6 if dtype == torch.float32 else 1e-3
-            )
+    found: list[list[Tensor]] = []
+    for is_compiled in (False, True):
+        objective = Objective(entropy=entropy, full_kl=False)
+        hidden, weight, targets, _ = inputs(dtype)
+        root, scores = fused_loss(hidden, weight, targets, objective, temperature=0.7, is_compiled=is_compiled)
+        root.backward()
+        found.append([hidden.grad, weight.grad, scores.logprobs, scores.entropy])
+        assert len(objective.tiles) == (4 if is_compiled else 11)
+    for eager, compiled in zip(*found, strict=True):
+        assert (compiled.double() - eager.double()).norm() < tolerance * eager.norm()
+        assert compiled.norm().item() == pytest.approx(eager.norm().item(), rel=tolerance)
