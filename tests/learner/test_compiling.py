@@ -11,7 +11,6 @@ from asyncgrpo.learner.model import compiling_pays, decoder_layers
 from tests.learner.helpers import VERSION, config, learner, random_groups
 
 GROUPS = random_groups(1, 4)
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
