@@ -11,16 +11,18 @@ from asyncgrpo.engines import build
 from asyncgrpo.engines.build import check_extra, why_sglang_cannot_run
 from asyncgrpo.errors import ConfigError
 
+NOW = sys.version_info[:2]
+
 
 @pytest.mark.parametrize(
     ("missing", "has_gpu", "oldest_python", "way_out"),
     [
-        ("", True, (3, 0), None),
-        ("", False, (3, 0), None),
-        ("sglang", True, (3, 0), "pip install"),
-        ("sglang", False, (3, 0), "./setup.sh"),
-        ("sgl_kernel", True, (3, 0), None),  # a stand-in for the kernels is needed without a GPU only
-        ("sgl_kernel", False, (3, 0), "packaging/cpu-shims"),
+        ("", True, NOW, None),
+        ("", False, NOW, None),
+        ("sglang", True, NOW, "pip install"),
+        ("sglang", False, NOW, "./setup.sh"),
+        ("sgl_kernel", True, NOW, None),  # a stand-in for the kernels is needed without a GPU only
+        ("sgl_kernel", False, NOW, "packaging/cpu-shims"),
         ("", True, (99, 0), "Python"),
     ],
 )

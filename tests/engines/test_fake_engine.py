@@ -26,11 +26,11 @@ async def sample(engine: FakeEngine, request_id: str = "r", **knobs) -> list[Com
 
 
 async def test_it_fails_after_so_many_tokens_and_says_so_to_all() -> None:
-    engine = await started(fail_after_tokens=80)
+    engine = await started(fail_after_tokens=40)
     assert len(await sample(engine, max_tokens=13)) == 3, "not before"
     outcomes = await asyncio.gather(*(sample(engine, name, max_tokens=30) for name in "ab"), return_exceptions=True)
-    assert all(isinstance(outcome, EngineError) and "after 80 tokens" in str(outcome) for outcome in outcomes)
-    with pytest.raises(EngineError, match="after 80 tokens"):
+    assert all(isinstance(outcome, EngineError) and "after 40 tokens" in str(outcome) for outcome in outcomes)
+    with pytest.raises(EngineError, match="after 40 tokens"):
         await sample(engine)
 
 

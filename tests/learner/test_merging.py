@@ -33,13 +33,13 @@ def exact_product(up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     return torch.tensor([[float(sum(x * y for x, y in zip(r, c, strict=True))) for c in columns] for r in rows]).float()
 
 
-@pytest.mark.parametrize("rank", [1, 5, 16])
+@pytest.mark.parametrize("rank", [1, 2, 5, 16])
 def test_the_product_is_exact_before_it_is_rounded(rank):
     up, down = adapter(6, 9, rank)
     assert merge(torch.zeros(6, 9), up, down, torch.float32).equal(exact_product(up, down))
 
 
-@pytest.mark.parametrize(("rows", "rank"), [(70, 3), (70, 200), (1500, 8)])
+@pytest.mark.parametrize(("rows", "rank"), [(70, 3), (70, 32), (70, 200), (1500, 8)])
 def test_no_order_of_summation_and_no_division_into_parts_changes_a_bit(rows, rank):
     up, down = adapter(rows, 90, rank)
     base = random(rows, 90, scale=0.02)
