@@ -139,7 +139,7 @@ MUTANTS: dict[str, Mutant] = {
         "learner.saving:load",
         'state.get("made", steps)',
         "steps",
-        "learner/test_checkpoint.py::test_a_resume_after_steps_without_a_gradient_goes_on_bit_for_bit",
+        "learner/test_checkpoint.py::test_a_resumed_learner_goes_on_bit_for_bit[steps without a gradient]",
     ),
     # -- advantages ----------------------------------------------------------------------------------------------------
     "the standard deviation of a group has n in its denominator": Mutant(

@@ -16,7 +16,6 @@ UNTRAINED = 3
 """The sequence without trained tokens."""
 GROUPS = [0, 0, 0, 1, 1, 1, 2, 2]
 VERSION = 7
-NUM_VOCAB = 5
 
 
 @dataclass
@@ -87,14 +86,3 @@ def batch(seed: int = 0, *, spread: float = 0.4) -> Batch:
             anchor[t], behaviour[t] = (rng.choice([math.nan, math.inf, -math.inf, 0.0]) for _ in range(2))
             reference[t], versions[t] = math.nan, -1
     return Batch(sequences, mask, policy, anchor, behaviour, reference, advantages, versions)
-
-
-def logits_for(batch: Batch, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """[T, V] logits float64 whose softmax gives the sampled tokens [T] exactly the batch's `policy` log-probs."""
-    generator = torch.Generator().manual_seed(seed)
-    logp = tensor(batch.policy)
-    tokens = torch.randint(NUM_VOCAB, logp.shape, generator=generator)
-    logits = torch.randn(len(logp), NUM_VOCAB, dtype=torch.float64, generator=generator)
-    others = torch.nn.functional.one_hot(tokens, NUM_VOCAB).bool()
-    rest = logits.masked_fill(others, -math.inf).log_softmax(-1) + torch.log(-torch.expm1(logp)).unsqueeze(-1)
-    return torch.where(others, logp.unsqueeze(-1), rest), tokens

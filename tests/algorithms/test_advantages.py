@@ -50,29 +50,6 @@ def test_every_estimator_follows_its_formula(name, dtype, tolerance):
         torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_order_of_completions_and_names_of_groups_do_not_matter(name):
-    for seed in SEEDS:
-        columns = tensors(oracle.batch(seed))
-        rewards, groups, lengths, greedy = columns
-        shuffled = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed))
-        expected = estimate(name, *columns)[shuffled]
-        ours = estimate(name, rewards[shuffled], 7 - 3 * groups[shuffled], lengths[shuffled], greedy[shuffled])
-        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", OF_GROUPS)
-@pytest.mark.parametrize("rewards", [[0.7], [0.7, math.nan], [math.nan, math.nan], [-0.7]])
-def test_a_singleton_never_trains_on_its_raw_reward(name, rewards):
-    """Finding 3: verl gives it the reward itself, in four estimators."""
-    beside = [1.0, 0.0, 0.0]  # another prompt, so that the batch has statistics
-    groups = torch.tensor([0] * len(rewards) + [1] * 3)
-    lengths = torch.tensor([5] * len(rewards) + [9, 2, 4])
-    ours = estimate(name, torch.tensor(rewards + beside), groups, lengths, None)
-    assert (ours[: len(rewards)] == 0).all()
-    assert (ours[len(rewards) :] != 0).any()
-
-
 def constant_groups():
     """12,663 groups: each size from 2 to 64 with each reward of c/100."""
     rewards, groups = [], []
@@ -94,20 +71,9 @@ def test_constant_groups_of_every_size_are_exactly_zero(name, dtype):
     assert (ours[:-3] == 0).all() and (ours[-3:] != 0).any()
 
 
-def test_a_tiny_difference_of_two_rewards_is_a_signal():
-    almost = 0.98 + 1e-12
-    ours = alone([0.98] * 7 + [almost], "grpo")
-    assert ours[-1] > 0 and (ours[:-1] < 0).all()
-
-
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, 0.0], [0.5, 0.5], [1.0, math.nan, 1.0, 0.2]])
 def test_pass_at_k_gives_nothing_where_two_share_the_best(rewards):
     assert (alone(rewards, "pass_at_k") == 0).all()
-
-
-def test_opo_gives_nothing_to_a_group_of_empty_completions():
-    ours = advantages.opo(torch.tensor([1.0, 0.0]), torch.zeros(2).long(), torch.zeros(2).long())
-    assert (ours == 0).all()
 
 
 def test_whitening_is_over_tokens_and_leaves_groups_without_signal_at_zero():
@@ -148,6 +114,7 @@ def test_an_empty_batch_and_a_gradient_are_no_trouble(name):
     rewards = torch.rand(4, requires_grad=True)
     groups = torch.zeros(4).long()
     assert not estimate(name, rewards, groups, groups + 2, torch.rand(4, requires_grad=True)).requires_grad
+    assert estimate(name, rewards.detach(), groups, groups, rewards.detach()).isfinite().all(), "empty completions"
 
 
 # --- numbers whose squares do not fit
@@ -166,13 +133,8 @@ def test_huge_rewards_are_compared_like_others(name, size):
     assert (usual != 0).any() and huge.isfinite().all()
     scale = 1.0 if name in (*SCALE_FREE, "max_rl") else size / 1e8
     torch.testing.assert_close(huge / scale, usual, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("size", [1e-300, 1e-320])
-def test_tiny_rewards_give_numbers(name, size):
-    rewards, groups, lengths, greedy = tensors(oracle.batch(0))
-    assert estimate(name, size * rewards, groups, lengths, size * greedy).isfinite().all()
+    for tiny in (1e-300, 1e-320):
+        assert estimate(name, tiny * rewards, groups, lengths, tiny * greedy).isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["grpo", "pass_at_k"])
@@ -198,12 +160,6 @@ def test_an_estimator_asks_only_for_what_its_formula_reads():
 
 LENGTHS = [0, 3, 0, 0, 1, 4, 0]
 CU_SEQLENS = torch.tensor([0, 0, 3, 3, 3, 4, 8, 8], dtype=torch.int32)
-
-
-def test_sums_keep_a_nan_in_its_sequence_and_give_zero_for_an_empty_one():
-    values = torch.tensor([1.0, 2.0, 3.0, math.nan, 1.0, 1.0, 1.0, 0.5])
-    sums = sum_by_sequence(values, CU_SEQLENS)
-    torch.testing.assert_close(sums, torch.tensor([0, 6.0, 0, 0, math.nan, 3.5, 0]), equal_nan=True)
 
 
 def test_a_sum_hands_its_gradient_to_every_token():

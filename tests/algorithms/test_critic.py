@@ -46,15 +46,6 @@ def test_what_observation_tokens_hold_does_not_leak():
     assert (dirty.advantages[~mask] == 0).all() and (dirty.returns[~mask] == 0).all()
 
 
-def test_long_sequences_stay_exact():
-    rng = random.Random(0)
-    rewards, values = ([rng.gauss(0, 1) for _ in range(3000)] for _ in range(2))
-    expected = oracle.gae(rewards, values, [True] * 3000, 1.0, 0.999)
-    tensors = (torch.tensor(x, dtype=torch.float64) for x in (rewards, values))
-    ours = gae(*tensors, torch.ones(3000, dtype=torch.bool), torch.tensor([0, 3000]), gamma=1.0, lam=0.999)
-    torch.testing.assert_close(ours.advantages, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize("cu_seqlens", [[0], [0, 0], [0, 0, 0]])
 def test_no_token_gives_no_advantage(cu_seqlens):
     nothing = torch.zeros(0)
@@ -97,8 +88,4 @@ def test_value_loss_and_its_coefficient_are_autograds(clip, dtype, tolerance):
     torch.testing.assert_close(ours.value, expected.detach(), rtol=tolerance, atol=1e-12)
     torch.testing.assert_close(ours.loss_gradient, v.grad, rtol=tolerance, atol=1e-12)
     assert not ours.value.requires_grad and not ours.loss_gradient.requires_grad
-
-
-def test_an_unmoved_value_is_never_clipped():
-    values = torch.tensor([0.1, 0.7, -0.3])
-    assert not value_loss(values, torch.zeros(3), values, clip=0.0).clipped.any()
+    assert not value_loss(values, returns, values.detach(), clip=0.0).clipped.any(), "an unmoved value is not clipped"

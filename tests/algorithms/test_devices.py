@@ -1,5 +1,6 @@
 """No function reads a number back from the device: all of them run on tensors that have a shape and no numbers."""
 
+import itertools
 from typing import get_args
 
 import pytest
@@ -26,29 +27,22 @@ def test_surrogates_wait_for_nothing(name):
     assert_on_device(SURROGATES[name](X, X, X, MASK, CU, **parameters))
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("action", ["truncate", "clip", "mask", "reject"])
-def test_importance_waits_for_nothing(level, action):
-    assert_on_device(importance(X, MASK, CU, level=level, action=action, high_ratio=2.0))
-
-
-def test_the_other_corrections_wait_for_nothing():
+def test_corrections_wait_for_nothing():
     found = [veto(X, MASK, CU), opsm(X, X, MASK, CU, max_nats=0.1), m2po(X, MASK)]
+    for level, action in itertools.product(("token", "sequence", "geometric"), ("truncate", "clip", "mask", "reject")):
+        found.append(importance(X, MASK, CU, level=level, action=action, high_ratio=2.0))
     found.append(divergence(X, MASK, CU, estimator="k3", level="sequence", max_nats=0.1))
     assert_on_device(combine(found))
     assert_on_device([interpolated(X, X, IDS, 3), interpolated(X, X, IDS, IDS[0])])
 
 
-@pytest.mark.parametrize("mode", get_args(Aggregation))
-def test_weights_wait_for_nothing(mode):
+def test_weights_and_penalties_wait_for_nothing():
     counts = {"num_tokens": 8, "num_sequences": 3, "max_length": 4, "tokens_in_group": IDS[:3], "num_groups": 2}
-    weights = token_weights(MASK, CU, mode=mode, **counts)
-    assert_on_device([weights, weighted_sum(X, weights)])
-
-
-@pytest.mark.parametrize("kind", get_args(KlKind))
-def test_penalties_wait_for_nothing(kind):
-    assert_on_device(kl_penalty(X, X, kind=kind, log_ratio=X))
+    for mode in get_args(Aggregation):
+        weights = token_weights(MASK, CU, mode=mode, **counts)
+        assert_on_device([weights, weighted_sum(X, weights)])
+    for kind in get_args(KlKind):
+        assert_on_device(kl_penalty(X, X, kind=kind, log_ratio=X))
 
 
 def test_diagnostics_wait_for_nothing():

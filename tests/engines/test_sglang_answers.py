@@ -29,6 +29,7 @@ def test_tokens_log_probs_and_reason_are_kept() -> None:
     assert (completion.index, completion.finish_reason) == (3, "stop")
     assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
     assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([5, 6], [-0.5, -1.5])
+    assert completion.spans == (VersionSpan(PolicyVersion(2, 7), 0, 2),), "the version at its end"
 
 
 def test_spans_are_those_of_sglang_without_empty_ones() -> None:
@@ -38,32 +39,26 @@ def test_spans_are_those_of_sglang_without_empty_ones() -> None:
     assert completion.spans == (VersionSpan(PolicyVersion(2, 7), 0, 1), VersionSpan(PolicyVersion(2, 8), 1, 3))
 
 
-def test_without_spans_the_whole_completion_is_by_the_version_at_its_end() -> None:
-    assert completion_of(output([1, 2], [-1.0] * 2), 0).spans == (VersionSpan(PolicyVersion(2, 7), 0, 2),)
-
-
 def test_a_completion_aborted_before_its_first_token_is_empty() -> None:
     completion = completion_of(output([], [-1.0], {"type": "abort", "message": "Aborted"}), 0)
     assert (len(completion.token_ids), len(completion.logprobs), completion.spans) == (0, 0, ())
     assert completion.finish_reason == "abort"
 
 
-@pytest.mark.parametrize("broken", [np.nan, -np.inf, float(np.finfo(np.float32).min)])
-def test_a_log_prob_that_is_not_finite_is_an_error(broken: float) -> None:
-    with pytest.raises(EngineError, match=r"not finite under weights 2\.7"):
-        completion_of(output([1, 2], [-1.0, broken]), 0)
-
-
-def test_a_token_outside_the_vocabulary_is_an_error_and_no_stop() -> None:
-    with pytest.raises(EngineError, match="not finite"):
-        completion_of(output([1], [-1.0], {"type": "stop", "matched": "NaN happened"}), 0)
-
-
-def test_missing_log_probs_are_an_error() -> None:
-    with pytest.raises(EngineError, match="2 tokens with 1 log-probs"):
-        completion_of(output([1, 2], [-1.0]), 0)
+@pytest.mark.parametrize(
+    ("logprobs", "reason", "message"),
+    [
+        ([-1.0, np.nan], None, r"not finite under weights 2\.7"),
+        ([-1.0, -np.inf], None, "not finite"),
+        ([-1.0, float(np.finfo(np.float32).min)], None, "not finite"),
+        ([-1.0, -1.0], {"type": "stop", "matched": "NaN happened"}, "not finite"),  # a token outside the vocabulary
+        ([-1.0], None, "2 tokens with 1 log-probs"),
+    ],
+)
+def test_numbers_that_cannot_be_are_an_error(logprobs: list[float], reason: dict | None, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        completion_of(output([1, 2], logprobs, reason), 0)
 
 
 def test_a_completion_is_no_longer_than_its_room() -> None:
-    assert sampling_params(Sampling(max_tokens=100), room=30)["max_new_tokens"] == 30
-    assert sampling_params(Sampling(max_tokens=20), room=30)["max_new_tokens"] == 20
+    assert [sampling_params(Sampling(max_tokens=n), room=30)["max_new_tokens"] for n in (100, 20)] == [30, 20]

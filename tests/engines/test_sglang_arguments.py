@@ -87,13 +87,10 @@ def test_sglang_takes_the_arguments_of_a_gpu_as_they_are(
     assert arguments["cuda_graph_config"]["decode"]["max_bs"] == 40 + NUM_SEQUENCES
 
 
-def test_logits_are_float32_as_in_the_learner(resolved: Resolved) -> None:
-    assert resolved(gpu_gib=80)["enable_fp32_lm_head"]
-    assert not resolved(gpu_gib=80, extra={"enable_fp32_lm_head": False})["enable_fp32_lm_head"]
-
-
-def test_nothing_is_on_that_would_draw_log_probs_from_another_distribution(resolved: Resolved) -> None:
+def test_log_probs_are_of_float32_logits_and_of_no_other_distribution(resolved: Resolved) -> None:
     arguments = resolved(gpu_gib=80)
+    assert arguments["enable_fp32_lm_head"], "as in the learner"
+    assert not resolved(gpu_gib=80, extra={"enable_fp32_lm_head": False})["enable_fp32_lm_head"]
     assert arguments["rl_on_policy_target"] is None, "it rounds the logits to bfloat16"
     assert arguments["kv_cache_dtype"] == "auto" and arguments["quantization"] is None
     assert arguments["speculative_algorithm"] is None and not arguments["enable_tf32_matmul"]

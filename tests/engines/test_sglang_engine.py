@@ -20,10 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from asyncgrpo import scratch
 from asyncgrpo.engines.sglang.engine import SGLangEngine
-from asyncgrpo.environments.base import Reply, Task
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.turns import TurnSampler
-from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling, TensorInfo
+from asyncgrpo.types import Completion, PolicyVersion, Sampling, TensorInfo
 from asyncgrpo.weights.publication import BOUNDS, NUM_SEQUENCES, CheckSequences, SyncGap
 from tests.engines.engines import Rig
 from tests.models import make_tiny_qwen3
@@ -113,24 +111,19 @@ def test_a_context_longer_than_the_model_can_attend_to_is_refused(folder: Path) 
         asyncio.run(engine.start(PolicyVersion(0, 0)))
 
 
-def test_before_start_everything_is_refused(folder: Path) -> None:
-    engine = SGLangEngine(str(folder), dtype=torch.float32, max_context=64, device="cpu")
-    with pytest.raises(EngineError, match="not started"):
-        asyncio.run(engine.load_weights([], PolicyVersion(0, 1)))
-    with pytest.raises(EngineError, match="not started"):
-        asyncio.run(engine.checksum())
-    asyncio.run(engine.close())
-
-
-def test_a_request_still_queued_when_weights_change_does_not_find_old_keys(rig: Rig) -> None:
+def test_a_queued_request_can_be_aborted_and_does_not_find_old_keys(rig: Rig) -> None:
     async def queue_behind_long_ones() -> list[Completion]:
         await rig.sample(PROMPT, max_tokens=2)  # now the prefix cache holds PROMPT
         long = asyncio.create_task(rig.sample(PROMPT[:2], PLACES, max_tokens=LONG))
         while len(rig.engine._manager.rid_to_state) < PLACES:
             await asyncio.sleep(0.01)
         queued = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=8))
+        aborted = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=8, request_id="aborted"))
         await asyncio.sleep(0.05)
-        assert len(rig.engine._manager.rid_to_state) == PLACES + 2
+        assert len(rig.engine._manager.rid_to_state) == PLACES + 4
+        await rig.engine.abort("aborted")
+        for completion in await aborted:
+            assert (len(completion.token_ids), completion.spans, completion.finish_reason) == (0, (), "abort")
         version = await rig.load(1)
         completions = await queued
         assert all(completion.spans[0].version == version for completion in completions)
@@ -138,21 +131,6 @@ def test_a_request_still_queued_when_weights_change_does_not_find_old_keys(rig: 
         return completions
 
     for completion in rig.run(queue_behind_long_ones()):
-        rig.assert_logprobs(PROMPT, completion)
-
-
-def test_a_request_submitted_while_weights_change_waits_for_the_new_ones(rig: Rig) -> None:
-    async def submit_meanwhile() -> list[Completion]:
-        await rig.sample(PROMPT, max_tokens=2)
-        loading = asyncio.create_task(rig.load(2))
-        while rig.engine._may_submit.is_set():
-            await asyncio.sleep(0)
-        completions = await rig.sample(PROMPT, 2, max_tokens=4)
-        await loading
-        return completions
-
-    for completion in rig.run(submit_meanwhile()):
-        assert [span.version for span in completion.spans] == [rig.engine.version]
         rig.assert_logprobs(PROMPT, completion)
 
 
@@ -169,48 +147,6 @@ def test_the_prefix_cache_is_used_within_a_version(rig: Rig) -> None:
         return output["meta_info"]["cached_tokens"]
 
     assert rig.run(cached_tokens()) >= len(PROMPT) - 1
-
-
-def test_turns_are_sampled_after_all_that_was_said_under_the_weights_of_their_time(rig: Rig) -> None:
-    """Three turns, and other weights from the second on: each token has the log-prob of its own weights after its context."""
-
-    class Says:
-        scores, about = True, "says"
-        heard = 0
-
-        def episode(self, task: Task) -> "Says":
-            return self
-
-        async def reset(self) -> Reply:
-            await rig.load(0)
-            return Reply()
-
-        async def step(self, text: str) -> Reply:
-            self.heard += 1
-            if self.heard == 1:
-                await rig.load(1)
-            return Reply(messages=({"role": "user", "content": text},), done=self.heard == 3)
-
-        async def close(self) -> None:
-            pass
-
-    async def play() -> Completion:
-        sampler = TurnSampler(rig.engine, Says(), str, lambda _, last: (last, 7, 11), max_turns=8, scores=True)
-        turns = sampler.of(Prompt(prompt_id="p", token_ids=PROMPT))
-        sampling = Sampling(max_tokens=100, stop_token_ids=tuple(range(0, 260, 3)))
-        (completion,) = [one async for one in turns.generate("turns", PROMPT, 1, sampling, 0)]
-        return completion
-
-    completion = rig.run(play())
-    assert len(completion.turns) == 3 and len(completion.spans) == 2
-    assert completion.spans[0].end == len(completion.turns[0])
-    versions = [span.version for span in completion.spans for _ in range(span.start, span.end)]
-    ids = [*PROMPT, *completion.all_token_ids.tolist()]
-    for at, token, logprob, version in zip(
-        completion.sampled_at, completion.token_ids, completion.logprobs, versions, strict=True
-    ):
-        expected = rig.logits(ids[: len(PROMPT) + at], version).log_softmax(-1)[-1, token].item()
-        assert abs(expected - logprob) < 1e-4
 
 
 CHECK = CheckSequences.draw(260, MAX_CONTEXT)
@@ -236,18 +172,6 @@ def test_keys_and_values_of_older_weights_show_in_the_scores(rig: Rig, monkeypat
     assert gap_after_a_change(rig).mean < BOUNDS["float32"][0]
     monkeypatch.setattr(rig.engine, "_prefix_keys", lambda count: ["the same in every version"] * count)
     assert gap_after_a_change(rig).mean > BOUNDS["float32"][1]
-
-
-def test_every_parameter_is_proved_under_each_version_and_healthy_ones_are_not_found(rig: Rig) -> None:
-    async def changes() -> None:
-        for change in (0, 1, 2, -3, 0):
-            await rig.load(change)
-            await rig.engine.checksum()
-            assert not rig.engine.does_not_follow
-
-    rig.run(changes())
-    proof = rig.engine._proof
-    assert (proof.left_out, proof.untraced, proof.do_not_follow, proof.nowhere) == ([], {}, [], set())
 
 
 def test_scores_wait_for_no_completion(rig: Rig) -> None:
@@ -284,6 +208,8 @@ def test_a_completion_may_fill_the_whole_context(rig: Rig) -> None:
 
 
 def assert_mixed_lengths_are_right(rig: Rig) -> None:
+    """Prompts of different lengths in one batch."""
+
     async def mixed(prompts: list[tuple[int, ...]]) -> list[list[Completion]]:
         return await asyncio.gather(*(rig.sample(prompt, max_tokens=10) for prompt in prompts))
 
@@ -291,10 +217,6 @@ def assert_mixed_lengths_are_right(rig: Rig) -> None:
         prompts = [tuple(range(longest)), (1,), (2, 3), tuple(range(50, 60))]
         for prompt, (completion,) in zip(prompts, rig.run(mixed(prompts)), strict=True):
             rig.assert_logprobs(prompt, completion)
-
-
-def test_sequences_of_different_lengths_are_right(rig: Rig) -> None:
-    assert_mixed_lengths_are_right(rig)
 
 
 def test_abort_spares_requests_whose_id_begins_the_same(rig: Rig) -> None:
@@ -307,24 +229,6 @@ def test_abort_spares_requests_whose_id_begins_the_same(rig: Rig) -> None:
         return [completion for (completion,) in await asyncio.gather(*tasks)]
 
     assert [completion.finish_reason for completion in rig.run(abort_one())] == ["abort", "length", "length"]
-
-
-def test_a_completion_aborted_in_the_queue_is_empty(rig: Rig) -> None:
-    async def abort_queued() -> list[Completion]:
-        long = asyncio.create_task(rig.sample(PROMPT[:2], PLACES, max_tokens=LONG, request_id="long"))
-        while len(rig.engine._manager.rid_to_state) < PLACES:
-            await asyncio.sleep(0.01)
-        queued = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=8, request_id="queued"))
-        await asyncio.sleep(0.05)
-        await rig.engine.abort("queued")
-        completions = await queued
-        await rig.engine.abort("long")
-        await long
-        return completions
-
-    for completion in rig.run(abort_queued()):
-        assert (len(completion.token_ids), len(completion.logprobs), completion.spans) == (0, 0, ())
-        assert completion.finish_reason == "abort"
 
 
 def test_whoever_stops_listening_leaves_nothing_running(rig: Rig) -> None:
@@ -341,26 +245,13 @@ def test_whoever_stops_listening_leaves_nothing_running(rig: Rig) -> None:
     rig.run(leave())
 
 
-@pytest.mark.parametrize("has_room", [True, False], ids=["/dev/shm", "/dev/shm is full"])
-def test_weights_come_where_shared_memory_is_full_too(
-    has_room: bool, rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from asyncgrpo.weights import arena
-
-    def refuse(file: Path, size: int) -> None:
-        raise RuntimeError("it is full")
-
-    if not has_room:
-        monkeypatch.setattr(arena, "allocate", refuse)
-
+def test_what_is_made_in_shared_memory_for_a_load_is_gone_after_it(rig: Rig) -> None:
     def made() -> set[str]:
         return {name for name in os.listdir("/dev/shm") if name.startswith(scratch.mark())}
 
     before = made()
-    rig.run(rig.load(3 + has_room))
-    (completion,) = rig.run(rig.sample(PROMPT, max_tokens=20))
-    rig.assert_logprobs(PROMPT, completion)
-    assert made() <= before, "what was made for this load is gone"
+    rig.run(rig.load(3))
+    assert made() <= before
 
 
 def test_a_scheduler_finds_tensors_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,12 +263,7 @@ def test_a_scheduler_finds_tensors_where_they_lie(monkeypatch: pytest.MonkeyPatc
     def got(given: arena.SharedTensors) -> dict[str, torch.Tensor]:
         return dict(mapped.tensors(MultiprocessingSerializer.deserialize(weights.payloads(given, 1)[0])))
 
-    tensors = {
-        "a": torch.randn(3, dtype=torch.bfloat16),
-        "b": torch.randn(5, 7),
-        "c": torch.randn(6, 4).t(),
-        "d": torch.ones(()),
-    }
+    tensors = {"a": torch.randn(3, dtype=torch.bfloat16), "c": torch.randn(6, 4).t(), "d": torch.ones(())}
     mapped, given = weights.Mapped(), weights.shared(tensors.items())
     found = got(given)
     assert found.keys() == tensors.keys()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from asyncgrpo.engines.sglang.proof import PLAN, Box, Held, Proof, left_by, listed, question, rest, trace
+from asyncgrpo.engines.sglang.proof import PLAN, Box, Held, Proof, left_by, question, rest, trace
 
 Weights = dict[str, Tensor]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -110,21 +110,13 @@ def test_later_weights_are_proved_and_one_element_that_is_not_theirs_is_named(dt
             engine.ranks[1].qk.view(torch.int32 if dtype == torch.float32 else torch.int16)[0, 3] += 1
         assert proof.differing(engine.checksums) == ["qk"]
     engine.load(new)
-
-
-def test_rows_that_changed_places_and_slices_of_another_process_are_found():
-    engine = Engine()
-    proof = engine.first(weights())
     good = engine.ranks[0].qk.detach().clone()
     for changed in (good[[1, 0, 2, 3, 4, 5]], good.roll(1, 1), engine.ranks[1].qk.detach()):
         engine.ranks[0].qk.data.copy_(changed)
-        assert proof.differing(engine.checksums) == ["qk"]
-
-
-def test_a_parameter_of_another_dtype_is_compared_with_what_is_rounded_to_it():
+        assert proof.differing(engine.checksums) == ["qk"], "rows changed places, or are those of another process"
     engine, given = Engine(torch.bfloat16), weights(torch.float32)
     proof = engine.first(given)
-    assert proof.differing(engine.checksums) == [] == proof.left_out
+    assert proof.differing(engine.checksums) == [] == proof.left_out, "compared with what is rounded to its dtype"
 
 
 def test_tensors_that_a_loader_ignores_and_parameters_that_are_not_written_are_named():
@@ -174,19 +166,12 @@ class Reads(Rank):
         super().load_weights(given.items())
 
 
-def test_first_weights_that_are_skipped_name_their_parameter():
+def test_what_a_loader_skips_changes_or_reads_is_named_and_the_rest_is_proved():
     assert Engine(make=Skips).first(weights()).do_not_follow == ["qk"]
-
-
-def test_what_is_computed_after_the_copy_is_left_out():
     engine = Engine(make=Computes)
     proof = engine.first(weights())
-    assert (proof.left_out, proof.do_not_follow) == (["norm"], [])
+    assert (proof.left_out, proof.do_not_follow, proof.differing(engine.checksums)) == (["norm"], [], [])
     assert "not in norm, which the loader changes" in proof.summary()
-    assert proof.differing(engine.checksums) == []
-
-
-def test_a_tensor_that_cannot_be_followed_is_named_and_the_others_are_proved():
     proof = Engine(make=Reads).first(weights())
     assert list(proof.untraced) == ["norm"] and "is read by aten.sum" in proof.untraced["norm"]
     assert proof.summary() == "each version is proved in 3 parameters of the model, not of norm"
@@ -232,8 +217,3 @@ def test_copies_by_the_plan_are_those_of_the_loader():
         part.of(parameters[part.parameter]).copy_(part.box.of(given[part.box.tensor]))
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameters[name], parameter), name
-
-
-def test_a_long_list_of_names_is_cut():
-    assert listed(["a", "b"]) == "a, b"
-    assert listed([f"w{i}" for i in range(23)]).endswith("w19 and 3 more")

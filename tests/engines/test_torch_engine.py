@@ -13,7 +13,7 @@ from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.engines.torch import decoder
 from asyncgrpo.engines.torch.engine import TorchEngine, weights_digest
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import PolicyVersion, Sampling
+from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from tests.engines.engines import MAX_CONTEXT, VOCAB, Rig, torch_rig
 from tests.models import make_tiny_qwen3
 
@@ -25,22 +25,10 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), vocab=VOCAB)
 
 
-@pytest.fixture(scope="module")
-def tied_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_qwen3(tmp_path_factory.mktemp("tied"), vocab=VOCAB, tie=True)
-
-
 @pytest.fixture
 def rig(model_path: Path) -> Iterator[Rig]:
     """Room for 4 completions at once."""
     rig = torch_rig(model_path, max_completions=4).start()
-    yield rig
-    rig.stop()
-
-
-@pytest.fixture
-def tied_rig(tied_path: Path) -> Iterator[Rig]:
-    rig = torch_rig(tied_path).start()
     yield rig
     rig.stop()
 
@@ -58,53 +46,30 @@ async def turns(count: int) -> None:
 # --- rows and queues
 
 
-def test_a_request_with_more_completions_than_rows_runs_in_parts(rig: Rig) -> None:
-    completions = rig.run(rig.sample(PROMPT, 11, max_tokens=5))
-    assert sorted(completion.index for completion in completions) == list(range(11))
-    for completion in completions:
-        rig.assert_logprobs(PROMPT, completion)
+def test_completions_without_a_row_wait_first_come_first_served(rig: Rig) -> None:
+    done: list[int] = []
 
+    async def ask(number: int, count: int) -> list[Completion]:
+        completions = await rig.sample(PROMPT, count, request_id=str(number), max_tokens=4)
+        done.append(number)
+        return completions
 
-def test_requests_wait_their_turn_first_come_first_served(rig: Rig) -> None:
-    async def prompt_index() -> list[int]:
-        done: list[int] = []
-
-        async def ask(number: int) -> None:
-            await rig.sample(PROMPT, 3, max_tokens=4)  # two requests of 3 do not fit 4 rows
-            done.append(number)
-
-        await asyncio.gather(*(ask(number) for number in range(5)))
-        return done
-
-    assert rig.run(prompt_index()) == [0, 1, 2, 3, 4]
-
-
-def test_completions_without_a_row_wait(rig: Rig) -> None:
-    async def fill() -> EngineOccupancy:
-        asked = [asyncio.create_task(rig.sample(PROMPT, 3, max_tokens=4)) for _ in range(2)]
+    async def fill() -> tuple[EngineOccupancy, list[list[Completion]]]:
+        asked = [asyncio.create_task(ask(number, count)) for number, count in enumerate((3, 3, 2, 11))]
         while not rig.engine.occupancy().running:
             await asyncio.sleep(0)
         use = rig.engine.occupancy()
-        await asyncio.gather(*asked)
-        return use
+        await rig.engine.abort("2")
+        return use, await asyncio.gather(*asked)
 
-    use = rig.run(fill())
-    assert (use.running, use.waiting, use.places) == (3, 3, 4)
+    use, (*_, aborted, many) = rig.run(fill())
+    assert (use.running, use.waiting, use.places) == (3, 3 + 2 + 11, 4)
     assert use.kv == 3 * len(PROMPT) / (4 * MAX_CONTEXT), "the last token of each has none yet"
-
-
-def test_a_waiting_request_that_is_aborted_yields_empty_completions(rig: Rig) -> None:
-    async def abort_waiting() -> list:
-        running = asyncio.create_task(rig.sample(PROMPT, 4, max_tokens=30))
-        await asyncio.sleep(0)
-        waiting = asyncio.create_task(rig.sample(PROMPT, 2, request_id="waiting", max_tokens=5))
-        await asyncio.sleep(0)
-        await rig.engine.abort("waiting")
-        assert len(await running) == 4
-        return await waiting
-
-    completions = rig.run(abort_waiting())
-    assert [(len(a.token_ids), a.spans, a.finish_reason) for a in completions] == [(0, (), "abort")] * 2
+    assert done == [2, 0, 1, 3]
+    assert [(len(a.token_ids), a.spans, a.finish_reason) for a in aborted] == [(0, (), "abort")] * 2
+    assert sorted(completion.index for completion in many) == list(range(11)), "more than rows run in parts"
+    for completion in many:
+        rig.assert_logprobs(PROMPT, completion)
 
 
 def test_whoever_stops_listening_frees_the_rows(rig: Rig) -> None:
@@ -167,23 +132,19 @@ def test_prefill_in_many_forwards_gives_the_same(rig: Rig, monkeypatch: pytest.M
 # --- weights
 
 
-@pytest.mark.parametrize("keep_lm_head", [True, False])
-def test_tied_weights_may_be_given_once_or_twice(tied_rig: Rig, keep_lm_head: bool) -> None:
-    tensors = tied_rig.weights(1)
+def test_tied_weights_may_be_given_once_or_twice_and_must_agree(tmp_path: Path) -> None:
+    rig = torch_rig(make_tiny_qwen3(tmp_path, vocab=VOCAB, tie=True)).start()
+    tensors, version = rig.weights(1), rig.run(rig.load(1))
     assert "lm_head.weight" not in tensors
-    if keep_lm_head:
+    for _ in range(2):
+        rig.run(rig.engine.load_weights(tensors.items(), version))
+        (completion,) = rig.run(rig.sample(PROMPT, max_tokens=10))
+        rig.assert_logprobs(PROMPT, completion)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    version = tied_rig.run(tied_rig.load(1))
-    tied_rig.run(tied_rig.engine.load_weights(tensors.items(), version))
-    (completion,) = tied_rig.run(tied_rig.sample(PROMPT, max_tokens=10))
-    tied_rig.assert_logprobs(PROMPT, completion)
-
-
-def test_tied_weights_that_differ_are_refused(tied_rig: Rig) -> None:
-    tensors = tied_rig.weights(1)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     with pytest.raises(EngineError, match=r"lm_head\.weight another value"):
-        tied_rig.run(tied_rig.engine.load_weights(tensors.items(), PolicyVersion(0, 1)))
+        rig.run(rig.engine.load_weights(tensors.items(), version))
+    rig.stop()
 
 
 NORM = "model.layers.1.input_layernorm.weight"
@@ -225,14 +186,9 @@ def test_weights_that_are_not_finite_end_every_request_and_leave_nothing_behind(
         rig.assert_logprobs(PROMPT, completion)
 
 
-def test_the_checksum_is_that_of_the_tensors_in_any_order(rig: Rig) -> None:
-    version = rig.run(rig.load(1))
-    assert version == rig.engine.version
-    assert rig.run(rig.engine.checksum()) == weights_digest(reversed(rig.weights(1).items()))
-
-
 def test_a_tensor_that_is_not_the_one_that_was_loaded_fails_the_checksum(rig: Rig) -> None:
     rig.run(rig.load(1))
+    assert rig.run(rig.engine.checksum()) == weights_digest(reversed(rig.weights(1).items())), "in any order"
     place = rig.engine._places["model.norm.weight"]
     place.view(torch.int32)[3] += 1
     with pytest.raises(EngineError, match=r"^1 tensors are not those of weights .*model\.norm\.weight$"):
@@ -244,18 +200,15 @@ def test_a_tensor_that_is_not_the_one_that_was_loaded_fails_the_checksum(rig: Ri
 # --- start and close
 
 
-def test_a_sliding_window_smaller_than_the_context_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_and_a_window_smaller_than_the_context_are_refused(tmp_path: Path) -> None:
     MistralForCausalLM(
         MistralConfig(hidden_size=16, num_hidden_layers=1, vocab_size=20, num_attention_heads=2, intermediate_size=16)
     ).save_pretrained(tmp_path)
     window = MistralConfig().sliding_window
     with pytest.raises(EngineError, match=rf"sliding_window \({window}\) is smaller than max_context"):
         asyncio.run(new_engine(tmp_path, max_context=window + 1).start(PolicyVersion(0, 0)))
-
-
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=str(tmp_path)):
-        asyncio.run(new_engine(tmp_path).start(PolicyVersion(0, 0)))
+    with pytest.raises(EngineError, match=str(tmp_path / "nothing")):
+        asyncio.run(new_engine(tmp_path / "nothing").start(PolicyVersion(0, 0)))
 
 
 def test_before_start_everything_is_refused(model_path: Path) -> None:

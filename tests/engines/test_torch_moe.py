@@ -57,40 +57,6 @@ def test_the_learner_agrees_with_what_the_engine_samples(path, trained):
     assert trained.step([group], VERSION).logprob_gap_max < 1e-4
 
 
-def test_an_engine_that_loaded_holds_what_an_engine_of_the_export_holds(path, trained, tmp_path):
-    trained.export(str(tmp_path))
-
-    async def checksums() -> list[str]:
-        loaded, started = engine_of(path), engine_of(tmp_path)
-        for engine in (loaded, started):
-            await engine.start(PolicyVersion(0, 0))
-        before = await loaded.checksum()
-        await loaded.load_weights(((info.name, tensor) for info, tensor in trained.weights()), VERSION)
-        sums = [before, await loaded.checksum(), await started.checksum()]
-        for engine in (loaded, started):
-            await engine.close()
-        return sums
-
-    before, loaded, started = asyncio.run(checksums())
-    assert before != loaded == started
-
-
-def test_one_expert_that_is_missing_is_named(path, trained):
-    name = "model.layers.1.mlp.experts.3.up_proj.weight"
-
-    async def load() -> None:
-        engine = engine_of(path)
-        await engine.start(PolicyVersion(0, 0))
-        try:
-            some = ((info.name, tensor) for info, tensor in trained.weights() if info.name != name)
-            await engine.load_weights(some, VERSION)
-        finally:
-            await engine.close()
-
-    with pytest.raises(EngineError, match=f"lack 1 of the model's tensors, the first is {name}"):
-        asyncio.run(load())
-
-
 def test_a_model_whose_weights_could_not_be_replaced_does_not_start(tmp_path):
     shape = {"hidden_size": 32, "intermediate_size": 16, "num_layers_per_stack": 1, "num_attention_heads": 2}
     HrmTextForCausalLM(HrmTextConfig(**shape, head_dim=16, vocab_size=40)).save_pretrained(tmp_path)

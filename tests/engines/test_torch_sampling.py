@@ -1,10 +1,12 @@
-"""Tokens are drawn from the distribution they are said to be drawn from, row by row."""
+"""Tokens are drawn from the distribution they are said to be drawn from, row by row; and attention is that of `sdpa`."""
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from transformers import AttentionInterface
 
-from asyncgrpo.engines.torch.decoder import Knobs, sample, uniforms
+from asyncgrpo.engines.torch.decoder import Knobs, attention, sample, uniforms
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -24,9 +26,9 @@ def draw(logits: torch.Tensor, rows: int, **of: float) -> torch.Tensor:
 
 def filtered(probs: list[float], top_k: int, top_p: float) -> list[float]:
     """Slowly: walk from the most probable token down, until top_k are taken or they hold top_p of the top_k."""
-    prompt_index = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k if top_k > 0 else None]
-    total, taken = sum(probs[token] for token in prompt_index), []
-    for token in prompt_index:
+    order = sorted(range(len(probs)), key=lambda token: -probs[token])[: top_k if top_k > 0 else None]
+    total, taken = sum(probs[token] for token in order), []
+    for token in order:
         if sum(probs[t] for t in taken) >= top_p * total:
             break
         taken.append(token)
@@ -40,16 +42,12 @@ def test_noise_is_uniform_and_neighbouring_seeds_and_places_share_nothing() -> N
     assert table.min() >= 0
     assert table.max() < 1
     assert len(np.unique(table)) == table.size
+    assert len(set(uniforms(np.array([0, 2**32, 2**64 - 1], np.uint64), np.zeros(3, np.int64)))) == 3, "of 64 bits"
     counts, _ = np.histogram(table, bins=50, range=(0, 1))
     expected = table.size / 50
     assert ((counts - expected) ** 2 / expected).sum() < 100  # chi-squared with 49 degrees: above 100 in 3e-5 of cases
     for one, other in ((table[:-1], table[1:]), (table[:, :-1], table[:, 1:])):
         assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.02
-
-
-def test_noise_takes_seeds_of_64_bits() -> None:
-    places = np.zeros(3, np.int64)
-    assert len(set(uniforms(np.array([0, 2**32, 2**64 - 1], np.uint64), places))) == 3
 
 
 @pytest.mark.parametrize(
@@ -93,3 +91,18 @@ def test_noise_at_the_edges_picks_tokens_that_have_probability() -> None:
         tokens, logprobs = sample(logits, knobs(2, **of), noise)  # type: ignore[arg-type]
         assert set(tokens.tolist()) <= set(range(10, 20))
         torch.testing.assert_close(logprobs, torch.full((2,), -float(np.log(10))))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("num_queries", [1, 3])
+def test_attention_is_transformers_sdpa(kv_heads: int, num_queries: int) -> None:
+    random = torch.Generator().manual_seed(kv_heads)
+    query = torch.randn(5, 4, num_queries, 8, generator=random)
+    key, value = (torch.randn(5, kv_heads, 11, 8, generator=random) for _ in "kv")
+    lengths = torch.tensor([1, 4, 11, 7, 2])
+    mask = (torch.arange(11) < lengths[:, None])[:, None, None, :].expand(5, 1, num_queries, 11)
+    module = nn.Module()
+    module.num_key_value_groups = 4 // kv_heads
+    ours, _ = attention(module, query, key, value, mask, scaling=0.3)
+    theirs, _ = AttentionInterface()["sdpa"](module, query, key, value, mask, scaling=0.3)
+    torch.testing.assert_close(ours, theirs)

@@ -23,31 +23,42 @@ from tests.learner.helpers import (
 from tests.models import make_tiny_llama, make_tiny_qwen3
 
 GROUPS, MORE = random_groups(4, 4, seed=1), random_groups(4, 4, seed=2)
+CRITIC = {"algorithm": {"advantage": "gae"}, "learner": {"lr": 1e-3}}
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
+HOPELESS = [make_group(0, [0.0, 0.0], [[1], [2]])]
+RESUMES = {
+    "usual": ({"learner": {"warmup_steps": 10, "lr": 1e-2}}, [GROUPS, MORE]),
+    # They count for the schedule, and not for the bias correction of AdamW, which has not seen them.
+    "steps without a gradient": ({}, [HOPELESS, GROUPS, HOPELESS]),
+    "before the first step": ({}, []),
+    "critic": (CRITIC, [GROUPS]),
+    "lora": ({"model": {"lora": {"rank": 4}}}, [GROUPS]),
+    "the offloaded optimizer": ({"learner": {"offload_optimizer": True}}, [GROUPS]),
+}
 
 
-def test_a_resumed_learner_takes_the_same_next_step_bit_for_bit(path, tmp_path):
-    settings = {"learner": {"warmup_steps": 10, "lr": 1e-2}}
-    first = learner(path, **settings)
-    for groups in (GROUPS, MORE):
+@pytest.mark.parametrize("case", RESUMES)
+def test_a_resumed_learner_goes_on_bit_for_bit(path, tmp_path, case):
+    sections, before = RESUMES[case]
+    if case == "lora":
+        pytest.importorskip("peft")
+    first, resumed = learner(path, **sections), learner(path, **sections)
+    for groups in before:
         first.step(groups, VERSION)
     first.save(str(tmp_path / "checkpoint"))
-    resumed = learner(path, **settings)
     resumed.load(str(tmp_path / "checkpoint"))
-    assert resumed.steps == 2
+    assert resumed.steps == len(before)
     for groups in (MORE, GROUPS):
         ours, theirs = resumed.step(groups, VERSION), first.step(groups, VERSION)
-        assert (ours.loss, ours.grad_norm, ours.lr) == (theirs.loss, theirs.grad_norm, theirs.lr)
-    expected = weights(first)
-    assert all(expected[name].equal(tensor) for name, tensor in weights(resumed).items())
+        for field in ("loss", "grad_norm", "lr", "value_loss"):
+            assert getattr(ours, field) == getattr(theirs, field), field
+    for mine, other in zip(resumed.parameters, first.parameters, strict=True):
+        assert mine.full_tensor().equal(other.full_tensor())
 
 
 def test_a_checkpoint_is_of_the_step_at_which_it_was_begun_and_written_beside_the_next(path, tmp_path, monkeypatch):
@@ -73,7 +84,7 @@ def test_a_checkpoint_is_of_the_step_at_which_it_was_begun_and_written_beside_th
     assert_same(weights(learner(tmp_path / "export")), expected)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_an_error_to_who_waits_and_the_next_is_written(path, tmp_path):
+def test_what_cannot_be_written_is_an_error_to_who_waits_and_the_next_checkpoint_is_written(path, tmp_path):
     (tmp_path / "file").touch()
     first = learner(path)
     wait = first.begin_save(str(tmp_path / "file" / "checkpoint"))
@@ -81,20 +92,8 @@ def test_a_checkpoint_that_cannot_be_written_is_an_error_to_who_waits_and_the_ne
     assert (tmp_path / "checkpoint" / ".metadata").is_file()
     with pytest.raises(CheckpointError, match="cannot be written"):
         wait()
-
-
-def test_a_resume_after_steps_without_a_gradient_goes_on_bit_for_bit(path, tmp_path):
-    """They count for the schedule, and not for the bias correction of AdamW, which has not seen them."""
-    hopeless = [make_group(0, [0.0, 0.0], [[1], [2]])]
-    first, resumed = learner(path), learner(path)
-    for groups in (hopeless, GROUPS, hopeless):
-        first.step(groups, VERSION)
-    first.save(str(tmp_path / "checkpoint"))
-    resumed.load(str(tmp_path / "checkpoint"))
-    ours, theirs = resumed.step(MORE, VERSION), first.step(MORE, VERSION)
-    assert resumed.steps == 4 and (ours.loss, ours.lr) == (theirs.loss, theirs.lr)
-    expected = weights(first)
-    assert all(expected[name].equal(tensor) for name, tensor in weights(resumed).items())
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        first.export(str(tmp_path / "file"))
 
 
 def test_a_resumed_learner_knows_which_gradients_are_usual(path, tmp_path, monkeypatch):
@@ -110,30 +109,16 @@ def test_a_resumed_learner_knows_which_gradients_are_usual(path, tmp_path, monke
 
 
 def test_a_checkpoint_of_an_earlier_release_knows_of_no_gradients_and_is_read(path, tmp_path, monkeypatch):
-    first = learner(path)
+    first, resumed, save = learner(path), learner(path), dcp.save
     first.step(GROUPS, VERSION)
-    with monkeypatch.context() as earlier:
-        earlier.setattr(dcp, "save", lambda state, save=dcp.save, **where: save(without_guard(state), **where))
-        first.save(str(tmp_path / "checkpoint"))
-    resumed = learner(path)
+
+    def as_earlier(state: dict, **where) -> None:
+        save({name: value for name, value in state.items() if name not in ("guard", "made")}, **where)
+
+    monkeypatch.setattr(dcp, "save", as_earlier)
+    first.save(str(tmp_path / "checkpoint"))
     resumed.load(str(tmp_path / "checkpoint"))
     assert resumed.steps == 1 and resumed.step(MORE, VERSION).grad_norm == first.step(MORE, VERSION).grad_norm
-
-
-def without_guard(state: dict) -> dict:
-    return {name: value for name, value in state.items() if name not in ("guard", "made")}
-
-
-def test_a_checkpoint_before_the_first_step_is_the_beginning(path, tmp_path):
-    first = learner(path)
-    first.save(str(tmp_path / "checkpoint"))
-    resumed = learner(path)
-    resumed.load(str(tmp_path / "checkpoint"))
-    resumed.step(GROUPS, VERSION)
-    undisturbed = learner(path)
-    undisturbed.step(GROUPS, VERSION)
-    expected = weights(undisturbed)
-    assert resumed.steps == 1 and all(expected[name].equal(tensor) for name, tensor in weights(resumed).items())
 
 
 def test_an_unfinished_or_foreign_checkpoint_is_refused_by_name(path, tmp_path):
@@ -148,16 +133,19 @@ def test_an_unfinished_or_foreign_checkpoint_is_refused_by_name(path, tmp_path):
         os.truncate(file, 0)
     with pytest.raises(CheckpointError, match=r"does not fit .*: rank 0: EOFError$"):
         ours.load(str(tmp_path / "torn"))
+    ours.save(str(tmp_path / "plain"))
+    with pytest.raises(CheckpointError, match=r"does not fit .*value_head"):
+        learner(path, **CRITIC).load(str(tmp_path / "plain"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("make", [make_tiny_qwen3, make_tiny_llama])
-@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize(
+    ("make", "tie", "dtype"), [(make_tiny_qwen3, True, "bfloat16"), (make_tiny_llama, False, "float32")]
+)
 def test_layout_is_what_weights_yields_and_what_the_model_folder_holds(tmp_path, make, tie, dtype):
     from safetensors import safe_open
 
     make(tmp_path, tie=tie)
-    ours = learner(tmp_path, model={"path": str(tmp_path), "dtype": dtype})
+    ours = learner(tmp_path, model={"dtype": dtype})
     published = list(ours.weights())
     assert [info for info, _ in published] == ours.layout()
     for info, tensor in published:
@@ -188,7 +176,7 @@ def test_a_large_export_is_split_into_files_and_keeps_the_tokenizer(path, tmp_pa
     source.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
         (source / name).write_text(json.dumps(name))
-    ours = learner(path, model={"path": str(path), "dtype": "bfloat16"})
+    ours = learner(path, model={"dtype": "bfloat16"})
     ours.export(str(tmp_path / "export"), str(source))
     files = {file.name for file in (tmp_path / "export").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"} <= files
@@ -198,51 +186,16 @@ def test_a_large_export_is_split_into_files_and_keeps_the_tokenizer(path, tmp_pa
     assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_an_export_that_cannot_be_written_is_an_error(path, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        learner(path).export(str(tmp_path / "file"))
-
-
-# --- a critic's value head
-
-CRITIC = {"algorithm": {"advantage": "gae"}, "learner": {"lr": 1e-3}}
-
-
-def value_head(learner) -> list[torch.Tensor]:
-    return [p.full_tensor().clone() for p in learner.model.value_head.parameters()]
-
-
-def test_a_value_head_is_trained_at_its_own_rate(path):
+def test_a_value_head_is_trained_at_its_own_rate_and_neither_published_nor_exported(path, tmp_path):
     ours = learner(path, algorithm={"advantage": "gae", "critic": {"lr_scale": 30.0}}, learner={"lr": 1e-4})
     before = weights(ours)
     ours.step(GROUPS, VERSION)
     # AdamW's first step is the learning rate, whatever the gradient is.
-    assert value_head(ours)[0].abs().median().item() == pytest.approx(30 * 1e-4, rel=0.01)
+    assert ours.model.value_head.weight.full_tensor().abs().median().item() == pytest.approx(30 * 1e-4, rel=0.01)
     moved = weights(ours)["model.layers.0.mlp.up_proj.weight"] - before["model.layers.0.mlp.up_proj.weight"]
     assert moved.abs().median().item() == pytest.approx(1e-4, rel=0.05)
-
-
-def test_a_value_head_is_neither_published_nor_exported(path, tmp_path):
-    ours = learner(path, **CRITIC)
-    ours.step(GROUPS, VERSION)
     names = load(path).state_dict().keys()
     assert {info.name for info in ours.layout()} == names == weights(ours).keys()
     ours.export(str(tmp_path))
     exported = load(tmp_path).state_dict()
     assert exported.keys() == names and all(exported[n].equal(t) for n, t in weights(ours).items())
-
-
-def test_a_value_head_is_in_the_checkpoint(path, tmp_path):
-    first, resumed = learner(path, **CRITIC), learner(path, **CRITIC)
-    first.step(GROUPS, VERSION)
-    first.save(str(tmp_path / "critic"))
-    resumed.load(str(tmp_path / "critic"))
-    assert all(t.any() for t in value_head(first))
-    assert all(ours.equal(theirs) for ours, theirs in zip(value_head(resumed), value_head(first), strict=True))
-    ours, theirs = resumed.step(MORE, VERSION), first.step(MORE, VERSION)
-    assert (ours.loss, ours.value_loss, ours.grad_norm) == (theirs.loss, theirs.value_loss, theirs.grad_norm)
-    assert all(ours.equal(theirs) for ours, theirs in zip(value_head(resumed), value_head(first), strict=True))
-    learner(path).save(str(tmp_path / "plain"))
-    with pytest.raises(CheckpointError, match=r"does not fit .*value_head"):
-        resumed.load(str(tmp_path / "plain"))

@@ -9,15 +9,8 @@ from torch import nn
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.model import compiling_pays, decoder_layers
 from tests.learner.helpers import VERSION, config, learner, random_groups
-from tests.models import make_tiny_qwen3
 
 GROUPS = random_groups(1, 4)
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
 
 
 @pytest.fixture
@@ -37,22 +30,16 @@ def test_the_first_step_of_a_process_is_not_compiled_and_all_others_are(path, co
     assert compiled == decoder_layers(ours.model) != []
     ours.step(GROUPS, VERSION)
     assert compiled == decoder_layers(ours.model)
-
-
-def test_one_that_stands_for_a_process_that_had_stepped_compiles_at_once(path, compiled):
-    ours = Learner(config(path, learner={"compile": True}), rank=0, world=1, device="cpu", has_stepped=True)
-    ours.step(GROUPS, VERSION)
-    assert compiled == decoder_layers(ours.model)
-
-
-def test_the_reference_is_compiled_too(path, compiled):
+    compiled.clear()
+    later = Learner(config(path, learner={"compile": True}), rank=0, world=1, device="cpu", has_stepped=True)
+    later.step(GROUPS, VERSION)
+    assert compiled == decoder_layers(later.model), "its process had stepped before"
+    compiled.clear()
     ours = learner(path, learner={"compile": True}, algorithm={"kl_coef": 0.1})
     ours.compile()
-    assert compiled == [*decoder_layers(ours.model), *decoder_layers(ours._reference)]
-
-
-def test_small_models_and_a_plain_no_are_never_compiled(path, compiled):
-    for wish in (None, False):
+    assert compiled == [*decoder_layers(ours.model), *decoder_layers(ours._reference)], "the reference too"
+    compiled.clear()
+    for wish in (None, False):  # the model is small
         ours = learner(path, learner={"compile": wish})
         ours.step(GROUPS, VERSION)
         ours.step(GROUPS, VERSION)

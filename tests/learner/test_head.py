@@ -1,6 +1,5 @@
 """The head with the loss inside is autograd of the plain formula, one tile of logits at a time."""
 
-import math
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     assert (found.double() - expected).norm() <= TOLERANCE[dtype] * max(expected.norm().item(), 1e-3)
 
 
-@pytest.mark.parametrize("tile", [1, 2, 3, 5, 10, 11, 100])
+@pytest.mark.parametrize("tile", [1, 3, 10, 11, 100])
 @pytest.mark.parametrize("full_kl", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -98,25 +97,16 @@ def test_values_and_gradients_are_those_of_the_plain_formula(monkeypatch, dtype,
     assert_near(weight.grad, exact[1].grad, dtype)
 
 
-def test_a_root_may_be_multiplied_and_added_to_others():
+def test_a_root_may_be_multiplied_and_added_to_others_and_a_head_be_frozen():
     objective = Objective(entropy=True, full_kl=False)
     hidden, weight, targets, _ = inputs(torch.float64)
     root, _ = fused_loss(hidden, weight, targets, objective, temperature=1.0)
     expected = torch.autograd.grad(root, (hidden, weight))
+    frozen, _ = fused_loss(hidden, weight.detach(), targets, objective, temperature=1.0)
+    torch.testing.assert_close(torch.autograd.grad(frozen, hidden)[0], expected[0])
     other, _ = fused_loss(hidden, weight, targets, objective, temperature=1.0)
     found = torch.autograd.grad(-3 * other + hidden.sum(), (hidden, weight))
     torch.testing.assert_close(found, (-3 * expected[0] + 1, -3 * expected[1]))
-
-
-def test_a_frozen_head_gets_no_gradient_and_passes_it_on():
-    objective = Objective(entropy=True, full_kl=False)
-    hidden, weight, targets, _ = inputs(torch.float64)
-    expected = torch.autograd.grad(fused_loss(hidden, weight, targets, objective, temperature=1.0)[0], hidden)
-    frozen = weight.detach()
-    root, _ = fused_loss(hidden, frozen, targets, objective, temperature=1.0)
-    root.backward()
-    torch.testing.assert_close(hidden.grad, expected[0])
-    assert frozen.grad is None
 
 
 def test_a_head_that_is_the_embedding_gets_both_gradients():
@@ -253,40 +243,22 @@ def test_the_gradient_of_a_large_head_is_read_and_written_once_for_many_tokens(d
     assert sums.count == 1
 
 
-def test_a_vocabulary_larger_than_a_tile_is_read_one_token_at_a_time(monkeypatch):
-    cut_head(monkeypatch, VOCAB - 1)
-    hidden, weight, targets, _ = inputs(torch.float64)
-    objective = Objective(entropy=False, full_kl=False)
-    fused_loss(hidden, weight, targets, objective, temperature=1.0)
-    assert [(t.start, t.stop) for t in objective.tiles] == [(i, i + 1) for i in range(11)]
-
-
-def test_a_uniform_distribution_has_the_entropy_of_its_vocabulary():
-    hidden, weight, targets, _ = inputs(torch.float64)
-    scores = score(hidden, torch.zeros_like(weight), targets, temperature=0.3)
-    torch.testing.assert_close(scores.entropy, torch.full((11,), math.log(VOCAB), dtype=torch.float64))
-    torch.testing.assert_close(scores.logprobs, -scores.entropy)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_gradients_are_the_same(monkeypatch, cache_home, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "entropy", "tolerance"), [(torch.float32, True, 1e-6), (torch.bfloat16, False, 2e-3)], ids=str
+)
+def test_compiled_gradients_are_the_same(monkeypatch, cache_home, dtype, entropy, tolerance):
     """Tiles of three tokens, so that programs run for whole tiles, and the last one has two."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache_home / "asyncgrpo" / "compiled"))
     cut_head(monkeypatch, VOCAB, tile=3 * VOCAB)
-    for entropy in (False, True):
-        found: list[list[Tensor]] = []
-        for is_compiled in (False, True):
-            objective = Objective(entropy=entropy, full_kl=False)
-            hidden, weight, targets, _ = inputs(dtype)
-            root, scores = fused_loss(hidden, weight, targets, objective, temperature=0.7, is_compiled=is_compiled)
-            root.backward()
-            found.append([hidden.grad, weight.grad, scores.logprobs, scores.entropy])
-            assert len(objective.tiles) == (4 if is_compiled else 11)
-        for eager, compiled in zip(*found, strict=True):
-            assert (compiled.double() - eager.double()).norm() < (
-                1e-6 if dtype == torch.float32 else 2e-3
-            ) * eager.norm()
-            assert compiled.norm().item() == pytest.approx(
-                eager.norm().item(), rel=1e-6 if dtype == torch.float32 else 1e-3
-            )
+    found: list[list[Tensor]] = []
+    for is_compiled in (False, True):
+        objective = Objective(entropy=entropy, full_kl=False)
+        hidden, weight, targets, _ = inputs(dtype)
+        root, scores = fused_loss(hidden, weight, targets, objective, temperature=0.7, is_compiled=is_compiled)
+        root.backward()
+        found.append([hidden.grad, weight.grad, scores.logprobs, scores.entropy])
+        assert len(objective.tiles) == (4 if is_compiled else 11)
+    for eager, compiled in zip(*found, strict=True):
+        assert (compiled.double() - eager.double()).norm() < tolerance * eager.norm()
+        assert compiled.norm().item() == pytest.approx(eager.norm().item(), rel=tolerance)

@@ -13,9 +13,10 @@ from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner import model as learner_model
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.loading import ShardReader, as_if_on_cpu, without_memory
-from asyncgrpo.learner.model import TokenScorer, build_model, load_language_model
+from asyncgrpo.learner.model import TokenScorer, build_model
 from tests.learner.helpers import VERSION, config, learner, random_groups, weights
 from tests.learner.ranks import run_on_ranks
+from tests.learner.test_lora import saved_as
 from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
 
 MAKERS = {
@@ -34,7 +35,7 @@ KINDS = {
 
 
 def built(path: Path, kind: str, *, world: int = 1, dtype: str = "float32") -> TokenScorer:
-    sections = KINDS[kind] | {"model": {"path": str(path), "dtype": dtype} | KINDS[kind].get("model", {})}
+    sections = KINDS[kind] | {"model": {"dtype": dtype} | KINDS[kind].get("model", {})}
     mesh, cpu = init_device_mesh("cpu", (world,)), torch.device("cpu")
     is_trained = kind != "reference"
     return build_model(str(path), getattr(torch, dtype), cpu, mesh, config(path, **sections), trainable=is_trained)
@@ -97,7 +98,7 @@ def on_a_rank(rank: int, world: int, folder: str) -> None:
 
 def check_steps(path: Path, rank: int, world: int, patch: pytest.MonkeyPatch) -> None:
     """Adapters in float32 and their base in bfloat16 are gathered together, and step as over a base in float32."""
-    model = {"path": str(path), "dtype": "bfloat16", "lora": {"rank": 2}}
+    model = {"dtype": "bfloat16", "lora": {"rank": 2}}
     settings, groups = config(path, model=model, learner={"lr": 1e-2}), random_groups(4, 4)
     sent = []
     for narrow in (learner_model._narrow_frozen, lambda *arguments, **named: None):
@@ -128,11 +129,6 @@ def test_rows_are_read_and_no_others(folder):
     assert sorted(read) == [f"model.layers.0.mlp.experts.{n}.{p}_proj.weight" for n in (2, 3) for p in ("gate", "up")]
     gate, up = (file[f"model.layers.0.mlp.experts.3.{p}_proj.weight"] for p in ("gate", "up"))
     assert experts[1].equal(torch.cat([gate, up]))
-
-
-def test_a_model_without_memory_has_none(folder):
-    model = without_memory(str(folder / "qwen3"))
-    assert all(p.is_meta for p in model.parameters()) and not any(b.is_meta for b in model.buffers())
 
 
 def test_adapters_are_put_beside_weights_that_have_no_memory_yet(folder):
@@ -176,13 +172,6 @@ def test_files_of_another_kind_are_loaded_whole_and_it_is_said(tmp_path, caplog,
     assert said.startswith(f"model.path ({path}): every rank loads the full model, because") and reason in said
 
 
-def test_a_buffer_of_one_number_has_no_rows_to_read(folder):
-    model = without_memory(str(folder / "llama"))
-    model.register_buffer("scale", torch.tensor(2.0))
-    with pytest.raises(WeightsError, match="scale is a single number"):
-        ShardReader(model, str(folder / "llama"))
-
-
 def test_a_hub_id_is_downloaded_without_what_is_not_read(folder, monkeypatch):
     asked = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda path, **how: asked.append((path, how)) or folder)
@@ -195,28 +184,7 @@ def test_a_hub_id_is_downloaded_without_what_is_not_read(folder, monkeypatch):
         ShardReader(model, "some/model")
 
 
-def test_a_model_that_is_not_there_is_not_looked_for_twice(tmp_path, caplog):
-    with pytest.raises(learner_model.ConfigError, match="cannot be loaded as a causal language model"):
-        built(tmp_path / "nothing", "full")
-    assert not caplog.records
-
-
 # --- frozen weights
-
-
-def dtypes(scorer: TokenScorer) -> dict[bool, set[torch.dtype]]:
-    """Of the parameters on this rank, by whether they are trained."""
-    return {
-        is_trained: {p.dtype for p in scorer.parameters() if p.requires_grad == is_trained}
-        for is_trained in (True, False)
-    }
-
-
-def saved_as(path: Path, dtype: torch.dtype) -> Path:
-    """The same model with its tensors in another dtype."""
-    file = path / "model.safetensors"
-    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
-    return path
 
 
 @pytest.mark.parametrize(
@@ -228,22 +196,19 @@ def saved_as(path: Path, dtype: torch.dtype) -> Path:
         ("bfloat16", "float32", torch.float32),
     ],
 )
-def test_the_base_under_adapters_is_as_wide_as_the_files_need(tmp_path, on_disk, dtype, base):
+def test_frozen_weights_are_as_wide_as_the_files_and_their_use_need(tmp_path, on_disk, dtype, base):
     pytest.importorskip("peft")
-    path = saved_as(make_tiny_qwen3(tmp_path), getattr(torch, on_disk))
-    assert dtypes(built(path, "lora", dtype=dtype)) == {True: {torch.float32}, False: {base}}
-
-
-@pytest.mark.parametrize("on_disk", [torch.float32, torch.bfloat16])
-def test_the_reference_is_kept_in_the_dtype_in_which_it_is_gathered(tmp_path, on_disk):
-    path = saved_as(make_tiny_deepseek_v3(tmp_path), on_disk)
-    reference = built(path, "reference", dtype="bfloat16")
-    assert dtypes(reference) == {True: set(), False: {torch.bfloat16}}
+    path = saved_as(make_tiny_deepseek_v3(tmp_path), getattr(torch, on_disk))
+    adapted, reference = built(path, "lora", dtype=dtype), built(path, "reference", dtype=dtype)
+    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in adapted.parameters() if not p.requires_grad} == {base}
+    assert {p.dtype for p in reference.parameters()} == {getattr(torch, dtype)}, "as it is gathered"
     assert {b.dtype for b in reference.buffers()} == {torch.float32}, "positions and the choice of experts stay exact"
 
 
-@pytest.mark.parametrize("algorithm", [{}, {"kl_coef": 0.1}, {"advantage": "gae", "kl_coef": 0.1, "kl_kind": "full"}])
-@pytest.mark.parametrize("lora", [0, 2])
+@pytest.mark.parametrize(
+    ("lora", "algorithm"), [(2, {"kl_coef": 0.1}), (0, {"advantage": "gae", "kl_coef": 0.1, "kl_kind": "full"})]
+)
 def test_a_step_is_bitwise_identical_however_the_frozen_weights_are_kept(tmp_path, monkeypatch, algorithm, lora):
     if lora:
         pytest.importorskip("peft")
@@ -251,16 +216,9 @@ def test_a_step_is_bitwise_identical_however_the_frozen_weights_are_kept(tmp_pat
     results = []
     for narrow in (learner_model._narrow_frozen, lambda *arguments, **named: None):
         monkeypatch.setattr(learner_model, "_narrow_frozen", narrow)
-        model = {"path": str(path), "dtype": "bfloat16", "lora": {"rank": lora}}
+        model = {"dtype": "bfloat16", "lora": {"rank": lora}}
         ours = learner(path, model=model, algorithm=algorithm, learner={"lr": 1e-2})
         reports = [ours.step(groups, VERSION) for _ in range(2)]
-        sent = {info.name: tensor.clone() for info, tensor in ours.weights()}
-        results.append(([(r.loss, r.grad_norm, r.kl_reference) for r in reports], sent, weights(ours)))
-    (numbers, sent, whole), (expected, expected_sent, expected_whole) = results
-    assert numbers == expected
-    assert all(sent[name].equal(tensor) for name, tensor in expected_sent.items())
-    assert all(whole[name].equal(tensor) for name, tensor in expected_whole.items())
-
-
-def test_a_whole_model_can_still_be_had(folder):
-    assert not any(p.is_meta for p in load_language_model(str(folder / "llama"), longest=10).parameters())
+        results.append(([(r.loss, r.grad_norm, r.kl_reference) for r in reports], weights(ours)))
+    (numbers, sent), (expected, expected_sent) = results
+    assert numbers == expected and all(sent[name].equal(tensor) for name, tensor in expected_sent.items())

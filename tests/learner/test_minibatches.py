@@ -3,56 +3,37 @@
 import numpy as np
 import pytest
 
-from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion
 from tests.learner.helpers import (
     VERSION,
-    config,
+    learner,
     load,
     plain_logprobs,
     random_groups,
     watch_updates,
     with_true_logprobs,
 )
-from tests.models import make_tiny_qwen3
 
 GROUPS = random_groups(6, 4)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"))
-
-
+@pytest.mark.parametrize("several", ["minibatches", "ppo_epochs"])
 @pytest.mark.parametrize("anchor", ["proximal", "behaviour"])
-def test_the_gap_between_kernels_does_not_contain_the_updates(path, anchor):
+def test_the_gap_between_kernels_does_not_contain_the_updates(path, anchor, several):
     algorithm = {"anchor": anchor, "corrections": []}
-    sections = {"algorithm": algorithm, "learner": {"minibatches": 3, "lr": 0.05}}
-    learner = Learner(config(path, **sections), rank=0, world=1, device="cpu")
-    report = learner.step(with_true_logprobs(path, GROUPS), VERSION)
-    assert learner.steps == 3
-    assert report.diagnostics["update_ratio_max"] > 2
-    assert report.logprob_gap_max < 1e-4
-
-
-@pytest.mark.parametrize("anchor", ["proximal", "behaviour"])
-def test_nor_those_of_a_second_pass(path, anchor):
-    algorithm = {"anchor": anchor, "corrections": []}
-    learner = Learner(
-        config(path, algorithm=algorithm, learner={"ppo_epochs": 3, "lr": 0.05}), rank=0, world=1, device="cpu"
-    )
-    report = learner.step(with_true_logprobs(path, GROUPS), VERSION)
-    assert learner.steps == 3
+    ours = learner(path, algorithm=algorithm, learner={several: 3, "lr": 0.05})
+    report = ours.step(with_true_logprobs(path, GROUPS), VERSION)
+    assert ours.steps == 3
     assert report.diagnostics["update_ratio_max"] > 2
     assert report.logprob_gap_max < 1e-4
 
 
 def test_further_passes_are_shuffled_anew_in_every_step_and_alike_after_a_resume(path, tmp_path):
     several = {"minibatches": 3, "ppo_epochs": 3}
-    first, resumed = (Learner(config(path, learner=several), rank=0, world=1, device="cpu") for _ in range(2))
+    first, resumed = (learner(path, learner=several) for _ in range(2))
     orders = [first._order(3, PolicyVersion(1, number)) for number in range(20)]
     assert len({tuple(order[3:]) for order in orders}) > 5 and all(order[:3] == [0, 1, 2] for order in orders)
-    once = Learner(config(path, learner={"minibatches": 3}), rank=0, world=1, device="cpu")
+    once = learner(path, learner={"minibatches": 3})
     assert once._order(3, VERSION) == [0, 1, 2], "one pass is in prompt order, as it always was"
     first.step(GROUPS, PolicyVersion(1, 0))
     first.save(str(tmp_path / "checkpoint"))
@@ -86,10 +67,9 @@ def test_sample_shares_compare_the_weights_at_the_start_with_those_that_sampled(
     """Against a plain forward pass. Where the weights at the start are not scored beforehand, those of each update of the
     first pass stand in for them."""
     algorithm = {"anchor": anchor, "corrections": [], "entropy_coef": 0.01} | others  # with it all completions are run
-    sections = {"algorithm": algorithm, "learner": {"lr": 0.05} | several}
-    learner = Learner(config(path, **sections), rank=0, world=1, device="cpu")
-    updates = watch_updates(learner)
-    report = learner.step(GROUPS, VERSION)
+    ours = learner(path, algorithm=algorithm, learner={"lr": 0.05} | several)
+    updates = watch_updates(ours)
+    report = ours.step(GROUPS, VERSION)
     model, count, log_rho = load(path), several.get("minibatches", 1), []
     for number in range(count):
         model.load_state_dict(updates[0 if is_exact else number].weights, strict=False)

@@ -8,19 +8,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from asyncgrpo.learner import optimizer as learner_optimizer
 from asyncgrpo.learner.optimizer import OptimizerOffload
 from tests.learner.helpers import VERSION, learner, random_groups, weights
-from tests.models import make_tiny_qwen3
 
 GROUPS, MORE = random_groups(3, 4), random_groups(3, 4, seed=1)
 META = torch.device("meta")
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), hidden=32)
-
-
-def local_device(tensor: torch.Tensor) -> str:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).device.type
 
 
 def parameters_on(device: torch.device, *sizes: int) -> list[torch.nn.Parameter]:
@@ -54,16 +44,10 @@ def test_one_chunk_of_moments_is_at_hand_at_a_time(monkeypatch):
         assert not any(tensor.is_meta for tensor in moments(optimizer))
     assert at_hand == 2 * [2 * 4 * size for size in (60 + 40, 96, 300, 4)], "one that is larger comes alone"
     assert len(stepped) == 10 and all(a is b for a, b in zip(stepped, 2 * parameters, strict=True))
-
-
-def test_moments_are_away_after_a_step_that_failed(monkeypatch):
-    monkeypatch.setattr(learner_optimizer, "_bring_back", lambda here, waiting: None)
-    optimizer = torch.optim.AdamW(parameters_on(META, 3))
-    offload, groups = OptimizerOffload(optimizer, is_on=True), optimizer.param_groups
-    optimizer.step = lambda: 1 / 0
+    groups, optimizer.step = optimizer.param_groups, lambda: 1 / 0
     with pytest.raises(ZeroDivisionError):
         offload.step()
-    assert {tensor.device.type for tensor in moments(optimizer)} == {"cpu"} and optimizer.param_groups is groups
+    assert not any(tensor.is_meta for tensor in moments(optimizer)) and optimizer.param_groups is groups
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 2 * 4 * 8, 2**30])
@@ -85,11 +69,6 @@ def test_every_number_is_the_one_of_a_plain_adamw(monkeypatch, chunk_bytes):
     assert all(ours.equal(theirs) for ours, theirs in zip(*kept, strict=True))
 
 
-def test_off_it_makes_nothing(path):
-    optimizer = learner(path, learner={"offload_optimizer": False}).optimizer
-    assert not optimizer.state and len(optimizer.param_groups) == 1
-
-
 def test_a_sharded_parameter_has_sharded_moments_where_they_wait(path):
     learner(path)  # makes the process group
     sharded = torch.nn.Parameter(
@@ -100,20 +79,13 @@ def test_a_sharded_parameter_has_sharded_moments_where_they_wait(path):
     assert (found.placements, found.shape, found.dtype) == (sharded.placements, sharded.shape, sharded.dtype)
 
 
-def test_steps_and_checkpoints_are_the_same_with_it(path, tmp_path, monkeypatch):
+def test_steps_are_the_same_with_it(path, monkeypatch):
     monkeypatch.setattr(learner_optimizer, "CHUNK_BYTES", 50_000)
     results = []
     for is_on in (False, True):
-        options = {"learner": {"offload_optimizer": is_on, "lr": 1e-2}}
-        ours = learner(path, **options)
-        ours.step(GROUPS, VERSION)
-        ours.save(str(tmp_path / f"{is_on}"))
-        resumed = learner(path, **options)
-        resumed.load(str(tmp_path / f"{is_on}"))
-        for one in (ours, resumed):
-            one.step(MORE, VERSION)
-        assert {local_device(t) for s in ours.optimizer.state.values() for t in s.values()} == {"cpu"}
-        results += [weights(ours), weights(resumed)]
-    assert len(ours.optimizer.param_groups) > 3
-    for other in results[1:]:
-        assert all(results[0][name].equal(tensor) for name, tensor in other.items())
+        ours = learner(path, learner={"offload_optimizer": is_on, "lr": 1e-2})
+        assert bool(ours.optimizer.state) == is_on and (len(ours.optimizer.param_groups) > 3) == is_on
+        for groups in (GROUPS, MORE):
+            ours.step(groups, VERSION)
+        results.append(weights(ours))
+    assert all(results[0][name].equal(tensor) for name, tensor in results[1].items())

@@ -85,13 +85,6 @@ def test_any_lengths_can_be_packed(groups, world, budget, share_prompts, pair_co
         assert sum(map(bool, rows)) <= max(2 * math.ceil(sum(fitting) / budget) + longer, 1) + world
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
-@pytest.mark.parametrize("world", [1, 3])
-def test_nothing_to_pack_is_no_row(world, share_prompts):
-    assert rows_for_ranks([], [], world=world, budget=10, share_prompts=share_prompts) == [[]] * world
-    assert rows_for_ranks([5], [[]], world=world, budget=10, share_prompts=share_prompts) == [[]] * world
-
-
 def num_rows(prompts, completions, **options) -> int:
     options = {"world": 1, "share_prompts": True} | options
     return sum(map(len, rows_for_ranks(prompts, completions, **options)))
@@ -104,22 +97,10 @@ def test_there_are_no_more_rows_than_the_budget_needs():
     assert num_rows([10], [[10] * 8], budget=90, share_prompts=False) == 2
     assert num_rows([10], [[10] * 8], budget=50) == 2, "a group that does not fit is divided"
     assert num_rows([10, 10], [[10] * 8, [10] * 4], budget=80) == 2, "and what is left fills up with others"
+    assert num_rows([5, 5], [[3, 200, 3], [3]], budget=50) == 2, "one that is longer than the budget is alone"
+    assert num_rows([], [], budget=10) == num_rows([5], [[]], budget=10) == 0
     assert num_rows([1] * 3, [[99], [49], [49]], budget=100) == 2
     assert num_rows([1] * 6, [[69], [59], [49], [49], [39], [29]], budget=100) == 3, "long ones meet short ones"
-
-
-def test_a_sequence_that_is_longer_than_the_budget_has_a_row_for_itself():
-    dealt = rows_for_ranks([5, 5], [[3, 200, 3], [3]], world=1, budget=50, share_prompts=True)
-    assert [(0, (1,))] in [[tuple(piece) for piece in row] for row in dealt[0]]
-    assert len(dealt[0]) == 2
-
-
-def test_a_group_stays_together_where_it_fits():
-    prompts, completions = rollouts(12, 5, seed=3)
-    rows = check(prompts, completions, world=1, budget=10_000, share_prompts=True)
-    assert len(rows) == 1 and len(rows[0]) == sum(map(bool, completions))
-    whole = sum(p for p, lengths in zip(prompts, completions, strict=True) if lengths) + sum(map(sum, completions))
-    assert tokens_of(rows[0], prompts, completions) == whole
 
 
 @pytest.mark.parametrize("pair_cost", [0.0, PAIR_COST])

@@ -1,6 +1,7 @@
 """Two and three real ranks do exactly what one does. A few processes run every scenario; the tests read what they wrote."""
 
 import pickle
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tests.learner.helpers import (
     weights,
 )
 from tests.learner.ranks import run_on_ranks
-from tests.models import make_tiny_qwen3
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 
 GROUPS = [*random_groups(5, 4), make_group(9, [1.0, 1.0], [[1, 2], [3]])]
 FEW = [make_group(0, [1.0, 0.0], [[1, 2, 3], []])]
@@ -37,6 +38,8 @@ SCENARIOS = {
     "no gradient": ({}, GROUPS[-1:]),
     "lora": ({"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1, "kl_kind": "full"}}, GROUPS),
     "tied": ({}, GROUPS),
+    "qwen3_moe": ({}, GROUPS),  # five experts: three on one rank, two on the other
+    "deepseek_v3": ({}, FEW),
     "minibatches": ({"learner": {"minibatches": 3, "ppo_epochs": 2, "tokens_per_microbatch": 60}}, GROUPS),
     "no shared prompts": ({"learner": {"share_prompts": False, "tokens_per_microbatch": 60}}, GROUPS),
 } | {
@@ -69,8 +72,17 @@ FIELDS = (
 )
 
 
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "model": lambda path: make_tiny_qwen3(path, hidden=32),
+    "tied": lambda path: make_tiny_qwen3(path, hidden=32, tie=True),
+    "small": lambda path: make_tiny_qwen3(path, hidden=32, vocab=objectives.VOCAB),
+    "qwen3_moe": make_tiny_qwen3_moe,
+    "deepseek_v3": make_tiny_deepseek_v3,
+}
+
+
 def model_of(name: str) -> str:
-    return "small" if name in objectives.STEP_WIDE else "tied" if name == "tied" else "model"
+    return "small" if name in objectives.STEP_WIDE else name if name in MAKERS else "model"
 
 
 def run_scenario(name: str, folder: Path, rank: int, world: int):
@@ -84,7 +96,8 @@ def run_scenario(name: str, folder: Path, rank: int, world: int):
     disturb(learner)
     report, gradient = step_and_gradient(learner, groups)
     sent = {info.name: tensor.clone() for info, tensor in learner.weights()}
-    return learner, {"report": asdict(report), "gradient": gradient, "weights": weights(learner), "sent": sent}
+    found = {"report": asdict(report), "gradient": gradient, "weights": weights(learner), "sent": sent}
+    return learner, found | ({"scores": torch.tensor(learner.check.score())} if name == "plain" else {})
 
 
 def on_a_rank(rank: int, world: int, folder: str) -> None:
@@ -105,9 +118,8 @@ def on_a_rank(rank: int, world: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    make_tiny_qwen3(folder / "model", hidden=32)
-    make_tiny_qwen3(folder / "tied", hidden=32, tie=True)
-    make_tiny_qwen3(folder / "small", hidden=32, vocab=objectives.VOCAB)
+    for name, make in MAKERS.items():
+        make(folder / name)
     run_on_ranks(on_a_rank, str(folder), *WORLDS)
     return folder
 
@@ -129,6 +141,8 @@ def test_several_ranks_step_as_one(folder, name):
         assert several["report"]["diagnostics"] == pytest.approx(one["report"]["diagnostics"], rel=1e-4, abs=1e-5)
         assert_equal_but_for_rounding(several["gradient"], one["gradient"])
         assert several["sent"].keys() == one["sent"].keys()
+        if name == "plain":
+            torch.testing.assert_close(several["scores"], one["scores"], rtol=0, atol=1e-4)
         for what in ("weights", "sent"):
             for key, expected in one[what].items():  # AdamW makes steps of about lr of any gradient, be it rounding
                 torch.testing.assert_close(several[what][key], expected, rtol=0, atol=0.1 * 1e-3, msg=key)

@@ -85,10 +85,11 @@ class Publisher:
 
 
 class Learner:
-    """Counts its updates; the last step may fail."""
+    """Counts its updates, and remembers their learning rates; the last step may fail."""
 
     def __init__(self, error: AsyncGRPOError | None = None, at: float = 0.0) -> None:
         self.steps, self.error, self.at = 0, error, at
+        self.lr, self.rates = 1e-3, list[float]()
         self.snapshot = SimpleNamespace(close=lambda: None)
         self.check = SimpleNamespace(score=lambda: [float(self.steps)])
 
@@ -97,7 +98,11 @@ class Learner:
             self.steps += self.at > 0
             raise self.error
         self.steps += 1
+        self.rates.append(self.lr)
         return SimpleNamespace(seconds={}, shares_within={})
+
+    def set_lr(self, lr: float) -> None:
+        self.lr = lr
 
     def begin_save(self, folder: str) -> Callable[[], None]:
         return lambda: Path(folder).mkdir(parents=True)
@@ -110,15 +115,11 @@ class Learner:
 
 
 class Recorder:
-    """Remembers steps and how the run ended."""
+    """Remembers how the run ended."""
 
     def __init__(self) -> None:
-        self.steps: list[int] = []
         self.ends: list[str] = []
         self.events = SimpleNamespace(write=lambda *arguments, **named: None)
-
-    def step(self, step: int, *_: Any) -> None:
-        self.steps.append(step)
 
     def last(self, counters: dict[str, float]) -> dict[str, float]:
         return counters
@@ -170,31 +171,23 @@ def test_weights_that_found_no_free_arena_are_offered_again_while_the_learner_wa
     assert publisher.expected == [(n, [float(n)]) for n in range(4)], "each scored once, under its own weights"
 
 
-@pytest.mark.parametrize("error", [StalledError("nothing to train for 60 s"), AsyncGRPOError("something else")])
-def test_a_learner_that_cannot_go_on_saves_what_it_has_done_and_raises_why(tmp_path: Path, error: AsyncGRPOError):
-    inbox = Inbox(error)
+STALLED, OTHER = StalledError("nothing to train for 60 s"), WeightsError("engines hold different weights")
+SKIPS = TrainingError("3 in a row")
+
+
+@pytest.mark.parametrize(("error", "of", "step"), [(STALLED, "buffer", 3), (OTHER, "engines", 3), (SKIPS, "update", 2)])
+def test_a_learner_that_cannot_go_on_saves_what_it_has_done_and_raises_why(tmp_path: Path, error, of, step):
+    inbox = Inbox(error if of == "buffer" else "exhausted")
+    publisher, learner = Publisher({3: error} if of == "engines" else None), Learner(error if of == "update" else None)
     with pytest.raises(type(error), match=str(error)):
-        service(tmp_path, inbox).run()
-    assert saved(tmp_path) == (3, 3) and inbox.is_draining, "nothing is leased for weights that nobody has proven"
-
-
-def test_so_it_does_when_engines_hold_other_weights(tmp_path: Path):
-    with pytest.raises(WeightsError):
-        service(tmp_path, Inbox(), Publisher({3: WeightsError("engines hold different weights")})).run()
-    assert saved(tmp_path) == (3, 3)
-
-
-def test_after_an_update_that_was_not_made_the_weights_are_those_of_the_step_before(tmp_path: Path):
-    with pytest.raises(TrainingError):
-        service(tmp_path, Inbox(), learner=Learner(TrainingError("3 in a row"))).run()
-    assert saved(tmp_path) == (2, 2)
+        service(tmp_path, inbox, publisher, learner).run()
+    assert saved(tmp_path) == (step, step) and inbox.is_draining, "nothing is leased for weights that are not proven"
 
 
 def test_weights_between_two_steps_are_not_saved(tmp_path: Path, caplog):
     inbox = Inbox()
-    learner = service(tmp_path, inbox, learner=Learner(TrainingError("3 in a row"), at=0.5))
     with pytest.raises(TrainingError):
-        learner.run()
+        service(tmp_path, inbox, learner=Learner(SKIPS, at=0.5)).run()
     assert not inbox.is_draining and "between two steps" in caplog.text
 
 
@@ -205,21 +198,6 @@ def test_without_a_buffer_there_is_no_checkpoint_and_the_reason_for_the_end_stan
     with pytest.raises(StalledError, match="nothing to train"):
         learner.run()
     assert saved(tmp_path) == (2, 2) and "no last checkpoint: the buffer did not respond" in caplog.text
-
-
-class Steered(Learner):
-    """Remembers with which learning rate each step was made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lr, self.rates = 1e-3, []
-
-    def set_lr(self, lr: float) -> None:
-        self.lr = lr
-
-    def step(self, groups: list, version: PolicyVersion) -> SimpleNamespace:
-        self.rates.append(self.lr)
-        return super().step(groups, version)
 
 
 class Asking(Inbox):
@@ -242,7 +220,7 @@ class Asking(Inbox):
 
 
 def test_a_learner_that_waits_does_what_a_person_asks_for_once(tmp_path: Path):
-    inbox, learner = Asking(Steer(revision=1, lr=1e-5, checkpoints=1)), Steered()
+    inbox, learner = Asking(Steer(revision=1, lr=1e-5, checkpoints=1)), Learner()
     running = service(tmp_path, inbox, learner=learner)
     inbox.learner = running
     written = []

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import Completion, Group, PolicyVersion, VersionSpan
-from tests.learner.helpers import VERSION, assert_same_gradient, config, disturb, random_groups, step_and_gradient
-from tests.models import make_tiny_qwen3
+from tests.learner.helpers import VERSION, assert_same_gradient, disturb, learner, random_groups, step_and_gradient
 
 LONG_AGO = PolicyVersion(VERSION.lineage, VERSION.number - 2)
 CASES = {
@@ -25,17 +23,11 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), hidden=32, vocab=260)
-
-
 def gradient_of(path, algorithm: dict, groups: list[Group], policy: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """What a step on weights that are not the initial ones reports, and its gradient."""
-    sections = {"algorithm": algorithm, "buffer": {"policy": policy, "max_lag": 1}}
-    learner = Learner(config(path, **sections), rank=0, world=1, device="cpu")
-    disturb(learner)
-    report, gradient = step_and_gradient(learner, groups)
+    ours = learner(path, algorithm=algorithm, buffer={"policy": policy, "max_lag": 1})
+    disturb(ours)
+    report, gradient = step_and_gradient(ours, groups)
     return report.diagnostics, gradient
 
 
@@ -49,12 +41,10 @@ def sampled_by(groups: list[Group], first: PolicyVersion, then: PolicyVersion) -
 
     return [
         replace(
-            group,
-            rollouts=tuple(
-                replace(r, completion=replace(r.completion, spans=spans(r.completion))) for r in group.rollouts
-            ),
+            g,
+            rollouts=tuple(replace(r, completion=replace(r.completion, spans=spans(r.completion))) for r in g.rollouts),
         )
-        for group in groups
+        for g in groups
     ]
 
 
@@ -76,7 +66,6 @@ def test_the_share_without_weight_is_reported_and_the_bound_itself_is_not_too_ol
     told, _ = gradient_of(path, {}, sampled_by(groups, LONG_AGO, VERSION), "mask")
     assert told["stale_dropped"] == pytest.approx((0.4 * lengths).astype(int).sum() / lengths.sum())
     at_the_bound = PolicyVersion(VERSION.lineage, VERSION.number - 1)
-    told, _ = gradient_of(path, {}, sampled_by(groups, at_the_bound, VERSION), "mask")
-    assert told["stale_dropped"] == 0
-    told, _ = gradient_of(path, {}, sampled_by(groups, LONG_AGO, VERSION), "train")
-    assert told["stale_dropped"] == 0
+    for first, policy in ((at_the_bound, "mask"), (LONG_AGO, "train")):
+        told, _ = gradient_of(path, {}, sampled_by(groups, first, VERSION), policy)
+        assert told["stale_dropped"] == 0

@@ -28,30 +28,23 @@ def told(watch: TrainingWatch, events: list[dict]) -> list[tuple[int, str]]:
 def test_little_signal_is_said_once_and_again_after_it_was_enough():
     watch = TrainingWatch()
     assert told(watch, [step(0.05)] * (WINDOW - 1)) == [], "not before the window is full"
-    assert told(watch, [step(0.05)] * 3 * WINDOW) == [(0, "signal")]
+    _, text = watch.see(step(0.05))
+    assert "only 5%" in text and "algorithm.filter_zero_signal=true" in text
+    assert told(watch, [step(0.05)] * 3 * WINDOW) == []
     between = (LITTLE + ENOUGH) / 2
     assert told(watch, [step(between)] * WINDOW + [step(0.0)] * WINDOW) == [], "it was never enough in between"
     assert told(watch, [step(0.9)] * WINDOW) == []
     assert [about for _, about in told(watch, [step(0.0)] * WINDOW)] == ["signal"]
 
 
-def test_the_warning_names_the_share_and_the_way_out():
-    watch = TrainingWatch()
-    *_, last = [watch.see(step(0.04)) for _ in range(WINDOW)]
-    assert last is not None and "only 4%" in last[1] and "algorithm.filter_zero_signal=true" in last[1]
-
-
 def test_an_evaluation_that_fell_twice_in_a_row_is_said_once():
+    dips = [evaluation(n, value) for n, value in enumerate((0.1, 1.0, 0.97, 0.96, None, 0.98))]
+    assert told(TrainingWatch(), dips) == [], "small ones, and one without a score"
     watch = TrainingWatch()
     rising = [evaluation(n, value) for n, value in enumerate((0.1, 0.5, 1.0))]
     assert told(watch, [*rising, evaluation(3, 0.9), evaluation(4, 1.0)]) == [], "one may be chance"
     assert told(watch, [evaluation(5, 0.9), evaluation(6, 0.9), evaluation(7, 0.9)]) == [(1, "evaluation")]
     assert told(watch, [evaluation(8, 1.0), evaluation(9, 0.8), evaluation(10, 0.8)]) == [(2, "evaluation")]
-
-
-def test_small_dips_and_evaluations_without_a_score_say_nothing():
-    watch = TrainingWatch()
-    assert told(watch, [evaluation(n, value) for n, value in enumerate((0.1, 1.0, 0.97, 0.96, None, 0.98))]) == []
 
 
 # -- small tasks, as they were recorded (docs/small-tasks.md) ----------------------------------------------------------
@@ -93,8 +86,3 @@ def test_updates_that_are_too_large_are_said_before_anything_else():
 
 def test_a_task_that_is_learnt_says_no_more_than_that_its_prompts_are_solved():
     assert [about for _, about, _ in warnings_of("copy, parts")] == ["signal"]
-
-
-def test_events_of_an_older_release_lack_what_the_warnings_are_made_of():
-    watch = TrainingWatch()
-    assert told(watch, [step(0.5)] * 3 * WINDOW) == []

@@ -58,6 +58,13 @@ def test_what_is_new_is_told_at_most_once_a_minute(tmp_path):
     assert [event["bottleneck"] for event in rig.written()] == ["generators"] * 3
 
 
+def test_a_resume_that_replaces_the_file_is_followed(tmp_path):
+    rig = Rig(tmp_path)
+    rig.train(wait=0.5, full=1.0)
+    rig.events.resume_at(5)
+    assert rig.adviser.look(rig.at) == (), "three steps after the second are left"
+
+
 def test_the_gain_is_a_metric_of_the_driver(tmp_path):
     rig = Rig(tmp_path)
     rig.train(wait=0.5, full=1.0)
@@ -70,13 +77,6 @@ def test_the_gain_is_a_metric_of_the_driver(tmp_path):
     assert gain("generators") == 0 and gain("learner") == pytest.approx(0.2)
     assert all(gain(bottleneck) is not None for bottleneck in get_args(Bottleneck))
     assert len(get_args(Bottleneck)) == len(next(iter(metrics.advice_gain_ratio.collect())).samples)
-
-
-def test_a_resume_that_replaces_the_file_is_followed(tmp_path):
-    rig = Rig(tmp_path)
-    rig.train(wait=0.5, full=1.0)
-    rig.events.resume_at(5)
-    assert rig.adviser.look(rig.at) == (), "three steps after the second are left"
 
 
 # -- the autopilot -----------------------------------------------------------------------------------------------------
@@ -118,18 +118,10 @@ def test_advice_that_changes_begins_anew():
         assert flight.looks(2, asking(4)) + flight.looks(1, ()) + flight.looks(2, asking(1)) == []
     other = (Advice(bottleneck="learner", sentence="", evidence=""), *asking(4))
     assert flight.looks(20, other) == [], "the most urgent counts"
-
-
-def test_groups_without_signal_do_not_keep_it_from_scaling():
     signal = (Advice(bottleneck="signal", sentence="", evidence="", gain=0.5),)
-    assert Flight(1).looks(20, signal) == []
-    assert Flight(1).looks(3, (*signal, *asking(4))) == [2]
-
-
-def test_it_stays_within_its_bounds():
-    assert Flight(3, most=3).looks(20, asking(6)) == []
-    assert Flight(2, fewest=2).looks(20, asking(1)) == []
-    assert Flight(64, most=None).looks(20, asking(80)) == []
+    assert Flight(1).looks(20, signal) == [] and Flight(1).looks(3, (*signal, *asking(4))) == [2], "but for signal"
+    for bound, wanted in ((Flight(3, most=3), 6), (Flight(2, fewest=2), 1), (Flight(64, most=None), 80)):
+        assert bound.looks(20, asking(wanted)) == [], "it stays within its bounds"
 
 
 def test_a_number_that_was_too_few_is_not_tried_again_soon():

@@ -62,17 +62,21 @@ def test_tensorboard_files_can_be_read_back(tmp_path):
     assert read.Scalars("seconds/publish")[0].value == 2.0
 
 
-def test_wandb_is_offline_without_a_key(fake, tmp_path, monkeypatch):
+def test_each_logger_gets_the_run_its_configuration_and_the_numbers_of_each_step(fake, tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    wandb = fake("wandb")
-    loggers = Loggers(["wandb"], tmp_path, "demo", {"seed": 0})
+    wandb, trackio, mlflow = (fake(name) for name in ("wandb", "trackio", "mlflow"))
+    loggers = Loggers(["wandb", "trackio", "mlflow"], tmp_path, "demo", {"model": {"path": "x" * 900}})
     loggers.log(17, STEP)
     loggers.close()
     (_, init) = wandb.of("init")[0]
-    assert (init["mode"], init["name"], init["dir"], init["config"]) == ("offline", "demo", str(tmp_path), {"seed": 0})
-    assert wandb.of("log") == [((SCALARS,), {"step": 17})]
-    assert wandb.of("finish") == [((), {})]
+    assert (init["mode"], init["name"], init["dir"]) == ("offline", "demo", str(tmp_path)), "there is no key"
+    assert init["config"] == {"model": {"path": "x" * 900}}
+    assert trackio.of("init") == [((), {"project": "asyncgrpo", "name": "demo", "config": {"model.path": "x" * 900}})]
+    assert mlflow.of("set_tracking_uri")[0][0][0] == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
+    assert len(mlflow.of("log_params")[0][0][0]["model.path"]) == 500
+    assert wandb.of("log") == trackio.of("log") == mlflow.of("log_metrics") == [((SCALARS,), {"step": 17})]
+    assert wandb.of("finish") and trackio.of("finish") and mlflow.of("end_run")
 
 
 @pytest.mark.parametrize(("variable", "mode"), [("WANDB_API_KEY", "online"), ("WANDB_MODE", "disabled")])
@@ -83,32 +87,10 @@ def test_wandb_does_what_the_environment_says(fake, tmp_path, monkeypatch, varia
     assert wandb.of("init")[0][1]["mode"] == mode
 
 
-def test_trackio_gets_project_name_and_steps(fake, tmp_path):
-    trackio = fake("trackio")
-    loggers = Loggers(["trackio"], tmp_path, "demo", {"model": {"path": "tiny"}})
-    loggers.log(17, STEP)
-    loggers.close()
-    assert trackio.of("init") == [((), {"project": "asyncgrpo", "name": "demo", "config": {"model.path": "tiny"}})]
-    assert trackio.of("log") == [((SCALARS,), {"step": 17})] and trackio.of("finish")
-
-
-def test_mlflow_writes_below_the_run_folder(fake, tmp_path):
-    mlflow = fake("mlflow")
-    loggers = Loggers(["mlflow"], tmp_path, "demo", {"model": {"path": "x" * 900}})
-    loggers.log(17, STEP)
-    loggers.close()
-    assert mlflow.of("set_tracking_uri")[0][0][0] == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
-    assert len(mlflow.of("log_params")[0][0][0]["model.path"]) == 500
-    assert mlflow.of("log_metrics") == [((SCALARS,), {"step": 17})] and mlflow.of("end_run")
-
-
-def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+def test_a_missing_package_names_the_extra_and_an_unknown_name_the_known_ones(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     with pytest.raises(ConfigError, match=r"run\.loggers names 'trackio'.*pip install 'asyncgrpo\[trackio\]'"):
         Loggers(["trackio"], tmp_path, "demo", {})
-
-
-def test_an_unknown_name_lists_the_known_ones(tmp_path):
     with pytest.raises(ConfigError, match="'neptune'; supported are wandb, tensorboard"):
         Loggers(["neptune"], tmp_path, "demo", {})
 

@@ -54,6 +54,15 @@ def test_a_row_says_what_was_asked_answered_and_scored(group, tmp_path):
     }  # fmt: skip
     assert (second["reward"], second["advantage"], second["failure"]) == (None, None, "timeout")
     assert (second["completion"], second["version_oldest"], second["num_tokens"]) == ("", "", 0)
+    assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
+    writer = SampleWriter(tmp_path / "samples", None)
+    writer.write(18, samples(group)[:1])
+    writer.write(19, samples(group, 19))
+    assert pq.read_table(tmp_path / "samples")["step"].to_pylist() == [18, 19, 19], (
+        "trained again, it replaced its file"
+    )
+    empty = writer.write(20, [])
+    assert pq.read_schema(empty) == schema() and pq.read_table(empty).num_rows == 0
 
 
 def test_a_row_says_which_characters_an_environment_said(group):
@@ -64,23 +73,6 @@ def test_a_row_says_which_characters_an_environment_said(group):
     row = samples(replace(group, rollouts=(spoken, group.rollouts[1])))[0]
     assert (row.completion, json.loads(row.observed), row.num_tokens) == ("ab.!c?", [[2, 4], [5, 6]], 3)
     assert row.completion == "".join(map(chr, spoken.completion.all_token_ids))
-
-
-def test_the_file_has_the_schema_even_when_a_step_has_no_sample(tmp_path):
-    path = SampleWriter(tmp_path, None).write(1, [])
-    assert pq.read_schema(path) == schema() and pq.read_table(path).num_rows == 0
-
-
-def test_columns_are_compressed_with_zstd(group, tmp_path):
-    metadata = pq.ParquetFile(SampleWriter(tmp_path, None).write(18, samples(group))).metadata
-    assert metadata.row_group(0).column(0).compression == "ZSTD"
-
-
-def test_a_step_trained_again_replaces_its_file(group, tmp_path):
-    writer = SampleWriter(tmp_path, None)
-    writer.write(18, samples(group))
-    writer.write(18, samples(group)[:1])
-    assert pq.read_table(path_of(tmp_path, 18)).num_rows == 1
 
 
 def test_a_file_is_whole_or_absent(group, tmp_path, monkeypatch):
@@ -98,13 +90,6 @@ def test_a_file_is_whole_or_absent(group, tmp_path, monkeypatch):
     assert files_in(tmp_path) == []
 
 
-def test_all_steps_read_as_one_table(group, tmp_path):
-    writer = SampleWriter(tmp_path, None)
-    for step in (1, 2, 3):
-        writer.write(step, samples(group, step))
-    assert pq.read_table(tmp_path)["step"].to_pylist() == [1, 1, 2, 2, 3, 3]
-
-
 # -- how many are kept -------------------------------------------------------------------------------------------------
 
 
@@ -119,9 +104,12 @@ def write(folder, *numbers: int, keep: int | None = None) -> None:
 
 
 def test_the_newest_files_are_kept_and_the_first_removal_is_said(tmp_path, caplog):
+    (tmp_path / "samples").mkdir()
     with caplog.at_level(logging.INFO, "asyncgrpo"):
-        write(tmp_path, *range(1, 8), keep=3)
+        write(tmp_path / "samples", *range(1, 8), keep=3)
     assert steps(tmp_path) == [5, 6, 7]
+    with pytest.raises(DataError, match=r"no samples of step 1; there are steps 5 to 7 \(run\.keep_samples"):
+        search(tmp_path, 1)
     (line,) = caplog.messages
     assert line.startswith("run.keep_samples is 3: from now on the oldest file is removed, first step_000001")
 
@@ -140,26 +128,11 @@ def test_without_limits_everything_is_kept_and_no_other_file_is_ever_removed(tmp
     write(tmp_path, 1, 2, 3)
     assert len(files_in(tmp_path)) == 5
     write(tmp_path, 4, keep=1)
-    assert {path.name for path in files_in(tmp_path)} == {
-        "step_000004.parquet", "step_best.parquet", "step_000001.csv",
-    }  # fmt: skip
-
-
-def test_a_file_that_somebody_removed_already_is_no_trouble(tmp_path):
-    writer = SampleWriter(tmp_path, 1)
-    writer.write(1, [])
-    path_of(tmp_path, 1).unlink()
-    writer.write(2, [])
-    assert steps(tmp_path) == [2]
-
-
-def test_the_samples_that_are_left_can_be_shown(group, tmp_path):
-    writer = SampleWriter(tmp_path / "samples", 2)
-    for number in (1, 2, 3):
-        writer.write(number, samples(group, number))
-    assert search(tmp_path).rows[0]["step"] == 3
-    with pytest.raises(DataError, match=r"no samples of step 1; there are steps 2 to 3 \(run\.keep_samples"):
-        search(tmp_path, 1)
+    left = {"step_best.parquet", "step_000001.csv"}
+    assert {path.name for path in files_in(tmp_path)} == {"step_000004.parquet"} | left
+    path_of(tmp_path, 4).unlink()  # by a person
+    write(tmp_path, 5, keep=1)
+    assert {path.name for path in files_in(tmp_path)} == {"step_000005.parquet"} | left
 
 
 # -- many files --------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The audit finds no difference in a run that kept its promises, and names each one that was broken."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -40,18 +41,13 @@ class FakeRun:
             message, payload = group(prompt_index, lineage=lineage, version=version, attempt=attempt)
             self.journal.append(*delivered(message, payload, max_lag))
 
-    def train(self, step: int, *lease_ids: str, lineage: int = 1, lag: int = 0) -> None:
+    def issue(self, step: int, *lease_ids: str, lineage: int = 2) -> None:
         self.journal.append(BatchIssued(step=step, version=PolicyVersion(lineage, step - 1), lease_ids=lease_ids))
-        self.events.write(
-            "step",
-            step=step,
-            version=f"{lineage}.{step}",
-            reward_mean=0.0,
-            loss=0.0,
-            lags={str(lag): len(lease_ids)},
-            tokens_trained=1,
-            seconds={},
-        )
+
+    def train(self, step: int, *lease_ids: str, lag: int = 0) -> None:
+        self.issue(step, *lease_ids, lineage=1)
+        fields = {"reward_mean": 0.0, "loss": 0.0, "tokens_trained": 1, "seconds": {}}
+        self.events.write("step", step=step, version=f"1.{step}", lags={str(lag): len(lease_ids)}, **fields)
 
     def drop(self, lease_id: str, reason: str, *, is_final: bool) -> None:
         prompt_index = int(lease_id.split(".")[1])
@@ -90,7 +86,7 @@ def test_a_run_that_kept_its_promises_has_no_difference(run: FakeRun):
     assert found.lags == {0: 4} and found.step == 2 and found.starts == 2 and found.prompts_done == 5
     run.drop("1.6.0", "ahead", is_final=False)
     run.deliver(6, lineage=2, version=2)
-    run.journal.append(BatchIssued(step=3, version=PolicyVersion(2, 2), lease_ids=("1.5.0", "2.6.0")))
+    run.issue(3, "1.5.0", "2.6.0")
     assert audit(run.folder).differences == []
 
 
@@ -136,101 +132,68 @@ def test_the_audit_asks_of_each_policy_what_it_promises(tmp_path: Path, policy, 
     spans = VersionSpan(PolicyVersion(1, oldest), 0, 1), VersionSpan(PolicyVersion(1, newest), 1, 2)
     rollouts = tuple(msgspec.structs.replace(r, num_tokens=2, spans=spans) for r in message.rollouts)
     run.journal.append(*delivered(msgspec.structs.replace(message, rollouts=rollouts), 2 * payload))
-    run.journal.append(BatchIssued(step=10, version=PolicyVersion(1, 9), lease_ids=("1.0.0",)))
+    run.issue(10, "1.0.0", lineage=1)
     too_old = [difference for difference in audit(tmp_path).differences if "max_lag" in difference]
     assert [sentence in difference for difference in too_old] == ([True] if sentence else [])
 
 
-def breakages():
-    """What goes wrong after the run of the fixture, and what the audit must say."""
-
-    def twice(run: FakeRun) -> None:
-        run.deliver(7, lineage=2, version=2)
-        run.journal.append(BatchIssued(step=3, version=PolicyVersion(2, 2), lease_ids=("2.7.0", "1.0.0")))
-        run.checkpoint(3, state(5, 7), lineage=2)
-
-    def same_prompt(run: FakeRun) -> None:
-        run.deliver(4, lineage=2, version=2)
-        run.journal.append(BatchIssued(step=3, version=PolicyVersion(2, 2), lease_ids=("2.4.0",)))
-        run.checkpoint(3, state(5), lineage=2)
-
-    def skipped(run: FakeRun) -> None:
-        run.checkpoint(2, state(6))
-
-    def forgotten(run: FakeRun) -> None:
-        run.checkpoint(2, state(4))
-
-    def never_delivered(run: FakeRun) -> None:
-        run.journal.append(BatchIssued(step=3, version=PolicyVersion(2, 2), lease_ids=("2.9.0",)))
-
-    def too_old(run: FakeRun) -> None:
-        run.journal.append(BatchIssued(step=9, version=PolicyVersion(2, 8), lease_ids=("1.5.0",)))
-
-    def from_the_future(run: FakeRun) -> None:
-        run.deliver(7, lineage=2, version=5)
-        run.journal.append(BatchIssued(step=3, version=PolicyVersion(2, 2), lease_ids=("2.7.0",)))
-
-    def no_manifest(run: FakeRun) -> None:
-        run.checkpoint(3, state(5), lineage=2)
-
-    def delivered_twice(run: FakeRun) -> None:
-        run.deliver(6, version=2)
-
-    def trained_and_dropped(run: FakeRun) -> None:
-        run.drop("1.0.0", "stale", is_final=False)
-
-    def no_fate(run: FakeRun) -> None:
-        run.deliver(4, lineage=2, version=2)
-
-    def other_lags(run: FakeRun) -> None:
-        run.events.resume_at(1)
-        run.events.write(
-            *("step",),
-            **{"step": 2, "version": "1.2", "reward_mean": 0.0, "loss": 0.0, "tokens_trained": 1, "seconds": {}},
-            lags={"1": 2},
-        )
-
-    def lost_event(run: FakeRun) -> None:
-        run.events.resume_at(1)
-
-    def damaged(run: FakeRun) -> None:
-        path = run.folder / "journal" / "00000001.journal"
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-
-    yield twice, "group 1.0.0 was trained in step 1 and in 3"
-    yield same_prompt, "prompt 4 was trained twice, by the groups 1.4.0 and 2.4.0"
-    yield skipped, "prompt 5 is done in the newest checkpoint, but was neither trained nor dropped"
-    yield forgotten, "prompt 4 was trained, but is not done in the newest checkpoint"
-    yield never_delivered, "step 3 was given group 2.9.0, which was never delivered"
-    yield too_old, "group 1.5.0: lag 7 in step 9, max_lag 4"
-    yield from_the_future, "group 2.7.0 is of weights 5, newer than step 3"
-    yield no_manifest, "step 3, which the newest checkpoint holds, has 0 manifests instead of 1"
-    yield delivered_twice, "group 1.6.0 was delivered twice"
-    yield trained_and_dropped, "group 1.0.0 was trained, and dropped as stale"
-    yield no_fate, "group 2.4.0 was neither trained nor dropped, and its prompt is done"
-    yield other_lags, "step 2: lags {'1': 2} in metrics.jsonl, {'0': 2} in the journal"
-    yield lost_event, "step 2 is 0 times in metrics.jsonl"
-    yield damaged, "damaged journal: "
+def damage(run: FakeRun) -> None:
+    path = run.folder / "journal" / "00000001.journal"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
-@pytest.mark.parametrize(("break_", "sentence"), breakages(), ids=lambda value: getattr(value, "__name__", ""))
-def test_each_broken_promise_is_named_and_ends_with_1(run: FakeRun, break_, sentence: str):
-    break_(run)
+def other_lags(run: FakeRun) -> None:
+    run.events.resume_at(1)
+    fields = {"version": "1.2", "reward_mean": 0.0, "loss": 0.0, "tokens_trained": 1, "seconds": {}}
+    run.events.write("step", step=2, lags={"1": 2}, **fields)
+
+
+def trained_again(run: FakeRun, prompt_index: int, *lease_ids: str) -> None:
+    """A third step of the second start, of a group of this prompt and of those named, and a checkpoint of it."""
+    run.deliver(prompt_index, lineage=2, version=2)
+    run.issue(3, f"2.{prompt_index}.0", *lease_ids)
+    run.checkpoint(3, state(5, *{prompt_index} - {4}), lineage=2)
+
+
+BREAKAGES: dict[str, Callable[[FakeRun], object]] = {
+    "group 1.0.0 was trained in step 1 and in 3": lambda run: trained_again(run, 7, "1.0.0"),
+    "prompt 4 was trained twice, by the groups 1.4.0 and 2.4.0": lambda run: trained_again(run, 4),
+    "prompt 5 is done in the newest checkpoint, but was neither": lambda run: run.checkpoint(2, state(6)),
+    "prompt 4 was trained, but is not done in the newest": lambda run: run.checkpoint(2, state(4)),
+    "step 3 was given group 2.9.0, which was never delivered": lambda run: run.issue(3, "2.9.0"),
+    "group 1.5.0: lag 7 in step 9, max_lag 4": lambda run: run.issue(9, "1.5.0"),
+    "group 2.7.0 is of weights 5, newer than step 3": lambda run: (
+        run.deliver(7, lineage=2, version=5),
+        run.issue(3, "2.7.0"),
+    ),
+    "step 3, which the newest checkpoint holds, has 0 manifests": lambda run: run.checkpoint(3, state(5), lineage=2),
+    "group 1.6.0 was delivered twice": lambda run: run.deliver(6, version=2),
+    "group 1.0.0 was trained, and dropped as stale": lambda run: run.drop("1.0.0", "stale", is_final=False),
+    "group 2.4.0 was neither trained nor dropped, and its prompt is done": lambda run: run.deliver(
+        4, lineage=2, version=2
+    ),
+    "step 2: lags {'1': 2} in metrics.jsonl, {'0': 2} in the journal": other_lags,
+    "step 2 is 0 times in metrics.jsonl": lambda run: run.events.resume_at(1),
+    "damaged journal: ": damage,
+}
+"""What the audit must say, and what goes wrong after the run of the fixture."""
+
+
+@pytest.mark.parametrize("sentence", BREAKAGES)
+def test_each_broken_promise_is_named_and_ends_with_1(run: FakeRun, sentence: str):
+    BREAKAGES[sentence](run)
     found = audit(run.folder)
     assert any(sentence in difference for difference in found.differences), found.differences
     result = CliRunner().invoke(app, ["audit", str(run.folder), "--json"])
     assert result.exit_code == 1 and json.loads(result.stdout)["differences"] == found.differences
 
 
-def test_people_get_a_table(run: FakeRun):
+def test_people_get_a_table(run: FakeRun, tmp_path: Path):
     result = CliRunner().invoke(app, ["audit", str(run.folder)])
     assert result.exit_code == 0
     assert "trained" in result.stdout and result.stdout.endswith("no difference\n")
-
-
-def test_a_run_without_a_journal_is_said_in_a_sentence(tmp_path: Path):
     with pytest.raises(JournalError, match="has no journal"):
         audit(tmp_path)
 

@@ -30,6 +30,11 @@ def differences(**changes: Any) -> list[str]:
 
 def test_the_same_numbers_are_equal_whatever_time_it_took():
     assert differences(time=9.0, seconds={"optimizer": 7.0}, tokens_generated=0) == []
+    assert differences(entropy=0.3) == [], "a field that another release added"
+    broken = as_written(STEP | {"loss": math.nan})
+    assert Pair(3, broken, broken).differences == []
+    pair = Pair(3, None, STEP)
+    assert pair.differences == [] and pair.values("loss") == (None, 0.1), "it was not recorded"
 
 
 @pytest.mark.parametrize(
@@ -44,24 +49,7 @@ def test_the_same_numbers_are_equal_whatever_time_it_took():
 )
 def test_one_bit_is_a_difference_and_is_named(changes: dict[str, Any], named: list[str]):
     assert differences(**changes) == named
-
-
-def test_a_zero_has_a_sign():
-    assert Pair(3, STEP | {"loss": 0.0}, STEP | {"loss": -0.0}).differences == ["loss"]
-
-
-def test_numbers_that_are_not_finite_are_equal_as_they_are_written():
-    broken = STEP | {"loss": math.nan}
-    assert Pair(3, as_written(broken), as_written(broken)).differences == []
-
-
-def test_a_field_that_another_release_added_is_no_difference():
-    assert differences(entropy=0.3) == []
-
-
-def test_a_step_that_was_not_recorded_cannot_differ():
-    pair = Pair(3, None, STEP)
-    assert pair.differences == [] and pair.values("loss") == (None, 0.1)
+    assert Pair(3, STEP | {"loss": 0.0}, STEP | {"loss": -0.0}).differences == ["loss"], "a zero has a sign"
 
 
 def test_means_are_over_the_steps_that_have_the_field():

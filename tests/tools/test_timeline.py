@@ -42,10 +42,8 @@ class FakeRun:
     def train(self, count: int = 1) -> None:
         for _ in range(count):
             lease_ids = []
-            for prompt_index in (
-                self.prompt_indices + 1,
-                self.prompt_indices,
-            ):  # they came in another order than that of the batch
+            # They come in another order than that of the batch.
+            for prompt_index in (self.prompt_indices + 1, self.prompt_indices):
                 message, payload = group(prompt_index, lineage=self.lineage, version=self.step, tokens=3)
                 self.journal.append(*delivered(message, payload))
                 lease_ids.insert(0, message.lease_id)
@@ -87,6 +85,9 @@ def test_steps_that_a_crash_undid_are_left_out_and_each_start_keeps_its_configur
     assert [leg.config for leg in timeline.legs] == [config(1e-6), config(3e-6)]
     assert [str(step.version) for step in timeline.steps] == ["1.0", "1.1", "3.2", "3.3"]
     assert timeline.checkpoint is None
+    run.start(keep=True)  # without a checkpoint it begins anew
+    run.train()
+    assert steps_of(run) == {4: [1]}
 
 
 def test_a_batch_is_what_the_manifest_says_in_its_order(run: FakeRun):
@@ -110,27 +111,6 @@ def test_a_start_that_is_not_over_counts_up_to_its_last_manifest(run: FakeRun):
     assert steps_of(run) == {1: [1, 2]}
 
 
-def test_a_start_without_a_checkpoint_begins_anew(run: FakeRun):
-    run.start(keep=True)
-    run.train(3)
-    run.start(keep=True)
-    run.train(1)
-    assert steps_of(run) == {2: [1]}
-
-
-def test_a_leg_says_whether_it_begins_where_the_processes_of_its_start_did(run: FakeRun):
-    run.start(keep=True)
-    run.train(2)
-    parent = run.checkpoint()
-    run.start(parent, keep=True)
-    run.train(2)
-    run.checkpoint()
-    run.train(1)
-    assert [leg.is_from_start for leg in read_timeline(run.folder).legs] == [True, True]
-    assert [leg.is_from_start for leg in read_timeline(run.folder, from_step=2).legs] == [True]
-    assert [leg.is_from_start for leg in read_timeline(run.folder, from_step=4).legs] == [False]
-
-
 def test_a_part_can_be_chosen_and_begins_with_its_checkpoint(run: FakeRun):
     run.start(keep=True)
     run.train(2)
@@ -142,11 +122,15 @@ def test_a_part_can_be_chosen_and_begins_with_its_checkpoint(run: FakeRun):
     run.checkpoint()
     assert steps_of(run, from_step=2) == {2: [3, 4, 5]}
     assert read_timeline(run.folder, from_step=2).checkpoint == run.folder / "checkpoints" / "step_000002"
+    begin = {step: [leg.is_from_start for leg in read_timeline(run.folder, from_step=step).legs] for step in (0, 2)}
+    assert begin == {0: [True, True], 2: [True]}, "where the processes of their start began"
     assert steps_of(run, to_step=3) == {1: [1, 2], 2: [3]}
     with pytest.raises(JournalError, match=r"no checkpoint of step 4 .* there are: 2, 5"):
         read_timeline(run.folder, from_step=4)
     with pytest.raises(JournalError, match="up to 5; --from-step and --to-step leave none"):
         read_timeline(run.folder, from_step=5)
+    run.train()
+    assert [leg.is_from_start for leg in read_timeline(run.folder, from_step=5).legs] == [False]
 
 
 def test_groups_that_were_taken_out_are_named_with_where_to_begin_instead(run: FakeRun):
@@ -166,60 +150,40 @@ def test_groups_that_were_taken_out_are_named_with_where_to_begin_instead(run: F
 
 
 def without_manifest(run: FakeRun) -> None:
-    run.start(keep=True)
-    run.train(1)
+    run.train()
     run.step += 1
-    run.train(1)
+    run.train()
 
 
 def handed_twice(run: FakeRun) -> None:
-    run.start(keep=True)
     run.train(2)
     run.step -= 1
     run.hand("1.2.0", "1.3.0")
 
 
-def never_delivered(run: FakeRun) -> None:
-    run.start(keep=True)
-    run.hand("1.7.0")
-
-
-def untrained(run: FakeRun) -> None:
-    run.start(keep=True)
-
-
-def of_an_older_release(run: FakeRun) -> None:
-    run.start(values={}, keep=True)
-    run.train(1)
-
-
-def of_another_release(run: FakeRun) -> None:
-    run.start(values={**msgspec.to_builtins(config()), "gears": {"count": 3}}, keep=True)
-    run.train(1)
+ANOTHER = msgspec.to_builtins(config()) | {"gears": {"count": 3}}
 
 
 @pytest.mark.parametrize(
-    ("prepare", "sentence"),
+    ("values", "prepare", "sentence"),
     [
-        (lambda run: None, "has no journal"),
-        (untrained, "no step to train again"),
-        (without_manifest, "has no manifest of step 2"),
-        (handed_twice, "two manifests of step 2"),
-        (never_delivered, r"step 1 cannot be trained again: its group 1\.7\.0"),
-        (of_an_older_release, "older release"),
-        (of_another_release, "another release: .*gears"),
+        (None, lambda run: None, "no step to train again"),
+        (None, without_manifest, "has no manifest of step 2"),
+        (None, handed_twice, "two manifests of step 2"),
+        (None, lambda run: run.hand("1.7.0"), r"step 1 cannot be trained again: its group 1\.7\.0"),
+        ({}, FakeRun.train, "older release"),
+        (ANOTHER, FakeRun.train, "another release: .*gears"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_cannot_be_replayed_is_said_in_a_sentence(run: FakeRun, prepare, sentence: str):
+def test_what_cannot_be_replayed_is_said_in_a_sentence(run: FakeRun, values, prepare, sentence: str):
+    with pytest.raises(JournalError, match=r"run folder .* does not exist"):
+        read_timeline(run.folder / "nowhere")
+    with pytest.raises(JournalError, match="has no journal"):
+        read_timeline(run.folder)
+    run.start(values=values, keep=True)
     prepare(run)
     with pytest.raises(JournalError, match=sentence):
         read_timeline(run.folder)
-
-
-def test_a_folder_that_is_not_there_is_said(tmp_path: Path):
-    with pytest.raises(JournalError, match=r"run folder .* does not exist"):
-        read_timeline(tmp_path / "nowhere")
 
 
 def test_a_body_that_is_damaged_is_said_at_its_step(run: FakeRun):

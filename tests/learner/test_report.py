@@ -1,8 +1,8 @@
-"""What a step's event says of each data_source."""
+"""What a step's event says of each data_source, and the parts of its rewards."""
 
 import numpy as np
 
-from asyncgrpo.learner.report import by_source
+from asyncgrpo.learner.report import by_source, parts_of
 from asyncgrpo.types import Completion, Group, Prompt, Rollout, Score
 
 
@@ -50,3 +50,18 @@ def test_of_too_many_sources_the_rarest_are_one():
     found = by_source(groups, 1, 1.0)
     assert len(found) == 16 and found["often"]["groups"] == 3
     assert found["(others)"]["groups"] == 30 - 14 and sum(numbers["groups"] for numbers in found.values()) == 33
+
+
+def rollouts(*parts: dict[str, float]) -> list[Rollout]:
+    nothing = Completion(0, np.empty(0, np.int32), np.empty(0, np.float32), (), "stop")
+    return [Rollout(nothing, Score(value=1.0, parts=part)) for part in parts]
+
+
+def test_a_part_is_over_the_completions_that_have_it():
+    parts = parts_of(rollouts({"b": 1.0, "a": 0.0}, {"a": 1.0}, {}))
+    assert list(parts.items()) == [("a", [0.0, 1.0]), ("b", [1.0])]
+
+
+def test_of_too_many_parts_those_are_kept_that_most_completions_have():
+    parts = parts_of(rollouts(*[{"format": 0.5, f"of_{i}": 1.0} for i in range(100)]))
+    assert len(parts) == 32 and len(parts["format"]) == 100
