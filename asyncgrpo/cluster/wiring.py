@@ -27,7 +27,7 @@ from asyncgrpo.cluster.heartbeat import Heart
 from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, set_environment
 from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
-from asyncgrpo.config.schema import Config, RewardConfig
+from asyncgrpo.config.schema import Config
 from asyncgrpo.data.kept import prepare
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
@@ -41,7 +41,6 @@ from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.rewards.build import build_reward
-from asyncgrpo.rewards.pool import MOST_AT_ONCE
 from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.weights.publication import GapLimit, SyncCheck
 from asyncgrpo.wire.sockets import Client, Keys, Server
@@ -315,13 +314,6 @@ def _steps_at_most(config: Config, prompts: int) -> int | None:
     return steps if config.run.steps is None else min(steps, config.run.steps)
 
 
-def _guarded_reward(config: RewardConfig) -> Breaker:
-    """Build the reward of a generator behind its circuit breaker. A worker takes several quick calls at once."""
-    reward = build_reward(config)
-    each = MOST_AT_ONCE if config.at_once_key == "reward.workers" else 1
-    return Breaker(reward, at_once=each * config.at_once, withdraw=reward.withdraw)
-
-
 def sampling_of(config: Config, stop_token_ids: tuple[int, ...], *, evaluation: bool) -> Sampling:
     """Return the sampling parameters of training groups or of evaluations."""
     sampling = config.sampling
@@ -436,7 +428,7 @@ class GeneratorActor:
             f"generator-{self._index}",
             self._incarnation,
             engine,
-            _guarded_reward(config.reward),
+            Breaker(build_reward(config.reward), at_once=config.reward.at_once),
             decode,
             turns=build_sampler(config, engine, tokenizer),
             window=config.generators.groups_in_flight,

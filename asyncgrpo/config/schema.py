@@ -217,8 +217,8 @@ class RewardConfig(Section, frozen=True):
     timeout_s: PositiveFloat = 10.0
     """Deadline of one reward call, seconds."""
     workers: Literal["auto"] | PositiveInt = 1
-    """Reward processes per generator for each custom function, for maths and for code; auto: as the load
-    requires, up to the number of cores."""
+    """Most reward processes per generator for each custom function, for maths and for code; auto: the number of
+    cores."""
     success: float = 1.0
     """Reward from which a completion counts as solved, in pass@k, maj@k, data.curriculum and solved groups."""
     code: CodeRewardConfig = CodeRewardConfig()

@@ -56,9 +56,6 @@ class ConfiguredReward:
         """Score completions. See `Reward`."""
         raise NotImplementedError
 
-    def withdraw(self) -> None:
-        """End calls that wait for a worker with the failure `WITHDRAWN`; those that run go on."""
-
     def check_sources(self, sources: set[str]) -> None:
         """Raise RewardError or ConfigError if it cannot score rows of one of these sources, or reach what it needs."""
 
@@ -92,10 +89,8 @@ LARGEST = 1e6
 """Bound on the size of a reward. Advantages sum squares of rewards: far above the bound they overflow, and the group, or
 the whole batch, has no gradient."""
 
-LEFT_OUT, PRINTED = "parts left out", "printed more than"
+LEFT_OUT = "parts left out"
 """Start of a detail that is a warning about a score that counts."""
-WITHDRAWN = "withdrawn"
-"""The failure of a call that was not made, and is to be made again."""
 
 _ORIGIN = re.compile(r"(.+?:\d+: )?\w+(?=:)")
 """Matches place and type in a detail that `describe` made."""

@@ -155,11 +155,6 @@ class CombinedReward(ConfiguredReward):
                 break
         return [self._combine(of_one) for of_one in given]
 
-    def withdraw(self) -> None:
-        """See `rewards.base.ConfiguredReward`."""
-        for one in self._rewards:
-            one.reward.withdraw()
-
     async def close(self) -> None:
         """End every worker process."""
         for one in self._rewards:

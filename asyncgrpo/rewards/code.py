@@ -351,10 +351,6 @@ class CodeReward(ConfiguredReward):
             *(in_turn(self._turn, partial(self._score_there, prompt, one)) for one in completions)
         )
 
-    def withdraw(self) -> None:
-        """See `rewards.base.ConfiguredReward`."""
-        self._here.withdraw()
-
     async def close(self) -> None:
         """End every worker process, and close the connections."""
         await self._here.close()

@@ -291,11 +291,6 @@ class RuleReward(ConfiguredReward):
         text_rule = self._text_rules[rule]
         return [_timed(text_rule, one.text, prompt.answer) for one in completions]
 
-    def withdraw(self) -> None:
-        """See `rewards.base.ConfiguredReward`."""
-        for one in self._by_rule.values():
-            one.withdraw()
-
     async def close(self) -> None:
         """End every worker process."""
         for one in self._by_rule.values():
