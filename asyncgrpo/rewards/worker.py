@@ -107,4 +107,3 @@ def _score(scorer: Scorer, call: Call, runner: asyncio.Runner) -> list[Score]:
     scores = scores_of_call(run, count) if call.is_group else [score_of_call(run)]
     seconds = (time.perf_counter() - started) / count
     return [msgspec.structs.replace(score, seconds=seconds) for score in scores]
-
