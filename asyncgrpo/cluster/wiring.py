@@ -44,7 +44,7 @@ from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.weights.publication import GapLimit, SyncCheck
 from asyncgrpo.wire.sockets import Client, Keys, Server
-from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
+from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost, Steer
 
 if TYPE_CHECKING:  # these import torch, so the actors import them where they use them
     from torch.distributed import Store
@@ -129,7 +129,7 @@ def _begin(
     service: Callable[[], _Service | None],
     *,
     rank: int | None = None,
-    **heart: Callable[..., Any],
+    **heart: Any,
 ) -> tuple[str, int]:
     """Start the logs, the heartbeats and the metrics endpoint of this process, and return the endpoint's address.
 
@@ -213,8 +213,8 @@ class BufferActor:
             "buffer",
             str(setup.lineage),
             lambda: self._service,
+            on_message={Steer: lambda asked: self._service.steer(asked) if self._service else None},
             missing=lambda: self._service.missing if self._service else (),
-            on_steer=lambda asked: self._service.steer(asked) if self._service else None,
             steered=lambda: self._service.steered if self._service else 0,
         )
         self._lock = hold(setup.run_dir / "buffer.lock", LOCK_TIMEOUT_S)
@@ -403,7 +403,7 @@ class GeneratorActor:
             self._incarnation,
             lambda: self._service,
             rank=self._index,
-            on_endpoints_changed=self._change_endpoints,
+            on_message={EndpointsChanged: self._change_endpoints},
             buffer_endpoint=lambda: self._service.buffer_endpoint if self._service else self._endpoints.buffer_endpoint,
         )
 
@@ -492,10 +492,14 @@ class LearnerActor:
             str(setup.lineage),
             lambda: self._service,
             rank=self._rank,
+            on_message={
+                GeneratorLost: lambda lost: (
+                    self._publisher and self._publisher.give_up(lost.generator_id, lost.incarnation)
+                ),
+                Steer: lambda asked: self._service.steer(asked) if self._service else None,
+            },
             step=lambda: self._service and self._service.step,
-            on_lost=self._give_up,
             missing=lambda: self._publisher.missing if self._publisher else (),
-            on_steer=lambda asked: self._service.steer(asked) if self._service else None,
             steered=lambda: self._service.steered if self._service else 0,
         )
         self._device = torch.device("cuda", 0) if uses_cuda(config) else torch.device("cpu")  # Ray shows one card
@@ -515,10 +519,6 @@ class LearnerActor:
             keys=self._setup.keys,
         )
         return LearnerReady(host, metrics_address, self._store.port, self._publisher.endpoint)
-
-    def _give_up(self, lost: GeneratorLost) -> None:
-        if self._publisher is not None:
-            self._publisher.give_up(lost.generator_id, lost.incarnation)
 
     def run(self, leader: LearnerReady, buffer_endpoint: str, about: dict[str, Any]) -> str:
         """Train, and return the final status: `done` or `drained`.

@@ -6,10 +6,12 @@ times in seconds, lag in optimizer steps. `asyncgrpo config explain KEY` prints 
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from asyncgrpo.host import cores
 
@@ -589,3 +591,15 @@ class Config(Section, frozen=True):
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
     control: ControlConfig = ControlConfig()
+
+
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return `config` with other values at some dotted keys."""
+
+    def put(struct: Any, names: list[str], value: Any) -> Any:
+        name, *below = names
+        return replace(struct, **{name: put(getattr(struct, name), below, value) if below else value})
+
+    for key, value in values.items():
+        config = put(config, key.split("."), value)
+    return config

@@ -25,7 +25,7 @@ import msgspec
 from asyncgrpo.config.reach import check_service
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.base import MAX_DETAIL, ConfiguredReward, Sampled, describe, failed, in_turn
+from asyncgrpo.rewards.base import MAX_DETAIL, Reward, Sampled, describe, failed, in_turn
 from asyncgrpo.rewards.pool import Pool, PoolReward
 from asyncgrpo.rewards.sandbox import (
     MAX_CODE,
@@ -319,7 +319,7 @@ def load_code(config_json: str) -> Scorer:
 # -- the reward --------------------------------------------------------------------------------------------------------
 
 
-class CodeReward(ConfiguredReward):
+class CodeReward(Reward):
     """Scores code: in Sandbox Fusion where the configuration has its URL, else in worker processes on this machine."""
 
     def __init__(self, config: RewardConfig) -> None:

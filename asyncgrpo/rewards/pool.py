@@ -18,7 +18,7 @@ import msgspec
 from asyncgrpo.errors import RewardError
 from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded
 from asyncgrpo.host import cores
-from asyncgrpo.rewards.base import ConfiguredReward, Sampled, failed, place_of
+from asyncgrpo.rewards.base import Reward, Sampled, failed, place_of
 from asyncgrpo.rewards.worker import Call, WorkerReady
 from asyncgrpo.types import Prompt, Score
 
@@ -186,7 +186,7 @@ class Pool:
             await slot.clear()
 
 
-class PoolReward(ConfiguredReward):
+class PoolReward(Reward):
     """A reward whose calls run in a pool, for each completion or once for a group."""
 
     def __init__(self, pool: Pool, about: str = "", *, takes_groups: bool = False) -> None:
