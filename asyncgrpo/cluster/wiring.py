@@ -494,7 +494,7 @@ class LearnerActor:
             rank=self._rank,
             on_message={
                 GeneratorLost: lambda lost: (
-                    self._publisher and self._publisher.give_up(lost.generator_id, lost.incarnation)
+                    self._publisher.give_up(lost.generator_id, lost.incarnation) if self._publisher else None
                 ),
                 Steer: lambda asked: self._service.steer(asked) if self._service else None,
             },

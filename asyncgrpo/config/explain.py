@@ -44,7 +44,7 @@ class Knob:
         """First paragraph of the struct's docstring."""
         return " ".join((self.struct.__doc__ or "").split("\n\n")[0].split())
 
-    def takes(self, kind: type[inspect.Type]) -> bool:
+    def takes(self, kind: Any) -> bool:
         """True if a value may be of this kind. A key that takes text needs no quotes: `run.out=2024`."""
         members = self.type.types if isinstance(self.type, inspect.UnionType) else (self.type,)
         return any(isinstance(member, kind) for member in members)

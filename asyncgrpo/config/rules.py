@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from asyncgrpo import algorithms
 from asyncgrpo.config.explain import near, type_in_words, value_in_words
@@ -309,8 +310,8 @@ def loss_arguments(loss: str) -> dict[str, Argument]:
         name, annotation = argument.arg, ast.unparse(argument.annotation) if argument.annotation else ""
         if name == "reference_logprobs":
             continue
-        least = {"gt": 1} if name == "dual_ratio" else {"ge" if name in _NOT_NEGATIVE else "gt": 0}
-        kind = bool if annotation == "bool" else Annotated[float, msgspec.Meta(**least)]
+        above = Meta(gt=1) if name == "dual_ratio" else Meta(gt=0)
+        kind: Any = bool if annotation == "bool" else Annotated[float, Meta(ge=0) if name in _NOT_NEGATIVE else above]
         kind = kind | None if annotation.endswith("| None") else kind
         found[name] = Argument(kind) if default is None else Argument(kind, ast.literal_eval(default))
     if loss == PAIRWISE:

@@ -18,12 +18,11 @@ import operator
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import describe
-from asyncgrpo.rewards.user import run_file
+from asyncgrpo.rewards.user import find_in, run_file, split_spec
 
 # -- built-in environments ---------------------------------------------------------------------------------------------
 
@@ -223,15 +222,12 @@ def load_tools(specs: list[str]) -> dict[str, Callable[..., Any]]:
 
 
 def _of_file(spec: str) -> Callable[..., Any]:
-    head, colon, name = spec.rpartition(":")
-    if not colon or not name.isidentifier():
+    path, name = split_spec(spec, "")
+    if not name:
         raise RewardError(
             f"environment.tools: {spec} is not a tool; there are {', '.join(BUILTIN_TOOLS)}, and FILE.py:FUNCTION"
         )
-    path = Path(head).expanduser().absolute()
-    function = getattr(run_file(path, "tools"), name, None)
-    if not inspect.isfunction(function):
-        raise RewardError(f"{path} has no function {name}")
+    function: Callable[..., Any] = find_in(run_file(path, "tools"), path, name, "function")
     return function
 
 

@@ -54,7 +54,7 @@ class _Call(NamedTuple):
     completions: Sequence[Sampled]
 
 
-class Breaker:
+class Breaker(Reward):
     """Calls `reward` while it works, and probes it while it does not. Use it from one event loop."""
 
     def __init__(self, reward: Reward, *, at_once: int) -> None:
@@ -62,7 +62,7 @@ class Breaker:
         Args:
             at_once: calls made at the same time; the others wait here, so that no call is made while the circuit is open.
         """
-        self._reward = reward
+        self._reward, self.takes_groups = reward, reward.takes_groups
         self._turn = asyncio.Semaphore(at_once)
         self._closed = asyncio.Event()
         self._closed.set()
@@ -82,11 +82,6 @@ class Breaker:
         self._news: list[News] = []
         self.changed = asyncio.Event()
         """Set when `health` has changed or there is news."""
-
-    @property
-    def takes_groups(self) -> bool:
-        """See `rewards.base.Reward`."""
-        return self._reward.takes_groups
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Make one call, for these completions.
