@@ -50,7 +50,7 @@ class Guest:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
-        self._sent = 0
+        self._sent, self._is_killed = 0, False
         self._replies: dict[int, asyncio.Future[bytes]] = {}
         self._reading: asyncio.Task[None] | None = None
         self.ready: Any = None
@@ -115,7 +115,7 @@ class Guest:
     @property
     def has_ended(self) -> bool:
         """True if the process ended, which the kernel knows before asyncio."""
-        if self._process.returncode is not None:
+        if self._process.returncode is not None or self._is_killed:
             return True
         try:
             return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -126,7 +126,7 @@ class Guest:
         """Send a call. Returns the body of its reply, or GuestEnded. Raises TypeError, ValueError or OverflowError."""
         body = msgspec.msgpack.encode(call)
         reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        if self._reading is None or self._reading.done():
+        if self._is_killed or self._reading is None or self._reading.done():
             _fail(reply, "ended")
             return reply
         self._replies[self._sent] = reply
@@ -151,7 +151,8 @@ class Guest:
 
     async def kill(self) -> str:
         """Kill the process and all it started. Returns how it ended, such as "exited with code 1"."""
-        if not self._stdin.is_closing():
+        if not self._is_killed:
+            self._is_killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._stdin.close()
