@@ -42,6 +42,7 @@ class Heart:
         keys: Keys | None,
         *,
         run_dir: Path,
+        loop_age_s: Callable[[], float | None] = lambda: None,
         on_message: Mapping[type[Message], Callable[[Any], object]] = MappingProxyType({}),
         **fields: Callable[[], Any],
     ) -> None:
@@ -50,13 +51,13 @@ class Heart:
             endpoint: of the driver's `Watch`.
             run_dir: receives stack dumps in `logs/<name>.stacks`.
             on_message: called with the driver's messages, by type, in the thread of the heartbeats.
-            fields: further fields of `Heartbeat`, read there too.
+            loop_age_s, fields: fields of `Heartbeat`, read there too.
         """
         self._endpoint, self._keys = endpoint, keys
         self._name, self._incarnation = name, incarnation
         self._stacks = run_dir / "logs" / f"{name}.stacks"
         self._on_message: dict[Any, Callable[[Any], object]] = {DumpStacks: self._dump_stacks, **on_message}
-        self._fields = fields
+        self._fields = {"loop_age_s": loop_age_s, **fields}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._thread.start()
