@@ -53,13 +53,6 @@ def cores() -> int:
     return max(1, min(there, _quota(_CGROUP)))
 
 
-def idle_cores() -> float:
-    """Return the mean number of the machine's idle cores since the last call; all of them at the first call."""
-    import psutil  # only here, because the configuration imports this module
-
-    return (1 - psutil.cpu_percent() / 100) * (os.cpu_count() or 1)
-
-
 class CoreSeconds(NamedTuple):
     """Core-seconds of a machine, or of the container that limits this process."""
 

@@ -71,7 +71,6 @@ def all_findings(out: Path) -> Iterator[Finding]:
         pass
     else:
         yield check_cuda()
-        yield check_fit()
         yield check_gloo()
         if torch.cuda.is_available():
             yield check_nccl()
@@ -204,20 +203,6 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> tuple[in
 
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
-
-
-def check_fit() -> Finding:
-    """Compute the largest published models that these GPUs can train."""
-    import torch
-
-    from asyncgrpo.config.placement import largest
-
-    sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
-    if not sizes:
-        return Finding("models", "note", "without a GPU, up to some million parameters")
-    full, adapted = (largest(len(sizes), min(sizes), adapters=rank) or "none" for rank in (0, 32))
-    detail = f"all weights up to {full}, adapters up to {adapted}, at 1,536 tokens per sequence (docs/memory.md)"
-    return Finding("models", "ok" if adapted != "none" else "warning", detail)
 
 
 def check_gloo() -> Finding:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.config.memory import Card
     from asyncgrpo.config.model_size import ModelSize
     from asyncgrpo.data.table import About
-    from asyncgrpo.rewards.base import ConfiguredReward
+    from asyncgrpo.rewards.base import Reward
     from asyncgrpo.tools.chaos import Plan
     from asyncgrpo.types import Prompt
 
@@ -143,7 +143,7 @@ def _trial(config: Config) -> "Prompt | None":
     return prompt_of("train/0", (), record.prompt, record.answer, record.source, record.info)
 
 
-def _check_prompts(config: Config, reward: "ConfiguredReward | None") -> None:
+def _check_prompts(config: Config, reward: "Reward | None") -> None:
     from asyncgrpo.data.kept import check
 
     found = check(config, Path(config.run.out), lambda line: typer.echo(line, err=True))

@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import xxhash
 from asyncgrpo.config.load import read_plain, to_yaml
 from asyncgrpo.config.resume import Change, Settings, Source, changes, values_in, values_of
 from asyncgrpo.config.rules import file_of, local_model
-from asyncgrpo.config.schema import Config, RewardConfig, is_file
+from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
 from asyncgrpo.recording.events import EventLog, newest_first
@@ -260,63 +261,39 @@ def _read_last(run: Path) -> tuple[Settings | None, str]:
         except (OSError, msgspec.MsgspecError) as error:
             raise CheckpointError(f"{files} cannot be read: {error}") from error
         return Settings(values=values_in(read_plain(files.with_name("config.yaml"))), sources=sources), ""
-    if (run / "config.yaml").exists():
-        written = values_in(read_plain(run / "config.yaml"))
-        unknown = "changes to its model, data and reward files cannot be detected"
-        return Settings(values=written, sources=_places(written)), f"{run} was started by an older release: {unknown}"
     return None, f"{run} has no configuration of an earlier start: changes since then cannot be detected"
 
 
 def settings_of(config: Config) -> Settings:
-    """Return the settings of a start, with digests of the present files that it names."""
-    values = values_of(config)
-    places = _places(values)
-    return Settings(values=values, sources={key: _with_digest(key, places[key], values) for key in places})
+    """Return the settings of a start, with digests of the present files that it names.
+
+    Relative paths start from the working directory.
+    """
+    model, specs, files = Path(config.model.path).expanduser(), config.reward.functions, config.reward.files
+    path = os.path.realpath(model) if model.is_dir() else config.model.path
+    found = {"model.path": Source(path=path, digest=_digest(_files_of_model(path), is_model=True))}
+    if files:
+        places = [os.path.realpath(spec) if spec in files else spec for spec in specs]
+        found["reward.function"] = Source(path=", ".join(places), digest=_digest(map(file_of, files)))
+    for key, sources in ("data.train", config.data.sources), ("data.eval", tuple(config.data.suites.values())):
+        if sources:
+            places = [os.path.realpath(source) if is_file(source) else source for source in sources]
+            others = [source for source in sources if not is_file(source)]
+            digest = _digest((Path(source) for source in sources if is_file(source)), others=others)
+            found[key] = Source(path=", ".join(places), digest=digest)
+    return Settings(values=values_of(config), sources=found)
 
 
-def _places(values: dict[str, Any]) -> dict[str, Source]:
-    """Return the locations of the files that the settings name. Relative paths start from the working directory."""
-    found = {}
-    for key in ("data.train", "data.eval"):
-        if paths := _sources_at(key, values):
-            found[key] = Source(path=", ".join(os.path.realpath(path) if is_file(path) else path for path in paths))
-    if (reward := _reward_of(values)).files:
-        specs = [os.path.realpath(spec) if spec in reward.files else spec for spec in reward.functions]
-        found["reward.function"] = Source(path=", ".join(specs))
-    model = Path(values["model.path"]).expanduser()
-    return found | {"model.path": Source(path=os.path.realpath(model) if model.is_dir() else values["model.path"])}
-
-
-def _sources_at(key: str, values: dict[str, Any]) -> list[str]:
-    """Return the prompt sources that `data.train` or `data.eval` names."""
-    value = values.get(key)
-    if isinstance(value, dict):
-        return list(value.values())
-    return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _reward_of(values: dict[str, Any]) -> RewardConfig:
-    function = values.get("reward.function")
-    return RewardConfig(function=tuple(function) if isinstance(function, list) else function)
-
-
-def _with_digest(key: str, source: Source, values: dict[str, Any]) -> Source:
-    digest = xxhash.xxh3_64()
-    if key == "model.path":
-        files = _files_of_model(source.path)
-    elif key == "reward.function":
-        files = [file_of(spec) for spec in _reward_of(values).files]
-    else:
-        sources = _sources_at(key, values)
-        files = [Path(path) for path in sources if is_file(path)]
-        for other in sources:
-            if not is_file(other):
-                digest.update(f"{other}\0".encode())
+def _digest(files: Iterable[Path], *, is_model: bool = False, others: Sequence[str] = ()) -> str:
+    """Return the digest of the contents of files, and of the names of other sources; empty without any."""
+    digest, files = xxhash.xxh3_64(), list(files)
+    for other in others:
+        digest.update(f"{other}\0".encode())
     for file in files:
-        if key == "model.path":
+        if is_model:
             digest.update(f"{file.name}\0".encode())
-        _feed(digest, file, sampled_above=_SAMPLED_ABOVE if key == "model.path" else None)
-    return Source(path=source.path, digest=digest.hexdigest() if files or key.startswith("data.") else "")
+        _feed(digest, file, sampled_above=_SAMPLED_ABOVE if is_model else None)
+    return digest.hexdigest() if files or others else ""
 
 
 def _files_of_model(path: str) -> list[Path]:

@@ -12,16 +12,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from asyncgrpo import liveness, metrics
 from asyncgrpo.errors import WireError
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import decode
 from asyncgrpo.wire.sockets import Client, Keys, Server
-from asyncgrpo.wire.supervision import DumpStacks, EndpointsChanged, GeneratorLost, Heartbeat, Steer
+from asyncgrpo.wire.supervision import DumpStacks, Heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -40,28 +42,22 @@ class Heart:
         keys: Keys | None,
         *,
         run_dir: Path,
-        on_endpoints_changed: Callable[[EndpointsChanged], None] = lambda message: None,
-        on_lost: Callable[[GeneratorLost], None] = lambda message: None,
-        on_steer: Callable[[Steer], None] = lambda message: None,
-        buffer_endpoint: Callable[[], str] = lambda: "",
         loop_age_s: Callable[[], float | None] = lambda: None,
-        step: Callable[[], int | None] = lambda: None,
-        missing: Callable[[], tuple[str, ...]] = lambda: (),
-        steered: Callable[[], int] = lambda: 0,
+        on_message: Mapping[type[Message], Callable[[Any], object]] = MappingProxyType({}),
+        **fields: Callable[[], Any],
     ) -> None:
         """
         Args:
             endpoint: of the driver's `Watch`.
             run_dir: receives stack dumps in `logs/<name>.stacks`.
-            on_endpoints_changed, on_lost, on_steer, buffer_endpoint, loop_age_s, step, missing, steered: called in the
-                thread of the heartbeats.
+            on_message: called with the driver's messages, by type, in the thread of the heartbeats.
+            loop_age_s, fields: fields of `Heartbeat`, read there too.
         """
         self._endpoint, self._keys = endpoint, keys
         self._name, self._incarnation = name, incarnation
         self._stacks = run_dir / "logs" / f"{name}.stacks"
-        self._on_endpoints_changed, self._on_lost, self._on_steer = on_endpoints_changed, on_lost, on_steer
-        self._buffer_endpoint, self._loop_age_s, self._step = buffer_endpoint, loop_age_s, step
-        self._missing, self._steered = missing, steered
+        self._on_message: dict[Any, Callable[[Any], object]] = {DumpStacks: self._dump_stacks, **on_message}
+        self._fields = {"loop_age_s": loop_age_s, **fields}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heart", daemon=True)
         self._thread.start()
@@ -86,11 +82,7 @@ class Heart:
                     incarnation=self._incarnation,
                     pid=os.getpid(),
                     waits=metrics.waits(),
-                    loop_age_s=self._loop_age_s(),
-                    buffer_endpoint=self._buffer_endpoint(),
-                    step=self._step(),
-                    missing=self._missing(),
-                    steered=self._steered(),
+                    **{name: read() for name, read in self._fields.items()},
                 )
             )
             due = time.monotonic() + liveness.HEARTBEAT_S
@@ -100,22 +92,15 @@ class Heart:
                 except WireError as error:
                     log.warning("refused a message of the driver: %s", error)
                     continue
-                if received is not None:
-                    self._handle(received[0])
+                if received is not None and (handle := self._on_message.get(type(received[0]))) is not None:
+                    handle(received[0])
 
-    def _handle(self, message: Message) -> None:
-        if isinstance(message, EndpointsChanged):
-            self._on_endpoints_changed(message)
-        elif isinstance(message, GeneratorLost):
-            self._on_lost(message)
-        elif isinstance(message, Steer):
-            self._on_steer(message)
-        elif isinstance(message, DumpStacks):
-            self._stacks.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._stacks, "a", encoding="utf-8") as file:
-                file.write(f"{message.reason}, process {os.getpid()}\n")
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
+    def _dump_stacks(self, message: DumpStacks) -> None:
+        self._stacks.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._stacks, "a", encoding="utf-8") as file:
+            file.write(f"{message.reason}, process {os.getpid()}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
 
 
 @dataclass

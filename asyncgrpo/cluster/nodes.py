@@ -5,14 +5,14 @@ variables that libraries read travel with the run, and each process reports whic
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import psutil
 import ray
 
 from asyncgrpo.config.rules import file_of
-from asyncgrpo.config.schema import Config, DataConfig, EnvironmentConfig, RewardConfig, is_file
+from asyncgrpo.config.schema import Config, changed, is_file
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.metrics import Role
 from asyncgrpo.wire.sockets import is_loopback
@@ -80,89 +80,54 @@ def network_environment(address: str) -> dict[str, str]:
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
-_READ_BY: dict[Role, tuple[str, ...]] = {
-    "buffer": ("model.path", "data.train", "data.eval"),
-    "learner": ("model.path",),
-    "generator": (
-        *("model.path", "reward.function", "reward.judge.template", "reward.model.path"),
-        "environment.name, environment.tools or environment.agent",
-    ),
-}
-"""The keys whose files a role reads."""
 MARK = "lineage"
 """A file that the driver writes to the run folder before it starts any process."""
 
 
 def with_absolute_paths(config: Config) -> Config:
-    """Return `config` with absolute paths, because processes have other working directories. Hub ids are unchanged."""
-    model, data, reward = config.model, config.data, config.reward
-    return msgspec.structs.replace(
+    """Return `config` with absolute paths, because processes have other working directories. Hub ids are unchanged.
+
+    Several held-out sources become a mapping, because a list derives names from its paths.
+    """
+    reward, environment, held_out = config.reward, config.environment, config.data.eval
+    files = {*reward.files, *environment.files}
+
+    def absolute(path: str) -> str:
+        return str(Path(path).expanduser().absolute())
+
+    def folder(path: str) -> str:
+        return absolute(path) if Path(path).expanduser().is_dir() else path
+
+    def source(text: str) -> str:
+        scheme, _, rest = text.partition(":")
+        name, question, parameters = rest.partition("?")
+        return absolute(text) if is_file(text) else f"{scheme}:{folder(name)}{question}{parameters}"
+
+    def spec(text: str) -> str:
+        return absolute(text) if text in files else text
+
+    several = {name: source(one) for name, one in config.data.suites.items()}
+    return changed(
         config,
-        model=msgspec.structs.replace(model, path=_absolute_folder(model.path)),
-        data=msgspec.structs.replace(data, train=_absolute_sources(data.train), eval=_absolute_suites(data.eval)),
-        reward=_with_absolute_paths(reward),
-        environment=_absolute_environment(config.environment),
-        run=msgspec.structs.replace(config.run, out=_absolute(config.run.out)),
+        {
+            "run.out": absolute(config.run.out),
+            "model.path": folder(config.model.path),
+            "data.train": _each(source, config.data.train),
+            "data.eval": _each(source, held_out) if isinstance(held_out, str | None) else several,
+            "reward.function": _each(spec, reward.function),
+            "reward.judge.template": _each(absolute, reward.judge.file) or reward.judge.template,
+            "reward.model.path": _each(folder, reward.model.path),
+            "environment.name": _each(spec, environment.name),
+            "environment.tools": _each(spec, environment.tools),
+            "environment.agent": _each(spec, environment.agent),
+        },
     )
 
 
-def _absolute(path: str | None) -> str | None:
-    """Return the absolute form of a path or of `FILE:NAME`."""
-    return None if path is None else str(Path(path).expanduser().absolute())
-
-
-def _absolute_folder(path: str) -> str:
-    """Return the absolute form of a folder. A `path` without a folder is a hub id and is unchanged."""
-    folder = Path(path).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else path
-
-
-def _with_absolute_paths(reward: RewardConfig) -> RewardConfig:
-    judge, model = reward.judge, reward.model
-    return msgspec.structs.replace(
-        reward,
-        function=_absolute_functions(reward),
-        judge=msgspec.structs.replace(judge, template=_absolute(judge.file) or judge.template),
-        model=msgspec.structs.replace(model, path=model.path and _absolute_folder(model.path)),
-    )
-
-
-def _absolute_source(source: str | None) -> str | None:
-    """Return the absolute form of a file or of a folder that `datasets` loads. Other sources are unchanged."""
-    if source is None or is_file(source):
-        return _absolute(source)
-    scheme, _, rest = source.partition(":")
-    name, question, parameters = rest.partition("?")
-    here = Path(name).expanduser()
-    return f"{scheme}:{here.absolute()}{question}{parameters}" if scheme == "hf" and here.is_dir() else source
-
-
-def _absolute_sources(sources: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    if isinstance(sources, str):
-        return str(_absolute_source(sources))
-    return tuple(str(_absolute_source(source)) for source in sources)
-
-
-def _absolute_suites(held_out: str | tuple[str, ...] | dict[str, str] | None) -> str | dict[str, str] | None:
-    """Return held-out sources with absolute paths; several become a mapping, because a list derives names from its paths."""
-    if held_out is None or isinstance(held_out, str):
-        return _absolute_source(held_out)
-    suites = DataConfig(train="", eval=held_out).suites
-    return {name: str(_absolute_source(source)) for name, source in suites.items()}
-
-
-def _absolute_functions(reward: RewardConfig) -> str | tuple[str, ...] | None:
-    specs = [str(_absolute(spec)) if spec in reward.files else spec for spec in reward.functions]
-    return tuple(specs) if isinstance(reward.function, tuple) else reward.function and specs[0]
-
-
-def _absolute_environment(environment: EnvironmentConfig) -> EnvironmentConfig:
-    def absolute(spec: str | None) -> str | None:
-        return _absolute(spec) if spec in environment.files else spec
-
-    tools = tuple(str(absolute(spec)) for spec in environment.tools)
-    name, agent = absolute(environment.name), absolute(environment.agent)
-    return msgspec.structs.replace(environment, name=name, tools=tools, agent=agent)
+def _each(function: Callable[[str], str], value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    if isinstance(value, tuple):
+        return tuple(map(function, value))
+    return None if value is None else function(value)
 
 
 def check_files(config: Config, role: Role, run_dir: Path, address: str) -> None:
@@ -172,17 +137,18 @@ def check_files(config: Config, role: Role, run_dir: Path, address: str) -> None
         config: with absolute paths.
         address: of this node.
     """
-    paths = {
-        "model.path": (config.model.path,),
-        "data.train": config.data.sources,
-        "data.eval": tuple(config.data.suites.values()),
-        "reward.function": config.reward.files,
-        "environment.name, environment.tools or environment.agent": config.environment.files,
-        "reward.judge.template": (config.reward.judge.file,),
-        "reward.model.path": (config.reward.model.path,),
-    }
-    needed = [(key, path) for key in _READ_BY[role] for path in paths[key]]
-    for key, path in [*needed, ("run.out", str(run_dir / MARK))]:
+    data, reward = config.data, config.reward
+    needed: dict[str, tuple[str | None, ...]] = {"run.out": (str(run_dir / MARK),), "model.path": (config.model.path,)}
+    if role == "buffer":
+        needed |= {"data.train": data.sources, "data.eval": tuple(data.suites.values())}
+    elif role == "generator":
+        needed |= {
+            "reward.function": reward.files,
+            "environment.name, environment.tools or environment.agent": config.environment.files,
+            "reward.judge.template": (reward.judge.file,),
+            "reward.model.path": (reward.model.path,),
+        }
+    for key, path in ((key, path) for key, paths in needed.items() for path in paths):
         if path is not None and os.path.isabs(path) and not file_of(path).exists():
             place = run_dir if key == "run.out" else path
             raise ConfigError(

@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import ray
-from msgspec.structs import replace
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from asyncgrpo import scratch, warm
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.errors import (
     AsyncGRPOError,
     CheckpointError,
@@ -302,8 +301,7 @@ def decide_device(config: Config) -> Config:
     """
     if config.learner.device != "auto":
         return config
-    device: Literal["cuda", "cpu"] = "cuda" if cluster_gpus() else "cpu"
-    return replace(config, learner=replace(config.learner, device=device))
+    return changed(config, {"learner.device": "cuda" if cluster_gpus() else "cpu"})
 
 
 def cluster_gpus() -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -266,11 +267,11 @@ class Steering:
     def _set(self, asked: _Asked, settings: dict[str, float | int]) -> None:
         if "buffer.max_lag" in settings:
             self._check_max_lag()
-        before = {key: _value(self.config, key) for key in settings}
+        before = {key: attrgetter(key)(self.config) for key in settings}
         self._configure([f"{key}={value}" for key, value in settings.items()])
-        changes = {_FIELDS[key]: _value(self.config, key) for key in settings}
+        changes = {_FIELDS[key]: attrgetter(key)(self.config) for key in settings}
         self._change(**changes)
-        changed = ", ".join(f"{key} {before[key]} -> {_value(self.config, key)}" for key in settings)
+        changed = ", ".join(f"{key} {before[key]} -> {attrgetter(key)(self.config)}" for key in settings)
         asked.reply, asked.begun = changed, f"{changed}, from the next step on"
         asked.awaits = tuple({"learner-0" if key == "learner.lr" else "buffer": None for key in settings})
 
@@ -334,7 +335,7 @@ class Steering:
             generators_wanted=fleet.wanted if fleet is not None else self.config.generators.count,
             generators_min=least,
             generators_max=most,
-            settings={key: _value(self.config, key) for key in CHANGEABLE},
+            settings={key: attrgetter(key)(self.config) for key in CHANGEABLE},
             processes=processes,
             waits_for=", ".join(starting) if state == "starting" else "",
             advice=self._advice if state == "training" else (),
@@ -352,11 +353,6 @@ class Steering:
 
 _FIELDS = {"learner.lr": "lr", "buffer.max_lag": "max_lag", "generators.groups_in_flight": "groups_in_flight"}
 """The field of `Steer` for each setting that may change."""
-
-
-def _value(config: Config, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def bounds(config: Config) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from asyncgrpo.cluster.heartbeat import Heart
 from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, set_environment
 from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
-from asyncgrpo.config.schema import Config, RewardConfig
+from asyncgrpo.config.schema import Config
 from asyncgrpo.data.kept import prepare
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
@@ -41,11 +41,10 @@ from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.rewards.build import build_reward
-from asyncgrpo.rewards.pool import MOST_AT_ONCE
 from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.weights.publication import GapLimit, SyncCheck
 from asyncgrpo.wire.sockets import Client, Keys, Server
-from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
+from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost, Steer
 
 if TYPE_CHECKING:  # these import torch, so the actors import them where they use them
     from torch.distributed import Store
@@ -130,7 +129,7 @@ def _begin(
     service: Callable[[], _Service | None],
     *,
     rank: int | None = None,
-    **heart: Callable[..., Any],
+    **heart: Any,
 ) -> tuple[str, int]:
     """Start the logs, the heartbeats and the metrics endpoint of this process, and return the endpoint's address.
 
@@ -214,8 +213,8 @@ class BufferActor:
             "buffer",
             str(setup.lineage),
             lambda: self._service,
+            on_message={Steer: lambda asked: self._service.steer(asked) if self._service else None},
             missing=lambda: self._service.missing if self._service else (),
-            on_steer=lambda asked: self._service.steer(asked) if self._service else None,
             steered=lambda: self._service.steered if self._service else 0,
         )
         self._lock = hold(setup.run_dir / "buffer.lock", LOCK_TIMEOUT_S)
@@ -315,13 +314,6 @@ def _steps_at_most(config: Config, prompts: int) -> int | None:
     return steps if config.run.steps is None else min(steps, config.run.steps)
 
 
-def _guarded_reward(config: RewardConfig) -> Breaker:
-    """Build the reward of a generator behind its circuit breaker. A worker takes several quick calls at once."""
-    reward = build_reward(config)
-    each = MOST_AT_ONCE if config.at_once_key == "reward.workers" else 1
-    return Breaker(reward, at_once=each * config.at_once, withdraw=reward.withdraw)
-
-
 def sampling_of(config: Config, stop_token_ids: tuple[int, ...], *, evaluation: bool) -> Sampling:
     """Return the sampling parameters of training groups or of evaluations."""
     sampling = config.sampling
@@ -411,7 +403,7 @@ class GeneratorActor:
             self._incarnation,
             lambda: self._service,
             rank=self._index,
-            on_endpoints_changed=self._change_endpoints,
+            on_message={EndpointsChanged: self._change_endpoints},
             buffer_endpoint=lambda: self._service.buffer_endpoint if self._service else self._endpoints.buffer_endpoint,
         )
 
@@ -436,7 +428,7 @@ class GeneratorActor:
             f"generator-{self._index}",
             self._incarnation,
             engine,
-            _guarded_reward(config.reward),
+            Breaker(build_reward(config.reward), at_once=config.reward.at_once),
             decode,
             turns=build_sampler(config, engine, tokenizer),
             window=config.generators.groups_in_flight,
@@ -500,10 +492,14 @@ class LearnerActor:
             str(setup.lineage),
             lambda: self._service,
             rank=self._rank,
+            on_message={
+                GeneratorLost: lambda lost: (
+                    self._publisher.give_up(lost.generator_id, lost.incarnation) if self._publisher else None
+                ),
+                Steer: lambda asked: self._service.steer(asked) if self._service else None,
+            },
             step=lambda: self._service and self._service.step,
-            on_lost=self._give_up,
             missing=lambda: self._publisher.missing if self._publisher else (),
-            on_steer=lambda asked: self._service.steer(asked) if self._service else None,
             steered=lambda: self._service.steered if self._service else 0,
         )
         self._device = torch.device("cuda", 0) if uses_cuda(config) else torch.device("cpu")  # Ray shows one card
@@ -523,10 +519,6 @@ class LearnerActor:
             keys=self._setup.keys,
         )
         return LearnerReady(host, metrics_address, self._store.port, self._publisher.endpoint)
-
-    def _give_up(self, lost: GeneratorLost) -> None:
-        if self._publisher is not None:
-            self._publisher.give_up(lost.generator_id, lost.incarnation)
 
     def run(self, leader: LearnerReady, buffer_endpoint: str, about: dict[str, Any]) -> str:
         """Train, and return the final status: `done` or `drained`.

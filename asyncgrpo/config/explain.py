@@ -44,22 +44,8 @@ class Knob:
         """First paragraph of the struct's docstring."""
         return " ".join((self.struct.__doc__ or "").split("\n\n")[0].split())
 
-    @property
-    def takes_text(self) -> bool:
-        """True if any value is text, so that `run.out=2024` needs no quotes."""
-        return self._takes(inspect.StrType)
-
-    @property
-    def takes_list(self) -> bool:
-        """True if a value may be a list."""
-        return self._takes(inspect.VarTupleType)
-
-    @property
-    def takes_mapping(self) -> bool:
-        """True if a value may be a mapping."""
-        return self._takes(inspect.DictType)
-
-    def _takes(self, kind: Any) -> bool:
+    def takes(self, kind: Any) -> bool:
+        """True if a value may be of this kind. A key that takes text needs no quotes: `run.out=2024`."""
         members = self.type.types if isinstance(self.type, inspect.UnionType) else (self.type,)
         return any(isinstance(member, kind) for member in members)
 
@@ -323,9 +309,11 @@ def suggest(key: str, known: Collection[str]) -> str:
         return f"it was removed; {instead}"
     if key in known:
         return f"write it as `{key}`"
-    verls = verls_name(key, known)
-    if verls is not None:
-        return _from_verl(verls)
+    if (verls := verls_name(key, known)) is not None:
+        entry = VERL.keys[VERL.pattern_of(verls) or ""]
+        if entry.ours:
+            return f"that is verl's name for `{entry.ours}`"
+        return f"that is verl's{'' if entry.by_hand else ', and has no counterpart'}: {entry.by_hand or entry.absent}"
     if meant := _slip(key, known):
         return f"did you mean `{meant}`?"
     return f"did you mean verl's `{theirs}`?" if (theirs := VERL.misspelt(key)) else ""
@@ -360,16 +348,3 @@ def near(name: str, known: Collection[str]) -> str:
     """Return the hint `did you mean ...?` with the name in `known` closest to `name`; empty when none is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean `{close[0]}`?" if close else ""
-
-
-def _from_verl(key: str) -> str:
-    pattern = VERL.pattern_of(key)
-    assert pattern is not None
-    entry = VERL.keys[pattern]
-    if entry.ours:
-        return f"that is verl's name for `{entry.ours}`"
-    return (
-        f"that is verl's: {entry.by_hand}"
-        if entry.by_hand
-        else f"that is verl's, and has no counterpart: {entry.absent}"
-    )

@@ -11,7 +11,8 @@ import shlex
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from functools import reduce
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import msgspec
 
 from asyncgrpo.config.explain import knobs, near, suggest, value_in_words, verls_name
 from asyncgrpo.config.files import flat, load_values, parse, text_of
-from asyncgrpo.config.foreign_rules import TRL, VERL, KeyMap, TranslatedKey, as_text, merged
+from asyncgrpo.config.foreign_rules import TRL, VERL, KeyMap, TranslatedKey, merged
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.isolation import Ended, run_isolated, why_not_isolated
 
@@ -379,14 +380,13 @@ def report(found: Translation, problems: Sequence[str], *, as_yaml: bool) -> str
     parts += _comment("Not understood:", found.unread)
     parts += _comment(
         f"{found.system}'s defaults for keys that are not given; asyncgrpo's are in brackets:",
-        [f"{text} ({_default(text.partition('=')[0])})" for text in assignments(found.unwritten)],
+        [
+            f"{key}={value_in_words(value)} ({default_in_words(key) or 'the default of algorithm.loss'})"
+            for key, value in found.unwritten.items()
+        ],
     )
     parts += _comment("It does not run yet:", problems)
     return "\n\n".join(parts)
-
-
-def _default(key: str) -> str:
-    return default_in_words(key) or "the default of algorithm.loss"
 
 
 def _translated(rows: Sequence[TranslatedKey]) -> list[str]:
@@ -397,12 +397,9 @@ def _translated(rows: Sequence[TranslatedKey]) -> list[str]:
     decides = {key: row for row in rows for key in row.ours}
     found, before = list[str](), set[str]()
     for row in rows:
-        ours = assignments(row.ours)
-        short = [
-            f"{key}=..." if text in before and len(text) > _LONG else text
-            for key, text in zip(row.ours, ours, strict=True)
-        ]
-        before |= set(ours)
+        texts = assignments(row.ours)
+        short = [f"{text.partition('=')[0]}=..." if text in before and len(text) > _LONG else text for text in texts]
+        before.update(texts)
         others = [decides[key] for key, value in row.ours.items() if decides[key].ours[key] != value]
         later = f", but {_written(others[0])} comes later" if others else ""
         note = f" ({row.words})" if row.words else ""
@@ -432,10 +429,7 @@ def _to_yaml(ours: dict[str, Any]) -> str:
     nested: dict[str, Any] = {}
     for key, value in ours.items():
         *above, last = key.split(".")
-        section = nested
-        for name in above:
-            section = section.setdefault(name, {})
-        section[last] = value
+        reduce(lambda section, name: section.setdefault(name, {}), above, nested)[last] = value
     return msgspec.yaml.encode(nested).decode().rstrip()
 
 
@@ -469,33 +463,29 @@ class Unknown(NamedTuple):
 def refusal(
     unknown: Sequence[Unknown], options: Mapping[str, str] = MappingProxyType({}), right: Sequence[str] = ()
 ) -> ConfigError:
-    """The error for `unknown`: a sentence for one key, or for several a table and what to write instead.
+    """The error for `unknown`: a sentence for one key, or for several a line for each and what to write instead.
 
     Args:
         options, right: the flags with their values and the right `key=value` of the command line, which are repeated
             beside the translated keys.
     """
-    named = {one.key: verls_name(one.key) for one in unknown}
-    rows = VERL.translate({full: one.value for one in unknown if (full := named[one.key]) is not None})
-    guessed = [one for one in unknown if named[one.key] is None]
+    names = {one.key: verls_name(one.key) for one in unknown}
+    rows = VERL.translate({name: one.value for one in unknown if (name := names[one.key]) is not None})
+    guessed = [one for one in unknown if names[one.key] is None]
+    guesses = [suggest(one.key, knobs()) or _LIST_ALL for one in guessed]
     if len(unknown) == 1:
-        return ConfigError(_sentence(unknown[0], rows))
+        (one,), (hint,) = unknown, guesses or [_verls(rows[0])]
+        value = value_in_words(one.value)
+        return ConfigError(f"{one.origin}: unknown configuration key `{one.key}` (value {value}): {hint}")
     origins = " and ".join(dict.fromkeys(one.origin for one in unknown))
-    parts = [f"{origins}: {len(unknown)} configuration keys do not exist"]
-    if rows:
-        parts += [verl_table(rows)]
-        parts += [_instead(unknown, command(merged(rows), options, right))] if merged(rows) else []
-    parts += ["\n".join(f"{_typed(one)}: {_guess(one)}" for one in guessed)] if guessed else []
+    lines = _translated([row for row in rows if row.ours]) + _reasons(row for row in rows if not row.ours)
+    lines += [f"{o.key}={value_in_words(o.value)}: {hint}" for o, hint in zip(guessed, guesses, strict=True)]
+    parts = [f"{origins}: {len(unknown)} configuration keys do not exist", "\n".join(lines)]
+    if ours := merged(rows):
+        file = next((one.origin for one in unknown if one.origin.endswith((".yaml", ".yml"))), None)
+        anew = f"Write the file anew: asyncgrpo config from-verl {shlex.quote(file or '')} --yaml > mine.yaml"
+        parts.append(anew if file else f"Type instead:\n\n{command(ours, options, right)}")
     return ConfigError("\n\n".join(parts))
-
-
-def _sentence(one: Unknown, rows: Sequence[TranslatedKey]) -> str:
-    hint = _verls(rows[0]) if rows else _guess(one)
-    return f"{one.origin}: unknown configuration key `{one.key}` (value {value_in_words(one.value)}): {hint}"
-
-
-def _guess(one: Unknown) -> str:
-    return suggest(one.key, knobs()) or _LIST_ALL
 
 
 def _verls(row: TranslatedKey) -> str:
@@ -509,17 +499,6 @@ def _verls(row: TranslatedKey) -> str:
     return f"that is verl's, and has no counterpart here: {row.words}"
 
 
-def _typed(one: Unknown) -> str:
-    return f"{one.key}={value_in_words(one.value)}"
-
-
-def _instead(unknown: Sequence[Unknown], typed: str) -> str:
-    files = [one.origin for one in unknown if one.origin.endswith((".yaml", ".yml"))]
-    if files:
-        return f"Write the file anew: asyncgrpo config from-verl {shlex.quote(files[0])} --yaml > mine.yaml"
-    return f"Type instead:\n\n{typed}"
-
-
 def command(ours: dict[str, Any], options: Mapping[str, str] = MappingProxyType({}), right: Sequence[str] = ()) -> str:
     """The `asyncgrpo train` command with these keys, over several lines, for a shell."""
     flags = [f"{flag} {shlex.quote(value)}" for flag, value in options.items()]
@@ -531,51 +510,9 @@ def assignments(ours: dict[str, Any]) -> list[str]:
     return [f"{key}={value_in_words(value)}" for key, value in ours.items()]
 
 
-def verl_table(rows: Sequence[TranslatedKey]) -> str:
-    """A table of three columns: verl's keys, ours, and our defaults."""
-    return table(["verl", "here", "default here"], [_cells(list(alike)) for _, alike in groupby(rows, key=_group)])
-
-
-def _group(row: TranslatedKey) -> str:
-    """What groups rows of the table: keys without a counterpart that one entry of the map covers share a row."""
-    return row.key if row.ours or not row.pattern.endswith("*") else row.pattern
-
-
-def _cells(rows: list[TranslatedKey]) -> list[str]:
-    row = rows[0]
-    theirs = f"{row.key}={_short(row.value)}" if len(rows) == 1 else f"{row.pattern} ({len(rows)} keys)"
-    if row.ours:
-        note = f"\n({row.words})" if row.words else ""
-        return [theirs, "\n".join(assignments(row.ours)) + note, "\n".join(map(default_in_words, row.ours))]
-    return [theirs, f"{'by hand' if row.by_hand else row.name or 'no counterpart'}: {row.words}", ""]
-
-
-def _short(value: Any) -> str:
-    text = as_text(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def default_in_words(key: str) -> str:
     """The default of one of our keys; empty for a key below a mapping (`generators.extra.x`)."""
     knob = knobs().get(key)
     if knob is None:
         return ""
     return "required" if knob.required else value_in_words(knob.default)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A text table whose columns fit the terminal; long words are folded."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="")
-    for name in head:
-        grid.add_column(name, overflow="fold")
-    grid.add_row(*("-" * len(name) for name in head))
-    for row in rows:
-        grid.add_row(*(Text(cell) for cell in row))
-    console = Console(width=shutil.get_terminal_size((100, 24)).columns, color_system=None)
-    with console.capture() as captured:
-        console.print(grid)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import inspect
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -183,8 +184,9 @@ def _parse_value(key: str, text: str) -> Any:
     For a key that also takes a list or a mapping, text in square brackets is a list and text in braces a mapping.
     """
     knob = knobs().get(key)
-    is_more = knob and ((knob.takes_list and text[:1] == "[") or (knob.takes_mapping and text[:1] == "{"))
-    if knob and knob.takes_text and text[:1] not in ("'", '"') and not is_more:
+    more = {"[": inspect.VarTupleType, "{": inspect.DictType}.get(text[:1])
+    is_quoted = text[:1] in ("'", '"')
+    if knob and knob.takes(inspect.StrType) and not is_quoted and not (more and knob.takes(more)):
         return None if text in ("", "~", "null") else text
     try:
         return yaml_value(text)
@@ -361,7 +363,7 @@ def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], wh
             return ConfigError(f"{origin}: {key} must be a mapping; it is {value_in_words(value)}")
     out_of_bounds = re.fullmatch(r"Expected `\w+( \| null)?` [<>]=? \S+", problem) is not None
     needs = (out_of_bounds and bounds_in_words(knob.type)) or type_in_words(knob.type)
-    hint = "; put it in quotes" if knob.takes_text and isinstance(value, int | float) else ""
+    hint = "; put it in quotes" if knob.takes(inspect.StrType) and isinstance(value, int | float) else ""
     if isinstance(value, str) and (meant := near(value, choices(key))):
         hint = f": {meant}"
     return ConfigError(f"{origin}: {key} must be {needs}; it is {value_in_words(value)}{hint}")

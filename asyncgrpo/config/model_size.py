@@ -282,33 +282,3 @@ def _cache_of(config: Any) -> tuple[int, int]:
         return 1, latent + config.qk_rope_head_dim
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, 2 * width
-
-
-# -- published models --------------------------------------------------------------------------------------------------
-
-
-_FIELDS = (
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "tie_word_embeddings",
-)
-
-PUBLISHED: dict[str, dict[str, Any]] = {
-    name: dict(zip(_FIELDS, values, strict=True), head_dim=128)
-    for name, values in {
-        "Qwen3-0.6B": ("qwen3", 151_936, 1024, 28, 16, 8, 3072, True),
-        "Qwen3-1.7B": ("qwen3", 151_936, 2048, 28, 16, 8, 6144, True),
-        "Qwen2.5-3B": ("qwen2", 151_936, 2048, 36, 16, 2, 11008, True),
-        "Qwen3-4B": ("qwen3", 151_936, 2560, 36, 32, 8, 9728, True),
-        "Qwen3-8B": ("qwen3", 151_936, 4096, 36, 32, 8, 12288, False),
-        "Qwen3-14B": ("qwen3", 151_936, 5120, 40, 40, 8, 17408, False),
-        "Qwen3-32B": ("qwen3", 151_936, 5120, 64, 64, 8, 25600, False),
-        "Llama-3.1-70B": ("llama", 128_256, 8192, 80, 64, 8, 28672, False),
-    }.items()
-}
-"""The fields of `config.json` that set the size of models that many train, smallest first."""

@@ -6,12 +6,11 @@ before anything starts, `choose` and `share_one_gpu` choose settings, `report` i
 
 import contextlib
 import itertools
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
-
-import msgspec
 
 from asyncgrpo.config.explain import value_in_words
 from asyncgrpo.config.foreign_rules import split_gpus
@@ -35,8 +34,8 @@ from asyncgrpo.config.memory import (
     runs_on_gpu,
     shared_memory_size,
 )
-from asyncgrpo.config.model_size import PUBLISHED, ModelSize, size_of
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.model_size import ModelSize
+from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.host import Host
 
@@ -50,19 +49,6 @@ LEAST_CACHE = 0.4
 """Share of a card that is enough for the KV cache, if it does not hold all completions that are wanted at once."""
 FEWEST_TOKENS = 4096
 """Least `learner.tokens_per_microbatch` that is chosen: with fewer the GPU would wait for its weights."""
-
-
-def changed(config: Config, values: Mapping[str, Any]) -> Config:
-    """`config` with other values at some dotted keys."""
-    for key, value in values.items():
-        config = _set(config, key.split("."), value)
-    return config
-
-
-def _set(struct: Any, names: list[str], value: Any) -> Any:
-    name, *below = names
-    inner = _set(getattr(struct, name), below, value) if below else value
-    return msgspec.structs.replace(struct, **{name: inner})
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------
@@ -297,31 +283,6 @@ def share_one_gpu(size: ModelSize, config: Config, card: Card, decided: Mapping[
     )
 
 
-def largest(n_gpus: int, card_bytes: int, *, adapters: int) -> str | None:
-    """The largest of the published models that these GPUs can train with the settings that are chosen, by name.
-
-    Args:
-        adapters: their rank; 0: all weights are trained.
-    """
-    from asyncgrpo.config.load import load_config
-
-    plain = load_config(
-        None, ["model.path=any", "data.train=any", "learner.device=cuda", f"model.lora.rank={adapters}"]
-    )
-    card, found = Card(card_bytes, "found"), None
-    for name, settings in PUBLISHED.items():
-        size = size_of(settings)
-        try:
-            if n_gpus == 1:
-                share_one_gpu(size, plain, card)
-            else:
-                refuse(size, changed(plain, choose(size, plain, card, n_gpus, {})), card)
-        except ConfigError:
-            continue
-        found = name
-    return found
-
-
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
@@ -356,14 +317,23 @@ def estimate(size: ModelSize, config: Config, card: Card) -> Fit:
 
 
 def report(fit: Fit, host: Host | None = None) -> str:
-    """The memory of a run as a table.
+    """The memory of a run as a table whose columns fit the terminal.
 
     Args:
         host: this machine, if the run is on it.
     """
-    from asyncgrpo.config.foreign import table
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-    return table(("memory", "GiB", "of", "what for"), list(_rows(fit, host)))
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    rows = [("memory", "GiB", "of", "what for"), ("------", "---", "--", "--------"), *_rows(fit, host)]
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    console = Console(width=shutil.get_terminal_size((100, 24)).columns, color_system=None)
+    with console.capture() as captured:
+        console.print(grid)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _rows(fit: Fit, host: Host | None) -> Iterator[tuple[str, str, str, str]]:

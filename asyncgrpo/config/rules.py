@@ -6,20 +6,19 @@ reads the model's folder. `load_config` calls `check`; the start of a run calls 
 
 import ast
 import difflib
-import inspect
 import json
-import math
 import os
 import re
-import types
-import typing
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
 
 from asyncgrpo import algorithms
-from asyncgrpo.config.explain import near, value_in_words
+from asyncgrpo.config.explain import near, type_in_words, value_in_words
 from asyncgrpo.config.schema import CRITIC, PAIRWISE, AlgorithmConfig, Config, CorrectionConfig, CriticConfig
 from asyncgrpo.errors import ConfigError
 
@@ -296,22 +295,28 @@ _NOT_NEGATIVE = frozenset({
 # -- arguments of the loss ---------------------------------------------------------------------------------------------
 
 
-_ANNOTATIONS: dict[str, Any] = {"bool": bool, "float": float, "float | None": float | None}
+class Argument(NamedTuple):
+    """An argument of a loss."""
+
+    type: Any
+    """As msgspec checks it."""
+    default: Any = msgspec.NODEFAULT
 
 
-def loss_arguments(loss: str) -> dict[str, inspect.Parameter]:
-    """Return the arguments of a loss that `algorithm.loss_args` may set, with types and defaults."""
-    arguments = _losses()[loss].args
-    found = {}
+def loss_arguments(loss: str) -> dict[str, Argument]:
+    """Return the arguments of a loss that `algorithm.loss_args` may set."""
+    arguments, found = _losses()[loss].args, dict[str, Argument]()
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        if argument.arg != "reference_logprobs":
-            assert argument.annotation is not None
-            annotation = _ANNOTATIONS[ast.unparse(argument.annotation)]
-            value = inspect.Parameter.empty if default is None else ast.literal_eval(default)
-            found[argument.arg] = _keyword(argument.arg, annotation, value)
+        name, annotation = argument.arg, ast.unparse(argument.annotation) if argument.annotation else ""
+        if name == "reference_logprobs":
+            continue
+        above = Meta(gt=1) if name == "dual_ratio" else Meta(gt=0)
+        kind: Any = bool if annotation == "bool" else Annotated[float, Meta(ge=0) if name in _NOT_NEGATIVE else above]
+        kind = kind | None if annotation.endswith("| None") else kind
+        found[name] = Argument(kind) if default is None else Argument(kind, ast.literal_eval(default))
     if loss == PAIRWISE:
-        found["reference"] = _keyword("reference", bool, False)
-        found["pairs"] = _keyword("pairs", Literal["best_worst", "random", "all"], "best_worst")
+        found["reference"] = Argument(bool, False)
+        found["pairs"] = Argument(Literal["best_worst", "random", "all"], "best_worst")
     return found
 
 
@@ -331,10 +336,6 @@ def _has_ratio(loss: str) -> bool:
     return False
 
 
-def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-
-
 def _arguments(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     allowed = loss_arguments(algorithm.loss)
@@ -347,10 +348,12 @@ def _arguments(config: Config) -> Iterator[str]:
                 f"{hint}{' ' * bool(hint)}{_list(allowed)}"
             )
             return
-        needs = _needs(name, allowed[name].annotation, value)
-        if needs:
+        try:
+            msgspec.convert(value, allowed[name].type)
+        except msgspec.ValidationError:
+            needs = type_in_words(msgspec.inspect.type_info(allowed[name].type))
             yield f"algorithm.loss_args.{name} must be {needs}; it is {value_in_words(value)}"
-    missing = [n for n, p in allowed.items() if p.default is p.empty and n not in algorithm.loss_args]
+    missing = [n for n, p in allowed.items() if p.default is msgspec.NODEFAULT and n not in algorithm.loss_args]
     for name in missing:
         yield (
             f"algorithm.loss={algorithm.loss} needs algorithm.loss_args.{name}, which has no default, for example "
@@ -358,30 +361,11 @@ def _arguments(config: Config) -> Iterator[str]:
         )
 
 
-def _list(allowed: dict[str, inspect.Parameter]) -> str:
+def _list(allowed: dict[str, Argument]) -> str:
     """Return the arguments and their defaults, as the end of a sentence."""
-    if not allowed:
-        return "it takes none"
-    given = [f"{n} ({'required' if p.default is p.empty else value_in_words(p.default)})" for n, p in allowed.items()]
-    return f"it takes {', '.join(given)}"
-
-
-def _needs(name: str, annotation: Any, value: Any) -> str:
-    """Return the required kind of value, to follow "must be"; empty if the value is of that kind."""
-    optional = isinstance(annotation, types.UnionType) and type(None) in typing.get_args(annotation)
-    if value is None and optional:
-        return ""
-    or_null = " (or null)" if optional else ""
-    if typing.get_origin(annotation) is typing.Literal:
-        choices = typing.get_args(annotation)
-        return "" if value in choices else f"one of {', '.join(choices)}"
-    if annotation is bool:
-        return "" if isinstance(value, bool) else "true or false"
-    least, strictly = (1.0, True) if name == "dual_ratio" else (0.0, name not in _NOT_NEGATIVE)
-    words = f"a number, {'above' if strictly else 'at least'} {least:g}{or_null}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        return words
-    return "" if value > least or (value == least and not strictly) else words
+    defaults = {name: one.default for name, one in allowed.items()}
+    words = {n: "required" if d is msgspec.NODEFAULT else value_in_words(d) for n, d in defaults.items()}
+    return f"it takes {', '.join(f'{name} ({word})' for name, word in words.items()) or 'none'}"
 
 
 # -- corrections -------------------------------------------------------------------------------------------------------

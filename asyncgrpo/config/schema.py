@@ -6,10 +6,12 @@ times in seconds, lag in optimizer steps. `asyncgrpo config explain KEY` prints 
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from asyncgrpo.host import cores
 
@@ -217,13 +219,18 @@ class RewardConfig(Section, frozen=True):
     timeout_s: PositiveFloat = 10.0
     """Deadline of one reward call, seconds."""
     workers: Literal["auto"] | PositiveInt = 1
-    """Reward processes per generator for each custom function, for maths and for code; auto: as the load
-    requires, up to the number of cores."""
+    """Most reward processes per generator for each custom function, for maths and for code; auto: half the number of
+    cores, at most 8."""
     success: float = 1.0
     """Reward from which a completion counts as solved, in pass@k, maj@k, data.curriculum and solved groups."""
     code: CodeRewardConfig = CodeRewardConfig()
     judge: JudgeConfig = JudgeConfig()
     model: RewardModelConfig = RewardModelConfig()
+
+    @property
+    def num_workers(self) -> int:
+        """`workers` as a number. Each generator of a machine starts as many in a burst, so `auto` is small."""
+        return max(1, min(cores() // 2, 8)) if self.workers == "auto" else self.workers
 
     @property
     def at_once(self) -> int:
@@ -237,7 +244,7 @@ class RewardConfig(Section, frozen=True):
 
     @property
     def _at_once(self) -> tuple[int, str]:
-        there = [(cores() if self.workers == "auto" else self.workers, "reward.workers")]
+        there = [(self.num_workers, "reward.workers")]
         if self.code.url is not None:
             there.append((self.code.max_concurrent, "reward.code.max_concurrent"))
         if "judge" in self.functions:
@@ -589,3 +596,15 @@ class Config(Section, frozen=True):
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
     control: ControlConfig = ControlConfig()
+
+
+def changed(config: Config, values: Mapping[str, Any]) -> Config:
+    """Return `config` with other values at some dotted keys."""
+
+    def put(struct: Any, names: list[str], value: Any) -> Any:
+        name, *below = names
+        return replace(struct, **{name: put(getattr(struct, name), below, value) if below else value})
+
+    for key, value in values.items():
+        config = put(config, key.split("."), value)
+    return config

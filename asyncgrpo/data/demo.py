@@ -7,8 +7,7 @@ held-out rows share no prompt.
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +70,7 @@ def make_demo_model(
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
     tokenizer = _byte_tokenizer()
     tokenizer.save_pretrained(path)
@@ -98,16 +98,17 @@ def make_demo_model(
         with torch.no_grad():
             model.model.embed_tokens.weight[:, 0] = 4 * initializer_range
             model.lm_head.weight[[*likely.encode(), tokenizer.eos_token_id], 0] += digit_prior
-    with _without_progress_bars():
-        model.save_pretrained(path)
+    logging.disable_progress_bar()
+    model.save_pretrained(path)
 
 
 def _byte_tokenizer() -> "PreTrainedTokenizerFast":
     """Return a tokenizer whose token ids are byte values, followed by the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    backend = Tokenizer(models.BPE(vocab={_byte_token(byte): byte for byte in range(256)}, merges=[]))
+    backend = Tokenizer(models.BPE(vocab={token: byte for byte, token in bytes_to_unicode().items()}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL_TOKENS))
@@ -157,27 +158,3 @@ def write_demo_task(
             for prompt in part
         )
         Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    from transformers.utils import logging
-
-    were_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if were_on:
-            logging.enable_progress_bar()
-
-
-def _byte_token(byte: int) -> str:
-    """Return the byte-level BPE character of a byte: itself if printable Latin-1, else from U+0100 on, in order."""
-    if _is_printable(byte):
-        return chr(byte)
-    return chr(256 + sum(not _is_printable(other) for other in range(byte)))
-
-
-def _is_printable(byte: int) -> bool:
-    return 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or 0xAE <= byte <= 0xFF

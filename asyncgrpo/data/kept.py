@@ -24,7 +24,7 @@ from asyncgrpo.config.rules import local_model
 from asyncgrpo.config.schema import Config, DataConfig, is_file
 from asyncgrpo.data.prompts import check_prompts, load_prompts, open_source, token_ids_of
 from asyncgrpo.data.sources import digest_of, digest_of_file
-from asyncgrpo.data.table import About, Fingerprint, Prepared, PromptSequence, PromptTable, prompt_of
+from asyncgrpo.data.table import About, Fingerprint, Prepared, PromptTable, prompt_of
 from asyncgrpo.data.tokenizer import load_tokenizer, stop_token_ids, vocabulary_size
 from asyncgrpo.errors import DataError
 from asyncgrpo.types import Prompt
@@ -50,21 +50,6 @@ class Prompts:
     held_out: Sequence[Prompt]
     """Prompts of all suites in order; their ids name the suite."""
     stop_token_ids: tuple[int, ...]
-
-
-class ConcatPrompts(PromptSequence):
-    """Concatenation of tables of prompts."""
-
-    def __init__(self, tables: Sequence[PromptTable]) -> None:
-        self._tables = tables
-        self._ends = list(itertools.accumulate(map(len, tables)))
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    def _prompt(self, at: int) -> Prompt:
-        place = bisect.bisect_right(self._ends, at)
-        return self._tables[place][at - self._ends[place]]
 
 
 @dataclass(frozen=True)
@@ -95,14 +80,16 @@ def prepare(config: Config, run_dir: Path) -> Prompts:
     for split in missing:
         key = _key(config, split)
         if split.name == "train" and is_lazy(config):
-            table = PromptTable.without_prompts(split.name, check(config, run_dir)["train"])
+            table = PromptTable(split.name, [], check(config, run_dir)["train"])
         else:
             table = load_prompts(split.sources, split.name, tokenizer, config.data, split.limit, stop_token_ids=stops)
         if key is not None and key == _key(config, split):  # else a file changed meanwhile
             _keep(table, _place(config, run_dir, split, key), key)
         kept[split.name] = table
     train = LazyPrompts(config.data, tokenizer, kept["train"].about) if is_lazy(config) else kept["train"]
-    return Prompts(train, ConcatPrompts([kept[name] for name in config.data.suites]), train.about.stop_token_ids)
+    return Prompts(
+        train, tuple(itertools.chain(*(kept[name] for name in config.data.suites))), train.about.stop_token_ids
+    )
 
 
 def prepare_if_small(config: Config, run_dir: Path, known: Mapping[str, About] = MappingProxyType({})) -> None:
@@ -118,7 +105,7 @@ def prepare_if_small(config: Config, run_dir: Path, known: Mapping[str, About] =
     if sum(map(_num_bytes, (train, *others))) <= SMALL_BYTES:
         prepare(config, run_dir)
     elif is_lazy(config) and (about := checked.get(key := _key(config, train) or "")) is not None:
-        _keep(PromptTable.without_prompts(train.name, about), _place(config, run_dir, train, key), key)
+        _keep(PromptTable(train.name, [], about), _place(config, run_dir, train, key), key)
 
 
 def check(config: Config, run_dir: Path, on_progress: Callable[[str], object] = log.info) -> dict[str, About]:

@@ -21,7 +21,7 @@ from asyncgrpo.config.schema import DataConfig
 from asyncgrpo.data.order import SOLVED_EVERY, Curriculum, Mixture
 from asyncgrpo.data.rows import Record, Schema, recognise
 from asyncgrpo.data.sources import DataRows, read_source
-from asyncgrpo.data.table import PromptTable, TableBuilder, fingerprint_of
+from asyncgrpo.data.table import About, Fingerprint, PromptTable, Row, fingerprint_of
 from asyncgrpo.data.tokenizer import Rendered, render, render_all
 from asyncgrpo.errors import CheckpointError, ConfigError, DataError
 from asyncgrpo.types import Frozen, Prompt
@@ -55,16 +55,35 @@ def load_prompts(
     Raises:
         DataError: a source cannot be used, or all of its prompts are longer than `config.max_prompt_tokens`.
     """
-    builder = TableBuilder(split, config.max_prompt_tokens)
+    rows_read = longest = 0
+    schemas, sizes, origins = list[str](), list[int](), set[str]()
+    kept, fingerprint = list[Row](), Fingerprint()
     for source in (sources,) if isinstance(sources, str | Path) else sources:
         schema, rows = open_source(source, config)
-        builder.begin_source(schema.name)
+        first, longest_here, before = rows_read, 0, len(kept)
         for record, (_, token_ids) in rendered_rows(source, schema, itertools.islice(rows, limit), tokenizer, config):
-            builder.add(token_ids, record.prompt, record.answer, record.source, record.info)
-        if not builder.prompts_of_source:
-            count = len(rows) if limit is None else min(limit, len(rows))
-            raise all_too_long(source, count, builder.longest_of_source, config)
-    return builder.table(stop_token_ids)
+            longest_here = max(longest_here, len(token_ids))
+            origins.add(record.source)
+            if len(token_ids) <= config.max_prompt_tokens:
+                encoded = msgspec.msgpack.encode((record.prompt, record.answer, record.source, record.info))
+                kept.append(Row(rows_read, np.asarray(token_ids, np.int32).tobytes(), encoded))
+                fingerprint.add(f"{split}/{rows_read}", token_ids)
+            rows_read += 1
+        if len(kept) == before:
+            raise all_too_long(source, rows_read - first, longest_here, config)
+        schemas.append(schema.name)
+        sizes.append(len(kept) - before)
+        longest = max(longest, longest_here)
+    about = About(
+        schema_name=", ".join(dict.fromkeys(schemas)),
+        sizes=tuple(sizes),
+        num_rows=rows_read,
+        longest=longest,
+        sources=tuple(sorted(origins)),
+        fingerprint=fingerprint.hexdigest(),
+        stop_token_ids=stop_token_ids,
+    )
+    return PromptTable(split, kept, about)
 
 
 class Checked(NamedTuple):

@@ -1,48 +1,20 @@
-"""A compact table of prompts: flat arrays in memory or in a file. Prompts are built on access.
+"""A compact table of prompts, in memory or in a file. Prompts are built on access.
 
-    header    msgpack: key, summary, and digest of the rest
-    rows      [N] int64, row of the data file of each prompt
-    ends      [N + 1] int64, bounds of the token ids of each prompt
-    places    [N + 1] int64, bounds of the record of each prompt
-    token_ids int32
-    records   msgpack of (prompt, answer, source, info) in order; prompt is text or a list of turns
-
-A loaded table is memory-mapped, so a start reads only the prompts that it uses.
+A file is the digest of the rest, and the rest as msgpack.
 """
 
 import os
 import stat
 import tempfile
-from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import msgspec
 import numpy as np
 import xxhash
 
 from asyncgrpo.types import Frozen, Prompt
-
-MAGIC = b"asyncgrpo prompts 2\n"
-_ALIGN = 8
-_CHUNK = 1 << 20
-
-Int64s = np.ndarray[tuple[int], np.dtype[np.int64]]
-Int32s = np.ndarray[tuple[int], np.dtype[np.int32]]
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The arrays of a table, in the order of the file."""
-
-    rows: Int64s
-    ends: Int64s
-    places: Int64s
-    token_ids: Int32s
-    records: Bytes
 
 
 class About(Frozen):
@@ -78,17 +50,10 @@ def prompt_of(
     )
 
 
-class _Header(Frozen):
-    key: str
-    split: str
+class Prepared(Sequence[Prompt]):
+    """The prompts of a split, which `_prompt` builds on access, with the summary of their sources."""
+
     about: About
-    sizes: tuple[int, ...]
-    """Elements of each column."""
-    digest: str
-
-
-class PromptSequence(Sequence[Prompt]):
-    """Prompts that `_prompt` builds on access."""
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -102,68 +67,56 @@ class PromptSequence(Sequence[Prompt]):
     def _prompt(self, at: int) -> Prompt:
         raise NotImplementedError
 
-
-class Prepared(PromptSequence):
-    """The prompts of a split, with the summary of their sources."""
-
-    about: About
-
     @property
     def dropped_too_long(self) -> int:
         """Rows dropped because they have too many tokens."""
         return self.about.num_rows - len(self)
 
 
+class Row(NamedTuple):
+    """One prompt of a table."""
+
+    number: int
+    """Row of the data file."""
+    token_ids: bytes
+    """int32."""
+    record: bytes
+    """msgpack of (prompt, answer, source, info); prompt is text or a list of turns."""
+
+
+class _Contents(Frozen):
+    key: str
+    split: str
+    about: About
+    rows: list[Row]
+
+
 class PromptTable(Prepared):
     """The prompts of a file in order, without those that are too long."""
 
-    def __init__(self, split: str, columns: Columns, about: About) -> None:
+    def __init__(self, split: str, rows: list[Row], about: About) -> None:
         """
         Args:
             split: `train` or `eval`; row 17 becomes the prompt `train/17`.
         """
-        self._split, self._columns, self.about = split, columns, about
-
-    @classmethod
-    def without_prompts(cls, split: str, about: About) -> "PromptTable":
-        """Return an empty table that only has the summary."""
-        return cls(split, Columns(*(np.zeros(0, dtype) for dtype in _DTYPES.values())), about)
+        self._split, self._rows, self.about = split, rows, about
 
     def __len__(self) -> int:
-        return len(self._columns.rows)
+        return len(self._rows)
 
     def _prompt(self, at: int) -> Prompt:
-        columns = self._columns
-        prompt, answer, source, info = msgspec.msgpack.decode(
-            columns.records[columns.places[at] : columns.places[at + 1]].data
-        )
-        token_ids = tuple(columns.token_ids[columns.ends[at] : columns.ends[at + 1]].tolist())
-        return prompt_of(f"{self._split}/{columns.rows[at]}", token_ids, prompt, answer, source, info)
-
-    # -- in a file -----------------------------------------------------------------------------------------------------
+        number, token_ids, record = self._rows[at]
+        ids = tuple(np.frombuffer(token_ids, np.int32).tolist())
+        return prompt_of(f"{self._split}/{number}", ids, *msgspec.msgpack.decode(record))
 
     def save(self, file: Path, key: str) -> None:
         """Write the table atomically. Raises OSError."""
-        columns = [np.ascontiguousarray(column) for column in vars(self._columns).values()]
-        digest = xxhash.xxh3_128()
-        for column in columns:
-            digest.update(column.data)
-        header = _Header(
-            key=key,
-            split=self._split,
-            about=self.about,
-            sizes=tuple(len(column) for column in columns),
-            digest=digest.hexdigest(),
-        )
-        encoded = msgspec.msgpack.encode(header)
+        encoded = msgspec.msgpack.encode(_Contents(key=key, split=self._split, about=self.about, rows=self._rows))
         file.parent.mkdir(0o700, parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
         try:
             with open(descriptor, "wb") as out:
-                out.write(MAGIC + len(encoded).to_bytes(8, "little") + xxhash.xxh3_64_digest(encoded) + encoded)
-                for column in columns:
-                    out.write(bytes(-out.tell() % _ALIGN))
-                    out.write(column.data)
+                out.write(xxhash.xxh3_128_digest(encoded) + encoded)
             os.replace(temporary, file)
         except BaseException:
             os.unlink(temporary)
@@ -177,134 +130,13 @@ class PromptTable(Prepared):
                 there = os.fstat(opened.fileno())
                 if there.st_uid != os.getuid() or stat.S_IMODE(there.st_mode) & 0o022:
                     return None
-                header = _read_header(opened)
-                if header is None or header.key != key:
-                    return None
-                places = list(_places(opened.tell(), header.sizes))
-                if not places or places[-1][1] != there.st_size or _digest_of(opened, places) != header.digest:
-                    return None
-                mapped = np.asarray(np.memmap(opened, np.uint8, "r"))
-        except (OSError, msgspec.MsgspecError):
+                digest, encoded = opened.read(16), opened.read()
+        except OSError:
             return None
-        arrays = [mapped[begin:end].view(dtype) for (begin, end), dtype in zip(places, _DTYPES.values(), strict=True)]
-        return cls(header.split, Columns(*arrays), header.about)
-
-
-_DTYPES: dict[str, Any] = {
-    "rows": np.int64,
-    "ends": np.int64,
-    "places": np.int64,
-    "token_ids": np.int32,
-    "records": np.uint8,
-}
-
-
-def _read_header(opened: Any) -> _Header | None:
-    """Read the header of a file; None if it is not a table."""
-    begins = opened.read(len(MAGIC) + 16)
-    if len(begins) < len(MAGIC) + 16 or not begins.startswith(MAGIC):
-        return None
-    size = int.from_bytes(begins[len(MAGIC) : len(MAGIC) + 8], "little")
-    if size > os.fstat(opened.fileno()).st_size:
-        return None
-    encoded = opened.read(size)
-    if xxhash.xxh3_64_digest(encoded) != begins[len(MAGIC) + 8 :]:
-        return None
-    return msgspec.msgpack.decode(encoded, type=_Header)
-
-
-def _places(begin: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield the bounds of each column, bytes from the start of the file."""
-    for size, dtype in zip(sizes, _DTYPES.values(), strict=True):
-        begin += -begin % _ALIGN
-        end = begin + size * np.dtype(dtype).itemsize
-        yield begin, end
-        begin = end
-
-
-def _digest_of(opened: Any, places: Sequence[tuple[int, int]]) -> str:
-    """Return the digest of the columns. Reads without mapping, because touched mapped pages count as memory in use."""
-    digest, chunk = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
-    for begin, end in places:
-        opened.seek(begin)
-        while (left := end - opened.tell()) > 0 and (count := opened.readinto(chunk[:left])):
-            digest.update(chunk[:count])
-    return digest.hexdigest()
-
-
-# -- building ----------------------------------------------------------------------------------------------------------
-
-
-class TableBuilder:
-    """Builds a table from the rows of one or several sources."""
-
-    def __init__(self, split: str, max_prompt_tokens: int) -> None:
-        self._split, self._limit = split, max_prompt_tokens
-        self._schemas: list[str] = []
-        self._sizes: list[int] = []
-        self.longest_of_source = 0
-        """Tokens of the longest prompt so far of the current source, also if too long."""
-        self._rows, self._token_ids, self._records = array("q"), array("i"), bytearray()
-        self._ends, self._places = array("q", [0]), array("q", [0])
-        self._sources: set[str] = set()
-        self._fingerprint = Fingerprint()
-        self._num_rows = self._longest = 0
-
-    def begin_source(self, schema_name: str) -> None:
-        """Begin another source."""
-        self._schemas.append(schema_name)
-        self._sizes.append(0)
-        self.longest_of_source = 0
-
-    @property
-    def prompts_of_source(self) -> int:
-        """Prompts so far of the current source."""
-        return self._sizes[-1]
-
-    def add(
-        self,
-        token_ids: Sequence[int],
-        prompt: str | list[dict[str, Any]],
-        answer: Any,
-        source: str,
-        info: dict[str, Any],
-    ) -> None:
-        """Add the next row of the current source. A prompt that is too long is only counted."""
-        row = self._num_rows
-        self._num_rows += 1
-        self._longest = max(self._longest, len(token_ids))
-        self.longest_of_source = max(self.longest_of_source, len(token_ids))
-        self._sources.add(source)
-        if len(token_ids) > self._limit:
-            return
-        self._sizes[-1] += 1
-        ids = np.asarray(token_ids, np.int32)
-        self._rows.append(row)
-        self._token_ids.frombytes(ids.tobytes())
-        self._ends.append(len(self._token_ids))
-        self._records += msgspec.msgpack.encode((prompt, answer, source, info))
-        self._places.append(len(self._records))
-        self._fingerprint.add(f"{self._split}/{row}", ids)
-
-    def table(self, stop_token_ids: tuple[int, ...] = ()) -> PromptTable:
-        """Return the table of the rows so far, which may be empty."""
-        columns = Columns(
-            np.frombuffer(self._rows, np.int64),
-            np.frombuffer(self._ends, np.int64),
-            np.frombuffer(self._places, np.int64),
-            np.frombuffer(self._token_ids, np.int32),
-            np.frombuffer(self._records, np.uint8),
-        )
-        about = About(
-            schema_name=", ".join(dict.fromkeys(self._schemas)),
-            sizes=tuple(self._sizes),
-            num_rows=self._num_rows,
-            longest=self._longest,
-            sources=tuple(sorted(self._sources)),
-            fingerprint=self._fingerprint.hexdigest(),
-            stop_token_ids=stop_token_ids,
-        )
-        return PromptTable(self._split, columns, about)
+        if xxhash.xxh3_128_digest(encoded) != digest:
+            return None
+        found = msgspec.msgpack.decode(encoded, type=_Contents)
+        return cls(found.split, found.rows, found.about) if found.key == key else None
 
 
 class Fingerprint:
@@ -313,7 +145,7 @@ class Fingerprint:
     def __init__(self) -> None:
         self._digest = xxhash.xxh3_128()
 
-    def add(self, prompt_id: str, token_ids: Sequence[int] | Int32s) -> None:
+    def add(self, prompt_id: str, token_ids: Sequence[int]) -> None:
         self._digest.update(f"{prompt_id}\0{len(token_ids)}\0".encode())
         self._digest.update(np.asarray(token_ids, dtype=np.int64).tobytes())
 

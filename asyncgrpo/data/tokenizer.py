@@ -235,14 +235,9 @@ def vocabulary_size(model_path: str) -> int | None:
 
     It is often larger than the tokenizer's, because models round their vocabulary up.
     """
-    file = Path(model_path) / "config.json"
-    if not file.is_file():
-        return None
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{file} is broken: {one_line(error)}") from error
+    config = _json_object(Path(model_path) / "config.json")
+    text = config.get("text_config")
+    size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     return size if isinstance(size, int) else None
 
 
@@ -250,16 +245,16 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def _generation_config_stops(folder: Path) -> list[int]:
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return []
+    eos = _json_object(folder / "generation_config.json").get("eos_token_id")
+    return [] if eos is None else [int(token) for token in (eos if isinstance(eos, list) else [eos])]
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a file; empty if there is no file. Raises ConfigError."""
     try:
-        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"{file} is broken: {one_line(error)}") from error
-    if eos is None:
-        return []
-    return [int(token) for token in (eos if isinstance(eos, list) else [eos])]
 
 
 def decoder(tokenizer: "PreTrainedTokenizerBase", *, keep_special: bool) -> Callable[[Sequence[int]], str]:

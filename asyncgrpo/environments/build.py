@@ -2,13 +2,11 @@
 
 import json
 
-import msgspec
-
-from asyncgrpo.config.schema import Config, EnvironmentConfig
+from asyncgrpo.config.schema import Config, EnvironmentConfig, changed
 from asyncgrpo.environments.base import Environment
 from asyncgrpo.environments.hosted import AGENT_CALLS, Hosted, HostedAgent, check_environment
 from asyncgrpo.environments.openenv import OpenEnv, text_field_at
-from asyncgrpo.environments.tools import BUILTIN, SPEC, Local
+from asyncgrpo.environments.tools import BUILTIN, SPEC
 from asyncgrpo.environments.worker import AGENT, Ready
 from asyncgrpo.errors import ConfigError, RewardError
 from asyncgrpo.guests import START_TIMEOUT_S
@@ -26,11 +24,9 @@ def build_environment(config: EnvironmentConfig) -> Environment | None:
         raise ConfigError(
             "environment.name and environment.tools are both given; tools are an environment of their own"
         )
-    if config.name in BUILTIN:
-        return Local(config.name)
     if config.url is not None:
         return OpenEnv(config.url, timeout_s=config.timeout_s, text_field=text_field_at(config.url))
-    if config.name is not None and not config.files:
+    if config.name is not None and config.name not in BUILTIN and not config.files:
         raise ConfigError(
             f"environment.name: unknown environment {config.name}; there are {', '.join(BUILTIN)}, or a file: "
             "FILE.py, FILE.py:CLASS, or an OpenEnv server: openenv:http://HOST:PORT"
@@ -70,8 +66,7 @@ def with_tools(config: Config) -> Config:
     if not config.environment.tools or "tools" in given:
         return config
     tools = _checked(config.environment, with_schemas=True).tools
-    data = msgspec.structs.replace(config.data, chat_template_kwargs=given | {"tools": tools})
-    return msgspec.structs.replace(config, data=data)
+    return changed(config, {"data.chat_template_kwargs": given | {"tools": tools}})
 
 
 def _checked(config: EnvironmentConfig, *, with_schemas: bool = False) -> Ready:

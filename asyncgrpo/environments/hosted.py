@@ -23,29 +23,16 @@ _EPISODES = itertools.count()
 class _Process:
     """One running process, and the episodes in it."""
 
-    def __init__(self, guest: Guest, ready: Ready, timeout_s: float) -> None:
-        self.guest, self.ready, self._timeout_s = guest, ready, timeout_s
+    def __init__(self, guest: Guest, timeout_s: float) -> None:
+        self.guest, self._timeout_s = guest, timeout_s
         self.episodes: set[int] = set()
         self.is_retired = False
         """True if it takes no new episodes."""
 
-    @classmethod
-    async def start(
-        cls, spec: str, timeout_s: float, start_timeout_s: float, *, with_schemas: bool = False
-    ) -> "_Process":
-        """Start a process and wait until it has loaded the environment. Raises RewardError."""
-        boot = {"spec": spec, "with_schemas": with_schemas}
-        guest = await Guest.start("asyncgrpo.environments.worker", boot, spec, start_timeout_s)
-        ready = msgspec.msgpack.decode(guest.ready, type=Ready)
-        if ready.error:
-            await guest.kill()
-            raise RewardError(ready.error)
-        return cls(guest, ready, timeout_s)
-
     async def ask(self, ask: Ask) -> Answer:
         """Make one call. Raises EnvironmentFailed."""
         try:
-            (reply,) = self.guest.send([msgspec.msgpack.encode(ask)])
+            reply = self.guest.send(ask)
         except (TypeError, ValueError, OverflowError) as error:
             raise EnvironmentFailed(f"the row cannot be sent to the environment: {error}") from error
         try:
@@ -66,21 +53,19 @@ class _Process:
         if self.is_retired and not self.episodes:
             await self.guest.kill()
         else:
-            self.guest.send([msgspec.msgpack.encode(Ask(episode=episode, method="close"))])
+            self.guest.send(Ask(episode=episode, method="close"))
 
 
 class _Host:
     """Code of a user in up to `processes` processes. Use it from one event loop."""
 
-    def __init__(
-        self, spec: str, *, processes: int, timeout_s: float, ready: Ready, start_timeout_s: float = START_TIMEOUT_S
-    ) -> None:
+    def __init__(self, spec: str, *, processes: int, timeout_s: float, ready: Ready) -> None:
         """
         Args:
             timeout_s: deadline of one call.
             ready: as `check_environment` found it.
         """
-        self._spec, self.timeout_s, self._start_timeout_s = spec, timeout_s, start_timeout_s
+        self._spec, self.timeout_s = spec, timeout_s
         self.scores, self.about = ready.scores, f"environment {ready.about}"
         self._most, self._processes = processes, list[_Process]()
         self._starting = asyncio.Lock()
@@ -97,7 +82,7 @@ class _Host:
             fewest = min(free, key=lambda one: len(one.episodes), default=None)
             if fewest is None or (fewest.episodes and len(free) < self._most):
                 try:
-                    fewest = await _Process.start(self._spec, self.timeout_s, self._start_timeout_s)
+                    fewest = _Process(await _start(self._spec, START_TIMEOUT_S), self.timeout_s)
                 except RewardError as error:
                     raise EnvironmentFailed(str(error)) from error
                 self._processes.append(fewest)
@@ -171,11 +156,17 @@ def check_environment(spec: str, *, timeout_s: float = START_TIMEOUT_S, with_sch
     """
 
     async def load() -> Ready:
-        process = await _Process.start(spec, timeout_s, timeout_s, with_schemas=with_schemas)
-        await process.guest.kill()
-        return process.ready
+        guest = await _start(spec, timeout_s, with_schemas=with_schemas)
+        await guest.kill()
+        return guest.ready
 
     return run_apart(load())
+
+
+async def _start(spec: str, timeout_s: float, *, with_schemas: bool = False) -> Guest:
+    """Start a process and wait until it has loaded the environment. Raises RewardError."""
+    boot = {"spec": spec, "with_schemas": with_schemas}
+    return await Guest.start("asyncgrpo.environments.worker", boot, spec, timeout_s, ready=Ready)
 
 
 _: type[Environment] = Hosted

@@ -1,7 +1,7 @@
 """Built-in environments, and functions as tools that the model calls in its turns.
 
-A calculator and a game of guessing a number are quick, and run in the generator. Each is a class like those that users write:
-`reset` with what it takes of the row, and `step` with the text of a turn. `scores` is true where its rewards are the score.
+A calculator and a game of guessing a number are classes like those that users write: `reset` with what it takes of the row, and
+`step` with the text of a turn. `scores` is true where its rewards are the score.
 
 A tool is a function with type hints and a docstring in Google's style, which the chat template shows to the model. The model
 reads what it returns or raises, and may try again. A turn without a call is the answer. Calls are read in the forms that open
@@ -18,21 +18,11 @@ import operator
 import random
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncgrpo.environments.base import (
-    Environment,
-    EnvironmentFailed,
-    Episode,
-    Reply,
-    Task,
-    reply_of_reset,
-    reply_of_step,
-)
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import describe
-from asyncgrpo.rewards.user import run_file
+from asyncgrpo.rewards.user import find_in, run_file, split_spec
 
 # -- built-in environments ---------------------------------------------------------------------------------------------
 
@@ -114,45 +104,6 @@ class Guess:
 
 
 BUILTIN: dict[str, type] = {"calculator": Calculator, "guess": Guess}
-
-
-class Local:
-    """An environment that runs in this process, made of a built-in class."""
-
-    def __init__(self, name: str) -> None:
-        self._class = BUILTIN[name]
-        self.scores: bool = self._class.scores  # type: ignore[attr-defined]
-        self.about = f"environment {name}"
-
-    def episode(self, task: Task) -> Episode:
-        """An episode for one completion."""
-        return _LocalEpisode(self._class(), task)
-
-    async def close(self) -> None:
-        """Nothing is left to end."""
-
-
-class _LocalEpisode:
-    def __init__(self, game: Any, task: Task) -> None:
-        self._game, self._task = game, task
-
-    async def reset(self) -> Reply:
-        task = self._task
-        if not hasattr(self._game, "reset"):
-            return Reply()
-        try:
-            return reply_of_reset(self._game.reset(answer=task.answer, info=task.info, seed=task.seed))
-        except (TypeError, ValueError) as error:
-            raise EnvironmentFailed(f"the row does not fit: {error}") from error
-
-    async def step(self, text: str) -> Reply:
-        return reply_of_step(self._game.step(text))
-
-    async def close(self) -> None:
-        pass
-
-
-_: type[Environment] = Local
 
 
 # -- tool calls in a turn ----------------------------------------------------------------------------------------------
@@ -271,15 +222,12 @@ def load_tools(specs: list[str]) -> dict[str, Callable[..., Any]]:
 
 
 def _of_file(spec: str) -> Callable[..., Any]:
-    head, colon, name = spec.rpartition(":")
-    if not colon or not name.isidentifier():
+    path, name = split_spec(spec, "")
+    if not name:
         raise RewardError(
             f"environment.tools: {spec} is not a tool; there are {', '.join(BUILTIN_TOOLS)}, and FILE.py:FUNCTION"
         )
-    path = Path(head).expanduser().absolute()
-    function = getattr(run_file(path, "tools"), name, None)
-    if not inspect.isfunction(function):
-        raise RewardError(f"{path} has no function {name}")
+    function: Callable[..., Any] = find_in(run_file(path, "tools"), path, name, "function")
     return function
 
 

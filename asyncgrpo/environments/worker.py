@@ -27,7 +27,7 @@ from asyncgrpo.environments.base import (
     reply_of_reset,
     reply_of_step,
 )
-from asyncgrpo.environments.tools import SPEC, ToolBox, load_tools, schemas_of
+from asyncgrpo.environments.tools import BUILTIN, SPEC, ToolBox, load_tools, schemas_of
 from asyncgrpo.errors import AsyncGRPOError, RewardError
 from asyncgrpo.guests import Host
 from asyncgrpo.rewards.base import describe, score_of_value
@@ -97,11 +97,13 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load(spec: str) -> Loaded:
-    """Load what `FILE.py`, `FILE.py:CLASS`, `tools:` and a JSON list, or `agent:` and `FILE.py:FUNCTION` name.
+    """Load what a built-in name, `FILE.py`, `FILE.py:CLASS`, `tools:` and a JSON list, or `agent:` and `FILE.py:FUNCTION` name.
 
     Raises:
         RewardError: one sentence.
     """
+    if spec in BUILTIN:
+        return _environment(BUILTIN[spec], spec, spec)
     if spec.startswith(SPEC):
         tools = load_tools(json.loads(spec.removeprefix(SPEC)))
         about = f"tools {', '.join(tools)}"
@@ -110,11 +112,11 @@ def load(spec: str) -> Loaded:
         path, name = split_spec(spec.removeprefix(AGENT), "run")
         return _agent(find_in(run_file(path, "agent"), path, name, "function"), path, name)
     path, name = split_spec(spec, "Environment")
-    return _environment(find_in(run_file(path, "environment"), path, name, "class"), path, name)
+    cls = find_in(run_file(path, "environment"), path, name, "class")
+    return _environment(cls, f"{path}: {name}", f"{name} of {path.name}")
 
 
-def _environment(cls: Any, path: Path, name: str) -> Loaded:
-    where = f"{path}: {name}"
+def _environment(cls: Any, where: str, about: str) -> Loaded:
     if not callable(getattr(cls, "step", None)):
         raise RewardError(f"{where} has no method step(self, text), which answers a turn of the model")
     try:
@@ -123,7 +125,7 @@ def _environment(cls: Any, path: Path, name: str) -> Loaded:
         raise RewardError(f"{where}.step cannot be called as step(text): {error}") from None
     reset = getattr(cls, "reset", None)
     takes = None if reset is None else names_of(reset, Task.NAMES, f"{where}.reset", skip=1)
-    return Loaded(about=f"{name} of {path.name}", make=cls, takes=takes, scores=bool(getattr(cls, "scores", True)))
+    return Loaded(about=about, make=cls, takes=takes, scores=bool(getattr(cls, "scores", True)))
 
 
 def _agent(function: Any, path: Path, name: str) -> Loaded:

@@ -44,8 +44,8 @@ import numpy as np
 from asyncgrpo.config.load import load_config, recorded
 from asyncgrpo.config.memory import Card
 from asyncgrpo.config.model_size import size_at
-from asyncgrpo.config.placement import changed, problems
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.placement import problems
+from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.profile import Profile
 from asyncgrpo.recording.advice import Advice, advise

@@ -44,7 +44,7 @@ from asyncgrpo.planner.stand_ins import (
     VirtualEngine,
     VirtualLoop,
 )
-from asyncgrpo.rewards.base import Sampled
+from asyncgrpo.rewards.base import Reward, Sampled
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Group, PolicyVersion, Prompt, Sampling, Score
 from asyncgrpo.wire import Message
@@ -139,9 +139,7 @@ class StepSeen:
     lags: tuple[int, ...]
 
 
-class _Reward:
-    takes_groups = False
-
+class _Reward(Reward):
     def __init__(self, case: Case) -> None:
         self._case, self._workers = case, asyncio.Semaphore(case.reward_workers)
         self._scored: Counter[str] = Counter()

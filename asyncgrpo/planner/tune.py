@@ -23,8 +23,7 @@ from asyncgrpo.cluster.run import Run
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.memory import Card, engine_gpu
 from asyncgrpo.config.model_size import size_at
-from asyncgrpo.config.placement import changed
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.data.prompts import load_prompts
 from asyncgrpo.data.tokenizer import load_tokenizer
 from asyncgrpo.engines.base import Engine

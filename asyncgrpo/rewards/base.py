@@ -1,4 +1,4 @@
-"""The `Reward` protocol, and how returned values or an exception become a `Score` for each completion.
+"""The base of all rewards, and how returned values or an exception become a `Score` for each completion.
 
 A reward never raises and never hangs for its caller. A score is a number within bounds or a named failure.
 """
@@ -12,14 +12,14 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.types import Prompt, Score
 
-# -- the protocol ------------------------------------------------------------------------------------------------------
+# -- the base -----------------------------------------------------------------------------------------------------------
 
 
 class Sampled(NamedTuple):
@@ -29,35 +29,18 @@ class Sampled(NamedTuple):
     token_ids: Sequence[int] = ()
 
 
-class Reward(Protocol):
-    """Scores completions. Build one with `rewards.build_reward`."""
-
-    @property
-    def takes_groups(self) -> bool:
-        """True if one call scores all completions of a group. Otherwise each is scored as soon as it is sampled."""
-
-    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-        """The score of each completion of one prompt. A call that runs has a deadline, which it never passes by more than
-        the time to kill a worker."""
-
-    async def close(self) -> None:
-        """End every worker process."""
-
-
-class ConfiguredReward:
-    """A reward that a configuration names. These defaults suit one whose calls wait for no worker."""
+class Reward:
+    """Scores completions. `build.build_reward` makes one. These defaults suit one whose calls wait for no worker."""
 
     takes_groups: bool = False
-    """See `Reward`."""
+    """True if one call scores all completions of a group. Otherwise each is scored as soon as it is sampled."""
     about: str = ""
     """Name and form of what it calls."""
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-        """Score completions. See `Reward`."""
+        """The score of each completion of one prompt. A call that runs has a deadline, which it never passes by more than
+        the time to kill a worker."""
         raise NotImplementedError
-
-    def withdraw(self) -> None:
-        """End calls that wait for a worker with the failure `WITHDRAWN`; those that run go on."""
 
     def check_sources(self, sources: set[str]) -> None:
         """Raise RewardError or ConfigError if it cannot score rows of one of these sources, or reach what it needs."""
@@ -92,10 +75,8 @@ LARGEST = 1e6
 """Bound on the size of a reward. Advantages sum squares of rewards: far above the bound they overflow, and the group, or
 the whole batch, has no gradient."""
 
-LEFT_OUT, PRINTED = "parts left out", "printed more than"
+LEFT_OUT = "parts left out"
 """Start of a detail that is a warning about a score that counts."""
-WITHDRAWN = "withdrawn"
-"""The failure of a call that was not made, and is to be made again."""
 
 _ORIGIN = re.compile(r"(.+?:\d+: )?\w+(?=:)")
 """Matches place and type in a detail that `describe` made."""

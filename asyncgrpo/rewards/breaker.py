@@ -8,14 +8,14 @@ is reported: the first time, the tenth, the hundredth, and so on.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from asyncgrpo import metrics
-from asyncgrpo.rewards.base import LEFT_OUT, PRINTED, WITHDRAWN, Reward, Sampled, kind_of
+from asyncgrpo.rewards.base import LEFT_OUT, Reward, Sampled, kind_of
 from asyncgrpo.types import Prompt, RewardHealth, Score
 
 log = logging.getLogger(__name__)
@@ -54,16 +54,15 @@ class _Call(NamedTuple):
     completions: Sequence[Sampled]
 
 
-class Breaker:
+class Breaker(Reward):
     """Calls `reward` while it works, and probes it while it does not. Use it from one event loop."""
 
-    def __init__(self, reward: Reward, *, at_once: int, withdraw: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, reward: Reward, *, at_once: int) -> None:
         """
         Args:
             at_once: calls made at the same time; the others wait here, so that no call is made while the circuit is open.
-            withdraw: ends calls that were made and have not begun with the failure `WITHDRAWN`; they wait here again.
         """
-        self._reward, self._withdraw = reward, withdraw
+        self._reward, self.takes_groups = reward, reward.takes_groups
         self._turn = asyncio.Semaphore(at_once)
         self._closed = asyncio.Event()
         self._closed.set()
@@ -84,11 +83,6 @@ class Breaker:
         self.changed = asyncio.Event()
         """Set when `health` has changed or there is news."""
 
-    @property
-    def takes_groups(self) -> bool:
-        """See `rewards.base.Reward`."""
-        return self._reward.takes_groups
-
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Make one call, for these completions.
 
@@ -104,8 +98,6 @@ class Breaker:
                 if self._closed.is_set():
                     waited = asyncio.get_running_loop().time() - asked_s
                     scores = await self._make(call)
-                    if any(score.failure == WITHDRAWN for score in scores):
-                        continue
                     return [msgspec.structs.replace(score, waited=waited + score.waited) for score in scores]
 
     async def works(self) -> bool:
@@ -152,8 +144,6 @@ class Breaker:
 
     async def _make(self, call: _Call) -> list[Score]:
         scores = await self._reward.score(*call)
-        if any(score.failure == WITHDRAWN for score in scores):
-            return scores
         for score in scores:
             self._warn(call, score)
         failures = [score for score in scores if score.failure is not None]
@@ -169,9 +159,8 @@ class Breaker:
 
     def _warn(self, call: _Call, score: Score) -> None:
         """Log what is wrong with a score that counts."""
-        for kind in (LEFT_OUT, PRINTED):
-            if score.failure is None and kind in score.detail and (count := self._tally.add(kind)) is not None:
-                log.warning("reward (%d so far), prompt %s: %s", count, call.prompt.prompt_id, score.detail)
+        if score.failure is None and LEFT_OUT in score.detail and (count := self._tally.add(LEFT_OUT)) is not None:
+            log.warning("reward (%d so far), prompt %s: %s", count, call.prompt.prompt_id, score.detail)
 
     def _report(self, call: _Call, score: Score) -> None:
         metrics.reward_failures_total.labels(failure=score.failure).inc()
@@ -212,7 +201,6 @@ class Breaker:
             self._closed.clear()
             self._check_began_s = asyncio.get_running_loop().time()
             self._check = asyncio.create_task(self._probe(), name="reward-check")
-            self._withdraw()
 
     def _close_circuit(self) -> None:
         if self._opened_s is not None:

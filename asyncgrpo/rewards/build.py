@@ -15,7 +15,7 @@ import msgspec
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.guests import START_TIMEOUT_S
-from asyncgrpo.rewards.base import MAX_DETAIL, MAX_PARTS, ConfiguredReward, Sampled, failed, score_of_value
+from asyncgrpo.rewards.base import MAX_DETAIL, MAX_PARTS, Reward, Sampled, failed, score_of_value
 from asyncgrpo.rewards.judge import JudgeReward
 from asyncgrpo.rewards.model import ModelReward, ServedModelReward
 from asyncgrpo.rewards.rules import RuleReward
@@ -25,7 +25,7 @@ from asyncgrpo.types import Prompt, Score
 
 def build_reward(
     config: RewardConfig, *, import_timeout_s: float = START_TIMEOUT_S, trial: Prompt | None = None
-) -> ConfiguredReward:
+) -> Reward:
     """Build the reward that `config` names. Blocks while a user's functions are checked, as long as their imports take.
 
     Args:
@@ -48,7 +48,7 @@ def build_reward(
             f"reward.combine={config.combine} needs two rewards or more; reward.function names {len(specs)}"
         )
     taken = set[str]()
-    rewards = list[ConfiguredReward]()
+    rewards = list[Reward]()
     for spec in specs:
         if spec.isidentifier():
             rewards.append(_built_in(spec, config))
@@ -65,7 +65,7 @@ def build_reward(
                 UserReward(
                     spec,
                     timeout_s=config.timeout_s,
-                    workers=config.workers,
+                    workers=config.num_workers,
                     kwargs=config.kwargs,
                     takes_groups=ready.takes_groups,
                     about=ready.about,
@@ -79,7 +79,7 @@ def build_reward(
     return CombinedReward(named, config.combine)
 
 
-def _built_in(name: str, config: RewardConfig) -> ConfiguredReward:
+def _built_in(name: str, config: RewardConfig) -> Reward:
     if name == "judge":
         return JudgeReward(config.judge)
     if name == "model":
@@ -109,10 +109,10 @@ class Weighted:
 
     name: str
     weight: float
-    reward: ConfiguredReward
+    reward: Reward
 
 
-class CombinedReward(ConfiguredReward):
+class CombinedReward(Reward):
     """Several rewards as one: the weighted sum of their scores, the first that applies, or a sum behind a gate.
 
     `sum`: the weighted sum of all, which are called at the same time. `first`: the first that applies, times its weight; those
@@ -154,11 +154,6 @@ class CombinedReward(ConfiguredReward):
             if not left:
                 break
         return [self._combine(of_one) for of_one in given]
-
-    def withdraw(self) -> None:
-        """See `rewards.base.ConfiguredReward`."""
-        for one in self._rewards:
-            one.reward.withdraw()
 
     async def close(self) -> None:
         """End every worker process."""

@@ -25,7 +25,7 @@ import msgspec
 from asyncgrpo.config.reach import check_service
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.base import MAX_DETAIL, ConfiguredReward, Sampled, describe, failed, in_turn
+from asyncgrpo.rewards.base import MAX_DETAIL, Reward, Sampled, describe, failed, in_turn
 from asyncgrpo.rewards.pool import Pool, PoolReward
 from asyncgrpo.rewards.sandbox import (
     MAX_CODE,
@@ -319,14 +319,14 @@ def load_code(config_json: str) -> Scorer:
 # -- the reward --------------------------------------------------------------------------------------------------------
 
 
-class CodeReward(ConfiguredReward):
+class CodeReward(Reward):
     """Scores code: in Sandbox Fusion where the configuration has its URL, else in worker processes on this machine."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config, code = config, config.code
         deadline_s = config.timeout_s + code.timeout_s + 1.0
         argument = msgspec.json.encode(config).decode()
-        pool = Pool(f"{__name__}:load_code", argument, workers=config.workers, timeout_s=deadline_s)
+        pool = Pool(f"{__name__}:load_code", argument, workers=config.num_workers, timeout_s=deadline_s)
         self._here = PoolReward(pool)
         self._turn = asyncio.Semaphore(code.max_concurrent)
         self._service: FusionRunner | None = None
@@ -350,10 +350,6 @@ class CodeReward(ConfiguredReward):
         return await asyncio.gather(
             *(in_turn(self._turn, partial(self._score_there, prompt, one)) for one in completions)
         )
-
-    def withdraw(self) -> None:
-        """See `rewards.base.ConfiguredReward`."""
-        self._here.withdraw()
 
     async def close(self) -> None:
         """End every worker process, and close the connections."""

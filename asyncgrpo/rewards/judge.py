@@ -18,7 +18,7 @@ import msgspec
 from asyncgrpo.config.reach import check_service
 from asyncgrpo.config.schema import JudgeConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.base import ConfiguredReward, Sampled, failed, in_turn
+from asyncgrpo.rewards.base import Reward, Sampled, failed, in_turn
 from asyncgrpo.rewards.http import Service, ServiceError
 from asyncgrpo.types import Prompt, Score
 
@@ -62,7 +62,7 @@ class _Reply(msgspec.Struct):
     choices: list[_Choice]
 
 
-class JudgeReward(ConfiguredReward):
+class JudgeReward(Reward):
     """Asks the judge about each completion, about `max_concurrent` of them at once."""
 
     def __init__(self, settings: JudgeConfig) -> None:

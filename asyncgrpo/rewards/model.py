@@ -18,7 +18,7 @@ from asyncgrpo.config.schema import RewardModelConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.host import cores
 from asyncgrpo.importing import importing
-from asyncgrpo.rewards.base import ConfiguredReward, Sampled, failed, score_of_value
+from asyncgrpo.rewards.base import Reward, Sampled, failed, score_of_value
 from asyncgrpo.rewards.http import Service, ServiceError
 from asyncgrpo.rewards.pool import Pool, PoolReward, call_of
 from asyncgrpo.rewards.worker import Call
@@ -89,7 +89,7 @@ class _Output(msgspec.Struct):
     """Outputs of the model's head, as SGLang's `/classify` names them."""
 
 
-class ServedModelReward(ConfiguredReward):
+class ServedModelReward(Reward):
     """Scores groups with the reward model of an SGLang server, which all generators share.
 
     The server gets the tokens of prompt and completion as the model's own tokenizer makes them here, so that it scores what

@@ -25,7 +25,7 @@ import msgspec
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards import maths
-from asyncgrpo.rewards.base import ConfiguredReward, Sampled, failed, score_of_call
+from asyncgrpo.rewards.base import Reward, Sampled, failed, score_of_call
 from asyncgrpo.rewards.code import CodeReward
 from asyncgrpo.rewards.gym import GYM_SOURCE, check_gym_source
 from asyncgrpo.rewards.maths import last_boxed, tagged
@@ -236,7 +236,7 @@ OTHERS = ("judge", "model")
 """Built-in rewards that are not rules: `build.build_reward` makes them."""
 
 
-class RuleReward(ConfiguredReward):
+class RuleReward(Reward):
     """Scores by a rule, in worker processes where the rule could hang."""
 
     def __init__(self, config: RewardConfig, name: str = BY_SOURCE) -> None:
@@ -248,8 +248,8 @@ class RuleReward(ConfiguredReward):
         """
         self._config, self._name = config, name
         self._text_rules = TEXT_RULES | dict.fromkeys(QA_SOURCES, qa(config.qa_score))
-        pool = partial(Pool, workers=config.workers, timeout_s=config.timeout_s)
-        self._by_rule: dict[str, ConfiguredReward] = {
+        pool = partial(Pool, workers=config.num_workers, timeout_s=config.timeout_s)
+        self._by_rule: dict[str, Reward] = {
             "maths": PoolReward(pool("asyncgrpo.rewards.maths:load_maths", repr(config.format_score))),
             "gym": PoolReward(pool("asyncgrpo.rewards.gym:load_gym")),
             "code": CodeReward(config),
@@ -290,11 +290,6 @@ class RuleReward(ConfiguredReward):
             return await self._by_rule[rule].score(prompt, completions)
         text_rule = self._text_rules[rule]
         return [_timed(text_rule, one.text, prompt.answer) for one in completions]
-
-    def withdraw(self) -> None:
-        """See `rewards.base.ConfiguredReward`."""
-        for one in self._by_rule.values():
-            one.withdraw()
 
     async def close(self) -> None:
         """End every worker process."""

@@ -69,7 +69,7 @@ class UserReward(PoolReward):
         spec: str,
         *,
         timeout_s: float,
-        workers: int | Literal["auto"],
+        workers: int,
         kwargs: Mapping[str, Any] = NO_KWARGS,
         takes_groups: bool = False,
         about: str = "",
@@ -106,23 +106,22 @@ def check_user_function(
             SLOW_IMPORT_S, log.warning, "%s is still being imported after %g s", spec, SLOW_IMPORT_S
         )
         try:
-            guest, ready = await start_worker(_TARGET, _argument(spec, kwargs), spec, timeout_s, hint)
+            guest = await start_worker(_TARGET, _argument(spec, kwargs), spec, timeout_s, hint)
         finally:
             slow.cancel()
-        score = None if trial is None else await _try(guest, ready, trial, trial_timeout_s)
+        score = None if trial is None else await _try(guest, trial, trial_timeout_s)
         await guest.kill()
         if score is not None and score.failure is not None:
             why = f"{score.failure}: {score.detail}"
             log.warning("%s: the ground truth of row 0, as a completion, could not be scored (%s)", spec, why)
-        return ready
+        return guest.ready
 
     return run_apart(load())
 
 
-async def _try(guest: Guest, ready: WorkerReady, prompt: Prompt, timeout_s: float) -> Score:
+async def _try(guest: Guest, prompt: Prompt, timeout_s: float) -> Score:
     """Score the ground truth of a prompt as its completion."""
-    call = call_of(prompt, [Sampled(reference_of(prompt)[0])], is_group=ready.takes_groups)
-    (reply,) = guest.send([msgspec.msgpack.encode(call)])
+    reply = guest.send(call_of(prompt, [Sampled(reference_of(prompt)[0])], is_group=guest.ready.takes_groups))
     try:
         return msgspec.msgpack.decode(await asyncio.wait_for(reply, timeout_s), type=list[Score])[0]
     except TimeoutError:

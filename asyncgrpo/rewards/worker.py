@@ -17,8 +17,8 @@ from typing import Any
 import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError
-from asyncgrpo.guests import MOST_PRINTED, Host
-from asyncgrpo.rewards.base import PRINTED, describe, score_of_call, scores_of_call
+from asyncgrpo.guests import Host
+from asyncgrpo.rewards.base import describe, score_of_call, scores_of_call
 from asyncgrpo.types import Score
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -86,29 +86,24 @@ def main(boot: dict[str, Any]) -> None:
         return host.reply(0, WorkerReady(error=f"cannot load {boot['what']}: {describe(error)}"))
     found = {name: getattr(scorer, name) for name in ("about", "takes_groups", "kwargs") if hasattr(scorer, name)}
     host.reply(0, WorkerReady(**found))
-    decoder, own_pid, has_noted = msgspec.msgpack.Decoder(Call), os.getpid(), False
+    decoder, own_pid = msgspec.msgpack.Decoder(Call), os.getpid()
     with asyncio.Runner() as runner:
         while (call := host.next_call()) is not None:
             scores = _score(scorer, decoder.decode(call[1]), runner)
             if os.getpid() != own_pid:  # the reward forked, and this is the child that came back
                 os._exit(0)
-            if host.printed.was_cut and not has_noted and not scores[0].detail:
-                has_noted = True
-                note = f"{PRINTED} {MOST_PRINTED:,} bytes, and the rest of what its worker prints is dropped"
-                scores[0] = msgspec.structs.replace(scores[0], detail=note)
             host.reply(call[0], scores)
 
 
 def _score(scorer: Scorer, call: Call, runner: asyncio.Runner) -> list[Score]:
     def run() -> Any:
         value = scorer(call)
-        return runner.run(_wait(value)) if inspect.isawaitable(value) else value
+        return runner.run(wait(value)) if inspect.isawaitable(value) else value
+
+    async def wait(value: Awaitable[Any]) -> Any:
+        return await value
 
     started, count = time.perf_counter(), len(call.completions)
     scores = scores_of_call(run, count) if call.is_group else [score_of_call(run)]
     seconds = (time.perf_counter() - started) / count
     return [msgspec.structs.replace(score, seconds=seconds) for score in scores]
-
-
-async def _wait(value: Awaitable[Any]) -> Any:
-    return await value

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from asyncgrpo.cli import doctor, options, running
+from asyncgrpo.cli import options, running
 from asyncgrpo.config import model_size, reach
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import GIB
-from asyncgrpo.config.model_size import PUBLISHED
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.host import Host
+from benchmarks.memory_table import PUBLISHED
 from tests.runs import command, environment
 
 
@@ -121,14 +121,3 @@ def test_a_model_that_is_not_here_is_looked_up_and_else_split_in_halves(monkeypa
     assert options.fitted(config, 8, ()) == []
     monkeypatch.setattr(model_size, "_downloaded", lambda hub_id: model_size.Path(model("Qwen3-32B")))
     assert "learner.ranks=6" in options.fitted(config, 8, ())
-
-
-def test_doctor_says_which_models_these_gpus_can_train(cards):
-    cards(8, 79)
-    found = doctor.check_fit()
-    assert found.status == "ok"
-    assert "all weights up to Qwen3-32B" in found.detail and "adapters up to Llama-3.1-70B" in found.detail
-    cards(1, 23.5)
-    assert "all weights up to Qwen3-0.6B, adapters up to Qwen2.5-3B" in doctor.check_fit().detail
-    cards(0, 0)
-    assert doctor.check_fit().status == "note"

@@ -78,8 +78,9 @@ def test_time_in_which_nobody_listened_is_no_silence(watch: Watch, clock: Clock,
 
 def test_a_process_is_told_and_writes_its_stacks(watch: Watch, tmp_path: Path):
     moved: list[EndpointsChanged] = []
+    on_message = {EndpointsChanged: moved.append}
     Heart(
-        watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, on_endpoints_changed=moved.append,
+        watch.endpoint, "generator-0", "1.0", None, run_dir=tmp_path, on_message=on_message,
         buffer_endpoint=lambda: "old", step=lambda: 7,
     )  # fmt: skip
     listen_until(watch, lambda: watch.step("generator-0", "1.0") == 7)
@@ -96,7 +97,10 @@ def test_a_process_is_told_and_writes_its_stacks(watch: Watch, tmp_path: Path):
 def test_what_one_process_knows_of_a_generator_the_driver_knows_and_tells(watch: Watch, tmp_path: Path):
     lost: list[GeneratorLost] = []
     missing = ["generator-1"]
-    Heart(watch.endpoint, "learner-0", "1", None, run_dir=tmp_path, on_lost=lost.append, missing=lambda: tuple(missing))
+    on_message = {GeneratorLost: lost.append}
+    Heart(
+        watch.endpoint, "learner-0", "1", None, run_dir=tmp_path, on_message=on_message, missing=lambda: tuple(missing)
+    )
     listen_until(watch, lambda: watch.missing() == {"generator-1": "learner-0"})
     message = GeneratorLost(generator_id="generator-1", incarnation="1.0")
     watch.send("learner-0", message)

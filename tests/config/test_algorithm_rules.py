@@ -2,6 +2,7 @@
 
 import inspect
 
+import msgspec
 import pytest
 
 from asyncgrpo.algorithms.pairwise import PairKind, pairwise
@@ -31,9 +32,10 @@ def test_the_source_of_a_loss_is_read_as_python_imports_it(loss):
     parameters = inspect.signature(SURROGATES.get(loss, pairwise)).parameters.values()
     imported = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "reference_logprobs"}
     read = loss_arguments(loss)
-    assert {name: read[name] for name in imported} == imported
+    defaults = {name: msgspec.NODEFAULT if p.default is p.empty else p.default for name, p in imported.items()}
+    assert {name: read[name].default for name in imported} == defaults
     assert read.keys() - imported.keys() == ({"reference", "pairs"} if loss == "pairwise" else set())
-    assert loss != "pairwise" or read["pairs"].annotation == PairKind
+    assert loss != "pairwise" or read["pairs"].type == PairKind
     assert _has_ratio(loss) == (loss in WITH_RATIO)
 
 
@@ -41,7 +43,7 @@ def test_the_source_of_a_loss_is_read_as_python_imports_it(loss):
 def test_every_loss_has_arguments_of_known_kinds(loss):
     required = [f"algorithm.loss_args.{name}=0.1" for name in ("beta",) if name in loss_arguments(loss)]
     accepts(f"algorithm.loss={loss}", *required)
-    given = {name: p.default for name, p in loss_arguments(loss).items() if p.default is not p.empty}
+    given = {name: p.default for name, p in loss_arguments(loss).items() if p.default is not msgspec.NODEFAULT}
     check_algorithm(
         config("m", algorithm={"loss": loss, "loss_args": given | dict.fromkeys(("beta",) if required else (), 0.1)})
     )
@@ -62,7 +64,7 @@ def test_every_loss_has_arguments_of_known_kinds(loss):
         (["loss_args.dual_ratio=1"], "algorithm.loss_args.dual_ratio must be a number, above 1 (or null); it is 1.0"),
         (["loss=sapo", "loss_args.tau_positive=0"], "tau_positive must be a number, above 0; it is 0.0"),
         (["loss=dro"], "algorithm.loss=dro needs algorithm.loss_args.beta, which has no default"),
-        (["loss=pairwise", "loss_args={beta: 1, pairs: some}"], "loss_args.pairs must be one of best_worst, "),
+        (["loss=pairwise", "loss_args={beta: 1, pairs: some}"], "loss_args.pairs must be one of all, best_worst, "),
         (["loss=pairwise", "loss_args={beta: 1, reference: 1}"], "loss_args.reference must be true or false"),
         (["loss=pairwise", "loss_args={beta: 1, reference_logprobs: true}"], "not an argument of pairwise"),
     ],

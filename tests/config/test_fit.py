@@ -17,7 +17,7 @@ from asyncgrpo.config.memory import (
     learner_rank,
     learner_tensors,
 )
-from asyncgrpo.config.model_size import PUBLISHED, ModelSize, size_of
+from asyncgrpo.config.model_size import ModelSize, size_of
 from asyncgrpo.config.placement import (
     COMFORTABLE,
     changed,
@@ -34,6 +34,7 @@ from asyncgrpo.errors import ConfigError
 from asyncgrpo.host import Host
 from asyncgrpo.learner import head, optimizer
 from benchmarks import memory_table
+from benchmarks.memory_table import PUBLISHED
 
 
 def size(name: str) -> ModelSize:

@@ -17,10 +17,11 @@ from transformers import (
 )
 
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.model_size import PUBLISHED, size_at, size_of, size_on_disk
+from asyncgrpo.config.model_size import size_at, size_of, size_on_disk
 from asyncgrpo.learner import attention
 from asyncgrpo.learner.attention import Family, Segments
 from asyncgrpo.learner.model import add_adapters
+from benchmarks.memory_table import PUBLISHED
 from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
 
 SMALL = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3, "vocab_size": 500}

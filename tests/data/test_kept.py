@@ -119,15 +119,11 @@ def test_any_flipped_byte_and_any_lost_end_is_found_and_made_good(tmp_path, mode
     made = tuple(prepare(config, tmp_path).train)
     (file,) = (tmp_path / "prompts").glob("train-*")
     whole = file.read_bytes()
-    padding = 0
     for place in range(len(whole)):
         damaged = bytearray(whole)
         damaged[place] ^= 0x20
         file.write_bytes(damaged)
-        if (found := load_cached(config, tmp_path).get("train")) is not None:
-            assert tuple(found) == made
-            padding += 1
-    assert padding <= 5 * 7, "only what fills a column up to a multiple of 8 bytes may differ"
+        assert "train" not in load_cached(config, tmp_path)
     for size in {0, 1, 20, 30, len(whole) // 2, len(whole) - 1}:
         file.write_bytes(whole[:size])
         assert "train" not in load_cached(config, tmp_path)

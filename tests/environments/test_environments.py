@@ -10,7 +10,7 @@ from asyncgrpo.config.schema import EnvironmentConfig
 from asyncgrpo.environments.base import EnvironmentFailed, Reply, Task
 from asyncgrpo.environments.build import build_environment
 from asyncgrpo.environments.hosted import Hosted, check_environment
-from asyncgrpo.environments.tools import Local, calculate
+from asyncgrpo.environments.tools import calculate
 from asyncgrpo.errors import ConfigError
 from tests.runs import command_of, wait_until
 
@@ -56,29 +56,36 @@ def test_the_calculator_calculates_and_nothing_else(expression, value):
     assert calculate(expression) == value
 
 
+def built_in(name: str) -> Hosted:
+    environment = build_environment(EnvironmentConfig(name=name))
+    assert isinstance(environment, Hosted)
+    return environment
+
+
 async def test_a_turn_that_ends_with_an_equals_sign_is_calculated_and_any_other_is_the_answer():
-    episode = Local("calculator").episode(task())
+    environment = built_in("calculator")
+    episode = environment.episode(task())
     assert await episode.reset() == Reply()
     assert await episode.step("I need\n6*7 =\n") == Reply(messages=said("42"))
     assert await episode.step("so it is 42") == Reply(done=True)
-    assert not Local("calculator").scores
+    assert not environment.scores
+    await environment.close()
 
 
 async def test_guesses_are_answered_until_the_number_is_found():
-    episode = Local("guess").episode(task())
+    environment = built_in("guess")
+    episode = environment.episode(task())
     await episode.reset()
     assert await episode.step("3") == Reply(messages=said(">"), reward=0.0)
     assert await episode.step(" 9 ") == Reply(messages=said("<"), reward=0.0)
     assert await episode.step("7") == Reply(reward=0.8, done=True)
     for lost in ("", "seven", "77", "-1", "²"):
-        episode = Local("guess").episode(task())
+        episode = environment.episode(task())
         await episode.reset()
         assert await episode.step(lost) == Reply(reward=0.0, done=True)
-
-
-async def test_a_row_that_does_not_fit_a_game_is_named():
-    with pytest.raises(EnvironmentFailed, match="invalid literal"):
-        await Local("guess").episode(Task(prompt="", answer="no number")).reset()
+    with pytest.raises(EnvironmentFailed, match="invalid literal"):  # a row that does not fit
+        await environment.episode(Task(prompt="", answer="no number")).reset()
+    await environment.close()
 
 
 async def test_classes_of_users_reply_in_every_form_there_is():

@@ -6,10 +6,11 @@ import pytest
 
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import GIB, Card, engine_gpu, learner_rank
-from asyncgrpo.config.model_size import PUBLISHED, size_at
+from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.placement import changed, share_one_gpu
 from asyncgrpo.config.schema import Config
 from asyncgrpo.engines.build import SHARED_FRACTION, build_engine, check_extra
+from benchmarks.memory_table import PUBLISHED
 
 
 @pytest.fixture

@@ -22,8 +22,6 @@ from asyncgrpo.rewards.breaker import (
     RewardsPaused,
     Tally,
 )
-from asyncgrpo.rewards.pool import MOST_AT_ONCE
-from asyncgrpo.rewards.user import UserReward
 from asyncgrpo.types import Prompt, RewardHealth, Score
 from tests.rewards.stubs import OneByOne
 
@@ -259,34 +257,3 @@ def test_what_is_wrong_with_a_score_that_counts_is_logged(caplog):
         "reward (10 so far)",
     ]
     assert "prompt train/0: parts left out" in caplog.text and "style (nan)" in caplog.text
-
-
-async def test_calls_that_wait_for_a_worker_are_not_made_while_the_circuit_is_open(reward_file, tmp_path):
-    down, called = tmp_path / "down", tmp_path / "called"
-    reward = UserReward(
-        reward_file(f"""
-import os, time
-def compute_score(solution_str, **_):
-    with open({str(called)!r}, "a") as file:
-        file.write("x")
-    if os.path.exists({str(down)!r}):
-        time.sleep(0.05)
-        raise OSError("no judge")
-    return 1.0
-"""),
-        timeout_s=30,
-        workers=1,
-    )
-    breaker = Breaker(reward, at_once=MOST_AT_ONCE, withdraw=reward.withdraw)
-    await asyncio.gather(*(score_one(breaker, prompt(n), "") for n in range(50)))
-    down.touch()
-    called.unlink()
-    asked = [asyncio.create_task(score_one(breaker, prompt(n), "")) for n in range(60)]
-    while not breaker.is_paused:
-        await asyncio.sleep(0.01)
-    down.unlink()
-    scores = await asyncio.gather(*asked)
-    failures = [score.failure for score in scores if score.failure]
-    assert set(failures) == {"exception"} and STREAK <= len(failures) <= STREAK + 1
-    assert all(score.value == 1.0 for score in scores if not score.failure)
-    await breaker.close()

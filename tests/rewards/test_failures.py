@@ -59,18 +59,6 @@ async def test_named_numbers_beside_the_score_become_parts(reward):
     )
 
 
-async def test_what_a_worker_prints_is_bounded_and_said_once(reward_file, capfd):
-    reward = UserReward(
-        reward_file("def compute_score(answer):\n    print('x' * 100_000)\n    return 1.0"), timeout_s=30, workers=1
-    )
-    scores = [await score_one(reward, prompt(), "") for _ in range(3)]
-    await reward.close()
-    assert [score.value for score in scores] == [1.0] * 3
-    assert [score.detail.startswith("printed more than 16,384 bytes") for score in scores] == [True, False, False]
-    out, err = capfd.readouterr()
-    assert (out, len(err)) == ("", 16_384)
-
-
 @pytest.mark.parametrize(
     ("behaviour", "failure", "detail"),
     [

@@ -12,10 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncgrpo.guests import Guest
 from asyncgrpo.rewards import pool as pool_module
 from asyncgrpo.rewards.base import score_one
-from asyncgrpo.rewards.pool import MOST_AT_ONCE, Pool
+from asyncgrpo.rewards.pool import Pool
 from asyncgrpo.rewards.user import UserReward
 from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt, workers_of
@@ -99,92 +98,13 @@ async def test_a_cancelled_caller_leaves_the_pool_usable(has_begun, tmp_path):
     await reward.close()
 
 
-# -- calls that are sent together --------------------------------------------------------------------------------------
-
-
-async def quick(reward: UserReward) -> None:
-    """Show the pool that calls are quick, and start every worker."""
-    for _ in range(3):
-        await asyncio.gather(*(score_one(reward, prompt(), "one") for _ in range(50)))
-
-
 def together(reward: UserReward, *texts: str) -> list[asyncio.Task]:
     return [asyncio.create_task(score_one(reward, prompt(), text)) for text in texts]
 
 
-async def test_quick_calls_that_wait_are_sent_together(monkeypatch):
-    sizes = []
-    send = Guest.send
-    monkeypatch.setattr(Guest, "send", lambda self, some: sizes.append(len(some)) or send(self, some))
-    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
-    await quick(reward)
-    sizes.clear()
-    scores = await asyncio.gather(*together(reward, *(f"number {i}" for i in range(200))))
-    assert [score.value for score in scores] == list(range(200))
-    assert len(sizes) <= 10 and max(sizes) == MOST_AT_ONCE
-    assert all(score.seconds < 0.01 for score in scores)
-    await reward.close()
-
-
-async def test_a_long_call_keeps_none_that_was_sent_with_it_from_an_idle_worker(tmp_path):
-    reward, held = UserReward(BEHAVIOURS, timeout_s=30, workers=2), tmp_path / "held"
-    await quick(reward)
-    long, *others = together(reward, f"until {held}", *("one" for _ in range(30)))
-    assert [score.value for score in await asyncio.gather(*others)] == [1.0] * 30
-    assert held.exists() and not long.done()
-    held.unlink()
-    assert (await long).failure is None
-    await reward.close()
-
-
-async def test_a_call_that_is_taken_back_runs_once(reward_file, tmp_path):
-    held, ran = tmp_path / "held", tmp_path / "ran"
-    path = reward_file(
-        textwrap.dedent(f"""
-        import os, time
-        def compute_score(completion):
-            with open({str(ran)!r}, "a") as file:
-                file.write(completion + chr(10))
-            while completion == "held" and os.path.exists({str(held)!r}):
-                time.sleep(0.01)
-            return 1.0
-    """)
-    )
-    reward = UserReward(path, timeout_s=30, workers=2)
-    await quick(reward)
-    ran.write_text("")
-    held.write_text("")
-    texts = [str(number) for number in range(30)]
-    long, *others = together(reward, "held", *texts)
-    await asyncio.gather(*others)
-    held.unlink()
-    await asyncio.gather(long, *together(reward, "last", "last"))
-    assert sorted(ran.read_text().split()) == sorted(["held", "last", "last", *texts])
-    await reward.close()
-
-
-@pytest.mark.parametrize(("bad", "failure"), [("exits", "crash"), ("hang", "timeout"), ("raises", "exception")])
-async def test_of_calls_sent_together_only_the_one_that_ran_pays(bad, failure):
-    reward = UserReward(BEHAVIOURS, timeout_s=0.5, workers=1)
-    await quick(reward)
-    texts = ["one"] * 10 + [bad] + ["one"] * 20
-    scores = await asyncio.gather(*together(reward, *texts))
-    assert [score.failure for score in scores] == [None] * 10 + [failure] + [None] * 20
-    await reward.close()
-
-
-async def test_each_call_sent_together_has_the_whole_deadline():
-    reward = UserReward(BEHAVIOURS, timeout_s=0.5, workers=1)
-    await quick(reward)
-    scores = await asyncio.gather(*together(reward, *["a_tenth"] * 12))
-    assert [score.failure for score in scores] == [None] * 12
-    await reward.close()
-
-
-@pytest.mark.parametrize("are_sent_together", [False, True])
-async def test_close_ends_calls_that_run_and_calls_that_wait(are_sent_together):
+async def test_close_ends_calls_that_run_and_calls_that_wait():
     reward = UserReward(BEHAVIOURS, timeout_s=1000, workers=1)
-    await (quick(reward) if are_sent_together else score_one(reward, prompt(), "one"))
+    await score_one(reward, prompt(), "one")
     calls = together(reward, *["hang"] * 3)
     await asyncio.sleep(0.05)
     await reward.close()
@@ -246,59 +166,26 @@ def test_no_worker_survives_the_kill_of_its_parent():
     assert (len(gone), alive) == (3, [])
 
 
-def auto(most: int, monkeypatch, idle_cores: float = 8.0) -> UserReward:
-    monkeypatch.setattr(pool_module, "cores", lambda: most)
-    monkeypatch.setattr(pool_module, "LOOK_EVERY_S", 0.02)
-    reward = UserReward(BEHAVIOURS, timeout_s=30, workers="auto")
-    reward.pool._idle_cores = lambda: idle_cores
-    return reward
-
-
-async def load(reward: UserReward, calls: int) -> list[float]:
-    """How long each call waited."""
-    scores = await asyncio.gather(*(score_one(reward, prompt(), "a_tenth") for _ in range(calls)))
-    assert [score.value for score in scores] == [1.0] * calls
-    return [score.waited for score in scores]
-
-
-async def test_a_pool_that_follows_the_load_starts_workers_while_calls_wait_and_lets_idle_ones_go(monkeypatch):
-    reward = auto(3, monkeypatch)
+async def test_there_are_as_many_workers_as_calls_need():
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=2)
     before = value("reward_workers")
-    waited = await load(reward, 60)
-    assert max(waited) > 0.1
+    for _ in range(3):
+        assert (await score_one(reward, prompt(), "one")).value == 1.0
+    assert len(workers_of()) == 1
+    scores = await asyncio.gather(*together(reward, *["a_tenth"] * 6))
+    assert [score.value for score in scores] == [1.0] * 6
+    assert len(workers_of()) == 2 and value("reward_workers") == before + 2
+    waited = [score.waited for score in scores]
     # First come, first served. Two that are served at once had waited equally long but for what the machine took to ask.
     assert all(later > earlier - 0.05 for earlier, later in pairwise(waited)), waited
-    assert len(workers_of()) == 3 and value("reward_workers") == before + 3
-    monkeypatch.setattr(pool_module, "IDLE_S", 0.1)
-    while len(workers_of()) > 1:
-        await asyncio.sleep(0.02)
-    await asyncio.sleep(0.2)
-    assert len(workers_of()) == 1 and value("reward_workers") == before + 1, "the last one stays"
-    await load(reward, 2)
     await reward.close()
     assert workers_of() == [] and value("reward_workers") == before
 
 
-async def test_calls_one_after_the_other_need_one_worker(monkeypatch):
-    reward = auto(3, monkeypatch)
-    for _ in range(10):
-        await load(reward, 1)
-    assert len(workers_of()) == 1
-    await reward.close()
-
-
-async def test_no_worker_is_started_without_an_idle_core(monkeypatch):
-    reward = auto(3, monkeypatch, idle_cores=0.5)
-    await load(reward, 10)
-    assert len(workers_of()) == 1
-    await reward.close()
-
-
-async def test_a_call_that_hangs_does_not_keep_others_from_a_worker_of_their_own(monkeypatch):
-    reward = auto(2, monkeypatch)
-    await load(reward, 1)
+async def test_a_call_that_hangs_does_not_keep_others_from_a_worker_of_their_own():
+    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=2)
     hangs = asyncio.create_task(score_one(reward, prompt(), "hang"))
-    await load(reward, 3)
+    assert [score.value for score in await asyncio.gather(*together(reward, "one", "one", "one"))] == [1.0] * 3
     assert not hangs.done()
     await reward.close()
     assert (await hangs).failure == "aborted"
