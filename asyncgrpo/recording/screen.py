@@ -14,6 +14,7 @@ from statistics import fmean
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -96,11 +97,13 @@ def panel(
     *,
     border: str = "dim",
     wraps: bool = True,
+    done: float | None = None,
 ) -> Panel:
     """Return a run as a panel: its reward curve, its figures, and notes below them.
 
     Args:
         wraps: False: longer lines are cut, so that the panel keeps its height.
+        done: share of the run that is done, for a progress bar.
     """
     overflow = {"overflow": "fold"} if wraps else {"overflow": "ellipsis", "no_wrap": True}
     tables = []
@@ -114,7 +117,8 @@ def panel(
             before = name
     colour = next((colour for word, colour in _COLOURS.items() if state.startswith(word)), "white")
     heading = Text.assemble((f"{title}  ", "bold cyan"), (state, f"bold {colour}"))
-    body = Group(_Body(progress.rewards, tables[0]), tables[1])
+    bar = () if done is None else (ProgressBar(total=1.0, completed=done),)
+    body = Group(*bar, _Body(progress.rewards, tables[0]), tables[1])
     return Panel(body, title=heading, title_align="left", border_style=border, padding=(0, 1))
 
 
@@ -142,6 +146,7 @@ def render(progress: Progress, now: float | None = None) -> RenderableType:
         figures(progress),
         _notes(progress, now),
         wraps=False,
+        done=progress.share_done,
     )
 
 

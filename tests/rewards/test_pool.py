@@ -12,7 +12,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from asyncgrpo.rewards import pool as pool_module
 from asyncgrpo.rewards.base import score_one
 from asyncgrpo.rewards.pool import Pool
 from asyncgrpo.rewards.user import UserReward
