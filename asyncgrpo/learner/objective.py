@@ -393,7 +393,8 @@ def _pairs(
     """Compute the pairwise objective of the step: its gradient at every token, and its value on first tokens."""
     arguments = dict(settings.loss_args)
     with_reference = bool(arguments.pop("reference", False))
-    generator = torch.Generator().manual_seed(len(rollouts.completions))
+    # The same on every rank and in a replay, and another one in the next step.
+    generator = torch.Generator().manual_seed(int(rollouts.lengths.sum()))
     kind = str(arguments.pop("pairs", "best_worst"))
     has_trained_tokens = rollouts.is_trained & (rollouts.lengths > 0)
     rewards = torch.where(has_trained_tokens, rollouts.rewards, torch.nan)

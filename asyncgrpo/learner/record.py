@@ -151,8 +151,8 @@ class TrainingWatch:
         return (
             f"the policy has settled at a mean reward of {fmean(rewards):.4g}, where the best completion has {max(best):.4g}: "
             f"its entropy is {fmean(entropies):.2g} nats, from {before:.2g}, so it no longer explores; return to an earlier "
-            "checkpoint or restart, with a smaller learner.lr or a larger algorithm.entropy_coef, and check whether the "
-            "reward favours its present behaviour: asyncgrpo samples RUN --worst"
+            "checkpoint or restart with a smaller learner.lr, and check whether the reward favours its present behaviour: "
+            "asyncgrpo samples RUN --worst"
         )
 
     def _far(self) -> str | bool:

@@ -287,6 +287,8 @@ _FIXED = {
     "generators": "a replay has no generators",
     "weights": "a replay publishes no weights",
     "cluster": "a replay is one learner on this machine",
+    "environment": "it answered the completions",
+    "control": "a replay is not steered",
 }
 """Keys and sections that a replay cannot change, with the reason."""
 
