@@ -38,7 +38,7 @@ def test_the_best_splits_are_simulated(measured, asyncgrpo):
     planned = json.loads(asyncgrpo("plan", "--gpus", "3", "--json").out)["options"]
     (row,) = json.loads(asyncgrpo("simulate", "--gpus", "3", "--splits", "1", "--json").out)
     assert row["split"] == planned[0]["split"] and row["formula"]["step_s"] == planned[0]["step_s"]
-    assert row["step_s"] == pytest.approx(planned[0]["step_s"], rel=0.15)
+    assert row["step_s"] == pytest.approx(planned[0]["step_s"], rel=0.2)
     assert row["step_s"] != planned[0]["step_s"], "simulated, not computed"
     table = asyncgrpo("simulate", "--gpus", "3", "--splits", "1").out.splitlines()
     assert table[1].split()[:3] == ["split", "s/step", "formula"] and len(table) == 3

@@ -448,14 +448,21 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
 
 @pytest.mark.parametrize("plane", ["gloo"], indirect=True)
 def test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to(plane, monkeypatch):
-    came = iter(["0" * 16])
-    real = receiving.digest_pieces
-    monkeypatch.setattr(receiving, "digest_pieces", lambda *given: next(came, real(*given)))
-    plane.add("generator-0", engine := Engine())
+    real, swaps_before = receiving.digest_pieces, list[int]()
+    engine = Engine()
+
+    def digest_pieces(*given: object) -> str:
+        found = real(*given)
+        if swaps_before:
+            time.sleep(0.5)  # time for a swap that must not be
+        swaps_before.append(engine.num_swaps)
+        return found if len(swaps_before) > 1 else "0" * 16
+
+    monkeypatch.setattr(receiving, "digest_pieces", digest_pieces)
+    plane.add("generator-0", engine)
     plane.wait_for(1)
     publication = plane.publish(0)
-    assert publication.attempts == 2 and next(came, None) is None
-    assert engine.num_swaps == 1
+    assert publication.attempts == 2 and swaps_before == [0, 0]
     assert_holds(engine, weights(0))
 
 
