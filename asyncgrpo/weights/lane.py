@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Literal
@@ -82,8 +82,7 @@ class Broadcaster:
             started = time.monotonic()
             with group.beside():
                 for bucket in self._stream.buckets(piece_bytes):
-                    parts = [flat[start:end] for start, end in bucket]
-                    group.broadcast((parts[0] if len(parts) == 1 else torch.cat(parts)).to(group.device))
+                    send_bucket(group, flat, bucket)
             self.seconds = time.monotonic() - started
             return group
 
@@ -128,17 +127,33 @@ def _close(group: WeightGroup | None) -> None:
         group.close()
 
 
+def send_bucket(group: WeightGroup, flat: Tensor, bucket: list[tuple[int, int]]) -> None:
+    """Send the runs of one bucket of `flat`, [num_bytes] uint8 on the CPU."""
+    packed, pairs = _packed(group, flat, bucket)
+    for part, place in pairs:
+        place.copy_(part)
+    group.broadcast(packed)
+
+
 def receive_bucket(group: WeightGroup, flat: Tensor, bucket: list[tuple[int, int]]) -> None:
-    """Receive one bucket of a broadcast into its runs of `flat`, [num_bytes] uint8 on the CPU."""
-    parts = [flat[start:end] for start, end in bucket]
-    is_direct = len(parts) == 1 and group.device.type == "cpu"
-    sizes = [len(part) for part in parts]
-    packed = parts[0] if is_direct else torch.empty(sum(sizes), dtype=torch.uint8, device=group.device)
+    """Receive one bucket of a broadcast into its runs of `flat`."""
     with group.beside():
+        packed, pairs = _packed(group, flat, bucket)
         group.broadcast(packed)
-        if not is_direct:
-            for part, came in zip(parts, packed.split(sizes), strict=True):
-                part.copy_(came)
+        for part, place in pairs:
+            part.copy_(place)
+
+
+def _packed(
+    group: WeightGroup, flat: Tensor, bucket: list[tuple[int, int]]
+) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor]]]:
+    """Return a buffer for a bucket, and each run with its place there. One run in host memory is its own buffer."""
+    parts = [flat[start:end] for start, end in bucket]
+    if len(parts) == 1 and group.device.type == "cpu":
+        return parts[0], iter(())
+    sizes = [len(part) for part in parts]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8, device=group.device)
+    return packed, zip(parts, packed.split(sizes), strict=True)
 
 
 class GroupLane(Broadcaster):
