@@ -76,7 +76,7 @@ def test_a_policy_that_has_settled_halfway_is_said_once_with_what_to_turn():
     found = [(step, text) for step, about, text in warnings_of("reverse, parts") if about == "entropy"]
     ((step, text),) = found
     assert 40 <= step <= 81 and "settled at a mean reward of 0.6" in text and "where the best completion has 1:" in text
-    assert "learner.lr" in text and "algorithm.entropy_coef" in text
+    assert "smaller learner.lr" in text and "asyncgrpo samples RUN --worst" in text
 
 
 def test_updates_that_are_too_large_are_said_before_anything_else():
