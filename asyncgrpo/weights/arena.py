@@ -26,7 +26,7 @@ from asyncgrpo.errors import WeightsError
 from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.delta import Span, State
-from asyncgrpo.weights.digest import BLOCK, add_digests, digest
+from asyncgrpo.weights.digest import BLOCK, SHARE_BYTES, add_digests, digest, digest_pieces
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +74,6 @@ class Layout:
         places = zip(self.tensors, self.offsets, strict=True)
         return [Span(start, size_bytes(info), dtype_of(info).itemsize, start) for info, start in places]
 
-    def slices(self, size: int) -> Iterator[tuple[int, int]]:
-        """Yield start and end of each piece of at most `size` bytes; `size` is a multiple of `ALIGNMENT`."""
-        for start in range(0, self.num_bytes, size):
-            yield start, min(start + size, self.num_bytes)
-
 
 class Stream:
     """The bytes of a publication that one process sends: runs in the order of their offsets."""
@@ -117,6 +112,10 @@ class Stream:
                 start, room = stop, room - (stop - start)
         if bucket:
             yield bucket
+
+    def digest(self, flat: Tensor) -> str:
+        """Return the digest of these runs of a publication, [num_bytes] uint8; 16 hex digits."""
+        return digest_pieces(flat, (run for bucket in self.buckets(SHARE_BYTES) for run in bucket))
 
 
 def digest_of(layout: Layout, tensors: Iterator[tuple[TensorInfo, Tensor]]) -> str:

@@ -31,7 +31,7 @@ from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Slot, Stream
 from asyncgrpo.weights.delta import Delta, State
-from asyncgrpo.weights.digest import SHARE_BYTES, add_digests, digest_pieces
+from asyncgrpo.weights.digest import add_digests
 from asyncgrpo.weights.group import Backend
 from asyncgrpo.weights.lane import DeltaLane, GroupLane, delta_byte_budget
 from asyncgrpo.weights.publication import Member, Publication, Round, SyncCheck
@@ -380,8 +380,7 @@ class Publisher:
             slot.readers.add(HASHING)
             self._newest, self._preparing = slot, None
         self._offer_to_near()
-        runs = (run for bucket in self._streams[0].buckets(SHARE_BYTES) for run in bucket)
-        slot.digest = add_digests([digest_pieces(slot.flat, runs), *rows.values()])
+        slot.digest = add_digests([self._streams[0].digest(slot.flat), *rows.values()])
         if (round_ := self._rounds.get(cast(PolicyVersion, slot.version))) is not None:
             round_.digest = slot.digest
         self._release(HASHING)

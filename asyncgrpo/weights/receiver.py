@@ -23,7 +23,7 @@ from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout, MappedArenas, SharedTensors, Staging, Stream
 from asyncgrpo.weights.delta import Delta, State, apply
-from asyncgrpo.weights.digest import SHARE_BYTES, digest_pieces
+from asyncgrpo.weights.digest import digest_pieces
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
 from asyncgrpo.weights.lane import Arriving, receive_bucket
 from asyncgrpo.wire import Message
@@ -257,7 +257,7 @@ class Receiver:
         for delta in deltas:
             apply(delta, staging.flat, holds)
             holds = delta.after
-        return staging, digest_pieces(staging.flat, layout.slices(SHARE_BYTES))
+        return staging, Stream([(0, layout.num_bytes)]).digest(staging.flat)
 
     def _free_staging(self, layout: Layout) -> Staging:
         """Return a staging buffer that the engine is not loading. A version that waits in it is discarded.

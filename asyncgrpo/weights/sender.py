@@ -11,7 +11,6 @@ from functools import partial
 from queue import SimpleQueue
 
 from asyncgrpo.weights.arena import Arenas, IsWritten, Stream
-from asyncgrpo.weights.digest import SHARE_BYTES, digest_pieces
 from asyncgrpo.weights.group import visit_store
 from asyncgrpo.weights.lane import Broadcaster
 from asyncgrpo.wire.sockets import Client, Keys
@@ -85,8 +84,7 @@ class Sender:
         if self._pending is None or not self._pending[2]():
             return
         (slot, writes, _), self._pending = self._pending, None
-        runs = (run for bucket in self._stream.buckets(SHARE_BYTES) for run in bucket)
-        digest = digest_pieces(self._arenas.slots[slot], runs)
+        digest = self._stream.digest(self._arenas.slots[slot])
         self._client.send(RowsWritten(sender=self._number, slot=slot, writes=writes, digest=digest))
 
     def _broadcast(self) -> None:

@@ -21,7 +21,7 @@ from asyncgrpo.errors import EngineError, WeightsError
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights import receiver as receiving
-from asyncgrpo.weights.arena import Arenas, Layout, MappedArenas, digest_of
+from asyncgrpo.weights.arena import Arenas, Layout, MappedArenas, Stream, digest_of
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -490,7 +490,7 @@ def test_the_layout_holds_every_tensor_once_and_aligns_each():
         info.name for info in LAYOUT
     ]
     assert all(start % 64 == 0 for start in (*layout.offsets, layout.num_bytes))
-    assert [*layout.slices(2**20)][-1][1] == layout.num_bytes
+    assert [*Stream([(0, layout.num_bytes)]).buckets(2**20)][-1][-1][1] == layout.num_bytes
 
 
 RECEIVER = """

@@ -10,10 +10,8 @@ import torch
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights import delta
+from asyncgrpo.weights import arena, delta
 from asyncgrpo.weights import digest as hashing
-from asyncgrpo.weights import publisher as publishing
-from asyncgrpo.weights import receiver as receiving
 from asyncgrpo.weights.digest import digest, spread
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -91,8 +89,7 @@ def test_a_delta_by_three_threads_is_that_of_one(three, monkeypatch):
 
 @pytest.mark.parametrize("way", ["mapped", "gloo"])
 def test_a_publication_by_three_threads_is_proved_as_by_one(three, monkeypatch, way: str):
-    for module in (publishing, receiving):
-        monkeypatch.setattr(module, "SHARE_BYTES", 2**20)
+    monkeypatch.setattr(arena, "SHARE_BYTES", 2**20)
     host = "127.0.0.1"
     publisher = Publisher(
         WeightsConfig(timeout_s=20.0), maps=way == "mapped", backend="gloo", bind=host, host=host, keys=None
