@@ -5,7 +5,7 @@ may gather tensor by tensor. A tied tensor appears once, under its first name. A
 (experts of a mixture) is gathered once and split. Adapters are merged into their base, each row by the rank that owns it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -149,14 +149,9 @@ def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, fla
 
 def fill_parts(parts: Iterator[Part], layout: Layout, flat: Tensor) -> IsWritten | None:
     """Copy one rank's parts to their places. Returns as `fill_arena`."""
-    places = {info.name: view.view(-1) for info, view in layout.views(flat)}
-    return copy_parts((places[name][start : start + tensor.numel()], tensor) for name, start, tensor in parts)
-
-
-def copy_parts(pairs: Iterable[tuple[Tensor, Tensor]]) -> IsWritten | None:
-    """Copy each second tensor into the first of its pair, [n], on the CPU. Returns as `fill_arena`."""
-    is_cuda = False
-    for place, tensor in pairs:
+    places, is_cuda = {info.name: view.view(-1) for info, view in layout.views(flat)}, False
+    for name, start, tensor in parts:
+        place = places[name][start : start + tensor.numel()]
         place.view(tensor.shape).copy_(tensor, non_blocking=True)
         is_cuda = is_cuda or tensor.is_cuda
     return copied() if is_cuda else None

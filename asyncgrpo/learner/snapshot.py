@@ -123,7 +123,7 @@ class Snapshot:
         elif self._arenas is not None:
             slot = start // stride(self._layout)
             writes = self._arenas.begin(slot)
-            is_written = self._lead(self._arenas.slots[slot], self._map(self._arenas.file).flags)
+            is_written = self._lead(self._arenas.slots[slot], self._arenas.flags)
             assert self._sender is not None, "`connect` comes first"
             self._sender.written(slot, writes, is_written)
         else:

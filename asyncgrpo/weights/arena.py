@@ -148,13 +148,14 @@ class Arenas:
             self.file = name
             self.memory = _map(SHARED_MEMORY / name, size)
         self.slots = [self.memory[i * stride(layout) :][: layout.num_bytes] for i in range(count)]
+        self.flags = _flags(self.memory)
+        """As `MappedArenas` has them."""
         self._unpin: Callable[[], object] | None = None
 
     def begin(self, slot: int) -> int:
         """Count a write of a slot. Returns the number of writes."""
-        flags = _flags(self.memory)
-        flags[_counter(slot)] += 1
-        return int(flags[_counter(slot)])
+        self.flags[_counter(slot)] += 1
+        return int(self.flags[_counter(slot)])
 
     def pin(self) -> None:
         """Pin the pages for this process's GPU."""
