@@ -54,10 +54,10 @@ class _Source:
         up, down = self.adapter.scale * gather(self.adapter.b), gather(self.adapter.a)
         return merge(gather(self.tensor), up, down, self.dtype)
 
-    def rows(self) -> Tensor:
-        """Return the merged rows of this rank. Collective with an adapter."""
+    def rows(self, *, merged: bool = True) -> Tensor:
+        """Return the rows of this rank. Collective if an adapter is merged into them."""
         rows = cast(DTensor, self.tensor.detach()).to_local()
-        if self.adapter is not None:
+        if merged and self.adapter is not None:
             up = self.adapter.scale * cast(DTensor, self.adapter.b.detach()).to_local()
             rows = merge(rows, up, gather(self.adapter.a.detach()), self.dtype)
         return rows
@@ -111,17 +111,20 @@ class PublishedWeights:
                 yield _info(name, piece), piece
 
     @torch.no_grad()
-    def parts(self, rank: int) -> Iterator[Part]:
+    def parts(self, rank: int, *, merged: bool = True) -> Iterator[Part]:
         """Yield the parts of a publication that this rank writes.
 
         All ranks together write every element once. Collective: some tensors are gathered and written by rank 0.
+
+        Args:
+            merged: False: rows lack their adapters, for a caller that needs shapes only.
         """
         for source in self._sources:
             if source.pieces is None:
                 pieces = disk_pieces(self._model, source.name, source.whole())
                 yield from ((name, 0, piece) for name, piece in pieces.items() if rank == 0)
                 continue
-            start, rows = source.first_row, source.rows()
+            start, rows = source.first_row, source.rows(merged=merged)
             if source.pieces.is_same:
                 (name,) = source.pieces.parts
                 yield name, start * rows.shape[1:].numel(), rows

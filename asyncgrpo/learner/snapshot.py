@@ -166,7 +166,7 @@ class Snapshot:
         """Compute start and end of each part of this rank in a publication, bytes. Collective."""
         places = {info.name: (info, at) for info, at in zip(self._layout.tensors, self._layout.offsets, strict=True)}
         runs = []
-        for name, first, tensor in self._parts():
+        for name, first, tensor in self._sent.parts(self._rank, merged=False):
             info, at = places[name]
             start = at + first * dtype_of(info).itemsize
             runs.append((start, start + tensor.numel() * dtype_of(info).itemsize))
