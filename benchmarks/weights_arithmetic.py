@@ -17,8 +17,8 @@ NICS = {"400 Gb/s": 50 * GB, "25 GbE": 3.125 * GB}
 """One for each machine. NCCL's ring enters a machine once, and its engines pass the bytes on."""
 CORES, DIGEST = 8, 13.7 * GB
 """Cores of the process that digests, and the bytes that each digests in a second."""
-FEWER, ENCODE, APPLY, ENCRYPT = 33.7, 2.1 * GB, 15 * GB, 0.5 * GB
-"""A delta at a learning rate of 1e-6, and the rates of one core; all deltas pass one encrypting thread."""
+FEWER, COMPARE, APPLY = 33.7, 2.5 * GB, 8.5 * GB
+"""Ratio of the bytes of all weights to a delta at a learning rate of 1e-6, and the rates of one core."""
 
 
 def stages(parameters: float, tensor_parallel: int, gpus: int, nic: float) -> dict[str, float]:
@@ -33,14 +33,13 @@ def stages(parameters: float, tensor_parallel: int, gpus: int, nic: float) -> di
 
 
 def delta(parameters: float, tensor_parallel: int, gpus: int, nic: float) -> float | None:
-    """Return the seconds of a publication by deltas; None if none are made."""
-    if gpus <= GPUS_OF_A_MACHINE or gpus // 2 > GPUS_OF_A_MACHINE:
+    """Return the seconds of a publication by deltas; None where they are not used."""
+    size, local = 2 * parameters, stages(parameters, tensor_parallel, gpus, nic)
+    compare = size / (CORES * COMPARE)
+    if not GPUS_OF_A_MACHINE < gpus <= 2 * GPUS_OF_A_MACHINE or compare > size / nic:
         return None
-    size, engines = 2 * parameters, gpus // 2 // tensor_parallel
-    sent = max(engines * size / FEWER / ENCRYPT, engines * size / FEWER / nic)
-    local = stages(parameters, tensor_parallel, gpus, nic)
     fixed = local["stall"] + local["digest"] + local["pause"]
-    return fixed + size / (CORES * ENCODE) + sent + size / (CORES * APPLY) + size / (CORES * DIGEST)
+    return fixed + compare + size / FEWER / nic + size / (CORES * APPLY) + size / (CORES * DIGEST)
 
 
 def main() -> None:
