@@ -484,11 +484,21 @@ class GeneratorConfig(Section, frozen=True):
     """Restarts per hour of one generator, or of buffer and learner, before the run fails."""
 
 
+class ParallelConfig(Section, frozen=True):
+    """How learner ranks divide a step; the rest is FSDP."""
+
+    context: PositiveInt = 1
+    """Learner ranks that run one packed row of tokens together."""
+    expert: PositiveInt = 1
+    """Learner ranks that hold the experts of a mixture together, each some of them whole."""
+
+
 class LearnerConfig(Section, frozen=True):
     """Training."""
 
     ranks: PositiveInt = 1
     """Number of learner processes; FSDP2 shards the model over them."""
+    parallel: ParallelConfig = ParallelConfig()
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device of the learner; auto: cuda if a GPU is found."""
     lr: PositiveFloat = 1e-6

@@ -401,13 +401,14 @@ def pack(
     share_prompts: bool = True,
     pair_cost: float = 0.0,
     skip_zero_advantage: bool = False,
+    multiple: int = 1,
 ) -> StepBatch:
     """Return this rank's micro-batches of a minibatch.
 
     Args:
         groups: all groups of the minibatch, equal on all ranks.
         version: of the learner's weights, to mark the tokens that they sampled; None: mark no token.
-        rank, world: index of this rank, and number of ranks.
+        rank, world: index of this rank, and number of ranks. Ranks that run rows together count as one.
         tokens_per_microbatch: budget of a micro-batch; only a single longer sequence exceeds it.
         advantage: a name in `algorithms.advantages.ESTIMATORS`, or `gae`, which leaves 0 for the critic to replace.
         group_size: completions from this index on are greedy baselines; None: no baselines.
@@ -416,13 +417,14 @@ def pack(
         share_prompts: compute a prompt once for its completions in one micro-batch.
         pair_cost: cost of a query-key pair of attention, in tokens, to balance micro-batches over ranks.
         skip_zero_advantage: leave completions with advantage 0 out of the micro-batches, because they have no gradient.
+        multiple: of the tokens of a row.
     """
     largest = max((len(group.rollouts) for group in groups), default=0)
     rollouts = read_rollouts(groups, group_size=largest if group_size is None else group_size, shaping=shaping)
     advantages = rollouts.advantages(advantage)
     in_group = torch.zeros(len(groups), dtype=torch.int64)
     in_group.index_add_(0, rollouts.groups, rollouts.lengths * rollouts.is_trained)
-    rows = _Rows(groups, rollouts, advantages, in_group[rollouts.groups], version, share_prompts)
+    rows = _Rows(groups, rollouts, advantages, in_group[rollouts.groups], version, share_prompts, multiple)
     has_tokens = rollouts.lengths > 0
     is_skipped = (advantages == 0) & skip_zero_advantage
     dealt = rows.deal(has_tokens & ~is_skipped, world, tokens_per_microbatch, pair_cost)
@@ -454,7 +456,9 @@ class _Rows:
         tokens_in_group: Tensor,
         version: PolicyVersion | None,
         share_prompts: bool,
+        multiple: int,
     ) -> None:
+        self.multiple = multiple
         self.prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups]
         self.rollouts, self.advantages, self.tokens_in_group = rollouts, advantages, tokens_in_group
         self.version, self.share_prompts = version, share_prompts
@@ -476,13 +480,13 @@ class _Rows:
         return [[[[members[p.group][a] for a in p.rollouts] for p in row] for row in rows] for rows in dealt]
 
     def build(self, pieces: list[list[int]]) -> PackedBatch:
-        """Build one micro-batch. Without completions it has a single dummy token, so that the model can run."""
+        """Build one micro-batch. Dummy tokens fill it up to a multiple, and give the model something to run without pieces."""
         layout = _Layout()
         for piece in pieces:
             prompt = self.prompts[int(self.rollouts.groups[piece[0]])]
             layout.add(prompt, [self.rollouts.completions[rollout] for rollout in piece], self.share_prompts)
-        if not pieces:
-            layout.add(np.zeros(1, np.int64), [], True)
+        if missing := -layout.size % self.multiple or (0 if pieces else self.multiple):
+            layout.add(np.zeros(missing, np.int64), [], True)
         chosen = [rollout for piece in pieces for rollout in piece]
         index = torch.tensor(chosen, dtype=torch.int64)
         sampled, lengths = self.sampled(index), self.rollouts.lengths[index]
