@@ -35,6 +35,7 @@ from asyncgrpo.learner.loading import ShardReader
 from asyncgrpo.learner.objective import MicrobatchObjective
 from asyncgrpo.learner.packing import PackedBatch
 from asyncgrpo.learner.parallel import ALONE, Ranks, Row, distribute_experts, refuse_layout
+from asyncgrpo.learner.routing import Routers
 from asyncgrpo.weights.files import disk_tensors
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class TokenScorer(nn.Module):
     ) -> None:
         super().__init__()
         self.language_model, self.row = language_model, row
+        self.routers = Routers(language_model)
         self.temperature = temperature
         self.is_compiled = False
         """True if the head's loss is compiled."""
@@ -97,12 +99,12 @@ class TokenScorer(nn.Module):
             temperature: of scores without an objective; None: the sampling temperature.
         """
         hidden, weight, share = self._read(batch), self.head.weight, self.row.own(len(batch.targets))
-        targets = batch.targets[share]
+        targets, kept = batch.targets[share], batch.kept and batch.kept.at(share)
         if objective is None:
-            scores = score(hidden, weight, targets, temperature=temperature or self.temperature)
+            scores = score(hidden, weight, targets, temperature=temperature or self.temperature, kept=kept)
             return self._scored(None, scores, hidden, batch)
         if not is_elementwise:
-            scores = score(hidden.detach(), weight, targets, temperature=self.temperature)
+            scores = score(hidden.detach(), weight, targets, temperature=self.temperature, kept=kept)
             objective.use_scores(self._all(scores, batch))
 
         def of_share(tokens: slice, scores: TokenScores) -> LossGradients:
@@ -114,6 +116,7 @@ class TokenScorer(nn.Module):
             targets,
             of_share,
             temperature=self.temperature,
+            kept=kept,
             reference=reference,
             is_compiled=self.is_compiled,
         )
@@ -122,6 +125,7 @@ class TokenScorer(nn.Module):
     def _read(self, batch: PackedBatch) -> Tensor:
         """Return [n, D] last hidden states of the positions before this rank's share of the sampled tokens."""
         mine = self.row.own(len(batch.token_ids))
+        self.routers.replay(None if batch.routes is None else batch.routes[mine])
         output = self.language_model.get_decoder()(
             input_ids=batch.token_ids[None, mine],
             position_ids=batch.position_ids[None, mine],

@@ -30,6 +30,7 @@ from asyncgrpo.algorithms.advantages import (
 )
 from asyncgrpo.config.schema import CRITIC, Config
 from asyncgrpo.learner.attention import Family, Segments
+from asyncgrpo.learner.head import Kept
 from asyncgrpo.types import Completion, Group, PolicyVersion, Rollout
 
 # -- completions and their rewards -------------------------------------------------------------------------------------
@@ -341,6 +342,10 @@ class PackedBatch:
     """[S] int64, index of each completion in the step."""
     tokens_in_group: Tensor
     """[S] int64, trained tokens of the completion's group in the full step."""
+    kept: Kept | None = None
+    """Tokens that each of the N could be sampled from; None: the whole vocabulary."""
+    routes: Tensor | None = None
+    """[T, layers, K] int16, experts that the generator's routers chose, -1 where that is unknown; None: not replayed."""
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Return the batch on another device."""
@@ -352,8 +357,12 @@ class PackedBatch:
         return replace(self, advantages=advantages.to(self.mask.device, torch.float32))
 
 
-def _moved(value: Tensor | Segments, device: torch.device) -> Tensor | Segments:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Kept):
+        return Kept(*(part.to(device, non_blocking=True) for part in value))
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return value if value is None else value.to(device)
 
 
 @dataclass(frozen=True)
@@ -507,6 +516,8 @@ class _Rows:
             ).repeat_interleave(lengths),
             rollouts=index,
             tokens_in_group=self.tokens_in_group[index],
+            kept=_kept(completions),
+            routes=_routes(layout.sources),
         )
 
     def sampled(self, index: Tensor) -> SampledTokens:
@@ -528,6 +539,8 @@ class _Layout:
         self.token_ids: list[np.ndarray] = []
         self.position_ids: list[np.ndarray] = []
         self.read_at: list[np.ndarray] = []
+        self.sources: list[tuple[np.ndarray | None, int, int]] = []
+        """Of each run of tokens: routes of a completion, and the run's start and end among its tokens."""
         self.families: list[Family] = []
 
     def add(self, prompt: np.ndarray, completions: Sequence[Completion], share_prompt: bool) -> None:
@@ -536,12 +549,12 @@ class _Layout:
         Observations are run like sampled tokens. No loss is computed for them, because no position before them is read.
         """
         if share_prompt and len(completions) != 1:
-            start = self._run(prompt, 0)
+            start = self._run(prompt, 0, completions[0].routes if completions else None)
             prefix = (start, self.size)
             self.families.append(Family((start, start), prefix))
             bounds = [self.size]
             for completion in completions:
-                first = self._run(completion.all_token_ids[: _num_run(completion)], len(prompt))
+                first = self._run(completion.all_token_ids[: _num_run(completion)], len(prompt), completion.routes)
                 places = completion.sampled_at
                 self.read_at.append(np.where(places == 0, prefix[1] - 1, first + places - 1))
                 bounds += [self.size] * (self.size > first)
@@ -549,12 +562,14 @@ class _Layout:
                 self.families.append(Family(prefix, tuple(bounds)))
         else:
             for completion in completions:
-                first = self._run(np.concatenate([prompt, completion.all_token_ids[: _num_run(completion)]]), 0)
+                tokens = np.concatenate([prompt, completion.all_token_ids[: _num_run(completion)]])
+                first = self._run(tokens, 0, completion.routes)
                 self.read_at.append(first + len(prompt) + completion.sampled_at - 1)
                 self.families.append(Family((first, first), (first, self.size)))
 
-    def _run(self, token_ids: np.ndarray, position: int) -> int:
+    def _run(self, token_ids: np.ndarray, position: int, routes: np.ndarray | None) -> int:
         """Append tokens and return their start."""
+        self.sources.append((routes, position, position + len(token_ids)))
         self.token_ids.append(token_ids)
         self.position_ids.append(np.arange(position, position + len(token_ids)))
         self.size += len(token_ids)
@@ -563,6 +578,30 @@ class _Layout:
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False))
+
+
+def _kept(completions: Sequence[Completion]) -> Kept | None:
+    if all(completion.kept is None for completion in completions):
+        return None
+    nothing = np.zeros(0, np.int32)
+    ids = [nothing if c.kept is None else c.kept.ids for c in completions]
+    counts = [np.zeros(len(c.token_ids), np.int64) if c.kept is None else c.kept.counts for c in completions]
+    return Kept(_joined(ids, np.int64), _joined(counts, np.int64).cumsum(0))
+
+
+def _routes(sources: Sequence[tuple[np.ndarray | None, int, int]]) -> Tensor | None:
+    """Return [T, layers, K] int16 of consecutive runs of tokens; None: no route is known."""
+    known = next((routes for routes, _, _ in sources if routes is not None), None)
+    if known is None:
+        return None
+    joined = np.full((sum(end - start for _, start, end in sources), *known.shape[1:]), -1, np.int16)
+    at = 0
+    for routes, start, end in sources:
+        if routes is not None:
+            part = routes[start:end]
+            joined[at : at + len(part)] = part
+        at += end - start
+    return torch.from_numpy(joined)
 
 
 def _num_run(completion: Completion) -> int:
