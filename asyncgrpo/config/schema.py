@@ -83,6 +83,8 @@ class ModelConfig(Section, frozen=True):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the forward pass, of published weights and of the engines."""
     lora: LoraConfig = LoraConfig()
+    routing_replay: Literal["off", "rollout"] = "off"
+    """Experts of a mixture that the learner takes for each token; rollout: those that the engine took when it sampled."""
 
 
 def is_file(source: str) -> bool:

@@ -53,18 +53,23 @@ class Row:
 
     def by_heads(self, x: Tensor) -> Tensor:
         """Exchange [T / size, H, D] for [T, H / size, D]. Collective."""
+        if self._group is None:
+            return x
         tokens, heads, width = x.shape
         parts = x.reshape(tokens, self.size, heads // self.size, width).transpose(0, 1).flatten(0, 1)
         return self._exchange(parts)
 
     def by_tokens(self, x: Tensor) -> Tensor:
         """Exchange [T, H / size, D] for [T / size, H, D]. Collective."""
+        if self._group is None:
+            return x
         parts = self._exchange(x).unflatten(0, (self.size, -1))
         return parts.transpose(0, 1).flatten(1, 2)
 
     def shared_by_heads(self, x: Tensor) -> Tensor:
         """Exchange keys or values [T / size, G, D], where G may be too few to divide: each is repeated as often as needed."""
-        return self.by_heads(x.repeat_interleave(self.size // gcd(x.shape[1], self.size), 1))
+        copies = self.size // gcd(x.shape[1], self.size)
+        return self.by_heads(x if copies == 1 else x.repeat_interleave(copies, 1))
 
     def read(self, hidden: Tensor, read_at: Tensor) -> Tensor:
         """Return this rank's share of the hidden states at N positions of the row. Collective.
@@ -73,7 +78,7 @@ class Row:
             hidden: [T / size, D] of this rank's tokens.
             read_at: [N] int64.
         """
-        if self.size == 1:
+        if self._group is None:
             return hidden.index_select(0, read_at)
         owner, mine = read_at // len(hidden), self.own(len(read_at))
         reader = torch.arange(len(read_at), device=read_at.device) // max(1, self._share(len(read_at)))
@@ -85,7 +90,7 @@ class Row:
 
     def all(self, x: Tensor, length: int) -> Tensor:
         """Return the shares of all ranks, [length], with gradient for this rank's own. Collective."""
-        if self.size == 1:
+        if self._group is None:
             return x
         padded = x.new_zeros(self._share(length))
         padded[: len(x)] = x.detach()
@@ -98,7 +103,8 @@ class Row:
         return -(-length // self.size)
 
     def _exchange(self, x: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
-        return x if self._group is None else all_to_all(x.contiguous(), received, sent, self._group)
+        assert self._group is not None
+        return all_to_all(x.contiguous(), received, sent, self._group)
 
 
 ALONE = Row()

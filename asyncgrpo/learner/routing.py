@@ -20,40 +20,36 @@ class Routers:
     """The routers of one model, in the order of their layers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._routers: list[Any] = [module for module in model.modules() if type(module).__name__.endswith(NAMES)]
-        self._chosen: list[Tensor | None] = [None] * len(self._routers)
-        self._loads: list[Tensor | int] = [0] * len(self._routers)
-        for number, router in enumerate(self._routers):
-            router.forward = self._replaying(number, router.forward, router)
-
-    def __len__(self) -> int:
-        return len(self._routers)
+        self._chosen: dict[int, Tensor] = {}
+        self._loads: dict[int, Tensor] = {}
+        for name, module in model.named_modules():
+            if type(module).__name__.endswith(NAMES):
+                layer = int(next(part for part in name.split(".") if part.isdigit()))
+                module.forward = self._replaying(layer, module.forward, module)
 
     def replay(self, routes: Tensor | None) -> None:
         """Use these choices in the next forward pass, and in its recomputation.
 
         Args:
-            routes: [T, layers, K] integers; rows of -1 keep the live choice. None: all choices are live.
+            routes: [T, layers, K] integers, for all layers of the model; rows of -1 keep the live choice. None: all choices
+                are live.
         """
-        self._chosen = [None] * len(self) if routes is None else [one.long() for one in routes.unbind(1)]
+        self._chosen = {} if routes is None else {layer: one.long() for layer, one in enumerate(routes.unbind(1))}
 
     def take_loads(self) -> Tensor | None:
-        """Return tokens by layer and expert, [layers, E] float64, since the last call; None without a mixture."""
-        loads, self._loads = self._loads, [0] * len(self)
-        return (
-            torch.stack([torch.as_tensor(load) for load in loads]).double()
-            if any(map(torch.is_tensor, loads))
-            else None
-        )
+        """Return the tokens that each expert was trained with since the last call, [routers, E]; None without a mixture."""
+        loads, self._loads = self._loads, {}
+        return torch.stack([loads[layer] for layer in sorted(loads)]) if loads else None
 
-    def _replaying(self, number: int, forward: Callable[..., Any], router: Any) -> Callable[..., Any]:
+    def _replaying(self, layer: int, forward: Callable[..., Any], router: Any) -> Callable[..., Any]:
         @torch.compiler.disable
         def replaying(*args: Any, **kwargs: Any) -> Any:
             experts = router.weight.shape[0]
-            with _Chosen(self._chosen[number], experts) as chosen:
+            with _Chosen(self._chosen.get(layer), experts) as chosen:
                 found = forward(*args, **kwargs)
             if torch.is_grad_enabled() and chosen.taken is not None:
-                self._loads[number] = self._loads[number] + chosen.taken.flatten().bincount(minlength=experts)
+                load = chosen.taken.flatten().bincount(minlength=experts)
+                self._loads[layer] = self._loads[layer] + load if layer in self._loads else load
             return found
 
         return replaying

@@ -17,7 +17,7 @@ NEEDED = ["model.path=/models/a", "data.train=/data/train.jsonl"]
 
 # fmt: off
 APPLIED = frozenset({
-    "model.dtype",
+    "model.dtype", "model.routing_replay",
     "data.eval", "data.eval_rows", "data.curriculum",
     "run.steps", "run.epochs", "run.checkpoint_every", "run.keep_checkpoints", "run.eval_every", "run.loggers",
     "run.samples_every", "run.keep_samples",
@@ -51,7 +51,7 @@ APPLIED = frozenset({
     "generators.extra", "generators.ray_resources",
     "generators.restarts",
     "control.port", "control.bind",
-    "learner.ranks", "learner.device", "learner.lr", "learner.warmup_steps", "learner.lr_schedule",
+    "learner.ranks", "learner.parallel.context", "learner.parallel.expert", "learner.device", "learner.lr", "learner.warmup_steps", "learner.lr_schedule",
     "learner.lr_min_ratio", "learner.full_lr_signal",
     "learner.betas", "learner.weight_decay",
     "learner.grad_clip",
