@@ -125,6 +125,7 @@ class Learner:
             updates,
             group_size=self.config.algorithm.group_size,
             seconds=clock.seconds,
+            more_diagnostics=self._expert_load(),
         )
 
     def compile(self) -> None:
@@ -301,6 +302,14 @@ class Learner:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         return Update(grad_norm=norm.item(), lr=lr, skipped=skipped)
+
+    def _expert_load(self) -> dict[str, float]:
+        """Return the largest number of tokens of an expert, as a multiple of its layer's mean. Collective with a mixture."""
+        loads = self.model.routers.take_loads()
+        if loads is None:
+            return {}
+        dist.all_reduce(loads)
+        return {"expert_load": float((loads.amax(1) / loads.double().mean(1)).max())}
 
     def _reduce(self, sums: Sums) -> Sums:
         """Merge the sums of all rows in one all-gather; on the CPU. Ranks that run a row together have equal sums."""
