@@ -436,6 +436,13 @@ def _place(one: CorrectionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _kl(config: Config) -> Iterator[str]:
     a = config.algorithm
+    if a.teacher is not None and a.kl_coef == 0:
+        yield "algorithm.teacher is set, but algorithm.kl_coef is 0, so nothing is learned from it; set kl_coef=1"
+    if a.teacher is not None and a.filter_zero_signal:
+        yield (
+            "algorithm.filter_zero_signal replaces groups whose rewards are all equal, but algorithm.teacher teaches with "
+            "them, too"
+        )
     if a.kl_coef == 0:
         return
     if a.kl_in == "loss" and a.kl_kind == "k1":

@@ -391,12 +391,14 @@ class AlgorithmConfig(Section, frozen=True):
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
     ] = "token-mean"
     """Averaging of token losses over the step."""
+    teacher: str | None = None
+    """Folder or hub id of a model with the same tokens; the KL is to it, not to the initial model."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the initial model; 0: no reference model."""
+    """Weight of the KL to the initial model, or to algorithm.teacher; 0: no reference model."""
     kl_kind: Literal[
         "k1", "abs", "k2", "k3", "low_var_kl", "full", "k1+", "abs+", "k3+", "low_var_kl+", "k3_reweighted"
     ] = "low_var_kl"
-    """Estimator of the KL to the initial model; +: its value with the gradient of k2."""
+    """Estimator of the KL; +: its value with the gradient of k2."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL to the loss or subtract it from the reward."""
     behaviour_kl_coef: NonNegativeFloat = 0.0

@@ -18,7 +18,7 @@ from asyncgrpo.algorithms.critic import value_loss
 from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, merge
 from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.schema import CRITIC, Config
 from asyncgrpo.learner import objective, saving
 from asyncgrpo.learner.head import Reference
 from asyncgrpo.learner.model import (
@@ -30,6 +30,7 @@ from asyncgrpo.learner.model import (
     compiling_pays,
     decoder_layers,
     keep_gathered,
+    refuse_other_tokens,
     reshard,
     whole,
     without_adapters,
@@ -74,8 +75,12 @@ class Learner:
         self.model = build_model(config.model.path, dtype, self.device, ranks, config)
         self.has_reference = config.algorithm.kl_coef > 0 or bool(config.algorithm.loss_args.get("reference"))
         self._reference = None
-        if self.has_reference and not config.model.lora.rank:  # with adapters the reference is the model without them
-            self._reference = build_model(config.model.path, dtype, self.device, ranks, config, trainable=False)
+        teacher = config.algorithm.teacher
+        if teacher is not None:
+            refuse_other_tokens(config.model.path, teacher)
+        if self.has_reference and (teacher or not config.model.lora.rank):  # with adapters: the model without them
+            path = teacher or config.model.path
+            self._reference = build_model(path, dtype, self.device, ranks, config, trainable=False)
         pays = compiling_pays(config, decoder_layers(self.model), self.model.head.out_features, self.device)
         self._compiles = pays if config.learner.compile is None else config.learner.compile
         self._has_stepped = has_stepped
@@ -197,6 +202,7 @@ class Learner:
             group_size=algorithm.group_size,
             shaping=Shaping.of(self.config),
             success=self.config.reward.success,
+            has_other_signal=algorithm.advantage == CRITIC or algorithm.teacher is not None,
             share_prompts=learner.share_prompts,
             pair_cost=1 / (6 * self.model.head.in_features),
             skip_zero_advantage=has_only_policy_gradient(self.config),

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from asyncgrpo.config.memory import Card
 from asyncgrpo.config.model_size import size_at
@@ -298,6 +298,20 @@ def check_language_model(path: str, config: Config, device: torch.device) -> Pre
         _layers(model, path)
         refuse_layout(model, path, config.learner.parallel)
         return add_adapters(model, config.model.lora, seed=config.run.seed) if config.model.lora.rank else model
+
+
+def refuse_other_tokens(path: str, teacher: str) -> None:
+    """Raise ConfigError if the teacher's token ids mean other tokens than the model's, or its vocabulary has another size."""
+    with _loading(teacher):
+        sizes = [AutoConfig.from_pretrained(one).get_text_config().vocab_size for one in (path, teacher)]
+        tokens = [AutoTokenizer.from_pretrained(one).get_vocab() for one in (path, teacher)]
+    differing = tokens[0].items() ^ tokens[1].items()
+    if differing or sizes[0] != sizes[1]:
+        example = f"token {min(differing)[0]!r} differs" if differing else f"{sizes[0]} and {sizes[1]} rows"
+        raise ConfigError(
+            f"algorithm.teacher ({teacher}) has other tokens than model.path ({path}): {example}; a teacher must have the "
+            "same vocabulary"
+        )
 
 
 @contextlib.contextmanager

@@ -384,9 +384,11 @@ class StepBatch:
     zero_signal_groups: int
     """Groups with equal rewards on all usable completions, or with fewer than two."""
     signal_share: float
-    """Share of groups with a signal among groups that are solved or have a signal (`advantages.Signal`); 1 with a critic."""
+    """Share of groups with a signal among groups that are solved or have a signal (`advantages.Signal`); 1 with a critic or
+    a teacher."""
     bonus_share: float
-    """Share of groups that are not hopeless (`advantages.Signal`), which scales an entropy bonus; 1 with a critic."""
+    """Share of groups that are not hopeless (`advantages.Signal`), which scales an entropy bonus; 1 with a critic or a
+    teacher."""
     advantages: Tensor
     """[A] float64; with a critic the mean over each completion's tokens."""
 
@@ -407,6 +409,7 @@ def pack(
     group_size: int | None = None,
     shaping: Shaping = UNSHAPED,
     success: float = 1.0,
+    has_other_signal: bool = False,
     share_prompts: bool = True,
     pair_cost: float = 0.0,
     skip_zero_advantage: bool = False,
@@ -423,6 +426,7 @@ def pack(
         group_size: completions from this index on are greedy baselines; None: no baselines.
         shaping: of the rewards.
         success: reward before shaping from which a completion is right.
+        has_other_signal: True if groups with equal rewards teach as well, by a critic or a teacher.
         share_prompts: compute a prompt once for its completions in one micro-batch.
         pair_cost: cost of a query-key pair of attention, in tokens, to balance micro-batches over ranks.
         skip_zero_advantage: leave completions with advantage 0 out of the micro-batches, because they have no gradient.
@@ -448,8 +452,8 @@ def pack(
         num_completions=int(rollouts.is_trained.sum()),
         num_groups=int((in_group > 0).sum()),
         zero_signal_groups=len(groups) - rollouts.groups[with_signal].unique().numel(),
-        signal_share=1.0 if advantage == CRITIC else signal.share,
-        bonus_share=1.0 if advantage == CRITIC else signal.not_hopeless,
+        signal_share=1.0 if has_other_signal else signal.share,
+        bonus_share=1.0 if has_other_signal else signal.not_hopeless,
         advantages=advantages,
     )
 
