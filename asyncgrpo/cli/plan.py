@@ -49,7 +49,7 @@ def tune(
     from asyncgrpo.config.reach import find_model
     from asyncgrpo.planner.profile import write_profile
 
-    resolved = load_config(config, ["run.epochs=null", *(overrides or [])], warn=typer.echo)
+    resolved = load_config(config, ["run.epochs=null", *(overrides or [])])
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: folder {out.parent} does not exist")
     check_settings(resolved)

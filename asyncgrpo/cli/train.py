@@ -3,7 +3,6 @@
 import math
 import os
 import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -93,7 +92,7 @@ def _start(
     from asyncgrpo.config.load import load_config
     from asyncgrpo.environments.build import with_tools
 
-    config = with_tools(load_config(file, settings, algorithm=algorithm, warn=typer.echo))
+    config = with_tools(load_config(file, settings, algorithm=algorithm))
     if dry_run:
         return preview(config, algorithm)
     outcome = execute(config, algorithm=algorithm, observe=observe)
@@ -163,12 +162,12 @@ def demo(
         *(UNDER_CHAOS if chaos is not None else []),
     ]
 
-    def configured(files: Path, warn: Callable[[str], None] | None = None) -> Config:
+    def configured(files: Path) -> Config:
         made = [f"model.path={(files / 'model').absolute()}"]
         made += [f"data.{split}={files / 'data' / split}.jsonl" for split in ("train", "eval")]
-        return load_config("quickstart", [*settings, *made, *(overrides or [])], algorithm=algorithm, warn=warn)
+        return load_config("quickstart", [*settings, *made, *(overrides or [])], algorithm=algorithm)
 
-    config = configured(folder, typer.echo)
+    config = configured(folder)
     is_made = (folder / "model" / "config.json").exists()
     if not is_made:
         typer.echo(f"{'would create' if dry_run else 'creating'} a small random Qwen3 and its task in {folder}")

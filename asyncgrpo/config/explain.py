@@ -174,7 +174,7 @@ def explain(key: str | None = None) -> str:
     parent, _, name = key.rpartition(".")
     knob = knobs().get(key) or (knobs()[parent].fields.get(name) if parent in knobs() else None)
     if knob is None:
-        hint = suggest(key, knobs()) or "`asyncgrpo config explain` lists all keys"
+        hint = suggest(key) or "`asyncgrpo config explain` lists all keys"
         raise ConfigError(f"unknown configuration key `{key}`: {hint}")
     lines = [
         f"{knob.key}: {knob.description}",
@@ -293,55 +293,19 @@ def removed() -> Removed:
     return msgspec.yaml.decode(Path(__file__).with_name("removed.yaml").read_bytes(), type=Removed)
 
 
-# Similarity of two names, 0 to 1, that counts as a typo: `grp_size` and `group_size` have 0.89, `max_steps` and
-# `max_turns` 0.67. The bound is higher where the section differs too.
-_ALIKE, _ALIKE_ELSEWHERE = 0.8, 0.85
-
-
-def suggest(key: str, known: Collection[str]) -> str:
-    """Return a hint of one clause for a key that is not in `known`; empty when no key is near.
-
-    It tries in this order: a removed key, verl's name (or its end, `rollout.n`), a typo within the section, our key in
-    another section or without one (`lr`), a typo elsewhere, a typo in verl's name.
-    """
+def suggest(key: str) -> str:
+    """Return a hint of one clause for a key that does not exist; empty when no key is near."""
     key = bare(key)
-    if instead := removed().keys.get(key) or removed().keys.get(f"algorithm.{key}"):
+    if instead := removed().keys.get(key):
         return f"it was removed; {instead}"
-    if key in known:
+    if key in knobs():
         return f"write it as `{key}`"
-    if (verls := verls_name(key, known)) is not None:
-        entry = VERL.keys[VERL.pattern_of(verls) or ""]
-        if entry.ours:
-            return f"that is verl's name for `{entry.ours}`"
-        return f"that is verl's{'' if entry.by_hand else ', and has no counterpart'}: {entry.by_hand or entry.absent}"
-    if meant := _slip(key, known):
-        return f"did you mean `{meant}`?"
-    return f"did you mean verl's `{theirs}`?" if (theirs := VERL.misspelt(key)) else ""
-
-
-def verls_name(key: str, known: Collection[str] = ()) -> str | None:
-    """Return verl's full name, if `key` is that name or its end, and no key of ours, removed or in `known`, ends like it."""
-    key = bare(key)
-    if key in removed().keys:
-        return None
-    if key in VERL.keys:
-        return key
-    if any(other.endswith(f".{key}") for other in known):
-        return None
-    return VERL.ending_in(key) or (key if VERL.pattern_of(key) and not VERL.misspelt(key) else None)
-
-
-def _slip(key: str, known: Collection[str]) -> str | None:
-    """Return the key in `known` of which `key` is a typo, if there is one."""
-    section, _, last = key.rpartition(".")
-    beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
-    for end in difflib.get_close_matches(last, beside, n=1, cutoff=_ALIKE):
-        return beside[end]
-    namesakes = [other for other in known if other.rpartition(".")[2] == last]
-    if namesakes:
-        return max(namesakes, key=lambda other: difflib.SequenceMatcher(None, other, key).ratio())
-    ends = {other.rpartition(".")[2]: other for other in known}
-    return next((ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=_ALIKE_ELSEWHERE)), None)
+    if (pattern := VERL.pattern_of(key)) is not None:
+        entry = VERL.keys[pattern]
+        return f"that is verl's{f' name for `{entry.ours}`' if entry.ours else f': {entry.by_hand or entry.absent}'}"
+    namesakes = [known for known in knobs() if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    close = difflib.get_close_matches(key, namesakes or knobs(), n=1, cutoff=0 if namesakes else 0.8)
+    return f"did you mean `{close[0]}`?" if close else ""
 
 
 def near(name: str, known: Collection[str]) -> str:

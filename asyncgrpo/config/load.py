@@ -9,10 +9,9 @@ extended files, the file, the algorithm of `--algorithm`, the command line. msgs
 sentence that names where the mistake was written, the key, the value and what to change.
 """
 
-import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,16 @@ from asyncgrpo.config.explain import (
     near,
     removed,
     sections,
+    suggest,
     type_in_words,
     value_in_words,
 )
 from asyncgrpo.config.files import Layer, algorithm_file, find, flat, look_up, read, yaml_value
-from asyncgrpo.config.foreign import Unknown, refusal
 from asyncgrpo.config.schema import AlgorithmConfig, Config
 from asyncgrpo.errors import ConfigError
 
 COMMAND_LINE = "command line"
+_LIST_ALL = "`asyncgrpo config explain` lists all keys"
 
 # Keys of `algorithm` that choose a function, and the key that has its arguments.
 _ARGUMENTS_OF = {"loss": "loss_args", "advantage": "critic"}
@@ -54,7 +54,6 @@ def load_config(
     *,
     base: dict[str, Any] | None = None,
     algorithm: str | None = None,
-    warn: Callable[[str], None] | None = None,
 ) -> Config:
     """Load the configuration of a run.
 
@@ -63,7 +62,6 @@ def load_config(
         overrides: `key.sub=value`, the value read as YAML. Later ones win, and all win over the file.
         base: nested values below all others.
         algorithm: name of a preset in `configs/algorithms/`. It sets the whole objective and wins over the file.
-        warn: called with a sentence about the values of the file that the preset replaced, if any.
     Raises:
         ConfigError: one sentence naming the file or "command line", the key, the value and what to change.
     """
@@ -71,9 +69,7 @@ def load_config(
     written += read(find(path)) if path is not None else []
     written += read(algorithm_file(algorithm)) if algorithm is not None else []
     written += [Layer(COMMAND_LINE, _parse(overrides))]
-    named = {"--config": path, "--algorithm": algorithm}
-    options = {flag: str(value) for flag, value in named.items() if value is not None}
-    _refuse_unknown(written, options, overrides)
+    _refuse_unknown(written)
     given = [layer._replace(values=_known_only(layer.name, layer.values)) for layer in written]
     layers, where = _under_presets(given), str(path) if path is not None else COMMAND_LINE
     config = _convert(_merge(layers, where), layers, where)
@@ -81,36 +77,7 @@ def load_config(
         rules.check(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if warn is not None and algorithm is not None and path is not None:
-        *files, _, command_line = given
-        without = _under_presets([*files, command_line])
-        replaced = _replaced(files, _convert(_merge(without, where), without, where), config)
-        listed = ", ".join(f"{key}={value_in_words(value)}" for key, value in replaced.items())
-        if listed:
-            warn(
-                f"--algorithm {algorithm} replaces what {where} sets: {listed}; a key=value on the command line keeps one"
-            )
     return config
-
-
-def problems(overrides: Sequence[str]) -> list[str]:
-    """Return all messages of `load_config` and `check_algorithm` about these settings; they raise the first.
-
-    An invalid value is replaced by its default, so that later checks run too.
-    """
-    layers = [Layer(COMMAND_LINE, _parse(overrides))]
-    values, found = _merge(layers, COMMAND_LINE), list[str]()
-    while True:
-        try:
-            return found + rules.problems(msgspec.convert(values, Config, strict=False))
-        except msgspec.ValidationError as error:
-            found.append(str(_explained(str(error), values, layers, COMMAND_LINE)).removeprefix(f"{COMMAND_LINE}: "))
-            key = _key_of(str(error))
-            *above, name = key.split(".")
-            section = functools.reduce(lambda node, step: node[step], above, values)
-            section.pop(name, None)
-            if knobs()[key].required:
-                section[name] = "?"
 
 
 def with_overrides(config: Config, overrides: Sequence[str], *, algorithm: str | None = None) -> Config:
@@ -127,7 +94,7 @@ def recorded(values: dict[str, Any], where: str) -> Config:
         ConfigError: a value or a key is unknown to this release.
     """
     layers = [Layer(where, _known_only(where, _without_removed(values)))]
-    _refuse_unknown(layers, {}, ())
+    _refuse_unknown(layers)
     return _convert(layers[0].values, layers, where)
 
 
@@ -194,17 +161,18 @@ def _parse_value(key: str, text: str) -> Any:
         raise ConfigError(f"{COMMAND_LINE}: the value of {key}, `{text}`, is not valid YAML") from error
 
 
-def _refuse_unknown(layers: Sequence[Layer], options: dict[str, str], overrides: Sequence[str]) -> None:
-    """Raise ConfigError with all unknown keys of files and command line."""
-    unknown = [
-        Unknown(layer.name, key, value)
+def _refuse_unknown(layers: Sequence[Layer]) -> None:
+    """Raise ConfigError with a line for each unknown key of files and command line."""
+    lines = [
+        f"{layer.name}: unknown configuration key `{key}` (value {value_in_words(value)}): {suggest(key) or _LIST_ALL}"
         for layer in layers
         for key, value in flat(layer.values).items()
         if not _is_known(key)
     ]
-    if unknown:
-        right = [override for override in overrides if _is_known(override.partition("=")[0].strip())]
-        raise refusal(unknown, options, right)
+    if any("that is verl's" in line for line in lines):
+        lines.append("`asyncgrpo config from-verl FILE|KEY=VALUE...` translates keys and values of verl")
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def _is_known(key: str) -> bool:
@@ -257,17 +225,6 @@ def _without_recipe(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     kept = {name: value for name, value in values.items() if not is_part_of_a_preset(f"{prefix}{name}")}
     nested = ("algorithm", "learner")
     return {n: _without_recipe(v, f"{n}.") if not prefix and n in nested else v for n, v in kept.items()}
-
-
-def _replaced(files: Sequence[Layer], before: Config, after: Config) -> dict[str, Any]:
-    """Return the values of the files that a preset replaced, by key, as written."""
-    there, here = msgspec.to_builtins(before), msgspec.to_builtins(after)
-    written = {key: [value for f in files if (value := look_up(f.values, key)) is not None] for key in knobs()}
-    return {
-        key: values[-1]
-        for key, values in written.items()
-        if values and is_part_of_a_preset(key) and look_up(there, key) != look_up(here, key)
-    }
 
 
 def _without_leftovers(layers: Sequence[Layer]) -> list[dict[str, Any]]:

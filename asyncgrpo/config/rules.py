@@ -40,11 +40,6 @@ def check_algorithm(config: Config) -> None:
     _raise_first(_ALGORITHM_RULES, config)
 
 
-def problems(config: Config) -> list[str]:
-    """Return all messages of `check` and `check_algorithm`, which raise the first."""
-    return [problem for rule in (*_RULES, *_ALGORITHM_RULES) for problem in rule(config)]
-
-
 def _raise_first(rules: tuple[Rule, ...], config: Config) -> None:
     problem = next((problem for rule in rules for problem in rule(config)), None)
     if problem is not None:

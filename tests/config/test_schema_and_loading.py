@@ -22,7 +22,6 @@ NEEDED = ("model.path=m", "data.train=t")
 def message_of(*overrides: str, path: Path | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides if path else [*NEEDED, *overrides])
-    assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
@@ -59,24 +58,6 @@ class TestReading:
         file.write_text(file.read_text() + "extends: [below.yaml, algorithms/opsm]\nalgorithm: {entropy_coef: 0.1}\n")
         algorithm = load_config(file).algorithm
         assert (algorithm.kl_coef, algorithm.entropy_coef) == (0.001, 0.1)
-
-    def test_what_an_algorithm_replaces_of_a_file_is_said(self, file):
-        warnings: list[str] = []
-        assert load_config("quickstart", algorithm="grpo", warn=warnings.append).algorithm.entropy_coef == 0
-        assert warnings == [
-            "--algorithm grpo replaces what quickstart sets: algorithm.entropy_coef=0.02; a key=value on the command line "
-            "keeps one"
-        ]
-        file.write_text(
-            file.read_text() + "algorithm: {loss: gspo, kl_coef: 0.1}\nlearner: {minibatches: 2, lr: 1e-5}\n"
-        )
-        load_config(file, ["algorithm.kl_coef=0.2"], algorithm="gspo", warn=warnings.append)
-        assert warnings[1:] == [
-            f"--algorithm gspo replaces what {file} sets: learner.minibatches=2; a key=value on the command line keeps one"
-        ]
-        load_config(file, ["learner.minibatches=2"], algorithm="gspo", warn=warnings.append)
-        load_config(file, warn=warnings.append)
-        assert len(warnings) == 3 and "algorithm.kl_coef=0.1" in warnings[2] and "minibatches" not in warnings[2]
 
     def test_text_needs_no_quotes_on_the_command_line(self):
         config = load_config(None, [*NEEDED, "run.out=2024", "data.train=set #1.json", "data.system_prompt=A: b=[1"])
@@ -154,11 +135,9 @@ class TestMistakes:
         [
             ("algorithm.group_sise=8", "`algorithm.group_sise` (value 8): did you mean `algorithm.group_size`?"),
             ("algorithm.max_lag=8", "did you mean `buffer.max_lag`?"),
-            ("actor_rollout_ref.rollout.n=5", "that is verl's name for algorithm.group_size=5"),
+            ("actor_rollout_ref.rollout.n=5", "(value 5): that is verl's name for `algorithm.group_size`"),
             ("+learner.lr=1e-6", "write it as `learner.lr`"),
-            ("data.truncation=error", "has no counterpart here: longer prompts are dropped, never cut"),
-            ("data.truncatoin=error", "did you mean verl's `data.truncation`?"),
-            ("actor_rollout_ref.rollout.temprature=1", "(value 1): did you mean `sampling.temperature`?"),
+            ("data.truncation=error", "that is verl's: longer prompts are dropped, never cut"),
             ("buffer.max_steps=2", "(value 2): `asyncgrpo config explain` lists all keys"),
             ("algorithm.group_size=1", "algorithm.group_size must be at least 2; it is 1"),
             ("algorithm.group_size=8.5", "algorithm.group_size must be a whole number, at least 2; it is 8.5"),
@@ -170,8 +149,6 @@ class TestMistakes:
             ("learner.betas=[[", "the value of learner.betas, `[[`, is not valid YAML"),
             ("algorithm=grpo", "`algorithm` is a section; set one of its keys"),
             ("algorithm.clip_low=0.1", "it was removed; use algorithm.loss_args.clip_low, an argument of algorithm.loss"),
-            ("rollout_correction.rollout_is=token", '[{"level": "token", "action": "truncate", "high_ratio": 2.0}]'),
-            ("ppo_mini_batch_size=256", "verl's: learner.minibatches cannot be computed from data.train_batch_size"),
             ("algorithm.loss=ppo", "algorithm.loss must be one of "),
             ("algorithm.loss=gpso", "topr, vespo; it is gpso: did you mean `gspo`?"),
             ("algorithm.loss_args.clip_low=[1]", "algorithm.loss_args must be a mapping, each value a number or text"),
@@ -243,11 +220,9 @@ class TestMistakes:
         with pytest.raises(ConfigError) as caught:
             load_config(file, ["algorithm.group_sise=8", "xyzzy=1"])
         assert str(caught.value).splitlines() == [
-            f"{file} and command line: 3 configuration keys do not exist",
-            "",
-            "run.epoch=1: did you mean `run.epochs`?",
-            "algorithm.group_sise=8: did you mean `algorithm.group_size`?",
-            "xyzzy=1: `asyncgrpo config explain` lists all keys",
+            f"{file}: unknown configuration key `run.epoch` (value 1): did you mean `run.epochs`?",
+            "command line: unknown configuration key `algorithm.group_sise` (value 8): did you mean `algorithm.group_size`?",
+            "command line: unknown configuration key `xyzzy` (value 1): `asyncgrpo config explain` lists all keys",
         ]
 
 

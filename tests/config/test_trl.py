@@ -128,7 +128,7 @@ class TestTranslation:
             ),
             ({"delta": 4.0}, {"algorithm.loss_args.dual_ratio": 4.0}),
             (
-                {"importance_sampling_level": "sequence", "loss_type": "grpo", "delta": 4.0},
+                {"importance_sampling_level": "sequence", "loss_type": "grpo"},
                 {"algorithm.loss": "gspo", "algorithm.aggregation": "seq-mean-token-mean"},
             ),
             ({"loss_type": "dr_grpo"}, {"algorithm.loss": "ppo_clip", "algorithm.aggregation": "seq-mean-token-sum-norm"}),
@@ -175,7 +175,7 @@ class TestTranslation:
         assert unasked["buffer.prompts_per_step"] == 1
         assert unasked["sampling.max_tokens"] == 512
         assert "learner.lr" not in unasked
-        printed = report(read(["warmup_ratio=0.1", "seed=1"]), [], as_yaml=False)
+        printed = report(read(["warmup_ratio=0.1", "seed=1"]), "", as_yaml=False)
         head, by_hand = printed.split("# To be done by hand:\n")
         assert "#   warmup_ratio=0.1: learner.warmup_steps counts updates" in by_hand and "warmup_ratio" not in head
 
