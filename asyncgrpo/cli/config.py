@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asyncgrpo.cli import options
 from asyncgrpo.cli.options import AlgorithmOption, ConfigArgument, SettingsArgument
 from asyncgrpo.cli.output import JsonOption, example, print_json, wrapped
 from asyncgrpo.errors import ConfigError
@@ -29,7 +28,6 @@ def explain(
             metavar="KEY",
             help="A key, a section, or nothing for all keys.",
             show_default=False,
-            autocompletion=options.keys,
         ),
     ] = None,
 ) -> None:

@@ -1,9 +1,7 @@
-"""Use models and data without a run: `eval`, `export` and `data check`."""
+"""Use models and data without a run: `eval` and `data check`."""
 
 import asyncio
 import json
-import os
-import shutil
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +13,7 @@ import typer
 
 from asyncgrpo.cli import options
 from asyncgrpo.cli.options import ModelOption, RewardFuncOption, SettingsArgument, UnsafeRewardsOption
-from asyncgrpo.cli.output import JsonOption, example, print_json, shorten, size_in_words
+from asyncgrpo.cli.output import JsonOption, example, print_json, shorten
 from asyncgrpo.config.schema import Config, DataConfig
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError
 from asyncgrpo.logs import visible
@@ -32,42 +30,10 @@ data_app = typer.Typer(no_args_is_help=True)
 app.add_typer(data_app, name="data", help="Check data files.", epilog=example("data check train.parquet"))
 
 
-# -- export ------------------------------------------------------------------------------------------------------------
+# -- eval --------------------------------------------------------------------------------------------------------------
 
 
-@app.command("export", epilog=example("export runs/demo exported-model"))
-def export(
-    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run folder, or a checkpoint in it.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder for the model.")],
-    step: Annotated[
-        int | None, typer.Option("--step", help="Export the checkpoint of this step. Default: the final model.")
-    ] = None,
-) -> None:
-    """Copy a trained model out of a run.
-
-    transformers and SGLang can load the folder. For a run without a final model, export its newest checkpoint.
-    """
-    model = find_model(source, step)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not an empty folder; name a new one")
-    if model.resolve() in folder.resolve().parents:
-        raise CheckpointError(f"{folder} is inside {model}, the folder to copy; name a folder outside it")
-    half = folder.with_name(f".{folder.name}.tmp")  # renamed when whole, so that `folder` is never half a copy
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(half, ignore_errors=True)
-        shutil.copytree(model, half)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(half, folder)
-    except (OSError, shutil.Error) as error:
-        shutil.rmtree(half, ignore_errors=True)
-        raise CheckpointError(f"{model} cannot be copied to {folder}: {error}") from error
-    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-    typer.echo(f"copied {len(sizes)} files, {size_in_words(sum(sizes))}, from {model} to {folder}")
-
-
-def find_model(source: Path, step: int | None = None) -> Path:
+def find_model(source: Path) -> Path:
     """Return the Hugging Face folder of a run (final model, else newest checkpoint), a checkpoint, or `source` itself.
 
     Raises:
@@ -75,22 +41,14 @@ def find_model(source: Path, step: int | None = None) -> Path:
     """
     if not source.is_dir():
         raise CheckpointError(f"folder {source} does not exist; name a run, such as runs/demo, or a checkpoint in it")
-    steps = {int(found.parent.name[5:]): found for found in source.glob("checkpoints/step_[0-9]*/hf")}
-    if step is not None and step not in steps:
-        there = ", ".join(map(str, sorted(steps))) or "none"
-        raise CheckpointError(f"{source} has no checkpoint of step {step}; it has: {there}")
-    newest_first = [steps[number] for number in sorted(steps, reverse=True)]
-    candidates = [source, source / "hf", source / "final", *newest_first] if step is None else [steps[step]]
-    for folder in candidates:
+    newest_first = sorted(source.glob("checkpoints/step_[0-9]*/hf"), reverse=True)
+    for folder in (source, source / "hf", source / "final", *newest_first):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             return folder
     raise CheckpointError(
         f"{source} holds no model (config.json and *.safetensors) in final/ or checkpoints/step_*/hf; "
         "a run writes one with its first checkpoint"
     )
-
-
-# -- eval --------------------------------------------------------------------------------------------------------------
 
 
 @app.command("eval", epilog=example("eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 4"))
@@ -101,9 +59,7 @@ def evaluate(
     data: Annotated[list[str], typer.Option(help="Prompts: Parquet, JSONL or JSON; repeatable.")],
     reward_func: RewardFuncOption = None,
     unsafe_rewards: UnsafeRewardsOption = False,
-    engine: Annotated[
-        str, typer.Option(help="Inference engine: sglang or torch.", autocompletion=options.engines)
-    ] = "torch",
+    engine: Annotated[str, typer.Option(help="Inference engine: sglang or torch.")] = "torch",
     rollout_n: Annotated[int, typer.Option("--rollout-n", help="Completions per prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens per completion.")] = 1024,

@@ -45,34 +45,6 @@ def test_no_line_of_help_but_an_example_is_longer_than_80_columns(asyncgrpo, mon
         assert "[[" not in help_
 
 
-def completed(asyncgrpo, monkeypatch, *words: str) -> list[str]:
-    """What bash would offer for the last of `words`."""
-    monkeypatch.setenv("_ASYNCGRPO_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "\n".join(("asyncgrpo", *words)))
-    monkeypatch.setenv("COMP_CWORD", str(len(words)))
-    return asyncgrpo().out.split()
-
-
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (["ser"], ["serve"]),
-        (["train", "--alg"], ["--algorithm"]),
-        (["train", "--algorithm", "gs"], ["gspo"]),
-        (["train", "--engine", "s"], ["sglang"]),
-        (["demo", "buffer.max_l"], ["buffer.max_lag="]),
-        (["serve", "quick"], ["quickstart"]),
-        (["serve", "quickstart", "learner.device", "=", "c"], ["cuda", "cpu"]),
-        (["serve", "quickstart", "learner.device", "="], ["auto", "cuda", "cpu"]),
-        (["train", "learner.compile=t"], ["learner.compile=true"]),
-        (["train", "run.out=r"], []),
-        (["config", "explain", "learner.l"], ["learner.lr", "learner.lr_min_ratio", "learner.lr_schedule"]),
-    ],
-)
-def test_the_shell_completes_commands_options_and_values(asyncgrpo, monkeypatch, words, offered):
-    assert sorted(completed(asyncgrpo, monkeypatch, *words)) == sorted(offered)
-
-
 def test_help_answers_without_importing_anything_heavy():
     code = f"""
 import sys
