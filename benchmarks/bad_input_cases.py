@@ -184,7 +184,7 @@ FOLDERS = [
         ("holds no run", "empty", folder_for("empty")),
         ("is a file", "train.json", lambda folder: None),
     )
-    for text in ("audit RUN", "samples RUN", "replay RUN", "export RUN out", "eval RUN --data eval.json")
+    for text in ("audit RUN", "samples RUN", "replay RUN", "eval RUN --data eval.json")
 ]
 
 CONFIGURATION = [
@@ -361,9 +361,6 @@ RUNS = [
     other("a step that is not there", "samples run --step 99", needs_run=True),
     other("a broken file", "samples run", cut("run/samples/*/*4.parquet", 0.5), needs_run=True),
     other("two ways to sort", "samples run --best --worst", needs_run=True),
-    other("a step that is not there", "export run out --step 99", needs_run=True),
-    other("a folder that is not empty", "export run model", needs_run=True),
-    other("a target that is a file", "export run train.json", needs_run=True),
     other("no data file", "eval run --data nothing.json --reward-func reward.py", needs_run=True),
     other("a source without a rule", "eval run --data eval.json", needs_run=True),
     other("a temperature of NaN", f"{EVAL} --temperature nan", needs_run=True),
