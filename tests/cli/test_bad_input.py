@@ -167,7 +167,7 @@ CASES = {
     "a reward model that is not there": (
         None,
         ["reward.function=model", "reward.model.path=./modle"],
-        ["reward.model.path", "./modle", "did you mean model"],
+        ["reward.model.path", "./modle"],
     ),
     "a server of a reward model that is not there": (
         None,

@@ -116,7 +116,7 @@ def test_a_script_from_stdin_is_translated_and_says_why_it_does_not_run(asyncgrp
 
 def test_from_verl_says_what_a_run_would_refuse(asyncgrpo):
     ended = asyncgrpo("config", "from-verl", *VERL, "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full")
-    assert "# It does not run yet:\n#   algorithm.kl_kind=full has no value for one sampled token" in ended.out
+    assert "# It does not run yet:\n#   algorithm.kl_kind=full is for the loss" in ended.out
     assert ended.code == 1
 
 

@@ -60,7 +60,7 @@ def test_the_table_has_a_row_for_each_file(asyncgrpo, files):
 
 def test_greedy_completions_that_would_all_be_alike_are_refused(asyncgrpo, files):
     ended = evaluate(asyncgrpo, files, "--rollout-n", "4")
-    assert ended.code == 1 and "sampling.eval_temperature is 0" in ended.err
+    assert ended.code == 1 and "sampling.eval_temperature (0.0)" in ended.err
 
 
 def test_of_a_run_the_final_model_counts_then_the_newest_whole_checkpoint(tmp_path):
