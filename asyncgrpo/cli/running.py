@@ -208,13 +208,13 @@ def check_host(config: Config, size: "ModelSize | None" = None) -> None:
 def memory_table(config: Config) -> str:
     """The memory of a run on GPUs as a table; empty for one on the CPU, or a model that is not known yet."""
     from asyncgrpo.config.model_size import size_at
-    from asyncgrpo.config.placement import estimate, report
+    from asyncgrpo.config.placement import report
 
     if not _is_on_gpu(config) or (size := size_at(config.model.path)) is None:
         return ""
-    fit = estimate(size, config, card_of(config))
-    is_here = fit.card.known == "found" and config.cluster.ray_address is None
-    return report(fit, Host.here(scratch.SHARED_MEMORY) if is_here else None)
+    card = card_of(config)
+    is_here = card.known == "found" and config.cluster.ray_address is None
+    return report(size, config, card, Host.here(scratch.SHARED_MEMORY) if is_here else None)
 
 
 def _is_on_gpu(config: Config) -> bool:

@@ -243,9 +243,9 @@ class TestCrossChecks:
             (["data.eval={train: a.json}"], "and is not train"),
             (["data.eval={a/b: a.json}"], "names a suite 'a/b'"),
             (["sampling.eval_completions=4"], "would all be equal with sampling.eval_temperature (0.0)"),
-            (["weights.backend=nccl", "generators.gpus_each=0"], "on both sides: learner.device (auto) and generators.gpus_each (0)"),
+            (["weights.backend=nccl", "generators.gpus_each=0"], "learner.device (auto) and generators.gpus_each (0)"),
             (["weights.backend=nccl", "learner.device=cpu"], "on both sides: learner.device (cpu)"),
-            (["cluster.share_gpu=true", "learner.ranks=2", "generators.count=1"], "does not fit learner.ranks (2); use learner.ranks=1"),
+            (["cluster.share_gpu=true", "learner.ranks=2", "generators.count=1"], "learner.ranks (2); use learner.ranks=1"),
             (
                 ["cluster.share_gpu=true", "generators.count=1", "weights.backend=nccl"],
                 "does not fit weights.backend (nccl); use weights.backend=shared_memory",
