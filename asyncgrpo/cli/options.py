@@ -50,9 +50,6 @@ MaxLagOption = Annotated[
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Check the run and print its sizes and placement without starting it.")
 ]
-ObserveOption = Annotated[
-    bool, typer.Option("--observe", help="Start Prometheus with the run, and Grafana if it is installed.")
-]
 AlgorithmOption = Annotated[
     str | None,
     typer.Option(

@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -330,7 +330,6 @@ def execute(
     algorithm: str | None = None,
     make: Callable[[], None] | None = None,
     chaos: "Plan | None" = None,
-    observe: bool = False,
 ) -> "Outcome":
     """Run `config` in its folder until it is done or asked to stop, and show its progress.
 
@@ -340,7 +339,6 @@ def execute(
         algorithm: name of the preset that `config` was made with.
         make: creates the files that `config` names. Must be picklable.
         chaos: faults to inject into the run.
-        observe: start Prometheus with the run, and Grafana if it is installed.
     Raises:
         AsyncGRPOError: the run was refused or failed.
     """
@@ -371,10 +369,8 @@ def execute(
         standing = claimed() if folder.path.is_dir() else None  # before Ray starts, for an error in a resume
         report("checking the run and starting Ray")
         with session_of_checked(config, make) as (reward, table, checked):
-            from asyncgrpo.cli.observe import observed
             from asyncgrpo.cluster.run import Run
             from asyncgrpo.data.kept import prepare_if_small
-            from asyncgrpo.wire.sockets import is_loopback
 
             sizes = sizes_in_words(config, algorithm)
             standing = standing or claimed()
@@ -382,10 +378,8 @@ def execute(
                 report(line)
             record(config, folder, standing)
             warm.call(prepare_if_small, config, folder.path, checked)
-            with_token = not is_loopback(config.cluster.bind)
-            watched = observed(folder.path, report, with_token=with_token) if observe else nullcontext()
             events = folder.path / "metrics.jsonl"
-            with watched, _screen(events, console):
+            with _screen(events, console):
                 outcome = Run(config, folder, sizes, chaos).execute(report=report)
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.progress import progress_of

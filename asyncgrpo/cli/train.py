@@ -47,7 +47,6 @@ def train(
     engine: options.EngineOption = None,
     out: options.OutOption = None,
     config: options.ConfigOption = None,
-    observe: options.ObserveOption = False,
     dry_run: options.DryRunOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:
@@ -58,7 +57,7 @@ def train(
     settings = options.train_overrides(**ctx.params | {"out": str(folder)}, explicit=overrides or ())
     if n_gpus:
         settings += options.fitted(load_config(config, settings, algorithm=algorithm), n_gpus, overrides or ())
-    _start(config, settings, algorithm, folder=None if out else folder, observe=observe, dry_run=dry_run)
+    _start(config, settings, algorithm, folder=None if out else folder, dry_run=dry_run)
 
 
 @app.command("serve", epilog=example("serve configs/one_node_8gpu.yaml run.out=/data/runs/gsm8k"))
@@ -66,7 +65,6 @@ def serve(
     config: options.ConfigArgument,
     overrides: options.SettingsArgument = None,
     algorithm: options.AlgorithmOption = None,
-    observe: options.ObserveOption = False,
     dry_run: options.DryRunOption = False,
 ) -> None:
     """Train until SIGTERM or Ctrl-C.
@@ -75,7 +73,7 @@ def serve(
     newest checkpoint. `run.steps` and `run.epochs` take effect only on the command line.
     """
     settings = ["run.steps=null", "run.epochs=null", *(overrides or [])]
-    _start(config, settings, algorithm, observe=observe, dry_run=dry_run)
+    _start(config, settings, algorithm, dry_run=dry_run)
 
 
 def _start(
@@ -84,7 +82,6 @@ def _start(
     algorithm: str | None,
     *,
     folder: Path | None = None,
-    observe: bool,
     dry_run: bool,
 ) -> None:
     """Run or preview a configuration. `folder` is the run folder if `--out` did not name it."""
@@ -95,7 +92,7 @@ def _start(
     config = with_tools(load_config(file, settings, algorithm=algorithm))
     if dry_run:
         return preview(config, algorithm)
-    outcome = execute(config, algorithm=algorithm, observe=observe)
+    outcome = execute(config, algorithm=algorithm)
     _print_next(outcome.status, outcome.run_dir, folder)
 
 
@@ -135,7 +132,6 @@ def demo(
         ),
     ] = None,
     faults: Annotated[str | None, typer.Option("--faults", hidden=True, help="Faults for --chaos, in order.")] = None,
-    observe: options.ObserveOption = False,
     dry_run: options.DryRunOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:
@@ -185,7 +181,7 @@ def demo(
 
         plan = Plan(per_hour=chaos, seed=seed, faults=tuple(faults.split(",")) if faults else ())
     make = None if is_made else partial(_make, folder, seed)
-    outcome = execute(config, algorithm=algorithm, make=make, chaos=plan, observe=observe)
+    outcome = execute(config, algorithm=algorithm, make=make, chaos=plan)
     if chaos is not None:
         audit(outcome.run_dir)
     _print_next(outcome.status, outcome.run_dir, None if out else folder)
