@@ -249,76 +249,29 @@ def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
 # -- --dry-run ---------------------------------------------------------------------------------------------------------
 
 
-def preview(config: Config, algorithm: str | None = None, *, shown: Config | None = None) -> None:
-    """Check a run as `execute` does and print its sizes and placement.
+def preview(config: Config, algorithm: str | None = None) -> None:
+    """Check a run as `execute` does and print its sizes and where it would begin.
 
     Args:
         algorithm: name of the preset that `config` was made with.
-        shown: configuration whose file names are printed, if `config` names stand-ins.
     Raises:
         AsyncGRPOError: the run would be refused.
     """
     from asyncgrpo.cluster.folder import RunFolder, look
+    from asyncgrpo.data.kept import check
 
     with importing():
         reward = check_run(config)
+        prompts = check(config, Path(config.run.out))  # as `check_run` found them
     folder = RunFolder(Path(config.run.out))
     folder.check_free()
     standing = look(config, folder)
     start = ["new, starts at step 0"] if standing.is_new else standing.lines(config.run.out)
-    rows = [*_inputs(config, shown or config), ("reward", reward), *_placement(config), ("folder", str(folder.path))]
-    typer.echo(sizes_in_words(config, algorithm))
-    for name, text in [*rows, *(("", line) for line in start)]:
-        typer.echo(f"{name:<11} {text}")
-    if table := memory_table(config):
-        typer.echo(table)
-    typer.echo("dry run: nothing was started or written")
-
-
-def _inputs(config: Config, shown: Config) -> Iterator[tuple[str, str]]:
-    """Yield the model and each data source with its number of prompts."""
-    from asyncgrpo.config.rules import local_model
-    from asyncgrpo.data.kept import is_lazy
-    from asyncgrpo.data.prompts import load_prompts
-    from asyncgrpo.data.tokenizer import load_tokenizer
-
-    tokenizer = None
-    if (model := local_model(config.model.path)) is not None:
-        tokenizer = load_tokenizer(config.model.path)
-        yield "model", str(model.absolute() if shown is config else Path(shown.model.path))
-    else:
-        yield "model", f"{shown.model.path}, not downloaded yet: prompts were not counted"
-    named = [("train", name) for name in shown.data.sources] + list(shown.data.suites.items())
-    sources = [*config.data.sources, *config.data.suites.values()]
-    for (split, name), source in zip(named, sources, strict=True):
-        text = str(Path(name).absolute()) if is_file(name) else name
-        if split == "train" and is_lazy(config):
-            text += ": rows are tokenized on demand"
-        elif tokenizer is not None:
-            limit = None if split == "train" else config.data.eval_rows
-            loaded = load_prompts(source, split, tokenizer, config.data, limit=limit)
-            text += f": {len(loaded):,} prompts, {loaded.dropped_too_long:,} longer than data.max_prompt_tokens"
-        yield f"data.{split}" if split in ("train", "eval") else f"  {split}", text
-
-
-def _placement(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the processes of the run and its GPUs. `check_run` has compared those with the GPUs here."""
-    import torch
-
-    from asyncgrpo.cluster.ray_session import gpus_wanted
-    from asyncgrpo.cluster.wiring import uses_cuda
-
-    generators, on_gpu = config.generators, uses_cuda(config)
-    learner = "one GPU each" if on_gpu else "on CPU"
-    engine = f"{generators.gpus_each} GPUs each" if generators.gpus_each else "on CPU"
-    yield (
-        "processes",
-        f"driver 1; buffer 1; learner {config.learner.ranks} ({learner}); generator {generators.count} "
-        f"({generators.engine}, {engine}), with reward worker {config.reward.workers} each",
-    )
-    ray, here = config.cluster.ray_address, torch.cuda.device_count()
-    available = f"{here} here" if ray is None else f"of the cluster at {ray}"
-    yield "GPUs", f"{gpus_wanted(config, learner_on_gpu=on_gpu)} wanted, {available}"
+    named = {"train": ", ".join(config.data.sources), **config.data.suites}
+    lines = [sizes_in_words(config, algorithm), f"model: {config.model.path}"]
+    lines += [f"data.{split}: {named[split]}, {about.num_rows:,} rows" for split, about in prompts.items()]
+    lines += [f"reward: {reward}", f"folder: {folder.path}", *start, *filter(None, [memory_table(config)])]
+    typer.echo("\n".join([*lines, "dry run: nothing was started or written"]))
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------

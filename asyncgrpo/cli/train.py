@@ -2,7 +2,6 @@
 
 import math
 import os
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,6 @@ import typer
 
 from asyncgrpo.cli import options
 from asyncgrpo.cli.output import command, example, same_command
-from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.importing import importing
 
@@ -132,7 +130,6 @@ def demo(
         ),
     ] = None,
     faults: Annotated[str | None, typer.Option("--faults", hidden=True, help="Faults for --chaos, in order.")] = None,
-    dry_run: options.DryRunOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:
     """Train a small model from scratch, without a GPU or a download.
@@ -141,7 +138,7 @@ def demo(
     and a task in the run folder.
     """
     from asyncgrpo.cli.audit import audit
-    from asyncgrpo.cli.running import execute, preview
+    from asyncgrpo.cli.running import execute
     from asyncgrpo.config.files import algorithm_file
     from asyncgrpo.config.load import load_config
 
@@ -158,23 +155,13 @@ def demo(
         *(UNDER_CHAOS if chaos is not None else []),
     ]
 
-    def configured(files: Path) -> Config:
-        made = [f"model.path={(files / 'model').absolute()}"]
-        made += [f"data.{split}={files / 'data' / split}.jsonl" for split in ("train", "eval")]
-        return load_config("quickstart", [*settings, *made, *(overrides or [])], algorithm=algorithm)
-
-    config = configured(folder)
+    settings += [f"model.path={(folder / 'model').absolute()}"]
+    settings += [f"data.{split}={folder / 'data' / split}.jsonl" for split in ("train", "eval")]
+    config = load_config("quickstart", [*settings, *(overrides or [])], algorithm=algorithm)
     is_made = (folder / "model" / "config.json").exists()
     if not is_made:
-        typer.echo(f"{'would create' if dry_run else 'creating'} a small random Qwen3 and its task in {folder}")
-        if not dry_run:
-            seconds = 15 if config.generators.engine == "sglang" else 10
-            typer.echo(f"the first step takes about {seconds} s on two cores")
-    if dry_run:
-        with tempfile.TemporaryDirectory() as elsewhere:
-            if not is_made:
-                _make(Path(elsewhere), seed)
-            return preview(configured(folder if is_made else Path(elsewhere)), algorithm, shown=config)
+        seconds = 15 if config.generators.engine == "sglang" else 10
+        typer.echo(f"creating a small random Qwen3 and its task in {folder}; the first step takes about {seconds} s")
     plan = None
     if chaos is not None:
         from asyncgrpo.tools.chaos import Plan  # imports ray

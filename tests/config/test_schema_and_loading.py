@@ -360,10 +360,10 @@ class TestWords:
         ]
         text = sizes_in_words(load_config(None, overrides, algorithm="grpo"))
         assert (
-            "\nalgorithm: grpo advantages, ppo_clip(clip_low=0.2, clip_high=0.2) around proximal, sequence "
-            "truncate(high_ratio=8), " in text
-        )
-        assert "m2po, seq-mean-token-mean, low_var_kl KL in the loss x 0.01\n" in text
+            '\nalgorithm: grpo advantages, ppo_clip {"clip_low": 0.2, "clip_high": 0.2} around proximal, corrections '
+            '[{"level": "sequence", "high_ratio": 8.0}, {"kind": "m2po"}], seq-mean-token-mean, low_var_kl KL in the loss '
+            "x 0.01\n"
+        ) in text
         assert "\nalgorithm gspo: " in sizes_in_words(load_config(None, NEEDED, algorithm="gspo"), "gspo")
 
     def test_a_policy_says_what_its_bound_is(self):
