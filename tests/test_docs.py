@@ -313,7 +313,7 @@ def test_what_does_not_exist_is_found():
     assert unknown_commands("```\n.venv/bin/asyncgrpo demos --steps 3\n```") == ["demos"]
     text = "```\nasyncgrpo audit\nasyncgrpo demo --step 3  # typo\nasyncgrpo audit run\n```"
     assert refused_commands(text) == ["asyncgrpo audit", "asyncgrpo demo --step 3"]
-    assert unknown_options("`asyncgrpo samples RUN --first`, `asyncgrpo data check --json`, `--nothing`") == ["--first"]
+    assert unknown_options("`asyncgrpo samples RUN --first`, `asyncgrpo data check --model`, `--nothing`") == ["--first"]
     lost = missing_files("`asyncgrpo/buffers/buffer.py`, `configs/*.toml`, `configs/*.yaml`, ./setup.sh, ./start.sh")
     assert lost == ["asyncgrpo/buffers/buffer.py", "configs/*.toml", "start.sh"]
     assert unknown_settings("`buffer.max_lags`, `learner.lr=1`, run.steeps=3") == ["buffer.max_lags", "run.steeps"]
