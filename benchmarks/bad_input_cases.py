@@ -220,8 +220,6 @@ CONFIGURATION = [
     train("a folder that cannot be made", "--out", "/proc/new"),
     train("a folder of 300 letters", "--out", "a" * 300),
     train("a folder without a name", "--out", ""),
-    train("60 generators", "generators.count=60", "--dry-run", warns="60 generators and 1 learner ranks on the CPU"),
-    train("64 ranks", "learner.ranks=64", "--dry-run", warns="64 learner ranks on the CPU share"),
     train("the folder of a run that lives", make=live_run),
     train("a file of settings that is not there", "--config", "nothing.yaml"),
     train("a list of settings", *CONFIG, make=write("c.yaml", "- learner\n")),

@@ -19,7 +19,7 @@ from asyncgrpo.cli.output import size_in_words
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.host import Host, cores
+from asyncgrpo.host import Host
 from asyncgrpo.importing import has_gpu, importing
 
 if TYPE_CHECKING:  # importing the cluster imports ray
@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 
 REWARD_IMPORT_S = 10.0
 """Deadline for importing a user's reward file before the run starts."""
-_PROCESSES_PER_CORE = 4
-"""Maximum processes on the CPU without a warning."""
 _READ_EARLY_BYTES = 2**22
 """Size up to which a data file is read in the driver. Parquet is left to the warm process, which has pyarrow."""
 _OTHER_FILES_BYTES = 2**26
@@ -58,12 +56,15 @@ def check_run(config: Config) -> str:
     from asyncgrpo.config.reach import find_model
 
     find_model(config.model.path)  # before imports that take seconds
+    import torch
+
+    from asyncgrpo.cluster.ray_session import check_gpus
     from asyncgrpo.cluster.wiring import uses_cuda
 
     learner_on_gpu = uses_cuda(config)
     check_settings(config)
     if config.cluster.ray_address is None:  # a Ray cluster is checked when the run has connected to it
-        _check_processes(config, learner_on_gpu=learner_on_gpu)
+        check_gpus(config, torch.cuda.device_count(), learner_on_gpu=learner_on_gpu)
     reward = check_inputs(config)
     check_fit(config)
     _check_training(config, learner_on_gpu=learner_on_gpu)
@@ -155,20 +156,6 @@ def _check_prompts(config: Config, reward: "Reward | None") -> None:
         is_one = epochs is not None and epochs * rows <= wanted
         then = "the run is one smaller step" if is_one else "a step takes a prompt more than once"
         log.warning("buffer.prompts_per_step (%d) is more than the rows of data.train (%d): %s", wanted, rows, then)
-
-
-def _check_processes(config: Config, *, learner_on_gpu: bool) -> None:
-    """Refuse a run with too few GPUs on this machine. Warn about far more processes on the CPU than cores."""
-    import torch
-
-    from asyncgrpo.cluster.ray_session import check_gpus
-
-    check_gpus(config, torch.cuda.device_count(), learner_on_gpu=learner_on_gpu)
-    generators = 0 if config.generators.gpus_each else config.generators.count
-    ranks = 0 if learner_on_gpu else config.learner.ranks
-    if generators + ranks > _PROCESSES_PER_CORE * cores():
-        processes = f"{generators} generators and {ranks} learner ranks on the CPU"
-        log.warning("%s share %d cores; lower generators.count or learner.ranks", processes, cores())
 
 
 def card_of(config: Config) -> "Card":

@@ -9,9 +9,9 @@ extended files, the file, the algorithm of `--algorithm`, the command line. msgs
 sentence that names where the mistake was written, the key, the value and what to change.
 """
 
-import math
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -260,67 +260,36 @@ def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Con
         config = msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as error:
         raise _explained(str(error), values, layers, where) from None
-    for key, value in _leaves(msgspec.to_builtins(config)):
-        if (wrong := _unwritable(value)) is not None:
-            origin = next((layer.name for layer in reversed(layers) if look_up(layer.values, key) is not None), where)
-            raise ConfigError(f"{origin}: {key} must be {wrong}; it is {value}")
+    plain = msgspec.to_builtins(config)
+    for key in knobs():
+        try:
+            json.dumps(value := look_up(plain, key), allow_nan=False)
+        except ValueError:
+            raise ConfigError(f"{_origin(key, layers, where)}: {key} must be finite; it is {value}") from None
     return config
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every plain value with its dotted key; values in a list have the key of the list."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else name)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _leaves(inner, key)
-    else:
-        yield key, value
-
-
-def _unwritable(value: Any) -> str | None:
-    """Return the requirement of messages and files that a value violates; None if it violates none."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number"
-    if isinstance(value, int) and abs(value) >= 2**63:
-        return "below 2^63 in size"
-    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-        return "UTF-8 text"
-    return None
-
-
-def _key_of(message: str) -> str:
-    """Return the key in msgspec's message, without an index: of `data.columns[...]` and `run.loggers[0]`."""
-    problem, _, path = message.partition(" - at `$.")
-    key = re.sub(r"\[.*", "", path.rstrip("`"))
-    missing = re.search(r"missing required field `(\w+)`", problem)
-    return f"{key}.{missing[1]}" if missing else key
+def _origin(key: str, layers: Sequence[Layer], where: str) -> str:
+    """Return the name of the layer that sets a key."""
+    return next((layer.name for layer in reversed(layers) if look_up(layer.values, key) is not None), where)
 
 
 def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], where: str) -> ConfigError:
     """Turn msgspec's message, which has only a path, into a sentence with origin, key and value."""
     problem, _, path = message.partition(" - at `$.")
-    key = _key_of(message)
-    if "missing required field" in problem:
+    path = path.rstrip("`")
+    key = re.sub(r"\[.*", "", path)  # without an index: of `data.columns[...]` and `run.loggers[0]`
+    if missing := re.search(r"missing required field `(\w+)`", problem):
+        key = f"{key}.{missing[1]}"
         return ConfigError(
-            f"{where}: {key} is missing ({knobs()[key].description}); write it in the file or {key}=... on the command line"
+            f"{where}: {key} is missing ({knobs()[key].description}); write it in the file or as {key}=..."
         )
     knob, value = knobs()[key], look_up(values, key)
-    origin = next((layer.name for layer in reversed(layers) if look_up(layer.values, key) is not None), where)
-    place = re.fullmatch(r"[\w.]+\[(\d+)\](?:\.(\w+))?", path.rstrip("`"))
-    if knob.fields and place is not None and isinstance(value, list):  # in an entry of a list of mappings
-        value, key = value[int(place[1])], f"{key}[{place[1]}]"
-        if unknown := re.search(r"unknown field `(\w+)`", problem):
-            hint = near(unknown[1], knob.fields) or f"there are: {', '.join(knob.fields)}"
-            return ConfigError(f"{origin}: {key} has no field `{unknown[1]}`: {hint}")
-        if place[2] is not None:
-            knob, value, key = knob.fields[place[2]], value[place[2]], f"{key}.{place[2]}"
-        else:
-            return ConfigError(f"{origin}: {key} must be a mapping; it is {value_in_words(value)}")
     out_of_bounds = re.fullmatch(r"Expected `\w+( \| null)?` [<>]=? \S+", problem) is not None
     needs = (out_of_bounds and bounds_in_words(knob.type)) or type_in_words(knob.type)
     hint = "; put it in quotes" if knob.takes(inspect.StrType) and isinstance(value, int | float) else ""
     if isinstance(value, str) and (meant := near(value, choices(key))):
         hint = f": {meant}"
-    return ConfigError(f"{origin}: {key} must be {needs}; it is {value_in_words(value)}{hint}")
+    if knob.fields and path != key:  # in an entry of a list of mappings
+        hint = f"; {path}: {problem}"
+    return ConfigError(f"{_origin(key, layers, where)}: {key} must be {needs}; it is {value_in_words(value)}{hint}")

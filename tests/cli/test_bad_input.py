@@ -290,7 +290,6 @@ def test_rows_without_an_answer_among_others_are_named_in_a_warning(folder: Path
             "(5) is more than the rows of data.train (4): a step takes a prompt more than once",
         ),
         (["buffer.prompts_per_step=5", "--epochs", "1"], "data.train (4): the run is one smaller step"),
-        (["generators.count=90"], "90 generators and 1 learner ranks on the CPU share "),
     ],
 )
 def test_what_works_and_is_hardly_meant_is_a_warning(folder: Path, train, caplog, arguments, said):

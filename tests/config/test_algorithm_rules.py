@@ -60,7 +60,7 @@ def test_every_loss_has_arguments_of_known_kinds(loss):
         (["loss=topr", "loss_args.clip_low=0.3"], "is not an argument of topr: it takes none"),
         (["loss_args.clip_low=wide"], "algorithm.loss_args.clip_low must be a number, at least 0; it is wide"),
         (["loss_args.clip_low=null"], "algorithm.loss_args.clip_low must be a number, at least 0; it is null"),
-        (["loss_args.clip_low=.nan"], "algorithm.loss_args.clip_low must be a finite number; it is nan"),
+        (["loss_args.clip_low=.nan"], "algorithm.loss_args must be finite; it is {'clip_low': nan}"),
         (["loss_args.dual_ratio=1"], "algorithm.loss_args.dual_ratio must be a number, above 1 (or null); it is 1.0"),
         (["loss=sapo", "loss_args.tau_positive=0"], "tau_positive must be a number, above 0; it is 0.0"),
         (["loss=dro"], "algorithm.loss=dro needs algorithm.loss_args.beta, which has no default"),
