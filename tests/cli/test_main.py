@@ -28,23 +28,6 @@ def test_every_help_ends_with_an_example_of_that_command(path, command, asyncgrp
     assert ended.out.strip().splitlines()[-1].strip().startswith(f"Example: {' '.join(path)}")
 
 
-def test_no_line_of_a_list_of_commands_is_cut(asyncgrpo, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    groups = [path for path, command in commands() if getattr(command, "commands", {})]
-    assert ("asyncgrpo", "config") in groups
-    for path in groups:
-        listing = asyncgrpo(*path[1:], "--help").out.partition("Commands:")[2]
-        assert listing and "..." not in listing, listing
-
-
-def test_no_line_of_help_but_an_example_is_longer_than_80_columns(asyncgrpo, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    for path, _ in commands():
-        help_ = asyncgrpo(*path[1:], "--help").out
-        assert [line for line in help_.splitlines() if len(line) > 80 and "Example:" not in line] == []
-        assert "[[" not in help_
-
-
 def test_help_answers_without_importing_anything_heavy():
     code = f"""
 import sys

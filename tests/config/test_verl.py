@@ -164,8 +164,7 @@ class TestTranslation:
             "run.eval_every": 5,
             "run.epochs": 15,
         }
-        config = load_config(None, assignments(merged(rows)))
-        assert (config.learner.minibatches, config.run.loggers) == (4, ("wandb",))
+        assert load_config(None, assignments(merged(rows))).run.loggers == ("wandb",)
         assert all(row.words for row in rows if not row.ours)
 
     @pytest.mark.parametrize(
@@ -186,23 +185,16 @@ class TestTranslation:
                 {"generators.count": 16, "learner.ranks": 4},
             ),
             ({f"{ROLLOUT}.name": None, "data.train_files": None, f"{ACTOR}.clip_ratio_low": None}, {}),
-            ({"algorithm.lam": 1.0}, {}),
             (
                 {"algorithm.lam": 1.0, "algorithm.adv_estimator": "gae"},
                 {"algorithm.critic.lam": 1.0, "algorithm.advantage": "gae"},
             ),
-            ({"data.val_max_samples": -1}, {"data.eval_rows": None}),
             ({"data.val_files": ["a", "~/b"]}, {"data.eval": ["a", f"{Path.home()}/b"]}),
-            (
-                {f"{ROLLOUT}.val_kwargs.n": 8, f"{ROLLOUT}.val_kwargs.do_sample": True},
-                {"sampling.eval_completions": 8},
-            ),
             ({f"{ACTOR}.ppo_mini_batch_size": 256}, {}),
             (
                 {"data.train_batch_size": 0, f"{ACTOR}.ppo_mini_batch_size": 32, "async_training.require_batches": 4},
                 {"buffer.prompts_per_step": 128, "learner.minibatches": 4},
             ),
-            ({f"{ACTOR}.ppo_max_token_len_per_gpu": 3000}, {"learner.tokens_per_microbatch": 3000}),
             (  # one GPU holds a whole sequence, and no more than it holds in verl where that is enough
                 {
                     f"{ACTOR}.ppo_max_token_len_per_gpu": 3000,
@@ -228,10 +220,6 @@ class TestTranslation:
                 },
             ),
             (
-                {f"{ACTOR}.optim.lr_scheduler_type": "cosine", f"{ACTOR}.optim.min_lr_ratio": 0.1},
-                {"learner.lr_schedule": "cosine", "learner.lr_min_ratio": 0.1},
-            ),
-            (
                 {f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1, "trainer.total_training_steps": 200},
                 {"learner.warmup_steps": 20, "run.steps": 200, "run.epochs": 30},
             ),
@@ -240,7 +228,6 @@ class TestTranslation:
                 {f"{ACTOR}.clip_ratio": 0.1, f"{ACTOR}.clip_ratio_high": 0.3},
                 {"algorithm.loss_args.clip_low": 0.1, "algorithm.loss_args.clip_high": 0.3},
             ),
-            ({f"{ACTOR}.clip_ratio_c": 10.0}, {"algorithm.loss_args.dual_ratio": 10.0}),
             (
                 {f"{ACTOR}.clip_ratio_low": 0.1, f"{ACTOR}.policy_loss.loss_mode": "gpg"},
                 {"algorithm.loss": "reinforce"},
@@ -251,37 +238,19 @@ class TestTranslation:
                 {"algorithm.kl_in": "reward", "algorithm.kl_coef": 0.1, "algorithm.kl_kind": "k1"},
             ),
             ({"algorithm.norm_adv_by_std_in_grpo": False}, {"algorithm.advantage": "dr_grpo"}),
-            (
-                {f"{ROLLOUT}.val_kwargs.temperature": 0.6, f"{ROLLOUT}.val_kwargs.do_sample": True},
-                {"sampling.eval_temperature": 0.6},
-            ),
             ({f"{ROLLOUT}.engine_kwargs.sglang.attention_backend": "fa3"}, {"generators.extra.attention_backend": "fa3"}),
-            ({"actor_rollout_ref.model.target_modules": "all-linear"}, {"model.lora.targets": []}),
             ({"custom_reward_function.path": "r.py", "custom_reward_function.name": "f"}, {"reward.function": "r.py:f"}),
             (
                 {"reward_model.enable": True, "reward_model.model.path": "rm", "reward_model.max_length": 99},
                 {"reward.function": "model", "reward.model.path": "rm"},
             ),
             ({"reward_model.enable": True, "custom_reward_function.path": "r.py"}, {"reward.function": "r.py"}),
-            ({"custom_reward_function.reward_kwargs.threshold": 0.5}, {"reward.kwargs.threshold": 0.5}),
             (
                 {
                     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": True,
                     "reward_model.reward_kwargs.overlong_buffer_cfg.len": 4096,
                 },
                 {"algorithm.overlong_buffer": 4096},
-            ),
-            (
-                {
-                    "reward_model.sandbox_fusion.url": "http://sandbox/run_code",
-                    "reward_model.sandbox_fusion.max_concurrent": 128,
-                    "reward_model.sandbox_fusion.memory_limit_mb": 512,
-                },
-                {
-                    "reward.code.url": "http://sandbox/run_code",
-                    "reward.code.max_concurrent": 128,
-                    "reward.code.memory_mb": 512,
-                },
             ),
             (
                 {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
