@@ -8,14 +8,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from asyncgrpo.cli.output import JsonOption, example, print_json, size_in_words
+from asyncgrpo.cli.output import example, size_in_words
 from asyncgrpo.host import Host, cores
 from asyncgrpo.importing import has_gpu
 from asyncgrpo.scratch import SHARED_MEMORY
@@ -57,6 +57,7 @@ def all_findings(out: Path) -> Iterator[Finding]:
     yield check_shared_memory()
     yield check_runs_folder(out)
     yield check_package("ray", "ray>=2.60,<2.61")
+    yield check_package("transformers", "transformers>=5.12")
     yield check_package("torch", "torch>=2.11", lambda torch: f", CUDA {torch.version.cuda or 'not built in'}")
     try:
         import torch
@@ -69,18 +70,12 @@ def all_findings(out: Path) -> Iterator[Finding]:
             yield check_nccl()
     if has_gpu():
         yield check_kernels()
-    yield check_torch_engine()
     yield check_sglang()
 
 
-def engines(findings: list[Finding]) -> list[str]:
-    """Return the names of the engines that can run."""
-    return [f.name.removesuffix(" engine") for f in findings if f.name.endswith(" engine") and f.status == "ok"]
-
-
 def can_train(findings: list[Finding]) -> bool:
-    """Return True if no needed check failed and an engine can run."""
-    return bool(engines(findings)) and not any(f.needed and f.status == "failed" for f in findings)
+    """Return True if no needed check failed. The torch engine needs nothing beyond them."""
+    return not any(finding.needed and finding.status == "failed" for finding in findings)
 
 
 def version_of(package: str) -> str | None:
@@ -214,13 +209,6 @@ def check_kernels() -> Finding:
     return Finding("kernels", "ok", "nvcc, ninja and c++ are installed")
 
 
-def check_torch_engine() -> Finding:
-    if version_of("transformers") is None or version_of("torch") is None:
-        fix = "pip install 'transformers>=5.12' 'torch>=2.11'"
-        return Finding("torch engine", "failed", "torch or transformers is not installed", fix, needed=False)
-    return Finding("torch engine", "ok", f"transformers {version_of('transformers')}")
-
-
 def check_sglang() -> Finding:
     try:
         from asyncgrpo.engines.build import why_sglang_cannot_run
@@ -244,10 +232,7 @@ _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", 
 
 
 @app.command("doctor", epilog=example("doctor --out /scratch/runs"))
-def doctor(
-    out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs"),
-    as_json: JsonOption = False,
-) -> None:
+def doctor(out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs")) -> None:
     """Check packages, engines, GPUs and memory of this machine.
 
     Exits with 0 if training is possible with at least one engine.
@@ -255,18 +240,13 @@ def doctor(
     findings = []
     for finding in all_findings(out):
         findings.append(finding)
-        if as_json:
-            continue
         sign, colour = _SIGNS[finding.status]
         typer.echo(f"{typer.style(sign, fg=colour)} {finding.name:14} {finding.detail}")
         if finding.fix:
             typer.echo(f"{'':17}fix: {finding.fix}")
-    possible, running = can_train(findings), engines(findings)
-    if as_json:
-        print_json({"can_train": possible, "engines": running, "findings": [asdict(finding) for finding in findings]})
-    elif possible:
-        typer.echo(f"\nThis machine can train, with the engine {' or '.join(running)}.")
-    else:
-        broken = [f.name for f in findings if f.needed and f.status == "failed"] or ["an engine"]
+    if not can_train(findings):
+        broken = [finding.name for finding in findings if finding.needed and finding.status == "failed"]
         typer.echo(f"\nThis machine cannot train yet; fix {', '.join(broken)} first.")
-    raise typer.Exit(0 if possible else 1)
+        raise typer.Exit(1)
+    has_sglang = any(finding.name == "sglang engine" and finding.status == "ok" for finding in findings)
+    typer.echo(f"\nThis machine can train, with the engine {'torch or sglang' if has_sglang else 'torch'}.")
