@@ -3,21 +3,19 @@
 import importlib
 import importlib.metadata
 import os
-import re
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from asyncgrpo.cli.output import JsonOption, example, print_json, size_in_words
+from asyncgrpo.cli.output import example, size_in_words
 from asyncgrpo.host import Host, cores
 from asyncgrpo.importing import has_gpu
 from asyncgrpo.scratch import SHARED_MEMORY
@@ -29,10 +27,6 @@ app = typer.Typer()
 GIB = 1024**3
 WEIGHT_COPIES = 2
 """Copies of the learner's weights in shared memory (docs/memory.md)."""
-LEAST_DRIVER = {"13": (580, 65), "12": (525, 60)}
-"""Minimum driver by major version of CUDA (release notes of CUDA 12.0 and 13.0)."""
-LEAST_GLIBC = (2, 34)
-"""Minimum for the wheels of SGLang's kernels."""
 CONTAINER = "docker run --gpus all --ipc=host --ulimit memlock=-1 lmsysorg/sglang:v0.5.23"
 """SGLang's image. It has not been tested with asyncgrpo."""
 
@@ -42,8 +36,8 @@ class Finding:
     """Result of one check."""
 
     name: str
-    status: Literal["ok", "note", "warning", "failed"]
-    """`note`: for information. `warning`: training works, but slower or less safely."""
+    status: Literal["ok", "warning", "failed"]
+    """`warning`: training works, but slower or less safely."""
     detail: str
     fix: str = ""
     """Command that fixes a warning or a failure."""
@@ -62,8 +56,8 @@ def all_findings(out: Path) -> Iterator[Finding]:
     yield check_open_files()
     yield check_shared_memory()
     yield check_runs_folder(out)
-    yield check_port()
     yield check_package("ray", "ray>=2.60,<2.61")
+    yield check_package("transformers", "transformers>=5.12")
     yield check_package("torch", "torch>=2.11", lambda torch: f", CUDA {torch.version.cuda or 'not built in'}")
     try:
         import torch
@@ -75,24 +69,13 @@ def all_findings(out: Path) -> Iterator[Finding]:
         if torch.cuda.is_available():
             yield check_nccl()
     if has_gpu():
-        yield check_locked_memory()
         yield check_kernels()
-    yield check_torch_engine()
     yield check_sglang()
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE", "HF_HOME")
-    given = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
-    text = ", ".join(given) or "no offline flag is set; a model.path that is a folder needs no network"
-    yield Finding("hub", "note", text)
-
-
-def engines(findings: list[Finding]) -> list[str]:
-    """Return the names of the engines that can run."""
-    return [f.name.removesuffix(" engine") for f in findings if f.name.endswith(" engine") and f.status == "ok"]
 
 
 def can_train(findings: list[Finding]) -> bool:
-    """Return True if no needed check failed and an engine can run."""
-    return bool(engines(findings)) and not any(f.needed and f.status == "failed" for f in findings)
+    """Return True if no needed check failed. The torch engine needs nothing beyond them."""
+    return not any(finding.needed and finding.status == "failed" for finding in findings)
 
 
 def version_of(package: str) -> str | None:
@@ -133,17 +116,6 @@ def check_shared_memory() -> Finding:
     return _enough("shared memory", free >= GIB, detail, "larger models need more", fix)
 
 
-def check_locked_memory() -> Finding:
-    """Check the limit of pinned memory. NCCL pins its buffers over InfiniBand."""
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    is_enough = soft == resource.RLIM_INFINITY
-    detail = "unlimited" if is_enough else f"limit {size_in_words(soft)}"
-    fix = "ulimit -l unlimited, or: docker run --ulimit memlock=-1 ..."
-    return _enough("pinned memory", is_enough, detail, "NCCL over InfiniBand needs more", fix)
-
-
 def check_runs_folder(out: Path) -> Finding:
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -154,14 +126,6 @@ def check_runs_folder(out: Path) -> Finding:
     free = shutil.disk_usage(out).free
     detail, fix = f"{out} is writable, {size_in_words(free)} free", "asyncgrpo doctor --out /larger/disk"
     return _enough("runs folder", free >= 5 * GIB, detail, "checkpoints need more", fix)
-
-
-def check_port() -> Finding:
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
-            return Finding("loopback", "ok", f"127.0.0.1 accepts connections (port {server.getsockname()[1]})")
-    except OSError as error:
-        return Finding("loopback", "failed", f"127.0.0.1 cannot be used: {error}", "ip link set lo up")
 
 
 def check_package(package: str, requirement: str, more: Callable[[Any], str] = lambda module: "") -> Finding:
@@ -183,26 +147,12 @@ def check_cuda() -> Finding:
         names = ", ".join(f"{device.name} ({size_in_words(device.total_memory)})" for device in devices)
         return Finding("GPUs", "ok", f"{len(devices)}: {names}")
     if shutil.which("nvidia-smi") is None:
-        return Finding("GPUs", "note", "none; runs use the CPU (--n-gpus 0)")
-    detail, fix = "a driver is installed, but torch finds no device", "nvidia-smi"
-    if torch.version.cuda is None:
-        detail, fix = "a driver is installed, but torch is built for the CPU", "pip install --force-reinstall torch"
-    elif (driver := driver_version()) is not None:
-        needs = LEAST_DRIVER.get(torch.version.cuda.partition(".")[0], (0, 0))
-        if driver < needs:
-            detail = f"the driver is {_dotted(driver)}, and torch with CUDA {torch.version.cuda} needs {_dotted(needs)}"
-            fix = f"apt-get install nvidia-driver-{needs[0]}"
-    return Finding("GPUs", "failed", detail, fix, needed=False)
-
-
-def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> tuple[int, int] | None:
-    """Return the first two numbers of the version of NVIDIA's driver; None if it is unknown."""
-    found = re.search(r"Kernel Module\D*(\d+)\.(\d+)", file.read_text()) if file.is_file() else None
-    return None if found is None else (int(found[1]), int(found[2]))
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
+        return Finding("GPUs", "ok", "none; runs use the CPU (--n-gpus 0)")
+    built = f"torch is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'}"
+    detail = f"a driver is installed, but torch finds no device; {built}"
+    return Finding(
+        "GPUs", "failed", detail, "nvidia-smi, and a torch for the CUDA version that it prints", needed=False
+    )
 
 
 def check_gloo() -> Finding:
@@ -248,13 +198,8 @@ def check_nccl() -> Finding:
     return Finding("nccl", "ok", f"{version}, all-reduce of one rank on cuda:0")
 
 
-def check_kernels(libc: str | None = None) -> Finding:
+def check_kernels() -> Finding:
     """Check the compilers with which SGLang compiles its kernels when it starts on a GPU."""
-    libc = libc or os.confstr("CS_GNU_LIBC_VERSION") or "an unknown C library"
-    found = re.fullmatch(r"glibc (\d+)\.(\d+)", libc)
-    if found is None or (int(found[1]), int(found[2])) < LEAST_GLIBC:
-        detail = f"this system has {libc}, and SGLang's kernels need glibc {_dotted(LEAST_GLIBC)}"
-        return Finding("kernels", "failed", detail, CONTAINER, needed=False)
     cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     there = {"nvcc": f"{cuda}/bin/nvcc", "ninja": "ninja", "c++": "c++"}
     missing = [name for name, path in there.items() if not (shutil.which(name) or shutil.which(path))]
@@ -262,14 +207,6 @@ def check_kernels(libc: str | None = None) -> Finding:
         detail = f"SGLang compiles kernels when it starts; missing: {', '.join(missing)}"
         return Finding("kernels", "failed", detail, CONTAINER, needed=False)
     return Finding("kernels", "ok", "nvcc, ninja and c++ are installed")
-
-
-def check_torch_engine() -> Finding:
-    for package, requirement in (("transformers", "transformers>=5.12"), ("torch", "torch>=2.11")):
-        if version_of(package) is None:
-            fix = f"pip install '{requirement}'"
-            return Finding("torch engine", "failed", f"{package} is not installed", fix, needed=False)
-    return Finding("torch engine", "ok", f"transformers {version_of('transformers')}")
 
 
 def check_sglang() -> Finding:
@@ -291,15 +228,11 @@ def _one_line(error: Exception) -> str:
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
-_SIGNS = {"ok": "✓", "note": "·", "warning": "!", "failed": "✗"}
-_COLOURS = {"ok": "green", "note": "white", "warning": "yellow", "failed": "red"}
+_SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "red")}
 
 
 @app.command("doctor", epilog=example("doctor --out /scratch/runs"))
-def doctor(
-    out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs"),
-    as_json: JsonOption = False,
-) -> None:
+def doctor(out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs")) -> None:
     """Check packages, engines, GPUs and memory of this machine.
 
     Exits with 0 if training is possible with at least one engine.
@@ -307,18 +240,13 @@ def doctor(
     findings = []
     for finding in all_findings(out):
         findings.append(finding)
-        if as_json:
-            continue
-        sign = typer.style(_SIGNS[finding.status], fg=_COLOURS[finding.status])
-        typer.echo(f"{sign} {finding.name:14} {finding.detail}")
+        sign, colour = _SIGNS[finding.status]
+        typer.echo(f"{typer.style(sign, fg=colour)} {finding.name:14} {finding.detail}")
         if finding.fix:
             typer.echo(f"{'':17}fix: {finding.fix}")
-    possible, running = can_train(findings), engines(findings)
-    if as_json:
-        print_json({"can_train": possible, "engines": running, "findings": [asdict(finding) for finding in findings]})
-    elif possible:
-        typer.echo(f"\nThis machine can train, with the engine {' or '.join(running)}.")
-    else:
-        broken = [f.name for f in findings if f.needed and f.status == "failed"] or ["an engine"]
+    if not can_train(findings):
+        broken = [finding.name for finding in findings if finding.needed and finding.status == "failed"]
         typer.echo(f"\nThis machine cannot train yet; fix {', '.join(broken)} first.")
-    raise typer.Exit(0 if possible else 1)
+        raise typer.Exit(1)
+    has_sglang = any(finding.name == "sglang engine" and finding.status == "ok" for finding in findings)
+    typer.echo(f"\nThis machine can train, with the engine {'torch or sglang' if has_sglang else 'torch'}.")

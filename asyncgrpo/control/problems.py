@@ -1,17 +1,14 @@
-"""Problems of a run: alerts that fire in the Prometheus beside it, and the health conditions that its own events show.
+"""Problems of a run: the health conditions that its own events show.
 
 A problem has the name of its alert (`ops/prometheus/alerts.yml`) and thus its runbook. The conditions are in
 `recording/health.py`.
 """
 
-import json
 import shutil
 import time
 import urllib.request
-from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct
 
@@ -22,10 +19,6 @@ from asyncgrpo.recording.health import View, findings
 
 RECENT_BYTES = 2**20
 """Bytes of `metrics.jsonl` that are read from its end: some hundred steps."""
-PROMETHEUS_S = 2.0
-"""Deadline of a request to Prometheus."""
-_SIGNAL = {"LittleSignal", "NoSignal"}
-"""Alerts on the same groups over different times: one of them is shown."""
 _PACKAGE = Path(__file__).parent.parent
 _RUNBOOKS = (_PACKAGE.parent / "docs" / "runbooks", _PACKAGE / "runbooks")
 """Of a checkout, and of an installed package."""
@@ -41,7 +34,6 @@ class Problem(Struct, frozen=True, kw_only=True):
     """Page with the steps to take."""
     since: float | None = None
     """Unix seconds; None: unknown."""
-    told_by: Literal["run", "prometheus"] = "run"
 
 
 class Problems(Struct, frozen=True):
@@ -60,19 +52,14 @@ def read_runbook(name: str) -> str:
 
 
 def problems(run_dir: Path, status: Status) -> list[Problem]:
-    """Return the problems of a run: alerts that fire first, then conditions that no alert shows."""
-    prometheus = _prometheus_of(run_dir)
-    alerts = [] if prometheus is None else list(_alerts(prometheus, run_dir.name))
-    shown = {alert.name for alert in alerts}
-    if shown & _SIGNAL:
-        shown |= _SIGNAL
+    """Return the problems of a run."""
     view = View(
         events=read_tail(run_dir / "metrics.jsonl", -RECENT_BYTES).events,
         now=time.time(),
         free_bytes=shutil.disk_usage(run_dir).free,
         **of_status(status),
     )
-    return [*alerts, *(one for one in problems_in(view) if one.name not in shown)]
+    return problems_in(view)
 
 
 def problems_in(view: View) -> list[Problem]:
@@ -87,34 +74,6 @@ def of_status(status: Status) -> dict[str, Any]:
     """Return the fields of a `View` that the driver's status has."""
     silent_s = {p.name: float("inf") if p.state == "lost" else p.heard_s or 0.0 for p in status.processes}
     return {"state": status.state, "started": status.started, "silent_s": silent_s}
-
-
-def _prometheus_of(run_dir: Path) -> str | None:
-    """Return the URL of the Prometheus that `--observe` started; None: there is none."""
-    try:
-        return json.loads((run_dir / "observe.json").read_text(encoding="utf-8")).get("prometheus")
-    except (OSError, ValueError):
-        return None
-
-
-def _alerts(prometheus: str, run: str) -> Iterator[Problem]:
-    """Yield the alerts that fire for a run."""
-    try:
-        alerts = json.loads(fetch(f"{prometheus.rstrip('/')}/api/v1/alerts", timeout_s=PROMETHEUS_S))["data"]["alerts"]
-    except (OSError, ValueError, KeyError) as error:
-        text = f"the Prometheus at {prometheus} does not reply: {error}"
-        yield Problem(name="PrometheusSilent", text=text, runbook="docs/operate.md")
-        return
-    for alert in alerts:
-        if alert["state"] == "firing" and alert["labels"].get("run") == run:
-            name = alert["labels"]["alertname"]
-            yield Problem(
-                name=name,
-                text=alert["annotations"].get("summary", name),
-                runbook=f"docs/runbooks/{name}.md",
-                since=datetime.fromisoformat(alert["activeAt"]).timestamp(),
-                told_by="prometheus",
-            )
 
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))

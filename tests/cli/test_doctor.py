@@ -1,29 +1,24 @@
 """`asyncgrpo doctor`: each problem is found, and the finding says how to fix it."""
 
-import json
 import resource
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
 from asyncgrpo.cli import doctor
-from asyncgrpo.cli.doctor import Finding, can_train, engines
+from asyncgrpo.cli.doctor import Finding, can_train
 from asyncgrpo.host import Host
 
-FINE = [Finding("torch", "ok", ""), Finding("torch engine", "ok", "")]
+FINE = [Finding("torch", "ok", ""), Finding("transformers", "ok", "")]
 
 
-def test_this_machine_can_train_and_scripts_are_told_so(asyncgrpo, tmp_path):
-    ended = asyncgrpo("doctor", "--out", tmp_path, "--json")
-    report = json.loads(ended.out)
-    assert ended.code == 0
-    assert report["can_train"] is True
-    assert "torch" in report["engines"]
-    status = {finding["name"]: finding["status"] for finding in report["findings"]}
-    assert {status[name] for name in ("python", "ray", "torch", "gloo", "loopback", "runs folder")} == {"ok"}
-    assert all(finding["fix"] for finding in report["findings"] if finding["status"] == "failed")
+def test_this_machine_can_train(asyncgrpo, tmp_path):
+    ended = asyncgrpo("doctor", "--out", tmp_path)
+    assert ended.code == 0 and "This machine can train, with the engine torch" in ended.out
+    for name in ("python", "ray", "torch", "gloo", "runs folder"):
+        assert f"✓ {name} " in ended.out
+    assert ended.out.count("fix: ") >= ended.out.count("✗")
 
 
 def test_a_person_gets_a_line_for_each_finding_and_how_to_mend_it(asyncgrpo, tmp_path, monkeypatch):
@@ -47,11 +42,6 @@ def test_a_person_gets_a_line_for_each_finding_and_how_to_mend_it(asyncgrpo, tmp
 )
 def test_training_is_possible_unless_something_needed_failed(more, possible):
     assert can_train([*FINE, *more]) is possible
-    assert engines([*FINE, *more]) == ["torch"]
-
-
-def test_training_needs_one_engine():
-    assert not can_train([Finding("torch", "ok", ""), Finding("torch engine", "failed", "", needed=False)])
 
 
 def test_a_runs_folder_that_cannot_be_made_is_found(tmp_path):
@@ -83,28 +73,12 @@ def test_a_package_that_is_missing_or_broken_is_found(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("libc", "there", "status", "says"),
-    [
-        ("glibc 2.31", ("nvcc", "ninja", "c++"), "failed", "glibc 2.34"),
-        ("glibc 2.36", ("ninja",), "failed", "nvcc, c++"),
-        ("glibc 2.36", ("nvcc", "ninja", "c++"), "ok", "nvcc"),
-    ],
+    ("there", "status", "says"), [(("ninja",), "failed", "nvcc, c++"), (("nvcc", "ninja", "c++"), "ok", "nvcc")]
 )
-def test_what_sglang_compiles_with_on_a_gpu_is_looked_for(monkeypatch, libc, there, status, says):
+def test_what_sglang_compiles_with_on_a_gpu_is_looked_for(monkeypatch, there, status, says):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name if name in there else None)
-    found = doctor.check_kernels(libc)
+    found = doctor.check_kernels()
     assert found.status == status and says in found.detail and bool(found.fix) == (status == "failed")
-
-
-def test_too_little_memory_that_may_be_locked_is_found_on_a_gpu(monkeypatch):
-    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
-    inside = [sys.executable, "-c", "from asyncgrpo.cli import doctor; "]
-    inside[-1] += "found = doctor.check_locked_memory(); print(found.status, found.detail, found.fix)"
-    said = subprocess.run(["prlimit", f"--memlock=65536:{hard}", *inside], capture_output=True, text=True).stdout
-    assert said.startswith("warning") and "64.0 KiB" in said, said
-    assert "ulimit -l unlimited" in said and "--ulimit memlock=-1" in said
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert doctor.check_locked_memory().status == "ok"
 
 
 def test_memory_is_that_of_the_container_and_shared_memory_is_compared_with_weights(monkeypatch):
@@ -117,18 +91,3 @@ def test_memory_is_that_of_the_container_and_shared_memory_is_compared_with_weig
     monkeypatch.setattr(doctor.Host, "here", lambda shared_memory: replace(small, shared_free=48 * doctor.GIB))
     found = doctor.check_shared_memory()
     assert found.status == "ok" and "12.9 billion" in found.detail
-
-
-def test_a_driver_that_is_older_than_cuda_needs_is_named(monkeypatch, tmp_path):
-    import torch
-
-    (tmp_path / "version").write_text(
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC\n"
-    )
-    assert doctor.driver_version(tmp_path / "version") == (535, 104)
-    monkeypatch.setattr(doctor, "driver_version", lambda: (535, 104))
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found = doctor.check_cuda()
-    assert found.status == "failed"
-    assert all(version in found.detail for version in ("535.104", "13.0", "580.65"))
