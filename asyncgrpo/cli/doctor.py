@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -27,6 +28,10 @@ app = typer.Typer()
 GIB = 1024**3
 WEIGHT_COPIES = 2
 """Copies of the learner's weights in shared memory (docs/memory.md)."""
+LEAST_DRIVER = {"13": (580, 65), "12": (525, 60)}
+"""Minimum driver by major version of CUDA (release notes of CUDA 12.0 and 13.0)."""
+LEAST_GLIBC = (2, 34)
+"""Minimum for the wheels of SGLang's kernels."""
 CONTAINER = "docker run --gpus all --ipc=host --ulimit memlock=-1 lmsysorg/sglang:v0.5.23"
 """SGLang's image. It has not been tested with asyncgrpo."""
 
@@ -69,6 +74,7 @@ def all_findings(out: Path) -> Iterator[Finding]:
         if torch.cuda.is_available():
             yield check_nccl()
     if has_gpu():
+        yield check_locked_memory()
         yield check_kernels()
     yield check_sglang()
 
@@ -116,6 +122,17 @@ def check_shared_memory() -> Finding:
     return _enough("shared memory", free >= GIB, detail, "larger models need more", fix)
 
 
+def check_locked_memory() -> Finding:
+    """Check the limit of pinned memory. NCCL pins its buffers over InfiniBand."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    is_enough = soft == resource.RLIM_INFINITY
+    detail = "unlimited" if is_enough else f"limit {size_in_words(soft)}"
+    fix = "ulimit -l unlimited, or: docker run --ulimit memlock=-1 ..."
+    return _enough("pinned memory", is_enough, detail, "NCCL over InfiniBand needs more", fix)
+
+
 def check_runs_folder(out: Path) -> Finding:
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -148,11 +165,25 @@ def check_cuda() -> Finding:
         return Finding("GPUs", "ok", f"{len(devices)}: {names}")
     if shutil.which("nvidia-smi") is None:
         return Finding("GPUs", "ok", "none; runs use the CPU (--n-gpus 0)")
-    built = f"torch is built for {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'the CPU'}"
-    detail = f"a driver is installed, but torch finds no device; {built}"
-    return Finding(
-        "GPUs", "failed", detail, "nvidia-smi, and a torch for the CUDA version that it prints", needed=False
-    )
+    detail, fix = "a driver is installed, but torch finds no device", "nvidia-smi"
+    if torch.version.cuda is None:
+        detail, fix = "a driver is installed, but torch is built for the CPU", "pip install --force-reinstall torch"
+    elif (driver := driver_version()) is not None:
+        needs = LEAST_DRIVER.get(torch.version.cuda.partition(".")[0], (0, 0))
+        if driver < needs:
+            detail = f"the driver is {_dotted(driver)}, and torch with CUDA {torch.version.cuda} needs {_dotted(needs)}"
+            fix = f"apt-get install nvidia-driver-{needs[0]}"
+    return Finding("GPUs", "failed", detail, fix, needed=False)
+
+
+def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> tuple[int, int] | None:
+    """Return the first two numbers of the version of NVIDIA's driver; None if it is unknown."""
+    found = re.search(r"Kernel Module\D*(\d+)\.(\d+)", file.read_text()) if file.is_file() else None
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def check_gloo() -> Finding:
@@ -198,8 +229,13 @@ def check_nccl() -> Finding:
     return Finding("nccl", "ok", f"{version}, all-reduce of one rank on cuda:0")
 
 
-def check_kernels() -> Finding:
+def check_kernels(libc: str | None = None) -> Finding:
     """Check the compilers with which SGLang compiles its kernels when it starts on a GPU."""
+    libc = libc or os.confstr("CS_GNU_LIBC_VERSION") or "an unknown C library"
+    found = re.fullmatch(r"glibc (\d+)\.(\d+)", libc)
+    if found is None or (int(found[1]), int(found[2])) < LEAST_GLIBC:
+        detail = f"this system has {libc}, and SGLang's kernels need glibc {_dotted(LEAST_GLIBC)}"
+        return Finding("kernels", "failed", detail, CONTAINER, needed=False)
     cuda = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     there = {"nvcc": f"{cuda}/bin/nvcc", "ninja": "ninja", "c++": "c++"}
     missing = [name for name, path in there.items() if not (shutil.which(name) or shutil.which(path))]

@@ -1,6 +1,7 @@
 """`asyncgrpo doctor`: each problem is found, and the finding says how to fix it."""
 
 import resource
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -73,12 +74,28 @@ def test_a_package_that_is_missing_or_broken_is_found(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("there", "status", "says"), [(("ninja",), "failed", "nvcc, c++"), (("nvcc", "ninja", "c++"), "ok", "nvcc")]
+    ("libc", "there", "status", "says"),
+    [
+        ("glibc 2.31", ("nvcc", "ninja", "c++"), "failed", "glibc 2.34"),
+        ("glibc 2.36", ("ninja",), "failed", "nvcc, c++"),
+        ("glibc 2.36", ("nvcc", "ninja", "c++"), "ok", "nvcc"),
+    ],
 )
-def test_what_sglang_compiles_with_on_a_gpu_is_looked_for(monkeypatch, there, status, says):
+def test_what_sglang_compiles_with_on_a_gpu_is_looked_for(monkeypatch, libc, there, status, says):
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name if name in there else None)
-    found = doctor.check_kernels()
+    found = doctor.check_kernels(libc)
     assert found.status == status and says in found.detail and bool(found.fix) == (status == "failed")
+
+
+def test_too_little_memory_that_may_be_locked_is_found_on_a_gpu(monkeypatch):
+    hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
+    inside = [sys.executable, "-c", "from asyncgrpo.cli import doctor; "]
+    inside[-1] += "found = doctor.check_locked_memory(); print(found.status, found.detail, found.fix)"
+    said = subprocess.run(["prlimit", f"--memlock=65536:{hard}", *inside], capture_output=True, text=True).stdout
+    assert said.startswith("warning") and "64.0 KiB" in said, said
+    assert "ulimit -l unlimited" in said and "--ulimit memlock=-1" in said
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert doctor.check_locked_memory().status == "ok"
 
 
 def test_memory_is_that_of_the_container_and_shared_memory_is_compared_with_weights(monkeypatch):
@@ -91,3 +108,18 @@ def test_memory_is_that_of_the_container_and_shared_memory_is_compared_with_weig
     monkeypatch.setattr(doctor.Host, "here", lambda shared_memory: replace(small, shared_free=48 * doctor.GIB))
     found = doctor.check_shared_memory()
     assert found.status == "ok" and "12.9 billion" in found.detail
+
+
+def test_a_driver_that_is_older_than_cuda_needs_is_named(monkeypatch, tmp_path):
+    import torch
+
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC\n"
+    )
+    assert doctor.driver_version(tmp_path / "version") == (535, 104)
+    monkeypatch.setattr(doctor, "driver_version", lambda: (535, 104))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = doctor.check_cuda()
+    assert found.status == "failed"
+    assert all(version in found.detail for version in ("535.104", "13.0", "580.65"))
