@@ -118,8 +118,7 @@ GROUP_OUTCOMES = ("leased", "accepted", "duplicate", "refused", "trained",
                   "recovered", "dropped_superseded", "dropped_incompatible", "dropped_ahead",
                   "dropped_damaged", "accepted_short", "dropped_poison", "dropped_quarantined",
                   "dropped_too_long")
-TOKEN_FATES = ("generated", "recovered", "trained", "masked", "filtered", "stale", "aborted", "failed", "duplicate",
-               "unusable")
+TOKEN_FATES = ("generated", "recovered", "trained", "filtered", "stale", "aborted", "failed", "duplicate", "unusable")
 groups_total = _counter(
     "groups_total", "Groups by outcome; one group has several of these.", "buffer",
     outcome=GROUP_OUTCOMES)

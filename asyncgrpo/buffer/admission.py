@@ -18,35 +18,21 @@ do not change.
 A group that leaves untrained (dropped, or filtered for equal rewards) only lowers D, so its replacement endangers no
 deadline.
 
-A policy makes four decisions, with L for `max_lag` and P for `prompts_per_step`:
-
-    admit           may another group begin? Every policy admits while fewer than (L + 1) * P hold a slot
-    select          the groups of the next batch; None: the learner waits
-    evict           the ready groups that are too old for every later step
-    should_abort    can a lease no longer produce a trainable group?
+`buffer.policy` decides about groups that are late, with L for `max_lag` and P for `prompts_per_step`:
 
     policy    a batch is                                    a group is too old when              the learner gets
     wait      the P oldest, if the others can be in time    (never: the learner waits for it)    all, lag at most L
-    window    the next P prompts of the run's order         (never: the learner waits for it)    all in order, lag at most L
     drop      the P oldest of the ready ones                its oldest token's lag is above L    fast groups, lag at most L
-    mask      the same                                      even its newest token's lag is       tokens of lag at most L
     train     the same                                      (never)                              all, at any lag
-
-The proof above is for `wait`. `window` has a simpler one: a group begins while fewer than (L + 1) * P untrained prompts
-precede it, so it is trained at most L steps after its lease, for any later L. For these two policies `evict` is a second
-check: it catches a generator that sampled with older weights than it reported.
 """
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
-from typing import ClassVar, Literal, Protocol, TypeVar
 
 from asyncgrpo.config.schema import BufferConfig
-from asyncgrpo.types import PolicyVersion
-from asyncgrpo.wire.rollouts import Deliver
 
 
 def deadlines_are_kept(remaining: Iterable[int], version: int, groups_per_step: int) -> bool:
@@ -59,170 +45,6 @@ def deadlines_are_kept(remaining: Iterable[int], version: int, groups_per_step: 
     """
     slack = sorted(deadline - version for deadline in remaining)
     return all(position < max(0, k) * groups_per_step for position, k in enumerate(slack))
-
-
-# -- policies ----------------------------------------------------------------------------------------------------------
-
-
-class Candidate(Protocol):
-    """An untaken group, as a policy sees it."""
-
-    @property
-    def prompt_index(self) -> int:
-        """Position of its prompt in the run."""
-
-    @property
-    def is_ready(self) -> bool:
-        """True if the group has arrived; False while it is in flight."""
-
-    @property
-    def oldest(self) -> PolicyVersion:
-        """Version of its oldest token. In flight: the version at the lease, a lower bound."""
-
-    @property
-    def newest(self) -> PolicyVersion:
-        """Version of its newest token, once the group has arrived."""
-
-    @property
-    def max_lag(self) -> int:
-        """Bound in force at its lease, optimizer steps."""
-
-    @property
-    def deadline(self) -> int:
-        """`oldest` + `max_lag`: number of the last version at which a step may take it."""
-
-
-AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
-
-
-class Policy:
-    """Base of the policies, with the decisions that most of them share."""
-
-    counts_from: ClassVar[Literal["oldest", "newest"] | None] = "oldest"
-    """The token whose lag `max_lag` bounds; None: lag is not bounded."""
-    is_in_order: ClassVar[bool] = False
-    """True if a group waits for all prompts before it."""
-
-    def __init__(self, config: BufferConfig) -> None:
-        self._config, self._per_step = config, config.prompts_per_step
-
-    def admit(self, held: int, max_lag: int) -> bool:
-        """Return True if another group may begin: the bound on slots that the proof above needs.
-
-        Args:
-            held: groups that hold a slot, taken ones included. With `is_in_order`: those before the new group that hold
-                a slot or are still to be leased.
-            max_lag: the bound in force.
-        """
-        return held < (max_lag + 1) * self._per_step
-
-    def select(
-        self, waiting: Sequence[AnyCandidate], version: int, next_prompt_index: int | None
-    ) -> list[AnyCandidate] | None:
-        """Return the batch of the step that starts at `version`, or None if the learner must wait.
-
-        Only the last batch of a run is smaller than P: it contains all groups in flight when no prompt is left.
-
-        Args:
-            waiting: all untaken groups that hold a slot.
-            next_prompt_index: index of the next prompt to lease; None: the prompts are exhausted.
-        """
-        ready = sorted((e for e in waiting if e.is_ready), key=lambda e: (e.deadline, e.prompt_index))
-        if len(ready) < self._per_step and not (ready and len(ready) == len(waiting) and next_prompt_index is None):
-            return None
-        return ready[: self._per_step]
-
-    def available(self, waiting: Sequence[AnyCandidate]) -> int:
-        """Return the number of groups that wait for no other group."""
-        return sum(e.is_ready for e in waiting)
-
-    def evict(self, waiting: Iterable[AnyCandidate], version: int) -> list[AnyCandidate]:
-        """Return the ready groups that are too old for the step that starts at `version`, and so for every later step."""
-        return [e for e in waiting if e.is_ready and self._lag(e, version) > e.max_lag]
-
-    def should_abort(self, lease: Candidate, version: int) -> bool:
-        """Return True if the group of this lease would be too old for the step that starts at `version`."""
-        return False
-
-    def masked_tokens(self, message: Deliver, version: int) -> int:
-        """Return the number of sampled tokens without weight in the step that starts at `version`."""
-        return 0
-
-    def _lag(self, group: Candidate, version: int) -> int:
-        return version - (group.newest if self.counts_from == "newest" else group.oldest).number
-
-
-class Wait(Policy):
-    """Trains the earliest deadline first. The learner waits where a batch would make a remaining group miss its deadline."""
-
-    def select(
-        self, waiting: Sequence[AnyCandidate], version: int, next_prompt_index: int | None
-    ) -> list[AnyCandidate] | None:
-        batch = super().select(waiting, version, next_prompt_index)
-        if batch is None:
-            return None
-        chosen = {e.prompt_index for e in batch}
-        remaining = [e.deadline for e in waiting if e.prompt_index not in chosen]
-        return batch if deadlines_are_kept(remaining, version, self._per_step) else None
-
-
-class Window(Policy):
-    """Trains strictly in prompt order: the prompts of a batch are known before sampling starts.
-
-    A returned prompt begins ahead of the prompts that overtook it, so these do not count against it. The learner will
-    wait for it, as for an isolated prompt, so it counts against the prompts behind it as if it held a slot.
-    """
-
-    is_in_order: ClassVar[bool] = True
-
-    def select(
-        self, waiting: Sequence[AnyCandidate], version: int, next_prompt_index: int | None
-    ) -> list[AnyCandidate] | None:
-        batch = sorted(waiting, key=lambda e: e.prompt_index)[: self._per_step]
-        if not batch or not all(e.is_ready for e in batch):
-            return None
-        if next_prompt_index is not None and (
-            len(batch) < self._per_step or next_prompt_index < batch[-1].prompt_index
-        ):
-            return None  # a returned prompt belongs to this batch
-        return batch
-
-    def available(self, waiting: Sequence[AnyCandidate]) -> int:
-        in_order = sorted(waiting, key=lambda e: e.prompt_index)
-        return next((place for place, e in enumerate(in_order) if not e.is_ready), len(in_order))
-
-
-class Drop(Policy):
-    """Trains the first groups to arrive, drops groups that became too old, and cancels leases that would become too old."""
-
-    def should_abort(self, lease: Candidate, version: int) -> bool:
-        return version > lease.deadline
-
-
-class Mask(Policy):
-    """Like `drop`, per token: tokens that are too old have no weight in the loss, the others are trained.
-
-    A group still in flight gets tokens of the newest weights, so no lease is cancelled.
-    """
-
-    counts_from: ClassVar[Literal["oldest", "newest"] | None] = "newest"
-
-    def masked_tokens(self, message: Deliver, version: int) -> int:
-        max_lag = self._config.largest_max_lag  # rules.py lets it be a number only
-        spans = (span for rollout in message.rollouts for span in rollout.spans)
-        return sum(s.end - s.start for s in spans if version - s.version.number > max_lag)
-
-
-class Train(Policy):
-    """Trains every group. Only the number of slots limits the generators; the lag is reported and unbounded."""
-
-    counts_from: ClassVar[Literal["oldest", "newest"] | None] = None
-
-    def evict(self, waiting: Iterable[AnyCandidate], version: int) -> list[AnyCandidate]:
-        return []
-
-
-POLICIES: dict[str, type[Policy]] = {"wait": Wait, "window": Window, "drop": Drop, "mask": Mask, "train": Train}
 
 
 # -- admission: how many groups are under way --------------------------------------------------------------------------
@@ -243,7 +65,7 @@ class Eager:
         """Note that the learner requested the batch of its next step.
 
         Args:
-            in_flight: leased groups; with `window` also the ready groups behind a leased one.
+            in_flight: leased groups.
             ready: all other groups under way.
             slots: maximum number of groups under way or in training.
         """
@@ -268,13 +90,10 @@ class JustInTime(Eager):
 
     If the generators cannot keep up, this behaves like `Eager`. So does every start until its second request, the first
     one that follows a training step. The bound and its proof still hold, because this only begins fewer groups than the
-    slots allow. It cannot deadlock: at least P groups are always under way, and a prompt that others have overtaken
-    begins regardless of `wanted`.
+    slots allow. It cannot deadlock: at least P groups are always under way.
     """
 
     STEPS = 12
-    STEPS_IN_ORDER = 48
-    """Steps with `window`, where one slow group blocks all behind it: the window must cover rarer ones."""
     MAY_WAIT = 0.05
     """Share of a step that the learner may wait, averaged over these steps."""
     STARVES = 0.25
@@ -282,8 +101,7 @@ class JustInTime(Eager):
 
     def __init__(self, config: BufferConfig) -> None:
         self._per_step = config.prompts_per_step
-        in_order = POLICIES[config.policy].is_in_order
-        self._targets: deque[float] = deque(maxlen=self.STEPS_IN_ORDER if in_order else self.STEPS)
+        self._targets: deque[float] = deque(maxlen=self.STEPS)
         """Targets of the last steps, groups."""
         self._request = 0, 0, 0.0, 0
         """Arguments of the last `batch_requested`."""

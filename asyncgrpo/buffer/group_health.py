@@ -353,8 +353,7 @@ class Settled:
     """Mean tokens of a completion; infinite where the group never came."""
     reward: float
     """Mean reward; NaN where it is not known."""
-    trained_length: float | None
-    """Mean tokens of a completion that have a weight; None: the group is not trained."""
+    is_trained: bool
 
 
 BIAS_THRESHOLD = 0.1
@@ -368,7 +367,7 @@ class BiasMonitor:
     group counts once among the generated ones, and a trained one also among the trained ones. So a group that merely
     waits makes no difference, and where no group is given up the distance is exactly 0. What is compared, of groups:
 
-        length    mean sampled tokens of a completion; under `mask` the trained ones count without their masked tokens
+        length    mean sampled tokens of a completion
         reward    mean reward of the scored completions: how difficult the prompt is
         age       lag in optimizer steps when it was settled
         source    `source` of the prompt
@@ -385,22 +384,20 @@ class BiasMonitor:
         self._distances: dict[str, float] | None = None  # None: a group was settled since
         self._above: set[str] = set()
 
-    def settle(self, source: str, message: Deliver | None, *, age: int, masked: int | None) -> None:
+    def settle(self, source: str, message: Deliver | None, *, age: int, is_trained: bool) -> None:
         """Count a group that was settled.
 
         Args:
             message: the group; None: it never came.
             age: lag, optimizer steps.
-            masked: sampled tokens without weight in the step that trains it; None: it is not trained.
         """
-        length, reward, trained_length = math.inf, math.nan, None
+        length, reward = math.inf, math.nan
         if message is not None:
             completions = max(len(message.rollouts), 1)
             rewards = [r.score.value for r in message.rollouts if r.score.value is not None]
             length = message.num_tokens / completions
             reward = sum(rewards) / len(rewards) if rewards else math.nan
-            trained_length = None if masked is None else length - masked / completions
-        self._settled.append(Settled(source, age, length, reward, trained_length))
+        self._settled.append(Settled(source, age, length, reward, is_trained))
         self._distances = None
 
     def distances(self) -> dict[str, float]:
@@ -409,12 +406,12 @@ class BiasMonitor:
             return {}
         if self._distances is None:
             made = self._settled
-            trained = [(group, group.trained_length) for group in made if group.trained_length is not None]
+            trained = [group for group in made if group.is_trained]
             self._distances = {
-                "length": ks_distance([length for _, length in trained], [g.length for g in made]),
-                "reward": ks_distance(_known(g.reward for g, _ in trained), _known(g.reward for g in made)),
-                "source": total_variation([g.source for g, _ in trained], [g.source for g in made]),
-                "age": ks_distance([g.age for g, _ in trained], [g.age for g in made]),
+                "length": ks_distance([g.length for g in trained], [g.length for g in made]),
+                "reward": ks_distance(_known(g.reward for g in trained), _known(g.reward for g in made)),
+                "source": total_variation([g.source for g in trained], [g.source for g in made]),
+                "age": ks_distance([g.age for g in trained], [g.age for g in made]),
             }
         return self._distances
 
@@ -425,7 +422,7 @@ class BiasMonitor:
         new, self._above = above - self._above, above
         if not new:
             return []
-        given_up = sum(g.trained_length is None for g in self._settled)
+        given_up = sum(not g.is_trained for g in self._settled)
         return [
             f"trained groups differ from generated ones in {name}: distance {distances[name]:.2f}, "
             f"{given_up} of the last {len(self._settled)} were given up for being slow or old"

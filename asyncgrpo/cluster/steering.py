@@ -279,8 +279,8 @@ class Steering:
         buffer = self.config.buffer
         if buffer.max_lag == "auto":
             raise CommandRefused("buffer.max_lag is auto, so the run chooses the bound; auto_lag.max limits it")
-        if buffer.policy in ("mask", "train"):
-            raise CommandRefused(f"buffer.policy={buffer.policy} has one bound for the whole run")
+        if buffer.policy == "train":
+            raise CommandRefused("buffer.policy=train has one bound for the whole run")
 
     # -- the requested state -------------------------------------------------------------------------------------------
 

@@ -261,9 +261,7 @@ def _lag_in_words(config: Config) -> str:
     bound = f"lag at most {steps}"
     return {
         "wait": bound,
-        "window": f"{bound}, in prompt order",
         "drop": f"{bound}, older groups are dropped",
-        "mask": f"{bound}, older tokens are masked",
         "train": f"{steps} ahead at most, lag without bound",
     }[policy]
 

@@ -73,11 +73,10 @@ def _sizes(config: Config) -> Iterator[str]:
             f"buffer.straggler_factor ({factor:g}) would end about half of the groups or more; set it to at least 1.5, or to "
             "0 for buffer.lease_timeout_s"
         )
-    if config.buffer.max_lag == "auto" and config.buffer.policy in ("mask", "train"):
-        bounds = "tokens" if config.buffer.policy == "mask" else "no lag"
+    if config.buffer.max_lag == "auto" and config.buffer.policy == "train":
         yield (
-            f"buffer.max_lag=auto chooses the bound of each group, but buffer.policy={config.buffer.policy} bounds {bounds}; "
-            "use wait, window or drop, or a number"
+            "buffer.max_lag=auto chooses the bound of each group, but buffer.policy=train bounds no lag; use wait or drop, "
+            "or a number"
         )
 
 

@@ -426,9 +426,8 @@ class BufferConfig(Section, frozen=True):
     max_lag: NonNegativeInt | Literal["auto"] = 4
     """Maximum lag of a group's oldest token when it is trained, optimizer steps; 0: synchronous; auto: adapt to
     the importance ratios."""
-    policy: Literal["wait", "window", "drop", "mask", "train"] = "wait"
-    """Enforcement of buffer.max_lag: wait for groups, wait in prompt order (window), drop groups, mask tokens, or
-    train all."""
+    policy: Literal["wait", "drop", "train"] = "wait"
+    """Enforcement of buffer.max_lag: wait for groups, drop groups, or train all."""
     admission: Literal["eager", "fresh"] = "fresh"
     """Start of a group: eager, when a slot is free; fresh, just in time for its batch."""
     lease_timeout_s: PositiveFloat = 1800.0

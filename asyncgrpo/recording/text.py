@@ -266,7 +266,7 @@ def _tokens(progress: Progress) -> str:
     tokens = progress.tokens
     if not tokens:  # a run of an older release
         return f"{progress.last.get('tokens_generated') or 0:,} generated, {progress.tokens_trained:,} trained"
-    named = {"masked": "masked", "filtered": "filtered", "waiting": "waiting", "undone": "undone by restarts"}
+    named = {"filtered": "filtered", "waiting": "waiting", "undone": "undone by restarts"}
     dropped = {fate: count for fate, count in tokens.items() if count and fate not in ("generated", "trained", *named)}
     parts = [f"{tokens['trained']:,} trained", f"{sum(dropped.values()):,} dropped"]
     parts[-1] += f" ({counts_in_words(dropped)})" if dropped else ""

@@ -46,9 +46,9 @@ def test_the_distances_are_those_of_their_definitions():
 def test_all_that_is_trained_is_at_no_distance_and_little_says_nothing():
     monitor = BiasMonitor()
     for length in range(MIN_SETTLED - 1):
-        monitor.settle("s", group(length + 1), age=length % 3, masked=0)
+        monitor.settle("s", group(length + 1), age=length % 3, is_trained=True)
     assert monitor.distances() == {}
-    monitor.settle("s", group(5), age=0, masked=0)
+    monitor.settle("s", group(5), age=0, is_trained=True)
     assert monitor.distances() == {"length": 0, "reward": 0, "source": 0, "age": 0}
 
 
@@ -66,28 +66,24 @@ def test_what_is_given_up_shows_by_its_share_in_the_respect_in_which_it_differs(
     monitor = BiasMonitor()
     for number in range(100):
         monitor.settle(**{"source": "s", "age": 1, **(lost if number % 4 == 0 else kept)},
-                       masked=None if number % 4 == 0 else 0)  # fmt: skip
+                       is_trained=number % 4 != 0)  # fmt: skip
     distances = monitor.distances()
     assert distances.pop(of) == pytest.approx(0.25)
     assert set(distances.values()) == {0.0}
 
 
-def test_length_is_of_a_completion_without_its_masked_tokens():
+def test_length_is_of_a_completion_however_many_a_group_has():
     monitor = BiasMonitor()
     for number in range(100):
-        monitor.settle("s", group(5, (0.0, 1.0) if number % 2 else (0.5,) * 3), age=1, masked=0 if number % 2 else None)
-    assert monitor.distances()["length"] == 0, "however many completions a group has"
-    monitor = BiasMonitor()
-    for _ in range(MIN_SETTLED):
-        monitor.settle("s", group(10), age=5, masked=8)
-    assert monitor.distances() == {"length": 1.0, "reward": 0.0, "source": 0.0, "age": 0.0}
+        monitor.settle("s", group(5, (0.0, 1.0) if number % 2 else (0.5,) * 3), age=1, is_trained=number % 2 == 1)
+    assert monitor.distances()["length"] == 0
 
 
 def test_it_forgets_what_is_long_ago_and_warns_once_until_it_was_well_again():
     monitor, said = BiasMonitor(), []
-    for masked, count in ((0, 200), (None, 60), (0, BIAS_WINDOW), (None, 200)):
+    for is_trained, count in ((True, 200), (False, 60), (True, BIAS_WINDOW), (False, 200)):
         for _ in range(count):
-            monitor.settle("s", group(50 if masked is None else 5), age=1, masked=masked)
+            monitor.settle("s", group(5 if is_trained else 50), age=1, is_trained=is_trained)
             said.append(monitor.news())
     told = [number for number, sentences in enumerate(said) if sentences]
     assert len(told) == 2 and all(len(said[number]) == 1 for number in told)
@@ -101,7 +97,7 @@ def test_it_forgets_what_is_long_ago_and_warns_once_until_it_was_well_again():
 def test_the_age_of_what_is_given_up_for_its_age_is_no_news():
     monitor = BiasMonitor()
     for number in itertools.islice(itertools.cycle(range(2)), 2 * MIN_SETTLED):
-        monitor.settle("s", group(5), age=5 * number, masked=None if number else 0)
+        monitor.settle("s", group(5), age=5 * number, is_trained=not number)
     assert monitor.distances()["age"] == 0.5 and monitor.news() == []
 
 

@@ -1,11 +1,11 @@
 """The buffer loses nothing, trains nothing twice, and says what became of every group."""
 
 from collections import Counter
+from typing import get_args
 
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.admission import POLICIES
 from asyncgrpo.buffer.buffer import Buffer, group_seed
 from asyncgrpo.buffer.group_health import MIN_GROUPS, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
@@ -16,6 +16,7 @@ from asyncgrpo.types import Discarded, Lease, PolicyVersion, Prompt, Sampling, S
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 
 GROUP_SIZE = 2
+POLICIES = get_args(BufferConfig.__annotations__["policy"])
 
 
 class Recording(InMemory):

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, AutoLag, Eager, Fresh, JustInTime
+from asyncgrpo.buffer.admission import ADMISSIONS, AutoLag, Eager, Fresh, JustInTime
 from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.config.schema import AutoLagConfig, BufferConfig
 from asyncgrpo.journal.format import BoundChanged
 from asyncgrpo.types import Lease, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver
-from tests.buffer.test_buffer import deliver, lease_all, make_buffer, v
+from tests.buffer.test_buffer import POLICIES, deliver, lease_all, make_buffer, v
 
 TOKENS = 4
 
@@ -50,34 +50,20 @@ def balance(buffer: Buffer) -> None:
     assert tokens["generated"] == fates + buffer.tokens_in_flight
 
 
-@pytest.mark.parametrize(("policy", "taken"), [("wait", None), ("window", None), ("drop", [1]), ("train", [1])])
+@pytest.mark.parametrize(("policy", "taken"), [("wait", None), ("drop", [1]), ("train", [1])])
 def test_whether_a_quick_group_may_overtake_an_old_one_at_its_deadline(policy, taken):
     buffer, (slow, quick) = started(policy)
     buffer.accept(spanning(quick, 0), b"")
-    if policy in ("wait", "window"):
-        # Taking `quick` at 0 leaves `slow` with one step: `wait` may, `window` may not.
-        assert step(buffer, 0) == ([quick.prompt_index] if policy == "wait" else None)
-        if policy == "wait":
-            later = buffer.lease("g", 0.0)
-            buffer.accept(spanning(later, 1), b"")
-            assert step(buffer, 1) is None, "the deadline of the slow one"
-            buffer.accept(spanning(slow, 0), b"")
-            assert step(buffer, 1) == [slow.prompt_index]
+    if policy == "wait":
+        assert step(buffer, 0) == [quick.prompt_index], "it leaves `slow` with one step"
+        later = buffer.lease("g", 0.0)
+        buffer.accept(spanning(later, 1), b"")
+        assert step(buffer, 1) is None, "the deadline of the slow one"
+        buffer.accept(spanning(slow, 0), b"")
+        assert step(buffer, 1) == [slow.prompt_index]
     else:
         assert step(buffer, 0) == taken
     balance(buffer)
-
-
-def test_window_trains_the_prompts_in_their_order_whoever_finishes_first():
-    buffer, leases = started("window", per_step=2, max_lag=2)
-    for lease in reversed(leases[1:]):
-        buffer.accept(spanning(lease, 0), b"")
-    assert step(buffer, 0) is None
-    buffer.fail(leases[0].lease_id, "failed")
-    assert step(buffer, 0) is None, "its prompt was given back and belongs to this window"
-    again = buffer.lease("g", 0.0)
-    buffer.accept(spanning(again, 0), b"")
-    assert [step(buffer, version) for version in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_drop_cancels_a_lease_once_no_step_can_train_it_and_one_other_takes_its_slot():
@@ -125,82 +111,19 @@ def test_a_prompt_that_is_stale_every_time_is_dropped_for_good_and_counted():
     balance(buffer)
 
 
-def test_mask_trains_the_tokens_that_are_not_too_old_and_drops_a_group_of_which_nothing_would_be_left():
-    buffer, (slow, _) = started("mask")
-    buffer.trained(v(3))
-    assert buffer.cancelled() == [], "its next tokens are of the newest weights"
-    buffer.accept(spanning(slow, 0, 3), b"")
-    assert step(buffer, 3) == [slow.prompt_index]
-    assert buffer.tokens["masked"] == buffer.tokens["trained"] == TOKENS
-    balance(buffer)
-    buffer, (slow, _) = started("mask")
-    buffer.accept(spanning(slow, 0, 1), b"")
-    buffer.trained(v(2))
-    assert buffer.count(State.READY) == 1, "at 2 its newer half is of lag 1"
-    buffer.trained(v(3))
-    assert buffer.count(State.READY) == 0 and buffer.outcomes["dropped_stale"] == 1
-    assert [lease.prompt_index for lease in lease_all(buffer)] == [slow.prompt_index]
-    balance(buffer)
-
-
 def test_train_takes_a_group_of_any_age():
     buffer, (slow, _) = started("train")
     buffer.trained(v(9))
     assert buffer.cancelled() == []
     buffer.accept(spanning(slow, 0), b"")
-    assert step(buffer, 9) == [slow.prompt_index] and buffer.tokens["masked"] == 0
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_window_keeps_the_slot_of_a_prompt_that_waits_for_a_generator_of_its_own(policy):
-    buffer = make_buffer(policy=policy, per_step=2, max_lag=0)
-    buffer.trained(v(0))
-    isolated, other = buffer.lease("a", 0.0), buffer.lease("b", 0.0)
-    buffer.release("a")
-    assert buffer.lease("a", 0.0).prompt_index == isolated.prompt_index
-    buffer.release("a")
-    assert buffer.lease("b", 0.0) is None, "it is emptied for the isolated prompt"
-    behind = buffer.lease("c", 0.0)
-    buffer.accept(spanning(other, 0), b"")
-    if policy != "window":
-        assert behind.prompt_index == 2, "nobody waits for the isolated prompt"
-        return
-    assert behind is None
-    alone = buffer.lease("b", 0.0)
-    assert buffer.take(v(0)) is None and alone.prompt_index == isolated.prompt_index
-    buffer.accept(spanning(alone, 0), b"")
-    assert step(buffer, 0) == [isolated.prompt_index, other.prompt_index]
-    balance(buffer)
-
-
-@pytest.mark.parametrize("bound", [1, 0])
-def test_a_suspect_waits_for_a_slot_behind_a_prompt_that_was_given_back(bound):
-    """Prompt 1 waits for a generator of its own, prompt 0 for any. None is kept free for a suspect that has no slot."""
-    buffer = make_buffer(policy="window", per_step=1, max_lag=1)
-    buffer.trained(v(0))
-    first = buffer.lease("a", 0.0)
-    for _ in range(2):
-        assert buffer.lease("b", 0.0).prompt_index == 1
-        buffer.release("b")
-    buffer.give_back(first.lease_id)
-    if bound:
-        buffer.trained(v(1))
-        assert buffer.lease("behind", 0.0, v(0)) is None, "trained after prompt 0, its group would be too old"
-    else:
-        buffer.change_max_lag(0)
-    for index, holder in enumerate(("current", "behind") if bound else ("the only one", "the only one")):
-        lease = buffer.lease(holder, 0.0)
-        assert lease.prompt_index == index and (bound or buffer.lease(holder, 0.0) is None)
-        buffer.accept(spanning(lease, bound + index), b"")
-        assert step(buffer, bound + index) == [index]
-    balance(buffer)
+    assert step(buffer, 9) == [slow.prompt_index]
 
 
 class AnyPolicy(RuleBasedStateMachine):
     """Leases, groups of one or two versions, failures, losses and steps in any order, under any policy."""
 
     @initialize(
-        policy=st.sampled_from(list(POLICIES)),
+        policy=st.sampled_from(POLICIES),
         admission=st.sampled_from(list(ADMISSIONS)),
         per_step=st.integers(1, 3),
         max_lag=st.integers(0, 3),
@@ -211,7 +134,7 @@ class AnyPolicy(RuleBasedStateMachine):
     )
     def start(self, policy, admission, per_step, max_lag, is_auto, filters, too_long, max_attempts):
         self.policy, self.per_step, self.count, self.max_attempts = policy, per_step, 14, max_attempts
-        self.is_auto = is_auto and policy in ("wait", "window", "drop")
+        self.is_auto = is_auto and policy in ("wait", "drop")
         self.max_lag = max(1, max_lag) if self.is_auto else max_lag
         chosen = {"max_lag": "auto", "auto_lag": AutoLagConfig(max=self.max_lag)} if self.is_auto else {}
         settings = {"max_lag": max_lag, "policy": policy, "admission": admission, "max_attempts": max_attempts} | chosen
@@ -270,17 +193,12 @@ class AnyPolicy(RuleBasedStateMachine):
         if batch is None:
             return
         lags = [self.version - entry.oldest.number for entry in batch]
-        if self.policy == "mask":
-            assert all(entry.masked < entry.num_tokens for entry in batch)
-            assert all((entry.masked > 0) == (lag > self.max_lag) for entry, lag in zip(batch, lags, strict=True))
-        elif self.policy != "train":
+        if self.policy != "train":
             bounds = [self.bounds[entry.lease.lease_id] for entry in batch]
             assert all(lag <= bound <= self.max_lag for lag, bound in zip(lags, bounds, strict=True))
         left = self.buffer.count(State.READY) + self.buffer.count(State.LEASED) + self.buffer._prompts.has_next
         assert len(batch) == self.per_step or not left
         self.trained += [entry.prompt_index for entry in batch]
-        if self.policy == "window":
-            assert all(self.buffer._prompts.is_done(o) or o in self.trained for o in range(max(self.trained)))
         self.version += 1
         self.buffer.trained(v(self.version))
         for entry in self.buffer.cancelled():
@@ -296,8 +214,8 @@ class AnyPolicy(RuleBasedStateMachine):
             for holder in "ab":
                 held = sum(e.holder == holder and e.state is State.LEASED for e in entries)
                 assert self.buffer.held_by(holder) == held
-            if self.policy in ("wait", "window"):
-                assert not self.buffer.outcomes["dropped_stale"], "these drop nothing for its age"
+            if self.policy == "wait":
+                assert not self.buffer.outcomes["dropped_stale"], "it drops nothing for its age"
 
     @rule()
     def fill(self):
@@ -307,8 +225,6 @@ class AnyPolicy(RuleBasedStateMachine):
         for _ in range(free + 1):
             self.lease("a")
         granted = len(self.leases) - before
-        if self.policy == "window":  # what is before a prompt counts, not the slots alone
-            return
         assert granted <= max(free, 0)
         one_works_alone = (
             self.buffer._prompts.next_isolated_index is not None or self.buffer._isolated._alone is not None
@@ -338,12 +254,6 @@ TestAnyPolicy = AnyPolicy.TestCase
 TestAnyPolicy.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize(("name", "offered"), [("policy", POLICIES), ("admission", ADMISSIONS)])
-def test_the_configuration_offers_these(name, offered):
-    (field,) = [f for f in msgspec.inspect.type_info(BufferConfig).fields if f.name == name]
-    assert set(field.type.values) == set(offered)
-
-
 # -- admission just in time --------------------------------------------------------------------------------------------
 
 
@@ -360,9 +270,9 @@ def see_step(
     return admission.wanted
 
 
-def begun(kind: type[JustInTime] = JustInTime, policy: str = "wait") -> JustInTime:
+def begun(kind: type[JustInTime] = JustInTime) -> JustInTime:
     """Return an admission of P = 48 that has seen the first request of a start, at 0 s."""
-    admission = kind(BufferConfig(prompts_per_step=48, policy=policy))
+    admission = kind(BufferConfig(prompts_per_step=48))
     assert see_step(admission, 0.0, in_flight=144, ready=0) is None, "no step was trained before the first request"
     return admission
 
@@ -417,17 +327,16 @@ def test_just_in_time_lets_the_learner_wait_for_a_twentieth_of_its_time():
     assert see_step(admission, second + 1, in_flight=48, ready=0, wait_s=0.2) > 48
 
 
-@pytest.mark.parametrize("policy", ["wait", "window"])
 @given(steps=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.floats(0.0, 0.9)), min_size=1, max_size=60))
-def test_just_in_time_keeps_the_fewest_with_which_the_learner_would_have_waited_for_a_twentieth(policy, steps):
-    admission, seen = begun(policy=policy), []
+def test_just_in_time_keeps_the_fewest_with_which_the_learner_would_have_waited_for_a_twentieth(steps):
+    admission, seen = begun(), []
     before_s = 0.0
     for second, (in_flight, ready, wait_s) in enumerate(steps, 1):
         wait_s = wait_s if ready < 48 else 0.0
         if admission.wanted is None or in_flight + ready <= admission.wanted:
             seen.append(in_flight + min(ready, 48) + 48 * wait_s / (second + wait_s - before_s))
         wanted, before_s = see_step(admission, second, in_flight, ready, wait_s), second + wait_s
-    seen = seen[-(48 if policy == "window" else 12) :]
+    seen = seen[-12:]
     allowed = 0.05 * 48 * len(seen)
     assert wanted >= 48 and sum(max(0.0, right - wanted) for right in seen) <= allowed + 1e-6
     assert wanted == 48 or sum(max(0.0, right - wanted + 1) for right in seen) > allowed - 1e-6
@@ -479,37 +388,6 @@ def test_no_trial_begins_while_the_learner_starves():
         assert see_step(fresh, second, 96, 0, wait_s=0.4, slots=144) == see_step(
             plain, second, 96, 0, wait_s=0.4, slots=144
         )
-
-
-def test_a_prompt_that_others_overtook_is_leased_however_many_of_these_are_ready():
-    """Under `window` the learner waits for it. A crash of the buffer leaves such gaps too."""
-    buffer = make_buffer(count=40, per_step=2, max_lag=4, policy="window", admission="fresh")
-    buffer.trained(v(0))
-    first, *others = lease_all(buffer)
-    for lease in others:
-        assert buffer.accept(spanning(lease, 0), b"") is None
-    buffer.fail(first.lease_id, "failed")
-    buffer._admission._targets.append(under_way(buffer))  # so that what is under way is enough
-    assert buffer.take(v(0)) is None
-    again = buffer.lease("a", 0.0)
-    assert again is not None and again.prompt_index == first.prompt_index
-    assert buffer.lease("a", 0.0) is None, "but no new one"
-
-
-def test_under_window_a_group_behind_one_in_flight_counts_as_in_flight():
-    """It cannot be taken. If it counted as ready, fresh would hold back what the learner needs after the slow one."""
-    buffer = make_buffer(count=60, per_step=2, max_lag=10, policy="window", admission="fresh")
-    buffer.trained(v(0))
-    leases = [buffer.lease("g", 0.0) for _ in range(10)]
-    for lease in leases[:2]:
-        buffer.accept(spanning(lease, 0), b"")
-    assert step(buffer, 0) is not None
-    for lease in [leases[2], *leases[4:]]:
-        buffer.accept(spanning(lease, 0), b"")
-    assert buffer.take(v(1), 1.0) is None, "of its batch the second prompt is missing"
-    buffer.accept(spanning(leases[3], 0), b"")
-    assert buffer.take(v(1), 2.0) is not None
-    assert buffer.wanted == 7 + 1 + 2 * 0.5, "all from that one on, the first, and a wait of half a step"
 
 
 # -- buffer.max_lag: auto ----------------------------------------------------------------------------------------------

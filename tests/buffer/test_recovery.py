@@ -145,21 +145,6 @@ def test_with_a_smaller_lag_only_what_can_be_trained_in_time_is_kept(one_step_do
     assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 1))] == taken
 
 
-@pytest.mark.parametrize(("policy", "counts"), [("wait", {"ready": 4}), ("window", {"ready": 3, "stale": 1})])
-def test_in_order_a_group_further_away_than_the_slots_reach_leaves_its_slot_to_one_before_it(tmp_path, policy, counts):
-    buffer, _ = start(tmp_path, 1, policy=policy, max_attempts=1)
-    buffer.trained(PolicyVersion(1, 0))
-    buffer.fail(lease(buffer).lease_id, "failed")  # for good, but in no checkpoint
-    for _ in range(4):
-        accept(buffer, lease(buffer), 0)
-    buffer, found = start(tmp_path, 2, policy=policy, max_attempts=1)
-    buffer.trained(PolicyVersion(2, 0))
-    assert found == counts
-    if policy == "window":
-        accept(buffer, lease(buffer), 0, lineage=2)
-        assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 0))] == [0, 1]
-
-
 def test_a_group_whose_body_was_damaged_is_generated_again(one_step_done):
     folder, _, prompts_at_1 = one_step_done
     path = folder / "00000001.journal"

@@ -215,7 +215,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path, run: Run):
     with pytest.raises(CommandRefused, match="the learner is starting"):
         run.ask(WriteCheckpoint())
     assert run.status.state == "starting"
-    for number, override in enumerate(("buffer.max_lag=auto", "buffer.policy=mask", "buffer.policy=train")):
+    for number, override in enumerate(("buffer.max_lag=auto", "buffer.policy=train")):
         unbound = Run(tmp_path / f"unbound {number}", override)
         with pytest.raises(CommandRefused, match=override.partition("=")[0]):
             unbound.ask(ChangeSettings(settings={"buffer.max_lag": 2}))

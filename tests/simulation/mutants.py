@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 
 from asyncgrpo.buffer import admission, recovery
-from asyncgrpo.buffer.admission import AutoLag, Mask, Policy, Wait, Window
+from asyncgrpo.buffer import buffer as buffer_module
+from asyncgrpo.buffer.admission import AutoLag
 from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
@@ -43,7 +44,6 @@ MUTANTS: dict[str, list[Change]] = {}
 SHOWN_UNDER: dict[str, dict[str, Any]] = {
     "lag_from_newest_token": {"admission": "eager"},
     "raised_whatever_it_does": {"max_lag": "auto"},
-    "window_counts_who_overtook": {"max_lag": "auto", "policy": "window"},
     "given_back_is_charged": {"outages": (Outage(0.0, 60.0, ""),)},
 }
 """Settings of the run under which a mutant shows, where few seeds have them."""
@@ -119,11 +119,11 @@ def lag_from_newest_token(accept, self: Buffer, message: Deliver, *rest: Any) ->
     return refusal
 
 
-@mutant(Policy, "evict")
-@mutant(admission, "deadlines_are_kept")
-def no_check_at_take(right, *arguments: Any) -> object:
+@mutant(Buffer, "_evict_stale")
+@mutant(buffer_module, "deadlines_are_kept")
+def no_check_at_take(right, *arguments: Any) -> bool:
     """Only admission bounds the lag: a batch is taken as it comes."""
-    return [] if isinstance(arguments[0], Policy) else True
+    return True
 
 
 @mutant(Buffer, "accept")
@@ -194,35 +194,15 @@ def stale_for_ever(give_up, self: Buffer, *dropped: Any) -> None:
         self._max_attempts = limit
 
 
-@mutant(Window, "select")
-def window_by_completion(select, self: Window, *arguments: Any) -> list | None:
-    """A window closes over whatever is here first."""
-    return Policy.select(self, *arguments)
-
-
 class _Unsorted(list):
     def sort(self, **_: Any) -> None:
         """Stays as it is."""
 
 
-@mutant(Wait, "select")
-def batch_by_age(select, self: Wait, *arguments: Any) -> list | None:
+@mutant(Buffer, "_choose")
+def batch_by_age(choose, self: Buffer, version: PolicyVersion) -> list:
     """A batch is in the order in which its groups were chosen, which depends on who finished first."""
-    batch = select(self, *arguments)
-    return None if batch is None else _Unsorted(batch)
-
-
-@mutant(PromptSource, "waiting_before")
-def window_forgets_isolated(waiting_before, self: PromptSource, prompt_index: int) -> int:
-    """The slots of a window go to prompts behind one that waits for a generator of its own."""
-    return 0
-
-
-@mutant(Buffer, "_has_slot")
-def window_counts_who_overtook(has_slot, self: Buffer, prompt_index: int | None, behind: int) -> bool:
-    """A prompt that was given back waits for a slot behind those that wait for it, once the bound is smaller."""
-    waiting = 0 if prompt_index is None else self._prompts.waiting_before(prompt_index)
-    return self._policy.admit(len(self._entries) + waiting, self.max_lag - behind)
+    return _Unsorted(choose(self, version))
 
 
 @mutant(BufferService, "_grant")
@@ -241,22 +221,16 @@ def bound_of_now(step_ended, self: Buffer, *arguments: Any) -> None:
         entry.max_lag = self.max_lag
 
 
-@mutant(Policy, "admit")
-def slots_of_the_largest_bound(admit, self: Policy, held: int, max_lag: int) -> bool:
+@mutant(Buffer, "_has_slot")
+def slots_of_the_largest_bound(has_slot, self: Buffer, behind: int = 0) -> bool:
     """A smaller bound takes no slots away."""
-    return held < self._config.num_slots
+    return len(self._entries) < self._config.num_slots
 
 
 @mutant(AutoLag, "step_ended")
 def raised_whatever_it_does(step_ended, self: AutoLag, version: int, shares: Mapping[int, float], waited: float) -> int:
     """The bound is raised because the learner waits, though old tokens already do harm."""
     return step_ended(self, version, dict.fromkeys(shares, 1.0), waited)
-
-
-@mutant(Mask, "evict")
-def mask_keeps_the_wholly_masked(evict, self: Mask, *arguments: Any) -> list:
-    """A group of which no token has a weight fills a place in the batch."""
-    return []
 
 
 @mutant(Buffer, "cancelled")
@@ -321,9 +295,9 @@ def behind_counts_as_current(lease, self: Buffer, holder: str, now_s: float, ser
 
 
 @mutant(Buffer, "_has_slot")
-def slots_whatever_is_served(has_slot, self: Buffer, prompt_index: int | None, behind: int) -> bool:
+def slots_whatever_is_served(has_slot, self: Buffer, behind: int = 0) -> bool:
     """A generator whose weights are behind may begin as many groups as any other."""
-    return has_slot(self, prompt_index, 0)
+    return has_slot(self)
 
 
 def _fewer_than_a_batch(wanted: property) -> property:

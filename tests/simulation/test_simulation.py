@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
+from asyncgrpo.buffer.admission import ADMISSIONS
 from asyncgrpo.buffer.buffer import Buffer
 from tests.simulation.schedules import _short, failure_of, report
-from tests.simulation.world import LAGS, WITH_AUTO, World, without_faults
+from tests.simulation.world import LAGS, POLICIES, WITH_AUTO, World, without_faults
 
 
 def run_seeds(first: int, count: int) -> list[World]:
@@ -39,7 +39,7 @@ def test_no_promise_is_broken_in_200_seeds_and_every_kind_of_fault_was_among_the
     assert bounds["bound_raised"] > 5 and bounds["bound_lowered"] > 20, bounds
     for max_lag in (0, 1, 4):
         some = [world for world in worlds if world.max_lag == max_lag and not world.checker.counts["bound_asked_for"]]
-        lags = {lag for world in some if POLICIES[world.policy].counts_from == "oldest" for lag in world.checker.lags}
+        lags = {lag for world in some if world.policy != "train" for lag in world.checker.lags}
         assert max(lags) == max_lag, f"max_lag {max_lag} was never reached, only {lags}"
         assert {(world.policy, world.admission) for world in some} == set(itertools.product(POLICIES, ADMISSIONS))
 
@@ -58,9 +58,7 @@ def test_no_promise_is_broken_in_1000_seeds(first: int):
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
-@pytest.mark.parametrize(
-    ("policy", "admission"), [*((policy, "eager") for policy in POLICIES), ("wait", "fresh"), ("window", "fresh")]
-)
+@pytest.mark.parametrize(("policy", "admission"), [*((policy, "eager") for policy in POLICIES), ("wait", "fresh")])
 def test_without_faults_every_prompt_is_trained_in_one_life(max_lag: int, policy: str, admission: str):
     every_prompt_is_trained_in_one_life(max_lag, max_lag, policy, admission)
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncgrpo.buffer.admission import POLICIES
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import Quarantine
@@ -62,7 +61,8 @@ from tests.simulation.promises import Promises
 from tests.simulation.surroundings import folder_in_memory, quiet, reading_checkpoints_of, scaled
 
 LAGS = 0, 1, 4
-WITH_AUTO = "wait", "window", "drop"
+POLICIES = "wait", "drop", "train"
+WITH_AUTO = "wait", "drop"
 """Policies under which the bound may be `auto`."""
 DURABILITIES = "memory", "written", "fsync_interval", "fsync_interval", "fsync_each"
 TICK_S = 1.0
@@ -102,7 +102,7 @@ class World:
         self.events: deque[tuple] = deque(maxlen=400)
         self.fault_counts: Counter[str] = Counter()
         self.network = Network(self.loop, rng, self.faults, self.note)
-        self.policy = list(POLICIES)[seed // len(LAGS) % len(POLICIES)] if policy is None else policy
+        self.policy = POLICIES[seed // len(LAGS) % len(POLICIES)] if policy is None else policy
         turn = seed // (len(LAGS) * len(POLICIES))
         is_auto = turn % 2 == 1 and self.policy in WITH_AUTO
         self.max_lag = ("auto" if is_auto else LAGS[seed % len(LAGS)]) if max_lag is None else max_lag
