@@ -127,7 +127,7 @@ buffer_groups = _gauge(
     "buffer", state=("leased", "ready", "taken"))
 buffer_slots = _gauge("buffer_slots", "Groups that may hold a slot: (max_lag + 1) * prompts_per_step.", "buffer")
 groups_wanted = _gauge(
-    "groups_wanted", "Groups that admission wants under way, leased or ready; as many as there are slots if it is eager.",
+    "groups_wanted", "Groups that admission wants under way, leased or ready.",
     "buffer")
 generator_places = _gauge(
     "generator_places", "Groups that the generators in touch with the buffer may work on at once.", "buffer")

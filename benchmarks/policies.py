@@ -6,9 +6,10 @@ The product's services run on a virtual clock (`tests/simulation/scheduler.py`),
 log-normal with median 600 tokens; half of the variance is the prompt's, so a prompt that was slow once is likely to be slow
 again, and long completions have lower rewards. The learner stops after `--steps`, and prompts do not run out.
 
-`length_distance` and `reward_distance` look at what a policy cannot see: the groups that were trained against the first groups to the first prompts, as many as were trained. `monitor` is what the
-product's own bias monitor says at the end. `idle` is the learner's share of time without a batch, `given_up` the share
-of leases that were dropped or cancelled for their age, `wasted` the share of tokens that had no part in training.
+`length_distance` and `reward_distance` look at what a policy cannot see: the groups that were trained against the first
+groups to the first prompts, as many as were trained. `monitor` is what the product's own bias monitor says at the end.
+`idle` is the learner's share of time without a batch, `given_up` the share of leases that were dropped or cancelled for
+their age, `wasted` the share of tokens that had no part in training.
 """
 
 import argparse
@@ -22,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from asyncgrpo.buffer.admission import ADMISSIONS
 from asyncgrpo.buffer.group_health import ks_distance
 from benchmarks.measuring import line, rounded, show
 from tests.simulation.scheduler import Case, Product
@@ -34,7 +34,6 @@ SLOWEST = "how many times as long as the others one generator takes for a token"
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policies", nargs="+", default=["wait", "drop", "train"])
-    parser.add_argument("--admissions", nargs="+", choices=list(ADMISSIONS), default=["eager"])
     parser.add_argument("--lags", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--sigmas", nargs="+", type=float, default=[0.5, 1.0, 1.5])
     parser.add_argument("--train-s", nargs="+", type=float, default=[12.0], help="seconds of a step")
@@ -47,7 +46,6 @@ def main(argv: list[str] | None = None) -> None:
     swept = {
         "sigma": arguments.sigmas, "train_s": arguments.train_s, "slowest": arguments.slowest,
         "generators": arguments.generators, "max_lag": arguments.lags, "policy": arguments.policies,
-        "admission": arguments.admissions,
     }  # fmt: skip
     for values in itertools.product(*swept.values()):
         report(dict(zip(swept, values, strict=True)), arguments.steps, arguments.seeds)

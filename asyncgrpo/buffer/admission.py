@@ -1,4 +1,4 @@
-"""The bound on off-policy lag, the policies that enforce it (`buffer.policy`), and admission control (`buffer.admission`).
+"""The bound on off-policy lag, the policies that enforce it (`buffer.policy`), and admission just in time.
 
 A group leased at version u under bound L must be trained at version u + L or earlier: its *deadline*. L is
 `buffer.max_lag`. With `auto` L changes between steps (`AutoLag`), and each group keeps the L of its lease. Each step
@@ -30,9 +30,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
-
-from asyncgrpo.config.schema import BufferConfig
 
 
 def deadlines_are_kept(remaining: Iterable[int], version: int, groups_per_step: int) -> bool:
@@ -50,151 +47,64 @@ def deadlines_are_kept(remaining: Iterable[int], version: int, groups_per_step: 
 # -- admission: how many groups are under way --------------------------------------------------------------------------
 
 
-class Eager:
-    """Begins a group whenever a slot is free. If generators outpace the learner, the lag climbs to the bound."""
+class JustInTime:
+    """Begins a group just in time: the bound covers the tail, and the run operates well below it.
 
-    def __init__(self, config: BufferConfig) -> None:
-        """Accept the configuration that every admission gets; `Eager` has no state."""
+    `wanted` is the target of groups under way, leased or ready. Each step corrects it. By Little's law, P times the
+    share of the step that the learner waited is the number of groups trained in that time: so many were missing. P times
+    `MAY_WAIT` is taken off, so the target falls until the learner waits for that share of its time. If more than P groups
+    were ready when it asked, a part of the surplus is taken off, too, which ends an eager start in a few steps.
+    The wait is wall-clock time, so an engine that delivers a batch all at once, slightly late, adds little. The rule needs no
+    model of lengths, tails or speeds.
 
-    @property
-    def wanted(self) -> int | None:
-        """Target number of groups under way (leased or ready); None: as many as there are slots."""
-        return None
+    If the generators cannot keep up, all slots are used. So they are in every start until its second request, the first one
+    that follows a training step. The bound and its proof still hold, because this only begins fewer groups than the slots
+    allow. It cannot deadlock: at least P groups are always under way.
+    """
 
-    def batch_requested(self, in_flight: int, ready: int, now_s: float, slots: int) -> None:
+    MAY_WAIT = 0.05
+    """Share of its time that the learner may wait."""
+    SURPLUS = 1 / 8
+    """Share of the surplus that a step takes off."""
+
+    def __init__(self, per_step: int) -> None:
+        """
+        Args:
+            per_step: P.
+        """
+        self._per_step = per_step
+        self._target = math.inf
+        self._in_flight, self._ready, self._asked_s = 0, 0, 0.0
+        self._taken_s: float | None = None
+        """Time of the last `batch_taken`."""
+
+    def wanted(self, slots: int) -> int:
+        """Return the number of groups that should be under way, at most `slots`."""
+        return math.ceil(min(self._target, slots))
+
+    def batch_requested(self, in_flight: int, ready: int, now_s: float) -> None:
         """Note that the learner requested the batch of its next step.
 
         Args:
             in_flight: leased groups.
             ready: all other groups under way.
+        """
+        self._in_flight, self._ready, self._asked_s = in_flight, ready, now_s
+
+    def batch_taken(self, now_s: float, slots: int) -> None:
+        """Note that the learner received its batch.
+
+        Args:
             slots: maximum number of groups under way or in training.
         """
-
-    def batch_taken(self, now_s: float) -> None:
-        """Note that the learner received its batch."""
-
-
-class JustInTime(Eager):
-    """Begins a group just in time: the bound covers the tail, and the run operates well below it.
-
-    Each step yields a target, the number of groups under way that would have fit it. With F groups in flight at the
-    learner's request and P or more ready, the target is F + P: more would wait ready and grow stale. If the learner
-    waits, the target grows by P times the waiting share of the step, which by Little's law is the number of groups trained
-    in that time. The wait is wall-clock time, so an engine that delivers a batch all at once, slightly late, adds little.
-    The rule needs no model of lengths, tails or speeds.
-
-    Idle time of the learner is traded for freshness. `wanted` is the smallest number with which the learner would have
-    waited for `MAY_WAIT` of the last `STEPS` steps: the least w with Σ max(0, target - w) <= `MAY_WAIT` P `STEPS`. A short
-    wait changes nothing. A step that begins with more groups under way is ignored: leases are held back then, so few
-    groups in flight do not mean that few are needed.
-
-    If the generators cannot keep up, this behaves like `Eager`. So does every start until its second request, the first
-    one that follows a training step. The bound and its proof still hold, because this only begins fewer groups than the
-    slots allow. It cannot deadlock: at least P groups are always under way.
-    """
-
-    STEPS = 12
-    MAY_WAIT = 0.05
-    """Share of a step that the learner may wait, averaged over these steps."""
-    STARVES = 0.25
-    """Waiting share above which, with all slots in use, the target is the number of slots."""
-
-    def __init__(self, config: BufferConfig) -> None:
-        self._per_step = config.prompts_per_step
-        self._targets: deque[float] = deque(maxlen=self.STEPS)
-        """Targets of the last steps, groups."""
-        self._request = 0, 0, 0.0, 0
-        """Arguments of the last `batch_requested`."""
-        self._taken_s: float | None = None
-        """Time of the last `batch_taken`."""
-
-    @property
-    def wanted(self) -> int | None:
-        if not self._targets:
-            return None
-        most_first = accumulate(sorted(self._targets, reverse=True))
-        spare = self.MAY_WAIT * self._per_step * len(self._targets)
-        return max(self._per_step, math.ceil(max((total - spare) / n for n, total in enumerate(most_first, 1))))
-
-    def batch_requested(self, in_flight: int, ready: int, now_s: float, slots: int) -> None:
-        self._request = in_flight, ready, now_s, slots
-
-    def batch_taken(self, now_s: float) -> None:
-        (in_flight, ready, asked_s, _), before_s = self._request, self._taken_s
-        self._taken_s = now_s
-        is_over = self.wanted is not None and in_flight + ready > self.wanted
-        if before_s is not None and not is_over:
-            self._step_ended((now_s - asked_s) / max(now_s - before_s, 1e-9))
-
-    def _step_ended(self, waited: float) -> None:
-        """Note the target of the last request, after which the learner waited for this share of the step."""
-        in_flight, ready, _, slots = self._request
-        is_full = in_flight + ready + self._per_step >= slots
-        target = in_flight + min(ready, self._per_step) + self._per_step * waited
-        self._targets.append(slots if is_full and waited > self.STARVES else target)
-
-
-class Fresh(JustInTime):
-    """Begins a group just in time, and tries whether fewer groups under way do as well.
-
-    Generators that are busy all the time finish a group no sooner if more groups run beside it. There the number in flight
-    proves nothing: any number needs itself. So a trial takes a quarter off `wanted`, or half a batch if that is more. If the
-    learner waits longer than before by `MAY_WAIT`, the old number returns, and the pause until the next trial doubles.
-    Otherwise the smaller number stays. No trial begins while the learner starves: its waits then vary too much for a trial of
-    a few steps.
-    """
-
-    LONGEST_PAUSE = 192
-    """Steps between two trials at most, after failures."""
-
-    def __init__(self, config: BufferConfig) -> None:
-        super().__init__(config)
-        self._trial_steps = self._pause = self._steps_left = (self._targets.maxlen or 0) // 3
-        """Steps of a trial; of a pause; left of the one that goes on."""
-        self._waits: deque[float] = deque(maxlen=self._trial_steps)
-        """Shares of the last steps that the learner waited."""
-        self._tried: int | None = None
-        """Number under way in the trial that goes on."""
-        self._before = math.inf, 0.0
-        """Number under way before the last trial that was kept or goes on, and mean wait."""
-
-    @property
-    def wanted(self) -> int | None:
-        return super().wanted if self._tried is None else self._tried
-
-    def _step_ended(self, waited: float) -> None:
-        self._waits.append(waited)
-        self._steps_left -= 1
-        if self._tried is None:
-            super()._step_ended(waited)
-            if self._steps_left == 0:
-                self._end_pause()
-        elif sum(self._waits) > self._before[1] * len(self._waits) + self.MAY_WAIT * self._trial_steps:
-            self._failed()
-        elif self._steps_left == 0:
-            self._targets.clear()
-            self._targets.append(self._tried)
-            self._tried, self._steps_left = None, self._trial_steps
-
-    def _end_pause(self) -> None:
-        wanted, waited = self.wanted, statistics.fmean(self._waits)
-        assert wanted is not None
-        if wanted >= self._before[0]:  # it has grown back since the last trial
-            self._failed()
-        elif wanted == self._per_step or waited > self.STARVES:
-            self._steps_left = self._trial_steps
-        else:
-            self._before = wanted, waited
-            self._tried = max(self._per_step, wanted - max(wanted // 4, self._per_step // 2))
-            self._steps_left = self._trial_steps
-            self._waits.clear()
-
-    def _failed(self) -> None:
-        self._tried, self._before = None, (math.inf, 0.0)
-        self._pause = self._steps_left = min(2 * self._pause, self.LONGEST_PAUSE)
-
-
-ADMISSIONS: dict[str, type[Eager]] = {"eager": Eager, "fresh": Fresh}
+        before_s, self._taken_s = self._taken_s, now_s
+        if before_s is None:
+            return
+        target = self._in_flight + self._ready if math.isinf(self._target) else self._target
+        waited = (now_s - self._asked_s) / max(now_s - before_s, 1e-9)
+        surplus = max(0, self._ready - self._per_step)
+        target += self._per_step * (waited - self.MAY_WAIT) - self.SURPLUS * surplus
+        self._target = min(max(target, self._per_step), slots)
 
 
 # -- buffer.max_lag: auto ----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncgrpo.buffer.admission import ADMISSIONS, AutoLag, deadlines_are_kept
+from asyncgrpo.buffer.admission import AutoLag, JustInTime, deadlines_are_kept
 from asyncgrpo.buffer.group_health import (
     BLAMED,
     CUT_AT,
@@ -121,7 +121,7 @@ class Buffer:
         """
         self.journal: Ledger = journal or InMemory()
         self._config = config
-        self._admission = ADMISSIONS[config.admission](config)
+        self._admission = JustInTime(config.prompts_per_step)
         self._auto = AutoLag(config.auto_lag.max, max_lag) if config.max_lag == "auto" else None
         self._max_lag = config.largest_max_lag
         self.is_held_back = False
@@ -219,7 +219,8 @@ class Buffer:
             holder, self._held[holder], is_waiting=prompts.next_isolated_index is not None
         )
         while self.journal.is_blocked is None:  # a blocked journal could not record the outcome of a lease
-            if not self._has_slot(behind) or not (may_be_alone or (may_join and self._is_wanted)):
+            is_wanted = self._in_state[State.LEASED] + self._in_state[State.READY] < self.wanted
+            if not self._has_slot(behind) or not (may_be_alone or (may_join and is_wanted)):
                 return None
             issued = prompts.next_isolated() if may_be_alone else prompts.next()
             if issued is None:
@@ -420,12 +421,12 @@ class Buffer:
         if is_new:
             self._asked_at, self.is_held_back = version, False
             leased, ready = self._in_state[State.LEASED], self._in_state[State.READY]
-            self._admission.batch_requested(leased, ready, now_s, self.num_slots)
+            self._admission.batch_requested(leased, ready, now_s)
         batch = self._choose(version)
         if not batch:
             self.is_held_back = self._is_bound_to_wait
             return None
-        self._admission.batch_taken(now_s)
+        self._admission.batch_taken(now_s, self.num_slots)
         for entry in batch:
             self._set_state(entry, State.TAKEN)
             self._settle(entry, version.number, is_trained=True)
@@ -520,10 +521,9 @@ class Buffer:
         return (self.max_lag + 1) * self._config.prompts_per_step
 
     @property
-    def wanted(self) -> int | None:
-        """Target of admission for groups under way (leased or ready); None: as many as there are slots."""
-        wanted = self._admission.wanted
-        return None if wanted is None else min(wanted, self.num_slots)
+    def wanted(self) -> int:
+        """Target of admission for groups under way (leased or ready)."""
+        return self._admission.wanted(self.num_slots)
 
     @property
     def exhausted(self) -> bool:
@@ -579,11 +579,6 @@ class Buffer:
         return self._prompts.state()
 
     # -- private -------------------------------------------------------------------------------------------------------
-
-    @property
-    def _is_wanted(self) -> bool:
-        """True if the next batches need another group."""
-        return self.wanted is None or self._in_state[State.LEASED] + self._in_state[State.READY] < self.wanted
 
     def _has_slot(self, behind: int = 0) -> bool:
         """Return True if a group may begin on weights `behind` steps behind the learner's (`admission.py`)."""

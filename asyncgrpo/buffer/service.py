@@ -705,13 +705,11 @@ def counters(buffer: Buffer) -> dict[str, float]:
 def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], now_s: float) -> dict[str, float]:
     """Return statistics of a taken batch: occupancy of the buffer and waiting time. Names begin with `OF_ONE_BATCH`.
 
-    `under_way` counts leased and ready groups, the batch included. `wanted` is absent if admission fills every slot,
-    `ready_seconds` if all groups come from an earlier start.
+    `under_way` counts leased and ready groups, the batch included. `ready_seconds` is absent if all groups come from an
+    earlier start.
     """
     under_way = buffer.count(State.LEASED) + buffer.count(State.READY) + len(batch)
-    figures = {"max_lag": buffer.max_lag, "slots": buffer.num_slots, "under_way": under_way}
-    if buffer.wanted is not None:
-        figures["wanted"] = buffer.wanted
+    figures = {"max_lag": buffer.max_lag, "slots": buffer.num_slots, "under_way": under_way, "wanted": buffer.wanted}
     figures_of_batch = {OF_ONE_BATCH + name: float(figure) for name, figure in figures.items()}
     waited = ready_seconds(batch, now_s)
     return figures_of_batch | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
@@ -759,7 +757,7 @@ class Gauges:
             metrics.buffer_groups.labels(state=state.value).set(buffer.count(state))
         metrics.max_lag_steps.set(buffer.max_lag)
         metrics.buffer_slots.set(buffer.num_slots)
-        metrics.groups_wanted.set(buffer.num_slots if buffer.wanted is None else buffer.wanted)
+        metrics.groups_wanted.set(buffer.wanted)
         oldest = buffer.oldest_lease()
         metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
         metrics.epoch.set(buffer.epoch)

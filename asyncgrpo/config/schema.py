@@ -428,8 +428,6 @@ class BufferConfig(Section, frozen=True):
     the importance ratios."""
     policy: Literal["wait", "drop", "train"] = "wait"
     """Enforcement of buffer.max_lag: wait for groups, drop groups, or train all."""
-    admission: Literal["eager", "fresh"] = "fresh"
-    """Start of a group: eager, when a slot is free; fresh, just in time for its batch."""
     lease_timeout_s: PositiveFloat = 1800.0
     """Deadline of a lease, seconds; an expired lease is granted again."""
     straggler_factor: NonNegativeFloat = 0.0

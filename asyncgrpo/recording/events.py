@@ -105,7 +105,7 @@ _STEP = {
     "lags": _must(_Counts, "trained groups by lag in optimizer steps"),
     "max_lag": _may(int, "the bound on the lag in force"),
     "slots": _may(int, "number of slots for groups"),
-    "wanted": _may(int | None, "groups that `buffer.admission` wanted under way; null: one per slot"),
+    "wanted": _may(int | None, "groups that admission wanted under way"),
     "under_way": _may(int, "groups leased or ready when the batch was taken, its own included"),
     "ready_seconds": _may(float, "mean time that the groups of the batch had waited ready"),
     "generators": _may(_Numbers, "since the previous batch: mean number of generators in_touch, their places for groups, and "

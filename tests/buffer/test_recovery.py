@@ -13,7 +13,7 @@ from asyncgrpo.journal.format import FORMAT, BatchIssued, Committed, Delivered, 
 from asyncgrpo.journal.history import read_history
 from asyncgrpo.journal.log import SEGMENT_BYTES, Journal
 from asyncgrpo.types import Lease, PolicyVersion, Sampling
-from tests.buffer.test_buffer import deliver, prompts
+from tests.buffer.test_buffer import EagerBuffer, deliver, prompts
 
 COMPATIBILITY_KEY = {"sampling": "warm"}
 
@@ -44,7 +44,7 @@ def start(
         max_lag_is_auto=settings_.max_lag == "auto",
     )
     reopened = reopen(folder, began, source, settings_, segment_bytes=segment_bytes)
-    buffer = Buffer(
+    buffer = EagerBuffer(
         settings_,
         AlgorithmConfig(group_size=2),
         source,
@@ -199,9 +199,7 @@ def test_a_person_s_smaller_bound_holds_for_the_groups_leased_under_it_also_afte
 
 def months(folder: Path, steps: int, *, lineage=1, checkpoint=None, **config):
     """Train and save `steps` steps with tiny segments. Returns the buffer and the checkpoint of the last one."""
-    buffer, _ = start(
-        folder, lineage, checkpoint=checkpoint, count=1000, segment_bytes=500, admission="eager", **config
-    )
+    buffer, _ = start(folder, lineage, checkpoint=checkpoint, count=1000, segment_bytes=500, **config)
     first = checkpoint[0].number if checkpoint is not None else 0
     buffer.trained(PolicyVersion(lineage, first))
     for step in range(first, first + steps):

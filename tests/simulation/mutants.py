@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
-from asyncgrpo.buffer import admission, recovery
 from asyncgrpo.buffer import buffer as buffer_module
-from asyncgrpo.buffer.admission import AutoLag
+from asyncgrpo.buffer import recovery
+from asyncgrpo.buffer.admission import AutoLag, JustInTime
 from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
@@ -42,7 +42,6 @@ Change = tuple[Any, str, Callable[[Any], Any]]
 """Of what, which attribute, and a function that makes what it becomes of what it is."""
 MUTANTS: dict[str, list[Change]] = {}
 SHOWN_UNDER: dict[str, dict[str, Any]] = {
-    "lag_from_newest_token": {"admission": "eager"},
     "raised_whatever_it_does": {"max_lag": "auto"},
     "given_back_is_charged": {"outages": (Outage(0.0, 60.0, ""),)},
 }
@@ -300,12 +299,10 @@ def slots_whatever_is_served(has_slot, self: Buffer, behind: int = 0) -> bool:
     return has_slot(self)
 
 
-def _fewer_than_a_batch(wanted: property) -> property:
+@mutant(JustInTime, "wanted")
+def fewer_than_a_batch(wanted, self: JustInTime, slots: int) -> int:
     """So few groups are wanted under way that a batch is never complete, and the learner waits for ever."""
-    return property(lambda self: self._per_step - 1)
-
-
-MUTANTS["fewer_than_a_batch"] = [(admission.Fresh, "wanted", _fewer_than_a_batch)]
+    return self._per_step - 1
 
 
 # -- the generator -----------------------------------------------------------------------------------------------------
