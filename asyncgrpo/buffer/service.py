@@ -13,7 +13,7 @@ import msgspec
 from asyncgrpo import liveness, metrics
 from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.fleet import Emit, Load, RewardMonitor, Session, SilenceMonitor, SlowGenerators, Speeds
+from asyncgrpo.buffer.fleet import Emit, Load, RewardMonitor, Session, Speeds
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError
 from asyncgrpo.journal.format import Committed
@@ -101,7 +101,8 @@ class BufferService:
         self._finished = False
         # Generators.
         self._sessions: dict[str, Session] = {}
-        self._silences, self._speeds, self._slow = SilenceMonitor(), Speeds(), SlowGenerators()
+        self._speeds = Speeds()
+        self._listened_s = 0.0
         self._served, self._served_s = -1, 0.0  # newest version that a generator serves, and when it was first served
         self._newest: dict[str, str] = {}  # by generator: the peer of its newest incarnation
         self._speaks_for: dict[str, str] = {}  # by peer: the generator that it registered as
@@ -156,6 +157,7 @@ class BufferService:
     def serve(self, timeout_s: float) -> None:
         """Run one round: read at most BURST messages, then act on all of them."""
         received, now_s, count = self._server.receive(timeout_s), time.monotonic(), 1
+        self._note_reading(now_s)
         with self._server.together():
             while received is not None and count < BURST and not self._finished:
                 self._receive(*received, now_s)
@@ -164,7 +166,7 @@ class BufferService:
 
     def turn(self, received: tuple[str, Sequence[Frame]] | None, now_s: float) -> None:
         """Handle the message received at `now_s`, if any, and act on it and on the time."""
-        self._silences.note_reading(now_s)
+        self._note_reading(now_s)
         if received is not None:
             self._receive(*received, now_s)
         if now_s - self._ticked_s >= TICK_S:
@@ -184,6 +186,14 @@ class BufferService:
         if self._finished:
             for session in self._sessions.values():
                 self._server.send(session.peer, Shutdown())
+
+    def _note_reading(self, now_s: float) -> None:
+        """Exclude the time in which this process was stopped: messages that arrived meanwhile are still unread."""
+        stopped_s = now_s - self._listened_s
+        self._listened_s = now_s
+        if stopped_s > liveness.QUIET_S / 2:
+            for session in self._sessions.values():
+                session.heard_s += stopped_s
 
     def _tick(self, now_s: float) -> None:
         """Do the periodic work: acknowledge durable groups, expire sessions and leases, update metrics."""
@@ -237,7 +247,7 @@ class BufferService:
             self._check_sender(peer, message)
             session = self._sessions.get(name := getattr(message, "generator_id", ""))
             if session is not None and session.peer == peer:
-                self._silences.heard(session, now_s)
+                session.heard_s = now_s
                 self._buffer.is_back(name)
             self._handle(peer, message, payload, frames[0], now_s)
         except RefusedError as error:
@@ -339,7 +349,11 @@ class BufferService:
                 self._load.spent(session.seconds, message.seconds)
             session.seconds = message.seconds
             self._rewards.update(name, message.rewards, now_s)
-            self._note_pace(name, message, now_s)
+            load = self._buffer.sampled_by(name) / session.window
+            is_slow = self._speeds.heard(name, message.token_s, message.running, load, now_s)
+            if is_slow and self._others_may_lease([name], now_s):
+                log.warning("generator %s is slow: %.3g s per token, far above the others", name, message.token_s)
+                self._reassign_leases(name, "slow")
         elif self._is_replaced(name, peer):
             self._server.send(peer, Shutdown())
         else:  # its Register was lost, or it exceeded the liveness timeout
@@ -356,7 +370,6 @@ class BufferService:
             return
         self._rewards.forget(name, now_s)
         self._speeds.forget(name)
-        self._slow.forget(name)
         released = self._buffer.release(name)
         self._results += self._evaluations.release(name, now_s)
         if released:  # if it is alive, it would continue with leases that are no longer its own
@@ -370,19 +383,10 @@ class BufferService:
 
         They are not lost yet. Work that a returning generator did in vain costs less than a waiting learner.
         """
-        silent = [name for name, session in self._sessions.items() if self._silences.is_silent(session, now_s)]
+        silent = [name for name, session in self._sessions.items() if now_s - session.heard_s > liveness.SUSPECT_S]
         if any(map(self._buffer.held_by, silent)) and self._others_may_lease(silent, now_s):
             for name in silent:
                 self._reassign_leases(name, "silent")
-
-    def _note_pace(self, name: str, message: Serving, now_s: float) -> None:
-        """Free the leases of a generator that is far slower than the others, while another generator may get one."""
-        oldest = self._buffer.oldest_lease() if self._take is not None and self._buffer.is_held_back else None
-        is_awaited = oldest is not None and oldest.holder == name
-        became_slow = self._slow.heard(name, message.token_s, message.running, now_s, is_awaited=is_awaited)
-        if became_slow and self._others_may_lease([name], now_s):
-            log.warning("generator %s is slow: %.3g s per token, far above the others", name, message.token_s)
-            self._reassign_leases(name, "slow")
 
     def _others_may_lease(self, names: Sequence[str], now_s: float) -> bool:
         version = self._buffer.version
@@ -406,7 +410,7 @@ class BufferService:
         owners: tuple[Evaluations | Buffer, ...] = self._evaluations, self._buffer
         for owner in owners:
             held = {name: owner.sampled_by(name) for name in able}
-            room = {name: self._room(name, len(able) == 1, now_s) for name in able}
+            room = {name: self._room(able[name], now_s) for name in able}
             pace = {n: self._pace(n, held[n]) for n in able if held[n] < room[n]}
             while pace:
                 name = min(pace, key=lambda n: (pace[n], n))
@@ -436,23 +440,20 @@ class BufferService:
             and self._is_live(self._sessions[name], now_s)
             and not self._rewards.is_paused(name)
         }
-        return {name: session for name, session in able.items() if not self._slow.is_benched(name, now_s)} or able
+        return {name: session for name, session in able.items() if not self._speeds.is_benched(name, now_s)} or able
 
     def _is_live(self, session: Session, now_s: float) -> bool:
         return session.is_live(now_s) and session.peer not in self._steer.leaving
 
-    def _room(self, name: str, is_only_one: bool, now_s: float) -> int:
+    def _room(self, session: Session, now_s: float) -> int:
         """Return the number of leases that a generator may sample for."""
-        session = self._sessions[name]
-        if self._slow.on_probation(name) and not is_only_one:
-            return 1
         if now_s - self._served_s > EVENLY_S:
             return session.window
         num_live = sum(self._is_live(other, now_s) for other in self._sessions.values())
         return min(session.window, -(-self._buffer.num_slots // num_live))
 
     def _pace(self, name: str, held: int) -> float:
-        return self._speeds.seconds_per_token(name, held, self._sessions[name].window)
+        return self._speeds.seconds_per_token(name, (held + 1) / self._sessions[name].window)
 
     def _lease_failed(self, message: LeaseFailed, now_s: float) -> None:
         self._buffer.count_aborted(message.tokens)
@@ -467,7 +468,7 @@ class BufferService:
         self._emit_failure(name, reason, message.detail[:500])
         is_late = reason == "lease_timeout"
         if is_late and name in self._sessions:
-            self._speeds.late(name)
+            self._speeds.bench(name, now_s)
         self._fail(message.lease_id, "lease_timeout" if is_late else "failed", now_s, eval_reason=reason)
 
     def _fail(self, lease_id: str, reason: str, now_s: float, *, eval_reason: str = "failed") -> None:
@@ -482,7 +483,7 @@ class BufferService:
         expired = self._buffer.expire(now_s, is_paused)
         for entry in expired:
             if entry.holder in self._sessions and not is_paused(entry.holder):
-                self._speeds.late(entry.holder)
+                self._speeds.bench(entry.holder, now_s)
         for lease, holder in [*((entry.lease, entry.holder) for entry in expired), *late]:
             self._may_take = True
             log.warning("lease %s expired", lease.lease_id)
@@ -515,20 +516,11 @@ class BufferService:
         if refusal is not None:
             self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
             return
-        self._note_speed(peer, message)
         ack = Ack(group_id=message.group_id, lease_id=message.lease_id)
         if message.purpose == "eval" or self._journal.is_durable(self._journal.position):
             self._server.send(peer, ack)
         else:
             self._unacknowledged[message.lease_id] = self._journal.position, peer, ack
-
-    def _note_speed(self, peer: str, message: Deliver) -> None:
-        name = self._speaks_for.get(peer, "")
-        session = self._sessions.get(name)
-        if message.purpose == "train" and session is not None and session.peer == peer:
-            longest = max(rollout.num_tokens for rollout in message.rollouts)
-            held = self._buffer.sampled_by(name) + 1
-            self._speeds.delivered(name, message.timings.get("generate", 0.0), longest, held, session.window)
 
     def _refusal(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> str | None:
         """Check a group; return the reason if it is malformed or does not match its lease. Its lease fails then."""
