@@ -222,7 +222,7 @@ class RewardConfig(Section, frozen=True):
     """Most reward processes per generator for each custom function, for maths and for code; auto: half the number of
     cores, at most 8."""
     success: float = 1.0
-    """Reward from which a completion counts as solved, in pass@k, maj@k, data.curriculum and solved groups."""
+    """Reward from which a completion counts as solved, in pass@k, maj@n, data.curriculum and solved groups."""
     code: CodeRewardConfig = CodeRewardConfig()
     judge: JudgeConfig = JudgeConfig()
     model: RewardModelConfig = RewardModelConfig()
@@ -315,7 +315,7 @@ class SamplingConfig(Section, frozen=True):
     eval_temperature: NonNegativeFloat = 0.0
     """Temperature of evaluation; 0 is greedy."""
     eval_completions: Annotated[int, Meta(ge=1, le=128)] = 1
-    """Completions per held-out prompt; above 1 for pass@k and maj@k."""
+    """Completions per held-out prompt; above 1 for pass@k and maj@n."""
 
 
 class CorrectionConfig(Section, frozen=True):

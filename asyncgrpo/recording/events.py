@@ -184,7 +184,7 @@ KINDS: dict[str, Kind] = {
         "completion_length_mean": _may(float | None, "tokens"),
         "ms": _may(float, "from the request to the last completion"),
         "suites": _may(dict[str, dict[str, Any]], "each held-out file by its name: its values of the fields above, `prompts`, "
-            "the means of `parts` of the rewards, and `numbers`: `reward`, `pass@1`, `pass@2`, ..., `maj@4`, ..., each as value, "
+            "the means of `parts` of the rewards, and `numbers`: `reward`, `pass@1`, `pass@2`, ..., `maj@n`, each as value, "
             "lower and upper end of its 95 % interval ([what they are](evaluate.md))"),
     }),
     "curriculum": Kind("With `data.curriculum`, a new epoch of prompts begins; written again after a resume.", {

@@ -85,7 +85,7 @@ def suites_of(evaluation: Event) -> dict[str, str]:
 
 
 def headline(numbers: Mapping[str, Estimated]) -> dict[str, Estimated]:
-    """Return the reward, pass@1, and pass@k and maj@k with the largest k."""
+    """Return the reward, pass@1, pass@k with the largest k, and maj@n."""
     passed, majority = ([name for name in numbers if name.startswith(kind)] for kind in ("pass@", "maj@"))
     names = ["reward", *passed[:1], *passed[-1:], *majority[-1:]]
     return {name: numbers[name] for name in dict.fromkeys(names) if name in numbers}

@@ -794,7 +794,7 @@ REWARDS = Board(
             ),
             Panel(
                 "Held-out suites",
-                "Of the last evaluation of each file of data.eval: mean reward, pass@k, maj@k.",
+                "Of the last evaluation of each file of data.eval: mean reward, pass@k, maj@n.",
                 "pass@k far above pass@1: the answers are there, and the policy is not sure of them yet; docs/evaluate.md.",
                 "short",
                 {"{{suite}} {{number}}": "max by (suite, number) (asyncgrpo_eval_suite)"},
