@@ -278,8 +278,7 @@ class Buffer:
         prompt_index = entry.prompt_index
         if reason == "lease_timeout":
             self._deadlines.observe(entry.limit_s)
-            assert self.version is not None
-            self._settle(entry, self.version.number, is_trained=False)
+            self.bias.settle(entry.message, is_trained=False)
         self._attempts[prompt_index] += 1
         self._blamed[prompt_index] += reason in BLAMED
         attempts = self._attempts[prompt_index]
@@ -392,7 +391,7 @@ class Buffer:
         rewards = rewards_of(message)
         if self._filters and (kind := zero_signal(rewards)) is not None:
             self._filter(entry, message, kind, head)
-            self.zero_signal_streak.add(rewards)
+            self.zero_signal_streak.add()
             return None
         if len(rewards) < 2:
             return self._refuse(message, "unscored")
@@ -429,7 +428,7 @@ class Buffer:
         self._admission.batch_taken(now_s, self.num_slots)
         for entry in batch:
             self._set_state(entry, State.TAKEN)
-            self._settle(entry, version.number, is_trained=True)
+            self.bias.settle(entry.message, is_trained=True)
         # In prompt order, so that the same groups make the same batch in any order of arrival.
         batch.sort(key=lambda e: e.prompt_index)
         lease_ids = tuple(e.lease.lease_id for e in batch)
@@ -676,14 +675,14 @@ class Buffer:
         for entry in [e for e in self._entries.values() if e.state is not State.TAKEN and e.deadline < version.number]:
             if entry.state is State.READY:
                 self.tokens["stale"] += entry.num_tokens
-                self._give_up(entry, version.number, "stale")
+                self._give_up(entry, "stale")
             elif self._config.policy == "drop":
                 self._cancelled.append(entry)
-                self._give_up(entry, version.number, "cancelled")
+                self._give_up(entry, "cancelled")
 
-    def _give_up(self, entry: GroupEntry, version: int, reason: str) -> None:
+    def _give_up(self, entry: GroupEntry, reason: str) -> None:
         """Give up a group for its age. Its prompt is issued again before new ones, or dropped after `MAX_ATTEMPTS` leases."""
-        self._settle(entry, version, is_trained=False)
+        self.bias.settle(entry.message, is_trained=False)
         self._leave(entry)
         self._attempts[entry.prompt_index] += 1
         is_final = self._attempts[entry.prompt_index] >= self._max_attempts
@@ -694,9 +693,6 @@ class Buffer:
         else:
             self.outcomes[f"dropped_{reason}"] += 1
             self._issue_again(entry.prompt_index)
-
-    def _settle(self, entry: GroupEntry, version: int, *, is_trained: bool) -> None:
-        self.bias.settle(entry.prompt.source, entry.message, age=version - entry.oldest.number, is_trained=is_trained)
 
     def _refuse(self, message: Deliver, reason: str) -> str:
         self.tokens["failed"] += message.num_tokens

@@ -134,7 +134,7 @@ _STEP = {
         "all_equal_high (reward above 0), all_equal_low, unscored; no other field counts them"),
     "discarded": _may(_Counts, "completions left out of groups since the previous step: censored ones were cut at the "
         "deadline of their group"),
-    "bias": _may(_Numbers, "distance of trained from generated groups by length, reward, source and age"),
+    "bias": _may(_Numbers, "distance of trained from generated groups by length and reward"),
     "seconds": _must(_Numbers, "wall time of the step: wait_data, forward_backward, optimizer (or train for both), "
         "publish, checkpoint, eval, other"),
 }

@@ -166,10 +166,10 @@ def no_lease_expiry(expire, self: Buffer, now_s: float, is_excused: Any) -> list
 
 
 @mutant(Buffer, "_give_up")
-def stale_dropped_in_silence(give_up, self: Buffer, entry: GroupEntry, version: int, reason: str) -> None:
+def stale_dropped_in_silence(give_up, self: Buffer, entry: GroupEntry, reason: str) -> None:
     """What is too old disappears without a count."""
     before = self.outcomes[f"dropped_{reason}"]
-    give_up(self, entry, version, reason)
+    give_up(self, entry, reason)
     self.outcomes[f"dropped_{reason}"] = before
 
 
