@@ -22,7 +22,7 @@ from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import Buffer as Frame
-from asyncgrpo.wire.codec import Kinds, OfLearnerOrDriver, ToBuffer, check_group, check_lease, decode
+from asyncgrpo.wire.codec import OfLearnerOrDriver, ToBuffer, check_group, check_lease, decode, kinds_of
 from asyncgrpo.wire.rollouts import (
     OF_ONE_BATCH,
     REWARDS_PAUSED,
@@ -57,7 +57,7 @@ from asyncgrpo.wire.supervision import Drain, GeneratorLost, Steer
 
 log = logging.getLogger(__name__)
 
-READ = Kinds(ToBuffer)
+READ = kinds_of(ToBuffer)
 
 TICK_S = 0.1
 BURST = 32
