@@ -197,7 +197,6 @@ class Buffer:
         self._enter(
             GroupEntry(prompt_index, prompt, attempt, lease, holder, now_s, serves, self.max_lag, limit_s=limit_s)
         )
-        self._deadlines.begin(lease.lease_id, now_s + limit_s)
         self.outcomes["leased"] += 1
         return lease
 
@@ -339,7 +338,7 @@ class Buffer:
         Args:
             is_excused: True for a holder whose prompts are not why it is late. Its leases are given back.
         """
-        late = [e for e in map(self._leased, self._deadlines.passed(now_s)) if e is not None]
+        late = [e for e in self._entries.values() if e.state is State.LEASED and e.leased_at_s + e.limit_s < now_s]
         for entry in late:
             if is_excused(entry.holder):
                 self.give_back(entry.lease.lease_id)
@@ -651,7 +650,6 @@ class Buffer:
             self._end_lease(entry)
 
     def _end_lease(self, entry: GroupEntry) -> None:
-        self._deadlines.ended(entry.lease.lease_id)
         self._held[entry.holder] -= 1
         self._scored[entry.holder] -= entry.is_sampled
         self._isolated.lease_ended(entry.prompt_index)

@@ -50,7 +50,6 @@ class Deadlines:
         self._factor = factor
         self._longest_s = longest_s
         self._recent_s: deque[float] = deque(maxlen=DEADLINE_WINDOW)
-        self._ends_s: dict[str, float] = {}  # by running lease
 
     def seconds(self, *, is_last: bool) -> float:
         """Return the time limit of a lease that is granted now.
@@ -66,21 +65,6 @@ class Deadlines:
         """Add the time of an arrived group, or the time limit of an expired lease. Invalid times are ignored."""
         if 0 < seconds < math.inf:
             self._recent_s.append(seconds)
-
-    def begin(self, lease_id: str, ends_s: float) -> None:
-        """Add a lease that expires at `ends_s`."""
-        self._ends_s[lease_id] = ends_s
-
-    def ended(self, lease_id: str) -> None:
-        """Forget a lease."""
-        self._ends_s.pop(lease_id, None)
-
-    def passed(self, now_s: float) -> list[str]:
-        """Leases whose deadline has come since the last call, earliest first."""
-        found = sorted((ends_s, lease_id) for lease_id, ends_s in self._ends_s.items() if ends_s < now_s)
-        for _, lease_id in found:
-            self.ended(lease_id)
-        return [lease_id for _, lease_id in found]
 
 
 # -- isolated prompts --------------------------------------------------------------------------------------------------

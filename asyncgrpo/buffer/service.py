@@ -325,8 +325,6 @@ class BufferService:
 
     def _register(self, peer: str, message: Register, now_s: float) -> None:
         name = message.generator_id
-        if message.protocol != PROTOCOL:
-            log.error("%s speaks protocol %d, the buffer %d", name, message.protocol, PROTOCOL)
         if self._is_replaced(name, peer):
             self._server.send(peer, Shutdown())
             return
