@@ -298,20 +298,17 @@ class Buffer:
         if entry is not None:
             self._requeue(entry)
 
-    def free_leases_of(self, holder: str) -> list[str]:
-        """Free the leases of a generator that may be dead, as `release` does, and return their ids.
+    def free_leases_of(self, holder: str, *, is_silent: bool) -> list[str]:
+        """Free the leases of a silent or slow generator and return their ids. Their prompts are issued again.
 
-        An isolated prompt stays leased: it may be what stopped the generator.
+        A silence counts as an end of the generator. An isolated prompt stays leased: it may be what stopped it.
         """
         freed = [e for e in self._leases_of(holder) if not self._isolated.is_alone(e.prompt_index)]
-        self._isolated.left_behind(holder, [e.prompt_index for e in freed])
+        if is_silent:
+            self._interrupted(holder, freed)
         for entry in freed:
             self._requeue(entry)
         return [e.lease.lease_id for e in freed]
-
-    def is_back(self, holder: str) -> None:
-        """Note that a silent generator is alive, so no prompt stopped it."""
-        self._isolated.is_back(holder)
 
     def release(self, holder: str) -> list[str]:
         """Free the leases of a lost generator and return their ids. Their prompts are issued again.
@@ -322,8 +319,7 @@ class Buffer:
         counted the old lease by its own version (`admission.py`), so the group is refused.
         """
         lost = self._leases_of(holder)
-        if prompt_indices := self._isolated.interrupted(holder, [e.prompt_index for e in lost]):
-            self.journal.append(Interrupted(generator_id=holder, prompt_indices=prompt_indices))
+        self._interrupted(holder, lost)
         for entry in lost:
             if self._isolated.is_alone(entry.prompt_index):
                 self.fail(entry.lease.lease_id, POISON)
@@ -696,6 +692,11 @@ class Buffer:
         self.tokens["failed"] += message.num_tokens
         self.fail(message.lease_id, reason)
         return reason
+
+    def _interrupted(self, holder: str, entries: list[GroupEntry]) -> None:
+        if prompt_indices := tuple(e.prompt_index for e in entries):
+            self._isolated.interrupted(prompt_indices)
+            self.journal.append(Interrupted(generator_id=holder, prompt_indices=prompt_indices))
 
     def _record_drop(self, lease_id: str, prompt_index: int, reason: str, *, is_final: bool) -> None:
         self.journal.append(Dropped(lease_id=lease_id, prompt_index=prompt_index, reason=reason, is_final=is_final))

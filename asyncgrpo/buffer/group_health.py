@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import statistics
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -97,17 +97,15 @@ class IsolatedPrompts:
     """Isolates prompts that may crash generators: each is leased alone, to one generator at a time.
 
     When a generator ends, any prompt in flight there may be the cause, or none, because machines fail too. So the first end
-    costs a prompt nothing. A prompt that was in flight at `ISOLATE_AFTER` ends since its last completion is isolated: it
-    is leased alone, to a generator that has finished everything else. If that generator ends too, the prompt is charged
-    with a failed attempt and no other group is lost; if the group arrives, the prompt is cleared. One isolated prompt is
-    in flight at a time, so that one prompt never ends two generators at once.
+    costs a prompt nothing. A silence counts as an end. A prompt that was in flight at `ISOLATE_AFTER` ends since its last
+    completion is isolated: it is leased alone, to a generator that has finished everything else. If that generator ends
+    too, the prompt is charged with a failed attempt and no other group is lost; if the group arrives, the prompt is cleared.
+    One isolated prompt is in flight at a time, so that one prompt never ends two generators at once.
     """
 
     def __init__(self) -> None:
         self._ends: Counter[int] = Counter()
         """Ends of generators with the prompt in flight, since its last completion."""
-        self._left: defaultdict[str, set[int]] = defaultdict(set)
-        """By silent generator: its prompts that others took over and that no completion has cleared since."""
         self._holder: str | None = None
         """Generator that is kept free for an isolated prompt."""
         self._alone: int | None = None
@@ -117,19 +115,9 @@ class IsolatedPrompts:
         """Add the ends of earlier starts, before the first lease."""
         self._ends.update(ends)
 
-    def left_behind(self, holder: str, prompt_indices: Iterable[int]) -> None:
-        """Note that others took over these prompts of a silent generator, which may have ended."""
-        self._left[holder].update(prompt_indices)
-
-    def is_back(self, holder: str) -> None:
-        """Note that a silent generator had not ended."""
-        self._left.pop(holder, None)
-
-    def interrupted(self, holder: str, prompt_indices: Iterable[int]) -> tuple[int, ...]:
-        """Count the end of a generator with these prompts in flight. Return them, and those that others took over."""
-        in_flight = (*prompt_indices, *sorted(self._left.pop(holder, ())))
-        self._ends.update(in_flight)
-        return in_flight
+    def interrupted(self, prompt_indices: Iterable[int]) -> None:
+        """Count the end of a generator with these prompts in flight."""
+        self._ends.update(prompt_indices)
 
     def is_isolated(self, prompt_index: int) -> bool:
         """Return True if this prompt may only be leased alone."""
@@ -138,8 +126,6 @@ class IsolatedPrompts:
     def clear(self, prompt_index: int) -> None:
         """Forget the ends of a prompt that completed or was dropped."""
         self._ends.pop(prompt_index, None)
-        for prompt_indices in self._left.values():
-            prompt_indices.discard(prompt_index)
 
     def may_lease(self, holder: str, num_held: int, *, is_waiting: bool) -> tuple[bool, bool]:
         """Return whether `holder` may get an ordinary prompt, and whether it may get an isolated one.

@@ -244,10 +244,9 @@ class BufferService:
         try:
             message, payload = decode(frames, READ)
             self._check_sender(peer, message)
-            session = self._sessions.get(name := getattr(message, "generator_id", ""))
+            session = self._sessions.get(getattr(message, "generator_id", ""))
             if session is not None and session.peer == peer:
                 session.heard_s = now_s
-                self._buffer.is_back(name)
             self._handle(peer, message, payload, frames[0], now_s)
         except RefusedError as error:
             self._count_refusal(peer, error)
@@ -391,8 +390,8 @@ class BufferService:
             return False
         return bool(self._eligible(version, now_s).keys() - set(names))
 
-    def _reassign_leases(self, name: str, why: str) -> None:
-        if freed := self._buffer.free_leases_of(name):
+    def _reassign_leases(self, name: str, why: Literal["silent", "slow"]) -> None:
+        if freed := self._buffer.free_leases_of(name, is_silent=why == "silent"):
             self._may_take = True
             self._server.send(self._sessions[name].peer, Cancel(lease_ids=tuple(freed), reason=why))
             log.warning("generator %s is %s: reassigned %d of its leases", name, why, len(freed))

@@ -152,9 +152,9 @@ def released_lease_delivers(release, self: Buffer, holder: str) -> list[str]:
 
 
 @mutant(Buffer, "free_leases_of")
-def silent_one_delivers(free_leases_of, self: Buffer, holder: str) -> list[str]:
+def silent_one_delivers(free_leases_of, self: Buffer, holder: str, **why: bool) -> list[str]:
     """A lease that others go on with is granted under the name that the silent generator delivers it by."""
-    freed = free_leases_of(self, holder)
+    freed = free_leases_of(self, holder, **why)
     self._ended.subtract(int(lease_id.split(".")[1]) for lease_id in freed)
     return freed
 
@@ -270,9 +270,8 @@ def no_fencing(handle, self: BufferService, peer: str, message: Message, *rest: 
 
 
 @mutant(IsolatedPrompts, "interrupted")
-def endless_poison(interrupted, self: IsolatedPrompts, holder: str, prompt_indices: Any) -> tuple:
+def endless_poison(interrupted, self: IsolatedPrompts, prompt_indices: Any) -> None:
     """The end of a generator costs the prompts in flight nothing, however often."""
-    return ()
 
 
 @mutant(Quarantine, "__contains__")
