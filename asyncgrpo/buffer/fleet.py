@@ -45,6 +45,8 @@ SHORTEST_S = 0.02
 """Shorter tokens are never slow: any disturbance of the process dominates so short a time."""
 CONFIRMED_BY = 2
 """Consecutive slow heartbeats before a generator is benched."""
+LATE = 1e6
+"""Factor on the time of a token at a generator whose lease expired."""
 BENCH_S = 60.0
 """Time for which a generator gets no lease while others may get one."""
 
@@ -62,6 +64,8 @@ class _Speed:
     num_slow: int = 0
     """Consecutive slow heartbeats."""
     bench_ends_s: float = -math.inf
+    is_late: bool = False
+    """True if one of its leases expired and it has delivered nothing since."""
 
 
 class Speeds:
@@ -71,8 +75,9 @@ class Speeds:
     compare. Among generators within `TOLERANCE` of each other only the load decides. An unknown generator counts as the
     fastest.
 
-    A generator that is far slower than the others is benched, and so is one whose lease expired. After `BENCH_S` it
-    counts as unknown and is tried again. A generator that runs more completions may take longer in proportion.
+    A generator that is far slower than the others is benched. After `BENCH_S` it counts as unknown and is tried again. A
+    generator that runs more completions may take longer in proportion. One whose lease expired gets only leases that no
+    other generator has room for, until it delivers.
     """
 
     def __init__(self) -> None:
@@ -101,12 +106,16 @@ class Speeds:
         speed.num_slow = speed.num_slow + 1 if is_slow else 0
         if speed.num_slow < CONFIRMED_BY:
             return False
-        self.bench(generator, now_s)
+        self._speeds[generator] = _Speed(bench_ends_s=now_s + BENCH_S)
         return True
 
-    def bench(self, generator: str, now_s: float) -> None:
-        """Give this generator no lease for `BENCH_S` while others may get one, then try it again."""
-        self._speeds[generator] = _Speed(bench_ends_s=now_s + BENCH_S)
+    def late(self, generator: str) -> None:
+        """Note that a lease of this generator expired."""
+        self._speeds[generator].is_late = True
+
+    def delivered(self, generator: str) -> None:
+        """Note that this generator delivered a group."""
+        self._speeds[generator].is_late = False
 
     def is_benched(self, generator: str, now_s: float) -> bool:
         """Return True if it gets no lease while another generator may get one."""
@@ -115,7 +124,8 @@ class Speeds:
     def seconds_per_token(self, generator: str, load: float) -> float:
         """Return the time of a token at `generator` at this load; comparable across generators."""
         fastest = min((speed.unloaded_s for speed in self._speeds.values() if speed.unloaded_s), default=1.0)
-        return max(fastest, self._speeds[generator].unloaded_s / TOLERANCE) * (1 + load)
+        speed = self._speeds[generator]
+        return max(fastest, speed.unloaded_s / TOLERANCE) * (1 + load) * (LATE if speed.is_late else 1.0)
 
     def forget(self, generator: str) -> None:
         """Forget a lost generator. The next one of this name may run elsewhere."""

@@ -464,7 +464,7 @@ class BufferService:
         self._emit_failure(name, reason, message.detail[:500])
         is_late = reason == "lease_timeout"
         if is_late and name in self._sessions:
-            self._speeds.bench(name, now_s)
+            self._speeds.late(name)
         self._fail(message.lease_id, "lease_timeout" if is_late else "failed", now_s, eval_reason=reason)
 
     def _fail(self, lease_id: str, reason: str, now_s: float, *, eval_reason: str = "failed") -> None:
@@ -479,7 +479,7 @@ class BufferService:
         expired = self._buffer.expire(now_s, is_paused)
         for entry in expired:
             if entry.holder in self._sessions and not is_paused(entry.holder):
-                self._speeds.bench(entry.holder, now_s)
+                self._speeds.late(entry.holder)
         for lease, holder in [*((entry.lease, entry.holder) for entry in expired), *late]:
             self._may_take = True
             log.warning("lease %s expired", lease.lease_id)
@@ -512,6 +512,8 @@ class BufferService:
         if refusal is not None:
             self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
             return
+        if (name := self._speaks_for.get(peer)) in self._sessions:
+            self._speeds.delivered(name)
         ack = Ack(group_id=message.group_id, lease_id=message.lease_id)
         if message.purpose == "eval" or self._journal.is_durable(self._journal.position):
             self._server.send(peer, ack)

@@ -252,7 +252,7 @@ def test_a_completion_clears_a_prompt_that_a_silence_gave_to_another():
     assert not served.buffer._isolated._ends
 
 
-def test_a_lease_that_was_cut_with_too_few_completions_lets_its_generator_rest():
+def test_a_lease_that_was_cut_with_too_few_completions_makes_its_generator_count_as_slow():
     served = served_in_order(max_attempts=1)
     served.join("a")
     for prompt_index, reason in ((0, "lease_timeout"), (1, "failed")):
@@ -260,7 +260,8 @@ def test_a_lease_that_was_cut_with_too_few_completions_lets_its_generator_rest()
     outcomes = served.buffer.outcomes
     assert outcomes["dropped_lease_timeout"] == outcomes["dropped_failed"] == 1
     assert list(served.buffer._quarantine.cases) == ["train/1"], "one that is only slow is not in quarantine"
-    assert served.service._speeds.is_benched("a", served.now_s)
+    speeds = served.service._speeds
+    assert speeds.seconds_per_token("a", 0.0) > speeds.seconds_per_token("b", 1.0)
 
 
 def test_a_run_whose_every_prompt_is_in_quarantine_ends_once_the_learner_has_saved():

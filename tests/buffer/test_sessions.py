@@ -54,6 +54,14 @@ def test_a_generator_that_becomes_quicker_is_known_as_quick_after_some_heartbeat
     assert order(speeds, steady=0.0, was_slow=0.0) == ["was_slow", "steady"]
 
 
+def test_who_is_late_gets_what_no_other_has_room_for_until_it_delivers():
+    speeds = measured(quick=1.0, slow=3.0)
+    speeds.late("quick")
+    assert order(speeds, quick=0.0, slow=0.75) == ["slow", "quick"]
+    speeds.delivered("quick")
+    assert order(speeds, quick=0.0, slow=0.75) == ["quick", "slow"]
+
+
 # -- generators that become slow ---------------------------------------------------------------------------------------
 
 
@@ -70,8 +78,6 @@ def test_who_is_slow_twice_in_a_row_rests_and_is_tried_again():
     assert slow_ones(speeds, "c", 1.0, 1.0, 1.0) == [False, True, False]
     assert speeds.is_benched("c", 0.9 + BENCH_S) and not speeds.is_benched("c", 1.0 + BENCH_S)
     assert order(speeds, b=0.0, c=0.0) == ["b", "c"], "its speed is unknown again"
-    speeds.bench("b", 0.0)  # its lease expired
-    assert speeds.is_benched("b", 1.0)
 
 
 def test_what_is_not_slow():
