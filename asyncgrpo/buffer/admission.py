@@ -50,12 +50,11 @@ def deadlines_are_kept(remaining: Iterable[int], version: int, groups_per_step: 
 class JustInTime:
     """Begins a group just in time: the bound covers the tail, and the run operates well below it.
 
-    `wanted` is the target of groups under way, leased or ready. Each step corrects it. By Little's law, P times the
-    share of the step that the learner waited is the number of groups trained in that time: so many were missing. P times
-    `MAY_WAIT` is taken off, so the target falls until the learner waits for that share of its time. If more than P groups
-    were ready when it asked, a part of the surplus is taken off, too, which ends an eager start in a few steps.
-    The wait is wall-clock time, so an engine that delivers a batch all at once, slightly late, adds little. The rule needs no
-    model of lengths, tails or speeds.
+    The target of groups under way, leased or ready, is corrected by each step. By Little's law, P times the share of the step
+    that the learner waited is the number of groups trained in that time: so many were missing. P times `MAY_WAIT` is taken
+    off, so the target falls until the learner waits for that share of its time. If more than P groups were ready when it
+    asked, a part of the surplus is taken off, too, which ends a start in a few steps. The wait is wall-clock time, so an
+    engine that delivers a batch all at once, slightly late, adds little. The rule needs no model of lengths, tails or speeds.
 
     If the generators cannot keep up, all slots are used. So they are in every start until its second request, the first one
     that follows a training step. The bound and its proof still hold, because this only begins fewer groups than the slots
