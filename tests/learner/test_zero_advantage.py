@@ -50,7 +50,7 @@ def test_a_preset_runs_no_completion_that_changes_nothing_and_every_one_that_doe
     total, all_sums, expected = gradient(ours, groups)
     assert count == total if name in RUN_ALL else count <= total - sum(len(r.completion.token_ids) for r in silent)
     assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
-    for counted in ("tokens", "clipped", "update_tokens", "lag_tokens", "lag_sum", "lag_max", "stale_tokens"):
+    for counted in ("tokens", "clipped", "update_tokens", "lag_tokens", "lag_sum", "lag_max"):
         assert sums[counted] == all_sums[counted], counted
     assert sums["loss"].item() == pytest.approx(all_sums["loss"].item(), abs=1e-9)
 
