@@ -1,13 +1,13 @@
 """Periods and deadlines of heartbeats and restarts: who is silent, since when, and what follows. Seconds, if not named otherwise.
 
     process ────── 1 s ──▶ driver        cluster.silent_timeout_s: replaced; 5 s if buffer or learner have lost it, too
-    generator ──── 1 s ──▶ buffer        2 s: no lease, others take over its leases; 60 s: its session ends
+    generator ──── 1 s ──▶ buffer        2 s: no lease; 5 s: others take over its leases; 60 s: its session ends
     receiver ─── 0.5 s ──▶ publisher     5 s: left out of publications; 20 s: the buffer frees its leases
     buffer ─────── 1 s ──▶ rank 0        60 s without a reply to a request: the learner ends
     rank 0 ────── 30 s ──▶ other ranks   cluster.stall_timeout_s and 60 s more: the learner ends
 
-Each receiver keeps its own times: the driver and the buffer exclude those in which they were stopped themselves, the buffer
-allows a generator twice its longest silence, and the publisher adds the time of a transfer.
+Each receiver keeps its own times: the driver and the buffer exclude those in which they were stopped themselves, and the
+publisher adds the time of a transfer.
 """
 
 # -- heartbeats --------------------------------------------------------------------------------------------------------
@@ -30,7 +30,8 @@ PROBE_EVERY_S = 5 * HEARTBEAT_S
 QUIET_S = 2 * HEARTBEAT_S
 """Silence after which a generator gets no lease. A longer gap in the listening of the driver is its own stop."""
 SUSPECT_S = 5 * HEARTBEAT_S
-"""Silence after which the publisher drops a receiver, and the driver a generator that buffer or learner have lost, too."""
+"""Silence after which the publisher drops a receiver, the buffer reassigns a generator's leases, and the driver drops a
+generator that buffer or learner have lost, too."""
 LOST_S = 4 * SUSPECT_S
 """Silence of a receiver after which the buffer frees its generator's leases. An engine may hold the GIL for seconds."""
 SOCKET_TIMEOUT_MS = int(1000 * LOST_S)
@@ -41,8 +42,6 @@ BUFFER_TIMEOUT_S = SESSION_S
 """Silence after which rank 0 gives up the buffer."""
 STALL_MARGIN_S = 2 * RANK_HEARTBEAT_S
 """Extra timeout on ranks other than 0, so that rank 0 reports a stall first."""
-SILENCE_HALF_LIFE_S = 10 * SESSION_S
-"""Half-life of the longest silence that a generator has ended, at the buffer."""
 
 # -- replies -----------------------------------------------------------------------------------------------------------
 

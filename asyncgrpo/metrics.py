@@ -118,8 +118,7 @@ GROUP_OUTCOMES = ("leased", "accepted", "duplicate", "refused", "trained",
                   "recovered", "dropped_superseded", "dropped_incompatible", "dropped_ahead",
                   "dropped_damaged", "accepted_short", "dropped_poison", "dropped_quarantined",
                   "dropped_too_long")
-TOKEN_FATES = ("generated", "recovered", "trained", "masked", "filtered", "stale", "aborted", "failed", "duplicate",
-               "unusable")
+TOKEN_FATES = ("generated", "recovered", "trained", "filtered", "stale", "aborted", "failed", "duplicate", "unusable")
 groups_total = _counter(
     "groups_total", "Groups by outcome; one group has several of these.", "buffer",
     outcome=GROUP_OUTCOMES)
@@ -128,7 +127,7 @@ buffer_groups = _gauge(
     "buffer", state=("leased", "ready", "taken"))
 buffer_slots = _gauge("buffer_slots", "Groups that may hold a slot: (max_lag + 1) * prompts_per_step.", "buffer")
 groups_wanted = _gauge(
-    "groups_wanted", "Groups that admission wants under way, leased or ready; as many as there are slots if it is eager.",
+    "groups_wanted", "Groups that admission wants under way, leased or ready.",
     "buffer")
 generator_places = _gauge(
     "generator_places", "Groups that the generators in touch with the buffer may work on at once.", "buffer")
@@ -257,7 +256,7 @@ source_completion_length_mean = _named_gauge(
     "learner", labels=("source",))
 eval_reward_mean = _gauge("eval_reward_mean", "Mean reward of the last evaluation; NaN before the first.", "learner")
 eval_suite = _named_gauge(
-    "eval_suite", "Number of the last evaluation of a suite: reward, pass@k or maj@k.", "learner", labels=("suite", "number"))
+    "eval_suite", "Number of the last evaluation of a suite: reward, pass@k or maj@n.", "learner", labels=("suite", "number"))
 turns_mean = _gauge("turns_mean", "Mean turns of a completion in the last step, where an environment replies.", "learner")
 completion_length_mean = _gauge("completion_length_mean", "Mean sampled tokens of a completion in the last step.", "learner")
 loss = _gauge("loss", "Loss of the last step.", "learner")

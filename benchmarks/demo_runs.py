@@ -1,8 +1,8 @@
-"""Demo runs over engines, lags, admissions and seeds: how many steps and seconds to a reward of 0.9. One JSON line a run.
+"""Demo runs over engines, lags and seeds: how many steps and seconds to a reward of 0.9. One JSON line a run.
 
 python -m benchmarks.demo_runs --engines torch --lags 0 1 2 4 8 --seeds 0 1 2
-python -m benchmarks.demo_runs --engines torch sglang --admissions eager fresh --seeds 0 1 2 3 4
-python -m benchmarks.demo_runs --lags 0 2 8 32 auto --admissions eager fresh
+python -m benchmarks.demo_runs --engines torch sglang --seeds 0 1 2 3 4
+python -m benchmarks.demo_runs --lags 0 2 8 32 auto
 
 Runs of the same seed follow each other, so that what is compared meets the machine in the same state.
 """
@@ -22,15 +22,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["torch"], choices=["torch", "sglang"])
     parser.add_argument("--lags", nargs="+", default=["2"])
-    parser.add_argument("--admissions", nargs="+", default=["fresh"], choices=["eager", "fresh"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
     given = parser.parse_args()
-    for engine, seed, lag, admission in itertools.product(given.engines, given.seeds, given.lags, given.admissions):
-        typed = ["--engine", engine, "--max-lag", lag, "--seed", str(seed), f"buffer.admission={admission}"]
+    for engine, seed, lag in itertools.product(given.engines, given.seeds, given.lags):
+        typed = ["--engine", engine, "--max-lag", lag, "--seed", str(seed)]
         typed += [*given.overrides, *([] if given.steps is None else ["--steps", str(given.steps)])]
-        about = {"engine": engine, "max_lag": lag, "admission": admission, "seed": seed}
+        about = {"engine": engine, "max_lag": lag, "seed": seed}
         show(about | measure(typed) | where())
 
 

@@ -6,10 +6,10 @@ The product's services run on a virtual clock (`tests/simulation/scheduler.py`),
 log-normal with median 600 tokens; half of the variance is the prompt's, so a prompt that was slow once is likely to be slow
 again, and long completions have lower rewards. The learner stops after `--steps`, and prompts do not run out.
 
-`length_distance` and `reward_distance` look at what a policy cannot see: the groups that were trained (under `mask` without
-the masked tokens) against the first groups to the first prompts, as many as were trained. `monitor` is what the
-product's own bias monitor says at the end. `idle` is the learner's share of time without a batch, `given_up` the share
-of leases that were dropped or cancelled for their age, `wasted` the share of tokens that had no part in training.
+`length_distance` and `reward_distance` look at what a policy cannot see: the groups that were trained against the first
+groups to the first prompts, as many as were trained. `monitor` is what the product's own bias monitor says at the end.
+`idle` is the learner's share of time without a batch, `given_up` the share of leases that were dropped or cancelled for
+their age, `wasted` the share of tokens that had no part in training.
 """
 
 import argparse
@@ -23,9 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
 from asyncgrpo.buffer.group_health import ks_distance
-from asyncgrpo.types import Group, PolicyVersion
 from benchmarks.measuring import line, rounded, show
 from tests.simulation.scheduler import Case, Product
 
@@ -35,8 +33,7 @@ SLOWEST = "how many times as long as the others one generator takes for a token"
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
-    parser.add_argument("--admissions", nargs="+", choices=list(ADMISSIONS), default=["eager"])
+    parser.add_argument("--policies", nargs="+", default=["wait", "drop", "train"])
     parser.add_argument("--lags", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--sigmas", nargs="+", type=float, default=[0.5, 1.0, 1.5])
     parser.add_argument("--train-s", nargs="+", type=float, default=[12.0], help="seconds of a step")
@@ -49,7 +46,6 @@ def main(argv: list[str] | None = None) -> None:
     swept = {
         "sigma": arguments.sigmas, "train_s": arguments.train_s, "slowest": arguments.slowest,
         "generators": arguments.generators, "max_lag": arguments.lags, "policy": arguments.policies,
-        "admission": arguments.admissions,
     }  # fmt: skip
     for values in itertools.product(*swept.values()):
         report(dict(zip(swept, values, strict=True)), arguments.steps, arguments.seeds)
@@ -97,7 +93,7 @@ def virtual_run(case: LongTail) -> dict[str, float]:
     aborted = sum(engine.aborted_tokens for engine in product.engines)
     first = range(len(product.groups))
     lags = [version.number - group.versions[0].number for group, version in product.groups]
-    lengths = [trained_length(group, version, case.policy, case.max_lag) for group, version in product.groups]
+    lengths = [group.num_tokens / len(group.rollouts) for group, _ in product.groups]
     rewards = [statistics.fmean(r.score.value or 0.0 for r in group.rollouts) for group, _ in product.groups]
     completions = range(1, case.group_size + 1)
     monitor = product.buffer.bias.distances()
@@ -106,7 +102,7 @@ def virtual_run(case: LongTail) -> dict[str, float]:
         "idle": 1 - case.steps * (case.train_s + case.stall_s) / elapsed_s,
         "given_up": given_up(outcomes) / outcomes["leased"],
         "prompts_given_up": outcomes["dropped_always_stale"] / outcomes["leased"],
-        "wasted": (tokens["stale"] + tokens["masked"] + aborted) / (tokens["generated"] + aborted),
+        "wasted": (tokens["stale"] + aborted) / (tokens["generated"] + aborted),
         "length_distance": ks_distance(
             lengths, [float(case.lengths_of(prompt_index, 0).mean()) for prompt_index in first]
         ),
@@ -124,13 +120,6 @@ def virtual_run(case: LongTail) -> dict[str, float]:
 
 def given_up(outcomes: dict[str, int]) -> int:
     return sum(outcomes.get(f"dropped_{why}", 0) for why in ("stale", "cancelled", "always_stale"))
-
-
-def trained_length(group: Group, version: PolicyVersion, policy: str, max_lag: int) -> float:
-    """Mean tokens of a completion that have a weight in the step that starts at `version`."""
-    spans = [span for rollout in group.rollouts for span in rollout.completion.spans]
-    kept = [s for s in spans if policy != "mask" or version.number - s.version.number <= max_lag]
-    return sum(s.end - s.start for s in kept) / len(group.rollouts)
 
 
 if __name__ == "__main__":

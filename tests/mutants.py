@@ -105,12 +105,6 @@ MUTANTS: dict[str, Mutant] = {
         "log_age = terms.log_rho",
         "learner/test_minibatches.py::test_sample_shares_compare_the_weights_at_the_start_with_those_that_sampled",
     ),
-    "the bound of stale tokens is itself too old": Mutant(
-        "learner.objective:_is_stale",
-        "tokens.versions < (",
-        "tokens.versions <= (",
-        "learner/test_stale_tokens.py",
-    ),
     "a KL in the reward comes after the advantages": Mutant(
         "learner.objective:precompute",
         "rollouts.advantages(settings.advantage, rewards)",

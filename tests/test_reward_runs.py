@@ -67,7 +67,7 @@ def test_several_rewards_score_rows_of_every_source_in_every_schema(tmp_path: Pa
         *["--rollout-n", "3", "--steps", "2", "--n-gpus", "0", "--out", "run", "reward.weights=[0.1, 2.0, 1.0]"],
         *["buffer.prompts_per_step=12", "data.shuffle=false", "sampling.max_tokens=4", "data.max_prompt_tokens=32"],
         *["learner.tokens_per_microbatch=8192", "algorithm.filter_zero_signal=false", "run.eval_every=1"],
-        "buffer.policy=window",  # trains in order, so that two steps have a row of each schema
+        "buffer.max_lag=0",  # trains in order, so that two steps have a row of each schema
         "reward.code.unsafe=true",  # where there is no bubblewrap
         cwd=tmp_path,
     )

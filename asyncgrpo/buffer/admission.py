@@ -1,4 +1,4 @@
-"""The bound on off-policy lag, the policies that enforce it (`buffer.policy`), and admission control (`buffer.admission`).
+"""The bound on off-policy lag, the policies that enforce it (`buffer.policy`), and admission just in time.
 
 A group leased at version u under bound L must be trained at version u + L or earlier: its *deadline*. L is
 `buffer.max_lag`. With `auto` L changes between steps (`AutoLag`), and each group keeps the L of its lease. Each step
@@ -18,35 +18,18 @@ do not change.
 A group that leaves untrained (dropped, or filtered for equal rewards) only lowers D, so its replacement endangers no
 deadline.
 
-A policy makes four decisions, with L for `max_lag` and P for `prompts_per_step`:
-
-    admit           may another group begin? Every policy admits while fewer than (L + 1) * P hold a slot
-    select          the groups of the next batch; None: the learner waits
-    evict           the ready groups that are too old for every later step
-    should_abort    can a lease no longer produce a trainable group?
+`buffer.policy` decides about groups that are late, with L for `max_lag` and P for `prompts_per_step`:
 
     policy    a batch is                                    a group is too old when              the learner gets
     wait      the P oldest, if the others can be in time    (never: the learner waits for it)    all, lag at most L
-    window    the next P prompts of the run's order         (never: the learner waits for it)    all in order, lag at most L
     drop      the P oldest of the ready ones                its oldest token's lag is above L    fast groups, lag at most L
-    mask      the same                                      even its newest token's lag is       tokens of lag at most L
     train     the same                                      (never)                              all, at any lag
-
-The proof above is for `wait`. `window` has a simpler one: a group begins while fewer than (L + 1) * P untrained prompts
-precede it, so it is trained at most L steps after its lease, for any later L. For these two policies `evict` is a second
-check: it catches a generator that sampled with older weights than it reported.
 """
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
-from typing import ClassVar, Literal, Protocol, TypeVar
-
-from asyncgrpo.config.schema import BufferConfig
-from asyncgrpo.types import PolicyVersion
-from asyncgrpo.wire.rollouts import Deliver
+from collections.abc import Iterable, Mapping
 
 
 def deadlines_are_kept(remaining: Iterable[int], version: int, groups_per_step: int) -> bool:
@@ -61,322 +44,66 @@ def deadlines_are_kept(remaining: Iterable[int], version: int, groups_per_step: 
     return all(position < max(0, k) * groups_per_step for position, k in enumerate(slack))
 
 
-# -- policies ----------------------------------------------------------------------------------------------------------
-
-
-class Candidate(Protocol):
-    """An untaken group, as a policy sees it."""
-
-    @property
-    def prompt_index(self) -> int:
-        """Position of its prompt in the run."""
-
-    @property
-    def is_ready(self) -> bool:
-        """True if the group has arrived; False while it is in flight."""
-
-    @property
-    def oldest(self) -> PolicyVersion:
-        """Version of its oldest token. In flight: the version at the lease, a lower bound."""
-
-    @property
-    def newest(self) -> PolicyVersion:
-        """Version of its newest token, once the group has arrived."""
-
-    @property
-    def max_lag(self) -> int:
-        """Bound in force at its lease, optimizer steps."""
-
-    @property
-    def deadline(self) -> int:
-        """`oldest` + `max_lag`: number of the last version at which a step may take it."""
-
-
-AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
-
-
-class Policy:
-    """Base of the policies, with the decisions that most of them share."""
-
-    counts_from: ClassVar[Literal["oldest", "newest"] | None] = "oldest"
-    """The token whose lag `max_lag` bounds; None: lag is not bounded."""
-    is_in_order: ClassVar[bool] = False
-    """True if a group waits for all prompts before it."""
-
-    def __init__(self, config: BufferConfig) -> None:
-        self._config, self._per_step = config, config.prompts_per_step
-
-    def admit(self, held: int, max_lag: int) -> bool:
-        """Return True if another group may begin: the bound on slots that the proof above needs.
-
-        Args:
-            held: groups that hold a slot, taken ones included. With `is_in_order`: those before the new group that hold
-                a slot or are still to be leased.
-            max_lag: the bound in force.
-        """
-        return held < (max_lag + 1) * self._per_step
-
-    def select(
-        self, waiting: Sequence[AnyCandidate], version: int, next_prompt_index: int | None
-    ) -> list[AnyCandidate] | None:
-        """Return the batch of the step that starts at `version`, or None if the learner must wait.
-
-        Only the last batch of a run is smaller than P: it contains all groups in flight when no prompt is left.
-
-        Args:
-            waiting: all untaken groups that hold a slot.
-            next_prompt_index: index of the next prompt to lease; None: the prompts are exhausted.
-        """
-        ready = sorted((e for e in waiting if e.is_ready), key=lambda e: (e.deadline, e.prompt_index))
-        if len(ready) < self._per_step and not (ready and len(ready) == len(waiting) and next_prompt_index is None):
-            return None
-        return ready[: self._per_step]
-
-    def available(self, waiting: Sequence[AnyCandidate]) -> int:
-        """Return the number of groups that wait for no other group."""
-        return sum(e.is_ready for e in waiting)
-
-    def evict(self, waiting: Iterable[AnyCandidate], version: int) -> list[AnyCandidate]:
-        """Return the ready groups that are too old for the step that starts at `version`, and so for every later step."""
-        return [e for e in waiting if e.is_ready and self._lag(e, version) > e.max_lag]
-
-    def should_abort(self, lease: Candidate, version: int) -> bool:
-        """Return True if the group of this lease would be too old for the step that starts at `version`."""
-        return False
-
-    def masked_tokens(self, message: Deliver, version: int) -> int:
-        """Return the number of sampled tokens without weight in the step that starts at `version`."""
-        return 0
-
-    def _lag(self, group: Candidate, version: int) -> int:
-        return version - (group.newest if self.counts_from == "newest" else group.oldest).number
-
-
-class Wait(Policy):
-    """Trains the earliest deadline first. The learner waits where a batch would make a remaining group miss its deadline."""
-
-    def select(
-        self, waiting: Sequence[AnyCandidate], version: int, next_prompt_index: int | None
-    ) -> list[AnyCandidate] | None:
-        batch = super().select(waiting, version, next_prompt_index)
-        if batch is None:
-            return None
-        chosen = {e.prompt_index for e in batch}
-        remaining = [e.deadline for e in waiting if e.prompt_index not in chosen]
-        return batch if deadlines_are_kept(remaining, version, self._per_step) else None
-
-
-class Window(Policy):
-    """Trains strictly in prompt order: the prompts of a batch are known before sampling starts.
-
-    A returned prompt begins ahead of the prompts that overtook it, so these do not count against it. The learner will
-    wait for it, as for an isolated prompt, so it counts against the prompts behind it as if it held a slot.
-    """
-
-    is_in_order: ClassVar[bool] = True
-
-    def select(
-        self, waiting: Sequence[AnyCandidate], version: int, next_prompt_index: int | None
-    ) -> list[AnyCandidate] | None:
-        batch = sorted(waiting, key=lambda e: e.prompt_index)[: self._per_step]
-        if not batch or not all(e.is_ready for e in batch):
-            return None
-        if next_prompt_index is not None and (
-            len(batch) < self._per_step or next_prompt_index < batch[-1].prompt_index
-        ):
-            return None  # a returned prompt belongs to this batch
-        return batch
-
-    def available(self, waiting: Sequence[AnyCandidate]) -> int:
-        in_order = sorted(waiting, key=lambda e: e.prompt_index)
-        return next((place for place, e in enumerate(in_order) if not e.is_ready), len(in_order))
-
-
-class Drop(Policy):
-    """Trains the first groups to arrive, drops groups that became too old, and cancels leases that would become too old."""
-
-    def should_abort(self, lease: Candidate, version: int) -> bool:
-        return version > lease.deadline
-
-
-class Mask(Policy):
-    """Like `drop`, per token: tokens that are too old have no weight in the loss, the others are trained.
-
-    A group still in flight gets tokens of the newest weights, so no lease is cancelled.
-    """
-
-    counts_from: ClassVar[Literal["oldest", "newest"] | None] = "newest"
-
-    def masked_tokens(self, message: Deliver, version: int) -> int:
-        max_lag = self._config.largest_max_lag  # rules.py lets it be a number only
-        spans = (span for rollout in message.rollouts for span in rollout.spans)
-        return sum(s.end - s.start for s in spans if version - s.version.number > max_lag)
-
-
-class Train(Policy):
-    """Trains every group. Only the number of slots limits the generators; the lag is reported and unbounded."""
-
-    counts_from: ClassVar[Literal["oldest", "newest"] | None] = None
-
-    def evict(self, waiting: Iterable[AnyCandidate], version: int) -> list[AnyCandidate]:
-        return []
-
-
-POLICIES: dict[str, type[Policy]] = {"wait": Wait, "window": Window, "drop": Drop, "mask": Mask, "train": Train}
-
-
 # -- admission: how many groups are under way --------------------------------------------------------------------------
 
 
-class Eager:
-    """Begins a group whenever a slot is free. If generators outpace the learner, the lag climbs to the bound."""
-
-    def __init__(self, config: BufferConfig) -> None:
-        """Accept the configuration that every admission gets; `Eager` has no state."""
-
-    @property
-    def wanted(self) -> int | None:
-        """Target number of groups under way (leased or ready); None: as many as there are slots."""
-        return None
-
-    def batch_requested(self, in_flight: int, ready: int, now_s: float, slots: int) -> None:
-        """Note that the learner requested the batch of its next step.
-
-        Args:
-            in_flight: leased groups; with `window` also the ready groups behind a leased one.
-            ready: all other groups under way.
-            slots: maximum number of groups under way or in training.
-        """
-
-    def batch_taken(self, now_s: float) -> None:
-        """Note that the learner received its batch."""
-
-
-class JustInTime(Eager):
+class JustInTime:
     """Begins a group just in time: the bound covers the tail, and the run operates well below it.
 
-    Each step yields a target, the number of groups under way that would have fit it. With F groups in flight at the
-    learner's request and P or more ready, the target is F + P: more would wait ready and grow stale. If the learner
-    waits, the target grows by P times the waiting share of the step, which by Little's law is the number of groups trained
-    in that time. The wait is wall-clock time, so an engine that delivers a batch all at once, slightly late, adds little.
-    The rule needs no model of lengths, tails or speeds.
+    The target of groups under way, leased or ready, is corrected by each step. By Little's law, P times the share of the step
+    that the learner waited is the number of groups trained in that time: so many were missing. P times `MAY_WAIT` is taken
+    off, so the target falls until the learner waits for that share of its time. If more than P groups were ready when it
+    asked, a part of the surplus is taken off, too, which ends a start in a few steps. The wait is wall-clock time, so an
+    engine that delivers a batch all at once, slightly late, adds little. The rule needs no model of lengths, tails or speeds.
 
-    Idle time of the learner is traded for freshness. `wanted` is the smallest number with which the learner would have
-    waited for `MAY_WAIT` of the last `STEPS` steps: the least w with Σ max(0, target - w) <= `MAY_WAIT` P `STEPS`. A short
-    wait changes nothing. A step that begins with more groups under way is ignored: leases are held back then, so few
-    groups in flight do not mean that few are needed.
-
-    If the generators cannot keep up, this behaves like `Eager`. So does every start until its second request, the first
-    one that follows a training step. The bound and its proof still hold, because this only begins fewer groups than the
-    slots allow. It cannot deadlock: at least P groups are always under way, and a prompt that others have overtaken
-    begins regardless of `wanted`.
+    If the generators cannot keep up, all slots are used. So they are in every start until its second request, the first one
+    that follows a training step. The bound and its proof still hold, because this only begins fewer groups than the slots
+    allow. It cannot deadlock: at least P groups are always under way.
     """
 
-    STEPS = 12
-    STEPS_IN_ORDER = 48
-    """Steps with `window`, where one slow group blocks all behind it: the window must cover rarer ones."""
     MAY_WAIT = 0.05
-    """Share of a step that the learner may wait, averaged over these steps."""
-    STARVES = 0.25
-    """Waiting share above which, with all slots in use, the target is the number of slots."""
+    """Share of its time that the learner may wait."""
+    SURPLUS = 1 / 8
+    """Share of the surplus that a step takes off."""
 
-    def __init__(self, config: BufferConfig) -> None:
-        self._per_step = config.prompts_per_step
-        in_order = POLICIES[config.policy].is_in_order
-        self._targets: deque[float] = deque(maxlen=self.STEPS_IN_ORDER if in_order else self.STEPS)
-        """Targets of the last steps, groups."""
-        self._request = 0, 0, 0.0, 0
-        """Arguments of the last `batch_requested`."""
+    def __init__(self, per_step: int) -> None:
+        """
+        Args:
+            per_step: P.
+        """
+        self._per_step = per_step
+        self._target = math.inf
+        self._in_flight, self._ready, self._asked_s = 0, 0, 0.0
         self._taken_s: float | None = None
         """Time of the last `batch_taken`."""
 
-    @property
-    def wanted(self) -> int | None:
-        if not self._targets:
-            return None
-        most_first = accumulate(sorted(self._targets, reverse=True))
-        spare = self.MAY_WAIT * self._per_step * len(self._targets)
-        return max(self._per_step, math.ceil(max((total - spare) / n for n, total in enumerate(most_first, 1))))
+    def wanted(self, slots: int) -> int:
+        """Return the number of groups that should be under way, at most `slots`."""
+        return math.ceil(min(self._target, slots))
 
-    def batch_requested(self, in_flight: int, ready: int, now_s: float, slots: int) -> None:
-        self._request = in_flight, ready, now_s, slots
+    def batch_requested(self, in_flight: int, ready: int, now_s: float) -> None:
+        """Note that the learner requested the batch of its next step.
 
-    def batch_taken(self, now_s: float) -> None:
-        (in_flight, ready, asked_s, _), before_s = self._request, self._taken_s
-        self._taken_s = now_s
-        is_over = self.wanted is not None and in_flight + ready > self.wanted
-        if before_s is not None and not is_over:
-            self._step_ended((now_s - asked_s) / max(now_s - before_s, 1e-9))
+        Args:
+            in_flight: leased groups.
+            ready: all other groups under way.
+        """
+        self._in_flight, self._ready, self._asked_s = in_flight, ready, now_s
 
-    def _step_ended(self, waited: float) -> None:
-        """Note the target of the last request, after which the learner waited for this share of the step."""
-        in_flight, ready, _, slots = self._request
-        is_full = in_flight + ready + self._per_step >= slots
-        target = in_flight + min(ready, self._per_step) + self._per_step * waited
-        self._targets.append(slots if is_full and waited > self.STARVES else target)
+    def batch_taken(self, now_s: float, slots: int) -> None:
+        """Note that the learner received its batch.
 
-
-class Fresh(JustInTime):
-    """Begins a group just in time, and tries whether fewer groups under way do as well.
-
-    Generators that are busy all the time finish a group no sooner if more groups run beside it. There the number in flight
-    proves nothing: any number needs itself. So a trial takes a quarter off `wanted`, or half a batch if that is more. If the
-    learner waits longer than before by `MAY_WAIT`, the old number returns, and the pause until the next trial doubles.
-    Otherwise the smaller number stays. No trial begins while the learner starves: its waits then vary too much for a trial of
-    a few steps.
-    """
-
-    LONGEST_PAUSE = 192
-    """Steps between two trials at most, after failures."""
-
-    def __init__(self, config: BufferConfig) -> None:
-        super().__init__(config)
-        self._trial_steps = self._pause = self._steps_left = (self._targets.maxlen or 0) // 3
-        """Steps of a trial; of a pause; left of the one that goes on."""
-        self._waits: deque[float] = deque(maxlen=self._trial_steps)
-        """Shares of the last steps that the learner waited."""
-        self._tried: int | None = None
-        """Number under way in the trial that goes on."""
-        self._before = math.inf, 0.0
-        """Number under way before the last trial that was kept or goes on, and mean wait."""
-
-    @property
-    def wanted(self) -> int | None:
-        return super().wanted if self._tried is None else self._tried
-
-    def _step_ended(self, waited: float) -> None:
-        self._waits.append(waited)
-        self._steps_left -= 1
-        if self._tried is None:
-            super()._step_ended(waited)
-            if self._steps_left == 0:
-                self._end_pause()
-        elif sum(self._waits) > self._before[1] * len(self._waits) + self.MAY_WAIT * self._trial_steps:
-            self._failed()
-        elif self._steps_left == 0:
-            self._targets.clear()
-            self._targets.append(self._tried)
-            self._tried, self._steps_left = None, self._trial_steps
-
-    def _end_pause(self) -> None:
-        wanted, waited = self.wanted, statistics.fmean(self._waits)
-        assert wanted is not None
-        if wanted >= self._before[0]:  # it has grown back since the last trial
-            self._failed()
-        elif wanted == self._per_step or waited > self.STARVES:
-            self._steps_left = self._trial_steps
-        else:
-            self._before = wanted, waited
-            self._tried = max(self._per_step, wanted - max(wanted // 4, self._per_step // 2))
-            self._steps_left = self._trial_steps
-            self._waits.clear()
-
-    def _failed(self) -> None:
-        self._tried, self._before = None, (math.inf, 0.0)
-        self._pause = self._steps_left = min(2 * self._pause, self.LONGEST_PAUSE)
-
-
-ADMISSIONS: dict[str, type[Eager]] = {"eager": Eager, "fresh": Fresh}
+        Args:
+            slots: maximum number of groups under way or in training.
+        """
+        before_s, self._taken_s = self._taken_s, now_s
+        if before_s is None:
+            return
+        target = self._in_flight + self._ready if math.isinf(self._target) else self._target
+        waited = (now_s - self._asked_s) / max(now_s - before_s, 1e-9)
+        surplus = max(0, self._ready - self._per_step)
+        target += self._per_step * (waited - self.MAY_WAIT) - self.SURPLUS * surplus
+        self._target = min(max(target, self._per_step), slots)
 
 
 # -- buffer.max_lag: auto ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ one method. `outcomes` counts every exit, under every policy (`admission.py`), s
 and each exit is appended to the journal. (A prompt that is quarantined or too long counts as leased and dropped in one
 step.) The tokens of all arrived groups, discarded completions included, balance in the same way:
 
-    generated + recovered = trained + masked + filtered + stale + failed + aborted + duplicate + unusable + in flight.
+    generated + recovered = trained + filtered + stale + failed + aborted + duplicate + unusable + in flight.
 
 Time is an argument and nothing is random: equal calls give equal replies.
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, AutoLag
+from asyncgrpo.buffer.admission import AutoLag, JustInTime, deadlines_are_kept
 from asyncgrpo.buffer.group_health import (
     BLAMED,
     CUT_AT,
@@ -71,8 +71,6 @@ class GroupEntry:
     """Oldest version that sampled in it; while leased, the version at the lease."""
     max_lag: int
     """Bound in force at the lease, optimizer steps."""
-    newest: PolicyVersion = field(init=False)
-    """Newest version that sampled in it; while leased, the version at the lease."""
     state: State = State.LEASED
     is_sampled: bool = False
     """True if it is leased and only scores are missing."""
@@ -84,26 +82,17 @@ class GroupEntry:
     """Sampled tokens; 0 until the group arrives."""
     ready_at_s: float | None = None
     """Time of arrival; None: it has not arrived, or an earlier start left it."""
-    masked: int = 0
-    """Sampled tokens without weight in the step that took it."""
-
-    def __post_init__(self) -> None:
-        self.newest = self.oldest
 
     @property
     def deadline(self) -> int:
         """Number of the last version at which a step may take it."""
         return self.oldest.number + self.max_lag
 
-    @property
-    def is_ready(self) -> bool:
-        return self.state is State.READY
-
     def arrived(self, message: Deliver, payload: bytes | memoryview, now_s: float | None = None) -> None:
         """Store the group of this lease. `message` has at least one version span."""
         self.message, self.payload, self.ready_at_s = message, payload, now_s
         self.num_tokens = message.num_tokens
-        self.oldest, self.newest = min(message.versions), max(message.versions)
+        self.oldest = message.versions[0]
 
 
 class Buffer:
@@ -132,14 +121,12 @@ class Buffer:
         """
         self.journal: Ledger = journal or InMemory()
         self._config = config
-        self._policy = POLICIES[config.policy](config)
-        self._admission = ADMISSIONS[config.admission](config)
+        self._admission = JustInTime(config.prompts_per_step)
         self._auto = AutoLag(config.auto_lag.max, max_lag) if config.max_lag == "auto" else None
         self._max_lag = config.largest_max_lag
         self.is_held_back = False
         """True if the bound on lag was why the last `take` returned None."""
         self._asked_at: PolicyVersion | None = None  # the version of the learner's last request
-        self._last_begun = -1  # largest prompt index that was leased or recovered
         self._group_size, self._with_greedy = algorithm.group_size, algorithm.advantage == "remax"
         self._min_completions = algorithm.min_completions or algorithm.group_size
         self._filters = algorithm.filter_zero_signal
@@ -210,7 +197,6 @@ class Buffer:
         self._enter(
             GroupEntry(prompt_index, prompt, attempt, lease, holder, now_s, serves, self.max_lag, limit_s=limit_s)
         )
-        self._deadlines.begin(lease.lease_id, now_s + limit_s)
         self.outcomes["leased"] += 1
         return lease
 
@@ -229,14 +215,11 @@ class Buffer:
         """
         prompts, num_dropped = self._prompts, 0
         may_join, may_be_alone = self._isolated.may_lease(
-            holder, self._held[holder], is_waiting=self._needs_a_free_generator
+            holder, self._held[holder], is_waiting=prompts.next_isolated_index is not None
         )
         while self.journal.is_blocked is None:  # a blocked journal could not record the outcome of a lease
-            if may_be_alone:
-                may_begin = self._has_slot(prompts.next_isolated_index, behind)
-            else:
-                may_begin = may_join and self._may_begin(behind)
-            if not may_begin:
+            is_wanted = self._in_state[State.LEASED] + self._in_state[State.READY] < self.wanted
+            if not self._has_slot(behind) or not (may_be_alone or (may_join and is_wanted)):
                 return None
             issued = prompts.next_isolated() if may_be_alone else prompts.next()
             if issued is None:
@@ -294,8 +277,7 @@ class Buffer:
         prompt_index = entry.prompt_index
         if reason == "lease_timeout":
             self._deadlines.observe(entry.limit_s)
-            assert self.version is not None
-            self._settle(entry, self.version.number, masked=None)
+            self.bias.settle(entry.message, is_trained=False)
         self._attempts[prompt_index] += 1
         self._blamed[prompt_index] += reason in BLAMED
         attempts = self._attempts[prompt_index]
@@ -316,20 +298,17 @@ class Buffer:
         if entry is not None:
             self._requeue(entry)
 
-    def free_leases_of(self, holder: str) -> list[str]:
-        """Free the leases of a generator that may be dead, as `release` does, and return their ids.
+    def free_leases_of(self, holder: str, *, is_silent: bool) -> list[str]:
+        """Free the leases of a silent or slow generator and return their ids. Their prompts are issued again.
 
-        An isolated prompt stays leased: it may be what stopped the generator.
+        A silence counts as an end of the generator. An isolated prompt stays leased: it may be what stopped it.
         """
         freed = [e for e in self._leases_of(holder) if not self._isolated.is_alone(e.prompt_index)]
-        self._isolated.left_behind(holder, [e.prompt_index for e in freed])
+        if is_silent:
+            self._interrupted(holder, freed)
         for entry in freed:
             self._requeue(entry)
         return [e.lease.lease_id for e in freed]
-
-    def is_back(self, holder: str) -> None:
-        """Note that a silent generator is alive, so no prompt stopped it."""
-        self._isolated.is_back(holder)
 
     def release(self, holder: str) -> list[str]:
         """Free the leases of a lost generator and return their ids. Their prompts are issued again.
@@ -340,8 +319,7 @@ class Buffer:
         counted the old lease by its own version (`admission.py`), so the group is refused.
         """
         lost = self._leases_of(holder)
-        if prompt_indices := self._isolated.interrupted(holder, [e.prompt_index for e in lost]):
-            self.journal.append(Interrupted(generator_id=holder, prompt_indices=prompt_indices))
+        self._interrupted(holder, lost)
         for entry in lost:
             if self._isolated.is_alone(entry.prompt_index):
                 self.fail(entry.lease.lease_id, POISON)
@@ -356,7 +334,7 @@ class Buffer:
         Args:
             is_excused: True for a holder whose prompts are not why it is late. Its leases are given back.
         """
-        late = [e for e in map(self._leased, self._deadlines.passed(now_s)) if e is not None]
+        late = [e for e in self._entries.values() if e.state is State.LEASED and e.leased_at_s + e.limit_s < now_s]
         for entry in late:
             if is_excused(entry.holder):
                 self.give_back(entry.lease.lease_id)
@@ -408,7 +386,7 @@ class Buffer:
         rewards = rewards_of(message)
         if self._filters and (kind := zero_signal(rewards)) is not None:
             self._filter(entry, message, kind, head)
-            self.zero_signal_streak.add(rewards)
+            self.zero_signal_streak.add()
             return None
         if len(rewards) < 2:
             return self._refuse(message, "unscored")
@@ -431,25 +409,21 @@ class Buffer:
         The last batch of a run may be smaller. Groups and leases that are too old for this step or the next one are
         given up and counted; admission replaces each by exactly one.
         """
-        if version == self._asked_at and self._lacks_a_batch:
-            self.is_held_back = self._is_bound_to_wait
-            return None
-        self._evict_stale(version)
-        waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
-        if version != self._asked_at:
+        is_new = version != self._asked_at
+        if is_new or not self._lacks_a_batch:
+            self._evict_stale(version)
+        if is_new:
             self._asked_at, self.is_held_back = version, False
-            ready = self._policy.available(waiting)
-            self._admission.batch_requested(len(waiting) - ready, ready, now_s, self.num_slots)
-        batch = self._policy.select(waiting, version.number, self._prompts.next_prompt_index)
-        if batch is None:
+            leased, ready = self._in_state[State.LEASED], self._in_state[State.READY]
+            self._admission.batch_requested(leased, ready, now_s)
+        batch = self._choose(version)
+        if not batch:
             self.is_held_back = self._is_bound_to_wait
             return None
-        self._admission.batch_taken(now_s)
+        self._admission.batch_taken(now_s, self.num_slots)
         for entry in batch:
-            assert entry.message is not None
             self._set_state(entry, State.TAKEN)
-            entry.masked = self._policy.masked_tokens(entry.message, version.number)
-            self._settle(entry, version.number, masked=entry.masked)
+            self.bias.settle(entry.message, is_trained=True)
         # In prompt order, so that the same groups make the same batch in any order of arrival.
         batch.sort(key=lambda e: e.prompt_index)
         lease_ids = tuple(e.lease.lease_id for e in batch)
@@ -466,8 +440,7 @@ class Buffer:
         self.version = version
         for entry in [e for e in self._entries.values() if e.state is State.TAKEN]:
             self._leave(entry)
-            self.tokens["trained"] += entry.num_tokens - entry.masked
-            self.tokens["masked"] += entry.masked
+            self.tokens["trained"] += entry.num_tokens
             self._finish(entry.prompt_index, "trained", entry.message)
         self._evict_stale(version)
 
@@ -542,10 +515,9 @@ class Buffer:
         return (self.max_lag + 1) * self._config.prompts_per_step
 
     @property
-    def wanted(self) -> int | None:
-        """Target of admission for groups under way (leased or ready); None: as many as there are slots."""
-        wanted = self._admission.wanted
-        return None if wanted is None else min(wanted, self.num_slots)
+    def wanted(self) -> int:
+        """Target of admission for groups under way (leased or ready)."""
+        return self._admission.wanted(self.num_slots)
 
     @property
     def exhausted(self) -> bool:
@@ -602,52 +574,37 @@ class Buffer:
 
     # -- private -------------------------------------------------------------------------------------------------------
 
-    def _may_begin(self, behind: int) -> bool:
-        """Return True if the next ordinary prompt may begin: the bound allows it, and the next batches need it.
-
-        A prompt index below one that has begun was given back, or its group was lost with an earlier start. The learner
-        always needs it: under `window` it waits for this prompt even if many others are ready.
-        """
-        wanted = self.wanted
-        if wanted is None or self._in_state[State.LEASED] + self._in_state[State.READY] < wanted:
-            return self._has_slot(self._prompts.next_ordinary_index if self._policy.is_in_order else None, behind)
-        index = self._prompts.next_ordinary_index
-        return index is not None and index < self._last_begun and self._has_slot(index, behind)
-
-    def _has_slot(self, prompt_index: int | None, behind: int) -> bool:
-        """Return True if a slot is free for this prompt on weights `behind` steps behind the learner's.
-
-        Args:
-            prompt_index: ignored unless the policy is in order.
-        """
-        held = len(self._entries)
-        if self._policy.is_in_order and prompt_index is not None:
-            if prompt_index < self._last_begun:  # it was returned
-                held = sum(entry.prompt_index < prompt_index for entry in self._entries.values())
-            held += self._prompts.waiting_before(prompt_index)
-        return self._policy.admit(held, self.max_lag - behind)
-
-    @property
-    def _needs_a_free_generator(self) -> bool:
-        """True if an isolated prompt waits for a generator of its own.
-
-        Under an in-order policy, returned prompts ahead of it may keep it from a slot. The generator that would be kept
-        free may be the only one to work on them.
-        """
-        index = self._prompts.next_isolated_index
-        return index is not None and (not self._policy.is_in_order or self._has_slot(index, 0))
+    def _has_slot(self, behind: int = 0) -> bool:
+        """Return True if a group may begin on weights `behind` steps behind the learner's (`admission.py`)."""
+        return len(self._entries) < (self.max_lag - behind + 1) * self._config.prompts_per_step
 
     @property
     def _lacks_a_batch(self) -> bool:
-        """True if no policy can have a batch yet. Most arrivals end here, without a scan over the entries."""
+        """True if too few groups are ready. Most arrivals end here, without a scan over the entries."""
         is_last = not self._in_state[State.LEASED] and self._prompts.next_prompt_index is None
         return self._in_state[State.READY] < self._config.prompts_per_step and not is_last
+
+    def _choose(self, version: PolicyVersion) -> list[GroupEntry]:
+        """Return the ready groups with the earliest deadlines for the step that starts at `version`; empty: none yet.
+
+        Only the last batch of a run is smaller than P: it contains all groups in flight when no prompt is left.
+        """
+        if self._lacks_a_batch:
+            return []
+        per_step = self._config.prompts_per_step
+        waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
+        waiting.sort(key=lambda e: (e.state is State.LEASED, e.deadline, e.prompt_index))
+        batch, remaining = waiting[:per_step], waiting[per_step:]
+        if self._config.policy == "wait" and not deadlines_are_kept(
+            (e.deadline for e in remaining), version.number, per_step
+        ):
+            return []
+        return batch
 
     @property
     def _is_bound_to_wait(self) -> bool:
         """True if a larger bound would give the learner a batch sooner: by taking one, or by beginning more groups."""
-        forbids = not self._policy.is_in_order and self._in_state[State.READY] >= self._config.prompts_per_step
-        return forbids or not self._policy.admit(len(self._entries), self.max_lag)
+        return self._in_state[State.READY] >= self._config.prompts_per_step or not self._has_slot()
 
     def _leases_of(self, holder: str) -> list[GroupEntry]:
         return [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
@@ -671,7 +628,6 @@ class Buffer:
 
     def _enter(self, entry: GroupEntry) -> None:
         self._entries[entry.lease.group_id] = entry
-        self._last_begun = max(self._last_begun, entry.prompt_index)
         self._in_state[entry.state] += 1
         self._held[entry.holder] += 1
 
@@ -690,7 +646,6 @@ class Buffer:
             self._end_lease(entry)
 
     def _end_lease(self, entry: GroupEntry) -> None:
-        self._deadlines.ended(entry.lease.lease_id)
         self._held[entry.holder] -= 1
         self._scored[entry.holder] -= entry.is_sampled
         self._isolated.lease_ended(entry.prompt_index)
@@ -704,19 +659,24 @@ class Buffer:
         self._finish(entry.prompt_index, "filtered_zero_signal", message)
 
     def _evict_stale(self, version: PolicyVersion) -> None:
-        """Give up the groups that the policy finds too old for a step that starts at `version` or later."""
-        waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
-        for entry in self._policy.evict(waiting, version.number):
-            self.tokens["stale"] += entry.num_tokens
-            self._give_up(entry, version.number, "stale")
-        for entry in waiting:
-            if entry.state is State.LEASED and self._policy.should_abort(entry, version.number):
-                self._cancelled.append(entry)
-                self._give_up(entry, version.number, "cancelled")
+        """Give up the groups that are too old for a step that starts at `version` or later.
 
-    def _give_up(self, entry: GroupEntry, version: int, reason: str) -> None:
+        Under `wait` no lease leads to one. It is a second check there, against a generator that sampled with older weights
+        than it reported.
+        """
+        if self._config.policy == "train":
+            return
+        for entry in [e for e in self._entries.values() if e.state is not State.TAKEN and e.deadline < version.number]:
+            if entry.state is State.READY:
+                self.tokens["stale"] += entry.num_tokens
+                self._give_up(entry, "stale")
+            elif self._config.policy == "drop":
+                self._cancelled.append(entry)
+                self._give_up(entry, "cancelled")
+
+    def _give_up(self, entry: GroupEntry, reason: str) -> None:
         """Give up a group for its age. Its prompt is issued again before new ones, or dropped after `MAX_ATTEMPTS` leases."""
-        self._settle(entry, version, masked=None)
+        self.bias.settle(entry.message, is_trained=False)
         self._leave(entry)
         self._attempts[entry.prompt_index] += 1
         is_final = self._attempts[entry.prompt_index] >= self._max_attempts
@@ -728,13 +688,15 @@ class Buffer:
             self.outcomes[f"dropped_{reason}"] += 1
             self._issue_again(entry.prompt_index)
 
-    def _settle(self, entry: GroupEntry, version: int, *, masked: int | None) -> None:
-        self.bias.settle(entry.prompt.source, entry.message, age=version - entry.oldest.number, masked=masked)
-
     def _refuse(self, message: Deliver, reason: str) -> str:
         self.tokens["failed"] += message.num_tokens
         self.fail(message.lease_id, reason)
         return reason
+
+    def _interrupted(self, holder: str, entries: list[GroupEntry]) -> None:
+        if prompt_indices := tuple(e.prompt_index for e in entries):
+            self._isolated.interrupted(prompt_indices)
+            self.journal.append(Interrupted(generator_id=holder, prompt_indices=prompt_indices))
 
     def _record_drop(self, lease_id: str, prompt_index: int, reason: str, *, is_final: bool) -> None:
         self.journal.append(Dropped(lease_id=lease_id, prompt_index=prompt_index, reason=reason, is_final=is_final))

@@ -3,21 +3,20 @@
 Generation continues during an evaluation, so the weights may change in the middle. The result names the oldest and the
 newest version that sampled. `Evaluations` and `Suite` use no sockets and no clock.
 
-A completion is right or wrong. pass@k is the probability that one of k is right, maj@k the probability that the majority of k
-final answers is right. Both are means over all subsets of k of the n completions, so they are unbiased for any k up to n.
+A completion is right or wrong. pass@k is the probability that one of k is right: a mean over all subsets of k of the n
+completions, so it is unbiased for any k up to n. maj@n is 1 if the majority of the n final answers is right.
 """
 
+import itertools
 import logging
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import NamedTuple
-
-import numpy as np
 
 from asyncgrpo import metrics
 from asyncgrpo.recording.samples import SampleWriter, held_out_samples
@@ -27,7 +26,7 @@ from asyncgrpo.wire.rollouts import Deliver, EvalResult, SuiteResult
 
 log = logging.getLogger(__name__)
 
-# -- pass@k, maj@k, means and their intervals --------------------------------------------------------------------------
+# -- pass@k, maj@n, means and their intervals --------------------------------------------------------------------------
 
 Z95 = 1.959964
 """Standard deviations of a two-sided 95 % interval of the normal distribution."""
@@ -55,56 +54,15 @@ def pass_at(k: int, is_right: Sequence[bool]) -> float:
     return 1 - math.comb(wrong, k) / math.comb(n, k)
 
 
-def majority_at(ks: Sequence[int], votes: Sequence[str], is_right: Sequence[bool]) -> dict[int, float]:
-    """Return for each k the share of subsets of k completions whose majority vote is right.
+def majority(votes: Sequence[str], is_right: Sequence[bool]) -> float:
+    """Return 1 if the vote of most completions is right, else 0.
 
     Tied votes count with equal shares. A vote that is right in only some completions (their reward depends on more than the
     final answer) counts with that share.
     """
     counts, right = Counter(votes), Counter(vote for vote, good in zip(votes, is_right, strict=True) if good)
-    if len(right) == 0 or right == counts:
-        return dict.fromkeys(ks, float(bool(right)))
-    n = len(votes)
-    sums = np.sum([_won_with(most, counts, right) for most in range(1, max(counts.values()) + 1)], axis=0)
-    return {k: float(sums[k]) / math.comb(n, k) for k in ks}
-
-
-def _won_with(most: int, counts: Mapping[str, int], right: Mapping[str, int]) -> np.ndarray:
-    """Return [n + 1]: the summed correctness of the leaders, over the subsets of each size whose leaders have `most` votes.
-
-    Votes of fewer than `most` completions cannot lead, so any subset of them is allowed. The other votes are added in order,
-    each with fewer than `most` completions, or with `most`, when it is one more leader.
-    """
-    n = sum(counts.values())
-    large = {vote: count for vote, count in counts.items() if count >= most}
-    small = n - sum(large.values())
-    # [leaders, size of the subset]: number of subsets, and summed correctness of their leaders
-    ways, good = np.zeros((2, min(len(large), n // most) + 1, n + 1))
-    ways[0, 0] = 1
-    for vote, count in large.items():
-        share = right.get(vote, 0) / count
-        fewer = [math.comb(count, chosen) for chosen in range(most)]
-        lead = math.comb(count, most)
-        led, led_good = _later(ways, most)[:-1] * lead, _later(good, most)[:-1] * lead
-        ways, good = _times(ways, fewer), _times(good, fewer)
-        ways[1:] += led
-        good[1:] += led_good + share * led
-    shared = good[1:] / np.arange(1, len(good))[:, None]
-    return _times(shared, [math.comb(small, chosen) for chosen in range(small + 1)]).sum(axis=0)
-
-
-def _later(table: np.ndarray, by: int) -> np.ndarray:
-    """Shift a table by subset size."""
-    moved = np.zeros_like(table)
-    moved[:, by:] = table[:, : table.shape[1] - by]
-    return moved
-
-
-def _times(table: np.ndarray, ways: Sequence[int]) -> np.ndarray:
-    """Extend every subset by j others, which can be chosen in `ways[j]` ways."""
-    return np.sum(
-        [_later(table, chosen) * count for chosen, count in enumerate(ways) if chosen < table.shape[1]], axis=0
-    )
+    most = max(counts.values())
+    return fmean(right[vote] / most for vote, count in counts.items() if count == most)
 
 
 def share_of(values: Sequence[float]) -> Estimate:
@@ -119,19 +77,19 @@ def share_of(values: Sequence[float]) -> Estimate:
     return Estimate(mean, max(0.0, middle - half), min(1.0, middle + half))
 
 
-def mean_of(values: Sequence[float]) -> Estimate:
-    """Return the mean of arbitrary values, one per prompt, with the interval of the central limit theorem."""
-    n, mean = len(values), sum(values) / len(values)
-    if n == 1:
+def mean_of(by_prompt: Sequence[Sequence[float]]) -> Estimate:
+    """Return the mean over all completions, with the interval of the central limit theorem over the means of prompts."""
+    mean = fmean(itertools.chain.from_iterable(by_prompt))
+    if len(by_prompt) == 1:
         return Estimate(mean, None, None)
-    error = Z95 * math.sqrt(sum((value - mean) ** 2 for value in values) / (n - 1) / n)
-    return Estimate(mean, mean - error, mean + error)
+    half = Z95 * stdev(map(fmean, by_prompt)) / math.sqrt(len(by_prompt))
+    return Estimate(mean, mean - half, mean + half)
 
 
 # -- results of a suite ------------------------------------------------------------------------------------------------
 
-FEWEST_VOTES = 4
-"""Smallest k of maj@k. Two different votes have no majority, so maj@2 equals pass@1."""
+FEWEST_VOTES = 3
+"""Smallest n of maj@n. Two different votes have no majority, so maj@2 equals pass@1."""
 
 
 def suite_of(prompt_id: str) -> str:
@@ -182,15 +140,12 @@ class Suite:
         scored = [(one.score.value, one.text) for one in completions if one.score.value is not None]
         if scored:
             self._rewards.append([value for value, _ in scored])
-            self._count(source, [text for _, text in scored], [value >= self._success for value, _ in scored])
-
-    def _count(self, source: str, texts: Sequence[str], is_right: Sequence[bool]) -> None:
-        ks = powers_up_to(len(texts))
-        for k in ks:
-            self._numbers[f"pass@{k}"].append(pass_at(k, is_right))
-        if many := [k for k in ks if k >= FEWEST_VOTES]:
-            for k, share in majority_at(many, [vote_of(text, source) for text in texts], is_right).items():
-                self._numbers[f"maj@{k}"].append(share)
+            is_right = [value >= self._success for value, _ in scored]
+            for k in powers_up_to(len(scored)):
+                self._numbers[f"pass@{k}"].append(pass_at(k, is_right))
+            if len(completions) >= FEWEST_VOTES:
+                votes = [vote_of(text, source) for _, text in scored]
+                self._numbers[f"maj@{len(completions)}"].append(majority(votes, is_right))
 
     @property
     def rewards(self) -> list[float]:
@@ -204,7 +159,7 @@ class Suite:
 
     def result(self) -> SuiteResult:
         """Return the results so far."""
-        numbers = {"reward": _reward(self._rewards)} if self._rewards else {}
+        numbers = {"reward": mean_of(self._rewards)} if self._rewards else {}
         order = sorted(self._numbers, key=lambda name: (name[:4] != "pass", int(name.partition("@")[2])))
         numbers |= {name: share_of(self._numbers[name]) for name in order}
         parts = sorted(self._parts, key=lambda name: (-len(self._parts[name]), name))[: metrics.MAX_REWARD_PARTS]
@@ -220,22 +175,10 @@ class Suite:
         )
 
 
-def _reward(by_prompt: list[list[float]]) -> Estimate:
-    """Return the mean over completions, with the confidence interval of the means of prompts."""
-    estimate = mean_of([fmean(values) for values in by_prompt])
-    mean = fmean(value for values in by_prompt for value in values)
-    if estimate.low is None or estimate.high is None:
-        return Estimate(mean, None, None)
-    half = (estimate.high - estimate.low) / 2
-    return Estimate(mean, mean - half, mean + half)
-
-
 # -- evaluations -------------------------------------------------------------------------------------------------------
 
-MAX_ATTEMPTS = 3
-FREE_LOSSES = 2
-"""Lost generators that a held-out prompt may have been in flight at before each further one costs it an attempt. Without
-a bound, a prompt that ends every generator would do so forever."""
+MAX_ATTEMPTS = 4
+"""Leases of one prompt before it counts as failed. A lost generator costs an attempt: its prompt may be the cause."""
 
 
 @dataclass
@@ -279,7 +222,6 @@ class Evaluations:
         self._lineage = lineage
         self._running: dict[int, _Evaluation] = {}  # by step
         self._queue: deque[Lease] = deque()
-        self._losses: Counter[str] = Counter()  # lost generators, by group id
         self._leased: dict[str, tuple[Lease, str, float]] = {}  # by lease id: lease, holder, time
         self._scored: set[str] = set()  # leases for which only scores are missing
 
@@ -324,17 +266,9 @@ class Evaluations:
             self._scored.add(lease_id)
 
     def release(self, holder: str, now_s: float) -> list[EvalResult]:
-        """Free the leases of a lost generator. Return the evaluations that this finished.
-
-        Each prompt returns to the head of the queue. After `FREE_LOSSES` lost generators, each one costs it an attempt.
-        """
-        results = []
-        for lease_id, lease in [(i, lease) for i, (lease, h, _) in self._leased.items() if h == holder]:
-            self._losses[lease.group_id] += 1
-            if self._losses[lease.group_id] > FREE_LOSSES:
-                results.append(self.fail(lease_id, "generator_lost", now_s))
-            else:
-                self.give_back(lease_id)
+        """Fail the leases of a lost generator. Return the evaluations that this finished."""
+        lost = [lease_id for lease_id, (_, h, _) in self._leased.items() if h == holder]
+        results = [self.fail(lease_id, "generator_lost", now_s) for lease_id in lost]
         return [result for result in results if result is not None]
 
     def fail(self, lease_id: str, reason: str, now_s: float) -> EvalResult | None:
@@ -346,7 +280,6 @@ class Evaluations:
         if lease.attempt + 1 < MAX_ATTEMPTS:
             self._queue.appendleft(self._lease(_step_of(lease), lease.prompt_index, lease.attempt + 1))
             return None
-        self._losses.pop(lease.group_id, None)
         evaluation = self._running[_step_of(lease)]
         evaluation.suites[suite_of(lease.prompt.prompt_id)].fail(reason)
         return self._count_down(evaluation, now_s)
@@ -384,7 +317,6 @@ class Evaluations:
         held = self._end(message.lease_id)
         if held is None:
             return None
-        self._losses.pop(message.group_id, None)
         evaluation = self._running[_step_of(held[0])]
         evaluation.groups.append(message)
         completions = [Scored(rollout.score, rollout.text, rollout.num_tokens) for rollout in message.rollouts]

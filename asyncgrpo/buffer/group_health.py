@@ -4,14 +4,14 @@ import logging
 import math
 import os
 import statistics
-from collections import Counter, defaultdict, deque
-from collections.abc import Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import ArrayLike
 
 from asyncgrpo.errors import JournalError
 from asyncgrpo.types import Frozen
@@ -50,7 +50,6 @@ class Deadlines:
         self._factor = factor
         self._longest_s = longest_s
         self._recent_s: deque[float] = deque(maxlen=DEADLINE_WINDOW)
-        self._ends_s: dict[str, float] = {}  # by running lease
 
     def seconds(self, *, is_last: bool) -> float:
         """Return the time limit of a lease that is granted now.
@@ -66,21 +65,6 @@ class Deadlines:
         """Add the time of an arrived group, or the time limit of an expired lease. Invalid times are ignored."""
         if 0 < seconds < math.inf:
             self._recent_s.append(seconds)
-
-    def begin(self, lease_id: str, ends_s: float) -> None:
-        """Add a lease that expires at `ends_s`."""
-        self._ends_s[lease_id] = ends_s
-
-    def ended(self, lease_id: str) -> None:
-        """Forget a lease."""
-        self._ends_s.pop(lease_id, None)
-
-    def passed(self, now_s: float) -> list[str]:
-        """Leases whose deadline has come since the last call, earliest first."""
-        found = sorted((ends_s, lease_id) for lease_id, ends_s in self._ends_s.items() if ends_s < now_s)
-        for _, lease_id in found:
-            self.ended(lease_id)
-        return [lease_id for _, lease_id in found]
 
 
 # -- isolated prompts --------------------------------------------------------------------------------------------------
@@ -113,17 +97,15 @@ class IsolatedPrompts:
     """Isolates prompts that may crash generators: each is leased alone, to one generator at a time.
 
     When a generator ends, any prompt in flight there may be the cause, or none, because machines fail too. So the first end
-    costs a prompt nothing. A prompt that was in flight at `ISOLATE_AFTER` ends since its last completion is isolated: it
-    is leased alone, to a generator that has finished everything else. If that generator ends too, the prompt is charged
-    with a failed attempt and no other group is lost; if the group arrives, the prompt is cleared. One isolated prompt is
-    in flight at a time, so that one prompt never ends two generators at once.
+    costs a prompt nothing. A silence counts as an end. A prompt that was in flight at `ISOLATE_AFTER` ends since its last
+    completion is isolated: it is leased alone, to a generator that has finished everything else. If that generator ends
+    too, the prompt is charged with a failed attempt and no other group is lost; if the group arrives, the prompt is cleared.
+    One isolated prompt is in flight at a time, so that one prompt never ends two generators at once.
     """
 
     def __init__(self) -> None:
         self._ends: Counter[int] = Counter()
         """Ends of generators with the prompt in flight, since its last completion."""
-        self._left: defaultdict[str, set[int]] = defaultdict(set)
-        """By silent generator: its prompts that others took over and that no completion has cleared since."""
         self._holder: str | None = None
         """Generator that is kept free for an isolated prompt."""
         self._alone: int | None = None
@@ -133,19 +115,9 @@ class IsolatedPrompts:
         """Add the ends of earlier starts, before the first lease."""
         self._ends.update(ends)
 
-    def left_behind(self, holder: str, prompt_indices: Iterable[int]) -> None:
-        """Note that others took over these prompts of a silent generator, which may have ended."""
-        self._left[holder].update(prompt_indices)
-
-    def is_back(self, holder: str) -> None:
-        """Note that a silent generator had not ended."""
-        self._left.pop(holder, None)
-
-    def interrupted(self, holder: str, prompt_indices: Iterable[int]) -> tuple[int, ...]:
-        """Count the end of a generator with these prompts in flight. Return them, and those that others took over."""
-        in_flight = (*prompt_indices, *sorted(self._left.pop(holder, ())))
-        self._ends.update(in_flight)
-        return in_flight
+    def interrupted(self, prompt_indices: Iterable[int]) -> None:
+        """Count the end of a generator with these prompts in flight."""
+        self._ends.update(prompt_indices)
 
     def is_isolated(self, prompt_index: int) -> bool:
         """Return True if this prompt may only be leased alone."""
@@ -154,8 +126,6 @@ class IsolatedPrompts:
     def clear(self, prompt_index: int) -> None:
         """Forget the ends of a prompt that completed or was dropped."""
         self._ends.pop(prompt_index, None)
-        for prompt_indices in self._left.values():
-            prompt_indices.discard(prompt_index)
 
     def may_lease(self, holder: str, num_held: int, *, is_waiting: bool) -> tuple[bool, bool]:
         """Return whether `holder` may get an ordinary prompt, and whether it may get an isolated one.
@@ -310,25 +280,17 @@ class ZeroSignalStreak:
     def end(self) -> None:
         """Reset the streak: a group with signal arrived."""
         self._count, self._reported = 0, 0
-        self._least, self._most = math.inf, -math.inf
 
-    def add(self, rewards: Sequence[float]) -> None:
-        """Add a filtered group with these rewards."""
+    def add(self) -> None:
+        """Add a filtered group."""
         self._count += 1
-        self._least, self._most = min([self._least, *rewards]), max([self._most, *rewards])
 
     def news(self) -> str | None:
         """Return a warning at `REPORTED_STREAK` groups, and each time the streak has grown tenfold since."""
         if self._count < max(REPORTED_STREAK, 10 * self._reported):
             return None
         self._reported = self._count
-        if self._least > self._most:
-            what = "no completion got a reward"
-        elif self._least == self._most:
-            what = f"every completion got reward {self._least:.4g}"
-        else:
-            what = f"the completions of each got equal rewards, from {self._least:.4g} to {self._most:.4g}"
-        return f"all of the last {self._count} groups were filtered for lack of signal: {what}"
+        return f"all of the last {self._count} groups were filtered: the completions of each had equal rewards, or none"
 
 
 # -- bias --------------------------------------------------------------------------------------------------------------
@@ -338,27 +300,18 @@ BIAS_WINDOW = 1024
 """Distributions are taken over this many groups."""
 MIN_SETTLED = 64
 """With fewer groups the distances would show chance only."""
-WARNED_OF = ("length", "reward", "source")
-"""Distances that a warning is given for. `age` is left out: that old groups are given up for their age is expected."""
-
-
-@dataclass(frozen=True)
-class Settled:
-    """What the monitor keeps of one group."""
-
-    source: str
-    age: int
-    """Lag in optimizer steps."""
-    length: float
-    """Mean tokens of a completion; infinite where the group never came."""
-    reward: float
-    """Mean reward; NaN where it is not known."""
-    trained_length: float | None
-    """Mean tokens of a completion that have a weight; None: the group is not trained."""
-
-
 BIAS_THRESHOLD = 0.1
 """Distance of trained from generated groups, 0 to 1, above which `BiasMonitor.news` warns."""
+
+
+class Settled(NamedTuple):
+    """What the monitor keeps of one group."""
+
+    length: float
+    """Mean tokens of a completion; infinite if the group never came."""
+    reward: float
+    """Mean reward; NaN if it is unknown."""
+    is_trained: bool
 
 
 class BiasMonitor:
@@ -366,18 +319,15 @@ class BiasMonitor:
 
     A group is *settled* when a batch takes it, when it is given up for its age, or when its lease runs out. Each settled
     group counts once among the generated ones, and a trained one also among the trained ones. So a group that merely
-    waits makes no difference, and where no group is given up the distance is exactly 0. What is compared, of groups:
+    waits makes no difference, and if no group is given up the distance is exactly 0. Compared are
 
-        length    mean sampled tokens of a completion; under `mask` the trained ones count without their masked tokens
-        reward    mean reward of the scored completions: how difficult the prompt is
-        age       lag in optimizer steps when it was settled
-        source    `source` of the prompt
+        length    mean sampled tokens of a completion
+        reward    mean reward of the scored completions: the difficulty of the prompt
 
-    Numbers are compared by the two-sample Kolmogorov-Smirnov distance (the largest difference of the two distribution
-    functions), sources by total variation. Both are at most the share that was given up. A lease that was cancelled or
-    ran out has no length: it took longer than every group that came, so it counts as longer than any of them, and its
-    reward is not known. Groups that leave for other reasons are left out on both sides and counted by name: groups
-    without signal, which the learner is not to see, and groups that failed.
+    by the two-sample Kolmogorov-Smirnov distance, which is at most the share that was given up. A lease that was cancelled
+    or ran out has no length: it took longer than every group that came, so it counts as longer than any of them, and its
+    reward is unknown. Groups that leave for other reasons are left out on both sides and counted by name: groups without
+    signal, which the learner is not to see, and groups that failed.
     """
 
     def __init__(self) -> None:
@@ -385,47 +335,39 @@ class BiasMonitor:
         self._distances: dict[str, float] | None = None  # None: a group was settled since
         self._above: set[str] = set()
 
-    def settle(self, source: str, message: Deliver | None, *, age: int, masked: int | None) -> None:
+    def settle(self, message: Deliver | None, *, is_trained: bool) -> None:
         """Count a group that was settled.
 
         Args:
             message: the group; None: it never came.
-            age: lag, optimizer steps.
-            masked: sampled tokens without weight in the step that trains it; None: it is not trained.
         """
-        length, reward, trained_length = math.inf, math.nan, None
+        length, reward = math.inf, math.nan
         if message is not None:
-            completions = max(len(message.rollouts), 1)
-            rewards = [r.score.value for r in message.rollouts if r.score.value is not None]
-            length = message.num_tokens / completions
+            rewards = rewards_of(message)
+            length = message.num_tokens / max(len(message.rollouts), 1)
             reward = sum(rewards) / len(rewards) if rewards else math.nan
-            trained_length = None if masked is None else length - masked / completions
-        self._settled.append(Settled(source, age, length, reward, trained_length))
+        self._settled.append(Settled(length, reward, is_trained))
         self._distances = None
 
     def distances(self) -> dict[str, float]:
-        """The distances by name, each from 0 to 1; empty before `MIN_SETTLED` groups are settled."""
+        """Return the distances by name, each from 0 to 1; empty before `MIN_SETTLED` groups are settled."""
         if len(self._settled) < MIN_SETTLED:
             return {}
         if self._distances is None:
-            made = self._settled
-            trained = [(group, group.trained_length) for group in made if group.trained_length is not None]
+            made = np.array(self._settled)
+            trained = made[made[:, 2] > 0]
             self._distances = {
-                "length": ks_distance([length for _, length in trained], [g.length for g in made]),
-                "reward": ks_distance(_known(g.reward for g, _ in trained), _known(g.reward for g in made)),
-                "source": total_variation([g.source for g, _ in trained], [g.source for g in made]),
-                "age": ks_distance([g.age for g, _ in trained], [g.age for g in made]),
+                name: ks_distance(*(values[~np.isnan(values)] for values in (trained[:, column], made[:, column])))
+                for column, name in enumerate(("length", "reward"))
             }
         return self._distances
 
     def news(self) -> list[str]:
-        """A warning for each distance that rose above the threshold since the last call."""
+        """Return a warning for each distance that rose above the threshold since the last call."""
         distances = self.distances()
-        above = {name for name in WARNED_OF if distances.get(name, 0.0) > BIAS_THRESHOLD}
+        above = {name for name, distance in distances.items() if distance > BIAS_THRESHOLD}
         new, self._above = above - self._above, above
-        if not new:
-            return []
-        given_up = sum(g.trained_length is None for g in self._settled)
+        given_up = sum(not group.is_trained for group in self._settled) if new else 0
         return [
             f"trained groups differ from generated ones in {name}: distance {distances[name]:.2f}, "
             f"{given_up} of the last {len(self._settled)} were given up for being slow or old"
@@ -433,27 +375,15 @@ class BiasMonitor:
         ]
 
 
-def _known(values: Iterable[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]
-
-
-def ks_distance(some: Sequence[float], others: Sequence[float]) -> float:
-    """The two-sample Kolmogorov-Smirnov distance: the largest difference of the empirical distribution functions, 0 to 1.
+def ks_distance(some: ArrayLike, others: ArrayLike) -> float:
+    """Return the two-sample Kolmogorov-Smirnov distance: the largest difference of the distribution functions, 0 to 1.
 
     Values may be infinite. Two empty samples differ by 0, an empty one and another by 1.
     """
-    if not some or not others:
-        return float(bool(some) != bool(others))
     a, b = np.sort(np.asarray(some, np.float64)), np.sort(np.asarray(others, np.float64))
+    if not len(a) or not len(b):
+        return float(len(a) != len(b))
     grid = np.concatenate([a, b])
     below_a = np.searchsorted(a, grid, side="right") / len(a)
     below_b = np.searchsorted(b, grid, side="right") / len(b)
     return float(np.abs(below_a - below_b).max())
-
-
-def total_variation(some: Sequence[Hashable], others: Sequence[Hashable]) -> float:
-    """Half the sum of the differences of the shares of each name, 0 to 1. An empty sample and another differ by 1."""
-    if not some or not others:
-        return float(bool(some) != bool(others))
-    a, b = Counter(some), Counter(others)
-    return sum(abs(a[name] / len(some) - b[name] / len(others)) for name in a | b) / 2

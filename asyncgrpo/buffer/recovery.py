@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from asyncgrpo.buffer.admission import POLICIES, AutoLag
+from asyncgrpo.buffer.admission import AutoLag
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import BLAMED, EarlierFailures
 from asyncgrpo.config.schema import BufferConfig
@@ -192,9 +192,7 @@ def judge(history: History, prompts: PromptSource, run_started: RunStarted, conf
             by_prompt_index[record.prompt_index] = lease_id
     ready = [undecided[lease_id][1] for lease_id in by_prompt_index.values()]
     bounds = {name: bound_of(name, record.max_lag, run_started) for name, (_, record) in undecided.items()}
-    in_order = POLICIES[config.policy].is_in_order
-    late = _late_in_order(ready, bounds, prompts, step, config) if in_order else _late(ready, bounds, step, config)
-    reasons |= dict.fromkeys(late, "stale")
+    reasons |= dict.fromkeys(_late(ready, bounds, step, config), "stale")
     return [Verdict(found, record, reasons[name], bounds[name]) for name, (found, record) in undecided.items()]
 
 
@@ -225,32 +223,13 @@ def _late(records: list[Delivered], bounds: Mapping[str, int], step: int, config
 
     Under `wait` there are none unless `max_lag` or P decreased, because admission bounds them (`admission.py`).
     """
-    counts_from = POLICIES[config.policy].counts_from
-    if counts_from is None:
+    if config.policy == "train":
         return []
-    decisive = 0 if counts_from == "oldest" else -1
-    deadlines = {r.lease_id: r.versions[decisive].number + bounds[r.lease_id] for r in records}
+    deadlines = {r.lease_id: r.versions[0].number + bounds[r.lease_id] for r in records}
     late, place = [], 0
     for record in sorted(records, key=lambda r: (deadlines[r.lease_id], r.prompt_index)):
         if place < (deadlines[record.lease_id] - step + 1) * config.prompts_per_step:
             place += 1
         else:
-            late.append(record.lease_id)
-    return late
-
-
-def _late_in_order(
-    records: list[Delivered], bounds: Mapping[str, int], prompts: PromptSource, step: int, config: BufferConfig
-) -> list[str]:
-    """Return the lease ids of ready groups that become too old while they wait for all prompts before them.
-
-    Some of those prompts are to be generated again: they were filtered or dropped after the checkpoint, and groups further
-    from their turn took their slots. Keeping these groups would leave no slot for the prompts before them: a deadlock.
-    """
-    late, place, prompt_index = [], 0, prompts.state().frontier
-    for record in sorted(records, key=lambda r: r.prompt_index):
-        place += sum(map(prompts.is_wanted, range(prompt_index, record.prompt_index)))
-        prompt_index = record.prompt_index
-        if place >= (record.versions[0].number + bounds[record.lease_id] - step + 1) * config.prompts_per_step:
             late.append(record.lease_id)
     return late

@@ -13,7 +13,7 @@ import msgspec
 from asyncgrpo import liveness, metrics
 from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.evaluation import Evaluations
-from asyncgrpo.buffer.fleet import Emit, Load, RewardMonitor, Session, SilenceMonitor, SlowGenerators, Speeds
+from asyncgrpo.buffer.fleet import Emit, Load, RewardMonitor, Session, Speeds
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError
 from asyncgrpo.journal.format import Committed
@@ -22,7 +22,7 @@ from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import PROTOCOL, Message
 from asyncgrpo.wire.codec import Buffer as Frame
-from asyncgrpo.wire.codec import Kinds, OfLearnerOrDriver, ToBuffer, check_group, check_lease, decode
+from asyncgrpo.wire.codec import OfLearnerOrDriver, ToBuffer, check_group, check_lease, decode, kinds_of
 from asyncgrpo.wire.rollouts import (
     OF_ONE_BATCH,
     REWARDS_PAUSED,
@@ -57,7 +57,7 @@ from asyncgrpo.wire.supervision import Drain, GeneratorLost, Steer
 
 log = logging.getLogger(__name__)
 
-READ = Kinds(ToBuffer)
+READ = kinds_of(ToBuffer)
 
 TICK_S = 0.1
 BURST = 32
@@ -101,7 +101,8 @@ class BufferService:
         self._finished = False
         # Generators.
         self._sessions: dict[str, Session] = {}
-        self._silences, self._speeds, self._slow = SilenceMonitor(), Speeds(), SlowGenerators()
+        self._speeds = Speeds()
+        self._listened_s = 0.0
         self._served, self._served_s = -1, 0.0  # newest version that a generator serves, and when it was first served
         self._newest: dict[str, str] = {}  # by generator: the peer of its newest incarnation
         self._speaks_for: dict[str, str] = {}  # by peer: the generator that it registered as
@@ -156,15 +157,15 @@ class BufferService:
     def serve(self, timeout_s: float) -> None:
         """Run one round: read at most BURST messages, then act on all of them."""
         received, now_s, count = self._server.receive(timeout_s), time.monotonic(), 1
-        with self._server.together():
-            while received is not None and count < BURST and not self._finished:
-                self._receive(*received, now_s)
-                received, count = self._server.receive(0.0), count + 1
-            self.turn(received, now_s)
+        self._note_reading(now_s)
+        while received is not None and count < BURST and not self._finished:
+            self._receive(*received, now_s)
+            received, count = self._server.receive(0.0), count + 1
+        self.turn(received, now_s)
 
     def turn(self, received: tuple[str, Sequence[Frame]] | None, now_s: float) -> None:
         """Handle the message received at `now_s`, if any, and act on it and on the time."""
-        self._silences.note_reading(now_s)
+        self._note_reading(now_s)
         if received is not None:
             self._receive(*received, now_s)
         if now_s - self._ticked_s >= TICK_S:
@@ -184,6 +185,14 @@ class BufferService:
         if self._finished:
             for session in self._sessions.values():
                 self._server.send(session.peer, Shutdown())
+
+    def _note_reading(self, now_s: float) -> None:
+        """Exclude the time in which this process was stopped: messages that arrived meanwhile are still unread."""
+        stopped_s = now_s - self._listened_s
+        self._listened_s = now_s
+        if stopped_s > liveness.QUIET_S / 2:
+            for session in self._sessions.values():
+                session.heard_s += stopped_s
 
     def _tick(self, now_s: float) -> None:
         """Do the periodic work: acknowledge durable groups, expire sessions and leases, update metrics."""
@@ -235,10 +244,9 @@ class BufferService:
         try:
             message, payload = decode(frames, READ)
             self._check_sender(peer, message)
-            session = self._sessions.get(name := getattr(message, "generator_id", ""))
+            session = self._sessions.get(getattr(message, "generator_id", ""))
             if session is not None and session.peer == peer:
-                self._silences.heard(session, now_s)
-                self._buffer.is_back(name)
+                session.heard_s = now_s
             self._handle(peer, message, payload, frames[0], now_s)
         except RefusedError as error:
             self._count_refusal(peer, error)
@@ -316,8 +324,6 @@ class BufferService:
 
     def _register(self, peer: str, message: Register, now_s: float) -> None:
         name = message.generator_id
-        if message.protocol != PROTOCOL:
-            log.error("%s speaks protocol %d, the buffer %d", name, message.protocol, PROTOCOL)
         if self._is_replaced(name, peer):
             self._server.send(peer, Shutdown())
             return
@@ -339,7 +345,11 @@ class BufferService:
                 self._load.spent(session.seconds, message.seconds)
             session.seconds = message.seconds
             self._rewards.update(name, message.rewards, now_s)
-            self._note_pace(name, message, now_s)
+            load = self._buffer.sampled_by(name) / session.window
+            is_slow = self._speeds.heard(name, message.token_s, message.running, load, now_s)
+            if is_slow and self._others_may_lease([name], now_s):
+                log.warning("generator %s is slow: %.3g s per token, far above the others", name, message.token_s)
+                self._reassign_leases(name, "slow")
         elif self._is_replaced(name, peer):
             self._server.send(peer, Shutdown())
         else:  # its Register was lost, or it exceeded the liveness timeout
@@ -356,7 +366,6 @@ class BufferService:
             return
         self._rewards.forget(name, now_s)
         self._speeds.forget(name)
-        self._slow.forget(name)
         released = self._buffer.release(name)
         self._results += self._evaluations.release(name, now_s)
         if released:  # if it is alive, it would continue with leases that are no longer its own
@@ -370,19 +379,10 @@ class BufferService:
 
         They are not lost yet. Work that a returning generator did in vain costs less than a waiting learner.
         """
-        silent = [name for name, session in self._sessions.items() if self._silences.is_silent(session, now_s)]
+        silent = [name for name, session in self._sessions.items() if now_s - session.heard_s > liveness.SUSPECT_S]
         if any(map(self._buffer.held_by, silent)) and self._others_may_lease(silent, now_s):
             for name in silent:
                 self._reassign_leases(name, "silent")
-
-    def _note_pace(self, name: str, message: Serving, now_s: float) -> None:
-        """Free the leases of a generator that is far slower than the others, while another generator may get one."""
-        oldest = self._buffer.oldest_lease() if self._take is not None and self._buffer.is_held_back else None
-        is_awaited = oldest is not None and oldest.holder == name
-        became_slow = self._slow.heard(name, message.token_s, message.running, now_s, is_awaited=is_awaited)
-        if became_slow and self._others_may_lease([name], now_s):
-            log.warning("generator %s is slow: %.3g s per token, far above the others", name, message.token_s)
-            self._reassign_leases(name, "slow")
 
     def _others_may_lease(self, names: Sequence[str], now_s: float) -> bool:
         version = self._buffer.version
@@ -390,8 +390,8 @@ class BufferService:
             return False
         return bool(self._eligible(version, now_s).keys() - set(names))
 
-    def _reassign_leases(self, name: str, why: str) -> None:
-        if freed := self._buffer.free_leases_of(name):
+    def _reassign_leases(self, name: str, why: Literal["silent", "slow"]) -> None:
+        if freed := self._buffer.free_leases_of(name, is_silent=why == "silent"):
             self._may_take = True
             self._server.send(self._sessions[name].peer, Cancel(lease_ids=tuple(freed), reason=why))
             log.warning("generator %s is %s: reassigned %d of its leases", name, why, len(freed))
@@ -406,7 +406,7 @@ class BufferService:
         owners: tuple[Evaluations | Buffer, ...] = self._evaluations, self._buffer
         for owner in owners:
             held = {name: owner.sampled_by(name) for name in able}
-            room = {name: self._room(name, len(able) == 1, now_s) for name in able}
+            room = {name: self._room(able[name], now_s) for name in able}
             pace = {n: self._pace(n, held[n]) for n in able if held[n] < room[n]}
             while pace:
                 name = min(pace, key=lambda n: (pace[n], n))
@@ -436,23 +436,20 @@ class BufferService:
             and self._is_live(self._sessions[name], now_s)
             and not self._rewards.is_paused(name)
         }
-        return {name: session for name, session in able.items() if not self._slow.is_benched(name, now_s)} or able
+        return {name: session for name, session in able.items() if not self._speeds.is_benched(name, now_s)} or able
 
     def _is_live(self, session: Session, now_s: float) -> bool:
         return session.is_live(now_s) and session.peer not in self._steer.leaving
 
-    def _room(self, name: str, is_only_one: bool, now_s: float) -> int:
+    def _room(self, session: Session, now_s: float) -> int:
         """Return the number of leases that a generator may sample for."""
-        session = self._sessions[name]
-        if self._slow.on_probation(name) and not is_only_one:
-            return 1
         if now_s - self._served_s > EVENLY_S:
             return session.window
         num_live = sum(self._is_live(other, now_s) for other in self._sessions.values())
         return min(session.window, -(-self._buffer.num_slots // num_live))
 
     def _pace(self, name: str, held: int) -> float:
-        return self._speeds.seconds_per_token(name, held, self._sessions[name].window)
+        return self._speeds.seconds_per_token(name, (held + 1) / self._sessions[name].window)
 
     def _lease_failed(self, message: LeaseFailed, now_s: float) -> None:
         self._buffer.count_aborted(message.tokens)
@@ -515,20 +512,13 @@ class BufferService:
         if refusal is not None:
             self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
             return
-        self._note_speed(peer, message)
+        if (name := self._speaks_for.get(peer)) in self._sessions:
+            self._speeds.delivered(name)
         ack = Ack(group_id=message.group_id, lease_id=message.lease_id)
         if message.purpose == "eval" or self._journal.is_durable(self._journal.position):
             self._server.send(peer, ack)
         else:
             self._unacknowledged[message.lease_id] = self._journal.position, peer, ack
-
-    def _note_speed(self, peer: str, message: Deliver) -> None:
-        name = self._speaks_for.get(peer, "")
-        session = self._sessions.get(name)
-        if message.purpose == "train" and session is not None and session.peer == peer:
-            longest = max(rollout.num_tokens for rollout in message.rollouts)
-            held = self._buffer.sampled_by(name) + 1
-            self._speeds.delivered(name, message.timings.get("generate", 0.0), longest, held, session.window)
 
     def _refusal(self, peer: str, message: Deliver, payload: memoryview, now_s: float) -> str | None:
         """Check a group; return the reason if it is malformed or does not match its lease. Its lease fails then."""
@@ -705,13 +695,11 @@ def counters(buffer: Buffer) -> dict[str, float]:
 def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], now_s: float) -> dict[str, float]:
     """Return statistics of a taken batch: occupancy of the buffer and waiting time. Names begin with `OF_ONE_BATCH`.
 
-    `under_way` counts leased and ready groups, the batch included. `wanted` is absent if admission fills every slot,
-    `ready_seconds` if all groups come from an earlier start.
+    `under_way` counts leased and ready groups, the batch included. `ready_seconds` is absent if all groups come from an
+    earlier start.
     """
     under_way = buffer.count(State.LEASED) + buffer.count(State.READY) + len(batch)
-    figures = {"max_lag": buffer.max_lag, "slots": buffer.num_slots, "under_way": under_way}
-    if buffer.wanted is not None:
-        figures["wanted"] = buffer.wanted
+    figures = {"max_lag": buffer.max_lag, "slots": buffer.num_slots, "under_way": under_way, "wanted": buffer.wanted}
     figures_of_batch = {OF_ONE_BATCH + name: float(figure) for name, figure in figures.items()}
     waited = ready_seconds(batch, now_s)
     return figures_of_batch | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
@@ -759,7 +747,7 @@ class Gauges:
             metrics.buffer_groups.labels(state=state.value).set(buffer.count(state))
         metrics.max_lag_steps.set(buffer.max_lag)
         metrics.buffer_slots.set(buffer.num_slots)
-        metrics.groups_wanted.set(buffer.num_slots if buffer.wanted is None else buffer.wanted)
+        metrics.groups_wanted.set(buffer.wanted)
         oldest = buffer.oldest_lease()
         metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
         metrics.epoch.set(buffer.epoch)

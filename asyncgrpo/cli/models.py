@@ -63,14 +63,14 @@ def evaluate(
     rollout_n: Annotated[int, typer.Option("--rollout-n", help="Completions per prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens per completion.")] = 1024,
-    success: Annotated[float, typer.Option(help="Minimum reward of a correct completion, for pass@k and maj@k.")] = 1.0,
+    success: Annotated[float, typer.Option(help="Minimum reward of a correct completion, for pass@k and maj@n.")] = 1.0,
     as_json: JsonOption = False,
     overrides: SettingsArgument = None,
 ) -> None:
     """Evaluate a model on held-out prompts.
 
     Each file is a suite with its own metrics, each with a 95 % confidence interval. With --rollout-n above 1 and
-    --temperature above 0, the metrics include pass@k and maj@k.
+    --temperature above 0, the metrics include pass@k and maj@n.
     """
     import torch
 

@@ -143,15 +143,9 @@ def session_beside(work: Callable[[], T], config: Config) -> Iterator[T]:
         working = thread.submit(work)
         try:
             with ray_session_of(config):
-                error = working.exception()
-                if error is None:
-                    yield working.result()
-                elif isinstance(error, warm.Lost):
-                    yield work()  # in this process
+                yield working.result()
         finally:
             warm.end()  # the thread may wait for it
-        if error is not None and not isinstance(error, warm.Lost):
-            raise error
 
 
 def ray_session_of(config: Config) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Commands to a running run: checked, carried out by the driver, and brought into effect in buffer and learner.
+"""Commands to a running run: checked and carried out by the driver, which sends them to buffer and learner.
 
     admin API ──command──▶ Steering ──scale──▶ Fleet
        (own threads)          │  └────Steer───▶ buffer, learner-0      sent until their heartbeats name its revision
@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -49,27 +48,16 @@ from asyncgrpo.wire.supervision import Steer
 
 log = logging.getLogger(__name__)
 
-IN_EFFECT_WITHIN_S = 10.0
-"""Time to wait for a command to take effect before it is answered as begun. A step of the learner may take longer."""
 CARRIED_OUT_WITHIN_S = 30.0
 """Deadline for the driver to accept a command. The driver is busy for seconds only while it starts or ends processes."""
 
 
-@dataclass
-class _Asked:
-    """A command in progress."""
+class _Asked(NamedTuple):
+    """A command that waits for the driver."""
 
     command: Command
     by: str
-    done: Future[str]
-    reply: str = ""
-    """The reply once it is in effect."""
-    begun: str = ""
-    """The reply while it is not in effect yet."""
-    revision: int = 0
-    awaits: tuple[str, ...] = ()
-    """Processes that must report the revision."""
-    deadline_s: float = 0.0
+    reply: Future[str]
 
 
 class Steering:
@@ -100,7 +88,6 @@ class Steering:
         """The last step of the run; None: unlimited, or not known yet."""
         self._folder, self._events, self._drain, self._clock = folder, events, drain, clock
         self._queue: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
-        self._pending: list[_Asked] = []
         self._steer = Steer()
         self._leaving_since = 0  # the revision that listed the leaving generators
         self._core: Core | None = None
@@ -125,14 +112,14 @@ class Steering:
         asked = _Asked(command, "person", Future())
         self._queue.put(asked)
         try:
-            return asked.done.result(CARRIED_OUT_WITHIN_S)
+            return asked.reply.result(CARRIED_OUT_WITHIN_S)
         except FutureTimeout:
             raise CommandRefused(f"timed out: the driver was busy for {CARRIED_OUT_WITHIN_S:.0f} s") from None
 
     # -- from the driver's thread --------------------------------------------------------------------------------------
 
     def reconcile(self, core: Core | None, fleet: Fleet, watch: Watch) -> None:
-        """Carry out pending commands, bring them into effect, and update the status. Called a few times a second.
+        """Carry out the commands, send buffer and learner what is requested, and update the status, a few times a second.
 
         Args:
             core: the buffer and learner that train; None: they are starting.
@@ -141,7 +128,7 @@ class Steering:
             self._core, self._lineage, self._advice = core, self._folder.lineage, ()
             self._change(checkpoints=0, evaluations=0)
         while not self._queue.empty():
-            self._begin(self._queue.get(), fleet)
+            self._answer(self._queue.get(), fleet)
         self._release_leaving(core, fleet, watch)
         if core is not None:
             self._step = core.steps_done or core.first_step
@@ -149,7 +136,6 @@ class Steering:
                 if watch.steered(name, core.incarnation) < self._steer.revision:
                     watch.send(name, self._steer)
             self._advise(fleet)
-        self._pending = [asked for asked in self._pending if not self._has_ended(asked, core, watch)]
         self._status = self._snapshot(core, fleet, watch)
 
     def draining(self) -> None:
@@ -162,13 +148,10 @@ class Steering:
         self._adviser.look(time.time(), is_last=True)
 
     def end(self) -> None:
-        """Refuse the commands that are still pending: the run is over."""
+        """Refuse the commands that still wait: the run is over."""
         self._status = msgspec.structs.replace(self._status, state="ended")
         while not self._queue.empty():
-            self._pending.append(self._queue.get())
-        for asked in self._pending:
-            asked.done.set_exception(CommandRefused("the run is over"))
-        self._pending = []
+            self._queue.get().reply.set_exception(CommandRefused("the run is over"))
 
     def _release_leaving(self, core: Core | None, fleet: Fleet, watch: Watch) -> None:
         """Release leaving generators: the learner stops publishing to them first, so that no broadcast breaks, then they exit."""
@@ -195,58 +178,56 @@ class Steering:
 
     # -- one command ---------------------------------------------------------------------------------------------------
 
-    def _begin(self, asked: _Asked, fleet: Fleet) -> None:
+    def _answer(self, asked: _Asked, fleet: Fleet) -> None:
+        """Carry out a command, record it and reply."""
         try:
-            self._carry_out(asked, fleet)
+            reply = self._carry_out(asked.command, fleet)
         except CommandRefused as refusal:
             self._record(asked, str(refusal), refused=True)
-            asked.done.set_exception(refusal)
+            asked.reply.set_exception(refusal)
             return
-        self._record(asked, asked.reply, refused=False)
+        self._record(asked, reply, refused=False)
         self._advice, self._advised_s = (), self._clock()  # the advice held for the earlier conditions
-        asked.revision, asked.deadline_s = self._steer.revision, self._clock() + IN_EFFECT_WITHIN_S
-        self._pending.append(asked)
+        asked.reply.set_result(reply)
 
-    def _carry_out(self, asked: _Asked, fleet: Fleet) -> None:
+    def _carry_out(self, command: Command, fleet: Fleet) -> str:
+        """Carry out a command and return the reply. Raises CommandRefused."""
         if self._is_draining:
             raise CommandRefused("the run is ending: it finishes its step and writes a checkpoint")
-        match asked.command:
+        match command:
             case Pause():
-                self._pause(asked, is_paused=True)
+                return self._pause(is_paused=True)
             case Resume():
-                self._pause(asked, is_paused=False)
+                return self._pause(is_paused=False)
             case DrainRun():
                 self._drain()
-                asked.reply = "draining: the run finishes its step, writes a checkpoint and ends"
+                return "draining: the run finishes its step, writes a checkpoint and ends"
             case WriteCheckpoint():
                 self._ask_learner("a checkpoint")
                 self._change(checkpoints=self._steer.checkpoints + 1)
-                asked.reply, asked.awaits = "a checkpoint is written", ("learner-0",)
-                asked.begun = "a checkpoint is written after the current step"
+                return "a checkpoint is written after the current step"
             case Evaluate():
                 self._ask_learner("an evaluation")
                 if self.config.data.eval is None:
                     raise CommandRefused("the run has no held-out prompts: data.eval is not set")
                 self._change(evaluations=self._steer.evaluations + 1)
-                asked.reply, asked.awaits = "an evaluation has begun", ("learner-0",)
-                asked.begun = "an evaluation begins after the current step"
+                return "an evaluation begins after the current step"
             case Scale(generators=count):
-                self._scale(asked, count, fleet)
+                return self._scale(count, fleet)
             case ChangeSettings(settings=settings):
-                self._set(asked, settings)
+                return self._set(settings)
 
-    def _pause(self, asked: _Asked, *, is_paused: bool) -> None:
+    def _pause(self, *, is_paused: bool) -> str:
         if self._steer.is_paused == is_paused:
             raise CommandRefused("the run is paused already" if is_paused else "the run is not paused")
         self._change(is_paused=is_paused)
-        asked.reply = "paused: groups in flight are finished and kept" if is_paused else "resumed"
-        asked.begun, asked.awaits = asked.reply, ("buffer",)
+        return "paused: groups in flight are finished and kept" if is_paused else "resumed"
 
     def _ask_learner(self, what: str) -> None:
         if self._core is None or self._core.steps_done is None:
             raise CommandRefused(f"the learner is starting; retry {what} once it trains")
 
-    def _scale(self, asked: _Asked, count: int, fleet: Fleet) -> None:
+    def _scale(self, count: int, fleet: Fleet) -> str:
         generators, now = self.config.generators, fleet.wanted
         least, most = bounds(self.config)
         if not least <= count <= most:
@@ -258,29 +239,21 @@ class Steering:
         self._configure([f"generators.count={count}"])  # may raise, before anything has changed
         fleet.scale(count)
         if count == now:
-            asked.reply = f"{count} generators already"
-        elif count > now:
-            asked.reply = f"{count} generators: {count - now} more start and join at the next publication"
-        else:
-            asked.reply = f"{count} generators: {now - count} leave once they have delivered their groups"
+            return f"{count} generators already"
+        if count > now:
+            return f"{count} generators: {count - now} more start and join at the next publication"
+        return f"{count} generators: {now - count} leave once they have delivered their groups"
 
-    def _set(self, asked: _Asked, settings: dict[str, float | int]) -> None:
-        if "buffer.max_lag" in settings:
-            self._check_max_lag()
+    def _set(self, settings: dict[str, float | int]) -> str:
+        buffer = self.config.buffer
+        if "buffer.max_lag" in settings and buffer.max_lag == "auto":
+            raise CommandRefused("buffer.max_lag is auto, so the run chooses the bound; auto_lag.max limits it")
+        if "buffer.max_lag" in settings and buffer.policy == "train":
+            raise CommandRefused("buffer.policy=train has one bound for the whole run")
         before = {key: attrgetter(key)(self.config) for key in settings}
         self._configure([f"{key}={value}" for key, value in settings.items()])
-        changes = {_FIELDS[key]: attrgetter(key)(self.config) for key in settings}
-        self._change(**changes)
-        changed = ", ".join(f"{key} {before[key]} -> {attrgetter(key)(self.config)}" for key in settings)
-        asked.reply, asked.begun = changed, f"{changed}, from the next step on"
-        asked.awaits = tuple({"learner-0" if key == "learner.lr" else "buffer": None for key in settings})
-
-    def _check_max_lag(self) -> None:
-        buffer = self.config.buffer
-        if buffer.max_lag == "auto":
-            raise CommandRefused("buffer.max_lag is auto, so the run chooses the bound; auto_lag.max limits it")
-        if buffer.policy in ("mask", "train"):
-            raise CommandRefused(f"buffer.policy={buffer.policy} has one bound for the whole run")
+        self._change(**{_FIELDS[key]: attrgetter(key)(self.config) for key in settings})
+        return ", ".join(f"{key} {before[key]} -> {attrgetter(key)(self.config)}" for key in settings)
 
     # -- the requested state -------------------------------------------------------------------------------------------
 
@@ -295,16 +268,6 @@ class Steering:
 
     def _change(self, **fields: Any) -> None:
         self._steer = msgspec.structs.replace(self._steer, revision=self._steer.revision + 1, **fields)
-
-    def _has_ended(self, asked: _Asked, core: Core | None, watch: Watch) -> bool:
-        """Answer the command and return True if it is in effect or its deadline has passed."""
-        in_effect = not asked.awaits
-        if core is not None:
-            in_effect |= all(watch.steered(name, core.incarnation) >= asked.revision for name in asked.awaits)
-        if in_effect or self._clock() > asked.deadline_s:
-            asked.done.set_result(asked.reply if in_effect else asked.begun)
-            return True
-        return False
 
     def _record(self, asked: _Asked, reply: str, *, refused: bool) -> None:
         text = in_words(asked.command)

@@ -243,8 +243,7 @@ def _lag_in_words(config: Config) -> str:
     steps = _count(config.buffer.largest_max_lag, "step") + " (auto)" * (lag == "auto")
     if policy == "train":
         return f"{steps} ahead at most, lag without bound"
-    does = {"window": "in prompt order", "drop": "older groups are dropped", "mask": "older tokens are masked"}
-    return f"lag at most {steps}" + (f", {does[policy]}" if policy in does else "")
+    return f"lag at most {steps}" + (", older groups are dropped" if policy == "drop" else "")
 
 
 # -- hints for unknown keys --------------------------------------------------------------------------------------------

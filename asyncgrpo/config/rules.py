@@ -72,8 +72,8 @@ def _sizes(config: Config) -> Iterator[str]:
         yield "algorithm.min_completions is more than algorithm.group_size, the completions of a group; lower it"
     if 0 < buffer.straggler_factor < 1.5:
         yield "buffer.straggler_factor would end about half of the groups or more; set it to at least 1.5, or to 0"
-    if buffer.max_lag == "auto" and buffer.policy in ("mask", "train"):
-        yield "buffer.max_lag=auto bounds groups, which buffer.policy does not; use wait, window or drop, or a number"
+    if buffer.max_lag == "auto" and buffer.policy == "train":
+        yield "buffer.max_lag=auto bounds groups, which buffer.policy does not; use wait or drop, or a number"
 
 
 def _data(config: Config) -> Iterator[str]:

@@ -224,7 +224,7 @@ class RewardConfig(Section, frozen=True):
     """Most reward processes per generator for each custom function, for maths and for code; auto: half the number of
     cores, at most 8."""
     success: float = 1.0
-    """Reward from which a completion counts as solved, in pass@k, maj@k, data.curriculum and solved groups."""
+    """Reward from which a completion counts as solved, in pass@k, maj@n, data.curriculum and solved groups."""
     code: CodeRewardConfig = CodeRewardConfig()
     judge: JudgeConfig = JudgeConfig()
     model: RewardModelConfig = RewardModelConfig()
@@ -317,7 +317,7 @@ class SamplingConfig(Section, frozen=True):
     eval_temperature: NonNegativeFloat = 0.0
     """Temperature of evaluation; 0 is greedy."""
     eval_completions: Annotated[int, Meta(ge=1, le=128)] = 1
-    """Completions per held-out prompt; above 1 for pass@k and maj@k."""
+    """Completions per held-out prompt; above 1 for pass@k and maj@n."""
 
 
 class CorrectionConfig(Section, frozen=True):
@@ -430,11 +430,8 @@ class BufferConfig(Section, frozen=True):
     max_lag: NonNegativeInt | Literal["auto"] = 4
     """Maximum lag of a group's oldest token when it is trained, optimizer steps; 0: synchronous; auto: adapt to
     the importance ratios."""
-    policy: Literal["wait", "window", "drop", "mask", "train"] = "wait"
-    """Enforcement of buffer.max_lag: wait for groups, wait in prompt order (window), drop groups, mask tokens, or
-    train all."""
-    admission: Literal["eager", "fresh"] = "fresh"
-    """Start of a group: eager, when a slot is free; fresh, just in time for its batch."""
+    policy: Literal["wait", "drop", "train"] = "wait"
+    """Enforcement of buffer.max_lag: wait for groups, drop groups, or train all."""
     lease_timeout_s: PositiveFloat = 1800.0
     """Deadline of a lease, seconds; an expired lease is granted again."""
     straggler_factor: NonNegativeFloat = 0.0

@@ -430,10 +430,6 @@ class PromptSource:
         """Return the rounds that began since the last call, as `Curriculum.rounds_begun`."""
         return self._curriculum.rounds_begun() if self._curriculum is not None else []
 
-    def waiting_before(self, prompt_index: int) -> int:
-        """Return the number of returned or isolated prompts with a smaller index, which will be issued again."""
-        return sum(index < prompt_index for waiting in (self._given_back, self._isolated) for index in waiting)
-
     @property
     def is_exhausted(self) -> bool:
         """True if no prompt is left to issue and no prompt is outstanding."""

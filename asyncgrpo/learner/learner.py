@@ -237,13 +237,8 @@ class Learner:
             sums.append(reported)
         if self.rank == 0:  # all ranks have these tokens; one rank counts them
             not_run = batch.not_run.to(self.device)
-            sums.append(report_not_run(not_run, version=version.number, oldest_trained=self._oldest_trained(version)))
+            sums.append(report_not_run(not_run, version=version.number))
         return merge(sums)
-
-    def _oldest_trained(self, version: PolicyVersion) -> int | None:
-        """Return the oldest version whose tokens have a weight in the loss. None: all tokens have one."""
-        buffer = self.config.buffer
-        return version.number - buffer.largest_max_lag if buffer.policy == "mask" else None
 
     def _loss(
         self, batch: PackedBatch, step: StepBatch, precomputed: Precomputed, version: PolicyVersion
@@ -264,7 +259,6 @@ class Learner:
             precomputed,
             version=version.number,
             max_length=self.config.sampling.max_tokens,
-            oldest_trained=self._oldest_trained(version),
         )
         scored = self.model(batch, objective, reference=reference, is_elementwise=is_elementwise(settings))
         sums = objective.report(scored.scores)

@@ -97,7 +97,6 @@ class MicrobatchObjective:
         *,
         version: int,
         max_length: int,
-        oldest_trained: int | None = None,
     ) -> None:
         """
         Args:
@@ -105,14 +104,12 @@ class MicrobatchObjective:
             step: for the counts of the full step.
             version: number of the learner's weights.
             max_length: longest completion that may be sampled, tokens.
-            oldest_trained: oldest version whose tokens have a weight; None: all tokens have one. The weights of the
-                remaining tokens do not change.
         """
         self.settings, self.batch, self.version = settings, batch, version
         self.kl_coef = settings.kl_coef if settings.kl_in == "loss" else 0.0
         # If nearly all groups are hopeless the bonus would dominate: AdamW scales any gradient to a full step.
         self.entropy_coef = settings.entropy_coef * step.bonus_share
-        weights = token_weights(
+        self.weights = weights = token_weights(
             batch.mask,
             batch.cu_seqlens,
             mode=settings.aggregation,
@@ -122,8 +119,6 @@ class MicrobatchObjective:
             tokens_in_group=batch.tokens_in_group,
             num_groups=step.num_groups,
         ).to(torch.float32)
-        self._stale_token_mask = _is_stale(batch, oldest_trained)
-        self.weights = weights = torch.where(self._stale_token_mask, 0.0, weights)
         """[N] weight of each token in the loss of the step."""
         self._tokens = _Tokens(
             batch.mask,
@@ -226,7 +221,6 @@ class MicrobatchObjective:
             dual_ratio=settings.loss_args.get("dual_ratio"),  # type: ignore[arg-type]  # checked with the configuration
         )
         sums |= diagnostics.kept_sums("rejected", terms.correction.keep, tokens.mask, batch.cu_seqlens)
-        sums |= diagnostics.kept_sums("stale", ~self._stale_token_mask, tokens.mask, batch.cu_seqlens)
         bounded = next((c for c in settings.corrections if c.kind == "importance"), None)
         if bounded is not None:
             sums |= diagnostics.outside_sums(
@@ -248,7 +242,7 @@ class MicrobatchObjective:
         return sums | {"loss": weighted_sum(value, tokens.weights).double()}
 
 
-def report_not_run(tokens: SampledTokens, *, version: int, oldest_trained: int | None) -> Sums:
+def report_not_run(tokens: SampledTokens, *, version: int) -> Sums:
     """Return the sums of tokens without gradient that are not run.
 
     Their entropy is estimated by the engine's -log μ, under the weights that sampled the token. No token is clipped. Sums
@@ -257,13 +251,7 @@ def report_not_run(tokens: SampledTokens, *, version: int, oldest_trained: int |
     mask, cu_seqlens = tokens.mask, tokens.cu_seqlens
     sums = diagnostics.mean_sums(mask, entropy=-tokens.behaviour_logprobs, clipped=torch.zeros_like(mask))
     sums["update_tokens"] = sums["tokens"]
-    sums |= diagnostics.kept_sums("stale", ~_is_stale(tokens, oldest_trained), mask, cu_seqlens)
     return sums | diagnostics.lag_sums(tokens.versions, version, mask, cu_seqlens)
-
-
-def _is_stale(tokens: PackedBatch | SampledTokens, oldest_trained: int | None) -> Tensor:
-    """Return [N] bool, true for tokens that are too old to be trained."""
-    return tokens.mask & (tokens.versions < (-1 if oldest_trained is None else oldest_trained))
 
 
 def correct(

@@ -1,6 +1,6 @@
 """The record of each step: events, metrics, samples. It reads the run and never changes it.
 
-    generated = trained + masked + filtered + dropped (stale, failed, aborted, duplicate, unusable) + waiting + undone
+    generated = trained + filtered + dropped (stale, failed, aborted, duplicate, unusable) + waiting + undone
 
 A start counts from its checkpoint on. The counts of the previous start at that checkpoint are known, and so are the tokens
 that the journal restored. The difference was generated and lost in a crash: `undone`.
@@ -184,7 +184,7 @@ class TrainingWatch:
 
 # -- token accounting --------------------------------------------------------------------------------------------------
 
-KEPT = ("trained", "masked", "filtered")
+KEPT = ("trained", "filtered")
 DROPPED = ("stale", "failed", "aborted", "duplicate", "unusable")
 _PREFIX = "tokens_"
 _OF_NOW = ("tokens_in_flight", "tokens_recovered", "prompts_done")

@@ -23,10 +23,9 @@ At max_lag 0 nothing overlaps: T = a E[longest of B G] + c B' G L / E + r + T_l,
 The mean lag counts publications from a group's lease to its step. By Little's law it is
 
     where generation decides     M / B' + 1 − idle_l
-    where the learner decides    `buffer.admission: eager`: max_lag, for every slot is filled
-                                 `fresh`: 1 + Σ p_k,   p_k = P(R > k T), k = 1, 2, ...
+    where the learner decides    1 + Σ p_k,   p_k = P(R > k T), k = 1, 2, ...
 
-and at most max_lag. `fresh` keeps B + F groups under way, F of them in flight when the learner asks. So its lag is the steps
+and at most max_lag. Admission keeps B + F groups under way, F of them in flight when the learner asks. So its lag is the steps
 that a group takes to generate, and not the bound. The learner may wait for 5 % of its time, which keeps the margin small.
 
 Sources: Little (1961) for M = R / T; the rest is worked out here, checked against `simulation.py` in tests/planner, and
@@ -74,7 +73,6 @@ class Split:
     groups_in_flight: int
     """Of one engine."""
     max_lag: int
-    admission: str = "fresh"
     policy: str = "wait"
 
 
@@ -183,8 +181,8 @@ def _asynchronous(profile: Profile, split: Split) -> Prediction:
     lag, lag_p99 = in_flight / _useful(profile) + learn_s / step_s, math.inf
     if learn_s >= both_s:
         bottleneck = "learner"
-        fresh, lag_p99 = _fresh_lag(profile, running, step_s)
-        lag = min(lag, fresh) if split.admission == "fresh" else split.max_lag
+        just_in_time, lag_p99 = _just_in_time_lag(profile, running, step_s)
+        lag = min(lag, just_in_time)
     else:
         bottleneck = "generators" if generate_s >= tail_s else "longest completions"
     return _prediction(
@@ -192,7 +190,7 @@ def _asynchronous(profile: Profile, split: Split) -> Prediction:
     )
 
 
-def _fresh_lag(profile: Profile, running: float, step_s: float) -> tuple[float, float]:
+def _just_in_time_lag(profile: Profile, running: float, step_s: float) -> tuple[float, float]:
     """Return the mean lag and its 99th percentile where generators begin groups just in time."""
     longest = profile.lengths.sample(DRAWN, profile.group_size).max(axis=1)
     steps = (longest * profile.decode.token_seconds(running) + profile.reward_s) / step_s
@@ -290,7 +288,7 @@ def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Spli
         )
     in_flight = groups_in_flight(profile)
     counts = range(1, (gpus - 1) // each + 1)
-    found = [Split(count, gpus - count * each, in_flight, 0, profile.admission, profile.policy) for count in counts]
+    found = [Split(count, gpus - count * each, in_flight, 0, profile.policy) for count in counts]
     return [replace(split, max_lag=best_max_lag(profile, split) if max_lag is None else max_lag) for split in found]
 
 

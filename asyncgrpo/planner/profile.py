@@ -207,6 +207,7 @@ class Profile(_Part, frozen=True, kw_only=True):
     """GPUs of one engine; 0: it ran on the CPU, and counts as one process."""
     max_lag: Annotated[int, Meta(ge=0)] = 4
     admission: str = "fresh"
+    """Unused. Profiles of older releases have it."""
     policy: str = "wait"
     prompt_tokens: NotNegative = 0.0
     """Mean."""

@@ -57,7 +57,7 @@ MOST_STEPS, FEWEST_STEPS = 36, 10
 ROLLOUTS = 40_000
 """Rollouts that are enough: a large batch needs fewer steps."""
 START = 12
-"""Steps of the start, beside those of the bound: as many as `fresh` looks at."""
+"""Steps of the start, beside those of the bound: until admission has settled."""
 UNITS = 200
 """A mean completion has so many tokens: there are many, and one is like the next."""
 LONGEST_STEP_S = 20.0
@@ -78,7 +78,6 @@ class Case:
     per_step: int = 16
     """Groups of a step."""
     policy: str = "wait"
-    admission: str = "eager"
     slowest: float = 1.0
     """Seconds of a token of the last generator, over those of the others."""
     filters: bool = False
@@ -289,7 +288,6 @@ class VirtualRun:
                 prompts_per_step=case.per_step,
                 max_lag=case.max_lag,
                 policy=case.policy,  # type: ignore[arg-type]
-                admission=case.admission,  # type: ignore[arg-type]
                 lease_timeout_s=1e9,
             ),
             generators=GeneratorConfig(engine="fake", count=case.generators),
@@ -403,7 +401,7 @@ def simulate(
     """Run the product on the virtual clock, and measure the steps after the start.
 
     Args:
-        start: steps that do not count; None: as many as `fresh` remembers of an eager start.
+        start: steps that do not count; None: until admission has settled.
         steps: that count; None: enough, by the size of a batch.
     """
     begin = min(split.max_lag, START) + START if start is None else start
@@ -419,7 +417,6 @@ def simulate(
         group_size=profile.group_size,
         per_step=profile.prompts_per_step,
         policy=split.policy,
-        admission=split.admission,
         filters=profile.filtered > 0,
         profile=profile,
         ranks=split.ranks,

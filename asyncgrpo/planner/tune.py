@@ -158,7 +158,6 @@ def profile_of(
         ranks=config.learner.ranks,
         gpus_each=generators.gpus_each,
         max_lag=config.buffer.largest_max_lag,
-        admission=config.buffer.admission,
         policy=config.buffer.policy,
         prompt_tokens=prompt_tokens,
         shares_prompts=config.learner.share_prompts,

@@ -105,7 +105,7 @@ _STEP = {
     "lags": _must(_Counts, "trained groups by lag in optimizer steps"),
     "max_lag": _may(int, "the bound on the lag in force"),
     "slots": _may(int, "number of slots for groups"),
-    "wanted": _may(int | None, "groups that `buffer.admission` wanted under way; null: one per slot"),
+    "wanted": _may(int | None, "groups that admission wanted under way"),
     "under_way": _may(int, "groups leased or ready when the batch was taken, its own included"),
     "ready_seconds": _may(float, "mean time that the groups of the batch had waited ready"),
     "generators": _may(_Numbers, "since the previous batch: mean number of generators in_touch, their places for groups, and "
@@ -134,7 +134,7 @@ _STEP = {
         "all_equal_high (reward above 0), all_equal_low, unscored; no other field counts them"),
     "discarded": _may(_Counts, "completions left out of groups since the previous step: censored ones were cut at the "
         "deadline of their group"),
-    "bias": _may(_Numbers, "distance of trained from generated groups by length, reward, source and age"),
+    "bias": _may(_Numbers, "distance of trained from generated groups by length and reward"),
     "seconds": _must(_Numbers, "wall time of the step: wait_data, forward_backward, optimizer (or train for both), "
         "publish, checkpoint, eval, other"),
 }
@@ -184,7 +184,7 @@ KINDS: dict[str, Kind] = {
         "completion_length_mean": _may(float | None, "tokens"),
         "ms": _may(float, "from the request to the last completion"),
         "suites": _may(dict[str, dict[str, Any]], "each held-out file by its name: its values of the fields above, `prompts`, "
-            "the means of `parts` of the rewards, and `numbers`: `reward`, `pass@1`, `pass@2`, ..., `maj@4`, ..., each as value, "
+            "the means of `parts` of the rewards, and `numbers`: `reward`, `pass@1`, `pass@2`, ..., `maj@n`, each as value, "
             "lower and upper end of its 95 % interval ([what they are](evaluate.md))"),
     }),
     "curriculum": Kind("With `data.curriculum`, a new epoch of prompts begins; written again after a resume.", {

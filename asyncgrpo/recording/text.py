@@ -85,7 +85,7 @@ def suites_of(evaluation: Event) -> dict[str, str]:
 
 
 def headline(numbers: Mapping[str, Estimated]) -> dict[str, Estimated]:
-    """Return the reward, pass@1, and pass@k and maj@k with the largest k."""
+    """Return the reward, pass@1, pass@k with the largest k, and maj@n."""
     passed, majority = ([name for name in numbers if name.startswith(kind)] for kind in ("pass@", "maj@"))
     names = ["reward", *passed[:1], *passed[-1:], *majority[-1:]]
     return {name: numbers[name] for name in dict.fromkeys(names) if name in numbers}
@@ -266,7 +266,7 @@ def _tokens(progress: Progress) -> str:
     tokens = progress.tokens
     if not tokens:  # a run of an older release
         return f"{progress.last.get('tokens_generated') or 0:,} generated, {progress.tokens_trained:,} trained"
-    named = {"masked": "masked", "filtered": "filtered", "waiting": "waiting", "undone": "undone by restarts"}
+    named = {"filtered": "filtered", "waiting": "waiting", "undone": "undone by restarts"}
     dropped = {fate: count for fate, count in tokens.items() if count and fate not in ("generated", "trained", *named)}
     parts = [f"{tokens['trained']:,} trained", f"{sum(dropped.values()):,} dropped"]
     parts[-1] += f" ({counts_in_words(dropped)})" if dropped else ""

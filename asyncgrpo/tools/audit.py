@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 
-from asyncgrpo.buffer.admission import POLICIES
 from asyncgrpo.buffer.recovery import bound_of
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.journal.format import BatchIssued, BoundChanged, Delivered, Dropped, JournalRecord, RunStarted
@@ -274,12 +273,10 @@ class _Auditor:
 
 def _bounded_lag(group: _Group, manifest: _Manifest, start: RunStarted) -> int | None:
     """Return the lag of a group that the run's policy bounds; None if it has no bound."""
-    match POLICIES[start.policy].counts_from:
-        case "oldest":
-            return manifest.version.number - group.oldest.number
-        case "newest":
-            return manifest.version.number - group.newest.number
-    return None
+    if start.policy == "train":
+        return None
+    decisive = group.newest if start.policy == "mask" else group.oldest  # `mask`: of an older release
+    return manifest.version.number - decisive.number
 
 
 def _lineage(lease_id: str) -> int:

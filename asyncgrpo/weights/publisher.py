@@ -36,7 +36,7 @@ from asyncgrpo.weights.group import Backend
 from asyncgrpo.weights.lane import Deltas, GroupLane
 from asyncgrpo.weights.publication import Member, Publication, Round, SyncCheck
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.codec import Kinds, decode
+from asyncgrpo.wire.codec import decode, kinds_of
 from asyncgrpo.wire.sockets import Client, Keys, Server
 from asyncgrpo.wire.weights import (
     Alive,
@@ -55,7 +55,7 @@ from asyncgrpo.wire.weights import (
 
 log = logging.getLogger(__name__)
 
-READ = Kinds(ToPublisher)
+READ = kinds_of(ToPublisher)
 
 ATTEMPTS = 3
 """Offers of one version to a generator that reports a wrong digest or checksum, before the run fails."""

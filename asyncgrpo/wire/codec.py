@@ -9,7 +9,7 @@ are counted by reason.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, get_args
 
@@ -36,29 +36,23 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(AnyMessage)
 Buffer = bytes | bytearray | memoryview
 
 
-class Kinds:
-    """The message kinds that a process accepts, recognized by the first bytes of a header."""
+class _Tag(msgspec.Struct):
+    """The tag of a header. All other fields are skipped."""
 
-    def __init__(self, union: UnionType) -> None:
-        self._by_start = {}
-        for kind in get_args(union):
-            tag = msgspec.msgpack.encode({"kind": kind.__struct_config__.tag})[1:]
-            self._by_start[tag] = kind
-
-    def of(self, header: memoryview) -> type[Message] | None:
-        """Return the kind that a header claims; None if it is not among these.
-
-        The tag must be the first field of a header, where `encode` puts it.
-        """
-        start = bytes(header[:40])
-        tag_at = 1 if start[0] & 0xF0 == 0x80 else 3  # a map of up to 15 fields, or of up to 65,535
-        name_at = tag_at + _TAG_KEY_BYTES
-        name_bytes = start[name_at] & 0x1F if len(start) > name_at else 0
-        return self._by_start.get(start[tag_at : name_at + 1 + name_bytes])
+    kind: str
 
 
-_TAG_KEY_BYTES = len(msgspec.msgpack.encode("kind"))
-ANY = Kinds(AnyMessage)
+_tag_decoder = msgspec.msgpack.Decoder(_Tag)
+Kinds = Mapping[str, type[Message]]
+"""Message kinds that a process accepts, by their tags."""
+
+
+def kinds_of(union: UnionType) -> Kinds:
+    """Return the message kinds of a union."""
+    return {kind.__name__: kind for kind in get_args(union)}
+
+
+ANY = kinds_of(AnyMessage)
 
 
 def _digest(header: Buffer, payload: Buffer) -> bytes:
@@ -94,12 +88,12 @@ def decode(frames: Sequence[Buffer], kinds: Kinds = ANY) -> tuple[Message, memor
     header = first[DIGEST_BYTES:]
     if _digest(header, payload) != first[:DIGEST_BYTES]:
         raise RefusedError("checksum", "digest mismatch: the message was altered in transit")
-    kind = kinds.of(header)
-    if kind is None:
-        raise RefusedError("decode", "header matches no message that this process accepts")
-    if len(header) > kind.max_header_bytes or len(payload) > kind.max_payload_bytes:
-        raise RefusedError("size", _too_long(kind, header, payload))
     try:
+        kind = kinds.get(_tag_decoder.decode(header).kind)
+        if kind is None:
+            raise RefusedError("decode", "header matches no message that this process accepts")
+        if len(header) > kind.max_header_bytes or len(payload) > kind.max_payload_bytes:
+            raise RefusedError("size", _too_long(kind, header, payload))
         return _decoder.decode(header), payload
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # invalid UTF-8, unbounded nesting
         raise RefusedError("decode", f"header matches no known message: {error}") from error
@@ -191,12 +185,6 @@ def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
 LARGEST_LOGPROB = 1e-5
 """Largest accepted log-prob: the log of a probability of 1 may round to a positive number."""
 
-# Reinterpreted as integers, float32 numbers keep their order: signed integers rise with positive numbers, unsigned ones
-# rise as negative numbers fall to minus infinity, and NaNs follow both infinities. So the largest signed and the largest
-# unsigned integer show whether all log-probs of a completion are finite and none is positive.
-_POSITIVE = int(np.float32(LARGEST_LOGPROB).view(np.int32))
-_MINUS_INFINITY = int(np.float32(-np.inf).view(np.uint32))
-
 
 def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> None:
     """Refuse a malformed group.
@@ -216,9 +204,10 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> N
     expected = BYTES_PER_TOKEN * message.num_tokens + BYTES_PER_OBSERVED * message.num_observed
     if len(payload) != expected:
         raise _refused("schema", message, None, f"payload has {len(payload)} bytes, its header gives {expected}")
-    before = -1
+    token_ids, logprobs = np.frombuffer(payload, "<u4"), np.frombuffer(payload, "<f4")
+    before, start = -1, 0
     for header in message.rollouts:
-        index = header.index
+        index, num_tokens = header.index, header.num_tokens
         if index <= before:
             raise _refused("schema", message, index, f"it follows completion {before}")
         before = index
@@ -229,41 +218,26 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> N
             if version is not None and span.version < version:
                 raise _refused("schema", message, index, "policy versions decrease")
             end, version = span.end, span.version
-        if end != header.num_tokens:
-            raise _refused("schema", message, index, f"version spans end at {end} of {header.num_tokens} tokens")
+        if end != num_tokens:
+            raise _refused("schema", message, index, f"version spans end at {end} of {num_tokens} tokens")
         places = [at for at, size in header.observed if size > 0]
-        if len(places) < len(header.observed) or places != sorted({p for p in places if p <= header.num_tokens}):
+        if len(places) < len(header.observed) or places != sorted({p for p in places if p <= num_tokens}):
             raise _refused("schema", message, index, "observations are empty, out of order or behind its end")
         score = header.score
         if (score.value is None) == (score.failure is None):
             raise _refused("schema", message, index, "a score is either a value or a named failure")
         if score.value is not None and not math.isfinite(score.value):
             raise _refused("not_finite", message, index, "the score is not finite")
-    if len(payload):
-        _check_values(message, payload, vocabulary)
-
-
-def _check_values(message: Deliver, payload: Buffer, vocabulary: int) -> None:
-    starts, at, with_tokens = [], 0, []
-    for header in message.rollouts:
-        if header.num_tokens:
-            with_tokens.append(header.index)
-            starts += [at, at + header.num_tokens]
-            at += 2 * header.num_tokens
-    if message.num_observed and np.frombuffer(payload, "<u4")[at:].max() >= vocabulary:
+        if num_tokens:
+            middle, stop = start + num_tokens, start + 2 * num_tokens
+            if token_ids[start:middle].max() >= vocabulary:
+                raise _refused("vocabulary", message, index, f"a token id is not in [0, {vocabulary})")
+            values = logprobs[middle:stop]
+            if not (values.min() > -np.inf and values.max() <= LARGEST_LOGPROB):  # False if one is NaN
+                raise _refused("not_finite", message, index, "a log-prob is not finite, or positive")
+            start = stop
+    if len(token_ids) > start and token_ids[start:].max() >= vocabulary:
         raise _refused("vocabulary", message, None, f"a token id of an observation is not in [0, {vocabulary})")
-    if not starts:
-        return
-    # Per completion: the largest token id, then the largest log-prob.
-    signed = np.maximum.reduceat(np.frombuffer(payload, "<i4", at), starts).tolist()
-    unsigned = np.maximum.reduceat(np.frombuffer(payload, "<u4", at), starts).tolist()
-    if max(unsigned[::2]) >= vocabulary:
-        index = next(i for i, token in zip(with_tokens, unsigned[::2], strict=True) if token >= vocabulary)
-        raise _refused("vocabulary", message, index, f"a token id is not in [0, {vocabulary})")
-    if max(signed[1::2]) > _POSITIVE or max(unsigned[1::2]) >= _MINUS_INFINITY:
-        both = zip(with_tokens, signed[1::2], unsigned[1::2], strict=True)
-        index = next(i for i, s, u in both if s > _POSITIVE or u >= _MINUS_INFINITY)
-        raise _refused("not_finite", message, index, "a log-prob is not finite, or positive")
 
 
 def check_lease(message: Deliver, lease: Lease, newest: PolicyVersion | None) -> None:

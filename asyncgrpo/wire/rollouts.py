@@ -261,7 +261,7 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     failures: dict[str, int]
     completion_length_mean: float | None
     numbers: dict[str, tuple[float, float | None, float | None]]
-    """`reward`, `pass@k` and `maj@k`, each with its 95 % interval (`buffer.evaluation.Estimate`)."""
+    """`reward`, `pass@k` and `maj@n`, each with its 95 % interval (`buffer.evaluation.Estimate`)."""
     parts: dict[str, float]
     """Mean of each named reward part, over the completions that have it."""
 

@@ -78,8 +78,8 @@ WHAT_THE_LEARNER_DOES = Panel(
 LAG = Panel(
     "Lag",
     "Lag of trained groups and the bound in force, optimizer steps.",
-    "p99 above the bound is a bug, but where the bound has just fallen. p50 at the bound: the learner limits the run, and "
-    "buffer.admission=fresh would train younger groups.",
+    "p99 above the bound is a bug, but where the bound has just fallen. p50 at the bound: the bound holds "
+    "generators back; raise buffer.max_lag if the learner waits.",
     "suffix: steps",
     {"p50": lag(0.5, "5m"), "p90": lag(0.9, "5m"), "p99": lag(0.99, "5m"), "bound": "max(asyncgrpo_max_lag_steps)"},
     decimals=0,
@@ -129,7 +129,7 @@ OVERVIEW = Board(
             number(
                 "Lag and its bound, steps",
                 "Optimizer steps from a group's oldest token to its training, over the time shown, beside buffer.max_lag.",
-                "Always at the bound: the learner is the slower side, and buffer.admission=fresh would train younger groups.",
+                "Always at the bound: it holds generators back; raise buffer.max_lag if the learner waits.",
                 "short",
                 {"p50": lag(0.5, "$__range"), "p99": lag(0.99, "$__range"), "bound": "max(asyncgrpo_max_lag_steps)"},
                 decimals=0,
@@ -310,8 +310,7 @@ ROLLOUTS = Board(
             Panel(
                 "Trained at the bound",
                 "Share of the trained groups whose lag was at the bound in force.",
-                "Normal for buffer.admission=eager. With fresh, much of it says that the bound holds generators back: raise "
-                "buffer.max_lag if the learner waits.",
+                "Much of it says that the bound holds generators back: raise buffer.max_lag if the learner waits.",
                 "percentunit",
                 {"at the bound": AT_BOUND},
                 top=1,
@@ -319,7 +318,7 @@ ROLLOUTS = Board(
             Panel(
                 "Groups by lag",
                 "Trained groups by lag in steps, over the time shown.",
-                "Most of them in the last bar: the bound is at work; buffer.admission=fresh trains younger groups.",
+                "Most of them in the last bar: the bound holds generators back.",
                 "suffix: groups",
                 {"{{le}}": "sum by (le) (increase(asyncgrpo_group_lag_steps_bucket[$__range]))"},
                 kind="bargauge",
@@ -328,8 +327,7 @@ ROLLOUTS = Board(
         "Buffer": [
             Panel(
                 "Slots",
-                "Groups under way, ready and in the learner, the slots they share, and how many buffer.admission wants leased or "
-                "ready.",
+                "Groups under way, ready and in the learner, the slots they share, and how many admission wants leased or ready.",
                 "All leased: generators are the slower side. All ready: the learner is.",
                 "suffix: groups",
                 {
@@ -341,8 +339,8 @@ ROLLOUTS = Board(
             Panel(
                 "Time a group waits ready",
                 "From its arrival until it goes to the learner. It is lag without use.",
-                "With buffer.admission=fresh it is a fraction of a step. Near buffer.max_lag steps: generators run far ahead of "
-                "the learner, so fewer would do.",
+                "A fraction of a step is normal. Near buffer.max_lag steps: generators run far ahead of the learner, so fewer "
+                "would do.",
                 "s",
                 quantiles("asyncgrpo_group_ready_seconds", 0.5, 0.99, by="5m"),
             ),
@@ -796,7 +794,7 @@ REWARDS = Board(
             ),
             Panel(
                 "Held-out suites",
-                "Of the last evaluation of each file of data.eval: mean reward, pass@k, maj@k.",
+                "Of the last evaluation of each file of data.eval: mean reward, pass@k, maj@n.",
                 "pass@k far above pass@1: the answers are there, and the policy is not sure of them yet; docs/evaluate.md.",
                 "short",
                 {"{{suite}} {{number}}": "max by (suite, number) (asyncgrpo_eval_suite)"},
@@ -1094,7 +1092,7 @@ RATIO = Board(
             number(
                 "Trained at the bound",
                 "Share of the trained groups whose lag was at the bound in force.",
-                "Normal for buffer.admission=eager. With fresh it says that the bound holds generators back.",
+                "Much of it says that the bound holds generators back.",
                 "percentunit",
                 {"at the bound": AT_BOUND},
                 width=4,

@@ -148,13 +148,11 @@ class AnyCrash(RuleBasedStateMachine):
     def release(self, holder):
         self.buffer.release(holder)
 
-    @rule(holder=HOLDERS, is_lost=st.booleans())
-    def fall_silent(self, holder, is_lost):
-        self.buffer.free_leases_of(holder)
+    @rule(holder=HOLDERS, is_silent=st.booleans(), is_lost=st.booleans())
+    def give_to_others(self, holder, is_silent, is_lost):
+        self.buffer.free_leases_of(holder, is_silent=is_silent)
         if is_lost:
             self.buffer.release(holder)
-        else:
-            self.buffer.is_back(holder)
 
     @rule()
     def expire(self):

@@ -1,12 +1,11 @@
 """The monitor sees what is kept from the learner for its age, and nothing where nothing is."""
 
-import itertools
 import random
 
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.group_health import BIAS_WINDOW, MIN_SETTLED, BiasMonitor, ks_distance, total_variation
+from asyncgrpo.buffer.group_health import BIAS_WINDOW, MIN_SETTLED, BiasMonitor, ks_distance
 from asyncgrpo.types import Lease, Prompt, Sampling
 from asyncgrpo.wire.rollouts import Deliver
 from tests.buffer.test_buffer import deliver, v
@@ -39,55 +38,46 @@ def test_the_distances_are_those_of_their_definitions():
         assert ks_distance(some, others) == pytest.approx(steps_apart(some, others))
     assert ks_distance([1, 2], [3, 4]) == 1 and ks_distance([1, 2], [2, 1]) == 0
     assert ks_distance([], []) == 0 and ks_distance([1], []) == 1
-    assert total_variation(["a", "a", "b", "b"], ["a", "b", "b", "b"]) == 0.25
-    assert total_variation(["a"], ["b"]) == 1 and total_variation([], []) == 0
 
 
 def test_all_that_is_trained_is_at_no_distance_and_little_says_nothing():
     monitor = BiasMonitor()
     for length in range(MIN_SETTLED - 1):
-        monitor.settle("s", group(length + 1), age=length % 3, masked=0)
+        monitor.settle(group(length + 1), is_trained=True)
     assert monitor.distances() == {}
-    monitor.settle("s", group(5), age=0, masked=0)
-    assert monitor.distances() == {"length": 0, "reward": 0, "source": 0, "age": 0}
+    monitor.settle(group(5), is_trained=True)
+    assert monitor.distances() == {"length": 0, "reward": 0}
 
 
 @pytest.mark.parametrize(
     ("of", "kept", "lost"),
     [
-        ("length", {"message": group(5)}, {"message": group(50)}),
-        ("length", {"message": group(5)}, {"message": None}),  # cancelled: longer than all
-        ("reward", {"message": group(5)}, {"message": group(5, (1.0, 1.0))}),
-        ("source", {"message": group(5), "source": "easy"}, {"message": group(5), "source": "hard"}),
-        ("age", {"message": group(5), "age": 0}, {"message": group(5), "age": 3}),
+        ("length", group(5), group(50)),
+        ("length", group(5), None),  # cancelled: longer than all
+        ("reward", group(5), group(5, (1.0, 1.0))),
     ],
 )
 def test_what_is_given_up_shows_by_its_share_in_the_respect_in_which_it_differs(of, kept, lost):
     monitor = BiasMonitor()
     for number in range(100):
-        monitor.settle(**{"source": "s", "age": 1, **(lost if number % 4 == 0 else kept)},
-                       masked=None if number % 4 == 0 else 0)  # fmt: skip
+        monitor.settle(kept if number % 4 else lost, is_trained=number % 4 != 0)
     distances = monitor.distances()
     assert distances.pop(of) == pytest.approx(0.25)
     assert set(distances.values()) == {0.0}
 
 
-def test_length_is_of_a_completion_without_its_masked_tokens():
+def test_length_is_of_a_completion_however_many_a_group_has():
     monitor = BiasMonitor()
     for number in range(100):
-        monitor.settle("s", group(5, (0.0, 1.0) if number % 2 else (0.5,) * 3), age=1, masked=0 if number % 2 else None)
-    assert monitor.distances()["length"] == 0, "however many completions a group has"
-    monitor = BiasMonitor()
-    for _ in range(MIN_SETTLED):
-        monitor.settle("s", group(10), age=5, masked=8)
-    assert monitor.distances() == {"length": 1.0, "reward": 0.0, "source": 0.0, "age": 0.0}
+        monitor.settle(group(5, (0.0, 1.0) if number % 2 else (0.5,) * 3), is_trained=number % 2 == 1)
+    assert monitor.distances()["length"] == 0
 
 
 def test_it_forgets_what_is_long_ago_and_warns_once_until_it_was_well_again():
     monitor, said = BiasMonitor(), []
-    for masked, count in ((0, 200), (None, 60), (0, BIAS_WINDOW), (None, 200)):
+    for is_trained, count in ((True, 200), (False, 60), (True, BIAS_WINDOW), (False, 200)):
         for _ in range(count):
-            monitor.settle("s", group(50 if masked is None else 5), age=1, masked=masked)
+            monitor.settle(group(5 if is_trained else 50), is_trained=is_trained)
             said.append(monitor.news())
     told = [number for number, sentences in enumerate(said) if sentences]
     assert len(told) == 2 and all(len(said[number]) == 1 for number in told)
@@ -96,13 +86,6 @@ def test_it_forgets_what_is_long_ago_and_warns_once_until_it_was_well_again():
     assert 200 < told[0] < 260 and told[1] - (260 + BIAS_WINDOW) == BIAS_WINDOW // 10, (
         "of the last ones, and of no others"
     )
-
-
-def test_the_age_of_what_is_given_up_for_its_age_is_no_news():
-    monitor = BiasMonitor()
-    for number in itertools.islice(itertools.cycle(range(2)), 2 * MIN_SETTLED):
-        monitor.settle("s", group(5), age=5 * number, masked=None if number else 0)
-    assert monitor.distances()["age"] == 0.5 and monitor.news() == []
 
 
 def test_a_lease_that_was_too_slow_counts_and_one_that_fails_does_not():

@@ -1,11 +1,11 @@
 """The buffer loses nothing, trains nothing twice, and says what became of every group."""
 
 from collections import Counter
+from typing import get_args
 
 import msgspec
 import pytest
 
-from asyncgrpo.buffer.admission import POLICIES
 from asyncgrpo.buffer.buffer import Buffer, group_seed
 from asyncgrpo.buffer.group_health import MIN_GROUPS, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
@@ -16,6 +16,7 @@ from asyncgrpo.types import Discarded, Lease, PolicyVersion, Prompt, Sampling, S
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 
 GROUP_SIZE = 2
+POLICIES = get_args(BufferConfig.__annotations__["policy"])
 
 
 class Recording(InMemory):
@@ -28,23 +29,31 @@ class Recording(InMemory):
         self.records.append(record)
 
 
+class EagerBuffer(Buffer):
+    """A buffer that wants all slots in use."""
+
+    @property
+    def wanted(self) -> int:
+        return self.num_slots
+
+
 def prompts(count: int) -> tuple[Prompt, ...]:
     return tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i + 1,)) for i in range(count))
 
 
 def make_buffer(
     count=12, per_step=2, max_lag=1, epochs=1, filters=False, too_long=(), shuffle=True, algorithm=None, journal=None,
-    quarantine=None, max_attempts=3, **settings,
+    quarantine=None, max_attempts=3, is_eager=True, **settings,
 ) -> Buffer:  # fmt: skip
-    """A buffer over `count` prompts, of which those in `too_long` have no tokens."""
-    config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **({"admission": "eager"} | settings))
+    """A buffer over `count` prompts, of which those in `too_long` have no tokens. An eager one wants all slots in use."""
+    config = BufferConfig(prompts_per_step=per_step, max_lag=max_lag, **settings)
     objective = AlgorithmConfig(**{"group_size": GROUP_SIZE, "filter_zero_signal": filters} | (algorithm or {}))
     some = [
         msgspec.structs.replace(one, token_ids=()) if i in too_long else one for i, one in enumerate(prompts(count))
     ]
     source = PromptSource(some, seed=0, shuffle=shuffle, epochs=epochs)
     given = {"journal": journal, "quarantine": quarantine, "max_attempts": max_attempts}
-    return Buffer(config, objective, source, Sampling(), seed=0, lineage=1, **given)
+    return (EagerBuffer if is_eager else Buffer)(config, objective, source, Sampling(), seed=0, lineage=1, **given)
 
 
 def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1) -> Deliver:

@@ -33,25 +33,6 @@ def test_a_deadline_follows_the_median_between_a_floor_and_a_ceiling(durations, 
     assert after(durations, **settings).seconds(is_last=True) == 1800.0, "the last lease of a prompt has all the time"
 
 
-def test_leases_end_in_order_of_their_deadlines_and_are_told_once():
-    deadlines = Deadlines(0.0, 10.0)
-    for lease_id, ends_s in (("c", 30.0), ("a", 10.0), ("b", 20.0)):
-        deadlines.begin(lease_id, ends_s)
-    assert deadlines.passed(10.0) == []
-    assert deadlines.passed(25.0) == ["a", "b"]
-    assert deadlines.passed(25.0) == [] and deadlines.passed(99.0) == ["c"]
-
-
-def test_leases_that_have_ended_take_no_room():
-    """A lease ends long before its deadline: at 6 a second and half an hour there would be 11,000 of them."""
-    deadlines = Deadlines(0.0, 1800.0)
-    for number in range(100_000):
-        deadlines.begin(f"1.{number}.0", 1800.0 + number)
-        deadlines.ended(f"1.{number - 10}.0")
-    assert len(deadlines._ends_s) == 10
-    assert len(deadlines.passed(math.inf)) == 10
-
-
 @pytest.mark.parametrize("counts_cut", [True, False])
 def test_a_deadline_that_cuts_does_not_feed_on_itself(counts_cut: bool):
     """Exponential durations: if only those that came in time counted, the deadline would shrink to the shortest."""

@@ -228,7 +228,7 @@ def test_the_end_of_a_generator_counts_against_the_prompts_that_its_silence_gave
     for end in range(ISOLATE_AFTER):
         for name in "ab":
             served.join(name, incarnation=str(end))
-        served.pass_time(2.5, "b")
+        served.pass_time(5.5, "b")
         assert buffer.held_by("a") == 0
         for name in "ba":
             served.hear("driver", GeneratorLost(generator_id=name))
@@ -236,7 +236,7 @@ def test_the_end_of_a_generator_counts_against_the_prompts_that_its_silence_gave
     served.join("a", incarnation="last")
     (alone,) = served.grants()["a"]
     served.join("b", incarnation="last")
-    served.pass_time(2.5, "b")
+    served.pass_time(5.5, "b")
     assert buffer.held_by("a") == 1, "what works alone may be what stopped it, and stops nobody else"
     served.hear("driver", GeneratorLost(generator_id="a"))
     assert list(buffer._attempts) == [alone]
@@ -246,7 +246,7 @@ def test_a_completion_clears_a_prompt_that_a_silence_gave_to_another():
     served = served_in_order(per_step=1)
     for name in "ab":
         served.join(name)
-    served.pass_time(3.0, "b")
+    served.pass_time(5.5, "b")
     assert served.buffer.accept(deliver(served.oldest_lease(), 0), b"") is None
     served.hear("driver", GeneratorLost(generator_id="a"))
     assert not served.buffer._isolated._ends
@@ -257,10 +257,11 @@ def test_a_lease_that_was_cut_with_too_few_completions_makes_its_generator_count
     served.join("a")
     for prompt_index, reason in ((0, "lease_timeout"), (1, "failed")):
         served.hear("a", LeaseFailed(generator_id="a", lease_id=f"1.{prompt_index}.0", reason=reason))
-    outcomes, speeds = served.buffer.outcomes, served.service._speeds
+    outcomes = served.buffer.outcomes
     assert outcomes["dropped_lease_timeout"] == outcomes["dropped_failed"] == 1
     assert list(served.buffer._quarantine.cases) == ["train/1"], "one that is only slow is not in quarantine"
-    assert speeds.seconds_per_token("a", 0, 2) > speeds.seconds_per_token("b", 0, 2)
+    speeds = served.service._speeds
+    assert speeds.seconds_per_token("a", 0.0) > speeds.seconds_per_token("b", 1.0)
 
 
 def test_a_run_whose_every_prompt_is_in_quarantine_ends_once_the_learner_has_saved():

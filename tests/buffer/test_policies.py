@@ -4,17 +4,17 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES, AutoLag, Eager, Fresh, JustInTime
+from asyncgrpo.buffer.admission import AutoLag, JustInTime
 from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.config.schema import AutoLagConfig, BufferConfig
+from asyncgrpo.config.schema import AutoLagConfig
 from asyncgrpo.journal.format import BoundChanged
 from asyncgrpo.types import Lease, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver
-from tests.buffer.test_buffer import deliver, lease_all, make_buffer, v
+from tests.buffer.test_buffer import POLICIES, deliver, lease_all, make_buffer, v
 
 TOKENS = 4
 
@@ -50,34 +50,20 @@ def balance(buffer: Buffer) -> None:
     assert tokens["generated"] == fates + buffer.tokens_in_flight
 
 
-@pytest.mark.parametrize(("policy", "taken"), [("wait", None), ("window", None), ("drop", [1]), ("train", [1])])
+@pytest.mark.parametrize(("policy", "taken"), [("wait", None), ("drop", [1]), ("train", [1])])
 def test_whether_a_quick_group_may_overtake_an_old_one_at_its_deadline(policy, taken):
     buffer, (slow, quick) = started(policy)
     buffer.accept(spanning(quick, 0), b"")
-    if policy in ("wait", "window"):
-        # Taking `quick` at 0 leaves `slow` with one step: `wait` may, `window` may not.
-        assert step(buffer, 0) == ([quick.prompt_index] if policy == "wait" else None)
-        if policy == "wait":
-            later = buffer.lease("g", 0.0)
-            buffer.accept(spanning(later, 1), b"")
-            assert step(buffer, 1) is None, "the deadline of the slow one"
-            buffer.accept(spanning(slow, 0), b"")
-            assert step(buffer, 1) == [slow.prompt_index]
+    if policy == "wait":
+        assert step(buffer, 0) == [quick.prompt_index], "it leaves `slow` with one step"
+        later = buffer.lease("g", 0.0)
+        buffer.accept(spanning(later, 1), b"")
+        assert step(buffer, 1) is None, "the deadline of the slow one"
+        buffer.accept(spanning(slow, 0), b"")
+        assert step(buffer, 1) == [slow.prompt_index]
     else:
         assert step(buffer, 0) == taken
     balance(buffer)
-
-
-def test_window_trains_the_prompts_in_their_order_whoever_finishes_first():
-    buffer, leases = started("window", per_step=2, max_lag=2)
-    for lease in reversed(leases[1:]):
-        buffer.accept(spanning(lease, 0), b"")
-    assert step(buffer, 0) is None
-    buffer.fail(leases[0].lease_id, "failed")
-    assert step(buffer, 0) is None, "its prompt was given back and belongs to this window"
-    again = buffer.lease("g", 0.0)
-    buffer.accept(spanning(again, 0), b"")
-    assert [step(buffer, version) for version in range(3)] == [[0, 1], [2, 3], [4, 5]]
 
 
 def test_drop_cancels_a_lease_once_no_step_can_train_it_and_one_other_takes_its_slot():
@@ -125,83 +111,20 @@ def test_a_prompt_that_is_stale_every_time_is_dropped_for_good_and_counted():
     balance(buffer)
 
 
-def test_mask_trains_the_tokens_that_are_not_too_old_and_drops_a_group_of_which_nothing_would_be_left():
-    buffer, (slow, _) = started("mask")
-    buffer.trained(v(3))
-    assert buffer.cancelled() == [], "its next tokens are of the newest weights"
-    buffer.accept(spanning(slow, 0, 3), b"")
-    assert step(buffer, 3) == [slow.prompt_index]
-    assert buffer.tokens["masked"] == buffer.tokens["trained"] == TOKENS
-    balance(buffer)
-    buffer, (slow, _) = started("mask")
-    buffer.accept(spanning(slow, 0, 1), b"")
-    buffer.trained(v(2))
-    assert buffer.count(State.READY) == 1, "at 2 its newer half is of lag 1"
-    buffer.trained(v(3))
-    assert buffer.count(State.READY) == 0 and buffer.outcomes["dropped_stale"] == 1
-    assert [lease.prompt_index for lease in lease_all(buffer)] == [slow.prompt_index]
-    balance(buffer)
-
-
 def test_train_takes_a_group_of_any_age():
     buffer, (slow, _) = started("train")
     buffer.trained(v(9))
     assert buffer.cancelled() == []
     buffer.accept(spanning(slow, 0), b"")
-    assert step(buffer, 9) == [slow.prompt_index] and buffer.tokens["masked"] == 0
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_window_keeps_the_slot_of_a_prompt_that_waits_for_a_generator_of_its_own(policy):
-    buffer = make_buffer(policy=policy, per_step=2, max_lag=0)
-    buffer.trained(v(0))
-    isolated, other = buffer.lease("a", 0.0), buffer.lease("b", 0.0)
-    buffer.release("a")
-    assert buffer.lease("a", 0.0).prompt_index == isolated.prompt_index
-    buffer.release("a")
-    assert buffer.lease("b", 0.0) is None, "it is emptied for the isolated prompt"
-    behind = buffer.lease("c", 0.0)
-    buffer.accept(spanning(other, 0), b"")
-    if policy != "window":
-        assert behind.prompt_index == 2, "nobody waits for the isolated prompt"
-        return
-    assert behind is None
-    alone = buffer.lease("b", 0.0)
-    assert buffer.take(v(0)) is None and alone.prompt_index == isolated.prompt_index
-    buffer.accept(spanning(alone, 0), b"")
-    assert step(buffer, 0) == [isolated.prompt_index, other.prompt_index]
-    balance(buffer)
-
-
-@pytest.mark.parametrize("bound", [1, 0])
-def test_a_suspect_waits_for_a_slot_behind_a_prompt_that_was_given_back(bound):
-    """Prompt 1 waits for a generator of its own, prompt 0 for any. None is kept free for a suspect that has no slot."""
-    buffer = make_buffer(policy="window", per_step=1, max_lag=1)
-    buffer.trained(v(0))
-    first = buffer.lease("a", 0.0)
-    for _ in range(2):
-        assert buffer.lease("b", 0.0).prompt_index == 1
-        buffer.release("b")
-    buffer.give_back(first.lease_id)
-    if bound:
-        buffer.trained(v(1))
-        assert buffer.lease("behind", 0.0, v(0)) is None, "trained after prompt 0, its group would be too old"
-    else:
-        buffer.change_max_lag(0)
-    for index, holder in enumerate(("current", "behind") if bound else ("the only one", "the only one")):
-        lease = buffer.lease(holder, 0.0)
-        assert lease.prompt_index == index and (bound or buffer.lease(holder, 0.0) is None)
-        buffer.accept(spanning(lease, bound + index), b"")
-        assert step(buffer, bound + index) == [index]
-    balance(buffer)
+    assert step(buffer, 9) == [slow.prompt_index]
 
 
 class AnyPolicy(RuleBasedStateMachine):
     """Leases, groups of one or two versions, failures, losses and steps in any order, under any policy."""
 
     @initialize(
-        policy=st.sampled_from(list(POLICIES)),
-        admission=st.sampled_from(list(ADMISSIONS)),
+        policy=st.sampled_from(POLICIES),
+        is_eager=st.booleans(),
         per_step=st.integers(1, 3),
         max_lag=st.integers(0, 3),
         is_auto=st.booleans(),
@@ -209,12 +132,13 @@ class AnyPolicy(RuleBasedStateMachine):
         too_long=st.sets(st.integers(0, 13), max_size=6),
         max_attempts=st.sampled_from([3, 100]),
     )
-    def start(self, policy, admission, per_step, max_lag, is_auto, filters, too_long, max_attempts):
+    def start(self, policy, is_eager, per_step, max_lag, is_auto, filters, too_long, max_attempts):
         self.policy, self.per_step, self.count, self.max_attempts = policy, per_step, 14, max_attempts
-        self.is_auto = is_auto and policy in ("wait", "window", "drop")
+        self.is_eager = is_eager
+        self.is_auto = is_auto and policy in ("wait", "drop")
         self.max_lag = max(1, max_lag) if self.is_auto else max_lag
         chosen = {"max_lag": "auto", "auto_lag": AutoLagConfig(max=self.max_lag)} if self.is_auto else {}
-        settings = {"max_lag": max_lag, "policy": policy, "admission": admission, "max_attempts": max_attempts} | chosen
+        settings = {"max_lag": max_lag, "policy": policy, "is_eager": is_eager, "max_attempts": max_attempts} | chosen
         self.buffer = make_buffer(self.count, per_step, too_long=too_long, filters=filters, **settings)
         self.bounds: dict[str, int] = {}  # of every lease
         self.version = 0
@@ -270,17 +194,12 @@ class AnyPolicy(RuleBasedStateMachine):
         if batch is None:
             return
         lags = [self.version - entry.oldest.number for entry in batch]
-        if self.policy == "mask":
-            assert all(entry.masked < entry.num_tokens for entry in batch)
-            assert all((entry.masked > 0) == (lag > self.max_lag) for entry, lag in zip(batch, lags, strict=True))
-        elif self.policy != "train":
+        if self.policy != "train":
             bounds = [self.bounds[entry.lease.lease_id] for entry in batch]
             assert all(lag <= bound <= self.max_lag for lag, bound in zip(lags, bounds, strict=True))
         left = self.buffer.count(State.READY) + self.buffer.count(State.LEASED) + self.buffer._prompts.has_next
         assert len(batch) == self.per_step or not left
         self.trained += [entry.prompt_index for entry in batch]
-        if self.policy == "window":
-            assert all(self.buffer._prompts.is_done(o) or o in self.trained for o in range(max(self.trained)))
         self.version += 1
         self.buffer.trained(v(self.version))
         for entry in self.buffer.cancelled():
@@ -296,24 +215,22 @@ class AnyPolicy(RuleBasedStateMachine):
             for holder in "ab":
                 held = sum(e.holder == holder and e.state is State.LEASED for e in entries)
                 assert self.buffer.held_by(holder) == held
-            if self.policy in ("wait", "window"):
-                assert not self.buffer.outcomes["dropped_stale"], "these drop nothing for its age"
+            if self.policy == "wait":
+                assert not self.buffer.outcomes["dropped_stale"], "it drops nothing for its age"
 
     @rule()
     def fill(self):
-        """No slot is lost: with eager admission, what no group holds can be leased as long as there are prompts."""
+        """No slot is lost: if all slots are wanted, what no group holds can be leased as long as there are prompts."""
         free = (self.buffer.max_lag + 1) * self.per_step - sum(self.buffer.count(state) for state in State)
         before = len(self.leases)
         for _ in range(free + 1):
             self.lease("a")
         granted = len(self.leases) - before
-        if self.policy == "window":  # what is before a prompt counts, not the slots alone
-            return
         assert granted <= max(free, 0)
         one_works_alone = (
             self.buffer._prompts.next_isolated_index is not None or self.buffer._isolated._alone is not None
         )
-        if self.buffer.wanted is None:
+        if self.is_eager:
             assert granted == max(free, 0) or one_works_alone or not self.buffer._prompts.has_next
 
     def teardown(self):
@@ -338,178 +255,65 @@ TestAnyPolicy = AnyPolicy.TestCase
 TestAnyPolicy.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize(("name", "offered"), [("policy", POLICIES), ("admission", ADMISSIONS)])
-def test_the_configuration_offers_these(name, offered):
-    (field,) = [f for f in msgspec.inspect.type_info(BufferConfig).fields if f.name == name]
-    assert set(field.type.values) == set(offered)
-
-
 # -- admission just in time --------------------------------------------------------------------------------------------
 
-
-def under_way(buffer: Buffer) -> int:
-    return buffer.count(State.LEASED) + buffer.count(State.READY)
+SLOTS = 144
 
 
-def see_step(
-    admission: Eager, at_s: float, in_flight: int, ready: int, wait_s: float = 0.0, slots: int = 1000
-) -> int | None:
-    """Return what is wanted after a step whose batch the learner asks for at `at_s`, and gets `wait_s` later."""
-    admission.batch_requested(in_flight, ready, at_s, slots)
-    admission.batch_taken(at_s + wait_s)
-    return admission.wanted
-
-
-def begun(kind: type[JustInTime] = JustInTime, policy: str = "wait") -> JustInTime:
-    """Return an admission of P = 48 that has seen the first request of a start, at 0 s."""
-    admission = kind(BufferConfig(prompts_per_step=48, policy=policy))
-    assert see_step(admission, 0.0, in_flight=144, ready=0) is None, "no step was trained before the first request"
+def begun(in_flight: int = 96, ready: int = 48) -> JustInTime:
+    """An admission of P = 48 after its first step of 1 s, without a wait."""
+    admission = JustInTime(48)
+    assert see_step(admission, 0, SLOTS, 0) == SLOTS, "no step was trained before the first request"
+    see_step(admission, 1, in_flight, ready)
     return admission
 
 
-def test_just_in_time_holds_nothing_back_where_the_learner_starves_with_all_slots_taken():
-    admission, slots = begun(), 3 * 48
-    for number in range(1, 4):  # steps of 10 s, of which it waits 4
-        wanted = see_step(admission, 10.0 * number, in_flight=60, ready=36, wait_s=4.0, slots=slots)
-    assert wanted == slots - 2, "all but those for which the learner may wait"
-    for number in range(4, 4 + JustInTime.STEPS):
-        wanted = see_step(admission, 10.0 * number, in_flight=30, ready=48, wait_s=0.0, slots=slots)
-    assert wanted == 78 - 2, "the slots are enough again"
+def see_step(admission: JustInTime, at_s: float, in_flight: int, ready: int, wait_s: float = 0.0) -> int:
+    """Return what is wanted after a step whose batch the learner asks for at `at_s`, and gets `wait_s` later."""
+    admission.batch_requested(in_flight, ready, at_s)
+    admission.batch_taken(at_s + wait_s, SLOTS)
+    return admission.wanted(SLOTS)
 
 
-def test_fresh_begins_as_eager_does_and_never_holds_less_than_a_batch():
-    buffer = make_buffer(count=200, per_step=4, max_lag=8, admission="fresh")
+def test_a_start_takes_all_slots_and_then_no_less_than_a_batch():
+    buffer = make_buffer(count=200, per_step=4, max_lag=8, is_eager=False)
     buffer.trained(v(0))
     leases = lease_all(buffer)
-    assert len(leases) == 9 * 4, "as many as there are slots: nothing is measured yet"
-    for version in range(2 * JustInTime.STEPS):  # whatever is leased is ready when the learner asks
+    assert len(leases) == 9 * 4, "nothing is measured yet"
+    for version in range(40):  # whatever is leased is ready when the learner asks
         for lease in leases:
             assert buffer.accept(spanning(lease, version), b"") is None
         assert step(buffer, version) is not None
         leases = lease_all(buffer)
-    assert buffer.wanted == under_way(buffer) == 4
+    assert buffer.wanted == buffer.count(State.LEASED) + buffer.count(State.READY) == 4
 
 
-def test_just_in_time_keeps_what_was_in_flight_when_the_learner_asked_and_one_batch():
-    """It keeps 2.4 groups less: with 48 groups a step, they are 5 % of it."""
-    admission = begun()
-    assert see_step(admission, 1.0, in_flight=60, ready=90) == 60 + 48 - 2
-    for second in range(2, 2 + JustInTime.STEPS):
-        wanted = see_step(admission, second, in_flight=10, ready=60)
-    assert wanted == 10 + 48 - 2
+def test_a_learner_that_starves_gets_all_slots():
+    admission = begun(0, 48)
+    assert admission.wanted(SLOTS) == 48
+    wanted = [see_step(admission, 10.0 * number, 48, 0, wait_s=5.0) for number in range(1, 8)]
+    assert wanted[0] > 48 and sorted(wanted) == wanted and wanted[-1] == SLOTS
+    assert admission.wanted(96) == 96, "the bound has become smaller"
 
 
-def test_just_in_time_adds_a_batch_for_the_share_of_a_step_that_the_learner_waited():
-    admission = begun()
-    assert see_step(admission, 0.75, in_flight=64, ready=0, wait_s=0.25) == 64 + 48 * 0.25 - 2
-    assert see_step(admission, 1.5, in_flight=28, ready=46, wait_s=0.5) == 74 + 48 * 0.5 - 4, (
-        "of which two were missing"
-    )
+@pytest.mark.parametrize("needed", [60, 100])
+def test_the_learner_waits_for_a_twentieth_of_its_time_whatever_number_that_takes(needed):
+    """Each group that is missing of `needed` makes it wait for 1/48 of a step. Any number in flight needs itself."""
+    admission, waited = begun(), []
+    for second in range(2, 200):
+        wanted = admission.wanted(SLOTS)
+        waited.append(max(0, needed - wanted) / 48)
+        see_step(admission, second, wanted - 48, ready=48, wait_s=waited[-1] / (1 + waited[-1]))
+    assert abs(admission.wanted(SLOTS) - needed) <= 4
+    assert sum(waited[-100:]) / 100 == pytest.approx(0.05, abs=0.02)
 
 
-def test_just_in_time_lets_the_learner_wait_for_a_twentieth_of_its_time():
-    admission = begun()
-    for second in range(1, 13):
-        see_step(admission, second, in_flight=0, ready=48)
-    for wait_s in (0.2, 0.2, 0.19):
-        second += 1
-        assert see_step(admission, second, in_flight=48, ready=0, wait_s=wait_s) == 48
-    assert see_step(admission, second + 1, in_flight=48, ready=0, wait_s=0.2) > 48
-
-
-@pytest.mark.parametrize("policy", ["wait", "window"])
-@given(steps=st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.floats(0.0, 0.9)), min_size=1, max_size=60))
-def test_just_in_time_keeps_the_fewest_with_which_the_learner_would_have_waited_for_a_twentieth(policy, steps):
-    admission, seen = begun(policy=policy), []
-    before_s = 0.0
-    for second, (in_flight, ready, wait_s) in enumerate(steps, 1):
-        wait_s = wait_s if ready < 48 else 0.0
-        if admission.wanted is None or in_flight + ready <= admission.wanted:
-            seen.append(in_flight + min(ready, 48) + 48 * wait_s / (second + wait_s - before_s))
-        wanted, before_s = see_step(admission, second, in_flight, ready, wait_s), second + wait_s
-    seen = seen[-(48 if policy == "window" else 12) :]
-    allowed = 0.05 * 48 * len(seen)
-    assert wanted >= 48 and sum(max(0.0, right - wanted) for right in seen) <= allowed + 1e-6
-    assert wanted == 48 or sum(max(0.0, right - wanted + 1) for right in seen) > allowed - 1e-6
-
-
-def test_just_in_time_learns_nothing_from_a_step_at_which_it_held_leases_back():
-    """Few are in flight then because none may begin, and not because few are needed."""
-    admission = begun()
-    most = see_step(admission, 1.0, in_flight=60, ready=200)
-    for second in range(2, 14):
-        assert see_step(admission, second, in_flight=0, ready=150) == most
-    for second in range(14, 14 + JustInTime.STEPS):
-        wanted = see_step(admission, second, in_flight=0, ready=48)
-    assert wanted == 48
-
-
-def see_busy(fresh: JustInTime, first: int, steps: int, needed: int) -> int:
-    """Return what is wanted after steps of 1 s at which all but a batch is in flight; with fewer than `needed` it waits."""
-    for second in range(first, first + steps):
-        wanted = fresh.wanted
-        assert wanted is not None
-        wanted = see_step(fresh, second, in_flight=wanted - 48, ready=48, wait_s=0.0 if wanted >= needed else 0.3)
-    return wanted
-
-
-def test_fresh_tries_fewer_until_the_learner_waits():
-    fresh, plain = begun(Fresh), begun()
-    for admission in (fresh, plain):
-        see_step(admission, 1.0, in_flight=144, ready=48)
-    assert see_busy(plain, 2, 60, needed=100) > 140, "any number in flight needs itself"
-    assert 90 <= see_busy(fresh, 2, 60, needed=100) <= 130
-
-
-def test_trials_that_fail_become_rare():
-    waited = {}
-    for kind in (Fresh, JustInTime):
-        admission, waited[kind] = begun(kind), 0
-        see_step(admission, 1.0, in_flight=96, ready=48)
-        for second in range(2, 1000):
-            has_enough = admission.wanted >= 130
-            waited[kind] += not has_enough
-            see_step(admission, second, admission.wanted - 48, ready=48, wait_s=0.0 if has_enough else 0.3)
-    assert 2 <= waited[Fresh] - waited[JustInTime] <= 20
-
-
-def test_no_trial_begins_while_the_learner_starves():
-    fresh, plain = begun(Fresh), begun()
-    for second in range(1, 60):
-        assert see_step(fresh, second, 96, 0, wait_s=0.4, slots=144) == see_step(
-            plain, second, 96, 0, wait_s=0.4, slots=144
-        )
-
-
-def test_a_prompt_that_others_overtook_is_leased_however_many_of_these_are_ready():
-    """Under `window` the learner waits for it. A crash of the buffer leaves such gaps too."""
-    buffer = make_buffer(count=40, per_step=2, max_lag=4, policy="window", admission="fresh")
-    buffer.trained(v(0))
-    first, *others = lease_all(buffer)
-    for lease in others:
-        assert buffer.accept(spanning(lease, 0), b"") is None
-    buffer.fail(first.lease_id, "failed")
-    buffer._admission._targets.append(under_way(buffer))  # so that what is under way is enough
-    assert buffer.take(v(0)) is None
-    again = buffer.lease("a", 0.0)
-    assert again is not None and again.prompt_index == first.prompt_index
-    assert buffer.lease("a", 0.0) is None, "but no new one"
-
-
-def test_under_window_a_group_behind_one_in_flight_counts_as_in_flight():
-    """It cannot be taken. If it counted as ready, fresh would hold back what the learner needs after the slow one."""
-    buffer = make_buffer(count=60, per_step=2, max_lag=10, policy="window", admission="fresh")
-    buffer.trained(v(0))
-    leases = [buffer.lease("g", 0.0) for _ in range(10)]
-    for lease in leases[:2]:
-        buffer.accept(spanning(lease, 0), b"")
-    assert step(buffer, 0) is not None
-    for lease in [leases[2], *leases[4:]]:
-        buffer.accept(spanning(lease, 0), b"")
-    assert buffer.take(v(1), 1.0) is None, "of its batch the second prompt is missing"
-    buffer.accept(spanning(leases[3], 0), b"")
-    assert buffer.take(v(1), 2.0) is not None
-    assert buffer.wanted == 7 + 1 + 2 * 0.5, "all from that one on, the first, and a wait of half a step"
+def test_groups_that_wait_ready_are_not_wanted():
+    admission = begun(10, 110)
+    for second in range(2, 20):
+        wanted = admission.wanted(SLOTS)
+        see_step(admission, second, 10, ready=wanted - 10)
+    assert 48 <= admission.wanted(SLOTS) <= 70
 
 
 # -- buffer.max_lag: auto ----------------------------------------------------------------------------------------------

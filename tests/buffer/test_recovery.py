@@ -13,7 +13,7 @@ from asyncgrpo.journal.format import FORMAT, BatchIssued, Committed, Delivered, 
 from asyncgrpo.journal.history import read_history
 from asyncgrpo.journal.log import SEGMENT_BYTES, Journal
 from asyncgrpo.types import Lease, PolicyVersion, Sampling
-from tests.buffer.test_buffer import deliver, prompts
+from tests.buffer.test_buffer import EagerBuffer, deliver, prompts
 
 COMPATIBILITY_KEY = {"sampling": "warm"}
 
@@ -44,7 +44,7 @@ def start(
         max_lag_is_auto=settings_.max_lag == "auto",
     )
     reopened = reopen(folder, began, source, settings_, segment_bytes=segment_bytes)
-    buffer = Buffer(
+    buffer = EagerBuffer(
         settings_,
         AlgorithmConfig(group_size=2),
         source,
@@ -145,21 +145,6 @@ def test_with_a_smaller_lag_only_what_can_be_trained_in_time_is_kept(one_step_do
     assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 1))] == taken
 
 
-@pytest.mark.parametrize(("policy", "counts"), [("wait", {"ready": 4}), ("window", {"ready": 3, "stale": 1})])
-def test_in_order_a_group_further_away_than_the_slots_reach_leaves_its_slot_to_one_before_it(tmp_path, policy, counts):
-    buffer, _ = start(tmp_path, 1, policy=policy, max_attempts=1)
-    buffer.trained(PolicyVersion(1, 0))
-    buffer.fail(lease(buffer).lease_id, "failed")  # for good, but in no checkpoint
-    for _ in range(4):
-        accept(buffer, lease(buffer), 0)
-    buffer, found = start(tmp_path, 2, policy=policy, max_attempts=1)
-    buffer.trained(PolicyVersion(2, 0))
-    assert found == counts
-    if policy == "window":
-        accept(buffer, lease(buffer), 0, lineage=2)
-        assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 0))] == [0, 1]
-
-
 def test_a_group_whose_body_was_damaged_is_generated_again(one_step_done):
     folder, _, prompts_at_1 = one_step_done
     path = folder / "00000001.journal"
@@ -214,9 +199,7 @@ def test_a_person_s_smaller_bound_holds_for_the_groups_leased_under_it_also_afte
 
 def months(folder: Path, steps: int, *, lineage=1, checkpoint=None, **config):
     """Train and save `steps` steps with tiny segments. Returns the buffer and the checkpoint of the last one."""
-    buffer, _ = start(
-        folder, lineage, checkpoint=checkpoint, count=1000, segment_bytes=500, admission="eager", **config
-    )
+    buffer, _ = start(folder, lineage, checkpoint=checkpoint, count=1000, segment_bytes=500, **config)
     first = checkpoint[0].number if checkpoint is not None else 0
     buffer.trained(PolicyVersion(lineage, first))
     for step in range(first, first + steps):

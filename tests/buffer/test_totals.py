@@ -11,9 +11,9 @@ from tests.buffer.test_incarnations import PAYLOAD, Served
 from tests.test_metrics import value
 
 
-def begun(admission: str = "eager", max_lag: int = 1, generators: int = 2) -> Served:
+def begun(max_lag: int = 1, generators: int = 2) -> Served:
     """Generators with places for four groups each, at work for a learner whose steps train two."""
-    served = Served(count=40, per_step=2, max_lag=max_lag, admission=admission, shuffle=False)
+    served = Served(count=40, per_step=2, max_lag=max_lag, is_eager=False, shuffle=False)
     served.hear("learner", Trained(version=v(0)))
     for name in map(str, range(generators)):
         served.join(name, window=4)
@@ -51,32 +51,19 @@ def test_a_batch_tells_for_how_long_its_groups_waited_ready():
 
 
 def test_a_batch_tells_the_bound_in_force_and_what_was_under_way_against_what_was_wanted():
-    served = begun("fresh", max_lag=3)
+    served = begun(max_lag=3)
     answer(served, 5)
     told = take(served)
     assert (told["now_max_lag"], told["now_slots"]) == (3, 8)
-    assert told["now_under_way"] == 8 and "now_wanted" not in told, "it begins as eager does"
+    assert told["now_under_way"] == told["now_wanted"] == 8, "at the start all slots are wanted"
     served.hear("learner", Trained(version=v(1)))
     served.buffer._auto = AutoLag(32, max_lag=5)
     told = take(served, 1)  # three groups are in flight, three ready
-    assert (told["now_wanted"], told["now_under_way"]) == (served.buffer.wanted, 6) == (3 + 2, 6)
+    assert (told["now_wanted"], told["now_under_way"]) == (served.buffer.wanted, 6) == (6, 6)
     assert (told["now_max_lag"], told["now_slots"]) == (5, 12), "the bound has changed"
     served.pass_time(0.2)
-    assert [value(name) for name in ("max_lag_steps", "buffer_slots", "groups_wanted")] == [5, 12, 5]
+    assert [value(name) for name in ("max_lag_steps", "buffer_slots", "groups_wanted")] == [5, 12, 6]
     assert value("generator_places") == 8
-    served = begun("eager")
-    answer(served, 2)
-    assert "now_wanted" not in take(served)
-    served.pass_time(0.2)
-    assert [value(name) for name in ("max_lag_steps", "buffer_slots", "groups_wanted")] == [1, 4, 4]
-
-
-def test_what_is_wanted_is_never_more_than_there_are_slots():
-    buffer = begun("fresh", max_lag=2).buffer
-    for _ in range(2):
-        buffer._admission.batch_requested(in_flight=20, ready=2, now_s=0.0, slots=100)
-        buffer._admission.batch_taken(0.0)
-    assert buffer.wanted == 6 == buffer.num_slots
 
 
 def test_a_batch_tells_how_many_groups_were_in_flight_on_average_since_the_one_before():

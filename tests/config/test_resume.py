@@ -40,7 +40,7 @@ APPLIED = frozenset({
     "algorithm.behaviour_kl_coef", "algorithm.entropy_coef", "algorithm.truncated",
     "algorithm.overlong_buffer", "algorithm.overlong_factor", "algorithm.critic.gamma", "algorithm.critic.lam",
     "algorithm.critic.value_coef", "algorithm.critic.value_clip", "algorithm.critic.lr_scale",
-    "buffer.prompts_per_step", "buffer.max_lag", "buffer.policy", "buffer.admission",
+    "buffer.prompts_per_step", "buffer.max_lag", "buffer.policy",
     "buffer.auto_lag.max",
     "buffer.lease_timeout_s",
     "buffer.straggler_factor", "buffer.durability",

@@ -231,7 +231,6 @@ class TestCrossChecks:
             (["learner.betas=[0.9,1.0]"], "each a number, at least 0 and below 1; it is [0.9, 1.0]"),
             (["algorithm.min_completions=9"], "algorithm.min_completions (9) is more than algorithm.group_size (8)"),
             (["buffer.straggler_factor=1.2"], "set it to at least 1.5"),
-            (["buffer.max_lag=auto", "buffer.policy=mask"], "bounds groups, which buffer.policy (mask) does not"),
             (["buffer.max_lag=auto", "buffer.policy=train"], "bounds groups, which buffer.policy (train) does not"),
             (["sampling.top_k=0"], "write -1 for no limit"),
             (["model.lora.targets=[q_proj]"], "model.lora.rank (0): all weights would be trained"),

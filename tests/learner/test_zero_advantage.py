@@ -52,7 +52,7 @@ def test_a_preset_runs_no_completion_that_changes_nothing_and_every_one_that_doe
     total, all_sums, expected = gradient(ours, groups)
     assert count == total if name in RUN_ALL else count <= total - sum(len(r.completion.token_ids) for r in silent)
     assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
-    for counted in ("tokens", "clipped", "update_tokens", "lag_tokens", "lag_sum", "lag_max", "stale_tokens"):
+    for counted in ("tokens", "clipped", "update_tokens", "lag_tokens", "lag_sum", "lag_max"):
         assert sums[counted] == all_sums[counted], counted
     assert sums["loss"].item() == pytest.approx(all_sums["loss"].item(), abs=1e-9)
 
@@ -67,7 +67,7 @@ def test_what_is_not_run_is_reported_as_far_as_the_engine_knows_it(path):
     assert silent.logprob_gap_max is None and silent.diagnostics["kl_k1"] == 0.0 and silent.shares_within == {}
     assert [r.tokens_trained for r in (trained, silent, both)] == [*counts, sum(counts)]
     assert silent.diagnostics["lag_mean"] == pytest.approx(ALIKE[1].num_tokens / counts[1])
-    assert silent.diagnostics["lag_max"] == 1.0 and silent.diagnostics["stale_dropped"] == 0.0
+    assert silent.diagnostics["lag_max"] == 1.0
     weighted = sum(one.entropy * one.tokens_trained for one in (trained, silent))
     assert both.entropy == pytest.approx(weighted / both.tokens_trained, rel=1e-6)
     assert both.diagnostics["kl_k1"] == pytest.approx(trained.diagnostics["kl_k1"], rel=1e-6)

@@ -58,13 +58,6 @@ def test_the_knee_in_groups():
     assert knee_groups(profile(decode=DecodeCurve(base_s=0.02, per_completion_s=0.0))) == 4
 
 
-def test_where_the_learner_decides_eager_fills_the_bound_and_fresh_does_not():
-    slow = profile(learner=LearnerTimes(base_s=10.0, rank_s_per_token=0.001))
-    fresh, eager = predict(slow, SPLIT), predict(slow, Split(2, 2, 4, 4, admission="eager"))
-    assert fresh.bottleneck == eager.bottleneck == "learner"
-    assert (fresh.lag_mean, eager.lag_mean) == (pytest.approx(1.0), 4.0)
-
-
 def test_a_second_generator_helps_where_generators_decide_and_a_sixth_does_not():
     steps = [predict(profile(), Split(generators, 2, 4, 8)).step_s for generators in (1, 2, 5, 6)]
     assert steps[1] < 0.6 * steps[0]

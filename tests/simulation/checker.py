@@ -206,16 +206,6 @@ class Checker:
             versions = self._true_versions(group, life.source)
             self._lag_is_bounded(group, versions, version)
             self.lags[version.number - versions[0].number] += 1
-        if self._policy == "window":
-            passed = [
-                prompt_index
-                for prompt_index in range(max(g.prompt_index for g in groups))
-                if prompt_index not in life.trained
-            ]
-            passed = [prompt_index for prompt_index in passed if not life.source.is_done(prompt_index)]
-            self._require(
-                not passed, "P21 in order", f"{version} trains {[g.prompt_index for g in groups]} before {passed}"
-            )
         if len(groups) < self._per_step:
             rest = life.buffer.count(State.LEASED) + life.buffer.count(State.READY) + life.source.has_next
             self._require(not rest, "P7 full batches", f"{len(groups)} groups of {self._per_step}, and {rest} are left")
@@ -343,11 +333,11 @@ class Checker:
         self._require(lease_id not in life.ended, "P8 ended leases", f"{lease_id} failed and is granted again")
         prompt_index, prompt = lease.prompt_index, lease.prompt
         self._bounds[lease_id] = bound = life.buffer.max_lag
-        before = [i for i in _prompts_of(life.buffer) if self._policy != "window" or i <= prompt_index]
+        held = len(life.buffer._entries)
         behind = max(0, current.number - counts_from.number) if current is not None else 0
-        if len(before) > (bound - behind + 1) * self._per_step:
+        if held > (bound - behind + 1) * self._per_step:
             raise Violation(
-                f"P9 slots: {lease_id} begins as one of {len(before)} where the bound is {bound}, {behind} versions behind"
+                f"P9 slots: {lease_id} begins as one of {held} where the bound is {bound}, {behind} versions behind"
             )
         life.grants[prompt_index] += 1
         self._cut_after_s[lease_id] = lease.cut_after_s or 0.0
@@ -404,7 +394,7 @@ class Checker:
                 self._gave_up(life, lease_id)
         life.num_stale += gone
         stale = life.buffer.outcomes["dropped_stale"]
-        if self._policy in ("wait", "window"):
+        if self._policy == "wait":
             self._require(not gone, "P18 none for its age", f"{gone} groups were dropped as too old, and issued again")
         self._require(
             life.num_stale == stale, "P1 none lost", f"{life.num_stale} acknowledged groups gone, {stale} as stale"
@@ -464,12 +454,10 @@ class Checker:
         self.counts["bound_raised" if bound > life.bounds[-2] else "bound_lowered"] += 1
 
     def _lag_is_bounded(self, group: Group, versions: list[PolicyVersion], at: PolicyVersion) -> None:
-        """As the policy promises: of every token, of those that have a weight (and some must), or of none.
-
-        The bound is that of the lease, whatever has come into force since.
-        """
-        decisive = {"mask": versions[-1], "train": at}.get(self._policy, versions[0])
-        lag, bound = at.number - decisive.number, self._bounds[group.lease_id]
+        """As the policy promises, by the bound of the lease, whatever has come into force since."""
+        if self._policy == "train":
+            return
+        lag, bound = at.number - versions[0].number, self._bounds[group.lease_id]
         self._require(0 <= lag <= bound, "P4 lag", f"{group.group_id} is trained with lag {lag} of {bound} at {at}")
 
     def _true_versions(self, group: Group, source: PromptSource) -> list[PolicyVersion]:
@@ -498,11 +486,6 @@ class Checker:
     def _require(self, holds: bool, promise: str, problem: str) -> None:
         if not holds:
             raise Violation(f"{promise}: {problem}")
-
-
-def _prompts_of(buffer: Buffer) -> Iterable[int]:
-    """Prompt indices of the groups that hold a slot."""
-    return (entry.prompt_index for entry in buffer._entries.values())
 
 
 def _is_untrained_end(outcome: str) -> bool:

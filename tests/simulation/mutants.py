@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from asyncgrpo.buffer import admission, recovery
-from asyncgrpo.buffer.admission import AutoLag, Mask, Policy, Wait, Window
+from asyncgrpo.buffer import buffer as buffer_module
+from asyncgrpo.buffer import recovery
+from asyncgrpo.buffer.admission import AutoLag, JustInTime
 from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import IsolatedPrompts, Quarantine
@@ -41,9 +42,7 @@ Change = tuple[Any, str, Callable[[Any], Any]]
 """Of what, which attribute, and a function that makes what it becomes of what it is."""
 MUTANTS: dict[str, list[Change]] = {}
 SHOWN_UNDER: dict[str, dict[str, Any]] = {
-    "lag_from_newest_token": {"admission": "eager"},
     "raised_whatever_it_does": {"max_lag": "auto"},
-    "window_counts_who_overtook": {"max_lag": "auto", "policy": "window"},
     "given_back_is_charged": {"outages": (Outage(0.0, 60.0, ""),)},
 }
 """Settings of the run under which a mutant shows, where few seeds have them."""
@@ -119,11 +118,11 @@ def lag_from_newest_token(accept, self: Buffer, message: Deliver, *rest: Any) ->
     return refusal
 
 
-@mutant(Policy, "evict")
-@mutant(admission, "deadlines_are_kept")
-def no_check_at_take(right, *arguments: Any) -> object:
+@mutant(Buffer, "_evict_stale")
+@mutant(buffer_module, "deadlines_are_kept")
+def no_check_at_take(right, *arguments: Any) -> bool:
     """Only admission bounds the lag: a batch is taken as it comes."""
-    return [] if isinstance(arguments[0], Policy) else True
+    return True
 
 
 @mutant(Buffer, "accept")
@@ -153,9 +152,9 @@ def released_lease_delivers(release, self: Buffer, holder: str) -> list[str]:
 
 
 @mutant(Buffer, "free_leases_of")
-def silent_one_delivers(free_leases_of, self: Buffer, holder: str) -> list[str]:
+def silent_one_delivers(free_leases_of, self: Buffer, holder: str, **why: bool) -> list[str]:
     """A lease that others go on with is granted under the name that the silent generator delivers it by."""
-    freed = free_leases_of(self, holder)
+    freed = free_leases_of(self, holder, **why)
     self._ended.subtract(int(lease_id.split(".")[1]) for lease_id in freed)
     return freed
 
@@ -167,10 +166,10 @@ def no_lease_expiry(expire, self: Buffer, now_s: float, is_excused: Any) -> list
 
 
 @mutant(Buffer, "_give_up")
-def stale_dropped_in_silence(give_up, self: Buffer, entry: GroupEntry, version: int, reason: str) -> None:
+def stale_dropped_in_silence(give_up, self: Buffer, entry: GroupEntry, reason: str) -> None:
     """What is too old disappears without a count."""
     before = self.outcomes[f"dropped_{reason}"]
-    give_up(self, entry, version, reason)
+    give_up(self, entry, reason)
     self.outcomes[f"dropped_{reason}"] = before
 
 
@@ -194,35 +193,15 @@ def stale_for_ever(give_up, self: Buffer, *dropped: Any) -> None:
         self._max_attempts = limit
 
 
-@mutant(Window, "select")
-def window_by_completion(select, self: Window, *arguments: Any) -> list | None:
-    """A window closes over whatever is here first."""
-    return Policy.select(self, *arguments)
-
-
 class _Unsorted(list):
     def sort(self, **_: Any) -> None:
         """Stays as it is."""
 
 
-@mutant(Wait, "select")
-def batch_by_age(select, self: Wait, *arguments: Any) -> list | None:
+@mutant(Buffer, "_choose")
+def batch_by_age(choose, self: Buffer, version: PolicyVersion) -> list:
     """A batch is in the order in which its groups were chosen, which depends on who finished first."""
-    batch = select(self, *arguments)
-    return None if batch is None else _Unsorted(batch)
-
-
-@mutant(PromptSource, "waiting_before")
-def window_forgets_isolated(waiting_before, self: PromptSource, prompt_index: int) -> int:
-    """The slots of a window go to prompts behind one that waits for a generator of its own."""
-    return 0
-
-
-@mutant(Buffer, "_has_slot")
-def window_counts_who_overtook(has_slot, self: Buffer, prompt_index: int | None, behind: int) -> bool:
-    """A prompt that was given back waits for a slot behind those that wait for it, once the bound is smaller."""
-    waiting = 0 if prompt_index is None else self._prompts.waiting_before(prompt_index)
-    return self._policy.admit(len(self._entries) + waiting, self.max_lag - behind)
+    return _Unsorted(choose(self, version))
 
 
 @mutant(BufferService, "_grant")
@@ -241,22 +220,16 @@ def bound_of_now(step_ended, self: Buffer, *arguments: Any) -> None:
         entry.max_lag = self.max_lag
 
 
-@mutant(Policy, "admit")
-def slots_of_the_largest_bound(admit, self: Policy, held: int, max_lag: int) -> bool:
+@mutant(Buffer, "_has_slot")
+def slots_of_the_largest_bound(has_slot, self: Buffer, behind: int = 0) -> bool:
     """A smaller bound takes no slots away."""
-    return held < self._config.num_slots
+    return len(self._entries) < self._config.num_slots
 
 
 @mutant(AutoLag, "step_ended")
 def raised_whatever_it_does(step_ended, self: AutoLag, version: int, shares: Mapping[int, float], waited: float) -> int:
     """The bound is raised because the learner waits, though old tokens already do harm."""
     return step_ended(self, version, dict.fromkeys(shares, 1.0), waited)
-
-
-@mutant(Mask, "evict")
-def mask_keeps_the_wholly_masked(evict, self: Mask, *arguments: Any) -> list:
-    """A group of which no token has a weight fills a place in the batch."""
-    return []
 
 
 @mutant(Buffer, "cancelled")
@@ -297,9 +270,8 @@ def no_fencing(handle, self: BufferService, peer: str, message: Message, *rest: 
 
 
 @mutant(IsolatedPrompts, "interrupted")
-def endless_poison(interrupted, self: IsolatedPrompts, holder: str, prompt_indices: Any) -> tuple:
+def endless_poison(interrupted, self: IsolatedPrompts, prompt_indices: Any) -> None:
     """The end of a generator costs the prompts in flight nothing, however often."""
-    return ()
 
 
 @mutant(Quarantine, "__contains__")
@@ -321,17 +293,15 @@ def behind_counts_as_current(lease, self: Buffer, holder: str, now_s: float, ser
 
 
 @mutant(Buffer, "_has_slot")
-def slots_whatever_is_served(has_slot, self: Buffer, prompt_index: int | None, behind: int) -> bool:
+def slots_whatever_is_served(has_slot, self: Buffer, behind: int = 0) -> bool:
     """A generator whose weights are behind may begin as many groups as any other."""
-    return has_slot(self, prompt_index, 0)
+    return has_slot(self)
 
 
-def _fewer_than_a_batch(wanted: property) -> property:
+@mutant(JustInTime, "wanted")
+def fewer_than_a_batch(wanted, self: JustInTime, slots: int) -> int:
     """So few groups are wanted under way that a batch is never complete, and the learner waits for ever."""
-    return property(lambda self: self._per_step - 1)
-
-
-MUTANTS["fewer_than_a_batch"] = [(admission.Fresh, "wanted", _fewer_than_a_batch)]
+    return self._per_step - 1
 
 
 # -- the generator -----------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ any moment the bound becomes any of some. Groups arrive in any order, are filter
 
 Promised: no group is trained after its deadline, none is held beyond the slots of the largest bound, and the learner is
 never stuck once all that is in flight has ended.
-The wishes of just-in-time admission are any: fewer than a batch under way *must* be followed by a lease, and a prompt
-that was given back too; everything else *may*.
+The wishes of just-in-time admission are any: fewer than a batch under way *must* be followed by a lease, everything else
+*may*.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ class State(NamedTuple):
     bound: int
     is_training: bool
     groups: tuple[Group, ...]
-    """In the order of their prompts under `window`, else sorted: then only their deadlines matter."""
+    """Sorted: only their deadlines matter."""
 
 
 GIVEN_BACK = Group(None)
@@ -51,11 +51,8 @@ class Rules(NamedTuple):
     """Whether the prompt at this place may be leased."""
     take: Callable[[State], tuple[int, ...] | None]
     """Places of the next batch."""
-    is_in_order: bool = False
     least: int = P
     """Groups under way below which admission must begin another one."""
-    returned_first: bool = True
-    """Whether it must also begin a prompt that was given back."""
     bounds: tuple[int, ...] = BOUNDS
     """That may come into force."""
     counts_behind: bool = True
@@ -84,11 +81,6 @@ def slots_of_the_largest(state: State, place: int) -> bool:
     return len(held(state)) + P * state.is_training < MOST
 
 
-def place_in_order(state: State, place: int) -> bool:
-    """Under `window`: the prompts that are trained before it take fewer steps than the bound allows."""
-    return place + P * state.is_training < (state.bound + 1) * P
-
-
 def earliest_deadline(state: State) -> tuple[int, ...] | None:
     return _feasible(state, lambda group: group.left)
 
@@ -112,23 +104,17 @@ def without_rule(state: State) -> tuple[int, ...] | None:
     return tuple(place for _, place in ready[:P]) if len(ready) >= P else None
 
 
-def in_order(state: State) -> tuple[int, ...] | None:
-    first = state.groups[:P]
-    return tuple(range(P)) if len(first) == P and all(group.is_ready for group in first) else None
-
-
 # -- every order of events ---------------------------------------------------------------------------------------------
 
 
 def leases(state: State, rules: Rules) -> Iterator[tuple[State, bool]]:
     """The states that a lease leads to, and whether admission must grant it."""
     place = next((p for p, group in enumerate(state.groups) if group.left is None), len(state.groups))
-    was_given_back = place < len(state.groups)
     for behind in range(min(BEHIND, state.bound) + 1):  # of the generator; in the end one is not
         left = state.bound - behind
         if rules.may_begin(state._replace(bound=left) if rules.counts_behind else state, place):
             groups = (*state.groups[:place], Group(left, state.bound), *state.groups[place + 1 :])
-            is_needed = len(held(state)) < rules.least or (was_given_back and rules.returned_first)
+            is_needed = len(held(state)) < rules.least
             yield state._replace(groups=groups), is_needed and not behind
 
 
@@ -172,23 +158,18 @@ def reached(rules: Rules) -> tuple[int, list[State]]:
                 way.append(before)
             return len(came_from), way[::-1]
         for then in [*(then for then, _ in leases(state, rules)), *other_events(state, rules)]:
-            if not rules.is_in_order:
-                then = then._replace(groups=tuple(sorted(then.groups, key=lambda g: (g.left is None, g))))
+            then = then._replace(groups=tuple(sorted(then.groups, key=lambda g: (g.left is None, g))))
             if then not in came_from:
                 came_from[then] = state
                 queue.append(then)
     return len(came_from), []
 
 
-SAFE = {
-    "slots": Rules(slots, earliest_deadline),
-    "window": Rules(place_in_order, in_order, is_in_order=True, bounds=(0, 2)),
-}
+SAFE = Rules(slots, earliest_deadline)
 
 
-@pytest.mark.parametrize("name", SAFE)
-def test_in_no_order_of_events_is_a_group_too_old_or_the_learner_stuck(name: str):
-    states, way = reached(SAFE[name])
+def test_in_no_order_of_events_is_a_group_too_old_or_the_learner_stuck():
+    states, way = reached(SAFE)
     assert not way and states > 2_500
 
 
@@ -197,13 +178,10 @@ def test_in_no_order_of_events_is_a_group_too_old_or_the_learner_stuck(name: str
     [
         pytest.param(Rules(slots_of_the_largest, earliest_deadline), "stuck", id="slots of a bound that was larger"),
         pytest.param(Rules(slots_without_taken, earliest_deadline), "too old", id="what is in training is forgotten"),
-        pytest.param(SAFE["slots"]._replace(counts_behind=False), "stuck", id="who is behind counts as current"),
-        pytest.param(SAFE["window"]._replace(counts_behind=False), "too old", id="and so under window"),
+        pytest.param(SAFE._replace(counts_behind=False), "stuck", id="who is behind counts as current"),
         pytest.param(Rules(slots, oldest_version), "stuck", id="oldest version first"),
         pytest.param(Rules(slots, without_rule), "too old", id="taken whatever is left behind"),
-        pytest.param(SAFE["slots"]._replace(least=P - 1), "stuck", id="fewer than a batch under way"),
-        pytest.param(Rules(slots, in_order, True), "stuck", id="window, but by slots"),
-        pytest.param(SAFE["window"]._replace(returned_first=False), "stuck", id="window, and enough is enough"),
+        pytest.param(SAFE._replace(least=P - 1), "stuck", id="fewer than a batch under way"),
     ],
 )
 def test_a_planted_mistake_is_found(rules: Rules, wrong: str):

@@ -1,15 +1,13 @@
 """No seed breaks a promise of the rollout plane; and the simulation itself is a function of its seed."""
 
-import itertools
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.admission import ADMISSIONS, POLICIES
 from asyncgrpo.buffer.buffer import Buffer
 from tests.simulation.schedules import _short, failure_of, report
-from tests.simulation.world import LAGS, WITH_AUTO, World, without_faults
+from tests.simulation.world import POLICIES, WITH_AUTO, World, without_faults
 
 
 def run_seeds(first: int, count: int) -> list[World]:
@@ -39,16 +37,9 @@ def test_no_promise_is_broken_in_200_seeds_and_every_kind_of_fault_was_among_the
     assert bounds["bound_raised"] > 5 and bounds["bound_lowered"] > 20, bounds
     for max_lag in (0, 1, 4):
         some = [world for world in worlds if world.max_lag == max_lag and not world.checker.counts["bound_asked_for"]]
-        lags = {lag for world in some if POLICIES[world.policy].counts_from == "oldest" for lag in world.checker.lags}
+        lags = {lag for world in some if world.policy != "train" for lag in world.checker.lags}
         assert max(lags) == max_lag, f"max_lag {max_lag} was never reached, only {lags}"
-        assert {(world.policy, world.admission) for world in some} == set(itertools.product(POLICIES, ADMISSIONS))
-
-
-@pytest.mark.parametrize("seed", [228, 500, 560, 684, 706, 943, 950, 1731, 1790])
-def test_seeds_that_found_a_fault_of_the_product_find_none(seed: int):
-    world = World(seed, max_lag=LAGS[seed % len(LAGS)])  # as it was: the bound did not change yet
-    failure = failure_of(world)
-    assert failure is None, report(world, failure)
+        assert {world.policy for world in some} == set(POLICIES)
 
 
 @pytest.mark.slow
@@ -58,21 +49,18 @@ def test_no_promise_is_broken_in_1000_seeds(first: int):
 
 
 @pytest.mark.parametrize("max_lag", [0, 1, 4])
-@pytest.mark.parametrize(
-    ("policy", "admission"), [*((policy, "eager") for policy in POLICIES), ("wait", "fresh"), ("window", "fresh")]
-)
-def test_without_faults_every_prompt_is_trained_in_one_life(max_lag: int, policy: str, admission: str):
-    every_prompt_is_trained_in_one_life(max_lag, max_lag, policy, admission)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_without_faults_every_prompt_is_trained_in_one_life(max_lag: int, policy: str):
+    every_prompt_is_trained_in_one_life(max_lag, max_lag, policy)
 
 
-@pytest.mark.parametrize("admission", ADMISSIONS)
 @pytest.mark.parametrize("policy", WITH_AUTO)
-def test_without_faults_every_prompt_is_trained_while_the_bound_changes(policy: str, admission: str):
-    every_prompt_is_trained_in_one_life(3, "auto", policy, admission)
+def test_without_faults_every_prompt_is_trained_while_the_bound_changes(policy: str):
+    every_prompt_is_trained_in_one_life(3, "auto", policy)
 
 
-def every_prompt_is_trained_in_one_life(seed: int, max_lag: int | str, policy: str, admission: str) -> None:
-    world = without_faults(seed, max_lag=max_lag, policy=policy, admission=admission)
+def every_prompt_is_trained_in_one_life(seed: int, max_lag: int | str, policy: str) -> None:
+    world = without_faults(seed, max_lag=max_lag, policy=policy)
     assert failure_of(world) is None
     poisoned = sum(prompt.info["poison"] for prompt in world._prompts) * world.config.run.epochs
     outcomes = world._buffer.outcomes

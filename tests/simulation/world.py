@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from asyncgrpo.buffer.admission import POLICIES
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import Quarantine
@@ -62,7 +61,8 @@ from tests.simulation.promises import Promises
 from tests.simulation.surroundings import folder_in_memory, quiet, reading_checkpoints_of, scaled
 
 LAGS = 0, 1, 4
-WITH_AUTO = "wait", "window", "drop"
+POLICIES = "wait", "drop", "train"
+WITH_AUTO = "wait", "drop"
 """Policies under which the bound may be `auto`."""
 DURABILITIES = "memory", "written", "fsync_interval", "fsync_interval", "fsync_each"
 TICK_S = 1.0
@@ -88,12 +88,11 @@ class World:
         outages: tuple[Outage, ...] | None = None,
         max_lag: int | Literal["auto"] | None = None,
         policy: str | None = None,
-        admission: str | None = None,
     ) -> None:
         """
         Args:
             faults, of_completions, outages: instead of those that the seed draws.
-            max_lag, policy, admission: instead of those that the seed takes in turn.
+            max_lag, policy: instead of those that the seed takes in turn.
         """
         self.seed = seed
         self.rng = rng = random.Random(seed)
@@ -102,11 +101,10 @@ class World:
         self.events: deque[tuple] = deque(maxlen=400)
         self.fault_counts: Counter[str] = Counter()
         self.network = Network(self.loop, rng, self.faults, self.note)
-        self.policy = list(POLICIES)[seed // len(LAGS) % len(POLICIES)] if policy is None else policy
+        self.policy = POLICIES[seed // len(LAGS) % len(POLICIES)] if policy is None else policy
         turn = seed // (len(LAGS) * len(POLICIES))
         is_auto = turn % 2 == 1 and self.policy in WITH_AUTO
         self.max_lag = ("auto" if is_auto else LAGS[seed % len(LAGS)]) if max_lag is None else max_lag
-        self.admission = ("eager" if turn % 5 in (0, 2) else "fresh") if admission is None else admission
         self.window = rng.randint(1, 4)
         self.resend_after_s = 6.0
         per_step, epochs = rng.choice((1, 1, 2, 3)), rng.randint(1, 2)
@@ -121,7 +119,6 @@ class World:
                 max_lag=self.max_lag,  # type: ignore[arg-type]
                 auto_lag=_auto_lag(seed),
                 policy=self.policy,  # type: ignore[arg-type]
-                admission=self.admission,  # type: ignore[arg-type]
                 lease_timeout_s=rng.choice((8.0, 20.0, 40.0)),
                 durability=rng.choice(DURABILITIES),
             ),
