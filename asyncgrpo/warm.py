@@ -18,6 +18,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import connection, forkserver, process, reduction, resource_tracker
@@ -77,11 +78,16 @@ def end() -> None:
     del _server.ensure_running
 
 
+class Lost(ChildProcessError):
+    """The warm process has died."""
+
+
 def call(function: Callable[..., Result], *args: Any) -> Result:
     """Call the function in a fork of the warm process, or in this process if there is none, and return its result.
 
     Raises:
-        AsyncGRPOError: the fork or the warm process died.
+        AsyncGRPOError: the fork died.
+        Lost: the warm process died, and this is not the main thread, which some functions need.
         Exception: the function raised it.
     """
     if not is_on():
@@ -93,12 +99,26 @@ def call(function: Callable[..., Result], *args: Any) -> Result:
         writer.close()
         result, error = reader.recv()
     except (EOFError, OSError) as lost:
-        from asyncgrpo.errors import AsyncGRPOError  # not in the script
+        if _is_alive():
+            from asyncgrpo.errors import AsyncGRPOError  # not in the script
 
-        raise AsyncGRPOError(f"the process that was to run {function.__name__} died") from lost
+            raise AsyncGRPOError(f"the process that was to run {function.__name__} died") from lost
+        end()
+        if threading.current_thread() is not threading.main_thread():
+            raise Lost from lost
+        return function(*args)
     if error is not None:
         raise error
     return result
+
+
+def _is_alive() -> bool:
+    """True unless the warm process, which this one has started, ends within a second."""
+    for _ in range(100):
+        if os.waitid(os.P_PID, _server._forkserver_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def _reply(writer: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:

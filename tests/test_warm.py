@@ -1,4 +1,4 @@
-"""The warm process: a fork of it does what was asked, and a run that trains goes on without it."""
+"""The warm process: a fork of it does what was asked, and where it is missing everything goes on without it."""
 
 import json
 import os
@@ -58,6 +58,19 @@ def test_what_a_fork_raises_is_raised_here_with_its_traceback(begun):
     assert str(raised.value) == "no" and "in refuse" in raised.value.__notes__[0]
     with pytest.raises(AsyncGRPOError, match=r"_exit died"):
         warm.call(os._exit, 3)
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["it is gone", "it is ending"])
+def test_a_call_is_made_here_if_the_warm_process_was_killed(gone: bool, tmp_path: Path):
+    """In a process of its own, as a process has one fork server."""
+    script = (
+        "import os, pathlib, signal; from asyncgrpo import warm; from multiprocessing import forkserver;"
+        f"warm.begin('torch', pathlib.Path({str(tmp_path)!r})); warm_pid = forkserver._forkserver._forkserver_pid;"
+        "os.kill(warm_pid, signal.SIGKILL);"
+        f"{gone} and os.waitid(os.P_PID, warm_pid, os.WEXITED | os.WNOWAIT);"
+        "assert warm.call(os.getpid) == os.getpid() and not warm.is_on()"
+    )
+    subprocess.run([sys.executable, "-c", script], env=environment(), check=True)
 
 
 def test_a_worker_of_ray_starts_without_the_warm_process_if_it_is_lost(tmp_path: Path):

@@ -158,10 +158,11 @@ class BufferService:
         """Run one round: read at most BURST messages, then act on all of them."""
         received, now_s, count = self._server.receive(timeout_s), time.monotonic(), 1
         self._note_reading(now_s)
-        while received is not None and count < BURST and not self._finished:
-            self._receive(*received, now_s)
-            received, count = self._server.receive(0.0), count + 1
-        self.turn(received, now_s)
+        with self._server.together():
+            while received is not None and count < BURST and not self._finished:
+                self._receive(*received, now_s)
+                received, count = self._server.receive(0.0), count + 1
+            self.turn(received, now_s)
 
     def turn(self, received: tuple[str, Sequence[Frame]] | None, now_s: float) -> None:
         """Handle the message received at `now_s`, if any, and act on it and on the time."""

@@ -143,9 +143,15 @@ def session_beside(work: Callable[[], T], config: Config) -> Iterator[T]:
         working = thread.submit(work)
         try:
             with ray_session_of(config):
-                yield working.result()
+                error = working.exception()
+                if error is None:
+                    yield working.result()
+                elif isinstance(error, warm.Lost):
+                    yield work()  # in this process
         finally:
             warm.end()  # the thread may wait for it
+        if error is not None and not isinstance(error, warm.Lost):
+            raise error
 
 
 def ray_session_of(config: Config) -> AbstractContextManager[None]:

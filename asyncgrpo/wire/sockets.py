@@ -7,7 +7,9 @@ heartbeats detect a peer that stopped without closing.
 
 import atexit
 import ipaddress
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,6 +127,7 @@ class Server:
             self._socket.curve_server = True
             self._socket.curve_publickey = keys.server_public
             self._socket.curve_secretkey = keys.server_secret
+        self._held: dict[str, list[Buffer]] | None = None
         try:
             host, port = _bind(self._socket, bind)
         except ConfigError:
@@ -147,8 +150,26 @@ class Server:
 
     def send(self, peer: str, message: Message, payload: Buffer = b"") -> bool:
         """Queue a message for `peer`. Return False if it is not connected."""
+        frames = encode(message, payload)
+        if self._held is not None:
+            self._held.setdefault(peer, []).extend(frames)
+            return True
+        return self._send(peer, frames)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Batch the messages sent inside, one multipart message per peer: a small message costs as much as a large one."""
+        self._held = {}
         try:
-            self._socket.send_multipart([peer.encode(), *encode(message, payload)])
+            yield
+        finally:
+            held, self._held = self._held, None
+            for peer, frames in held.items():
+                self._send(peer, frames)
+
+    def _send(self, peer: str, frames: Sequence[Buffer]) -> bool:
+        try:
+            self._socket.send_multipart([peer.encode(), *frames])
         except zmq.ZMQError as error:
             if error.errno in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 return False
@@ -188,8 +209,13 @@ class _Dealer:
             self._socket.curve_publickey = keys.client_public
             self._socket.curve_secretkey = keys.client_secret
         self._socket.connect(endpoint)
+        self._frames: deque[Buffer] = deque()  # received, two for each message
         self.endpoint = endpoint
         _open.add(self)
+
+    def _next(self) -> tuple[Message, memoryview]:
+        """Decode and remove the first received message. Raises WireError if it is malformed."""
+        return decode([self._frames.popleft() for _ in range(min(2, len(self._frames)))])
 
     def _refused(self) -> WireError:
         return WireError(f"{self.endpoint} is not connected: it refused the keys of this process")
@@ -215,9 +241,11 @@ class Client(_Dealer):
 
     def receive(self, timeout_s: float) -> tuple[Message, memoryview] | None:
         """Receive a message and its payload. Return None after `timeout_s`. Raises WireError if it is malformed."""
-        if not self._socket.poll(max(0, int(timeout_s * 1000))):
-            return None
-        return decode([frame.buffer for frame in self._socket.recv_multipart(copy=False)])
+        if not self._frames:
+            if not self._socket.poll(max(0, int(timeout_s * 1000))):
+                return None
+            self._frames.extend(frame.buffer for frame in self._socket.recv_multipart(copy=False))
+        return self._next()
 
 
 class AsyncClient(_Dealer):
@@ -235,4 +263,6 @@ class AsyncClient(_Dealer):
 
     async def receive(self) -> tuple[Message, memoryview]:
         """Receive the next message and its payload. Raises WireError if it is malformed."""
-        return decode([frame.buffer for frame in await self._socket.recv_multipart(copy=False)])
+        if not self._frames:
+            self._frames.extend(frame.buffer for frame in await self._socket.recv_multipart(copy=False))
+        return self._next()

@@ -12,7 +12,7 @@ import pytest
 
 from asyncgrpo.errors import ConfigError, WireError
 from asyncgrpo.wire import sockets
-from asyncgrpo.wire.codec import decode, pack_group
+from asyncgrpo.wire.codec import decode, encode, pack_group
 from asyncgrpo.wire.rollouts import Register, Welcome
 from asyncgrpo.wire.sockets import AsyncClient, Client, Keys, Server, is_loopback
 from tests.wire.test_codec import make_group
@@ -78,6 +78,37 @@ async def test_the_asyncio_client_speaks_the_same(server):
     assert (arrived, bytes(raw)) == (message, payload)
     server.send("g", Welcome(protocol=1))
     assert (await client.receive())[0] == Welcome(protocol=1)
+    client.close()
+
+
+async def test_what_is_sent_together_arrives_one_by_one(server):
+    waiting, client = AsyncClient(server.endpoint, "a"), Client(server.endpoint, "b")
+    await waiting.send(REGISTER)
+    client.send(REGISTER)
+    assert {server.receive(5.0)[0], server.receive(5.0)[0]} == {"a", "b"}
+    with server.together():
+        for number in range(5):
+            for peer in ("a", "b", "nobody"):
+                assert server.send(peer, Welcome(protocol=number))
+        assert client.receive(0.05) is None
+    assert [client.receive(5.0)[0].protocol for _ in range(5)] == list(range(5))
+    assert [(await waiting.receive())[0].protocol for _ in range(5)] == list(range(5))
+    assert not server.send("nobody", Welcome(protocol=1)), "and alone it goes at once"
+    waiting.close()
+    client.close()
+
+
+def test_a_broken_message_does_not_hide_those_beside_it(server):
+    client = Client(server.endpoint, "g")
+    client.send(REGISTER)
+    server.receive(5.0)
+    good, broken = encode(Welcome(protocol=1)), encode(Welcome(protocol=2))
+    server._socket.send_multipart([b"g", *good, broken[0][:-1], broken[1], *good, b"half"])
+    assert client.receive(5.0)[0] == Welcome(protocol=1)
+    for is_good in (False, True, False):
+        with contextlib.nullcontext() if is_good else pytest.raises(WireError):
+            assert client.receive(5.0)[0] == Welcome(protocol=1)
+    assert client.receive(0.01) is None
     client.close()
 
 
