@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.cluster.run import Outcome
     from asyncgrpo.config.memory import Card
     from asyncgrpo.config.model_size import ModelSize
-    from asyncgrpo.data.table import About
     from asyncgrpo.rewards.base import Reward
     from asyncgrpo.tools.chaos import Plan
     from asyncgrpo.types import Prompt
@@ -133,24 +132,22 @@ def check_inputs(config: Config) -> str:
 
 def _trial(config: Config) -> "Prompt | None":
     """Return the first training prompt if functions of the user score completions."""
-    from asyncgrpo.data.prompts import open_source
-    from asyncgrpo.data.table import prompt_of
+    from asyncgrpo.data.loading import open_source, prompt_of
 
     if all(spec.isidentifier() for spec in config.reward.functions or ()):
         return None
     schema, rows = open_source(config.data.sources[0], config.data)
-    record = schema.to_record(rows[0], 0)
-    return prompt_of("train/0", (), record.prompt, record.answer, record.source, record.info)
+    return prompt_of("train/0", schema.to_record(rows[0], 0))
 
 
 def _check_prompts(config: Config, reward: "Reward | None") -> None:
-    from asyncgrpo.data.kept import check
+    from asyncgrpo.data.loading import check
 
-    found = check(config, Path(config.run.out), lambda line: typer.echo(line, err=True))
-    for about in found.values():
+    found = check(config, lambda line: typer.echo(line, err=True))
+    for checked in found.values():
         if reward is not None:
-            reward.check_sources(set(about.sources))
-    wanted, rows, epochs = config.buffer.prompts_per_step, found["train"].num_rows, config.run.epochs
+            reward.check_sources(checked.sources)
+    wanted, rows, epochs = config.buffer.prompts_per_step, found["train"].rows, config.run.epochs
     if wanted > rows:
         is_one = epochs is not None and epochs * rows <= wanted
         then = "the run is one smaller step" if is_one else "a step takes a prompt more than once"
@@ -276,28 +273,19 @@ def preview(config: Config, algorithm: str | None = None, *, shown: Config | Non
 
 
 def _inputs(config: Config, shown: Config) -> Iterator[tuple[str, str]]:
-    """Yield the model and each data source with its number of prompts."""
+    """Yield the model and each data source with its number of rows."""
     from asyncgrpo.config.rules import local_model
-    from asyncgrpo.data.kept import is_lazy
-    from asyncgrpo.data.prompts import load_prompts
-    from asyncgrpo.data.tokenizer import load_tokenizer
+    from asyncgrpo.data.loading import open_source
 
-    tokenizer = None
     if (model := local_model(config.model.path)) is not None:
-        tokenizer = load_tokenizer(config.model.path)
         yield "model", str(model.absolute() if shown is config else Path(shown.model.path))
     else:
-        yield "model", f"{shown.model.path}, not downloaded yet: prompts were not counted"
+        yield "model", f"{shown.model.path}, not downloaded yet"
     named = [("train", name) for name in shown.data.sources] + list(shown.data.suites.items())
     sources = [*config.data.sources, *config.data.suites.values()]
     for (split, name), source in zip(named, sources, strict=True):
         text = str(Path(name).absolute()) if is_file(name) else name
-        if split == "train" and is_lazy(config):
-            text += ": rows are tokenized on demand"
-        elif tokenizer is not None:
-            limit = None if split == "train" else config.data.eval_rows
-            loaded = load_prompts(source, split, tokenizer, config.data, limit=limit)
-            text += f": {len(loaded):,} prompts, {loaded.dropped_too_long:,} longer than data.max_prompt_tokens"
+        text += f": {len(open_source(source, config.data)[1]):,} rows"
         yield f"data.{split}" if split in ("train", "eval") else f"  {split}", text
 
 
@@ -370,10 +358,9 @@ def execute(
 
         standing = claimed() if folder.path.is_dir() else None  # before Ray starts, for an error in a resume
         report("checking the run and starting Ray")
-        with session_of_checked(config, make) as (reward, table, checked):
+        with session_of_checked(config, make) as (reward, table):
             from asyncgrpo.cli.observe import observed
             from asyncgrpo.cluster.run import Run
-            from asyncgrpo.data.kept import prepare_if_small
             from asyncgrpo.wire.sockets import is_loopback
 
             sizes = sizes_in_words(config, algorithm)
@@ -381,7 +368,6 @@ def execute(
             for line in (sizes, f"reward: {reward}", *filter(None, [table]), *standing.lines(config.run.out)):
                 report(line)
             record(config, folder, standing)
-            warm.call(prepare_if_small, config, folder.path, checked)
             with_token = not is_loopback(config.cluster.bind)
             watched = observed(folder.path, report, with_token=with_token) if observe else nullcontext()
             events = folder.path / "metrics.jsonl"
@@ -399,9 +385,7 @@ def execute(
 
 
 @contextmanager
-def session_of_checked(
-    config: Config, make: Callable[[], None] | None = None
-) -> Iterator[tuple[str, str, "dict[str, About]"]]:
+def session_of_checked(config: Config, make: Callable[[], None] | None = None) -> Iterator[tuple[str, str]]:
     """Start the warm process and Ray, and check the run meanwhile. Yields the result of `_check`."""
     _warm_up(config)
     try:
@@ -422,18 +406,12 @@ def _warm_up(config: Config) -> None:
         warm.begin(config.generators.engine, scratch.folder())
 
 
-def _check(config: Config, make: Callable[[], None] | None) -> tuple[str, str, "dict[str, About]"]:
-    """Create the files of a run and check it.
-
-    Returns:
-        Description of the reward, the memory table, and facts about the data files.
-    """
-    from asyncgrpo.data.kept import checked
-
+def _check(config: Config, make: Callable[[], None] | None) -> tuple[str, str]:
+    """Create the files of a run and check it. Returns the description of the reward, and the memory table."""
     with importing():
         if make is not None:
             make()
-        return check_run(config), memory_table(config), checked
+        return check_run(config), memory_table(config)
 
 
 @contextmanager

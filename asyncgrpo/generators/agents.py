@@ -34,7 +34,7 @@ from asyncgrpo.generators.turns import Continue, Play, Transcript, Turns, failed
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import Completion, FinishReason, Prompt, Sampling, Score
 
-Open = Callable[[Sequence[Message], list[dict[str, Any]] | None, int], tuple[int, ...]]
+Open = Callable[[Sequence[Message], list[dict[str, Any]] | None], tuple[int, ...]]
 """See `data.tokenizer.opening`."""
 
 
@@ -246,7 +246,7 @@ class _AgentPlay:
             raise Refused(400, str(error)) from error
 
     def _open(self, chat: Chat, longest: int) -> None:
-        opening = self._by.open_(for_template(chat.messages), chat.tools, longest)
+        opening = self._by.open_(for_template(chat.messages), chat.tools)
         if len(opening) > longest:
             raise Refused(
                 400,

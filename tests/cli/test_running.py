@@ -92,7 +92,7 @@ def test_a_dry_run_says_what_a_run_would_do_and_need(asyncgrpo, started, files):
     assert ended.code == 0 and not started, ended
     assert "sequences per step" in ended.out and f"{files / 'model1'}\n" in ended.out
     rows = len((files / "train.jsonl").read_text().splitlines())
-    assert f"{files / 'train.jsonl'}: {rows:,} prompts, 0 longer" in ended.out
+    assert f"{files / 'train.jsonl'}: {rows:,} rows" in ended.out
     assert "buffer 1; learner 1 (on CPU); generator 1 (torch, on CPU)" in ended.out and "0 wanted" in ended.out
     assert f"{files / 'a run'}\n" in ended.out and "new, starts at step 0" in ended.out
 

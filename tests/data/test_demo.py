@@ -6,7 +6,7 @@ import pytest
 
 from asyncgrpo.config.schema import DataConfig
 from asyncgrpo.data.demo import TASKS, make_demo_model, write_demo_task
-from asyncgrpo.data.prompts import load_prompts
+from asyncgrpo.data.loading import Prompts
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.rewards.rules import demo_score
 
@@ -51,7 +51,7 @@ def test_a_seed_gives_the_same_model_and_leaves_torch_alone(demo_model, tmp_path
 def test_held_out_prompts_are_never_trained_and_the_files_load(task, tmp_path, tokenizer):
     train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
     write_demo_task(train, held_out, seed=1, rows=80, digits=2, eval_rows=20, task=task)
-    loaded = [load_prompts(path, "train", tokenizer, DataConfig(train=str(path))) for path in (train, held_out)]
+    loaded = [Prompts([str(path)], "train", tokenizer, DataConfig(train="")) for path in (train, held_out)]
     assert [len(prompts) for prompts in loaded] == [80, 20]
     assert len({prompt.token_ids for prompts in loaded for prompt in prompts}) == 100
     assert {prompt.source for prompts in loaded for prompt in prompts} == {f"demo_{task}"}

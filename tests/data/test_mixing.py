@@ -1,6 +1,5 @@
 """Several sources of prompts: shares, rounds, and the same promises over restarts as one source has."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -8,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.schema import DataConfig
 from asyncgrpo.data.order import places
-from asyncgrpo.data.prompts import PromptSource, load_prompts
-from asyncgrpo.errors import CheckpointError, ConfigError, DataError
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.types import Prompt
 
 
@@ -76,35 +74,6 @@ def test_other_weights_are_another_order():
     state = mixed((4, 4), (1, 3)).state()
     with pytest.raises(CheckpointError, match=r"data.weights was \(1, 3\) and is now \(1, 1\)"):
         mixed((4, 4), (1, 1)).restore(state)
-
-
-def write(path, prompts: list[str], **columns) -> str:
-    path.write_text("".join(json.dumps({"prompt": p, "ground_truth": p} | columns) + "\n" for p in prompts))
-    return str(path)
-
-
-def test_several_files_are_one_table_whose_rows_are_counted_through(tmp_path, tokenizer):
-    one = write(tmp_path / "one.jsonl", ["1", "22222", "3"], data_source="a")
-    two = write(tmp_path / "two.jsonl", ["4", "5"], data_source="b")
-    table = load_prompts((one, two), "train", tokenizer, DataConfig(train=(one, two), max_prompt_tokens=5))
-    assert [(prompt.prompt_id, prompt.text) for prompt in table] == [
-        ("train/0", "1"), ("train/2", "3"), ("train/3", "4"), ("train/4", "5")
-    ]  # fmt: skip
-    assert (table.about.sizes, table.about.sources) == ((2, 2), ("a", "b"))
-    turned = load_prompts((two, one), "train", tokenizer, DataConfig(train=(two, one), max_prompt_tokens=5))
-    assert turned.about.fingerprint != table.about.fingerprint
-
-
-def test_the_file_that_cannot_be_used_is_named_with_its_own_row(tmp_path, tokenizer):
-    good = write(tmp_path / "good.jsonl", ["1", "2"])
-    long = write(tmp_path / "long.jsonl", ["333333"])
-    bad = write(tmp_path / "bad.jsonl", ["1"])
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}\n{"prompt": 7, "ground_truth": "1"}\n')
-    config = DataConfig(train="", max_prompt_tokens=5)
-    with pytest.raises(DataError, match=r"long.jsonl: all 1 prompts .* has at least 8"):
-        load_prompts((good, long), "train", tokenizer, config)
-    with pytest.raises(DataError, match=r"bad.jsonl, row 1: prompt is a number; expected text"):
-        load_prompts((good, bad), "train", tokenizer, config)
 
 
 @pytest.mark.parametrize(

@@ -416,7 +416,7 @@ async def test_log_probs_of_an_agents_turns_are_those_of_the_model_that_sampled_
     await engine.start(PolicyVersion(1, 0))
     tokenizer = load_tokenizer(path)
     open_, text = opening(tokenizer), decoder(tokenizer, keep_special=False)
-    prompt = Prompt(prompt_id="train/0", token_ids=open_(ROW, None, 99), text="hi")
+    prompt = Prompt(prompt_id="train/0", token_ids=open_(ROW, None), text="hi")
 
     async def agent(task: Task, access: Access) -> Score:
         messages: list[Any] = [{"role": "user", "content": "0123"}]
