@@ -189,23 +189,16 @@ def describe(error: BaseException) -> str:
         text = "(its text cannot be printed)"
     if isinstance(error, AsyncGRPOError):
         return text
-    place = place_of(
-        [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
-    )
-    name = type(error).__name__
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_LIBRARIES)]
     # The place stands first, so that a long text does not cut it off.
-    return f"{place}: {name}: {text}" if place else f"{name}: {text}"
+    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    return f"{place}{type(error).__name__}: {text}"
 
 
 def kind_of(score: Score) -> str:
     """The kind of a failure: its name, and for an exception its type and place, but never its text."""
     origin = _ORIGIN.match(score.detail) if score.failure == "exception" else None
     return f"{score.failure} {origin[0]}" if origin else str(score.failure)
-
-
-def place_of(frames: list[tuple[str, int]]) -> str:
-    """`FILE:LINE` of the innermost frame outside libraries, or an empty text. Frames are given innermost first."""
-    return next((f"{path}:{line}" for path, line in frames if not path.startswith(_LIBRARIES)), "")
 
 
 def _clip(value: Any) -> str:

@@ -64,9 +64,9 @@ async def test_crashed_workers_leave_no_process_and_no_open_file(times):
 async def test_a_worker_that_dies_between_calls_costs_no_score():
     reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
     first = await pid_of_worker(reward)
-    (slot,) = reward.pool._all
+    (guest,) = reward.pool._idle
     os.kill(first, signal.SIGKILL)
-    wait_until(lambda: slot._guest.has_ended, "its end", 30.0)  # of which asyncio hears once this test awaits
+    wait_until(lambda: guest.has_ended, "its end", 30.0)  # of which asyncio hears once this test awaits
     assert await pid_of_worker(reward) != first
     await reward.close()
 

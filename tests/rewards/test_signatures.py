@@ -137,7 +137,7 @@ async def test_a_group_is_one_call_of_an_async_function_in_a_worker(reward_file)
     hang = build_reward(RewardConfig(function=f"{path}:hang", timeout_s=0.3))
     async with asyncio.timeout(30):
         scores = await hang.score(prompt(), ANSWERS)
-    assert [score.failure for score in scores] == ["timeout"] * 2 and "judge.py:9" in scores[1].detail
+    assert [score.failure for score in scores] == ["timeout"] * 2
     await hang.close()
 
 
