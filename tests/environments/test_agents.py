@@ -86,7 +86,7 @@ async def test_an_agent_that_does_not_return_is_given_up_and_one_that_is_not_wan
     ("name", "why"),
     [
         ("nowhere.py", "environment.agent: agent file .*nowhere.py does not exist"),
-        (f"{AGENTS}:missing", "my_agents.py has no function missing; it has run"),
+        (f"{AGENTS}:missing", "my_agents.py has no function missing; name one with my_agents.py:NAME, such as run"),
         (f"{AGENTS}:alone", "alone takes no base_url, so it cannot reach the model that is trained"),
         (f"{AGENTS}:odd", "odd takes weather; there are base_url, api_key, model, prompt"),
     ],

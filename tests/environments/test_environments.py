@@ -190,7 +190,7 @@ async def test_episodes_are_spread_over_processes():
     [
         ("chess", "environment.name: unknown environment chess; there are calculator, guess, or a file"),
         ("nowhere.py", "environment file .*nowhere.py does not exist"),
-        (f"{GAMES}:Missing", "games.py has no class Missing; it has Environment, Async"),
+        (f"{GAMES}:Missing", "games.py has no class Missing; name one with games.py:NAME, such as Environment, Async"),
         (f"{GAMES}:NoStep", r"NoStep has no method step\(self, text\)"),
         (f"{GAMES}:OddStep", r"OddStep.step cannot be called as step\(text\)"),
         (f"{GAMES}:OddReset", "OddReset.reset takes weather; there are prompt, messages"),
