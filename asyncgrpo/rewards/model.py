@@ -28,8 +28,6 @@ LOAD_TIMEOUT_S = 900.0
 """Deadline of loading the model."""
 BATCH_SIZE = 16
 """Completions that the model runs at once."""
-MAX_REPLY = 1 << 24
-"""Bytes of a server's reply that are read."""
 
 
 class ModelReward(PoolReward):
@@ -116,7 +114,7 @@ class ServedModelReward(Reward):
             raise RewardError(
                 f"reward.model.path: {config.path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}"
             ) from error
-        self._service = Service(f"{config.url.rstrip('/')}/classify", deadline_s=config.timeout_s, max_reply=MAX_REPLY)
+        self._service = Service(f"{config.url.rstrip('/')}/classify", deadline_s=config.timeout_s)
         self.about = f"reward model {config.path} at {self._service.url}, one call for a group"
 
     def check_sources(self, sources: set[str]) -> None:

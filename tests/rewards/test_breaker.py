@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import math
 from collections.abc import Coroutine
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from asyncgrpo import metrics
 from asyncgrpo.planner.stand_ins import VirtualLoop
-from asyncgrpo.rewards.base import Sampled, score_of_value, score_one
+from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.breaker import (
     FIRST_PROBE_S,
     HOLD_S,
@@ -239,21 +238,3 @@ def test_a_tally_tells_of_powers_of_ten_and_keeps_few_kinds():
     told = [tally.add(f"kind {n}") for n in range(1000)]
     assert len(tally._counts) == MAX_KINDS + 1 and REST in tally._counts
     assert sum(count is not None for count in told) < MAX_KINDS + 3
-
-
-def test_what_is_wrong_with_a_score_that_counts_is_logged(caplog):
-    class Careless(OneByOne):
-        async def score_one(self, prompt: Prompt, text: str) -> Score:
-            return score_of_value({"score": 1.0, "style": math.nan})
-
-    async def score() -> None:
-        breaker = Breaker(Careless(), at_once=1)
-        for number in range(12):
-            assert (await score_one(breaker, prompt(number), "")).value == 1.0
-
-    asyncio.run(score())
-    assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
-        "reward (1 so far)",
-        "reward (10 so far)",
-    ]
-    assert "prompt train/0: parts left out" in caplog.text and "style (nan)" in caplog.text

@@ -54,9 +54,7 @@ async def test_named_numbers_beside_the_score_become_parts(reward):
     score = await score_one(reward, prompt(), "parts")
     assert score.value == 0.5
     assert score.parts == {"format": 1.0, "length": 0.25}
-    assert score.detail.startswith("parts left out") and score.detail.endswith(
-        ": pred ('41'), ratio (nan), price (10000000.0)"
-    )
+    assert score.detail.startswith("parts left out") and score.detail.endswith(": pred, ratio, price")
 
 
 @pytest.mark.parametrize(
