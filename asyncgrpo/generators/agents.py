@@ -193,7 +193,7 @@ class _AgentPlay:
         message = message_of(self._by.decode(turn.token_ids.tolist()), has_tools=chat.tools is not None)
         self._messages = [*chat.messages, message]
         reason = "tool_calls" if "tool_calls" in message else turn.finish_reason
-        return ChatTurn(message, reason, num_read, turn.token_ids.tolist(), turn.logprobs.tolist())
+        return ChatTurn(message, reason, num_read, len(turn.token_ids))
 
     def _check_extends(self, chat: Chat) -> None:
         """Refuse a call that does not go on where the conversation is, and fail the completion."""

@@ -341,7 +341,7 @@ def build_sampler(config: Config, engine: Engine, tokenizer: "PreTrainedTokenize
         return AgentSampler(
             engine,
             agent,
-            Gateway(os.path.basename(config.model.path.rstrip("/")), decoder(tokenizer, keep_special=True)),
+            Gateway(os.path.basename(config.model.path.rstrip("/"))),
             decode,
             opening(tokenizer),
             continue_,
