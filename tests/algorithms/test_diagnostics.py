@@ -181,15 +181,3 @@ def test_reports_of_nothing_are_numbers():
     assert set(shares("x", numbers(kept_sums("x", mask, mask, cu))).values()) == {0.0}
     gap = gap_sums(torch.tensor([math.nan]), torch.tensor([0.0]), torch.tensor([False]))
     assert numbers(gap) == {"gap": 0.0, "gap_tokens": 0.0, "gap_max": 0.0}
-
-
-def test_a_gap_of_bfloat16_is_taken_after_the_upcast():
-    policy, behaviour = torch.tensor([-3.015625]).bfloat16(), torch.tensor([-0.0317])
-    gap = gap_sums(policy, behaviour, torch.tensor([True]))
-    assert gap["gap"].item() == pytest.approx(3.015625 - 0.0317, abs=1e-8)
-
-
-def test_effective_sample_share_is_one_for_equal_weights_and_small_for_one_giant():
-    assert effective_sample_share(4 * 0.5, 4 * 0.25, 4) == 1.0
-    assert effective_sample_share(1e6, 1e12, 4) == 0.25
-    assert effective_sample_share(0.0, 0.0, 0) == 1.0

@@ -26,13 +26,6 @@ def test_any_tool_of_the_field_loads_the_model(demo_model):
     assert shares.max() < 2 * shares.mean()
 
 
-def test_a_token_is_a_byte(tokenizer):
-    text = "735\n\0 ä漢🙂"
-    assert tokenizer.encode(text) == list(text.encode())
-    assert tokenizer.decode(list(text.encode())) == text
-    assert tokenizer.decode([ord("7"), tokenizer.eos_token_id], skip_special_tokens=True) == "7"
-
-
 def test_a_seed_gives_the_same_model_and_leaves_torch_alone(demo_model, tmp_path):
     import torch
 

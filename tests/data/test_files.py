@@ -123,13 +123,6 @@ def test_a_broken_file_is_named_with_the_place_and_what_was_expected(file, name,
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_text_that_is_none_is_found_in_parquet(tmp_path):
-    array = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff"]).buffers())
-    pq.write_table(pa.table({"prompt": array}), tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows\.parquet is not a readable Parquet file: .*utf-8"):
-        list(read_rows(tmp_path / "rows.parquet"))
-
-
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.parquet"])
 def test_a_file_that_may_not_be_read_is_named(file, name, monkeypatch):
     path = file(name, "{}")

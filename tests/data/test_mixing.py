@@ -51,12 +51,6 @@ def test_shares_follow_the_weights_and_not_the_sizes():
     assert places(7, (1.0, 1.0, 1.0)) == (3, 2, 2)
 
 
-def test_a_batch_has_every_source_by_its_share():
-    issued = order(mixed((50, 50), (0.75, 0.25)), 80)
-    for begin in range(0, 80, 8):
-        assert Counter(prompt_id[0] for prompt_id in issued[begin : begin + 8])["0"] == 6
-
-
 def test_the_seed_decides_the_order_of_every_round():
     assert order(mixed((8, 8), (1, 1), seed=3), 64) == order(mixed((8, 8), (1, 1), seed=3), 64)
     assert order(mixed((8, 8), (1, 1), seed=3), 16) != order(mixed((8, 8), (1, 1), seed=4), 16)
@@ -88,12 +82,3 @@ def test_other_weights_are_another_order():
 def test_a_weight_belongs_to_each_source(settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load_config(None, ["model.path=m", *settings])
-
-
-def test_a_source_with_parameters_is_read_as_it_is_written():
-    source = 'reasoning-gym:chain_sum?min_terms=2&operators=["+"]'
-    assert load_config(None, ["model.path=m", f"data.train={source}"]).data.sources == (source,)
-    assert load_config(None, ["model.path=m", "data.train=[a.jsonl, hf:openai/gsm8k]"]).data.sources == (
-        "a.jsonl",
-        "hf:openai/gsm8k",
-    )

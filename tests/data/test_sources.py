@@ -15,20 +15,11 @@ from asyncgrpo.config.resume import changes
 from asyncgrpo.data import sources
 from asyncgrpo.data.loading import prepare
 from asyncgrpo.data.rows import recognise
-from asyncgrpo.data.sources import digest_of, parse, read_source
+from asyncgrpo.data.sources import digest_of, read_source
 from asyncgrpo.errors import ConfigError, DataError
 
 needs_gym = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed (extra gym)")
 SUMS = "reasoning-gym:chain_sum?min_terms=2&max_terms=2&max_digits=1&size=20"
-
-
-def test_a_source_has_a_scheme_a_name_and_parameters():
-    assert parse("hf:openai/gsm8k?name=main&split=test[:10]") == (
-        "hf", "openai/gsm8k", {"name": "main", "split": "test[:10]"}
-    )  # fmt: skip
-    for broken in ("hf:", "reasoning-gym:?size=1", "hf:a?split", "hf:a?=1"):
-        with pytest.raises(DataError, match=r"expected .*:NAME\?KEY=VALUE"):
-            parse(broken)
 
 
 # -- reasoning-gym -----------------------------------------------------------------------------------------------------
@@ -95,12 +86,6 @@ def test_a_folder_that_datasets_wrote_is_read(datasets, tmp_path):
     halves["train"].save_to_disk(tmp_path / "one")
     assert read_source(f"hf:{tmp_path}/one", {"prompt": "question"}) == (rows, {"prompt": "question"})
     assert digest_of(f"hf:{tmp_path}/sums") != digest_of(f"hf:{tmp_path}/sums?split=test")
-
-
-def test_a_folder_of_data_files_is_read(datasets, tmp_path):
-    (tmp_path / "sums").mkdir()
-    (tmp_path / "sums" / "train.jsonl").write_text('{"prompt": "1+1", "ground_truth": "2"}\n')
-    assert read_source(f"hf:{tmp_path}/sums", {})[0] == [{"prompt": "1+1", "ground_truth": "2"}]
 
 
 def test_rows_of_the_hub_have_its_id_as_data_source_where_they_have_none(monkeypatch):

@@ -199,9 +199,3 @@ async def test_episodes_are_spread_over_processes():
 def test_what_is_no_environment_is_said_in_a_sentence(name, why):
     with pytest.raises(ConfigError, match=why):
         build_environment(EnvironmentConfig(name=name))
-
-
-def test_no_name_is_no_environment():
-    assert build_environment(EnvironmentConfig()) is None
-    found = build_environment(EnvironmentConfig(name=str(GAMES)))
-    assert found is not None and found.scores and found.about == "environment Environment of games.py"

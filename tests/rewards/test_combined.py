@@ -124,12 +124,6 @@ def test_what_is_wrong_with_a_list_is_one_sentence(config, sentence):
         build_reward(config)
 
 
-def test_functions_of_one_name_are_told_apart_by_their_files(reward_file):
-    files = [reward_file("def compute_score(answer): return 1.0", name) for name in ("a.py", "b.py")]
-    reward = build_reward(RewardConfig(function=(*files, "qa"), timeout_s=30))
-    assert [one.name for one in reward._rewards] == ["a.compute_score", "b.compute_score", "qa"]
-
-
 def test_the_rule_of_each_source_is_checked_before_the_run_also_in_a_list():
     reward = build_reward(RewardConfig(function=("data_source", "format")))
     reward.check_sources({"gsm8k"})

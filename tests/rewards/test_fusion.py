@@ -1,6 +1,5 @@
 """Code that runs in Sandbox Fusion: a small server that speaks its protocol and runs the code."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import pytest
 from asyncgrpo.config.schema import CodeRewardConfig, JudgeConfig, RewardConfig
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.rewards import http, sandbox
-from asyncgrpo.rewards.base import Sampled, score_one
+from asyncgrpo.rewards.base import score_one
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
@@ -128,19 +127,6 @@ async def test_a_service_that_hangs_or_is_not_there_is_a_named_failure(service, 
     assert scored.failure == "sandbox" and "times" in scored.detail
     with pytest.raises(ConfigError, match=r"reward\.code\.url: http.* cannot be reached"):
         rules.check_sources({"code"})
-
-
-async def test_no_more_than_the_configuration_says_run_at_once(service):
-    rules = build_reward(RewardConfig(code=CodeRewardConfig(url=service.url, max_concurrent=3)))
-    service.may_reply.clear()
-    one = {"inputs": ["2"], "outputs": ["4"]}
-    scoring = asyncio.create_task(rules.score(prompt(source="code", answer=one), [Sampled("print(4)")] * 9))
-    while service.running < 3:
-        await asyncio.sleep(0.01)
-    service.may_reply.set()
-    assert [score.value for score in await scoring] == [1.0] * 9
-    assert service.most == 3
-    await rules.close()
 
 
 def test_a_generator_has_as_many_calls_at_once_as_a_service_takes():
