@@ -233,8 +233,6 @@ def test_a_change_of_weights_takes_time_of_its_own():
     assert activities.seconds() == GeneratorSeconds(generate=13.0, weights=2.0, idle=1.0, sampling=3 * 10 + 3 * 2 + 3)
 
 
-
-
 def test_an_engine_that_hangs_ends_its_generator():
     with Rig(hang_after_tokens=3) as rig:
         rig.hear(Grant(lease=LEASE))
