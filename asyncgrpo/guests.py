@@ -10,7 +10,6 @@ import ctypes
 import json
 import logging
 import os
-import re
 import resource
 import signal
 import struct
@@ -134,26 +133,18 @@ class Guest:
         self._sent += 1
         return reply
 
-    async def stack(self) -> list[tuple[str, int]]:
-        """Return file and line of each frame of the main thread, the innermost first. The guest can only be killed after it."""
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait({self._reading})
-        text = b""
-        with contextlib.suppress(ProcessLookupError, TimeoutError):
-            self._process.send_signal(signal.SIGUSR1)
-            async with asyncio.timeout(_STACK_TIMEOUT_S):
-                # The stack arrives in many small pieces, the start of the process last.
-                while b"in <module>" not in text and (more := await self._stdout.read(1 << 16)):
-                    text += more
-        found = re.findall(r'File "([^"]+)", line (\d+) in', text.decode(errors="replace"))
-        return [(path, int(line)) for path, line in found]
+    async def kill(self, *, with_stack: bool = False) -> str:
+        """Kill the process and all it started. Returns how it ended, such as "exited with code 1".
 
-    async def kill(self) -> str:
-        """Kill the process and all it started. Returns how it ended, such as "exited with code 1"."""
+        Args:
+            with_stack: it writes its Python stack to its stderr first.
+        """
         if not self._is_killed:
             self._is_killed = True
             with contextlib.suppress(ProcessLookupError):
+                if with_stack:
+                    self._process.send_signal(signal.SIGABRT)  # for the guest's `faulthandler`
+                    await asyncio.wait({asyncio.ensure_future(self._process.wait())}, timeout=_STACK_TIMEOUT_S)
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._stdin.close()
         try:

@@ -257,7 +257,6 @@ DATA = [
     train("an empty prompt", make=rows(ROWS[0] | {"prompt": ""})),
     train("turns without text", make=rows(ROWS[0] | {"prompt": [{"role": "user", "content": " "}]})),
     train("NaN for an answer", make=rows(ROWS[0], ROWS[1] | {"ground_truth": float("nan")})),
-    train("a key twice", make=write("train.json", '[{"prompt": "a", "ground_truth": "1", "prompt": "b"}]')),
     train("rows without an answer", "--dry-run", make=rows(UNANSWERED), warns="have no answer: 0\n"),
     train("a turn that is a picture", make=rows({"prompt": [{"role": "user", "content": [{"image": "a"}]}]})),
     train("prompts that are all too long", "data.max_prompt_tokens=1"),

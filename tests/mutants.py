@@ -144,14 +144,14 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "whitening pushes groups without signal": Mutant(
         "algorithms.advantages:reinforce_plus_plus_baseline",
-        "torch.where(scores.trains, standardised(centred, weights, eps=eps), 0.0)",
+        "_of_trained(scores, standardised(centred, weights, eps=eps))",
         "standardised(centred, weights, eps=eps)",
         "algorithms/test_advantages.py::test_whitening_is_over_tokens_and_leaves_groups_without_signal_at_zero",
     ),
     "two that share the best reward are both trained": Mutant(
         "algorithms.advantages:pass_at_k",
-        "scores.trains & is_only_best",
-        "scores.trains & is_best",
+        "torch.where(is_only_best,",
+        "torch.where(is_best,",
         "algorithms/test_advantages.py::test_pass_at_k_gives_nothing_where_two_share_the_best",
     ),
     "a group is solved whatever its reward": Mutant(

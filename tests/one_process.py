@@ -13,7 +13,8 @@ from typing import NamedTuple
 from asyncgrpo.buffer.buffer import group_seed
 from asyncgrpo.cluster.wiring import sampling_of
 from asyncgrpo.config.schema import Config
-from asyncgrpo.data.prompts import PromptSource, load_prompts
+from asyncgrpo.data.loading import Prompts
+from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
 from asyncgrpo.engines.build import build_engine
 from asyncgrpo.generators.rollout import GroupInFlight
@@ -34,7 +35,7 @@ async def train(config: Config) -> AsyncIterator[Step]:
     """Train, and yield each of the `run.steps` steps. At most `generators.groups_in_flight` groups are sampled at once."""
     tokenizer = load_tokenizer(config.model.path)
     stops = stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
-    prompts = load_prompts(config.data.train, "train", tokenizer, config.data)
+    prompts = Prompts(config.data.sources, "train", tokenizer, config.data)
     source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=None)
     engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward)
     learner = Learner(config, rank=0, world=1, device="cpu")

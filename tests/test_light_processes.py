@@ -1,4 +1,4 @@
-"""Commands and the buffer start without the libraries that take seconds to import. Each is a process of its own."""
+"""Commands start without the libraries that take seconds to import. Each is a process of its own."""
 
 import json
 import subprocess
@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.config.load import load_config
-from asyncgrpo.data.demo import make_demo_model, write_demo_task
-from asyncgrpo.data.kept import prepare_if_small
+from asyncgrpo.data.demo import make_demo_model
 from tests.runs import environment
 
 HEAVY = ["torch", "transformers", "sglang", "pyarrow", "matplotlib"]
@@ -36,22 +34,6 @@ try:
     main()
 except SystemExit as end:
     assert end.code == 1, end.code
-"""
-
-BUFFER = """
-import sys
-from pathlib import Path
-from asyncgrpo.cluster.heartbeat import Watch
-from asyncgrpo.cluster.wiring import BufferActor, Setup
-from asyncgrpo.config.load import load_config
-from asyncgrpo.wire.sockets import Keys
-run = Path({run!r})
-config = load_config(None, {settings!r})
-keys = Keys.make()
-watch = Watch("127.0.0.1", keys, host="127.0.0.1")
-setup = Setup(config, run, 1, None, keys, watch.endpoint, 1)
-ready = BufferActor({{}}).start(setup)
-assert (ready.prompts, ready.dropped_too_long, ready.schema) == (8, 0, "plain"), ready
 """
 
 DRIVER = """
@@ -102,15 +84,3 @@ def test_a_command_that_only_looks_imports_nothing_heavy(tmp_path, arguments):
 def test_what_is_heavy_is_left_to_the_warm_process(tmp_path, code):
     make_demo_model(tmp_path / "model", seed=0)
     assert heavy_in(code, tmp_path) == []
-
-
-def test_the_buffer_of_a_run_whose_prompts_are_kept_needs_no_tokenizer(tmp_path):
-    make_demo_model(tmp_path / "model", seed=0)
-    write_demo_task(tmp_path / "train.jsonl", tmp_path / "eval.jsonl", seed=0, rows=8, eval_rows=4)
-    settings = [f"model.path={tmp_path / 'model'}", f"data.train={tmp_path / 'train.jsonl'}"]
-    settings.append(f"data.eval={tmp_path / 'eval.jsonl'}")
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "lineage").write_text("1")
-    prepare_if_small(load_config(None, settings), run)
-    assert heavy_in(BUFFER.format(run=str(run), settings=settings), tmp_path) == []

@@ -1,6 +1,6 @@
 """Shaping of rewards, and advantage estimators: from the rewards of a group to the advantage of each completion.
 
-Every estimator is a baseline and a scale, or a small variation. The edge cases are part of the formula and equal for all:
+The edge cases are part of the formula of every estimator and equal for all:
 
 - A completion without a reward (NaN) is in no statistic and gets exactly 0.
 - A group with fewer than two rewards gets exactly 0. It never trains on the raw reward.
@@ -19,7 +19,7 @@ completions of the group.
 
 import inspect
 from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -175,40 +175,6 @@ def signal_of(scores: Tensor, group_ids: Tensor, teaches: Tensor, *, success: fl
 
 # -- estimators --------------------------------------------------------------------------------------------------------
 
-Baseline = Literal["none", "group_mean", "leave_one_out", "length_weighted"]
-Scale = Literal["none", "group_std", "batch_std", "group_mean", "nonzero_share"]
-
-
-@torch.no_grad()
-def group_advantages(
-    rewards: Tensor,
-    group_ids: Tensor,
-    *,
-    baseline: Baseline = "group_mean",
-    scale: Scale = "group_std",
-    eps: float = 1e-6,
-    lengths: Tensor | None = None,
-) -> Tensor:
-    """Return the advantage of each completion: A = (R - baseline) / scale.
-
-        baseline  none             0
-                  group_mean       mean
-                  leave_one_out    mean of the other scored completions of the group
-                  length_weighted  Σ length R / Σ length over the group; a completion's own reward if all are empty
-        scale     none             1
-                  group_std        std + eps
-                  batch_std        std of all scored completions of the batch + eps
-                  group_mean       mean, and A = 0 where mean <= 0; for rewards that are never negative
-                  nonzero_share    share of the batch's scored completions whose reward is not 0
-
-    Args:
-        eps: added to standard deviations only.
-        lengths: see the module; used by "length_weighted".
-    """
-    scores = _scores(rewards, group_ids)
-    centre = _baseline(baseline, scores, lengths)
-    return torch.where(scores.trains, (scores.rewards - centre) / _scale(scale, scores, eps), 0.0)
-
 
 class _Scores(NamedTuple):
     """Terms of the formulas, [S] each, float64 except for the two bools."""
@@ -234,33 +200,9 @@ def _scores(rewards: Tensor, group_ids: Tensor) -> _Scores:
     return _Scores(groups, known, scored, scored & has_signal(rewards, groups), num_scored, mean)
 
 
-def _baseline(kind: Baseline, scores: _Scores, lengths: Tensor | None) -> Tensor:
-    if kind == "none":
-        return torch.zeros_like(scores.rewards)
-    if kind == "group_mean":
-        return scores.mean
-    if kind == "leave_one_out":
-        return (scores.groups.sum(scores.rewards) - scores.rewards) / (scores.num_scored - 1)
-    assert kind == "length_weighted" and lengths is not None, (kind, lengths)
-    weights = torch.where(scores.scored, lengths.to(torch.float64), 0.0)
-    total = scores.groups.sum(weights)
-    return torch.where(total > 0, scores.groups.sum(weights * scores.rewards) / total, scores.rewards)
-
-
-def _scale(kind: Scale, scores: _Scores, eps: float) -> Tensor:
-    if kind == "none":
-        return torch.ones_like(scores.rewards)
-    if kind == "group_std":
-        return _group_std(scores) + eps
-    if kind == "group_mean":
-        return torch.where(scores.mean > 0, scores.mean, torch.inf)
-    batch_size = scores.scored.sum().to(torch.float64)
-    if kind == "batch_std":
-        deviations = torch.where(scores.scored, scores.rewards - scores.rewards.sum() / batch_size, 0.0)
-        peak = _peak(deviations)
-        return peak * ((deviations / peak).square().sum() / (batch_size - 1)).sqrt() + eps
-    assert kind == "nonzero_share", kind
-    return (scores.rewards != 0).sum() / batch_size
+def _of_trained(scores: _Scores, values: Tensor) -> Tensor:
+    """Return values where a group has a signal, else 0."""
+    return torch.where(scores.trains, values, 0.0)
 
 
 def _group_std(scores: _Scores) -> Tensor:
@@ -275,29 +217,43 @@ def groups_with_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return has_signal(rewards.to(torch.float64), Groups(group_ids))
 
 
+@torch.no_grad()
 def grpo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
     """A = (R - mean) / (std + eps). Source: GRPO, arXiv:2402.03300; n - 1 and eps as in verl."""
-    return group_advantages(rewards, group_ids, baseline="group_mean", scale="group_std", eps=eps)
+    scores = _scores(rewards, group_ids)
+    return _of_trained(scores, (scores.rewards - scores.mean) / (_group_std(scores) + eps))
 
 
+@torch.no_grad()
 def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """A = R - mean. Source: Dr. GRPO, arXiv:2503.20783."""
-    return group_advantages(rewards, group_ids, baseline="group_mean", scale="none")
+    scores = _scores(rewards, group_ids)
+    return _of_trained(scores, scores.rewards - scores.mean)
 
 
+@torch.no_grad()
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """A = R - mean of the others = n / (n - 1) (R - mean). Source: RLOO, arXiv:2402.14740."""
-    return group_advantages(rewards, group_ids, baseline="leave_one_out", scale="none")
+    scores = _scores(rewards, group_ids)
+    others = scores.groups.sum(scores.rewards) - scores.rewards
+    return _of_trained(scores, scores.rewards - others / (scores.num_scored - 1))
 
 
+@torch.no_grad()
 def lite(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
     """A = (R - mean) / (std of the batch + eps), over all scored completions of the batch, singletons included.
 
     Source: Lite PPO in "Tricks or Traps", arXiv:2508.08221.
     """
-    return group_advantages(rewards, group_ids, baseline="group_mean", scale="batch_std", eps=eps)
+    scores = _scores(rewards, group_ids)
+    batch_size = scores.scored.sum().to(torch.float64)
+    deviations = torch.where(scores.scored, scores.rewards - scores.rewards.sum() / batch_size, 0.0)
+    peak = _peak(deviations)
+    std = peak * ((deviations / peak).square().sum() / (batch_size - 1)).sqrt()
+    return _of_trained(scores, (scores.rewards - scores.mean) / (std + eps))
 
 
+@torch.no_grad()
 def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """A = (R - mean) / mean, and 0 where mean <= 0: hard prompts get a larger weight.
 
@@ -305,23 +261,33 @@ def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     Source: MaxRL, arXiv:2602.02710; the rule for mean <= 0 as in prime-rl.
     """
-    return group_advantages(rewards, group_ids, baseline="group_mean", scale="group_mean")
+    scores = _scores(rewards, group_ids)
+    positive = torch.where(scores.mean > 0, scores.mean, torch.inf)
+    return _of_trained(scores, (scores.rewards - scores.mean) / positive)
 
 
+@torch.no_grad()
 def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
     """A = R - Σ length R / Σ length over the group; 0 if all scored completions of the group are empty.
 
     Source: OPO, arXiv:2505.23585: the minimum-variance baseline if the gradient norm grows with the length.
     """
-    return group_advantages(rewards, group_ids, baseline="length_weighted", scale="none", lengths=lengths)
+    scores = _scores(rewards, group_ids)
+    weights = torch.where(scores.scored, lengths.to(torch.float64), 0.0)
+    total = scores.groups.sum(weights)
+    baseline = torch.where(total > 0, scores.groups.sum(weights * scores.rewards) / total, scores.rewards)
+    return _of_trained(scores, scores.rewards - baseline)
 
 
+@torch.no_grad()
 def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """A = alpha (R - mean), alpha = B / number of nonzero rewards, both over the scored completions of the batch.
 
     Source: GPG, arXiv:2504.02546; alpha as in verl.
     """
-    return group_advantages(rewards, group_ids, baseline="group_mean", scale="nonzero_share")
+    scores = _scores(rewards, group_ids)
+    alpha = scores.scored.sum().to(torch.float64) / (scores.rewards != 0).sum()
+    return _of_trained(scores, alpha * (scores.rewards - scores.mean))
 
 
 @torch.no_grad()
@@ -338,7 +304,7 @@ def pass_at_k(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tenso
     is_best = ranked == scores.groups.max(ranked)
     is_only_best = is_best & (scores.groups.sum(is_best.to(torch.float64)) == 1)
     second = scores.groups.max(ranked.masked_fill(is_best, -torch.inf))
-    return torch.where(scores.trains & is_only_best, (scores.rewards - second) / (_group_std(scores) + eps), 0.0)
+    return _of_trained(scores, torch.where(is_only_best, (scores.rewards - second) / (_group_std(scores) + eps), 0.0))
 
 
 @torch.no_grad()
@@ -357,9 +323,9 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, lengths: Te
     Source: REINFORCE++, arXiv:2501.03262; denominators and eps as in verl.
     """
     scores = _scores(rewards, group_ids)
-    centred = torch.where(scores.trains, scores.rewards - scores.mean, 0.0)
+    centred = _of_trained(scores, scores.rewards - scores.mean)
     weights = torch.where(scores.scored, lengths.to(torch.float64), 0.0)
-    return torch.where(scores.trains, standardised(centred, weights, eps=eps), 0.0)
+    return _of_trained(scores, standardised(centred, weights, eps=eps))
 
 
 @torch.no_grad()
@@ -406,40 +372,9 @@ def _peak(deviations: Tensor) -> Tensor:
     return torch.cat([deviations.abs().flatten(), deviations.new_ones(1)]).max()
 
 
-class Estimator(Protocol):
-    """Common signature of all estimators. Arguments that a formula does not use are ignored."""
-
-    def __call__(
-        self,
-        rewards: Tensor,
-        group_ids: Tensor,
-        *,
-        lengths: Tensor | None = None,
-        baseline_rewards: Tensor | None = None,
-    ) -> Tensor: ...
-
-
-def _with_unused_arguments(estimator: Callable[..., Tensor]) -> Estimator:
-    reads = [name for name in ("lengths", "baseline_rewards") if name in inspect.signature(estimator).parameters]
-
-    def call(
-        rewards: Tensor,
-        group_ids: Tensor,
-        *,
-        lengths: Tensor | None = None,
-        baseline_rewards: Tensor | None = None,
-    ) -> Tensor:
-        given = {"lengths": lengths, "baseline_rewards": baseline_rewards}
-        missing = [name for name in reads if given[name] is None]
-        assert not missing, f"the estimator {estimator.__name__} needs {missing[0]}"
-        return estimator(rewards, group_ids, **{name: given[name] for name in reads})
-
-    return call
-
-
-ESTIMATORS: dict[str, Estimator] = {
-    estimator.__name__: _with_unused_arguments(estimator)
-    for estimator in (
+ESTIMATORS: dict[str, Callable[..., Tensor]] = {
+    function.__name__: function
+    for function in (
         grpo,
         dr_grpo,
         rloo,
@@ -453,3 +388,10 @@ ESTIMATORS: dict[str, Estimator] = {
     )
 }
 """Estimators by name, with the constants of their papers: `ESTIMATORS["grpo"](rewards, group_ids)`."""
+
+
+def estimate(name: str, rewards: Tensor, group_ids: Tensor, **more: Tensor) -> Tensor:
+    """Call an estimator with `lengths` and `baseline_rewards`, as far as its formula reads them."""
+    estimator = ESTIMATORS[name]
+    read = inspect.signature(estimator).parameters
+    return estimator(rewards, group_ids, **{key: value for key, value in more.items() if key in read})

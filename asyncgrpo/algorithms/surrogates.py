@@ -444,10 +444,7 @@ def _bernoulli_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
 # Like a surrogate, a penalty is a reported value and a detached coefficient of `∇log π`, so both share one line of the learner.
 # A surrogate is maximised and a penalty minimised. Full KL and entropy depend on every logit: `learner/head.py`.
 
-KlKind = Literal[
-    "k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl",
-    "k1+", "kl+", "abs+", "k2+", "mse+", "k3+", "low_var_kl+", "k3_reweighted",
-]  # fmt: skip
+KlKind = Literal["k1", "abs", "k2", "k3", "low_var_kl", "k1+", "abs+", "k3+", "low_var_kl+", "k3_reweighted"]
 
 MAX_LOW_VAR_KL = 10.0
 
@@ -468,9 +465,9 @@ def kl_penalty(
 ) -> Penalty:
     """Estimate KL(policy ‖ reference) from one sampled token, with d = log π - log π_ref. Elementwise.
 
-        k1, kl           d                  derivative 1, whose gradient is 0 in expectation: as a loss it is only noise
+        k1               d                  derivative 1, whose gradient is 0 in expectation: as a loss it is only noise
         abs              |d|                derivative sign d
-        k2, mse          d² / 2             derivative d, the unbiased gradient
+        k2               d² / 2             derivative d, the unbiased gradient
         k3               exp(-d) - 1 + d    derivative 1 - exp(-d); d is cut to ±20 in the exponential alone
         low_var_kl       k3 with d cut to ±20 and the value to at most 10, as in verl
         ...+             the value of one of these, with k2's derivative d
@@ -498,11 +495,11 @@ def kl_penalty(
 
 
 def _estimate(d: Tensor, kind: str) -> Penalty:
-    if kind in ("k1", "kl"):
+    if kind == "k1":
         return Penalty(d, torch.ones_like(d))
     if kind == "abs":
         return Penalty(d.abs(), d.sign())
-    if kind in ("k2", "mse"):
+    if kind == "k2":
         return Penalty(d.square() / 2, d)
     bounded = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind == "k3":

@@ -135,23 +135,21 @@ def _estimate(estimate: Sequence[float | None] | None) -> str:
 async def _evaluate(config: Config) -> dict[str, Any]:
     """Sample and score all suites. Return the metrics of each and those of all completions."""
     from asyncgrpo.buffer.evaluation import Scored, Suite
-    from asyncgrpo.data.prompts import load_prompts
+    from asyncgrpo.data.loading import held_out
     from asyncgrpo.data.tokenizer import load_tokenizer
 
-    tokenizer, limit = load_tokenizer(config.model.path, config.data.chat_template_kwargs), config.data.eval_rows
-    tables = {
-        name: load_prompts(file, name, tokenizer, config.data, limit=limit) for name, file in config.data.suites.items()
-    }
-    rollouts = iter(await _rollouts(config, tokenizer, [prompt for table in tables.values() for prompt in table]))
-    suites = {name: Suite(config.reward.success) for name in tables}
-    for name, prompts in tables.items():
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
+    prompts_of = held_out(config, tokenizer)
+    rollouts = iter(await _rollouts(config, tokenizer, [one for prompts in prompts_of.values() for one in prompts]))
+    suites = {name: Suite(config.reward.success) for name in prompts_of}
+    for name, prompts in prompts_of.items():
         for prompt in prompts:
             group = next(rollouts)
             suites[name].add(prompt.source, [Scored(r.score, r.text, len(r.completion.token_ids)) for r in group])
     values = [value for suite in suites.values() for value in suite.rewards]
     results = {name: suite.result() for name, suite in suites.items()}
     return {
-        "prompts": sum(map(len, tables.values())),
+        "prompts": sum(map(len, prompts_of.values())),
         "completions": sum(suite.completions for suite in results.values()),
         "reward_mean": statistics.fmean(values) if values else None,
         "failures": dict(sum((Counter(suite.failures) for suite in results.values()), Counter())),
@@ -229,8 +227,7 @@ def check(
     """
     from asyncgrpo.cli.running import REWARD_IMPORT_S
     from asyncgrpo.config.load import load_config
-    from asyncgrpo.data.prompts import all_too_long
-    from asyncgrpo.data.table import prompt_of
+    from asyncgrpo.data.loading import all_too_long, prompt_of
     from asyncgrpo.rewards.build import build_reward
     from asyncgrpo.rewards.rules import reference_of
 
@@ -241,8 +238,7 @@ def check(
     schema, records = _records(file, model, config.data)
     first, lengths, sources, missing = None, list[int](), Counter[str](), list[int]()
     for record, text, token_ids in records:
-        of_record = (token_ids, record.prompt, record.answer, record.source, record.info)
-        first = first or (prompt_of("check/0", *of_record), text)
+        first = first or (prompt_of("check/0", record, token_ids), text)
         if record.answer in (None, ""):
             missing.append(len(lengths))
         lengths.append(len(text if model is None else token_ids))
@@ -302,14 +298,17 @@ def _records(
     path: str, model_path: str | None, config: DataConfig
 ) -> "tuple[str, Iterator[tuple[Record, str, tuple[int, ...]]]]":
     """Return the schema of a file and its records, each with its prompt as text and, with a model, as token ids."""
-    from asyncgrpo.data.prompts import open_source, rendered_rows
-    from asyncgrpo.data.tokenizer import load_tokenizer
+    from asyncgrpo.data.loading import open_source
+    from asyncgrpo.data.tokenizer import load_tokenizer, render
 
     schema, rows = open_source(path, config)
+    records = (schema.to_record(row, index) for index, row in enumerate(rows))
     if model_path is not None:
         tokenizer = load_tokenizer(model_path, config.chat_template_kwargs)
-        rendered = rendered_rows(path, schema, rows, tokenizer, config)
-        return schema.name, ((record, prompt.text, prompt.token_ids) for record, prompt in rendered)
+        return schema.name, (
+            (record, *render(tokenizer, record.messages, config.system_prompt, where=f"{path}, row {index}"))
+            for index, record in enumerate(records)
+        )
 
     def contents(record: "Record") -> str:
         texts = [turn["content"] for turn in record.messages]
@@ -317,5 +316,4 @@ def _records(
             texts.insert(0, config.system_prompt)
         return "\n".join(texts)
 
-    records = (schema.to_record(row, index) for index, row in enumerate(rows))
     return schema.name, ((record, contents(record), ()) for record in records)

@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # importing the cluster imports ray
     from asyncgrpo.cluster.run import Outcome
     from asyncgrpo.config.memory import Card
     from asyncgrpo.config.model_size import ModelSize
-    from asyncgrpo.data.table import About
     from asyncgrpo.rewards.base import Reward
     from asyncgrpo.tools.chaos import Plan
     from asyncgrpo.types import Prompt
@@ -134,24 +133,22 @@ def check_inputs(config: Config) -> str:
 
 def _trial(config: Config) -> "Prompt | None":
     """Return the first training prompt if functions of the user score completions."""
-    from asyncgrpo.data.prompts import open_source
-    from asyncgrpo.data.table import prompt_of
+    from asyncgrpo.data.loading import open_source, prompt_of
 
     if all(spec.isidentifier() for spec in config.reward.functions or ()):
         return None
     schema, rows = open_source(config.data.sources[0], config.data)
-    record = schema.to_record(rows[0], 0)
-    return prompt_of("train/0", (), record.prompt, record.answer, record.source, record.info)
+    return prompt_of("train/0", schema.to_record(rows[0], 0))
 
 
 def _check_prompts(config: Config, reward: "Reward | None") -> None:
-    from asyncgrpo.data.kept import check
+    from asyncgrpo.data.loading import check
 
-    found = check(config, Path(config.run.out), lambda line: typer.echo(line, err=True))
-    for about in found.values():
+    found = check(config, lambda line: typer.echo(line, err=True))
+    for checked in found.values():
         if reward is not None:
-            reward.check_sources(set(about.sources))
-    wanted, rows, epochs = config.buffer.prompts_per_step, found["train"].num_rows, config.run.epochs
+            reward.check_sources(checked.sources)
+    wanted, rows, epochs = config.buffer.prompts_per_step, found["train"].rows, config.run.epochs
     if wanted > rows:
         is_one = epochs is not None and epochs * rows <= wanted
         then = "the run is one smaller step" if is_one else "a step takes a prompt more than once"
@@ -245,18 +242,18 @@ def preview(config: Config, algorithm: str | None = None) -> None:
         AsyncGRPOError: the run would be refused.
     """
     from asyncgrpo.cluster.folder import RunFolder, look
-    from asyncgrpo.data.kept import check
+    from asyncgrpo.data.loading import check
 
     with importing():
         reward = check_run(config)
-        prompts = check(config, Path(config.run.out))  # as `check_run` found them
+        prompts = check(config)
     folder = RunFolder(Path(config.run.out))
     folder.check_free()
     standing = look(config, folder)
     start = ["new, starts at step 0"] if standing.is_new else standing.lines(config.run.out)
     named = {"train": ", ".join(config.data.sources), **config.data.suites}
     lines = [sizes_in_words(config, algorithm), f"model: {config.model.path}"]
-    lines += [f"data.{split}: {named[split]}, {about.num_rows:,} rows" for split, about in prompts.items()]
+    lines += [f"data.{split}: {named[split]}, {about.rows:,} rows" for split, about in prompts.items()]
     lines += [f"reward: {reward}", f"folder: {folder.path}", *start, *filter(None, [memory_table(config)])]
     typer.echo("\n".join([*lines, "dry run: nothing was started or written"]))
 
@@ -308,16 +305,14 @@ def execute(
 
         standing = claimed() if folder.path.is_dir() else None  # before Ray starts, for an error in a resume
         report("checking the run and starting Ray")
-        with session_of_checked(config, make) as (reward, table, checked):
+        with session_of_checked(config, make) as (reward, table):
             from asyncgrpo.cluster.run import Run
-            from asyncgrpo.data.kept import prepare_if_small
 
             sizes = sizes_in_words(config, algorithm)
             standing = standing or claimed()
             for line in (sizes, f"reward: {reward}", *filter(None, [table]), *standing.lines(config.run.out)):
                 report(line)
             record(config, folder, standing)
-            warm.call(prepare_if_small, config, folder.path, checked)
             events = folder.path / "metrics.jsonl"
             with _screen(events, console):
                 outcome = Run(config, folder, sizes, chaos).execute(report=report)
@@ -333,9 +328,7 @@ def execute(
 
 
 @contextmanager
-def session_of_checked(
-    config: Config, make: Callable[[], None] | None = None
-) -> Iterator[tuple[str, str, "dict[str, About]"]]:
+def session_of_checked(config: Config, make: Callable[[], None] | None = None) -> Iterator[tuple[str, str]]:
     """Start the warm process and Ray, and check the run meanwhile. Yields the result of `_check`."""
     _warm_up(config)
     try:
@@ -356,18 +349,12 @@ def _warm_up(config: Config) -> None:
         warm.begin(config.generators.engine, scratch.folder())
 
 
-def _check(config: Config, make: Callable[[], None] | None) -> tuple[str, str, "dict[str, About]"]:
-    """Create the files of a run and check it.
-
-    Returns:
-        Description of the reward, the memory table, and facts about the data files.
-    """
-    from asyncgrpo.data.kept import checked
-
+def _check(config: Config, make: Callable[[], None] | None) -> tuple[str, str]:
+    """Create the files of a run and check it. Returns the description of the reward, and the memory table."""
     with importing():
         if make is not None:
             make()
-        return check_run(config), memory_table(config), checked
+        return check_run(config), memory_table(config)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ say_warnings()
 with importing():
     from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM  # noqa: F401
 
-    import asyncgrpo.data.kept
+    import asyncgrpo.data.loading
     import asyncgrpo.engines.build
     import asyncgrpo.engines.torch.engine
     import asyncgrpo.generators.service

@@ -308,8 +308,6 @@ class Run:
             log.error("no last checkpoint: %s", trouble)
 
     def _report_start(self, ready: BufferReady, report: Callable[[str], None]) -> None:
-        if ready.dropped_too_long:
-            report(f"{ready.dropped_too_long} prompts are longer than data.max_prompt_tokens and were dropped")
         if ready.recovered:
             counts = ", ".join(f"{count} {what}" for what, count in sorted(ready.recovered.items()))
             report(f"untrained groups of earlier starts: {counts}")
@@ -323,7 +321,6 @@ class Run:
             "prompts": ready.prompts,
             "gpus": cluster_gpus(),
             "data_schema": ready.schema,
-            "dropped_too_long": ready.dropped_too_long,
             "recovered": ready.recovered,
         }
 

@@ -28,10 +28,9 @@ from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, s
 from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config
-from asyncgrpo.data.kept import prepare
+from asyncgrpo.data.loading import Prompts, prepare
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.data.table import Prepared
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size
 from asyncgrpo.host import CoreClock
 from asyncgrpo.importing import has_gpu, importing
@@ -93,7 +92,6 @@ class BufferReady:
     endpoint: str
     metrics_address: tuple[str, int]
     prompts: int
-    dropped_too_long: int
     schema: str
     steps: int | None
     """Upper bound of the optimizer steps until every epoch is done; filtered groups make no step. None: unlimited."""
@@ -219,7 +217,7 @@ class BufferActor:
         )
         self._lock = hold(setup.run_dir / "buffer.lock", LOCK_TIMEOUT_S)
         self._eval_samples = EvalSamples(setup.run_dir / "evals", config.run.keep_samples)
-        prompts = prepare(config, setup.run_dir)
+        prompts = prepare(config)
         train, stops = prompts.train, prompts.stop_token_ids
         buffer, recovered = _recovered_buffer(setup, train, sampling_of(config, stops, evaluation=False))
         evaluations = Evaluations(
@@ -246,8 +244,7 @@ class BufferActor:
             endpoint=server.endpoint,
             metrics_address=metrics_address,
             prompts=len(train),
-            dropped_too_long=train.dropped_too_long,
-            schema=train.about.schema_name,
+            schema=train.schema,
             steps=_steps_at_most(config, len(train)),
             recovered=recovered,
         )
@@ -260,7 +257,7 @@ class BufferActor:
             self._eval_samples.close()
 
 
-def _recovered_buffer(setup: Setup, prompts: Prepared, sampling: Sampling) -> tuple[Buffer, dict[str, int]]:
+def _recovered_buffer(setup: Setup, prompts: Prompts, sampling: Sampling) -> tuple[Buffer, dict[str, int]]:
     """Restore the buffer from checkpoint and journal; return it with the counts of recovered groups (`BufferReady`)."""
     config, state = setup.config, read_state(setup.checkpoint) if setup.checkpoint is not None else None
     source = PromptSource(
@@ -269,7 +266,7 @@ def _recovered_buffer(setup: Setup, prompts: Prepared, sampling: Sampling) -> tu
         shuffle=config.data.shuffle,
         epochs=config.run.epochs,
         weights=config.data.weights or (),
-        sizes=prompts.about.sizes,
+        sizes=prompts.sizes,
         curriculum=Curriculum(
             setup.run_dir / "curriculum",
             is_on=config.data.curriculum == "success",

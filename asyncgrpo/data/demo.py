@@ -1,31 +1,19 @@
-"""Model, tasks and reward of the demo, which trains with GRPO on a machine without GPU and network.
+"""Model and task of the demo, which trains with GRPO on a machine without GPU and network.
 
 The model is a byte-level transformer with about 70,000 random weights, in Hugging Face format. It only prefers digits. The
-tasks are about short strings of digits. Each right digit is rewarded, so the reward rises gradually. Training rows and
+task is to increment each digit of a short string. Each right digit is rewarded, so the reward rises gradually. Training rows and
 held-out rows share no prompt.
 """
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 DIGITS = "0123456789"
-
-TASKS: dict[str, Callable[[str], str]] = {
-    "copy": lambda digits: digits,
-    "increment": lambda digits: "".join(DIGITS[(int(digit) + 1) % 10] for digit in digits),
-    "reverse": lambda digits: digits[::-1],
-    "sort": lambda digits: "".join(sorted(digits)),
-}
-"""Answer function of each task. `copy` and `increment` are learned in tens of steps, because they attend at the same distance
-from every position. `reverse` does not, and `sort` must compare digits: they take several times as long."""
 
 CONTEXT = 512
 """Maximum tokens of prompt plus completion."""
@@ -39,22 +27,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_demo_model(
-    path: str | Path,
-    *,
-    seed: int,
-    layers: int = 1,
-    hidden: int = 64,
-    heads: int = 4,
-    rope_theta: float = 100.0,
-    initializer_range: float = 0.05,
-    digit_prior: float = 2.0,
-    likely: str = DIGITS,
-) -> None:
-    """Write a random Qwen3 and its byte-level tokenizer into a folder.
+ROPE_THETA, INITIALIZER_RANGE = 100.0, 0.05
+"""A small RoPE base, which separates neighbouring positions, and large initial weights: a small model learns faster with them."""
+DIGIT_PRIOR = 2.0
+"""Strength of the preference for digits and <eos>."""
 
-    Two settings differ from a large model, because a small model learns faster with them: a small RoPE base, which
-    separates neighbouring positions, and larger weights.
+
+def make_demo_model(path: str | Path, *, seed: int, layers: int = 1, hidden: int = 64, heads: int = 4) -> None:
+    """Write a random Qwen3 and its byte-level tokenizer into a folder.
 
     Digits and <eos> are more likely than other tokens for every prompt, as a stand-in for pretraining. Channel 0 of every
     embedding holds the same value, which the output rows of those tokens read. Without it the model spends most of its steps
@@ -63,10 +43,6 @@ def make_demo_model(
     Args:
         seed: of the weights.
         layers, hidden, heads: size of the model; `hidden` is a multiple of `heads`, and `heads` of 2.
-        rope_theta: base of the rotary position embedding.
-        initializer_range: standard deviation of the initial weights.
-        digit_prior: strength of the preference for digits and <eos>; 0: all weights are random.
-        likely: preferred characters.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -83,8 +59,8 @@ def make_demo_model(
         num_key_value_heads=heads // 2,
         head_dim=hidden // heads,
         max_position_embeddings=CONTEXT,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        initializer_range=initializer_range,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -94,10 +70,9 @@ def make_demo_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
-    if digit_prior:
-        with torch.no_grad():
-            model.model.embed_tokens.weight[:, 0] = 4 * initializer_range
-            model.lm_head.weight[[*likely.encode(), tokenizer.eos_token_id], 0] += digit_prior
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 4 * INITIALIZER_RANGE
+        model.lm_head.weight[[*DIGITS.encode(), tokenizer.eos_token_id], 0] += DIGIT_PRIOR
     logging.disable_progress_bar()
     model.save_pretrained(path)
 
@@ -125,36 +100,25 @@ def _byte_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def write_demo_task(
-    path_train: str | Path,
-    path_eval: str | Path,
-    *,
-    seed: int,
-    rows: int = 800,
-    digits: int = 3,
-    eval_rows: int = 100,
-    task: str = "increment",
+    path_train: str | Path, path_eval: str | Path, *, seed: int, rows: int = 800, eval_rows: int = 100
 ) -> None:
-    """Write the training and the held-out file of a task, as JSON Lines of `{prompt, ground_truth, data_source}`.
+    """Write the training and the held-out file, as JSON Lines of `{prompt, ground_truth, data_source}`.
+
+    A prompt has three digits. Each digit of its answer is one larger, 9 becomes 0.
 
     Args:
         seed: of the assignment of strings to files.
-        rows, eval_rows: rows of the two files; all prompts differ.
-        digits: length of each prompt, which allows 10**digits prompts.
-        task: a key of `TASKS`.
-    Raises:
-        ConfigError: unknown task, or fewer strings than rows.
+        rows, eval_rows: rows of the two files, 1000 together at most; all prompts differ.
     """
-    if task not in TASKS:
-        raise ConfigError(f"no demo task {task!r}; expected {', '.join(TASKS)}")
-    if rows + eval_rows > 10**digits:
-        raise ConfigError(
-            f"{rows} training and {eval_rows} held-out prompts are more than there are strings of {digits} digits"
-        )
-    numbers = random.Random(seed).sample(range(10**digits), rows + eval_rows)
-    prompts = [str(number).zfill(digits) for number in numbers]
+    prompts = [f"{number:03}" for number in random.Random(seed).sample(range(1000), rows + eval_rows)]
     for path, part in ((path_train, prompts[:rows]), (path_eval, prompts[rows:])):
         lines = (
-            json.dumps({"prompt": prompt, "ground_truth": TASKS[task](prompt), "data_source": f"demo_{task}"})
+            json.dumps({"prompt": prompt, "ground_truth": incremented(prompt), "data_source": "demo_increment"})
             for prompt in part
         )
         Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def incremented(digits: str) -> str:
+    """Return the answer to a prompt."""
+    return digits.translate(str.maketrans(DIGITS, DIGITS[1:] + "0"))

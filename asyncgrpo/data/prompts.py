@@ -1,4 +1,4 @@
-"""The prompts of a run: loaded from its sources, issued in an order that survives restarts.
+"""The prompts of a run, issued in an order that survives restarts.
 
 `PromptSource` issues every prompt once per epoch, in an order determined by the seed; with weights, once per round of its
 source; with a curriculum, as often as it has places in the round (`order.py`). After a restart at any moment, prompts that
@@ -6,191 +6,20 @@ were not done are issued again, and done ones are not.
 """
 
 import heapq
-import itertools
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
-from asyncgrpo.config.schema import DataConfig
+from asyncgrpo.data.loading import Prompts, fingerprint_of
 from asyncgrpo.data.order import SOLVED_EVERY, Curriculum, Mixture
-from asyncgrpo.data.rows import Record, Schema, recognise
-from asyncgrpo.data.sources import DataRows, read_source
-from asyncgrpo.data.table import About, Fingerprint, PromptTable, Row, fingerprint_of
-from asyncgrpo.data.tokenizer import Rendered, render, render_all
-from asyncgrpo.errors import CheckpointError, ConfigError, DataError
+from asyncgrpo.errors import CheckpointError
 from asyncgrpo.types import Frozen, Prompt
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 log = logging.getLogger(__name__)
-
-AT_ONCE = 256
-"""Rows per tokenisation batch."""
-PROGRESS_EVERY_S = 2.0
-
-
-def load_prompts(
-    sources: str | Path | Sequence[str],
-    split: str,
-    tokenizer: "PreTrainedTokenizerBase",
-    config: DataConfig,
-    limit: int | None = None,
-    *,
-    stop_token_ids: tuple[int, ...] = (),
-) -> PromptTable:
-    """Read, recognise, render and tokenise one or several sources, in order.
-
-    Args:
-        sources: files or other sources of `data/sources.py`.
-        split: `train` or `eval`; row 17 becomes the prompt `train/17`. Rows are numbered across sources.
-        limit: rows of each source to use, from its start; None: all.
-        stop_token_ids: stored in the table.
-    Raises:
-        DataError: a source cannot be used, or all of its prompts are longer than `config.max_prompt_tokens`.
-    """
-    rows_read = longest = 0
-    schemas, sizes, origins = list[str](), list[int](), set[str]()
-    kept, fingerprint = list[Row](), Fingerprint()
-    for source in (sources,) if isinstance(sources, str | Path) else sources:
-        schema, rows = open_source(source, config)
-        first, longest_here, before = rows_read, 0, len(kept)
-        for record, (_, token_ids) in rendered_rows(source, schema, itertools.islice(rows, limit), tokenizer, config):
-            longest_here = max(longest_here, len(token_ids))
-            origins.add(record.source)
-            if len(token_ids) <= config.max_prompt_tokens:
-                encoded = msgspec.msgpack.encode((record.prompt, record.answer, record.source, record.info))
-                kept.append(Row(rows_read, np.asarray(token_ids, np.int32).tobytes(), encoded))
-                fingerprint.add(f"{split}/{rows_read}", token_ids)
-            rows_read += 1
-        if len(kept) == before:
-            raise all_too_long(source, rows_read - first, longest_here, config)
-        schemas.append(schema.name)
-        sizes.append(len(kept) - before)
-        longest = max(longest, longest_here)
-    about = About(
-        schema_name=", ".join(dict.fromkeys(schemas)),
-        sizes=tuple(sizes),
-        num_rows=rows_read,
-        longest=longest,
-        sources=tuple(sorted(origins)),
-        fingerprint=fingerprint.hexdigest(),
-        stop_token_ids=stop_token_ids,
-    )
-    return PromptTable(split, kept, about)
-
-
-class Checked(NamedTuple):
-    """Result of `check_prompts` for a source."""
-
-    schema_name: str
-    rows: int
-    sources: set[str]
-    """All values of `data_source` in its rows."""
-
-
-def check_prompts(
-    source: str | Path,
-    tokenizer: "PreTrainedTokenizerBase",
-    config: DataConfig,
-    *,
-    vocabulary: int | None,
-    limit: int | None = None,
-    on_progress: Callable[[str], object] = log.info,
-) -> Checked:
-    """Refuse what `load_prompts` would refuse in one source, but faster: all rows are read, and few are tokenised.
-
-    Renders one prompt per sequence of roles, because a chat template may refuse a sequence, and more until one is not too
-    long. Logs a warning if only some rows lack an answer.
-
-    Args:
-        vocabulary: size of the model's vocabulary, if known.
-        limit: rows of the source to use, from its start; None: all.
-        on_progress: called with a line every few seconds.
-    Raises:
-        DataError: as `load_prompts`.
-        ConfigError: the tokenizer produces tokens that the model does not have.
-    """
-    schema, rows = open_source(source, config)
-    count = len(rows) if limit is None else min(limit, len(rows))
-    rendered, sources = set[str | tuple[str, ...]](), set[str]()
-    longest, fits, index, unanswered = 0, False, -1, list[int]()
-    reported_s = time.monotonic()
-    for index, row in enumerate(itertools.islice(rows, limit)):
-        if index % AT_ONCE == 0 and time.monotonic() > reported_s + PROGRESS_EVERY_S:
-            reported_s = time.monotonic()
-            on_progress(f"{source}: checked {index:,} of {count:,} rows")
-        record = schema.to_record(row, index)
-        sources.add(record.source)
-        if record.answer in (None, ""):
-            unanswered.append(index)
-        roles = "user" if isinstance(record.prompt, str) else tuple(turn["role"] for turn in record.prompt)
-        if fits and roles in rendered:
-            continue
-        rendered.add(roles)
-        token_ids = token_ids_of(source, index, record, tokenizer, config)
-        if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
-            raise ConfigError(
-                f"{source}, row {index}: the tokenizer of model.path produces token {max(token_ids)}, but the vocabulary of "
-                f"the model has {vocabulary} tokens; use the model's own tokenizer"
-            )
-        longest = max(longest, len(token_ids))
-        fits = fits or len(token_ids) <= config.max_prompt_tokens
-    if not fits:
-        raise all_too_long(source, index + 1, longest, config)
-    if 0 < len(unanswered) <= index:
-        which = ", ".join(map(str, unanswered[:10])) + ", ..." * (len(unanswered) > 10)
-        log.warning("%s: %d of %d rows have no answer: %s", source, len(unanswered), index + 1, which)
-    return Checked(schema.name, index + 1, sources)
-
-
-def open_source(source: str | Path, config: DataConfig) -> tuple[Schema, DataRows]:
-    """Return the schema of a source and its rows. Raises ConfigError, DataError."""
-    rows, columns = read_source(str(source), config.columns)
-    return recognise(rows, columns, str(source)), rows
-
-
-def rendered_rows(
-    source: str | Path,
-    schema: Schema,
-    rows: Iterable[Mapping[str, Any]],
-    tokenizer: "PreTrainedTokenizerBase",
-    config: DataConfig,
-) -> Iterator[tuple[Record, Rendered]]:
-    """Yield each row with its rendered prompt, tokenised in batches of `AT_ONCE`."""
-    numbered = enumerate(rows)
-    while some := {index: schema.to_record(row, index) for index, row in itertools.islice(numbered, AT_ONCE)}:
-        rendered = render_all(
-            tokenizer,
-            [record.messages for record in some.values()],
-            config.system_prompt,
-            where=[f"{source}, row {index}" for index in some],
-            longest=config.max_prompt_tokens,
-        )
-        yield from zip(some.values(), rendered, strict=True)
-
-
-def token_ids_of(
-    source: str | Path, index: int, record: Record, tokenizer: "PreTrainedTokenizerBase", config: DataConfig
-) -> tuple[int, ...]:
-    """Return the token ids of a row. A row that is too long may be cut, to more than `data.max_prompt_tokens`."""
-    where = f"{source}, row {index}"
-    longest = config.max_prompt_tokens
-    return render(tokenizer, record.messages, config.system_prompt, where=where, longest=longest).token_ids
-
-
-def all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:
-    """Return the error for a source whose `count` prompts are all too long."""
-    return DataError(
-        f"{source}: all {count} prompts are longer than data.max_prompt_tokens ({config.max_prompt_tokens}); "
-        f"the longest has at least {longest}"
-    )
 
 
 class PromptState(Frozen):
@@ -249,7 +78,7 @@ class PromptSource:
         self._seed = seed
         self._shuffle = shuffle
         self._end = None if epochs is None else epochs * len(self._prompts)
-        self._fingerprint = fingerprint_of(prompts)
+        self._fingerprint = prompts.fingerprint if isinstance(prompts, Prompts) else fingerprint_of(prompts)
         self._frontier = 0
         self._next = 0
         self._done_beyond: set[int] = set()

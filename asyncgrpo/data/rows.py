@@ -4,11 +4,9 @@ The first row determines the schema of a file. `data.columns` maps the columns o
 the row and the expected form.
 """
 
-import difflib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,24 +84,18 @@ def _is_blank(text: str) -> bool:
 
 
 def _check_size(record: Record) -> None:
-    """Raise _Misfit for a record that is too large for a message to a generator."""
-    with suppress(UnicodeEncodeError, OverflowError):  # one encoding suffices for almost all records
-        if len(_encoder.encode((record.prompt, record.answer, record.source, record.info))) <= _MOST_BYTES:
-            return
-    fields = {"prompt": record.prompt, "answer": record.answer, "source": record.source, "info": record.info}
-    sizes = {name: _encoded_bytes(name, value) for name, value in fields.items()}
-    if (beside := sizes["answer"] + sizes["info"]) > _MOST_BYTES:
-        raise _Misfit(f"its answer and info have {beside:,} bytes; the limit of a message is {_MOST_BYTES:,}")
-
-
-def _encoded_bytes(name: str, value: Any) -> int:
+    """Raise _Misfit for a record that does not fit into a message to a generator."""
     try:
-        return len(_encoder.encode(value))
-    except UnicodeEncodeError as error:
-        half = error.object[error.start : error.end]
-        raise _Misfit(f"its {name} holds {half!r}, half of a surrogate pair, which is invalid text") from None
-    except OverflowError:
-        raise _Misfit(f"its {name} holds an integer of more than 64 bits; write it as text") from None
+        _encoder.encode((record.prompt, record.source))
+        size = len(_encoder.encode((record.answer, record.info)))
+    except (UnicodeEncodeError, OverflowError) as error:  # half of a surrogate pair; more than 64 bits
+        raise _Misfit(f"it cannot be encoded: {error}") from None
+    if size > _MOST_BYTES:
+        raise _Misfit(f"its answer and info have {size:,} bytes; the limit of a message is {_MOST_BYTES:,}")
+
+
+_COLUMNS = {"prompt": "prompt", "answer": "ground_truth", "source": "data_source"}
+"""Column of the schema `plain` for each field of `data.columns`."""
 
 
 def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "data") -> Schema:
@@ -111,98 +103,36 @@ def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "
 
     Args:
         rows: of the file, at least one.
-        columns: maps record fields (`prompt`, `answer`, `source`) to columns of the file. Without `answer` the rest of the
-            schema is recognised.
+        columns: maps fields (`prompt`, `answer`, `source`) to columns of the file, which are renamed before a schema is
+            recognised. With `answer` it is `plain`.
         file: name for error messages.
     Raises:
         ConfigError: `columns` has an unknown field.
         DataError: the first row matches no schema, or a mapped column does not exist.
     """
-    first = rows[0]
-    if columns:
-        _check_columns(first, columns, file)
-        if "answer" not in columns:
-            return _renamed(rows[0], columns, file)
-        return Schema("columns", file, _mapped(columns))
-    for name, (fits, convert) in _SCHEMAS.items():
-        if fits(first):
-            answer = _OPTIONAL_ANSWERS.get(name)
-            return Schema(name, file, _with_column(convert, answer) if answer in first and answer else convert)
-    likely = _likely_prompt(first)
-    raise DataError(
-        f"{file}, row 0: no prompt among the columns {', '.join(first) or '(none)'}; expected "
-        f"{' or '.join(PROMPT_SPELLINGS)}, or a data.columns map such as "
-        + (f"data.columns.prompt={likely}" if likely else "{prompt: input, answer: label}")
-    )
-
-
-def _with_column(convert: Callable[[DataRow], Record], answer: str) -> Callable[[DataRow], Record]:
-    """Return `convert` for a file whose first row has an answer, so that all rows need one."""
-
-    def converted(row: DataRow) -> Record:
-        _required(row, answer)
-        return convert(row)
-
-    return converted
-
-
-def _likely_prompt(first: DataRow) -> str | None:
-    """Return the column that holds chat turns, or whose name is close to a known one."""
-    for name, value in first.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
-            return name
-    lower = {name.lower(): name for name in first}
-    near = [
-        lower[name] for ours in PROMPT_SPELLINGS for name in difflib.get_close_matches(ours, lower, n=1, cutoff=0.8)
-    ]
-    return near[0] if near else None
-
-
-def _check_columns(first: DataRow, columns: Mapping[str, str], file: str) -> None:
-    fields = ("prompt", "answer", "source")
-    for field in columns:
-        if field not in fields:
-            raise ConfigError(f"data.columns.{field}: unknown field; expected {', '.join(fields)}")
+    there = ", ".join(rows[0]) or "(none)"
     for field, column in columns.items():
-        if column not in first:
-            close = difflib.get_close_matches(column, list(first), n=1)
+        if field not in _COLUMNS:
+            raise ConfigError(f"data.columns.{field}: unknown field; expected {', '.join(_COLUMNS)}")
+        if column not in rows[0]:
             raise DataError(
-                f"{file}, row 0: no column {column!r}, which data.columns.{field} names; "
-                + (f"did you mean {close[0]!r}?" if close else f"the columns are {', '.join(first)}")
+                f"{file}, row 0: no column {column!r}, which data.columns.{field} names; the columns are {there}"
             )
 
+    def renamed(row: DataRow) -> DataRow:
+        others = {name: value for name, value in row.items() if name != columns.get("prompt")}
+        return others | {_COLUMNS[field]: row[column] for field, column in columns.items() if column in row}
 
-def _renamed(first: DataRow, columns: Mapping[str, str], file: str) -> Schema:
-    """Return the schema of a file after renaming its prompt and source columns."""
-    prompt = columns.get("prompt", "prompt" if "prompt" in first else "question")
-    source = columns.get("source", "")
-
-    def with_known_names(row: DataRow) -> DataRow:
-        others = {name: value for name, value in row.items() if name != prompt}
-        return others | {"prompt": row.get(prompt)} | ({"data_source": row.get(source)} if source else {})
-
-    known = recognise([with_known_names(first)], {}, file)
-
-    def convert(row: DataRow) -> Record:
-        _prompt(row, prompt)  # raises with the file's column name
-        return known.convert(with_known_names(row))
-
-    return Schema(f"{known.name}, with data.columns", file, convert)
-
-
-def _mapped(columns: Mapping[str, str]) -> Callable[[DataRow], Record]:
-    prompt, answer = columns.get("prompt", "prompt"), columns["answer"]
-    source = columns.get("source", "data_source")
-
-    def convert(row: DataRow) -> Record:
-        return Record(
-            prompt=_prompt(row, prompt),
-            answer=_required(row, answer),
-            source=_source(row, source),
-            info=_others(row, prompt),  # keeps answer and source, for reward functions that take columns by name
-        )
-
-    return convert
+    first = renamed(rows[0])
+    for name, (fits, convert) in _SCHEMAS.items():
+        if name == "plain" if "answer" in columns else fits(first):
+            if not columns:
+                return Schema(name, file, convert)
+            return Schema(f"{name}, with data.columns", file, lambda row, convert=convert: convert(renamed(row)))
+    raise DataError(
+        f"{file}, row 0: no prompt among the columns {there}; expected {' or '.join(PROMPT_SPELLINGS)}, or a data.columns "
+        "map such as {prompt: input, answer: label}"
+    )
 
 
 def _verl(row: DataRow) -> Record:
@@ -268,9 +198,6 @@ _SCHEMAS: dict[str, tuple[Callable[[DataRow], bool], Callable[[DataRow], Record]
     ),
     "trl": (lambda row: "prompt" in row, _trl),
 }
-
-_OPTIONAL_ANSWERS = {"verifiers": "answer", "trl": "solution"}
-"""Answer column of schemas in which a file may have no answers."""
 
 
 def _prompt(row: DataRow, column: str) -> str | list[Message]:

@@ -90,7 +90,6 @@ def render(
     system_prompt: str | None = None,
     *,
     where: str = "prompt",
-    longest: int | None = None,
 ) -> Rendered:
     """Render a prompt up to the start of the completion, and tokenise it.
 
@@ -101,31 +100,11 @@ def render(
         messages: chat turns with `role` and `content`.
         system_prompt: first turn, unless a system turn exists.
         where: name of the prompt in an error, for example `train.jsonl, row 3`.
-        longest: tokens. A longer prompt may be cut, to more than `longest` token ids.
     Raises:
         DataError: the chat template refuses these turns.
     """
     text = _text_of(tokenizer, messages, system_prompt, where)
-    return Rendered(text, _encode(tokenizer, text, longest))
-
-
-def render_all(
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: Sequence[Sequence[dict[str, Any]]],
-    system_prompt: str | None,
-    *,
-    where: Sequence[str],
-    longest: int,
-) -> list[Rendered]:
-    """Render several prompts as `render` does. A fast tokenizer encodes prompts of usual length in one batch."""
-    texts = [_text_of(tokenizer, messages, system_prompt, at) for messages, at in zip(prompts, where, strict=True)]
-    # Encode the first one alone, which sets up the backend as the tokenizer uses it.
-    token_ids = {text: _encode(tokenizer, text, longest) for text in texts[:1]}
-    if tokenizer.is_fast:
-        usual = [text for text in texts[1:] if len(text) <= _beginning(longest)]
-        encodings = tokenizer.backend_tokenizer.encode_batch_fast(usual, add_special_tokens=_adds_special(tokenizer))
-        token_ids |= {text: tuple(encoding.ids) for text, encoding in zip(usual, encodings, strict=True)}
-    return [Rendered(text, token_ids.get(text) or _encode(tokenizer, text, longest)) for text in texts]
+    return Rendered(text, _encode(tokenizer, text))
 
 
 def _text_of(
@@ -154,34 +133,9 @@ def _text_of(
     return templated
 
 
-_MARGIN = 256
-"""Tokens in which a text and its prefix may differ, because the prefix may end inside a word."""
-
-
-def _encode(tokenizer: "PreTrainedTokenizerBase", text: str, longest: int | None) -> tuple[int, ...]:
-    """Return the token ids of a text, or of a prefix that has more than `longest` already.
-
-    Tokenising megabytes of text would take longer than reading the file. Characters per token depend on the tokenizer, so a
-    growing prefix is tokenised until it has more than twice `longest` tokens.
-    """
-    size = _beginning(longest) if longest is not None else len(text)
-    adds_special = _adds_special(tokenizer)
-    while longest is not None and size < len(text):
-        token_ids = tokenizer.encode(text[:size], add_special_tokens=adds_special)
-        if len(token_ids) > 2 * longest + _MARGIN:
-            return tuple(token_ids)
-        size *= 4
-    return tuple(tokenizer.encode(text, add_special_tokens=adds_special))
-
-
-def _beginning(longest: int) -> int:
-    """Return the number of characters of the first prefix. Shorter texts are tokenised in full."""
-    return 16 * (longest + _MARGIN)
-
-
-def _adds_special(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Return True if the tokenizer must add special tokens. A chat template has written them already."""
-    return not tokenizer.chat_template
+def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[int, ...]:
+    """Return the token ids of a text. A chat template has written special tokens already."""
+    return tuple(tokenizer.encode(text, add_special_tokens=not tokenizer.chat_template))
 
 
 MARK = "\ue000"
@@ -215,19 +169,13 @@ def continuation(
 
 def opening(
     tokenizer: "PreTrainedTokenizerBase",
-) -> Callable[[Sequence[dict[str, Any]], list[dict[str, Any]] | None, int], tuple[int, ...]]:
+) -> Callable[[Sequence[dict[str, Any]], list[dict[str, Any]] | None], tuple[int, ...]]:
     """Return a function from the first messages of a conversation and its tools to token ids.
-
-    Its third argument is a number of tokens: a longer opening may be cut, to more token ids than that.
 
     Raises (the function):
         DataError: the chat template refuses these messages or tools.
     """
-
-    def open_(messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None, longest: int) -> tuple[int, ...]:
-        return _encode(tokenizer, _text_of(tokenizer, messages, None, "the first messages", tools), longest)
-
-    return open_
+    return lambda messages, tools: _encode(tokenizer, _text_of(tokenizer, messages, None, "the first messages", tools))
 
 
 def vocabulary_size(model_path: str) -> int | None:

@@ -144,7 +144,7 @@ def reply_of_step(value: Any) -> Reply:
     """The reply that `step` returned.
 
     That is `(observation, reward, done)`, the same with a dict of information behind it, Gymnasium's `(observation,
-    reward, terminated, truncated, info)`, a dict with `observation`, `reward` and `done`, or None: the episode is over.
+    reward, terminated, truncated, info)`, or None: the episode is over.
 
     Raises:
         EnvironmentFailed: it is something else, or the reward is not a finite number.
@@ -152,10 +152,6 @@ def reply_of_step(value: Any) -> Reply:
     match value:
         case None:
             return Reply(done=True)
-        case Mapping():
-            if unknown := value.keys() - {"observation", "reward", "done", "info"}:
-                raise EnvironmentFailed(f"step returned a dict with {', '.join(map(repr, sorted(unknown)))}")
-            observation, reward, done = value.get("observation"), value.get("reward"), value.get("done", False)
         case (observation, reward, terminated, truncated, Mapping()):
             done = bool(terminated) or bool(truncated)
         case (observation, reward, done, Mapping()) | (observation, reward, done):

@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -54,27 +54,6 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     max_completion_tokens: Length | None = None
     temperature: float | None = None
     top_p: float | None = None
-    logprobs: bool | None = None
-    """True if the reply has token ids and log-probs."""
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    # Taken, and without an effect.
-    model: str | None = None
-    seed: int | None = None
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    parallel_tool_calls: bool | None = None
-    service_tier: str | None = None
-    # Taken only where they ask for nothing: see `_NOTHING`.
-    n: int | None = None
-    stop: str | list[str] | None = None
-    tool_choice: Any = None
-    response_format: Any = None
-    top_logprobs: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
     @property
     def longest(self) -> int | None:
@@ -82,29 +61,35 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return min((one for one in (self.max_tokens, self.max_completion_tokens) if one is not None), default=None)
 
 
-_NOTHING: dict[str, tuple[Any, str]] = {
-    "n": (1, "a call samples one turn; the run samples several completions by itself"),
-    "stop": ([], "`sampling.stop` of the run decides what ends a turn"),
-    "tool_choice": ("auto", "the model chooses"),
-    "response_format": ({"type": "text"}, "a turn is sampled freely"),
-    "top_logprobs": (0, "only the log-prob of what was sampled is known"),
-    "frequency_penalty": (0, "the learner knows log-probs without penalties only"),
-    "presence_penalty": (0, "the learner knows log-probs without penalties only"),
-    "logit_bias": ({}, "the learner knows log-probs without a bias only"),
+_WITHOUT_EFFECT = {
+    "model", "seed", "user", "metadata", "store", "parallel_tool_calls", "service_tier", "stream_options",
+}  # fmt: skip
+_ONLY: dict[str, Any] = {
+    "n": 1,
+    "stop": [],
+    "tool_choice": "auto",
+    "response_format": {"type": "text"},
+    "stream": False,
+    "logprobs": False,
+    "top_logprobs": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
 }
-"""The value that asks for nothing, and why another one is refused."""
+"""Fields of which only this value is taken."""
 
 
 def read_request(body: bytes) -> Chat:
     """A request from its body. Raises Refused."""
     try:
-        chat = msgspec.json.decode(body, type=Chat)
+        given = msgspec.json.decode(body, type=dict[str, Any])
+        fields = {name: value for name, value in given.items() if value is not None and name not in _WITHOUT_EFFECT}
+        for name, only in _ONLY.items():
+            if fields.pop(name, only) != only:
+                raise Refused(400, f"{name} is refused: the run decides how a turn is sampled and sent; leave it out")
+        chat = msgspec.convert(fields, Chat)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, f"this is not a request for a chat completion: {error}") from None
-    for name, (nothing, why) in _NOTHING.items():
-        value = getattr(chat, name)
-        if value is not None and value != nothing:
-            raise Refused(400, f"{name} is refused: {why}; leave it out")
     return msgspec.structs.replace(
         chat, messages=[_message(one, index) for index, one in enumerate(chat.messages)], tools=chat.tools or None
     )
@@ -130,24 +115,18 @@ def _message(given: Message, index: int) -> Message:
     if not isinstance(role, str):
         raise Refused(400, f"{where} has no role")
     if isinstance(content, list):
-        parts = [
-            part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content
-        ]
-        content = None if None in parts else "".join(map(str, parts))
-        if content is None:
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
             raise Refused(400, f"{where} has a part that is not text, and only text is understood")
+        content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
         raise Refused(400, f"{where}.content must be a text")
     if unknown := [key for key, value in given.items() if key not in _KEPT and value not in (None, [], {}, "")]:
         raise Refused(400, f"{where} has {', '.join(map(repr, sorted(unknown)))}, which is not understood")
     kept = {key: given[key] for key in _KEPT if given.get(key) not in (None, [], "")}
     if "tool_calls" in kept:
-        kept["tool_calls"] = [_tool_call(one, where) for one in _list(kept["tool_calls"])]
+        calls = kept["tool_calls"]
+        kept["tool_calls"] = [_tool_call(one, where) for one in (calls if isinstance(calls, list) else [calls])]
     return kept | {"content": content or ""}
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _tool_call(given: Any, where: str) -> dict[str, Any]:
@@ -184,8 +163,7 @@ class ChatTurn(NamedTuple):
     finish_reason: Literal["stop", "length", "tool_calls"]
     num_read: int
     """Tokens that the model had read before it."""
-    token_ids: list[int]
-    logprobs: list[float]
+    num_sampled: int
 
 
 def message_of(text: str, *, has_tools: bool) -> Message:
@@ -204,54 +182,21 @@ def message_of(text: str, *, has_tools: bool) -> Message:
     return {"role": "assistant", "tool_calls": calls, "content": turn.text}
 
 
-def reply_of(turn: ChatTurn, chat: Chat, model: str, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """The reply as OpenAI's JSON; with `token_ids` and `logprobs` where they are asked for."""
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": turn.message | {"content": turn.message["content"] or None}
-        if "tool_calls" in turn.message
-        else turn.message,
-        "finish_reason": turn.finish_reason,
-        "logprobs": None,
-    }
-    if chat.logprobs:
-        choice["token_ids"] = turn.token_ids
-        texts = [decode([token]) for token in turn.token_ids]
-        choice["logprobs"] = {
-            "content": [
-                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, value in zip(texts, turn.logprobs, strict=True)
-            ]
-        }
-    sampled = len(turn.token_ids)
+def reply_of(turn: ChatTurn, model: str) -> dict[str, Any]:
+    """The reply as OpenAI's JSON."""
+    message = turn.message | ({"content": turn.message["content"] or None} if "tool_calls" in turn.message else {})
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [choice],
+        "choices": [{"index": 0, "message": message, "finish_reason": turn.finish_reason, "logprobs": None}],
         "usage": {
             "prompt_tokens": turn.num_read,
-            "completion_tokens": sampled,
-            "total_tokens": turn.num_read + sampled,
+            "completion_tokens": turn.num_sampled,
+            "total_tokens": turn.num_read + turn.num_sampled,
         },
     }
-
-
-def events_of(reply: dict[str, Any], chat: Chat) -> bytes:
-    """The reply as the events of a stream: the whole turn in one, then how it ended."""
-    (choice,) = reply["choices"]
-    delta = dict(choice["message"])
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": index} | call for index, call in enumerate(delta["tool_calls"])]
-    head = {key: reply[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    first = choice | {"delta": delta, "finish_reason": None}
-    del first["message"]
-    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
-    events = [head | {"choices": [first]}, head | {"choices": [last]}]
-    if (chat.stream_options or {}).get("include_usage"):
-        events.append(head | {"choices": [], "usage": reply["usage"]})
-    return b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events) + b"data: [DONE]\n\n"
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
@@ -272,13 +217,12 @@ class Conversation(Protocol):
 class Gateway:
     """The server. It listens on the event loop of the first `open`."""
 
-    def __init__(self, model: str, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, model: str) -> None:
         """
         Args:
             model: its name in replies.
-            decode: the text of a token, special ones kept.
         """
-        self._model, self._decode = model, decode
+        self._model = model
         self._episodes: dict[str, Conversation] = {}
         self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
@@ -334,10 +278,7 @@ class Gateway:
                 return _json({"object": "list", "data": [card]})
             case "POST", "chat/completions":
                 chat = read_request(await request.read())
-                found = reply_of(await conversation.reply(chat), chat, self._model, self._decode)
-                if chat.stream:
-                    return web.Response(body=events_of(found, chat), content_type="text/event-stream", headers=_HEADERS)
-                return _json(found)
+                return _json(reply_of(await conversation.reply(chat), self._model))
         raise Refused(
             404, "there are POST chat/completions and GET models here, and nothing else of OpenAI's API", "not_found"
         )

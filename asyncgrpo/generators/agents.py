@@ -30,11 +30,10 @@ from asyncgrpo.environments.chat import (
 from asyncgrpo.environments.hosted import HostedAgent
 from asyncgrpo.errors import DataError, EngineError, RequestError
 from asyncgrpo.generators.rollout import Activities, Played
-from asyncgrpo.generators.turns import Continue, Play, Transcript, Turns, failed_in_play
-from asyncgrpo.rewards.breaker import Tally
-from asyncgrpo.types import Completion, FinishReason, Prompt, Sampling, Score
+from asyncgrpo.generators.turns import Continue, Play, Sampler, Transcript, Turns, failed_in_play
+from asyncgrpo.types import Completion, FinishReason, Prompt, Score
 
-Open = Callable[[Sequence[Message], list[dict[str, Any]] | None, int], tuple[int, ...]]
+Open = Callable[[Sequence[Message], list[dict[str, Any]] | None], tuple[int, ...]]
 """See `data.tokenizer.opening`."""
 
 
@@ -50,8 +49,8 @@ class Limits(NamedTuple):
     """Most calls in a completion."""
 
 
-class AgentSampler:
-    """Samples completions for an agent, with one engine."""
+class AgentSampler(Sampler):
+    """Samples completions for an agent."""
 
     def __init__(
         self,
@@ -68,28 +67,23 @@ class AgentSampler:
     ) -> None:
         """
         Args:
-            decode: the text of a turn.
             system_prompt: is in front of the messages that an agent is given, as in the row's prompt.
             unfinished_score: of a completion whose agent gave up where there was no room; None: a reward scores it.
         """
-        self.engine, self.agent, self.gateway = engine, agent, gateway
-        self.decode, self.open_, self.continue_ = decode, open_, continue_
-        self.limits, self.system_prompt, self.unfinished_score = limits, system_prompt, unfinished_score
-        self.tally = Tally()
-        """Counts failures, so that not all are logged."""
+        super().__init__(engine, decode, continue_)
+        self.agent, self.gateway, self.open_, self.limits = agent, gateway, open_, limits
+        self.system_prompt, self.unfinished_score = system_prompt, unfinished_score
 
     def of(self, prompt: Prompt, activities: Activities | None = None) -> Turns:
         """See `Sampler`."""
         turns = prompt.turns or ({"role": "user", "content": prompt.text},)
         if self.system_prompt is not None and all(one["role"] != "system" for one in turns):
             turns = ({"role": "system", "content": self.system_prompt}, *turns)
-        return Turns(self, msgspec.structs.replace(prompt, turns=turns), activities or Activities())
+        return super().of(msgspec.structs.replace(prompt, turns=turns), activities)
 
-    def play(
-        self, turns: Turns, request_id: str, index: int, prompt: tuple[int, ...], sampling: Sampling, seed: int
-    ) -> Play:
+    def play(self, turns: Turns, index: int, transcript: Transcript) -> Play:
         """See `Sampler`."""
-        return _AgentPlay(self, turns, index, prompt, lambda opening: Transcript(request_id, opening, sampling, seed))
+        return _AgentPlay(self, turns, index, transcript)
 
     async def close(self) -> None:
         """End every process of the agent, and the server."""
@@ -97,24 +91,13 @@ class AgentSampler:
         await self.gateway.close()
 
 
-class _AgentPlay:
+class _AgentPlay(Play):
     """One completion of an agent: its conversation so far."""
 
-    def __init__(
-        self,
-        sampler: AgentSampler,
-        turns: Turns,
-        index: int,
-        prompt: tuple[int, ...],
-        begin: Callable[[Sequence[int]], Transcript],
-    ) -> None:
-        """
-        Args:
-            begin: a transcript that begins with these token ids.
-        """
-        self._by, self._turns, self._index, self._prompt, self._begin = sampler, turns, index, prompt, begin
+    def __init__(self, sampler: AgentSampler, turns: Turns, index: int, transcript: Transcript) -> None:
+        super().__init__(sampler.engine, turns, index, transcript)
+        self._by = sampler
         self._opening: tuple[int, ...] = ()
-        self._transcript = begin(prompt)
         self._messages: list[Message] = []
         """The conversation, the newest reply included."""
         self._tools: list[dict[str, Any]] | None = None
@@ -126,8 +109,6 @@ class _AgentPlay:
         self._is_quiet = asyncio.Event()
         """No call is being answered."""
         self._is_quiet.set()
-        self._is_over = asyncio.Event()
-        """The request is aborted, the engine failed, or the agent returned."""
         self._engine_failure: EngineError | None = None
 
     async def run(self) -> Completion:
@@ -153,11 +134,6 @@ class _AgentPlay:
         if self._engine_failure is not None:
             raise self._engine_failure
         return self._finished(running, was_quiet) if has_returned else self._completion("abort")
-
-    async def abort(self) -> None:
-        """See `Play`."""
-        self._is_over.set()
-        await self._by.engine.abort(self._transcript.turn_id)
 
     # -- a call of the agent -------------------------------------------------------------------------------------------
 
@@ -193,7 +169,7 @@ class _AgentPlay:
         message = message_of(self._by.decode(turn.token_ids.tolist()), has_tools=chat.tools is not None)
         self._messages = [*chat.messages, message]
         reason = "tool_calls" if "tool_calls" in message else turn.finish_reason
-        return ChatTurn(message, reason, num_read, turn.token_ids.tolist(), turn.logprobs.tolist())
+        return ChatTurn(message, reason, num_read, len(turn.token_ids))
 
     def _check_extends(self, chat: Chat) -> None:
         """Refuse a call that does not go on where the conversation is, and fail the completion."""
@@ -246,20 +222,21 @@ class _AgentPlay:
             raise Refused(400, str(error)) from error
 
     def _open(self, chat: Chat, longest: int) -> None:
-        opening = self._by.open_(for_template(chat.messages), chat.tools, longest)
+        opening = self._by.open_(for_template(chat.messages), chat.tools)
         if len(opening) > longest:
             raise Refused(
                 400,
                 f"the first messages, tools included, have more than {longest} tokens; raise data.max_prompt_tokens",
                 "context_length_exceeded",
             )
-        if len(opening) < 2 or opening[0] != self._prompt[0]:
+        if len(opening) < 2 or opening[0] != self._transcript.first_token:
             raise Refused(
                 400,
                 "the chat template renders the first messages with another first token than the row's prompt; give the row "
                 "what the agent puts before it, such as a system prompt (data.system_prompt)",
             )
-        self._opening, self._transcript, self._tools = opening, self._begin(opening), chat.tools
+        self._opening, self._tools = opening, chat.tools
+        self._transcript = self._transcript.of_prompt(opening)
 
     def _no_room(self, why: str) -> Refused:
         self._is_full = True

@@ -8,10 +8,9 @@ engine is an exception.
 """
 
 import asyncio
-import functools
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -224,17 +223,19 @@ class GroupInFlight:
         self._activities = activities or Activities()
         self._reward_works = reward_works
         self._may_score_again = reward_works is not None
-        self._is_scoring_again = False
         self._waiting: list[Launched] = []
         """Completions that a group reward will score together."""
-        self._is_scoring_group = False
+        self._calls_to_await = 0
+        """Calls of the reward for several completions, which the deadline does not cut."""
         self._lease, self._engine, self._reward, self._decode = lease, engine, reward, decode
         self._launched = [Launched(index) for index in range(lease.num_completions)]
         self._baseline = [Launched(lease.num_completions)] if lease.with_greedy else []
+        self._all = [*self._launched, *self._baseline]
         self._min_completions = lease.min_completions or lease.num_completions
         self._cut_after_s = lease.cut_after_s if self._min_completions < lease.num_completions else None
         self._requests: dict[str, asyncio.Task[None]] = {}
-        self._scorings: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Requests and calls of the reward."""
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._refusal: RequestError | None = None
@@ -250,7 +251,7 @@ class GroupInFlight:
     @property
     def num_tokens(self) -> int:
         """Tokens sampled for the group so far, in completions that the engine returned."""
-        return sum(one.num_tokens for one in [*self._launched, *self._baseline])
+        return sum(one.num_tokens for one in self._all)
 
     async def generate(self, generator_id: str) -> Group:
         """Generate the group of the lease.
@@ -309,8 +310,7 @@ class GroupInFlight:
         while True:
             if self._failure is not None:
                 raise self._failure
-            # Completions that are being scored again, or together at the deadline, are not cut meanwhile.
-            is_cut = is_late and not self._is_scoring_again and not self._is_scoring_group
+            is_cut = is_late and not self._calls_to_await
             done = [one for one in self._launched if one.score is not None]
             has_baseline = all(one.score is not None for one in self._baseline)
             if has_baseline and (is_cut or len(done) == len(self._launched)):
@@ -338,34 +338,33 @@ class GroupInFlight:
         return self._may_score_again and scored < min(2, len(some)) and any(map(_may_score_later, some))
 
     def _begin_to_score_again(self, some: list[Launched]) -> None:
-        self._may_score_again, self._is_scoring_again = False, True
-        failed = [(one, one.score) for one in some if _may_score_later(one) and one.score is not None]
-        for one, _ in failed:
+        self._may_score_again = False
+        self._calls_to_await += 1
+        failed = [one for one in some if _may_score_later(one)]
+        scores = [one.score for one in failed]
+        for one in failed:
             one.score = None
-        task = asyncio.create_task(self._score_again(failed))
-        self._scorings.add(task)
-        task.add_done_callback(self._scored)
+        self._spawn(self._score_again(failed, scores))
 
-    async def _score_again(self, failed: list[tuple[Launched, Score]]) -> None:
+    async def _score_again(self, failed: list[Launched], scores: list[Score | None]) -> None:
         """Score failed completions again once the reward works, and after each outage during that.
 
         If one fails again without an outage, its prompt is the cause and all scores are final.
         """
         assert self._reward_works is not None
         await self._reward_works()
-        scores, is_final = [score for _, score in failed], False
-        at_once = len(failed) if self._reward.takes_groups else 1
+        at_once, is_final = len(failed) if self._reward.takes_groups else 1, False
         while not is_final:
             is_final = True
             for start in range(0, len(failed), at_once):
-                end = start + at_once
-                scores[start:end] = await self._rewards_of([one for one, _ in failed[start:end]])
-                if any(score.failure is not None for score in scores[start:end]):
+                some = slice(start, start + at_once)
+                scores[some] = found = await self._rewards_of(failed[some])
+                if any(score.failure is not None for score in found):
                     is_final = await self._reward_works()
                     break
-        for (one, _), score in zip(failed, scores, strict=True):
+        for one, score in zip(failed, scores, strict=True):
             one.score = score
-        self._is_scoring_again = False
+        self._calls_to_await -= 1
         self._changed.set()
 
     async def _end_the_rest(self, chosen: list[Launched]) -> Discarded:
@@ -382,7 +381,7 @@ class GroupInFlight:
 
     async def _stop(self) -> None:
         """Cancel all running requests and reward calls."""
-        tasks = [*self._requests.values(), *self._scorings]
+        tasks = set(self._tasks)
         for task in tasks:
             task.cancel()
         if tasks:
@@ -391,9 +390,8 @@ class GroupInFlight:
     # -- requests and scores -------------------------------------------------------------------------------------------
 
     def _request(self, request_id: str, launched: list[Launched], seed: int) -> None:
-        task = asyncio.create_task(self._sample(request_id, launched, seed), name=request_id)
-        self._requests[request_id] = task
-        task.add_done_callback(functools.partial(self._ended, request_id))
+        task = self._requests[request_id] = self._spawn(self._sample(request_id, launched, seed))
+        task.add_done_callback(lambda _: self._requests.pop(request_id))
 
     async def _sample(self, request_id: str, launched: list[Launched], seed: int) -> None:
         """Run one request and score each completion as soon as it is sampled."""
@@ -416,39 +414,33 @@ class GroupInFlight:
 
     def _sampled(self, one: Launched, completion: Completion, seed: int, why: str) -> None:
         one.completion, one.seed = completion, seed
-        if all(other.completion is not None for other in [*self._launched, *self._baseline]):
+        if all(other.completion is not None for other in self._all):
             self.is_sampled.set()
         if self._is_over:
             return
         self._sampled_s = asyncio.get_running_loop().time()
         if isinstance(completion, Played) and completion.score is not None:
-            self._begin_to_score([one], [completion.score])
+            one.score = completion.score
         elif completion.finish_reason == "abort":
-            self._begin_to_score([one], [Score(failure="aborted", detail=why[:500])])
+            one.score = Score(failure="aborted", detail=why[:500])
         elif self._reward.takes_groups:
             self._waiting.append(one)
         else:
-            self._begin_to_score([one])
-        if self.is_sampled.is_set() and not self._is_scoring_group:
+            self._spawn(self._score([one]))
+        self._changed.set()
+        if self.is_sampled.is_set() and not self._calls_to_await:
             self._score_waiting()
 
     def _score_waiting(self) -> None:
         if self._waiting:
-            self._is_scoring_group = True
+            self._calls_to_await += 1
             some, self._waiting = self._waiting, []
-            self._begin_to_score(some)
+            self._spawn(self._score(some))
 
-    def _begin_to_score(self, some: list[Launched], scores: list[Score] | None = None) -> None:
-        task = asyncio.create_task(self._score(some, scores))
-        self._scorings.add(task)
-        task.add_done_callback(self._scored)
-
-    async def _score(self, some: list[Launched], scores: list[Score] | None) -> None:
-        """Score completions with one call, unless their scores are known."""
-        for one, score in zip(some, scores or await self._rewards_of(some), strict=True):
+    async def _score(self, some: list[Launched]) -> None:
+        for one, score in zip(some, await self._rewards_of(some), strict=True):
             one.score = score
-        if scores is None:
-            self._is_scoring_group = False
+        self._calls_to_await -= self._reward.takes_groups
         self._changed.set()
 
     async def _rewards_of(self, some: list[Launched]) -> list[Score]:
@@ -463,15 +455,14 @@ class GroupInFlight:
     def _text_of(self, one: Launched) -> str:
         return "" if one.completion is None else self._decode(one.completion.all_token_ids.tolist())
 
-    def _ended(self, request_id: str, task: asyncio.Task[None]) -> None:
-        del self._requests[request_id]
-        self._note_failure(task)
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
 
-    def _scored(self, task: asyncio.Task[None]) -> None:
-        self._scorings.discard(task)
-        self._note_failure(task)
-
-    def _note_failure(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
         if not task.cancelled() and (failure := task.exception()) is not None:
             self._failure = self._failure or failure
             self._changed.set()

@@ -10,7 +10,7 @@ import logging
 import os
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -65,6 +65,14 @@ class Transcript:
     def num_tokens(self) -> int:
         """Tokens that the model has read or sampled, prompt included."""
         return len(self._context)
+
+    @property
+    def first_token(self) -> int:
+        return self._context[0]
+
+    def of_prompt(self, prompt: Sequence[int]) -> "Transcript":
+        """Return an empty transcript of this completion for another prompt."""
+        return Transcript(self._request_id, prompt, self._sampling, self._seed)
 
     @property
     def num_turns(self) -> int:
@@ -123,18 +131,17 @@ Continue = Callable[[Sequence[dict[str, Any]], int | None], tuple[int, ...]]
 """See `data.tokenizer.continuation`."""
 
 
-class Play(Protocol):
-    """A completion that is sampled turn by turn."""
+class Sampler:
+    """Samples completions of several turns with one engine: in an environment, or for an agent."""
 
-    async def run(self) -> Completion:
-        """Play to the end. Raises RequestError if the prompt is refused, EngineError if the engine fails."""
-
-    async def abort(self) -> None:
-        """End it early: `run` returns the transcript so far."""
-
-
-class Sampler(Protocol):
-    """Samples completions of several turns: in an environment, or for an agent."""
+    def __init__(self, engine: Engine, decode: Callable[[Sequence[int]], str], continue_: Continue) -> None:
+        """
+        Args:
+            decode: turns the token ids of a turn into text.
+        """
+        self.engine, self.decode, self.continue_ = engine, decode, continue_
+        self.tally = Tally()
+        """Failure counts, which limit logging."""
 
     def of(self, prompt: Prompt, activities: Activities | None = None) -> "Turns":
         """Return the source of completions of a prompt.
@@ -142,18 +149,19 @@ class Sampler(Protocol):
         Args:
             activities: counts completions that wait for an environment or agent as scoring instead of sampling.
         """
+        return Turns(self, prompt, activities or Activities())
 
-    def play(
-        self, turns: "Turns", request_id: str, index: int, prompt: tuple[int, ...], sampling: Sampling, seed: int
-    ) -> Play:
-        """Return completion `index` of a request for this prompt."""
+    def play(self, turns: "Turns", index: int, transcript: Transcript) -> "Play":
+        """Return completion `index` of a request, with an empty transcript for its prompt."""
+        raise NotImplementedError
 
     async def close(self) -> None:
         """End every process."""
+        raise NotImplementedError
 
 
-class TurnSampler:
-    """Samples completions in an environment, with one engine."""
+class TurnSampler(Sampler):
+    """Samples completions in an environment."""
 
     def __init__(
         self,
@@ -167,24 +175,15 @@ class TurnSampler:
     ) -> None:
         """
         Args:
-            decode: turns token ids into the text that the environment reads.
             max_turns: maximum number of turns of the model per completion.
             scores: True if the environment's rewards are the score.
         """
-        self.engine, self.environment = engine, environment
-        self.decode, self.continue_, self.max_turns, self.scores = decode, continue_, max_turns, scores
-        self.tally = Tally()
-        """Failure counts, which limit logging."""
+        super().__init__(engine, decode, continue_)
+        self.environment, self.max_turns, self.scores = environment, max_turns, scores
 
-    def of(self, prompt: Prompt, activities: Activities | None = None) -> "Turns":
+    def play(self, turns: "Turns", index: int, transcript: Transcript) -> "Play":
         """See `Sampler`."""
-        return Turns(self, prompt, activities or Activities())
-
-    def play(
-        self, turns: "Turns", request_id: str, index: int, prompt: tuple[int, ...], sampling: Sampling, seed: int
-    ) -> Play:
-        """See `Sampler`."""
-        return _Play(self, turns, index, Transcript(request_id, prompt, sampling, seed))
+        return _EnvironmentPlay(self, turns, index, transcript)
 
     async def close(self) -> None:
         """End every process of the environment."""
@@ -207,7 +206,8 @@ class Turns:
         Completions that their environment scored, or that failed there, are `Played`.
         """
         plays = [
-            self.sampler.play(self, f"{request_id}.{i}", i, prompt, sampling, seed + i) for i in range(num_completions)
+            self.sampler.play(self, i, Transcript(f"{request_id}.{i}", prompt, sampling, seed + i))
+            for i in range(num_completions)
         ]
         self._playing[request_id] = plays
         tasks = [asyncio.create_task(play.run()) for play in plays]
@@ -232,13 +232,29 @@ class Turns:
             await play.abort()
 
 
-class _Play:
-    """One completion in an environment."""
+class Play:
+    """A completion that is sampled turn by turn."""
 
+    def __init__(self, engine: Engine, turns: Turns, index: int, transcript: Transcript) -> None:
+        self._engine, self._turns, self._index, self._transcript = engine, turns, index, transcript
+        self._is_over = asyncio.Event()
+        """The request is aborted, or the completion is over."""
+
+    async def run(self) -> Completion:
+        """Play to the end. Raises RequestError if the prompt is refused, EngineError if the engine fails."""
+        raise NotImplementedError
+
+    async def abort(self) -> None:
+        """End it early: `run` returns the transcript so far."""
+        self._is_over.set()
+        await self._engine.abort(self._transcript.turn_id)
+
+
+class _EnvironmentPlay(Play):
     def __init__(self, sampler: TurnSampler, turns: Turns, index: int, transcript: Transcript) -> None:
-        self._by, self._turns, self._index, self._transcript = sampler, turns, index, transcript
+        super().__init__(sampler.engine, turns, index, transcript)
+        self._by = sampler
         self._reward: float | None = None
-        self._aborted = asyncio.Event()
 
     async def run(self) -> Completion:
         """See `Play`."""
@@ -259,7 +275,7 @@ class _Play:
         """Alternate turns of the model and replies to them. Return the finish reason."""
         for turn in range(self._by.max_turns):
             completion = await self._turn()
-            if completion is None or self._aborted.is_set():
+            if completion is None or self._is_over.is_set():
                 return "abort"
             if completion.finish_reason != "stop":
                 return completion.finish_reason
@@ -291,22 +307,17 @@ class _Play:
 
     async def _unless_aborted(self, call: Any) -> Any:
         """Await a call of the environment; None: the request was aborted first."""
-        calling, aborted = asyncio.ensure_future(call), asyncio.ensure_future(self._aborted.wait())
+        calling, aborted = asyncio.ensure_future(call), asyncio.ensure_future(self._is_over.wait())
         activities = self._turns.activities
         activities.end("generate")
         try:
             with activities.during("reward"):
                 await asyncio.wait({calling, aborted}, return_when=asyncio.FIRST_COMPLETED)
-            return None if self._aborted.is_set() else await calling
+            return None if self._is_over.is_set() else await calling
         finally:
             activities.begin("generate")
             calling.cancel()
             aborted.cancel()
-
-    async def abort(self) -> None:
-        """See `Play`."""
-        self._aborted.set()
-        await self._by.engine.abort(self._transcript.turn_id)
 
     def _completion(self, reason: FinishReason, failure: str) -> Completion:
         made = self._transcript.completion(self._index, reason)
@@ -341,7 +352,7 @@ def build_sampler(config: Config, engine: Engine, tokenizer: "PreTrainedTokenize
         return AgentSampler(
             engine,
             agent,
-            Gateway(os.path.basename(config.model.path.rstrip("/")), decoder(tokenizer, keep_special=True)),
+            Gateway(os.path.basename(config.model.path.rstrip("/"))),
             decode,
             opening(tokenizer),
             continue_,

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.algorithms.advantages import (
-    ESTIMATORS,
     TruncationRule,
     apply_truncation,
+    estimate,
     groups_with_signal,
     overlong_penalty,
     signal_of,
@@ -93,7 +93,7 @@ class ScoredRollouts(NamedTuple):
         if estimator == CRITIC:
             return torch.zeros_like(self.rewards)
         rewards = self.rewards if rewards is None else rewards
-        return ESTIMATORS[estimator](rewards, self.groups, lengths=self.lengths, baseline_rewards=self.baseline_rewards)
+        return estimate(estimator, rewards, self.groups, lengths=self.lengths, baseline_rewards=self.baseline_rewards)
 
 
 def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping) -> ScoredRollouts:

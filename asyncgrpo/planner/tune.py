@@ -24,7 +24,7 @@ from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.memory import Card, engine_gpu
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.schema import Config, changed
-from asyncgrpo.data.prompts import load_prompts
+from asyncgrpo.data.loading import Prompts
 from asyncgrpo.data.tokenizer import load_tokenizer
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.engines.build import build_engine
@@ -229,7 +229,7 @@ async def _reward_seconds(config: Config, tokenizer: "Tokenizer", rows: Rows) ->
 
 
 def _prompts(config: Config, tokenizer: "Tokenizer") -> Sequence[Prompt]:
-    return load_prompts(config.data.sources, "train", tokenizer, config.data)
+    return Prompts(config.data.sources, "train", tokenizer, config.data)
 
 
 # -- the decode sweep --------------------------------------------------------------------------------------------------

@@ -75,9 +75,6 @@ LARGEST = 1e6
 """Bound on the size of a reward. Advantages sum squares of rewards: far above the bound they overflow, and the group, or
 the whole batch, has no gradient."""
 
-LEFT_OUT = "parts left out"
-"""Start of a detail that is a warning about a score that counts."""
-
 _ORIGIN = re.compile(r"(.+?:\d+: )?\w+(?=:)")
 """Matches place and type in a detail that `describe` made."""
 _LIBRARIES = tuple(
@@ -135,27 +132,12 @@ def score_of_value(value: Any) -> Score:
     score = _score_of_number(value["score"], "the reward's 'score'")
     if score.failure is not None:
         return score
-    parts, left_out = _parts(value)
-    why = f"no number within {LARGEST:g}, or more than {MAX_PARTS}"
-    detail = f"{LEFT_OUT}, {why}: {', '.join(left_out)}" if left_out else ""
+    numbers = {str(name): _number(part) for name, part in value.items() if name != "score"}
+    good = [(name, number) for name, number in numbers.items() if number is not None and abs(number) <= LARGEST]
+    parts = dict(good[:MAX_PARTS])
+    left_out = ", ".join(name for name in numbers if name not in parts)
+    detail = f"parts left out, no number within {LARGEST:g}, or more than {MAX_PARTS}: {left_out}" if left_out else ""
     return Score(value=score.value, parts=parts, detail=detail[:MAX_DETAIL])
-
-
-def _parts(value: Mapping[Any, Any]) -> tuple[dict[str, float], list[str]]:
-    """The named numbers beside `score`, and those that are left out, with their values where these are the reason."""
-    parts: dict[str, float] = {}
-    left_out = []
-    for name, part in value.items():
-        if name == "score":
-            continue
-        number = _number(part)
-        if number is None or not abs(number) <= LARGEST:
-            left_out.append(f"{name} ({repr(part)[:40]})")
-        elif len(parts) < MAX_PARTS:
-            parts[str(name)] = number
-        else:
-            left_out.append(str(name))
-    return parts, left_out
 
 
 def _score_of_number(value: Any, what: str) -> Score:
@@ -189,23 +171,16 @@ def describe(error: BaseException) -> str:
         text = "(its text cannot be printed)"
     if isinstance(error, AsyncGRPOError):
         return text
-    place = place_of(
-        [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
-    )
-    name = type(error).__name__
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_LIBRARIES)]
     # The place stands first, so that a long text does not cut it off.
-    return f"{place}: {name}: {text}" if place else f"{name}: {text}"
+    place = f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
+    return f"{place}{type(error).__name__}: {text}"
 
 
 def kind_of(score: Score) -> str:
     """The kind of a failure: its name, and for an exception its type and place, but never its text."""
     origin = _ORIGIN.match(score.detail) if score.failure == "exception" else None
     return f"{score.failure} {origin[0]}" if origin else str(score.failure)
-
-
-def place_of(frames: list[tuple[str, int]]) -> str:
-    """`FILE:LINE` of the innermost frame outside libraries, or an empty text. Frames are given innermost first."""
-    return next((f"{path}:{line}" for path, line in frames if not path.startswith(_LIBRARIES)), "")
 
 
 def _clip(value: Any) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from asyncgrpo import metrics
-from asyncgrpo.rewards.base import LEFT_OUT, Reward, Sampled, kind_of
+from asyncgrpo.rewards.base import Reward, Sampled, kind_of
 from asyncgrpo.types import Prompt, RewardHealth, Score
 
 log = logging.getLogger(__name__)
@@ -144,8 +144,6 @@ class Breaker(Reward):
 
     async def _make(self, call: _Call) -> list[Score]:
         scores = await self._reward.score(*call)
-        for score in scores:
-            self._warn(call, score)
         failures = [score for score in scores if score.failure is not None]
         for score in failures:
             self._report(call, score)
@@ -156,11 +154,6 @@ class Breaker(Reward):
         elif (last := next((s for s in reversed(failures) if s.failure not in OF_THE_PROMPT), None)) is not None:
             self._note_failure(call, last)
         return scores
-
-    def _warn(self, call: _Call, score: Score) -> None:
-        """Log what is wrong with a score that counts."""
-        if score.failure is None and LEFT_OUT in score.detail and (count := self._tally.add(LEFT_OUT)) is not None:
-            log.warning("reward (%d so far), prompt %s: %s", count, call.prompt.prompt_id, score.detail)
 
     def _report(self, call: _Call, score: Score) -> None:
         metrics.reward_failures_total.labels(failure=score.failure).inc()

@@ -126,13 +126,7 @@ class CombinedReward(Reward):
     def __init__(self, rewards: Sequence[Weighted], combine: Literal["sum", "first", "gate"] = "sum") -> None:
         self._rewards, self._how = rewards, combine
         self.takes_groups = any(one.reward.takes_groups for one in rewards)
-        about = [f"{one.weight:g} x {one.reward.about}" for one in rewards]
-        if combine == "first":
-            self.about = ", else ".join(about)
-        elif combine == "gate":
-            self.about = f"{about[0]}, and where that reward is above 0 + {' + '.join(about[1:])}"
-        else:
-            self.about = " + ".join(about)
+        self.about = f"{combine} of {', '.join(f'{one.weight:g} x {one.reward.about}' for one in rewards)}"
 
     def check_sources(self, sources: set[str]) -> None:
         """Raise RewardError if one of them has no rule for one of these sources."""

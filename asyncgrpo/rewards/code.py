@@ -15,7 +15,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -47,35 +47,20 @@ log = logging.getLogger(__name__)
 
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
-_LANGUAGES = {
-    "py": "python",
-    "python3": "python",
-    "c++": "cpp",
-    "cc": "cpp",
-    "c#": "csharp",
-    "cs": "csharp",
-    "golang": "go",
-    "javascript": "nodejs",
-    "js": "nodejs",
-    "ts": "typescript",
-    "rs": "rust",
-    "rb": "ruby",
-    "sh": "bash",
-}
-"""Names in fences for names of Sandbox Fusion."""
-_KNOWN = {
-    *("python", "cpp", "nodejs", "go", "java", "php", "csharp", "bash", "typescript", "rust", "lua", "perl", "ruby"),
-    *("scala", "julia", "swift", "racket"),
-}
+_NAMES = "python cpp nodejs go java php csharp bash typescript rust lua perl ruby scala julia swift racket"
+_LANGUAGES = {name: name for name in _NAMES.split()} | {
+    "py": "python", "python3": "python", "c++": "cpp", "cc": "cpp", "c#": "csharp", "cs": "csharp", "golang": "go",
+    "javascript": "nodejs", "js": "nodejs", "ts": "typescript", "rs": "rust", "rb": "ruby", "sh": "bash",
+}  # fmt: skip
+"""Names in fences, and for them those of Sandbox Fusion."""
 
 
 def code_of(completion_text: str) -> tuple[str, str]:
     """The code of a completion, and its language. A block that does not end reaches to the end of the text."""
-    blocks = [(_LANGUAGES.get(tag.lower(), tag.lower()), code) for tag, code in _FENCE.findall(completion_text)]
-    named = [(code, language) for language, code in blocks if language in _KNOWN]
-    if named:
+    blocks = [(code, _LANGUAGES.get(tag.lower())) for tag, code in _FENCE.findall(completion_text)]
+    if named := [(code, language) for code, language in blocks if language is not None]:
         return named[-1]
-    return (blocks[-1][1] if blocks else completion_text), "python"
+    return (blocks[-1][0] if blocks else completion_text), "python"
 
 
 # -- which tests -------------------------------------------------------------------------------------------------------
@@ -166,6 +151,15 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
+class _Given(msgspec.Struct):
+    """The tests of a row as its file has them."""
+
+    inputs: list[Any] = []
+    outputs: list[Any] = []
+    fn_name: str | None = None
+    assert_case: str | list[str] | None = None
+
+
 def read_tests(ground_truth: Any) -> list[Test]:
     """The tests of a row. docs/rewards.md has the forms.
 
@@ -173,18 +167,25 @@ def read_tests(ground_truth: Any) -> list[Test]:
         RewardError: it has none, or they cannot be read; the message names what is wrong.
     """
     value = _parsed(ground_truth)
-    if isinstance(value, dict):
-        tests = list(_tests_of_dict(value))
-    elif isinstance(value, list):
-        tests = [Asserts(text) for text in _texts(value, "a list of assert statements")]
-    else:
+    try:
+        given = msgspec.convert({"assert_case": value} if isinstance(value, list) else value, _Given)
+    except msgspec.ValidationError as error:
         raise RewardError(
-            "the ground truth of code must be tests: a dict with inputs and outputs, or assert statements, not "
-            + type(value).__name__
-        )
-    if not tests:
-        raise RewardError("the ground truth has no tests")
-    return tests
+            f"the ground truth of code must be tests, inputs and outputs or assert statements: {error}"
+        ) from None
+    asserts = [given.assert_case] if isinstance(given.assert_case, str) else given.assert_case
+    expected = given.outputs if asserts is None else asserts
+    inputs = given.inputs if asserts is None else given.inputs or [""] * len(asserts)
+    if not expected or len(inputs) != len(expected):
+        raise RewardError(f"the ground truth has {len(inputs)} inputs for {len(expected)} outputs or assert statements")
+    if asserts is not None:
+        return [Asserts(text, stdin=_joined(stdin)) for text, stdin in zip(asserts, inputs, strict=True)]
+    function = given.fn_name
+    if not function:
+        return [Prints(_joined(stdin), _joined(wanted)) for stdin, wanted in zip(inputs, expected, strict=True)]
+    if not function.isidentifier():
+        raise RewardError(f"the ground truth's fn_name is not the name of a function: {function[:80]!r}")
+    return [Returns(function, _arguments(one), _values(wanted)) for one, wanted in zip(inputs, expected, strict=True)]
 
 
 def _parsed(ground_truth: Any) -> Any:
@@ -199,41 +200,6 @@ def _parsed(ground_truth: Any) -> Any:
             raise RewardError(f"the ground truth looks like JSON but does not parse: {error}") from error
     lines = [line for line in text.splitlines() if line.strip()]
     return lines if all(line.startswith("assert ") for line in lines) else [text]
-
-
-def _tests_of_dict(tests: dict[str, Any]) -> Iterator[Test]:
-    asserts = tests.get("assert_case")
-    if asserts is not None:
-        asserts = _texts([asserts] if isinstance(asserts, str) else asserts, "assert_case")
-        inputs = tests.get("inputs") or [""] * len(asserts)
-        if len(inputs) != len(asserts):
-            raise RewardError(f"the ground truth has {len(inputs)} inputs for {len(asserts)} of assert_case")
-        yield from (Asserts(text, stdin=_joined(given)) for text, given in zip(asserts, inputs, strict=True))
-        return
-    inputs, outputs = (_list_of(tests, name) for name in ("inputs", "outputs"))
-    if len(inputs) != len(outputs):
-        raise RewardError(f"the ground truth has {len(inputs)} inputs for {len(outputs)} outputs")
-    function = tests.get("fn_name")
-    if function and not (isinstance(function, str) and function.isidentifier()):
-        raise RewardError(f"the ground truth's fn_name is not the name of a function: {str(function)[:80]!r}")
-    for given, wanted in zip(inputs, outputs, strict=True):
-        if function:
-            yield Returns(function, _arguments(given), _values(wanted))
-        else:
-            yield Prints(_joined(given), _joined(wanted))
-
-
-def _list_of(tests: dict[str, Any], name: str) -> list[Any]:
-    if not isinstance(tests.get(name), list | tuple):
-        known = ", ".join(map(str, list(tests)[:8])) or "nothing"
-        raise RewardError(f"the ground truth of code needs inputs and outputs, lists, or assert_case; it has {known}")
-    return list(tests[name])
-
-
-def _texts(values: Any, what: str) -> list[str]:
-    if not isinstance(values, list | tuple) or not all(isinstance(value, str) for value in values):
-        raise RewardError(f"the ground truth: {what} must be texts")
-    return list(values)
 
 
 def _joined(value: Any) -> str:

@@ -7,12 +7,9 @@ other reply is final.
 import asyncio
 import random
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 from asyncgrpo.errors import RewardError
-
-if TYPE_CHECKING:  # reward workers import this module too, and need no aiohttp
-    import aiohttp
 
 FIRST_WAIT_S, LAST_WAIT_S = 0.2, 5.0
 """First and longest backoff; a jitter of up to half is added."""
@@ -34,27 +31,16 @@ class _Unavailable(Exception):
 class Service:
     """Something that takes JSON at one URL. Use it from one event loop."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        deadline_s: float,
-        max_reply: int,
-        tries: int | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, url: str, *, deadline_s: float, headers: Mapping[str, str] | None = None) -> None:
         """
         Args:
             deadline_s: of a reply, all tries together, seconds.
-            max_reply: bytes of a reply that are read.
-            tries: requests that are made at most; None: as many as the deadline allows.
         """
-        self.url = url
-        import aiohttp  # here, so that the first request does not wait for it
+        import aiohttp  # noqa: F401  # so that the first request does not wait for it; reward workers need none
 
-        self._deadline_s, self._max_reply, self._tries = deadline_s, max_reply, tries
+        self.url, self._deadline_s = url, deadline_s
         self._headers = {"Content-Type": "application/json"} | dict(headers or {})
-        self._session: aiohttp.ClientSession | None = None
+        self._session: Any = None
 
     async def post(self, body: bytes) -> bytes:
         """Return the reply to `body`. Raises ServiceError."""
@@ -66,8 +52,6 @@ class Service:
                         return await self._post(body)
                     except _Unavailable as error:
                         tried, problem = tried + 1, str(error)
-                    if tried == self._tries:
-                        break
                     wait_s = min(FIRST_WAIT_S * 2 ** (tried - 1), LAST_WAIT_S)
                     await asyncio.sleep(wait_s * random.uniform(1.0, 1.5))
         except TimeoutError:
@@ -94,19 +78,8 @@ class Service:
                 if response.status != 200:
                     start = (await response.content.read(200)).decode(errors="replace")
                     raise ServiceError(f"{self.url}: HTTP {response.status}: {start}")
-                return await _read(response, self._max_reply)
+                return await response.read()
         except (aiohttp.ClientError, OSError) as error:
             if isinstance(error, TimeoutError):  # the deadline's
                 raise
             raise _Unavailable(str(error) or type(error).__name__) from error
-
-
-async def _read(response: "aiohttp.ClientResponse", limit: int) -> bytes:
-    """Read the body, cut off where it is longer than any that is used; then it is not JSON."""
-    parts, size = [], 0
-    async for part in response.content.iter_chunked(1 << 16):
-        parts.append(part)
-        size += len(part)
-        if size > limit:
-            break
-    return b"".join(parts)

@@ -45,8 +45,6 @@ with it. Then write one last line, `Score: N`, where N is a number from 0 (wrong
 """
 FIELDS: dict[str, Any] = {"model": "default", "max_tokens": 1024, "temperature": 0.0}
 """Fields of a request beside its message, unless `reward.judge.extra` has them."""
-MAX_REPLY = 1 << 20
-"""Bytes of a reply that are read."""
 _FIELD = re.compile(r"\{(prompt|completion|answer)\}")
 
 
@@ -78,7 +76,6 @@ class JudgeReward(Reward):
         self._service = Service(
             chat_url(settings.url),
             deadline_s=settings.timeout_s,
-            max_reply=MAX_REPLY,
             headers=_authorization(settings.api_key_env),
         )
         self._turn = asyncio.Semaphore(settings.max_concurrent)

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -28,8 +28,6 @@ LOAD_TIMEOUT_S = 900.0
 """Deadline of loading the model."""
 BATCH_SIZE = 16
 """Completions that the model runs at once."""
-MAX_REPLY = 1 << 24
-"""Bytes of a server's reply that are read."""
 
 
 class ModelReward(PoolReward):
@@ -85,8 +83,8 @@ def too_long(ids: Sequence[int], longest: int) -> Score:
 
 
 class _Output(msgspec.Struct):
-    embedding: list[float]
-    """Outputs of the model's head, as SGLang's `/classify` names them."""
+    embedding: Annotated[list[float], msgspec.Meta(min_length=1, max_length=1)]
+    """The only output of the model's head, as SGLang's `/classify` names it."""
 
 
 class ServedModelReward(Reward):
@@ -116,7 +114,7 @@ class ServedModelReward(Reward):
             raise RewardError(
                 f"reward.model.path: {config.path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}"
             ) from error
-        self._service = Service(f"{config.url.rstrip('/')}/classify", deadline_s=config.timeout_s, max_reply=MAX_REPLY)
+        self._service = Service(f"{config.url.rstrip('/')}/classify", deadline_s=config.timeout_s)
         self.about = f"reward model {config.path} at {self._service.url}, one call for a group"
 
     def check_sources(self, sources: set[str]) -> None:
@@ -148,10 +146,9 @@ class ServedModelReward(Reward):
             return [failed("timeout" if error.is_late else "model", str(error))] * len(sequences)
         except msgspec.MsgspecError as error:
             return [failed("model", f"{self._service.url}: the reply has no scores: {error}")] * len(sequences)
-        sizes = {len(output.embedding) for output in outputs}
-        if len(outputs) != len(sequences) or sizes != {1}:
-            what = f"{len(outputs)} outputs of {sorted(sizes)} numbers for {len(sequences)} sequences"
-            return [failed("model", f"{self._service.url}: {what}; a reward model has one for each")] * len(sequences)
+        if len(outputs) != len(sequences):
+            what = f"{len(outputs)} outputs for {len(sequences)} sequences"
+            return [failed("model", f"{self._service.url}: {what}")] * len(sequences)
         return [score_of_value(output.embedding[0]) for output in outputs]
 
 

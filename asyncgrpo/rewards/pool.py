@@ -8,7 +8,7 @@ their turn.
 import asyncio
 import contextlib
 import os
-from collections import deque
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,7 +16,7 @@ import msgspec
 
 from asyncgrpo.errors import RewardError
 from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded
-from asyncgrpo.rewards.base import Reward, Sampled, failed, place_of
+from asyncgrpo.rewards.base import Reward, Sampled, failed
 from asyncgrpo.rewards.worker import Call, WorkerReady
 from asyncgrpo.types import Prompt, Score
 
@@ -34,68 +34,6 @@ async def start_worker(target: str, argument: str, what: str, timeout_s: float, 
     boot = {"target": target, "argument": argument, "what": what}
     module, env = "asyncgrpo.rewards.worker", os.environ | _ONE_THREAD
     return await Guest.start(module, boot, what, timeout_s, ready=WorkerReady, env=env, hint=hint)
-
-
-class _Slot:
-    """A place for one worker, which may be started and killed many times."""
-
-    def __init__(self, target: str, argument: str, what: str, start_timeout_s: float) -> None:
-        self._start = partial(start_worker, target, argument, what, start_timeout_s)
-        self._guest: Guest | None = None
-
-    async def score(self, call: Call, timeout_s: float) -> list[Score]:
-        """Score the completions of a call, or name what went wrong."""
-        count, now = len(call.completions), asyncio.get_running_loop().time
-
-        def ended(failure: str, detail: str, seconds: float = 0.0) -> list[Score]:
-            return [failed(failure, detail, seconds=seconds / count)] * count
-
-        try:
-            guest = await self._ready()
-        except RewardError as error:
-            return ended("crash", str(error))
-        begun_s = now()
-        try:
-            reply = guest.send(call)
-            await asyncio.wait({reply}, timeout=timeout_s)
-            if not reply.done():
-                await asyncio.wait({reply}, timeout=_GRACE_S)
-            if not reply.done():
-                place = place_of(await guest.stack())
-                await self.clear()
-                detail = f"no score after {timeout_s:g} s" + (f"; it was at {place}" if place else "")
-                return ended("timeout", detail, now() - begun_s)
-            return msgspec.msgpack.decode(reply.result(), type=list[Score])
-        except (TypeError, ValueError, OverflowError) as error:
-            return ended("exception", f"the row cannot be sent to a reward worker: {error}")
-        except (GuestEnded, msgspec.MsgspecError):
-            return ended("crash", f"the reward worker {await self.clear()}", now() - begun_s)
-        except BaseException:  # the pool closes
-            await self.clear()
-            raise
-
-    async def _ready(self) -> Guest:
-        """Return the worker, started if there is none. Raises RewardError."""
-        if self._guest is not None and self._guest.has_ended:  # between two calls: no call is charged with it
-            await self.clear()
-        if self._guest is None:
-            self._guest = await self._start()
-            _count(1)
-        return self._guest
-
-    async def clear(self) -> str:
-        """Kill the worker if there is one. Returns how it ended."""
-        guest, self._guest = self._guest, None
-        if guest is None:
-            return "was not running"
-        _count(-1)
-        return await guest.kill()
-
-
-def _count(change: int) -> None:
-    from asyncgrpo import metrics  # only here, because workers import this module too
-
-    metrics.reward_workers.inc(change)
 
 
 class Pool:
@@ -116,11 +54,11 @@ class Pool:
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self._timeout_s = timeout_s
-        self._all = [_Slot(target, argument, what or argument or target, start_timeout_s) for _ in range(workers)]
-        self._free = list(self._all)
+        self._start = partial(start_worker, target, argument, what or argument or target, start_timeout_s)
+        self._turn = asyncio.Semaphore(workers)
+        """Calls wait for it in order."""
+        self._idle: list[Guest] = []
         """Used last in, first out: a warm worker is taken again before a second one is started."""
-        self._queue: deque[asyncio.Future[_Slot]] = deque()
-        """Turns of the calls that wait, in order."""
         self._running: set[asyncio.Task[list[Score]]] = set()
         self._closed = False
 
@@ -132,56 +70,87 @@ class Pool:
         Returns:
             A score for each completion of the call.
         """
-        loop = asyncio.get_running_loop()
-        asked_s, turn = loop.time(), loop.create_future()
-        self._queue.append(turn)
-        self._dispatch()
-        try:
-            await asyncio.wait({turn})
-        except asyncio.CancelledError:
-            if not turn.cancel():
-                self._give_back(turn.result())
-            raise
-        aborted = [failed("aborted", "the reward was closed")] * len(call.completions)
-        if turn.cancelled():  # the pool closed
-            return aborted
-        waited_s = loop.time() - asked_s
-        running = asyncio.create_task(self._score(turn.result(), call), name="reward-call")
+        asked_s = time.monotonic()
+        await self._turn.acquire()
+        waited_s = time.monotonic() - asked_s
+        running = asyncio.create_task(self._score(call), name="reward-call")
         self._running.add(running)
-        running.add_done_callback(self._running.discard)
+        running.add_done_callback(self._ended)
         await asyncio.wait({running})
-        scores = aborted if running.cancelled() else running.result()
-        return [msgspec.structs.replace(score, waited=waited_s) for score in scores]
+        if running.cancelled():
+            return _all_failed(call, "aborted", "the reward was closed")
+        return [msgspec.structs.replace(score, waited=waited_s) for score in running.result()]
 
-    async def _score(self, slot: _Slot, call: Call) -> list[Score]:
+    def _ended(self, running: asyncio.Task[list[Score]]) -> None:
+        self._running.discard(running)
+        self._turn.release()
+
+    async def _score(self, call: Call) -> list[Score]:
+        """Score the completions of a call, or name what went wrong."""
+        if self._closed:
+            raise asyncio.CancelledError
         try:
-            return await slot.score(call, self._timeout_s)
+            guest = await self._worker()
+        except RewardError as error:
+            return _all_failed(call, "crash", str(error))
+        is_usable, begun_s = False, time.monotonic()
+        try:
+            reply = guest.send(call)
+            await asyncio.wait({reply}, timeout=self._timeout_s)
+            if not reply.done():
+                await asyncio.wait({reply}, timeout=_GRACE_S)
+            if not reply.done():
+                await guest.kill(with_stack=True)
+                detail = f"no score after {self._timeout_s:g} s; the log of its generator shows where it was"
+                return _all_failed(call, "timeout", detail, begun_s)
+            scores = msgspec.msgpack.decode(reply.result(), type=list[Score])
+            is_usable = True
+            return scores
+        except (TypeError, ValueError, OverflowError) as error:
+            is_usable = True
+            return _all_failed(call, "exception", f"the row cannot be sent to a reward worker: {error}")
+        except (GuestEnded, msgspec.MsgspecError):
+            return _all_failed(call, "crash", f"the reward worker {await guest.kill()}", begun_s)
         finally:
-            self._give_back(slot)
+            if is_usable:
+                self._idle.append(guest)
+            else:
+                _count(-1)
+                await guest.kill()
 
-    def _give_back(self, slot: _Slot) -> None:
-        self._free.append(slot)
-        self._dispatch()
-
-    def _dispatch(self) -> None:
-        """Give free slots to the calls that wait, in order. A closed pool gives none."""
-        while self._queue and (self._free or self._closed):
-            turn = self._queue.popleft()
-            if self._closed:
-                turn.cancel()
-            elif not turn.done():  # else its caller has gone
-                turn.set_result(self._free.pop())
+    async def _worker(self) -> Guest:
+        """Take an idle worker, or start one. Raises RewardError."""
+        while self._idle:
+            guest = self._idle.pop()
+            if not guest.has_ended:  # between two calls: no call is charged with it
+                return guest
+            _count(-1)
+            await guest.kill()
+        guest = await self._start()
+        _count(1)
+        return guest
 
     async def close(self) -> None:
         """End every worker. Calls that run or wait return `aborted`."""
         self._closed = True
-        self._dispatch()
         for running in list(self._running):
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await running
-        for slot in self._all:
-            await slot.clear()
+        while self._idle:
+            _count(-1)
+            await self._idle.pop().kill()
+
+
+def _all_failed(call: Call, failure: str, detail: str, begun_s: float | None = None) -> list[Score]:
+    seconds = 0.0 if begun_s is None else (time.monotonic() - begun_s) / len(call.completions)
+    return [failed(failure, detail, seconds=seconds)] * len(call.completions)
+
+
+def _count(change: int) -> None:
+    from asyncgrpo import metrics  # only here, because workers import this module too
+
+    metrics.reward_workers.inc(change)
 
 
 class PoolReward(Reward):

@@ -10,7 +10,6 @@ without such a mark it is the last line that is not empty.
 """
 
 import contextlib
-import difflib
 import json
 import re
 import time
@@ -255,7 +254,11 @@ class RuleReward(Reward):
             "code": CodeReward(config),
         }
         if name != BY_SOURCE and name not in SHAPE_RULES and self._rule(name) is None:
-            raise RewardError(self._no_such_name())
+            known = [BY_SOURCE, *SHAPE_RULES, *OTHERS, *filter(str.isidentifier, self.known_sources)]
+            raise RewardError(
+                f"reward.function: {name} is not a built-in reward; there are {', '.join(known)}; a function of your own is "
+                "FILE.py or FILE.py:NAME"
+            )
         self.about = "by data_source" if name == BY_SOURCE else f"{name}, built in"
 
     @property
@@ -310,15 +313,6 @@ class RuleReward(Reward):
 
     def _complaint(self, sources: str) -> str:
         return f"no reward rule for data_source {sources}; known: {', '.join(self.known_sources)}; or --reward-func"
-
-    def _no_such_name(self) -> str:
-        known = [BY_SOURCE, *SHAPE_RULES, *OTHERS, *(name for name in self.known_sources if name.isidentifier())]
-        close = difflib.get_close_matches(self._name, known, n=1)
-        return (
-            f"reward.function: {self._name} is not a built-in reward; "
-            + (f"did you mean {close[0]}? " if close else "")
-            + f"there are {', '.join(known)}; a function of your own is FILE.py or FILE.py:NAME"
-        )
 
 
 def vote_of(completion_text: str, source: str) -> str:

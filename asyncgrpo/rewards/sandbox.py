@@ -16,7 +16,7 @@ import msgspec
 
 from asyncgrpo import isolation
 from asyncgrpo.errors import RewardError
-from asyncgrpo.isolation import MAX_OUTPUT, Ended, last_line, memory_file, run_isolated, run_to_end
+from asyncgrpo.isolation import Ended, last_line, memory_file, run_isolated, run_to_end
 from asyncgrpo.rewards.http import Service, ServiceError
 
 MAX_CODE = 1 << 20
@@ -152,8 +152,6 @@ def _problem(code: int, stderr: str) -> str:
 
 # -- Sandbox Fusion ----------------------------------------------------------------------------------------------------
 
-TRIES = 3
-"""Requests for one run of a program."""
 QUEUE_S = 10.0
 """Longest wait of a program in the service, beside the time that compiling and running may take."""
 
@@ -188,8 +186,6 @@ class FusionRunner:
         self._service = Service(
             url.rstrip("/").removesuffix("/run_code") + "/run_code",
             deadline_s=math.ceil(2 * timeout_s + QUEUE_S),
-            tries=TRIES,
-            max_reply=4 * MAX_OUTPUT,
         )
 
     async def run(self, program: Program) -> Ran:

@@ -14,13 +14,12 @@ awaits one call at a time.
 """
 
 import asyncio
-import functools
 import importlib.util
 import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
@@ -40,8 +39,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT_NAME = "compute_score"
 _TARGET = f"{__name__}:load_in_worker"
-SLOW_IMPORT_S = 3.0
-"""Import time of a user's file after which a warning is logged."""
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -102,13 +99,7 @@ def check_user_function(
 
     async def load() -> WorkerReady:
         hint = " If it only takes that long, raise reward.timeout_s"
-        slow = asyncio.get_running_loop().call_later(
-            SLOW_IMPORT_S, log.warning, "%s is still being imported after %g s", spec, SLOW_IMPORT_S
-        )
-        try:
-            guest = await start_worker(_TARGET, _argument(spec, kwargs), spec, timeout_s, hint)
-        finally:
-            slow.cancel()
+        guest = await start_worker(_TARGET, _argument(spec, kwargs), spec, timeout_s, hint)
         score = None if trial is None else await _try(guest, trial, trial_timeout_s)
         await guest.kill()
         if score is not None and score.failure is not None:
@@ -178,35 +169,19 @@ def run_file(path: Path, what: str = "reward") -> ModuleType:
     sys.path.insert(0, str(path.parent))
     try:
         found.loader.exec_module(module)
-    except SyntaxError as error:
-        where = f"{error.filename}, line {error.lineno}" if error.filename else path
-        line = f": {error.text.strip()}" if error.text else ""
-        raise RewardError(f"{where}: {error.msg}{line}") from error
     except BaseException as error:
-        is_relative = isinstance(error, ImportError) and "relative import" in str(error)
-        hint = (
-            f"; {path.name} is not part of a package: write `import name` for a module beside it" if is_relative else ""
-        )
-        raise RewardError(f"{path} cannot be imported: {describe(error)}{hint}") from error
+        raise RewardError(f"{path} cannot be imported: {describe(error)}") from error
     return module
-
-
-_KINDS: dict[str, tuple[Callable[[Any], bool], Callable[[Any], bool]]] = {
-    "function": (callable, inspect.isfunction),
-    "class": (inspect.isclass, inspect.isclass),
-}
 
 
 def find_in(module: ModuleType, path: Path, name: str, kind: Literal["function", "class"]) -> Any:
     """Return the function or class that `module`, run from `path`, has under `name`. Raises RewardError, one sentence."""
-    fits, is_own = _KINDS[kind]
+    fits = inspect.isclass if kind == "class" else callable
     found = getattr(module, name, None)
     if fits(found):
         return found
-    own = [key for key, value in vars(module).items() if is_own(value) and value.__module__ == module.__name__]
-    there = f"it has {', '.join(own)}: name one with {path.name}:{own[0]}" if own else f"it has no {kind} at all"
-    if found is not None:
-        raise RewardError(f"{path}: {name} is a {type(found).__name__}, not a {kind}; {there}")
+    own = [key for key, value in vars(module).items() if fits(value) and value.__module__ == module.__name__]
+    there = f"name one with {path.name}:NAME, such as {', '.join(own)}" if own else f"it has no {kind} at all"
     raise RewardError(f"{path} has no {kind} {name}; {there}")
 
 
@@ -226,7 +201,6 @@ _KEYWORD: Getters = {
     "answer": lambda call: call.ground_truth,
     "info": lambda call: call.info,
 }
-_KNOWN = _VERL | _KEYWORD
 _VERL_BATCH: Getters = {
     "data_sources": lambda call: [call.data_source] * len(call.completions),
     "solution_strs": lambda call: list(call.completions),
@@ -238,7 +212,7 @@ _TRL: Getters = {
     "completions": lambda call: [_as_trl(text, is_chat=bool(call.turns)) for text in call.completions],
     "completion_ids": lambda call: [list(ids) for ids in call.completion_ids],
 }
-_OF_TRL_ITSELF = ("trainer_state", "environments", "log_extra", "log_metric")
+_OF_TRL_ITSELF = {"trainer_state", "environments", "log_extra", "log_metric"}
 _FORMS = (
     f"compute_score({', '.join(_VERL)}), TRL's f(completions, **columns), or any of the names {', '.join(_KEYWORD)}"
 )
@@ -256,138 +230,52 @@ def recognise(function: Callable[..., Any], path: Path, name: str, kwargs: Mappi
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise RewardError(f"{path}: the parameters of {name} cannot be read: {error}") from error
-    taken = {key: value for key, value in kwargs.items() if _takes(signature, key)}
-    if taken:
-        function = functools.partial(function, **taken)
-    parameters = _Parameters(signature, f"{path}: {name}{signature}", taken)
-    for names, form, bind in ((_TRL, "TRL's form", _bind_trl), (_VERL_BATCH, "verl's batch form", _bind_verl_batch)):
-        if parameters.any_of(names):
-            return Function(
-                f"{_bare(name, signature)}, {form}, one call for a group", True, bind(function, parameters), (*taken,)
-            )
-    form, call = _bind_one(function, parameters)
-    return Function(f"{_bare(name, signature)}, {form}, one call for a completion", False, call, (*taken,))
-
-
-def _takes(signature: inspect.Signature, name: str) -> bool:
-    """Return True if `name` can be given by keyword."""
-    parameter = signature.parameters.get(name)
-    if parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-        return True
-    return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-
-
-class _Parameters:
-    """The parameters of a function, as far as they decide how it is called."""
-
-    def __init__(self, signature: inspect.Signature, what: str, taken: Container[str]) -> None:
-        """
-        Args:
-            what: file, name and parameters, with which every complaint begins.
-            taken: parameters that have their value already.
-        """
-        every = [p for p in signature.parameters.values() if p.name not in taken]
-        self.taken = taken
-        self.kinds = {p.kind for p in every}
-        self.named = [p for p in every if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        self.required = [p.name for p in self.named if p.default is p.empty]
-        self.what = what
-
-    @property
-    def takes_any(self) -> bool:
-        """True if it has `**rest`."""
-        return inspect.Parameter.VAR_KEYWORD in self.kinds
-
-    @property
-    def has_unnamed(self) -> bool:
-        """True if some can only be given by position."""
-        return inspect.Parameter.POSITIONAL_ONLY in self.kinds
-
-    def any_of(self, names: Iterable[str]) -> bool:
-        return any(p.name in names for p in self.named)
-
-    def refuse(self, names: Iterable[str]) -> RewardError:
-        unknown = ", ".join(names) or "positional-only parameters"
-        return RewardError(f"{self.what} takes {unknown}, which a reward cannot give; expected {_FORMS}")
-
-
-def _bare(name: str, signature: inspect.Signature) -> str:
-    """Name and parameters without annotations."""
-    plain = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    return f"{name}{signature.replace(parameters=plain, return_annotation=signature.empty)}"
-
-
-# -- one call for a group ----------------------------------------------------------------------------------------------
-
-
-def _bind_trl(function: Callable[..., Any], parameters: _Parameters) -> Callable[[Call], Any]:
-    """By keyword: prompts, completions, their token ids, and the columns of the row, each repeated."""
-    of_trl = [name for name in parameters.required if name in _OF_TRL_ITSELF]
-    if of_trl or parameters.has_unnamed:
-        raise parameters.refuse(of_trl)
-    names = [p.name for p in parameters.named]
+    parameters = signature.parameters.values()
+    by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    taken = {key: value for key, value in kwargs.items() if takes_any or key in by_name}
+    named = by_name.keys() - taken
+    required = [p.name for p in by_name.values() if p.name in named and p.default is p.empty]
+    required += [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+    if named & _TRL.keys():
+        form, getters = "TRL's form, one call for a group", _TRL
+        unknown = [key for key in required if key in _OF_TRL_ITSELF or key not in by_name]
+    else:
+        if named & _VERL_BATCH.keys():
+            form, getters, known = "verl's batch form, one call for a group", _VERL_BATCH, _VERL_BATCH
+        elif named & _KEYWORD.keys() and not named & _VERL.keys():
+            form, getters, known = "by keyword, one call for a completion", _KEYWORD, _KEYWORD
+        else:
+            form, getters, known = "verl's form, one call for a completion", _VERL, _VERL | _KEYWORD
+        unknown = [key for key in required if key not in known]
+        if not takes_any:
+            getters = {key: get for key, get in known.items() if key in named}
+    if unknown or not getters:
+        what = ", ".join(unknown) or "nothing"
+        raise RewardError(f"{path}: {name}{signature} takes {what}, which a reward cannot give; expected {_FORMS}")
 
     def call(call: Call) -> Any:
-        count = len(call.completions)
-        columns = {name: [value] * count for name, value in _columns(call).items() if name not in parameters.taken}
-        given = columns | {name: get(call) for name, get in _TRL.items()}
-        if missing := [name for name in parameters.required if name not in given]:
-            raise RewardError(
-                f"the row has no column {', '.join(missing)}, which the function takes; it has {', '.join(columns)}"
-            )
-        return function(**(given if parameters.takes_any else {name: given[name] for name in names if name in given}))
+        given = {key: get(call) for key, get in getters.items()}
+        if getters is _TRL:
+            given = _columns(call) | given
+            if missing := [key for key in required if key not in given]:
+                raise RewardError(f"the row has no column {', '.join(missing)}, which the function takes")
+            given = {key: value for key, value in given.items() if takes_any or key in named}
+        return function(**(given | taken))
 
-    return call
+    plain = [p.replace(annotation=p.empty) for p in parameters]
+    about = f"{name}{signature.replace(parameters=plain, return_annotation=signature.empty)}, {form}"
+    return Function(about, form.endswith("group"), call, (*taken,))
 
 
 def _columns(call: Call) -> dict[str, Any]:
-    """The columns of the row. Answer and source have each name that a file may give them."""
+    """Return the columns of the row, repeated. Answer and source have each name that a file may give them."""
     answer, source = call.ground_truth, call.data_source
     known = {"ground_truth": answer, "answer": answer, "solution": answer, "data_source": source, "task": source}
-    return known | {"extra_info": call.info} | call.info
+    columns = known | {"extra_info": call.info} | call.info
+    return {name: [value] * len(call.completions) for name, value in columns.items()}
 
 
 def _as_trl(text: str, *, is_chat: bool) -> str | list[dict[str, str]]:
     """A completion as TRL gives it: after chat turns it is a list of one turn."""
     return [{"role": "assistant", "content": text}] if is_chat else text
-
-
-def _bind_verl_batch(function: Callable[..., Any], parameters: _Parameters) -> Callable[[Call], Any]:
-    unknown = [name for name in parameters.required if name not in _VERL_BATCH]
-    if unknown or parameters.has_unnamed:
-        raise parameters.refuse(unknown)
-    named = {p.name for p in parameters.named}
-    names = [name for name in _VERL_BATCH if parameters.takes_any or name in named]
-    return lambda call: function(**{name: _VERL_BATCH[name](call) for name in names})
-
-
-# -- one call for a completion -----------------------------------------------------------------------------------------
-
-
-def _bind_one(function: Callable[..., Any], parameters: _Parameters) -> tuple[str, Callable[[Call], Any]]:
-    """By the names it takes, or by position in verl's order if its names are unknown."""
-    named, required = parameters.named, parameters.required
-    known = [p.name for p in named if p.name in _KNOWN]
-    if parameters.has_unnamed or not set(required) <= _KNOWN.keys():
-        return _by_position(function, parameters, [p.name for p in named if p.kind != p.KEYWORD_ONLY], required)
-    speaks_verl = not known or any(name in _VERL for name in known)
-    if parameters.takes_any:  # it gets the other names of the same naming as well
-        known += [name for name in (_VERL if speaks_verl else _KEYWORD) if name not in known]
-    elif inspect.Parameter.VAR_POSITIONAL in parameters.kinds and not known:
-        return _by_position(function, parameters, list(_VERL), list(_VERL))
-    if not known:
-        raise RewardError(f"{parameters.what} takes nothing that a reward can give; expected {_FORMS}")
-    form = "verl's form" if speaks_verl else "by keyword"
-    return form, lambda call: function(**{name: _KNOWN[name](call) for name in known})
-
-
-def _by_position(
-    function: Callable[..., Any], parameters: _Parameters, names: list[str], required: list[str]
-) -> tuple[str, Callable[[Call], Any]]:
-    """In verl's order, with three or four required parameters, none of a known name out of place."""
-    order = list(_VERL)
-    agrees = all(name == expected or name not in _KNOWN for name, expected in zip(names, order, strict=False))
-    if not agrees or not 3 <= len(required) <= 4 or not set(required) <= set(names[:4]):
-        raise parameters.refuse(name for name in required if name not in _KNOWN)
-    getters = [_VERL[name] for name, _ in zip(order, names, strict=False)]
-    return "verl's form by position", lambda call: function(*[get(call) for get in getters])

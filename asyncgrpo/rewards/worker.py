@@ -9,7 +9,6 @@ import faulthandler
 import importlib
 import inspect
 import os
-import signal
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -74,9 +73,7 @@ def main(boot: dict[str, Any]) -> None:
         boot: `target` is `module:factory`, and `factory(argument)` returns the `Scorer`; `what` is its name in messages.
     """
     host = Host(boot, "reward-worker")
-    # A crash leaves its Python stack on stderr; the pool asks for the stack of a call that is late with SIGUSR1.
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=host.replies, all_threads=False)
+    faulthandler.enable()  # a crash, or SIGABRT to a call that is late, leaves its Python stack on stderr
     try:
         module, _, factory = boot["target"].partition(":")
         scorer: Scorer = getattr(importlib.import_module(module), factory)(boot["argument"])

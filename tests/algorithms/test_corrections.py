@@ -119,12 +119,6 @@ def test_combined_weights_multiply_and_verdicts_and():
     assert_follows(together, oracle.combine([expected(name, b, **parameters) for name, parameters in cases]), 1e-9)
 
 
-def test_bfloat16_is_upcast():
-    log_rho, mask = torch.tensor([0.1, -0.3]).bfloat16(), torch.ones(2, dtype=torch.bool)
-    weight = importance(log_rho, mask, None, level="token", action="truncate").weight
-    assert weight.equal(log_rho.float().exp())
-
-
 def test_the_interpolated_anchor_follows_the_formula():
     b = batch()
     anchor = interpolated(tensor(b.policy), tensor(b.behaviour), torch.tensor(b.versions), VERSION)
@@ -139,33 +133,3 @@ def test_lag_zero_and_one_are_anchored_at_the_behaviour_policy_and_old_tokens_ne
     anchor = interpolated(policy, behaviour, torch.tensor([7, 6, 5, 3, -1]), torch.tensor(7))
     assert anchor.dtype == torch.float32
     torch.testing.assert_close(anchor, torch.tensor([-2.0, -2.0, -1.5, -1.25, -2.0]))
-
-
-def test_unbiased_is_only_the_whole_sequence_without_truncation():
-    """All four completions of two binary tokens, each weighted by its chance: the sums are exact expectations."""
-    generator = torch.Generator().manual_seed(5)
-    mine, theirs = (torch.randn(3, dtype=torch.float64, generator=generator) for _ in range(2))
-    rewards = torch.randn(4, dtype=torch.float64, generator=generator)
-
-    def logprobs(logits):
-        """[4, 2] of each completion's tokens; logits: of the first being 1, of the second after a 0 and after a 1."""
-        completions = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
-        chosen = torch.stack([logits[0].expand(4), logits[1 + completions[:, 0]]], 1)
-        return torch.nn.functional.logsigmoid(torch.where(completions == 1, chosen, -chosen))
-
-    mine.requires_grad_()
-    policy, behaviour = logprobs(mine), logprobs(theirs)
-    (true,) = torch.autograd.grad((policy.sum(1).exp() * rewards).sum(), mine, retain_graph=True)
-    chance, log_rho = behaviour.sum(1).exp(), (policy - behaviour).flatten()
-    mask, cu = torch.ones(8, dtype=torch.bool), torch.tensor([0, 2, 4, 6, 8])
-
-    def bias(**parameters) -> float:
-        weight = importance(log_rho, mask, cu, **parameters).weight.view(4, 2)
-        loss = (chance.unsqueeze(1) * weight * rewards.unsqueeze(1) * policy).sum()
-        (gradient,) = torch.autograd.grad(loss, mine, retain_graph=True)
-        return (gradient - true).norm().item()
-
-    assert bias(level="sequence", action="truncate") < 1e-12
-    assert bias(level="token", action="truncate") > 1e-2
-    assert bias(level="geometric", action="truncate") > 1e-2
-    assert bias(level="sequence", action="truncate", high_ratio=1.2) > 1e-3

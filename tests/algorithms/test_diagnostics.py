@@ -92,18 +92,14 @@ def test_the_ratio_report_follows_the_formulas(seed):
 def test_a_large_gap_is_cut_in_the_exponential_alone(x):
     report = ratio_report(numbers(ratio_sums(torch.tensor([x, 0.0]), torch.tensor([True, True]), torch.tensor([0, 2]))))
     assert report["kl_k3"] == pytest.approx((math.exp(max(min(x, 20), -20)) - 1 - x) / 2, rel=1e-12)
-    assert report["kl_k3_reverse"] == pytest.approx((math.exp(max(min(-x, 20), -20)) - 1 + x) / 2, rel=1e-12)
     if x < 0:  # where the exponential is next to nothing, the estimate is the distance itself, as k1
         assert report["kl_k3"] == pytest.approx(report["kl_k1"], rel=0.03)
-    assert report["js"] == pytest.approx((abs(x) - 1) / 4, rel=0.03), "in each half one exponential is next to nothing"
 
 
 def test_sequences_without_trained_tokens_are_in_no_mean():
-    """Counted as perplexity 1, they would hide a gap."""
     log_rho, mask = torch.tensor([-0.5, -0.5, math.nan]), torch.tensor([True, True, False])
     report = ratio_report(numbers(ratio_sums(log_rho, mask, torch.tensor([0, 2, 2, 3]))))
-    assert report["log_ppl_gap_mean"] == report["log_ppl_gap_min"] == report["log_ppl_gap_max"] == 0.5
-    assert report["chi2_sequence"] == pytest.approx(math.exp(-2) - 1) and report["ess_sequence"] == 1.0
+    assert (report["kl_k1"], report["ess_sequence"]) == (0.5, 1.0)
 
 
 def test_of_nothing_the_report_is_that_of_agreement():
@@ -158,9 +154,7 @@ def test_lag_is_reported_by_token_and_by_oldest_token():
     versions = torch.tensor([-1, 5, 7, 6, -1, 6, 6, 3])
     mask = torch.tensor([False, True, True, True, False, True, True, False])
     report = lag_report(numbers(lag_sums(versions, 7, mask, torch.tensor([0, 4, 4, 7, 8]))))
-    assert report == {
-        "lag_mean": 1.0, "lag_max": 2.0, "lag_oldest_mean": 1.5, "lag_mixed_share": 0.5, "lag_span_mean": 1.0
-    }  # fmt: skip
+    assert report == {"lag_mean": 1.0, "lag_max": 2.0, "lag_mixed_share": 0.5}
 
 
 def test_the_sample_share_is_told_by_the_lag_of_a_completion_s_oldest_token():
@@ -187,15 +181,3 @@ def test_reports_of_nothing_are_numbers():
     assert set(shares("x", numbers(kept_sums("x", mask, mask, cu))).values()) == {0.0}
     gap = gap_sums(torch.tensor([math.nan]), torch.tensor([0.0]), torch.tensor([False]))
     assert numbers(gap) == {"gap": 0.0, "gap_tokens": 0.0, "gap_max": 0.0}
-
-
-def test_a_gap_of_bfloat16_is_taken_after_the_upcast():
-    policy, behaviour = torch.tensor([-3.015625]).bfloat16(), torch.tensor([-0.0317])
-    gap = gap_sums(policy, behaviour, torch.tensor([True]))
-    assert gap["gap"].item() == pytest.approx(3.015625 - 0.0317, abs=1e-8)
-
-
-def test_effective_sample_share_is_one_for_equal_weights_and_small_for_one_giant():
-    assert effective_sample_share(4 * 0.5, 4 * 0.25, 4) == 1.0
-    assert effective_sample_share(1e6, 1e12, 4) == 0.25
-    assert effective_sample_share(0.0, 0.0, 0) == 1.0

@@ -85,7 +85,7 @@ class TestEnds:
         ended = asyncgrpo()
         assert (ended.code, ended.err, ended.out) == (1, "error: the file is empty\n", "")
 
-    @pytest.mark.parametrize("command", ["demo --engine torch --out", "audit", "status", "data check", "serve"])
+    @pytest.mark.parametrize("command", ["demo --engine torch --out", "audit", "status", "serve"])
     def test_a_name_that_no_file_can_have_is_one_sentence_and_code_1(self, asyncgrpo, command):
         ended = asyncgrpo(*command.split(), "a" * 300)
         assert ended.code == 1

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import time
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -114,40 +113,10 @@ def test_solved_prompts_come_every_second_round_and_mixed_ones_have_their_places
         )
 
 
-def test_where_few_prompts_are_mixed_none_comes_more_than_twice():
-    shares = np.array([ALL_RIGHT] * 95 + [127] * 5, np.uint8)
-    counts = places_of(shares, 3, drawn(100, 3), drawn(100, 0))
-    assert (counts[95:] == MOST).all() and counts[:95].sum() == 90
-
-
 @pytest.mark.parametrize("kind", [0, ALL_RIGHT, 127, UNKNOWN])
 def test_where_all_prompts_are_of_one_kind_the_order_is_that_without_a_curriculum(kind):
     counts = places_of(np.full(30, kind, np.uint8), 5, drawn(30, 5), drawn(30, 0))
     assert order_of(counts, drawn(30, 5)).tolist() == drawn(30, 5).tolist()
-
-
-def test_the_places_of_a_prompt_lie_far_apart():
-    shares = np.array([ALL_RIGHT] * 600 + [127] * 400, np.uint8)
-    order = order_of(places_of(shares, 2, drawn(1000, 2), drawn(1000, 0)), drawn(1000, 2)).tolist()
-    gaps, last = [], {}
-    for at, prompt in enumerate(order):
-        if prompt in last:
-            gaps.append(at - last[prompt])
-        last[prompt] = at
-    assert len(gaps) > 250 and min(gaps) > 400
-
-
-def test_a_million_prompts_are_ordered_in_about_a_second(tmp_path):
-    source = make(tmp_path, 4)
-    curriculum = Curriculum(tmp_path / "many", is_on=True)
-    curriculum.begin("key", 10**6)
-    curriculum._shares[:] = np.random.default_rng(0).choice([0, 20, 127, ALL_RIGHT, UNKNOWN], 10**6)
-    started = time.process_time()
-    order = curriculum.order(0, 3, 0, 10**6, lambda number: source._drawn(10**6, number))
-    assert time.process_time() - started < 3.0, "0.5 s"
-    assert len(order) == 10**6
-    assert (tmp_path / "many" / "source_0_round_000004").stat().st_size < 4.01e6
-    assert len(curriculum.state()) < 10**6
 
 
 # -- epochs of a run ---------------------------------------------------------------------------------------------------
@@ -178,16 +147,6 @@ def test_the_order_of_a_seed_and_its_shares_never_changes(tmp_path):
 
 
 GOLDEN_ORDER = [3, 7, 4, 2, 9, 3, 8, 1, 6, 5]
-
-
-def test_without_shuffling_prompts_come_in_the_order_of_the_file(tmp_path):
-    source = make(tmp_path, 8, shuffle=False)
-    assert run_epoch(source, lambda prompt_id: MIXED if prompt_id < "train/4" else SOLVED) == [
-        f"train/{i}" for i in range(8)
-    ]
-    again = run_epoch(source, lambda prompt_id: MIXED)
-    first_time = list(dict.fromkeys(again))
-    assert first_time == sorted(first_time) and len(again) == 8
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -425,11 +384,6 @@ def test_an_order_that_is_damaged_or_missing_is_not_guessed(tmp_path):
     path.unlink()
     with pytest.raises(CheckpointError, match=r"source_0_round_000001 is missing"):
         make(tmp_path, 6).restore(source.state())
-
-
-def test_the_order_of_other_prompts_is_not_taken_for_ours(tmp_path):
-    run_epoch(make(tmp_path, 6, seed=1), lambda _: SOLVED)
-    assert run_epoch(make(tmp_path, 6), lambda _: SOLVED) == run_epoch(make(None, 6), lambda _: SOLVED)
 
 
 def test_the_shares_of_a_checkpoint_come_back(tmp_path):

@@ -2,12 +2,9 @@
 
 import json
 
-import pytest
-
 from asyncgrpo.config.schema import DataConfig
-from asyncgrpo.data.demo import TASKS, make_demo_model, write_demo_task
-from asyncgrpo.data.prompts import load_prompts
-from asyncgrpo.errors import ConfigError
+from asyncgrpo.data.demo import incremented, make_demo_model, write_demo_task
+from asyncgrpo.data.loading import Prompts
 from asyncgrpo.rewards.rules import demo_score
 
 
@@ -29,13 +26,6 @@ def test_any_tool_of_the_field_loads_the_model(demo_model):
     assert shares.max() < 2 * shares.mean()
 
 
-def test_a_token_is_a_byte(tokenizer):
-    text = "735\n\0 ä漢🙂"
-    assert tokenizer.encode(text) == list(text.encode())
-    assert tokenizer.decode(list(text.encode())) == text
-    assert tokenizer.decode([ord("7"), tokenizer.eos_token_id], skip_special_tokens=True) == "7"
-
-
 def test_a_seed_gives_the_same_model_and_leaves_torch_alone(demo_model, tmp_path):
     import torch
 
@@ -47,33 +37,15 @@ def test_a_seed_gives_the_same_model_and_leaves_torch_alone(demo_model, tmp_path
     assert weights[0] == weights[1] != weights[2]
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_held_out_prompts_are_never_trained_and_the_files_load(task, tmp_path, tokenizer):
+def test_held_out_prompts_are_never_trained_and_the_files_load(tmp_path, tokenizer):
     train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
-    write_demo_task(train, held_out, seed=1, rows=80, digits=2, eval_rows=20, task=task)
-    loaded = [load_prompts(path, "train", tokenizer, DataConfig(train=str(path))) for path in (train, held_out)]
+    write_demo_task(train, held_out, seed=1, rows=80, eval_rows=20)
+    loaded = [Prompts([str(path)], "train", tokenizer, DataConfig(train="")) for path in (train, held_out)]
     assert [len(prompts) for prompts in loaded] == [80, 20]
     assert len({prompt.token_ids for prompts in loaded for prompt in prompts}) == 100
-    assert {prompt.source for prompts in loaded for prompt in prompts} == {f"demo_{task}"}
+    assert {prompt.source for prompts in loaded for prompt in prompts} == {"demo_increment"}
     row = json.loads(train.read_text().splitlines()[0])
-    assert list(row) == ["prompt", "ground_truth", "data_source"]
-    assert row["ground_truth"] == TASKS[task](row["prompt"])
-
-
-def test_a_task_that_cannot_be_written_says_why(tmp_path):
-    with pytest.raises(ConfigError, match="80 training and 30 held-out prompts are more than there are strings of 2"):
-        write_demo_task(tmp_path / "a", tmp_path / "b", seed=0, rows=80, digits=2, eval_rows=30)
-    with pytest.raises(ConfigError, match="no demo task 'sing'; expected copy"):
-        write_demo_task(tmp_path / "a", tmp_path / "b", seed=0, task="sing")
-
-
-def test_tasks():
-    assert {task: right("907") for task, right in TASKS.items()} == {
-        "copy": "907",
-        "increment": "018",
-        "reverse": "709",
-        "sort": "079",
-    }
+    assert row["ground_truth"] == incremented(row["prompt"]) and incremented("907") == "018"
 
 
 def test_each_step_towards_the_answer_scores_more():

@@ -1,6 +1,5 @@
 """Several sources of prompts: shares, rounds, and the same promises over restarts as one source has."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -8,10 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.schema import DataConfig
 from asyncgrpo.data.order import places
-from asyncgrpo.data.prompts import PromptSource, load_prompts
-from asyncgrpo.errors import CheckpointError, ConfigError, DataError
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.types import Prompt
 
 
@@ -53,12 +51,6 @@ def test_shares_follow_the_weights_and_not_the_sizes():
     assert places(7, (1.0, 1.0, 1.0)) == (3, 2, 2)
 
 
-def test_a_batch_has_every_source_by_its_share():
-    issued = order(mixed((50, 50), (0.75, 0.25)), 80)
-    for begin in range(0, 80, 8):
-        assert Counter(prompt_id[0] for prompt_id in issued[begin : begin + 8])["0"] == 6
-
-
 def test_the_seed_decides_the_order_of_every_round():
     assert order(mixed((8, 8), (1, 1), seed=3), 64) == order(mixed((8, 8), (1, 1), seed=3), 64)
     assert order(mixed((8, 8), (1, 1), seed=3), 16) != order(mixed((8, 8), (1, 1), seed=4), 16)
@@ -78,35 +70,6 @@ def test_other_weights_are_another_order():
         mixed((4, 4), (1, 1)).restore(state)
 
 
-def write(path, prompts: list[str], **columns) -> str:
-    path.write_text("".join(json.dumps({"prompt": p, "ground_truth": p} | columns) + "\n" for p in prompts))
-    return str(path)
-
-
-def test_several_files_are_one_table_whose_rows_are_counted_through(tmp_path, tokenizer):
-    one = write(tmp_path / "one.jsonl", ["1", "22222", "3"], data_source="a")
-    two = write(tmp_path / "two.jsonl", ["4", "5"], data_source="b")
-    table = load_prompts((one, two), "train", tokenizer, DataConfig(train=(one, two), max_prompt_tokens=5))
-    assert [(prompt.prompt_id, prompt.text) for prompt in table] == [
-        ("train/0", "1"), ("train/2", "3"), ("train/3", "4"), ("train/4", "5")
-    ]  # fmt: skip
-    assert (table.about.sizes, table.about.sources) == ((2, 2), ("a", "b"))
-    turned = load_prompts((two, one), "train", tokenizer, DataConfig(train=(two, one), max_prompt_tokens=5))
-    assert turned.about.fingerprint != table.about.fingerprint
-
-
-def test_the_file_that_cannot_be_used_is_named_with_its_own_row(tmp_path, tokenizer):
-    good = write(tmp_path / "good.jsonl", ["1", "2"])
-    long = write(tmp_path / "long.jsonl", ["333333"])
-    bad = write(tmp_path / "bad.jsonl", ["1"])
-    (tmp_path / "bad.jsonl").write_text('{"prompt": "1", "ground_truth": "1"}\n{"prompt": 7, "ground_truth": "1"}\n')
-    config = DataConfig(train="", max_prompt_tokens=5)
-    with pytest.raises(DataError, match=r"long.jsonl: all 1 prompts .* has at least 8"):
-        load_prompts((good, long), "train", tokenizer, config)
-    with pytest.raises(DataError, match=r"bad.jsonl, row 1: prompt is a number; expected text"):
-        load_prompts((good, bad), "train", tokenizer, config)
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -119,12 +82,3 @@ def test_the_file_that_cannot_be_used_is_named_with_its_own_row(tmp_path, tokeni
 def test_a_weight_belongs_to_each_source(settings, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load_config(None, ["model.path=m", *settings])
-
-
-def test_a_source_with_parameters_is_read_as_it_is_written():
-    source = 'reasoning-gym:chain_sum?min_terms=2&operators=["+"]'
-    assert load_config(None, ["model.path=m", f"data.train={source}"]).data.sources == (source,)
-    assert load_config(None, ["model.path=m", "data.train=[a.jsonl, hf:openai/gsm8k]"]).data.sources == (
-        "a.jsonl",
-        "hf:openai/gsm8k",
-    )

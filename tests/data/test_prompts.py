@@ -1,53 +1,14 @@
-"""Loading prompts, and their order over epochs, failures and restarts."""
-
-import json
+"""The order of prompts over epochs, failures and restarts."""
 
 import pytest
 
-from asyncgrpo.config.schema import DataConfig
-from asyncgrpo.data.prompts import PromptSource, load_prompts
-from asyncgrpo.errors import CheckpointError, DataError
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.errors import CheckpointError
 from asyncgrpo.types import Prompt
 
 
 def some_prompts(count: int) -> tuple[Prompt, ...]:
     return tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i, i + 1)) for i in range(count))
-
-
-def write(path, prompts: list[str]) -> str:
-    path.write_text("".join(json.dumps({"prompt": p, "ground_truth": p, "data_source": "s"}) + "\n" for p in prompts))
-    return str(path)
-
-
-def test_rows_become_prompts_and_the_over_long_are_counted(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.jsonl", ["1", "22222", "333"])
-    loaded = load_prompts(path, "train", tokenizer, DataConfig(train=path, max_prompt_tokens=5))
-    assert tuple(loaded) == (
-        Prompt(prompt_id="train/0", token_ids=(259, 49, 260), text="1", answer="1", source="s"),
-        Prompt(prompt_id="train/2", token_ids=(259, 51, 51, 51, 260), text="333", answer="333", source="s"),
-    )
-    assert (loaded.about.schema_name, loaded.dropped_too_long, loaded.about.longest) == ("plain", 1, 7)
-
-
-def test_a_prompt_knows_the_turns_of_its_row_where_that_has_turns(tmp_path, tokenizer):
-    turns = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
-    rows = [{"prompt": turns, "ground_truth": "2"}, {"prompt": "1+1", "ground_truth": "2"}]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    chat, text = load_prompts(tmp_path / "rows.json", "train", tokenizer, DataConfig(train=""))
-    assert (chat.turns, chat.text) == (tuple(turns), "")
-    assert (text.turns, text.text) == ((), "1+1")
-
-
-def test_a_limit_takes_the_first_rows(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.jsonl", ["1", "2", "3"])
-    loaded = load_prompts(path, "eval", tokenizer, DataConfig(train=path), limit=2)
-    assert [prompt.prompt_id for prompt in loaded] == ["eval/0", "eval/1"]
-
-
-def test_a_file_of_over_long_prompts_is_an_error(tmp_path, tokenizer):
-    path = write(tmp_path / "rows.jsonl", ["11111", "2222"])
-    with pytest.raises(DataError, match=r"all 2 prompts are longer than data.max_prompt_tokens \(3\).*has at least 7"):
-        load_prompts(path, "train", tokenizer, DataConfig(train=path, max_prompt_tokens=3))
 
 
 def take(source: PromptSource, count: int) -> list[str]:

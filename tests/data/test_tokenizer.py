@@ -3,12 +3,10 @@
 import json
 import random
 import shutil
-import subprocess
-import sys
 
 import pytest
 
-from asyncgrpo.data.tokenizer import decoder, load_tokenizer, render, render_all, stop_token_ids, vocabulary_size
+from asyncgrpo.data.tokenizer import decoder, load_tokenizer, render, stop_token_ids, vocabulary_size
 from asyncgrpo.errors import ConfigError, DataError
 
 QUESTION = [{"role": "user", "content": "735"}]
@@ -31,61 +29,6 @@ def test_without_a_template_the_contents_are_joined(demo_model):
     tokenizer = load_tokenizer(str(demo_model))
     tokenizer.chat_template = None
     assert render(tokenizer, QUESTION, "Copy: ") == ("Copy: 735", tuple(b"Copy: 735"))
-
-
-def test_transformers_adds_no_warning_to_what_a_command_prints(demo_model):
-    code = (
-        f"from asyncgrpo.data.tokenizer import load_tokenizer; load_tokenizer({str(demo_model)!r}).encode('7' * 10_000)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stderr == "", "the prompt is longer than the tokenizer's file allows"
-
-
-def test_a_prompt_beyond_the_longest_is_cut_before_it_is_tokenised(tokenizer, monkeypatch):
-    seen = []
-    encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: seen.append(len(text)) or encode(text, **more))
-    giant = [{"role": "user", "content": "7" * 10_000_000}]
-    text, token_ids = render(tokenizer, giant, longest=512)
-    assert len(text) > 10_000_000 and len(token_ids) > 512
-    assert sum(seen) < 100_000
-
-
-@pytest.mark.parametrize("size", [1, 500, 511, 512, 513, 2_000, 70_000])
-def test_a_prompt_that_fits_is_tokenised_whole(tokenizer, size):
-    turns = [{"role": "user", "content": "7" * (size - 2)}]
-    whole = render(tokenizer, turns).token_ids
-    cut = render(tokenizer, turns, longest=512).token_ids
-    assert cut == whole if len(whole) <= 512 else 512 < len(cut) <= len(whole)
-
-
-@pytest.mark.parametrize("has_template", [True, False])
-def test_many_prompts_are_tokenised_as_each_of_them_and_only_the_longest_one_by_one(
-    demo_model, monkeypatch, has_template
-):
-    tokenizer = load_tokenizer(str(demo_model))
-    if not has_template:
-        tokenizer.chat_template = None
-    texts = ["735", "", "ä漢", "</s><user>", *map(str, range(90)), "7" * 5_000, "7" * 60_000]
-    prompts = [[{"role": "user", "content": text}] for text in texts]
-    each = [render(tokenizer, prompt, "Copy.", longest=512) for prompt in prompts]
-    tokenizer(texts, padding=True, truncation=True, max_length=2)  # which its backend remembers
-    seen = []
-    encode = tokenizer.encode
-    monkeypatch.setattr(tokenizer, "encode", lambda text, **more: seen.append(len(text)) or encode(text, **more))
-    where = [f"row {row}" for row in range(len(texts))]
-    assert render_all(tokenizer, prompts, "Copy.", where=where, longest=512) == each
-    assert len(seen) == 2, "the first, and the one that is far too long"
-
-
-def test_a_long_text_of_few_tokens_fits(demo_model):
-    """A tokenizer whose tokens may stand for any number of characters, because it drops white space."""
-    from tokenizers import normalizers
-
-    tokenizer = load_tokenizer(str(demo_model))
-    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(" ", "")
-    turns = [{"role": "user", "content": "1" + " " * 100_000 + "2"}]
-    assert len(render(tokenizer, turns, longest=512).token_ids) == 4
 
 
 def test_a_template_that_refuses_says_which_prompt(demo_model):

@@ -24,7 +24,7 @@ class Async:
 
     async def step(self, text):
         await asyncio.sleep(0.01)
-        return {"observation": text.upper(), "reward": 1, "done": True}
+        return text.upper(), 1, True, {"a": "dict"}
 
 
 class Gymnasium:

@@ -45,9 +45,9 @@ async def test_agents_that_are_not_async_call_the_model_at_the_same_time():
             at_once += 1
             while at_once < 20:
                 await asyncio.sleep(0.01)
-            return ChatTurn({"role": "assistant", "content": chat.messages[0]["content"] * 2}, "stop", 1, [1], [0.0])
+            return ChatTurn({"role": "assistant", "content": chat.messages[0]["content"] * 2}, "stop", 1, 1)
 
-    gateway, host = Gateway("m", str), hosted("asks")
+    gateway, host = Gateway("m"), hosted("asks")
     access = [await gateway.open(Model()) for _ in range(20)]
     found = await asyncio.gather(*(host.run(task(), one) for one in access))
     assert found == [Score(value=4.0)] * 20
@@ -86,7 +86,7 @@ async def test_an_agent_that_does_not_return_is_given_up_and_one_that_is_not_wan
     ("name", "why"),
     [
         ("nowhere.py", "environment.agent: agent file .*nowhere.py does not exist"),
-        (f"{AGENTS}:missing", "my_agents.py has no function missing; it has run"),
+        (f"{AGENTS}:missing", "my_agents.py has no function missing; name one with my_agents.py:NAME, such as run"),
         (f"{AGENTS}:alone", "alone takes no base_url, so it cannot reach the model that is trained"),
         (f"{AGENTS}:odd", "odd takes weather; there are base_url, api_key, model, prompt"),
     ],

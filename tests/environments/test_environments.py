@@ -190,7 +190,7 @@ async def test_episodes_are_spread_over_processes():
     [
         ("chess", "environment.name: unknown environment chess; there are calculator, guess, or a file"),
         ("nowhere.py", "environment file .*nowhere.py does not exist"),
-        (f"{GAMES}:Missing", "games.py has no class Missing; it has Environment, Async"),
+        (f"{GAMES}:Missing", "games.py has no class Missing; name one with games.py:NAME, such as Environment, Async"),
         (f"{GAMES}:NoStep", r"NoStep has no method step\(self, text\)"),
         (f"{GAMES}:OddStep", r"OddStep.step cannot be called as step\(text\)"),
         (f"{GAMES}:OddReset", "OddReset.reset takes weather; there are prompt, messages"),
@@ -199,9 +199,3 @@ async def test_episodes_are_spread_over_processes():
 def test_what_is_no_environment_is_said_in_a_sentence(name, why):
     with pytest.raises(ConfigError, match=why):
         build_environment(EnvironmentConfig(name=name))
-
-
-def test_no_name_is_no_environment():
-    assert build_environment(EnvironmentConfig()) is None
-    found = build_environment(EnvironmentConfig(name=str(GAMES)))
-    assert found is not None and found.scores and found.about == "environment Environment of games.py"

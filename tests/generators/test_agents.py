@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import random
 import re
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -32,7 +31,7 @@ Agent = Callable[[Task, Access], Awaitable[Score | None]]
 ROW = [{"role": "user", "content": "hi"}]
 
 
-def render(messages, tools=None, longest=0) -> tuple[int, ...]:
+def render(messages, tools=None) -> tuple[int, ...]:
     """The chat template of these tests: `~`, the tools, and the messages one behind the other."""
     told = "" if tools is None else json.dumps(tools)
     return tuple(map(ord, "~" + told + "".join(f"{one['role'][0]}:{one['content']} " for one in messages)))
@@ -57,7 +56,7 @@ class Local:
 
 def sampler(engine, agent: Agent, **options: Any) -> AgentSampler:
     limits = Limits(temperature=1.0, top_p=1.0, max_prompt_tokens=300, max_turns=options.pop("max_turns", 8))
-    gateway = Gateway("tiny", decode)
+    gateway = Gateway("tiny")
     return AgentSampler(engine, Local(agent), gateway, decode, render, go_on, limits=limits, **options)
 
 
@@ -108,26 +107,16 @@ async def test_a_reply_has_the_fields_of_openai():
         async with client(access) as model:
             found["models"] = [one.id async for one in await model.models.list()]
             found["reply"] = await model.chat.completions.create(
-                model="m", messages=ROW, logprobs=True, max_tokens=50, temperature=1.0, top_p=1.0
+                model="m", messages=ROW, n=1, logprobs=False, max_tokens=2, temperature=1.0, top_p=1.0
             )
-            messages = [*ROW, found["reply"].choices[0].message, user("?")]
-            stream = await model.chat.completions.create(
-                model="m", messages=messages, stream=True, stream_options={"include_usage": True}, max_tokens=2
-            )
-            found["events"] = [event async for event in stream]
 
-    (one,) = await play(Scripted("ab", "cde"), agent)
+    (one,) = await play(Scripted("abc"), agent)
     assert one.score is None and one.finish_reason == "length", "the reward scores it"
     reply = found["reply"]
     (choice,) = reply.choices
     assert found["models"] == ["tiny"] and reply.model == "tiny" and reply.object == "chat.completion"
-    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "ab", "stop")
-    assert choice.token_ids == [ord("a"), ord("b"), END]
-    assert [(token.token, token.logprob) for token in choice.logprobs.content] == [("a", -1), ("b", -1), ("", -1)]
-    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(PROMPT.token_ids), 3)
-    first, last, usage = found["events"]
-    assert first.choices[0].delta.content == "cd" and last.choices[0].finish_reason == "length"
-    assert usage.usage.completion_tokens == 2 and all_of(one) == "ab$|?|cd"
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "ab", "length")
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(PROMPT.token_ids), 2)
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -219,11 +208,13 @@ async def test_two_calls_at_once_fail_the_completion_by_name():
             {"temperature": 0.7},
             "temperature 0.7 is refused: the run samples with 1; leave it out, or set sampling.temp",
         ),
-        ({"n": 2}, "n is refused: a call samples one turn"),
-        ({"stop": ["x"]}, "stop is refused: `sampling.stop`"),
+        ({"n": 2}, "n is refused: the run decides"),
+        ({"stop": ["x"]}, "stop is refused"),
         ({"tool_choice": "required", "tools": TOOLS}, "tool_choice is refused"),
         ({"response_format": {"type": "json_object"}}, "response_format is refused"),
         ({"presence_penalty": 1.0}, "presence_penalty is refused"),
+        ({"stream": True}, "stream is refused"),
+        ({"logprobs": True}, "logprobs is refused"),
         ({"extra_body": {"top_k": 3}}, "unknown field `top_k`"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, r"messages\[0\] has no role"),
@@ -322,7 +313,6 @@ async def test_an_aborted_request_gives_what_it_has_and_the_address_is_gone():
 
 
 async def test_bytes_that_are_no_request_are_refused_and_harm_nothing():
-    rng = random.Random(5)
     good = json.dumps({"messages": ROW, "max_tokens": 3}).encode()
     bodies = [b"", b"[", b"null", b"\xff\xfe", b'{"messages": "x"}', b'{"messages": [3]}', b"[" * 50_000]
     bodies += [
@@ -330,11 +320,6 @@ async def test_bytes_that_are_no_request_are_refused_and_harm_nothing():
         b'{"messages": [{"role": [], "content": {}}]}',
     ]
     bodies += [b'{"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}', good + b"}"]
-    for _ in range(60):
-        body = bytearray(good)
-        for _ in range(rng.randint(1, 4)):
-            body[rng.randrange(len(body))] = rng.randrange(256)
-        bodies.append(bytes(body))
     statuses: list[int] = []
 
     async def agent(task: Task, access: Access) -> Score:
@@ -353,7 +338,7 @@ async def test_bytes_that_are_no_request_are_refused_and_harm_nothing():
         return Score(value=1.0)
 
     await play(Scripted("ab"), agent, max_tokens=1000)
-    assert set(statuses) <= {200, 400, 409} and statuses.count(400) > 40
+    assert set(statuses) <= {200, 400, 409} and statuses.count(400) > 8
 
 
 # -- the prompt of a group ---------------------------------------------------------------------------------------------
@@ -416,7 +401,7 @@ async def test_log_probs_of_an_agents_turns_are_those_of_the_model_that_sampled_
     await engine.start(PolicyVersion(1, 0))
     tokenizer = load_tokenizer(path)
     open_, text = opening(tokenizer), decoder(tokenizer, keep_special=False)
-    prompt = Prompt(prompt_id="train/0", token_ids=open_(ROW, None, 99), text="hi")
+    prompt = Prompt(prompt_id="train/0", token_ids=open_(ROW, None), text="hi")
 
     async def agent(task: Task, access: Access) -> Score:
         messages: list[Any] = [{"role": "user", "content": "0123"}]
@@ -427,7 +412,7 @@ async def test_log_probs_of_an_agents_turns_are_those_of_the_model_that_sampled_
         return Score(value=1.0)
 
     limits = Limits(1.0, 1.0, 64, 8)
-    gateway = Gateway("tiny", decoder(tokenizer, keep_special=True))
+    gateway = Gateway("tiny")
     by = AgentSampler(engine, Local(agent), gateway, text, open_, continuation(tokenizer), limits=limits)
     sampling = Sampling(max_tokens=120, stop_token_ids=(tokenizer.eos_token_id,))
     try:

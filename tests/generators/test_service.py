@@ -233,16 +233,6 @@ def test_a_change_of_weights_takes_time_of_its_own():
     assert activities.seconds() == GeneratorSeconds(generate=13.0, weights=2.0, idle=1.0, sampling=3 * 10 + 3 * 2 + 3)
 
 
-def test_it_exports_how_full_its_engine_is():
-    with Rig(max_completions=8) as rig:
-        rig.hear(Grant(lease=LEASE))
-        rig.until(2.5)
-        assert (value("engine_completions", state="running"), value("engine_places")) == (2, 8)
-        rig.until(9.5)
-        assert value("engine_completions", state="running") == 0
-        rig.hear(ACK)
-
-
 def test_an_engine_that_hangs_ends_its_generator():
     with Rig(hang_after_tokens=3) as rig:
         rig.hear(Grant(lease=LEASE))

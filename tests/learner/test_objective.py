@@ -204,7 +204,7 @@ def test_what_is_rejected_is_reported_as_it_was(path, groups):
         groups, VERSION
     )
     assert rejecting.diagnostics["rejected_dropped"] > 0.2 and kept.diagnostics["rejected_dropped"] == 0
-    for name in ("ratio_max", "ratio_min", "m2", "ess_token", "lag_mean", "lag_mixed_share"):
+    for name in ("ratio_max", "ratio_min", "ess_token", "lag_mean", "lag_mixed_share"):
         assert rejecting.diagnostics[name] == pytest.approx(kept.diagnostics[name], rel=1e-5), name
     assert rejecting.effective_sample_share < 0.99
 

@@ -11,7 +11,7 @@ from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards import http
 from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.build import build_reward
-from asyncgrpo.rewards.judge import PATTERN, chat_url, number_in
+from asyncgrpo.rewards.judge import PATTERN, number_in
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
 from tests.rewards.servers import Reply, Server
@@ -158,9 +158,3 @@ def test_what_is_wrong_with_a_setting_is_one_sentence(tmp_path, settings, senten
     config = JudgeConfig(url="http://h", template=str(tmp_path / "judge.txt"))
     with pytest.raises(RewardError, match="would not see what it judges"):
         build_reward(RewardConfig(function="judge", judge=config))
-
-
-@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/chat/completions"])
-def test_the_address_may_have_a_path_or_not(url):
-    assert chat_url(url) == "http://h:1/v1/chat/completions"
-    assert chat_url("https://h/proxy") == "https://h/proxy/chat/completions"
