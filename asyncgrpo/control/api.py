@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from asyncgrpo.config.schema import ControlConfig
 from asyncgrpo.control.client import FILE, Address, write_address
@@ -29,7 +29,7 @@ from asyncgrpo.control.server import LARGEST_BODY, HttpServer, Refusal, Worker, 
 from asyncgrpo.errors import CommandRefused, ConfigError, DataError
 from asyncgrpo.metrics import PREFIX, targets_path
 from asyncgrpo.recording.events import read_tail
-from asyncgrpo.recording.samples import TRAINED, Changes, Folder, Only, Sort, changes, search
+from asyncgrpo.recording.samples import TRAINED, Folder, Only, Sort, search
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +62,6 @@ class _OfSamples(Struct, frozen=True, forbid_unknown_fields=True, rename={"text"
     text: Annotated[str, Meta(max_length=500)] = ""
     only: Only = "all"
     sort: Sort = "file"
-    offset: Annotated[int, Meta(ge=0, le=2**31)] = 0
-    limit: Annotated[int, Meta(ge=1, le=200)] = 20
-
-
-class _OfChanges(Struct, frozen=True, forbid_unknown_fields=True, rename={"from_step": "from", "to_step": "to"}):
-    from_step: Annotated[int, Meta(ge=0, le=2**53)] | None = None
-    to_step: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     offset: Annotated[int, Meta(ge=0, le=2**31)] = 0
     limit: Annotated[int, Meta(ge=1, le=200)] = 20
 
@@ -185,10 +178,6 @@ class Api:
         async def alerts(_: _Nothing) -> Problems:
             return Problems(await reads(partial(problems, run_dir, await status())))
 
-        async def changed(asked: _OfChanges) -> Changes:
-            found = await reads(partial(changes, run_dir, asked.from_step, asked.to_step))
-            return replace(found, changed=found.changed[asked.offset :][: asked.limit])
-
         async def runbook(asked: _OfRunbook) -> Page:
             return Page(await reads(partial(read_runbook, asked.name)))
 
@@ -196,7 +185,6 @@ class Api:
             "/api/status": (_Nothing, lambda _: status()),
             "/api/events": (_OfEvents, lambda asked: reads(partial(read_tail, file, **asdict(asked)))),
             "/api/samples": (_OfSamples, lambda asked: reads(partial(search, run_dir, **asdict(asked)))),
-            "/api/changes": (_OfChanges, changed),
             "/api/groups": (_Nothing, lambda _: reads(partial(groups_now, run_dir))),
             "/api/alerts": (_Nothing, alerts),
             "/api/runbook": (_OfRunbook, runbook),
