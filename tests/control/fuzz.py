@@ -23,7 +23,7 @@ WAIT_S = 30.0
 """For a reply; longer than the server waits for a request."""
 PATIENCE_S = 1.0
 """For a reply, before the server is told that the request ends here."""
-PATHS = ("/api/status", "/api/command", "/api/events", "/api/samples", "/api/groups", "/api/alerts")
+PATHS = ("/api/status", "/api/command", "/api/events", "/api/samples", "/api/alerts")
 COMMANDS = (
     {"command": "pause"}, {"command": "scale", "generators": 2}, {"command": "set", "settings": {"learner.lr": 1e-6}},
 )  # fmt: skip
@@ -47,7 +47,6 @@ class Attacker:
             ("flipped bytes", self._flipped),
             ("token", self._wrong_token),
             ("method", self._wrong_method),
-            ("host", self._wrong_host),
             ("path", self._wrong_path),
             ("query", self._wrong_query),
             ("no command", self._wrong_command),
@@ -96,11 +95,6 @@ class Attacker:
         method = self._random.choice(("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND", "get"))
         return self._get(path, {"Content-Length": "0"}, method)
 
-    def _wrong_host(self) -> bytes:
-        hosts = ("evil.example", "127.0.0.1.evil.example", "[::1", "", "169.254.169.254", "127.0.0.1\r\nHost: a")
-        path = self._random.choice((*PATHS, "/", "/healthz"))
-        return self._get(path, {"Host": self._random.choice(hosts)})
-
     def _wrong_path(self) -> bytes:
         odd = (
             "/api",
@@ -114,7 +108,7 @@ class Attacker:
         return self._get(self._random.choice(odd))
 
     def _wrong_query(self) -> bytes:
-        good = {"/api/status": (), "/api/groups": (), "/api/alerts": (), "/api/events": ("after", "limit")}
+        good = {"/api/status": (), "/api/alerts": (), "/api/events": ("after", "limit")}
         good |= {"/api/samples": ("step", "only", "sort", "offset", "limit")}
         path = self._random.choice(list(good))
         name = self._random.choice((*good[path], "no_such"))
@@ -194,6 +188,8 @@ def wrong_with(received: bytes) -> str | None:
     status = head.split(b" ")[1:2]
     if not status or not status[0].startswith(b"4"):
         return f"status {status}"
+    if b"application/json" not in head:  # aiohttp's reply to what is not HTTP
+        return None
     try:
         said = json.loads(body.split(b"HTTP/1.1 ")[0])  # a second one may follow
     except ValueError:

@@ -1,20 +1,16 @@
 """What a run's own events say is wrong: each problem from the events that mean it, and none from a healthy run."""
 
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from asyncgrpo.control.api import groups_in
+from asyncgrpo.control.api import of_status, read_runbook
 from asyncgrpo.control.operator import ProcessStatus, Status
-from asyncgrpo.control.problems import Problem, of_status, problems, problems_in, read_runbook
 from asyncgrpo.errors import DataError
-from asyncgrpo.recording.health import CONDITIONS, View
-from tests.control.operators import FakeOperator, make_run, step
+from asyncgrpo.recording.health import CONDITIONS, Problem, View, problems_in
+from tests.control.operators import FakeOperator, step
 
 NOW = 10_000.0
 
@@ -122,43 +118,3 @@ def test_what_is_over_is_no_problem():
     assert names(events(PAUSED, resumed)) == []
     assert names(events(at("stall", what="a batch", seconds=90.0), later)) == []
     assert names(events(*[at("restart", 3000.0, actor="generator-0", reason="x")] * 9)) == []
-
-
-class Prometheus(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        fire = (("NoProgress", "demo", "firing"), ("Waiting", "demo", "pending"), ("NoSignal", "other", "firing"))
-        alerts = [
-            {"labels": {"alertname": name, "run": run}, "annotations": {"summary": f"{run}: {name}"}, "state": state,
-             "activeAt": "2026-11-22T12:00:00.123456789Z"}
-            for name, run, state in fire
-        ]  # fmt: skip
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"data": {"alerts": alerts}}).encode())
-
-    def log_message(self, *args: object) -> None: ...
-
-
-def test_alerts_that_fire_come_first_and_are_said_once(tmp_path: Path):
-    server = HTTPServer(("127.0.0.1", 0), Prometheus)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    run = make_run(tmp_path / "demo")
-    (run / "observe.json").write_text(json.dumps({"prometheus": f"http://127.0.0.1:{server.server_port}"}))
-    seen = problems(run, status())
-    assert (seen[0].name, seen[0].told_by) == ("NoProgress", "prometheus")
-    assert [p.name for p in seen].count("NoProgress") == 1
-    server.shutdown()
-    server.server_close()
-    silent = problems(run, status())
-    assert "does not reply" in silent[0].text
-
-
-def test_where_groups_are_is_read_from_what_the_buffer_exports():
-    text = """# HELP asyncgrpo_buffer_groups Groups
-asyncgrpo_buffer_groups{state="leased"} 5.0
-asyncgrpo_buffer_groups{state="ready"} 3.0
-asyncgrpo_buffer_slots 24.0
-asyncgrpo_groups_wanted 1e+01
-"""
-    found = groups_in(text)
-    assert (found.leased, found.ready, found.taken, found.slots, found.wanted) == (5, 3, None, 24, 10)
