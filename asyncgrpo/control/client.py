@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from asyncgrpo.control.operator import Command, Done, Problems, Status
 from asyncgrpo.errors import AsyncGRPOError, CommandRefused, RunNotAlive
-from asyncgrpo.recording.events import Follower
+from asyncgrpo.recording.events import NEWEST_BYTES, Follower
 from asyncgrpo.recording.health import Problem
 from asyncgrpo.recording.progress import Progress
 from asyncgrpo.recording.text import figures, position
@@ -224,7 +224,7 @@ class Look:
         self.silence = ""
         """Reason why the driver does not reply; empty: it does."""
         self.progress = Progress()
-        self._follower = Follower(run_dir / "metrics.jsonl")
+        self._follower = Follower(run_dir / "metrics.jsonl", NEWEST_BYTES)
 
     def refresh(self) -> None:
         """Ask the driver, and read new events."""

@@ -33,7 +33,6 @@ Sources: Little (1961) for M = R / T; the rest is worked out here, checked again
 against runs in docs/tuning.md.
 """
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,7 +48,7 @@ from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.profile import Profile
 from asyncgrpo.recording.advice import Advice, advise
-from asyncgrpo.recording.events import newest_first, read_tail
+from asyncgrpo.recording.events import LARGEST_BYTES, read_tail
 from asyncgrpo.recording.pace import EVENTS, FEWEST, SETTLE, Pace, pace_of
 from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 
@@ -358,7 +357,7 @@ def pace_of_run(run: Path) -> tuple[Pace, Config, int | None, tuple[Advice, ...]
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run folder: it has no config.yaml")
     config, file = load_config(str(run / "config.yaml"), []), run / "metrics.jsonl"
-    events = list(itertools.islice(newest_first(file), EVENTS))[::-1]
+    events = read_tail(file, -LARGEST_BYTES).events[-EVENTS:]
     first = read_tail(file, limit=10).events  # where the last start is too long ago
     gpus = next((event.get("gpus") for event in (*events[::-1], *first) if event["event"] == "start"), None)
     if (pace := pace_of(events, config)) is None:

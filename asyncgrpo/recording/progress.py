@@ -1,11 +1,8 @@
 """The state of a run, computed from its events for `text.py`, which formats it for the screen, `status` and the summary.
 
 `Progress.update` consumes the events in order in constant memory: sums, the newest events, and curves that become coarser.
-`Following` saves it beside the events, so that a later reader continues from there.
 """
 
-import logging
-import os
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,12 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import msgspec
-
-from asyncgrpo import __version__
-from asyncgrpo.recording.events import Event, Follower, Place, read_block
-
-log = logging.getLogger(__name__)
+from asyncgrpo.recording.events import Event, read_events
 
 RECENT = 10
 """Steps over which rates and shares are averaged."""
@@ -448,65 +440,6 @@ def counts_in_words(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
-# -- kept beside the events --------------------------------------------------------------------------------------------
-
-
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a run up to a position in its events."""
-
-    release: str
-    """Release that wrote it; another one reads the events again."""
-    place: Place
-    progress: Progress
-
-
-class Following:
-    """The progress of a run, continued from where an earlier reader saved it."""
-
-    def __init__(self, path: Path) -> None:
-        """Load the saved progress.
-
-        Args:
-            path: of the events, `metrics.jsonl`.
-        """
-        self._kept_path = path.with_name("progress.json")
-        self._follower = Follower(path)
-        self.progress = Progress()
-        self._begin()
-
-    def poll(self) -> Iterator[Event]:
-        """Yield events since the last call, each after `progress` has consumed it; `rewound` as `Follower.poll` does."""
-        for event in self._follower.poll():
-            if event["event"] == "rewound":
-                self._begin()
-            else:
-                self.progress.update(event)
-            yield event
-
-    def keep(self) -> None:
-        """Save the progress. Call it after a `checkpoint` event: a resume removes no event before it."""
-        kept = Kept(release=__version__, place=self._follower.place, progress=self.progress)
-        temporary = self._kept_path.with_suffix(".tmp")
-        try:
-            temporary.write_bytes(msgspec.json.encode(kept, enc_hook=list))
-            os.replace(temporary, self._kept_path)
-        except OSError as error:
-            log.warning("%s cannot be written: %s", self._kept_path, error.strerror)
-
-    def _begin(self) -> None:
-        self.progress, self._follower.place = Progress(), Place()
-        try:
-            kept = msgspec.json.decode(self._kept_path.read_bytes(), type=Kept, dec_hook=lambda _, xs: array("d", xs))
-        except (OSError, msgspec.MsgspecError):
-            return
-        block = read_block(self._follower.path, *kept.place)
-        if kept.release == __version__ and block is not None and not block.rewound:
-            self.progress, self._follower.place = kept.progress, kept.place
-
-
 def progress_of(path: Path) -> Progress:
     """Return the progress of a run by its file of events; empty if there is none."""
-    following = Following(path)
-    for _ in following.poll():
-        pass
-    return following.progress
+    return Progress.of(read_events(path) if path.exists() else ())

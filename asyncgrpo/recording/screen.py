@@ -19,7 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncgrpo.logs import visible
-from asyncgrpo.recording.progress import Curve, Following, Progress
+from asyncgrpo.recording.events import Follower
+from asyncgrpo.recording.progress import Curve, Progress
 from asyncgrpo.recording.text import figures, line_of, number, position
 
 # -- the panel of a run ------------------------------------------------------------------------------------------------
@@ -126,8 +127,6 @@ def panel(
 
 _NUM_WARNINGS = 3
 """Warnings that fit the 24 lines of a small terminal."""
-_KEEP_EVERY_S = 30.0
-"""Shortest interval between two writes of the progress beside the events."""
 
 
 def render(progress: Progress, now: float | None = None) -> RenderableType:
@@ -172,7 +171,7 @@ def watch(
     poll_s: float = 0.25,
     clock: Callable[[], float] = time.time,
 ) -> Progress:
-    """Show the run that writes `path` until its `end` event or until `stop` is set, and save its progress beside it.
+    """Show the run that writes `path` until its `end` event or until `stop` is set.
 
     Args:
         since: Unix time of this start of the run. Earlier events print no line and show no warning, and an earlier `end`
@@ -182,20 +181,19 @@ def watch(
     """
     console = console or Console()
     stop = stop or threading.Event()
-    following = Following(path)
+    follower, progress = Follower(path), Progress()
     live = Live(render(Progress(), clock()), console=console, auto_refresh=False) if console.is_terminal else None
     newest = skip_until = since
-    drawn, kept_at = 0.0, time.monotonic()
+    drawn = 0.0
     try:
         if live:
             live.start()
             console.show_cursor(True)  # a killed run could not show it again
-        if (following.progress.updated or 0.0) < since:
-            following.progress.warnings.clear()
         while True:
             stopping, came = stop.is_set(), False
-            for event in following.poll():
-                came, progress = True, following.progress
+            for event in follower.poll():
+                came = True
+                progress.update(event)
                 if event["event"] == "rewound":
                     skip_until = newest  # the follower repeats some; print only what is new
                 at = event.get("time", 0.0)
@@ -204,14 +202,10 @@ def watch(
                     progress.warnings.clear()
                 if live is None and at > skip_until and (line := line_of(event, progress)) is not None:
                     console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
-                if event["event"] == "checkpoint" and time.monotonic() >= kept_at + _KEEP_EVERY_S:
-                    following.keep()
-                    kept_at = time.monotonic()
             if live and (came or clock() >= drawn + 1):
-                live.update(render(following.progress, drawn := clock()), refresh=True)
-            end = following.progress.end
-            if stopping or (end and end["time"] >= since):
-                return following.progress
+                live.update(render(progress, drawn := clock()), refresh=True)
+            if stopping or (progress.end and progress.end["time"] >= since):
+                return progress
             stop.wait(poll_s)
     finally:
         if live:

@@ -145,4 +145,3 @@ def test_a_folder_holds_the_files_of_a_thousand_steps_at_most(tmp_path):
     ]  # fmt: skip
     write(tmp_path, 260_018, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["260"], "a folder goes with its last file"
-

@@ -3,7 +3,7 @@
 import io
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -11,15 +11,8 @@ import pytest
 from rich.console import Console
 
 from asyncgrpo.recording.curves import plot
-from asyncgrpo.recording.events import Event, EventLog, read_events
-from asyncgrpo.recording.progress import (
-    MOST_POINTS,
-    Curve,
-    Following,
-    Progress,
-    progress_of,
-    sync_line,
-)
+from asyncgrpo.recording.events import Event, EventLog
+from asyncgrpo.recording.progress import MOST_POINTS, Curve, Progress, sync_line
 from asyncgrpo.recording.screen import line_plot, render, resample, watch
 from asyncgrpo.recording.text import line_of, summary
 
@@ -516,53 +509,3 @@ def test_the_layers_of_a_steps_time_have_the_same_points():
         progress.update(step(n, seconds={"train": 1.0} | ({"eval": 3.0} if n % 1_500 == 0 else {})))
     assert progress.seconds["eval"].x == progress.seconds["train"].x
     assert sum(progress.seconds["eval"].y) * progress.seconds["eval"].every == pytest.approx(3.0)
-
-
-def write_events(path: Path, events: Iterable[Event]) -> None:
-    with open(path, "ab") as file:
-        file.writelines(json.dumps(event, separators=(",", ":")).encode() + b"\n" for event in events)
-
-
-def test_progress_that_was_kept_is_that_of_all_events(tmp_path, monkeypatch):
-    path, events = tmp_path / "metrics.jsonl", list(month_of(3_000))
-    write_events(path, events[:4_000])
-    following = Following(path)
-    for event in following.poll():
-        if event["event"] == "checkpoint":
-            following.keep()
-    write_events(path, events[4_000:])
-    read: list[Event] = []
-    monkeypatch.setattr(
-        Progress, "update", lambda self, event, real=Progress.update: (read.append(event), real(self, event))
-    )
-    again = progress_of(path)
-    assert 1_000 < len(read) < 3_000, "only those after the last checkpoint that was kept"
-    assert again == Progress.of(events)
-
-
-def test_kept_progress_counts_only_while_the_events_before_it_are_the_same(tmp_path):
-    path, events = tmp_path / "metrics.jsonl", list(month_of(40))
-    write_events(path, events)
-    following = Following(path)
-    list(following.poll())
-    following.keep()
-    EventLog(path).resume_at(20)  # the checkpoints after it are broken
-    write_events(path, events[-100:])
-    assert progress_of(path) == Progress.of(read_events(path))
-    kept = tmp_path / "progress.json"
-    for text in (b"", b"{", kept.read_bytes().replace(b'"release":"', b'"release":"0')):
-        kept.write_bytes(text)
-        assert progress_of(path) == Progress.of(read_events(path))
-
-
-def test_what_is_followed_goes_on_from_what_was_kept_after_a_resume(tmp_path):
-    path, events = tmp_path / "metrics.jsonl", list(month_of(40))
-    write_events(path, events)
-    following = Following(path)
-    for event in following.poll():
-        if event["event"] == "checkpoint" and event["step"] == 30:
-            following.keep()
-    EventLog(path).resume_at(30)
-    again = [event["event"] for event in following.poll()]
-    assert again[0] == "rewound" and len(again) < 20 and again.count("step") == 0
-    assert following.progress == Progress.of(read_events(path)) and following.progress.step == 30
