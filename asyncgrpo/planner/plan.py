@@ -37,9 +37,6 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
-import numpy as np
-
 from asyncgrpo.config.load import load_config, recorded
 from asyncgrpo.config.memory import Card
 from asyncgrpo.config.model_size import size_at
@@ -60,8 +57,6 @@ LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Bounds that are tried."""
 NEARLY = 0.02
 """A bound or a split that costs no more of a step than this counts as equally good."""
-FACTORS = [2 ** (power / 8) for power in range(-16, 17)]
-"""Lengths for which a split is checked, over the profile's."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,6 @@ class Prediction:
 
     step_s: float
     lag_mean: float
-    lag_p99: float
     tokens_per_s: float
     """Sampled tokens that are trained."""
     learner_idle: float
@@ -94,8 +88,6 @@ class Prediction:
     """Completions that run in an engine on average, over the knee of the decode curve."""
     running: float
     """b, while any run."""
-    publish_share: float
-    """Share of the learner's time that publications take."""
     bottleneck: str
     """`generators`, `learner` or `longest completions`."""
 
@@ -163,7 +155,7 @@ def _synchronous(profile: Profile, split: Split) -> Prediction:
     generate_s = max(longest_s + decode.per_completion_s * each * lengths.mean, waves_s) + profile.reward_s
     learn_s = learner_seconds(profile, split.ranks)
     running = each * lengths.mean * decode.token_seconds(most / 2) / generate_s
-    return _prediction(profile, split, generate_s + learn_s, learn_s, running, 0.0, 0.0, "longest completions")
+    return _prediction(profile, split, generate_s + learn_s, learn_s, running, 0.0, "longest completions")
 
 
 def _asynchronous(profile: Profile, split: Split) -> Prediction:
@@ -179,24 +171,20 @@ def _asynchronous(profile: Profile, split: Split) -> Prediction:
         tail_s = (longest * profile.decode.token_seconds(running) + profile.reward_s + learn_s) / bound
         both_s = (generate_s**SMOOTH + tail_s**SMOOTH) ** (1 / SMOOTH)
         step_s += 0.5 * (max(learn_s, both_s) - step_s)
-    lag, lag_p99 = in_flight / _useful(profile) + learn_s / step_s, math.inf
+    lag = in_flight / _useful(profile) + learn_s / step_s
     if learn_s >= both_s:
         bottleneck = "learner"
-        fresh, lag_p99 = _fresh_lag(profile, running, step_s)
-        lag = min(lag, fresh) if split.admission == "fresh" else split.max_lag
+        lag = min(lag, _fresh_lag(profile, running, step_s)) if split.admission == "fresh" else split.max_lag
     else:
         bottleneck = "generators" if generate_s >= tail_s else "longest completions"
-    return _prediction(
-        profile, split, step_s, learn_s, running, min(lag, split.max_lag), min(lag_p99, split.max_lag), bottleneck
-    )
+    return _prediction(profile, split, step_s, learn_s, running, min(lag, split.max_lag), bottleneck)
 
 
-def _fresh_lag(profile: Profile, running: float, step_s: float) -> tuple[float, float]:
-    """Return the mean lag and its 99th percentile where generators begin groups just in time."""
+def _fresh_lag(profile: Profile, running: float, step_s: float) -> float:
+    """Return the mean lag where generators begin groups just in time."""
     longest = profile.lengths.sample(DRAWN, profile.group_size).max(axis=1)
     steps = (longest * profile.decode.token_seconds(running) + profile.reward_s) / step_s
-    late = sum(float((steps > k).mean()) for k in range(1, math.ceil(float(steps.max())) + 1))
-    return 1 + late, math.ceil(float(np.quantile(steps, 0.99)))
+    return 1 + sum(float((steps > k).mean()) for k in range(1, math.ceil(float(steps.max())) + 1))
 
 
 def _prediction(
@@ -206,7 +194,6 @@ def _prediction(
     learn_s: float,
     running: float,
     lag_mean: float,
-    lag_p99: float,
     bottleneck: str,
 ) -> Prediction:
     tokens_per_s = profile.prompts_per_step * profile.group_size * profile.lengths.mean / step_s
@@ -216,13 +203,11 @@ def _prediction(
     return Prediction(
         step_s=step_s,
         lag_mean=lag_mean,
-        lag_p99=lag_p99,
         tokens_per_s=tokens_per_s,
         learner_idle=max(0.0, 1 - learn_s / step_s),
         generator_idle=max(0.0, 1 - (sampled_s + profile.pause_s) / step_s),
         saturation=running / profile.decode.knee,
         running=running,
-        publish_share=profile.publish_s / step_s,
         bottleneck=bottleneck,
     )
 
@@ -253,16 +238,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """The splits, best first, and the mean lengths for which the best one holds."""
+    """The splits, best first."""
 
     gpus: int
     profile: Profile
     options: tuple[Option, ...]
-    shortest: float
-    """Mean length, tokens, down to which it stays as good."""
-    longest: float
-    beyond: Split | None
-    """The best split for lengths just above `longest`. None: none of `FACTORS` has a better one."""
 
 
 def make_plan(profile: Profile, gpus: int | None = None, max_lag: int | None = None) -> Plan:
@@ -277,7 +257,7 @@ def make_plan(profile: Profile, gpus: int | None = None, max_lag: int | None = N
     gpus = gpus or profile.gpus
     options = [Option(split, predict(profile, split), fits(profile, split)) for split in splits(profile, gpus, max_lag)]
     options.sort(key=lambda option: (not option.fits, option.expected.step_s))
-    return Plan(gpus, profile, tuple(options), *validity(profile, gpus, options[0].split))
+    return Plan(gpus, profile, tuple(options))
 
 
 def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Split]:
@@ -319,28 +299,6 @@ def fits(profile: Profile, split: Split) -> bool:
         "cluster.share_gpu": False,
     }
     return not problems(size, changed(config, placed), Card.of(config))
-
-
-def validity(profile: Profile, gpus: int, split: Split) -> tuple[float, float, Split | None]:
-    """Return the smallest and the largest mean length for which `split` stays as good as it is, and the best split above."""
-    mean = profile.lengths.mean
-
-    def excess(factor: float) -> tuple[float, Split]:
-        """Return the step of `split` over that of the best split, and the latter, with lengths times `factor`."""
-        longer = msgspec.structs.replace(profile, lengths=profile.lengths.times(factor))
-        steps = {other: predict(longer, other).step_s for other in splits(longer, gpus, split.max_lag)}
-        best = min(steps, key=lambda other: steps[other])
-        return predict(longer, split).step_s / steps[best], best
-
-    allowed = (1 + 2 * NEARLY) * excess(1.0)[0]
-    below, above = math.nan, mean * FACTORS[-1]
-    for factor in FACTORS:
-        found, best = excess(factor)
-        if found <= allowed and math.isnan(below):
-            below = factor * mean
-        if found > allowed and factor > 1:
-            return below, factor * mean, best
-    return below, above, None
 
 
 # -- of a run ----------------------------------------------------------------------------------------------------------

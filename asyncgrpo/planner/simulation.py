@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -431,7 +432,6 @@ def simulate(
     seen = run.seen[begin:]
     first = run.seen[begin - 1]
     elapsed_s = (seen[-1].start_s - first.start_s) * case.slowdown
-    lags = np.array([lag for step in seen for lag in step.lags])
     waited_s = sum(step.waited_s for step in seen) * case.slowdown
     busy_s = sum(engine.busy_s for engine in run.engines) / len(run.engines)
     completion_s = sum(engine.completion_s for engine in run.engines) / len(run.engines)
@@ -440,14 +440,12 @@ def simulate(
     tokens = sum(step.tokens for step in seen) * case.unit
     return Prediction(
         step_s=step_s,
-        lag_mean=float(lags.mean()),
-        lag_p99=float(np.quantile(lags, 0.99, method="inverted_cdf")),
+        lag_mean=fmean(lag for step in seen for lag in step.lags),
         tokens_per_s=tokens / elapsed_s,
         learner_idle=waited_s / elapsed_s,
         generator_idle=1 - busy_s / run.end_s,
         saturation=running / profile.decode.knee,
         running=running,
-        publish_share=profile.publish_s / step_s,
         bottleneck=predict(profile, split).bottleneck,
     )
 

@@ -86,7 +86,6 @@ def test_formulas_agree_with_the_product_on_the_virtual_clock(split: Split, base
     formula, product = predict(task, split), simulate(task, split, steps=60)
     assert formula.step_s == pytest.approx(product.step_s, rel=within)
     assert formula.lag_mean == pytest.approx(product.lag_mean, rel=0.25, abs=0.05)
-    assert product.lag_p99 <= split.max_lag
 
 
 @pytest.mark.parametrize(
