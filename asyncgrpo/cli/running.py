@@ -394,7 +394,7 @@ def execute(
     progress = progress_of(events)
     if progress.steps:
         plot(progress, folder.path / "curves.png")
-    report(summary(progress, folder.path))
+    report(summary(progress))
     return outcome
 
 

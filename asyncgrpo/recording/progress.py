@@ -21,7 +21,6 @@ ACTIVITIES = ("train", "wait_data", "publish", "checkpoint", "eval", "other")
 """Of the learner (`seconds_by_activity`)."""
 _ENDS = 5
 """First and last rewards that are kept."""
-_MOST_RECOVERIES = 1_000
 
 
 def _floats() -> array:
@@ -122,7 +121,6 @@ class Progress:
     """Unix time of the last event."""
     steps: list[Event] = field(default_factory=list)
     """The newest, `RECENT` and one more."""
-    num_steps: int = 0
     curves: dict[str, Curve] = field(default_factory=dict)
     """By name, over steps: `reward`, `lag`, `lag_max`, `max_lag`, `logprob_gap_mean`, `logprob_gap_max`; over version numbers:
     `sync_gap`, the largest of a token, nats."""
@@ -156,8 +154,7 @@ class Progress:
     num_faults: int = 0
     """Faults injected by `--chaos`."""
     num_recoveries: int = 0
-    recoveries: list[tuple[str, float]] = field(default_factory=list)
-    """The newest: fault and role, seconds."""
+    slowest_recovery_s: float = 0.0
     paused: dict[str, Event] = field(default_factory=dict)
     """Last `rewards_paused` event of each generator whose rewards are paused, with `since`, its first."""
     is_paused: bool = False
@@ -218,7 +215,6 @@ class Progress:
             self.training_seconds += sum((event.get("seconds") or {}).values())
         self.resumed = False
         _keep(self.steps, event, RECENT + 1)
-        self.num_steps += 1
         self.tokens = event.get("tokens") or self.tokens
         self.tokens_trained += event.get("tokens_trained") or 0
         self.totals.add(event)
@@ -288,8 +284,7 @@ class Progress:
 
     def _on_recovered(self, event: Event) -> None:
         self.num_recoveries += 1
-        kind = f"{event['fault']} {event['actor'].partition('-')[0]}"
-        _keep(self.recoveries, (kind, event["seconds"]), _MOST_RECOVERIES)
+        self.slowest_recovery_s = max(self.slowest_recovery_s, event["seconds"])
 
     def _on_advice(self, event: Event) -> None:
         self.advice = event
