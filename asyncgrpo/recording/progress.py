@@ -1,71 +1,24 @@
 """The state of a run, computed from its events for `text.py`, which formats it for the screen, `status` and the summary.
 
-`Progress.update` consumes the events in order in constant memory: sums, the newest events, and curves that become coarser.
+`Progress.update` consumes the events in order in constant memory: sums and the newest events.
 """
 
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from asyncgrpo.recording.events import Event, read_events
 
 RECENT = 10
 """Steps over which rates and shares are averaged."""
-MOST_POINTS = 1_000
-"""Points of a curve, which is drawn some 600 pixels wide."""
-ACTIVITIES = ("train", "wait_data", "publish", "checkpoint", "eval", "other")
-"""Of the learner (`seconds_by_activity`)."""
+MOST_REWARDS = 10_000
+"""Steps whose rewards are kept."""
 _ENDS = 5
-"""First and last rewards that are kept."""
+"""First and last rewards of the summary."""
 
 
-def _floats() -> array:
-    return array("d")
-
-
-@dataclass
-class Curve:
-    """A curve of at most `MOST_POINTS`. When it is full, each point stands for twice as many values."""
-
-    x: array = field(default_factory=_floats)
-    """Of the newest value of each point."""
-    y: array = field(default_factory=_floats)
-    """Mean of the values of each point, or the largest of them."""
-    every: int = 1
-    """Values of a point."""
-    count: int = 0
-    """Values of the last point."""
-    is_max: bool = False
-
-    def add(self, x: float, y: float) -> None:
-        """Add a value. It replaces points at `x` and beyond."""
-        while self.x and self.x[-1] >= x:
-            self.x.pop()
-            self.y.pop()
-            self.count = self.every
-        if self.x and self.count < self.every:
-            self.count += 1
-            self.x[-1] = x
-            self.y[-1] = max(self.y[-1], y) if self.is_max else self.y[-1] + (y - self.y[-1]) / self.count
-            return
-        if len(self.x) == MOST_POINTS:
-            pairs = zip(self.y[::2], self.y[1::2], strict=True)
-            self.x, self.y = self.x[1::2], array("d", map(max if self.is_max else fmean, pairs))
-            self.every *= 2
-        self.x.append(x)
-        self.y.append(y)
-        self.count = 1
-
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        """Yield the points."""
-        return zip(map(int, self.x), self.y, strict=True)
-
-
-_MAXIMA = ("lag_max", "max_lag", "logprob_gap_max", "sync_gap")
 _MEANS = ("under_way", "wanted", "ready_seconds", "slots", "logprob_gap_mean")
 
 
@@ -121,16 +74,10 @@ class Progress:
     """Unix time of the last event."""
     steps: list[Event] = field(default_factory=list)
     """The newest, `RECENT` and one more."""
-    curves: dict[str, Curve] = field(default_factory=dict)
-    """By name, over steps: `reward`, `lag`, `lag_max`, `max_lag`, `logprob_gap_mean`, `logprob_gap_max`; over version numbers:
-    `sync_gap`, the largest of a token, nats."""
-    seconds: dict[str, Curve] = field(default_factory=dict)
-    """Learner seconds by each of `ACTIVITIES`; all have the same points."""
-    held_out: dict[str, Curve] = field(default_factory=dict)
-    """Mean rewards of each suite; a single suite is named `held-out`."""
+    rewards: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_REWARDS))
+    """Steps and their mean rewards, the newest."""
     first_rewards: list[float] = field(default_factory=list)
-    last_rewards: list[float] = field(default_factory=list)
-    """Mean rewards of the first and the last five steps."""
+    """Mean rewards of the first five steps."""
     tokens_trained: int = 0
     first_eval: Event | None = None
     last_eval: Event | None = None
@@ -221,40 +168,19 @@ class Progress:
         self._count_untrained(event)
         if (gap := event.get("logprob_gap_max")) is not None:
             self.largest_logprob_gap = max(gap, self.largest_logprob_gap or gap)
-        self._draw(event)
+        while self.rewards and self.rewards[-1][0] >= event["step"]:
+            self.rewards.pop()
+        if (reward := event.get("reward_mean")) is not None:
+            self.rewards.append((event["step"], reward))
+            if len(self.first_rewards) < _ENDS:
+                self.first_rewards.append(reward)
 
     def _count_untrained(self, event: Event) -> None:
         _add(self.dropped, event.get("dropped"))
         _add(self.filtered, event.get("filtered"))
 
-    def _draw(self, event: Event) -> None:
-        step, lags = event["step"], {lag: groups for lag, groups in lags_of(event).items() if groups}
-        values = {name: event.get(name) for name in ("max_lag", "logprob_gap_mean", "logprob_gap_max")}
-        values |= {"reward": event.get("reward_mean")}
-        values |= {"lag": mean_lag(lags), "lag_max": max(lags)} if lags else {}
-        for name, value in values.items():
-            self._point(self.curves, name, step, value)
-        if (reward := event.get("reward_mean")) is not None:
-            if len(self.first_rewards) < _ENDS:
-                self.first_rewards.append(reward)
-            _keep(self.last_rewards, reward, _ENDS)
-        spent = seconds_by_activity(event)
-        for name in ACTIVITIES:
-            self.seconds.setdefault(name, Curve()).add(step, spent[name])
-
-    def _point(self, curves: dict[str, Curve], name: str, x: int, value: float | None) -> None:
-        if value is not None:
-            if name not in curves:
-                curves[name] = Curve(is_max=name in _MAXIMA)
-            curves[name].add(x, value)
-
     def _on_eval(self, event: Event) -> None:
         self.first_eval, self.last_eval = self.first_eval or event, event
-        means = {name: suite["numbers"].get("reward", [None])[0] for name, suite in (event.get("suites") or {}).items()}
-        if len(means) < 2:
-            means = {"held-out": event.get("reward_mean")}
-        for name, mean in means.items():
-            self._point(self.held_out, name, event["step"], mean)
 
     def _on_checkpoint(self, event: Event) -> None:
         self.last_checkpoint = event
@@ -265,7 +191,6 @@ class Progress:
         self.num_bad_syncs += event.get("checksum") != "ok"
         if (gap := event.get("gap_max")) is not None:
             self.num_gaps += 1
-            self._point(self.curves, "sync_gap", int(str(event["version"]).rpartition(".")[2]), gap)
             self.largest_gap = max(gap, self.largest_gap or 0.0)
 
     def _on_command(self, event: Event) -> None:
@@ -330,9 +255,9 @@ class Progress:
         return None
 
     @property
-    def rewards(self) -> Curve:
-        """Mean rewards of all steps."""
-        return self.curves.get("reward", Curve())
+    def last_rewards(self) -> list[float]:
+        """Mean rewards of the last five steps."""
+        return [reward for _, reward in list(self.rewards)[-_ENDS:]]
 
     def tokens_per_second(self) -> tuple[float, float]:
         """Return tokens generated and trained per second, over the last steps."""
