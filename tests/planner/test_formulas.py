@@ -4,7 +4,7 @@ import pytest
 
 from asyncgrpo.planner.plan import Split, generate_seconds, knee_groups, learner_seconds, predict
 from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes
-from asyncgrpo.planner.simulation import PlannedCase, simulate
+from asyncgrpo.planner.simulation import simulate
 from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 from tests.planner.profiles import long_tail, profile
 
@@ -97,9 +97,3 @@ def test_formulas_agree_about_what_holds_generators_up(changes: dict[str, float]
     task = profile(lengths=long_tail(0.5), learner=LearnerTimes(base_s=0.2, rank_s_per_token=0.0002), **changes)
     split = Split(2, 2, 4, 8)
     assert predict(task, split).step_s == pytest.approx(simulate(task, split, steps=60).step_s, rel=0.12)
-
-
-@pytest.mark.parametrize("pause_s", [0.0, 0.2, 3.0])
-def test_what_a_publication_takes_of_the_learner_has_nothing_to_do_with_the_pause_of_an_engine(pause_s: float):
-    case = PlannedCase(1, 1, 0, profile=profile(publish_s=0.5, pause_s=pause_s))
-    assert (case.stall_s, case.swap_s) == (0.5, pause_s)
