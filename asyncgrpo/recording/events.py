@@ -335,12 +335,6 @@ class EventLog:
             log.warning("%s cannot be synced (%s)", self.path, error.strerror)
             return None
 
-    def has_line_end(self, num_bytes: int) -> bool:
-        """Return True if the first `num_bytes` of the file are whole lines."""
-        with open(self.path, "rb") as file:
-            file.seek(max(0, num_bytes - 1))
-            return num_bytes == 0 or file.read(1) == b"\n"
-
     def resume_at(self, step: int, after: int = 0) -> int:
         """Drop the `step`, `eval` and `checkpoint` events beyond `step`, and return their number.
 
