@@ -48,8 +48,6 @@ SILENCE_HALF_LIFE_S = 10 * SESSION_S
 
 RESEND_AFTER_S = 15 * HEARTBEAT_S
 """Deadline of the buffer's acknowledgement of a group. Then the generator sends it again."""
-TAKES_PART_WITHIN_S = 2 * SUSPECT_S
-"""Deadline of a receiver's reply to a part of a delta."""
 READ_BYTES_PER_S = 100e6
 """Minimum transfer rate. It sets the deadline of a receiver, or of a learner rank, that sends no heartbeat while it transfers."""
 

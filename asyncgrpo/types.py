@@ -5,7 +5,7 @@ packed by `wire/codec.py`.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -169,6 +169,15 @@ class Observation:
     """[K] int32, K >= 1, as given to the engine, turn markers of the chat template included."""
 
 
+class KeptTokens(NamedTuple):
+    """Tokens that top-p and top-k left to sample each token of a completion from."""
+
+    ids: np.ndarray
+    """[M] int32, those of the first sampled token, then those of the second, and so on."""
+    counts: np.ndarray
+    """[L] int32, number of them for each sampled token; they add up to M."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """One completion as sampled by an engine; with an environment, all turns of one answer."""
@@ -178,13 +187,18 @@ class Completion:
     token_ids: np.ndarray
     """[L] int32, sampled tokens only, an end token included."""
     logprobs: np.ndarray
-    """[L] float32, the log-prob of each sampled token in nats: of logits / temperature, over the whole vocabulary (before
-    top-p and top-k)."""
+    """[L] float32, the log-prob of each sampled token in nats: of logits / temperature, over the `kept` tokens; without them
+    over the whole vocabulary (before top-p and top-k)."""
     spans: tuple[VersionSpan, ...]
     """Version spans, which partition [0, L). Versions never decrease."""
     finish_reason: FinishReason
     observations: tuple[Observation, ...] = ()
     """In order; `at` rises."""
+    kept: KeptTokens | None = None
+    """Tokens that top-p and top-k left; None: not recorded."""
+    routes: np.ndarray | None = None
+    """[positions, layers, K] int16, the experts of each token of prompt and completion, in reading order, from the first on;
+    -1 where a choice is unknown. None: not recorded."""
 
     @property
     def all_token_ids(self) -> np.ndarray:

@@ -184,7 +184,7 @@ FOLDERS = [
         ("holds no run", "empty", folder_for("empty")),
         ("is a file", "train.json", lambda folder: None),
     )
-    for text in ("audit RUN", "samples RUN", "replay RUN", "export RUN out", "eval RUN --data eval.json")
+    for text in ("audit RUN", "samples RUN", "replay RUN", "eval RUN --data eval.json")
 ]
 
 CONFIGURATION = [
@@ -220,8 +220,6 @@ CONFIGURATION = [
     train("a folder that cannot be made", "--out", "/proc/new"),
     train("a folder of 300 letters", "--out", "a" * 300),
     train("a folder without a name", "--out", ""),
-    train("60 generators", "generators.count=60", "--dry-run", warns="60 generators and 1 learner ranks on the CPU"),
-    train("64 ranks", "learner.ranks=64", "--dry-run", warns="64 learner ranks on the CPU share"),
     train("the folder of a run that lives", make=live_run),
     train("a file of settings that is not there", "--config", "nothing.yaml"),
     train("a list of settings", *CONFIG, make=write("c.yaml", "- learner\n")),
@@ -361,9 +359,6 @@ RUNS = [
     other("a step that is not there", "samples run --step 99", needs_run=True),
     other("a broken file", "samples run", cut("run/samples/*/*4.parquet", 0.5), needs_run=True),
     other("two ways to sort", "samples run --best --worst", needs_run=True),
-    other("a step that is not there", "export run out --step 99", needs_run=True),
-    other("a folder that is not empty", "export run model", needs_run=True),
-    other("a target that is a file", "export run train.json", needs_run=True),
     other("no data file", "eval run --data nothing.json --reward-func reward.py", needs_run=True),
     other("a source without a rule", "eval run --data eval.json", needs_run=True),
     other("a temperature of NaN", f"{EVAL} --temperature nan", needs_run=True),

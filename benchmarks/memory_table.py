@@ -14,9 +14,18 @@ from math import ceil
 from typing import Any
 
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.memory import GIB, GPUS_PER_NODE, Card, fullest_host, fullest_shared_memory, shared_memory_size
+from asyncgrpo.config.memory import (
+    GIB,
+    GPUS_PER_NODE,
+    Card,
+    engine_gpu,
+    fullest_host,
+    fullest_shared_memory,
+    learner_rank,
+    shared_memory_size,
+)
 from asyncgrpo.config.model_size import ModelSize, size_of
-from asyncgrpo.config.placement import choose, estimate, refuse, share_one_gpu
+from asyncgrpo.config.placement import choose, refuse, settled, share_one_gpu
 from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.errors import ConfigError
 from benchmarks.measuring import ROOT
@@ -112,15 +121,14 @@ def _row(name: str, rank: int, n_gpus: int) -> str:
     except ConfigError:
         return f"| {name} | {trained} | {n_gpus} | does not fit | | | | | |"
     run = changed(config, chosen | {"cluster.ray_address": "auto" if n_gpus > GPUS_PER_NODE else None})
-    fit = estimate(size, run, Card.of(run))
-    assert fit.learner is not None and fit.engine is not None
+    run = settled(size, run, Card.of(run))
     cells = [
         "1, shared" if run.cluster.share_gpu else f"{run.generators.count} x {run.generators.gpus_each}",
         str(run.learner.ranks),
         ", ".join(_beside(chosen)),
-        f"{fit.learner.total / GIB:.0f}",
-        f"{fit.engine.completions:,}",
-        f"{fit.host.total / GIB:.0f}",
+        f"{learner_rank(size, run).total / GIB:.0f}",
+        f"{engine_gpu(size, run, Card.of(run)).completions:,}",
+        f"{fullest_host(size, run).total / GIB:.0f}",
     ]
     return f"| {name} | {trained} | {n_gpus} | {' | '.join(cells)} |"
 

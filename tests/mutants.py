@@ -311,23 +311,23 @@ MUTANTS: dict[str, Mutant] = {
         "content[a - start : b - start])",
         "weights/test_digest.py::test_tensors_that_changed_places",
     ),
-    "a delta that fits any base": Mutant(
-        "weights.delta:apply",
-        "holds != delta.before",
-        "False",
-        "weights/test_delta.py::test_another_base_is_refused",
+    "a position in the wrong block": Mutant(
+        "weights.delta:_compare",
+        "start + block * BLOCK * size",
+        "start",
+        "weights/test_delta.py::test_positions_far_apart",
     ),
-    "a position behind the end of its tensor": Mutant(
-        "weights.delta:_Reader._piece",
-        ">= in_last",
-        "> BLOCK",
-        "weights/test_delta.py::test_every_number_of_a_payload_is_checked",
+    "a chain that leads to some states only": Mutant(
+        "weights.delta:Chain.since",
+        "min(begins",
+        "max(begins",
+        "weights/test_delta.py::test_a_chain_leads_from_any_of_its_states_to_the_newest_and_forgets_its_oldest",
     ),
-    "a chain with a gap": Mutant(
-        "weights.delta:Chain.add",
-        "self._deltas[-1].after != delta.before",
+    "deltas on a network that is faster": Mutant(
+        "weights.lane:Deltas.poll",
+        "seconds > broadcast_s",
         "False",
-        "weights/test_delta.py::test_a_chain_has_no_gap",
+        "weights/test_far.py::test_comparisons_that_take_longer_than_a_broadcast_or_find_too_much_end_the_chain",
     ),
 }
 

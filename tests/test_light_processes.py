@@ -58,7 +58,7 @@ DRIVER = """
 import sys
 import asyncgrpo.cli.running
 import asyncgrpo.cli.train
-import asyncgrpo.cluster.ray_session, asyncgrpo.cluster.run, asyncgrpo.cli.observe, asyncgrpo.recording.screen
+import asyncgrpo.cluster.ray_session, asyncgrpo.cluster.run, asyncgrpo.recording.screen
 from asyncgrpo.cluster.wiring import uses_cuda
 from asyncgrpo.config.load import load_config
 from asyncgrpo.engines.build import why_sglang_cannot_run

@@ -124,7 +124,7 @@ def test_a_wheel_has_the_code_the_configurations_the_runbooks_and_the_command(tm
     wanted |= {f"asyncgrpo/runbooks/{file.name}" for file in (ROOT / "docs" / "runbooks").glob("*.md")}
     observed = [file for kind in ("*.yml", "*.yaml", "*.json") for file in (ROOT / "ops").glob(f"*/**/{kind}")]
     observed = [file for file in observed if "launch" not in file.parts]
-    wanted |= {f"asyncgrpo/{file.relative_to(ROOT)}" for file in observed}  # of `--observe`
+    wanted |= {f"asyncgrpo/{file.relative_to(ROOT)}" for file in observed}
     assert wanted - names == set()
 
 

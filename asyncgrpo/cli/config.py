@@ -2,12 +2,10 @@
 
 import sys
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asyncgrpo.cli import options
 from asyncgrpo.cli.options import AlgorithmOption, ConfigArgument, SettingsArgument
 from asyncgrpo.cli.output import JsonOption, example, print_json, wrapped
 from asyncgrpo.errors import ConfigError
@@ -30,7 +28,6 @@ def explain(
             metavar="KEY",
             help="A key, a section, or nothing for all keys.",
             show_default=False,
-            autocompletion=options.keys,
         ),
     ] = None,
 ) -> None:
@@ -60,7 +57,7 @@ def show(
     from asyncgrpo.config.load import load_config, to_yaml
     from asyncgrpo.config.rules import check_algorithm
 
-    config = load_config(file, overrides or (), algorithm=algorithm, warn=partial(typer.echo, err=True))
+    config = load_config(file, overrides or (), algorithm=algorithm)
     check_algorithm(config)
     if as_json:
         print_json(msgspec.to_builtins(config))
@@ -93,20 +90,20 @@ YamlOption = Annotated[bool, typer.Option("--yaml", help="A configuration file i
 
 
 @group.command("from-verl", **_FLAGS, epilog=example("config from-verl run_qwen3_8b.sh --yaml"))
-def from_verl(sources: SourcesArgument, as_yaml: YamlOption = False, as_json: JsonOption = False) -> None:
+def from_verl(sources: SourcesArgument, as_yaml: YamlOption = False) -> None:
     """Translate a verl configuration to the keys of asyncgrpo.
 
     Prints a command, or with --yaml a file. Comments name every key that was given and its counterpart, or the reason why there
     is none. Bash runs a script in a sandbox without network and files, and only records the commands that it starts. Exits with
-    1 if the printed command does not run yet, and lists all that is missing.
+    1 if the printed command does not run yet, with the reason.
     """
     from asyncgrpo.config.foreign_rules import VERL
 
-    _translate(sources, VERL, as_yaml=as_yaml, as_json=as_json)
+    _translate(sources, VERL, as_yaml)
 
 
 @group.command("from-trl", **_FLAGS, epilog=example("config from-trl args.json model_name_or_path=Qwen/Qwen3-8B"))
-def from_trl(sources: SourcesArgument, as_yaml: YamlOption = False, as_json: JsonOption = False) -> None:
+def from_trl(sources: SourcesArgument, as_yaml: YamlOption = False) -> None:
     """Translate a TRL configuration to the keys of asyncgrpo.
 
     Takes the JSON of args.to_json_string(), YAML, a shell script (see from-verl), or the command itself. num_processes=N is the
@@ -115,24 +112,20 @@ def from_trl(sources: SourcesArgument, as_yaml: YamlOption = False, as_json: Jso
     """
     from asyncgrpo.config.foreign_rules import TRL
 
-    _translate(sources, TRL, as_yaml=as_yaml, as_json=as_json)
+    _translate(sources, TRL, as_yaml)
 
 
-def _translate(sources: list[str], keys: "KeyMap", *, as_yaml: bool, as_json: bool) -> None:
-    from asyncgrpo.config.foreign import assignments, read, report, to_json
+def _translate(sources: list[str], keys: "KeyMap", as_yaml: bool) -> None:
+    from asyncgrpo.config.foreign import assignments, read, report
     from asyncgrpo.config.load import load_config
-    from asyncgrpo.config.load import problems as config_problems
     from asyncgrpo.config.rules import check_algorithm
 
     found = read(sources, keys, sys.stdin.read() if "-" in sources else "")
-    ours, problems = assignments(found.ours), list[str]()
+    problem = ""
     try:
-        check_algorithm(load_config(None, ours))
+        check_algorithm(load_config(None, assignments(found.ours)))
     except ConfigError as error:
-        problems = config_problems(ours) or [str(error).removeprefix("command line: ")]
-    if as_json:
-        print_json(to_json(found, problems))
-    else:
-        typer.echo(report(found, problems, as_yaml=as_yaml))
-    if problems:
+        problem = str(error).removeprefix("command line: ")
+    typer.echo(report(found, problem, as_yaml=as_yaml))
+    if problem:
         raise typer.Exit(1)

@@ -5,19 +5,18 @@ import importlib.metadata
 import os
 import re
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from asyncgrpo.cli.output import JsonOption, example, print_json, size_in_words
+from asyncgrpo.cli.output import example, size_in_words
 from asyncgrpo.host import Host, cores
 from asyncgrpo.importing import has_gpu
 from asyncgrpo.scratch import SHARED_MEMORY
@@ -42,8 +41,8 @@ class Finding:
     """Result of one check."""
 
     name: str
-    status: Literal["ok", "note", "warning", "failed"]
-    """`note`: for information. `warning`: training works, but slower or less safely."""
+    status: Literal["ok", "warning", "failed"]
+    """`warning`: training works, but slower or less safely."""
     detail: str
     fix: str = ""
     """Command that fixes a warning or a failure."""
@@ -62,8 +61,8 @@ def all_findings(out: Path) -> Iterator[Finding]:
     yield check_open_files()
     yield check_shared_memory()
     yield check_runs_folder(out)
-    yield check_port()
     yield check_package("ray", "ray>=2.60,<2.61")
+    yield check_package("transformers", "transformers>=5.12")
     yield check_package("torch", "torch>=2.11", lambda torch: f", CUDA {torch.version.cuda or 'not built in'}")
     try:
         import torch
@@ -77,22 +76,12 @@ def all_findings(out: Path) -> Iterator[Finding]:
     if has_gpu():
         yield check_locked_memory()
         yield check_kernels()
-    yield check_torch_engine()
     yield check_sglang()
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE", "HF_HOME")
-    given = [f"{name}={os.environ[name]}" for name in names if os.environ.get(name)]
-    text = ", ".join(given) or "no offline flag is set; a model.path that is a folder needs no network"
-    yield Finding("hub", "note", text)
-
-
-def engines(findings: list[Finding]) -> list[str]:
-    """Return the names of the engines that can run."""
-    return [f.name.removesuffix(" engine") for f in findings if f.name.endswith(" engine") and f.status == "ok"]
 
 
 def can_train(findings: list[Finding]) -> bool:
-    """Return True if no needed check failed and an engine can run."""
-    return bool(engines(findings)) and not any(f.needed and f.status == "failed" for f in findings)
+    """Return True if no needed check failed. The torch engine needs nothing beyond them."""
+    return not any(finding.needed and finding.status == "failed" for finding in findings)
 
 
 def version_of(package: str) -> str | None:
@@ -156,14 +145,6 @@ def check_runs_folder(out: Path) -> Finding:
     return _enough("runs folder", free >= 5 * GIB, detail, "checkpoints need more", fix)
 
 
-def check_port() -> Finding:
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), 5):
-            return Finding("loopback", "ok", f"127.0.0.1 accepts connections (port {server.getsockname()[1]})")
-    except OSError as error:
-        return Finding("loopback", "failed", f"127.0.0.1 cannot be used: {error}", "ip link set lo up")
-
-
 def check_package(package: str, requirement: str, more: Callable[[Any], str] = lambda module: "") -> Finding:
     """Check that a package is installed and imports. `more` describes the imported module."""
     if version_of(package) is None:
@@ -183,7 +164,7 @@ def check_cuda() -> Finding:
         names = ", ".join(f"{device.name} ({size_in_words(device.total_memory)})" for device in devices)
         return Finding("GPUs", "ok", f"{len(devices)}: {names}")
     if shutil.which("nvidia-smi") is None:
-        return Finding("GPUs", "note", "none; runs use the CPU (--n-gpus 0)")
+        return Finding("GPUs", "ok", "none; runs use the CPU (--n-gpus 0)")
     detail, fix = "a driver is installed, but torch finds no device", "nvidia-smi"
     if torch.version.cuda is None:
         detail, fix = "a driver is installed, but torch is built for the CPU", "pip install --force-reinstall torch"
@@ -264,14 +245,6 @@ def check_kernels(libc: str | None = None) -> Finding:
     return Finding("kernels", "ok", "nvcc, ninja and c++ are installed")
 
 
-def check_torch_engine() -> Finding:
-    for package, requirement in (("transformers", "transformers>=5.12"), ("torch", "torch>=2.11")):
-        if version_of(package) is None:
-            fix = f"pip install '{requirement}'"
-            return Finding("torch engine", "failed", f"{package} is not installed", fix, needed=False)
-    return Finding("torch engine", "ok", f"transformers {version_of('transformers')}")
-
-
 def check_sglang() -> Finding:
     try:
         from asyncgrpo.engines.build import why_sglang_cannot_run
@@ -291,15 +264,11 @@ def _one_line(error: Exception) -> str:
 
 # -- the command -------------------------------------------------------------------------------------------------------
 
-_SIGNS = {"ok": "✓", "note": "·", "warning": "!", "failed": "✗"}
-_COLOURS = {"ok": "green", "note": "white", "warning": "yellow", "failed": "red"}
+_SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "red")}
 
 
 @app.command("doctor", epilog=example("doctor --out /scratch/runs"))
-def doctor(
-    out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs"),
-    as_json: JsonOption = False,
-) -> None:
+def doctor(out: Annotated[Path, typer.Option("--out", help="Folder for the runs.")] = Path("runs")) -> None:
     """Check packages, engines, GPUs and memory of this machine.
 
     Exits with 0 if training is possible with at least one engine.
@@ -307,18 +276,13 @@ def doctor(
     findings = []
     for finding in all_findings(out):
         findings.append(finding)
-        if as_json:
-            continue
-        sign = typer.style(_SIGNS[finding.status], fg=_COLOURS[finding.status])
-        typer.echo(f"{sign} {finding.name:14} {finding.detail}")
+        sign, colour = _SIGNS[finding.status]
+        typer.echo(f"{typer.style(sign, fg=colour)} {finding.name:14} {finding.detail}")
         if finding.fix:
             typer.echo(f"{'':17}fix: {finding.fix}")
-    possible, running = can_train(findings), engines(findings)
-    if as_json:
-        print_json({"can_train": possible, "engines": running, "findings": [asdict(finding) for finding in findings]})
-    elif possible:
-        typer.echo(f"\nThis machine can train, with the engine {' or '.join(running)}.")
-    else:
-        broken = [f.name for f in findings if f.needed and f.status == "failed"] or ["an engine"]
+    if not can_train(findings):
+        broken = [finding.name for finding in findings if finding.needed and finding.status == "failed"]
         typer.echo(f"\nThis machine cannot train yet; fix {', '.join(broken)} first.")
-    raise typer.Exit(0 if possible else 1)
+        raise typer.Exit(1)
+    has_sglang = any(finding.name == "sglang engine" and finding.status == "ok" for finding in findings)
+    typer.echo(f"\nThis machine can train, with the engine {'torch or sglang' if has_sglang else 'torch'}.")

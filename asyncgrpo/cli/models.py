@@ -1,21 +1,18 @@
-"""Use models and data without a run: `eval`, `export` and `data check`."""
+"""Use models and data without a run: `eval` and `data check`."""
 
 import asyncio
 import json
-import os
-import shutil
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
 
 from asyncgrpo.cli import options
 from asyncgrpo.cli.options import ModelOption, RewardFuncOption, SettingsArgument, UnsafeRewardsOption
-from asyncgrpo.cli.output import JsonOption, example, print_json, shorten, size_in_words
+from asyncgrpo.cli.output import JsonOption, example, print_json, shorten
 from asyncgrpo.config.schema import Config, DataConfig
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError
 from asyncgrpo.logs import visible
@@ -24,6 +21,7 @@ if TYPE_CHECKING:  # each imports numpy, torch or transformers
     from transformers import PreTrainedTokenizerBase
 
     from asyncgrpo.data.rows import Record
+    from asyncgrpo.rewards.base import Reward
     from asyncgrpo.types import Prompt, Rollout, Score
 
 
@@ -32,42 +30,10 @@ data_app = typer.Typer(no_args_is_help=True)
 app.add_typer(data_app, name="data", help="Check data files.", epilog=example("data check train.parquet"))
 
 
-# -- export ------------------------------------------------------------------------------------------------------------
+# -- eval --------------------------------------------------------------------------------------------------------------
 
 
-@app.command("export", epilog=example("export runs/demo exported-model"))
-def export(
-    source: Annotated[Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Run folder, or a checkpoint in it.")],
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="New or empty folder for the model.")],
-    step: Annotated[
-        int | None, typer.Option("--step", help="Export the checkpoint of this step. Default: the final model.")
-    ] = None,
-) -> None:
-    """Copy a trained model out of a run.
-
-    transformers and SGLang can load the folder. For a run without a final model, export its newest checkpoint.
-    """
-    model = find_model(source, step)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not an empty folder; name a new one")
-    if model.resolve() in folder.resolve().parents:
-        raise CheckpointError(f"{folder} is inside {model}, the folder to copy; name a folder outside it")
-    half = folder.with_name(f".{folder.name}.tmp")  # renamed when whole, so that `folder` is never half a copy
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(half, ignore_errors=True)
-        shutil.copytree(model, half)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(half, folder)
-    except (OSError, shutil.Error) as error:
-        shutil.rmtree(half, ignore_errors=True)
-        raise CheckpointError(f"{model} cannot be copied to {folder}: {error}") from error
-    sizes = [file.stat().st_size for file in folder.rglob("*") if file.is_file()]
-    typer.echo(f"copied {len(sizes)} files, {size_in_words(sum(sizes))}, from {model} to {folder}")
-
-
-def find_model(source: Path, step: int | None = None) -> Path:
+def find_model(source: Path) -> Path:
     """Return the Hugging Face folder of a run (final model, else newest checkpoint), a checkpoint, or `source` itself.
 
     Raises:
@@ -75,22 +41,14 @@ def find_model(source: Path, step: int | None = None) -> Path:
     """
     if not source.is_dir():
         raise CheckpointError(f"folder {source} does not exist; name a run, such as runs/demo, or a checkpoint in it")
-    steps = {int(found.parent.name[5:]): found for found in source.glob("checkpoints/step_[0-9]*/hf")}
-    if step is not None and step not in steps:
-        there = ", ".join(map(str, sorted(steps))) or "none"
-        raise CheckpointError(f"{source} has no checkpoint of step {step}; it has: {there}")
-    newest_first = [steps[number] for number in sorted(steps, reverse=True)]
-    candidates = [source, source / "hf", source / "final", *newest_first] if step is None else [steps[step]]
-    for folder in candidates:
+    newest_first = sorted(source.glob("checkpoints/step_[0-9]*/hf"), reverse=True)
+    for folder in (source, source / "hf", source / "final", *newest_first):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             return folder
     raise CheckpointError(
         f"{source} holds no model (config.json and *.safetensors) in final/ or checkpoints/step_*/hf; "
         "a run writes one with its first checkpoint"
     )
-
-
-# -- eval --------------------------------------------------------------------------------------------------------------
 
 
 @app.command("eval", epilog=example("eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 4"))
@@ -101,9 +59,7 @@ def evaluate(
     data: Annotated[list[str], typer.Option(help="Prompts: Parquet, JSONL or JSON; repeatable.")],
     reward_func: RewardFuncOption = None,
     unsafe_rewards: UnsafeRewardsOption = False,
-    engine: Annotated[
-        str, typer.Option(help="Inference engine: sglang or torch.", autocompletion=options.engines)
-    ] = "torch",
+    engine: Annotated[str, typer.Option(help="Inference engine: sglang or torch.")] = "torch",
     rollout_n: Annotated[int, typer.Option("--rollout-n", help="Completions per prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens per completion.")] = 1024,
@@ -161,9 +117,6 @@ def _print_evaluation(report: dict[str, Any]) -> None:
     Console(highlight=False).print(table)
     mean = "none" if report["reward_mean"] is None else f"{report['reward_mean']:.4f}"
     typer.echo(f"{report['completions']} completions to {report['prompts']} prompts, mean reward {mean}")
-    if len(report["by_source"]) > 1:
-        for source, value in report["by_source"].items():
-            typer.echo(f"  {source or '(no source)'}: {value:.4f}")
     for name, suite in suites.items():
         if suite["parts"]:
             parts = ", ".join(f"{part} {value:.4f}" for part, value in suite["parts"].items())
@@ -191,19 +144,16 @@ async def _evaluate(config: Config) -> dict[str, Any]:
     }
     rollouts = iter(await _rollouts(config, tokenizer, [prompt for table in tables.values() for prompt in table]))
     suites = {name: Suite(config.reward.success) for name in tables}
-    by_source: dict[str, list[float]] = defaultdict(list)
     for name, prompts in tables.items():
         for prompt in prompts:
             group = next(rollouts)
             suites[name].add(prompt.source, [Scored(r.score, r.text, len(r.completion.token_ids)) for r in group])
-            by_source[prompt.source] += [r.score.value for r in group if r.score.value is not None]
     values = [value for suite in suites.values() for value in suite.rewards]
     results = {name: suite.result() for name, suite in suites.items()}
     return {
         "prompts": sum(map(len, tables.values())),
         "completions": sum(suite.completions for suite in results.values()),
         "reward_mean": statistics.fmean(values) if values else None,
-        "by_source": {source: statistics.fmean(scores) for source, scores in sorted(by_source.items()) if scores},
         "failures": dict(sum((Counter(suite.failures) for suite in results.values()), Counter())),
         "suites": {name: suite.fields() for name, suite in results.items()},
     }
@@ -270,7 +220,6 @@ def check(
     overrides: SettingsArgument = None,
     model: ModelOption = None,
     reward_func: RewardFuncOption = None,
-    as_json: JsonOption = False,
 ) -> None:
     """Check that a data file can be read and scored.
 
@@ -280,104 +229,77 @@ def check(
     """
     from asyncgrpo.cli.running import REWARD_IMPORT_S
     from asyncgrpo.config.load import load_config
-    from asyncgrpo.rewards.base import score_one
+    from asyncgrpo.data.prompts import all_too_long
+    from asyncgrpo.data.table import prompt_of
     from asyncgrpo.rewards.build import build_reward
+    from asyncgrpo.rewards.rules import reference_of
 
     functions = {"function": options.one_or_all(reward_func)}
     base = {"model": {"path": model or ""}, "data": {"train": file}, "reward": functions}
     config = load_config(None, overrides or (), base=base)
     reward = build_reward(config.reward, import_timeout_s=REWARD_IMPORT_S)
-    with asyncio.Runner() as runner:  # the workers of a reward belong to one loop
-
-        def score(prompt: "Prompt", answer: str) -> "Score":
-            return runner.run(score_one(reward, prompt, answer))
-
-        try:
-            report = check_file(file, model, config.data, score, reward.check_sources)
-        finally:
-            runner.run(reward.close())
-    if as_json:
-        print_json(msgspec.to_builtins(report) | {"reward": reward.about})
-    else:
-        _print_check(report, reward.about)
-    if report["problem"]:
-        raise AsyncGRPOError(report["problem"])
-
-
-def check_file(
-    path: str | Path,
-    model_path: str | None,
-    config: DataConfig,
-    score: "Callable[[Prompt, str], Score] | None" = None,
-    check_sources: Callable[[set[str]], object] = set,
-) -> dict[str, Any]:
-    """Read a whole file with the code of a run. Return what `data check --json` prints.
-
-    `lengths` of prompts are in `unit`: characters without a model. A prompt far over the limit may count its first tokens
-    only. `first_missing` are the first ten rows without a ground truth, from 0. `problem` is the reason why a run would refuse
-    the file or the reward failed on row 0; empty without one.
-
-    Args:
-        model_path: model whose tokenizer and chat template are used. None: lengths are in characters.
-        config: `columns`, `max_prompt_tokens` and `system_prompt` are used.
-        score: reward to try on row 0, with the ground truth (for code, the row's solution) as the completion.
-        check_sources: raises if the reward has no rule for a source; the reward is then not tried.
-    Raises:
-        DataError: the file or one of its rows cannot be used.
-        ConfigError: the model's tokenizer cannot be loaded.
-    """
-    from asyncgrpo.data.prompts import all_too_long
-    from asyncgrpo.data.table import prompt_of
-    from asyncgrpo.rewards.rules import reference_of
-
-    schema_name, records = _records(path, model_path, config)
+    schema, records = _records(file, model, config.data)
     first, lengths, sources, missing = None, list[int](), Counter[str](), list[int]()
     for record, text, token_ids in records:
         of_record = (token_ids, record.prompt, record.answer, record.source, record.info)
         first = first or (prompt_of("check/0", *of_record), text)
         if record.answer in (None, ""):
             missing.append(len(lengths))
-        lengths.append(len(text if model_path is None else token_ids))
+        lengths.append(len(text if model is None else token_ids))
         sources[record.source] += 1
     assert first is not None, "a source has a row"
-    (prompt, prompt_text), prompt_tokens, last = first, lengths[0], len(lengths) - 1
-    over_long = None if model_path is None else sum(length > config.max_prompt_tokens for length in lengths)
-    reference, scored_as = reference_of(prompt)
-    problem, scored = "", None
+    (prompt, prompt_text), last, limit = first, len(lengths) - 1, config.data.max_prompt_tokens
     lengths.sort()
+    quantiles = [f"p{p} {lengths[-(-p * last // 100)]:,}" for p in (50, 90, 99)] + [f"max {lengths[-1]:,}"]
+    over_long = sum(length > limit for length in lengths)
+    dropped = "" if model is None else f"; a run drops {over_long:,} above {limit:,}"
+    rows = f": {', '.join(map(str, missing[:_SHOWN_ROWS]))}{', ...' * (len(missing) > _SHOWN_ROWS)}" if missing else ""
+    facts = {
+        "file": file,
+        "rows": f"{len(lengths):,}",
+        "schema": schema,
+        "data_source": ", ".join(f"{source or '(none)'} {count:,}" for source, count in sources.most_common()),
+        "prompt lengths": f"{'characters' if model is None else 'tokens'}: {', '.join(quantiles)}{dropped}",
+        "without answer": f"{len(missing):,} rows{rows}",
+        "reward": reward.about,
+        "row 0, prompt": shorten(prompt_text, 2000),
+        "row 0, answer": shorten("" if prompt.answer is None else str(prompt.answer), 600),
+    }
+    reference, scored_as = reference_of(prompt)
+    problem = ""
     try:
-        if over_long == len(lengths):
-            raise all_too_long(path, len(lengths), lengths[-1], config)
-        check_sources(set(sources))
+        score = asyncio.run(_score(reward, prompt, reference, set(sources)))
     except AsyncGRPOError as error:
         problem = str(error)
     else:
-        scored = None if score is None else score(prompt, reference)
-    if scored is not None and scored.failure is not None:
-        problem = f"{path}: the ground truth of row 0, as a completion, could not be scored{_failure(scored)}"
-    return {
-        "file": str(path),
-        "rows": len(lengths),
-        "schema_name": schema_name,
-        "unit": "characters" if model_path is None else "tokens",
-        "lengths": {f"p{p}": lengths[-(-p * last // 100)] for p in (50, 90, 99)} | {"max": lengths[-1]},
-        "max_prompt_tokens": config.max_prompt_tokens,
-        "over_long": over_long,
-        "sources": dict(sources.most_common()),
-        "answers_missing": len(missing),
-        "first_missing": missing[:_SHOWN_ROWS],
-        "prompt_text": prompt_text,
-        "prompt_tokens": None if model_path is None else prompt_tokens,
-        "answer": "" if prompt.answer is None else str(prompt.answer),
-        "scored_answer": None if scored is None else reference,
-        "scored_as": "" if scored is None else scored_as,
-        "score": scored,
-        "problem": problem,
-    }
+        failure = f"({score.failure}{f': {score.detail}' if score.detail else ''})"
+        value = f"no score {failure}" if score.value is None else f"{score.value:g}"
+        note = f"; {score.detail}" if score.value is not None and score.detail else ""
+        origin = f": {scored_as}" if scored_as else ""
+        facts["row 0, reward"] = f"{value} for `{shorten(reference, 60)}` as the completion{origin}{note}"
+        if score.failure is not None:
+            problem = f"{file}: the ground truth of row 0, as a completion, could not be scored {failure}"
+    if model is not None and over_long == len(lengths):
+        problem = str(all_too_long(file, len(lengths), lengths[-1], config.data))
+    for name, fact in facts.items():
+        typer.echo(f"{name:16} " + visible(fact).replace("\n", f"\n{'':17}"))
+    if problem:
+        raise AsyncGRPOError(problem)
+
+
+async def _score(reward: "Reward", prompt: "Prompt", text: str, sources: set[str]) -> "Score":
+    """Score a completion, if the reward has a rule for each source of the file."""
+    from asyncgrpo.rewards.base import score_one
+
+    try:
+        reward.check_sources(sources)
+        return await score_one(reward, prompt, text)
+    finally:
+        await reward.close()
 
 
 def _records(
-    path: str | Path, model_path: str | None, config: DataConfig
+    path: str, model_path: str | None, config: DataConfig
 ) -> "tuple[str, Iterator[tuple[Record, str, tuple[int, ...]]]]":
     """Return the schema of a file and its records, each with its prompt as text and, with a model, as token ids."""
     from asyncgrpo.data.prompts import open_source, rendered_rows
@@ -397,34 +319,3 @@ def _records(
 
     records = (schema.to_record(row, index) for index, row in enumerate(rows))
     return schema.name, ((record, contents(record), ()) for record in records)
-
-
-def _print_check(report: dict[str, Any], reward: str) -> None:
-    lengths, limit = report["lengths"], report["max_prompt_tokens"]
-    quantiles = ", ".join(f"{name} {length:,}" for name, length in lengths.items())
-    dropped = f"; a run drops {report['over_long']:,} above {limit:,}" if report["over_long"] is not None else ""
-    count, shown = report["answers_missing"], report["first_missing"]
-    missing = f": {', '.join(map(str, shown))}{', ...' * (count > len(shown))}" if shown else ""
-    facts = {
-        "file": report["file"],
-        "rows": f"{report['rows']:,}",
-        "schema": report["schema_name"],
-        "data_source": ", ".join(f"{source or '(none)'} {count:,}" for source, count in report["sources"].items()),
-        "prompt lengths": f"{report['unit']}: {quantiles}{dropped}",
-        "without answer": f"{count:,} rows{missing}",
-        "reward": reward,
-        "row 0, prompt": shorten(report["prompt_text"], 2000),
-        "row 0, answer": shorten(report["answer"], 600),
-    }
-    if (score := report["score"]) is not None:
-        value = f"no score{_failure(score)}" if score.value is None else f"{score.value:g}"
-        origin = f": {report['scored_as']}" if report["scored_as"] else ""
-        note = f"; {score.detail}" if score.value is not None and score.detail else ""
-        scored = f"{value} for `{shorten(report['scored_answer'], 60)}` as the completion"
-        facts["row 0, reward"] = f"{scored}{origin}{note}"
-    for name, value in facts.items():
-        typer.echo(f"{name:16} " + visible(value).replace("\n", f"\n{'':17}"))
-
-
-def _failure(score: "Score") -> str:
-    return f" ({score.failure}{f': {score.detail}' if score.detail else ''})"

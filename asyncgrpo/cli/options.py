@@ -1,4 +1,4 @@
-"""Options that commands share, the settings that flags stand for, and shell completion.
+"""Options that commands share, and the settings that flags stand for.
 
 A flag overrides the file, and an explicit `key=value` overrides a flag. A flag that is not given sets nothing.
 """
@@ -10,60 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from asyncgrpo.config.schema import Config
-
-# -- shell completion --------------------------------------------------------------------------------------------------
-
-Offer = tuple[str, str]
-"""Text to insert, and its description for shells that show one. typer drops those that do not match."""
-
-
-def algorithms() -> list[Offer]:
-    """Offer the presets of `--algorithm`."""
-    from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
-
-    return [(name, headline(algorithm_file(name))) for name in algorithm_names()]
-
-
-def configurations() -> list[Offer]:
-    """Offer the files in the package. The shell adds those of the working directory."""
-    from asyncgrpo.config.files import headline, shipped, shipped_names
-
-    return [(name, headline(shipped(name))) for name in shipped_names()]
-
-
-def engines() -> list[Offer]:
-    """Offer the values of `--engine`."""
-    return _values("generators.engine")
-
-
-def keys() -> list[Offer]:
-    """Offer the keys of the configuration."""
-    from asyncgrpo.config.explain import knobs
-
-    return [(knob.key, knob.description) for knob in knobs().values()]
-
-
-def settings(ctx: typer.Context, incomplete: str) -> list[Offer]:
-    """Offer `key=value`: the key with its `=`, then the values of a key that has few.
-
-    Bash splits words at `=`, so the key may be among the words before. click drops a last `=`.
-    """
-    match [*(ctx.params.get("overrides") or ()), incomplete]:
-        case [*_, key, ""] if key in dict(keys()):
-            return _values(key)
-        case [*_, key, "=", _]:
-            return _values(key)
-    key, equals, _ = incomplete.partition("=")
-    if equals:
-        return [(f"{key}={value}", "") for value, _ in _values(key)]
-    return [(f"{name}=", description) for name, description in keys()]
-
-
-def _values(key: str) -> list[Offer]:
-    from asyncgrpo.config.explain import choices
-
-    return [(value, "") for value in choices(key)]
-
 
 # -- options -----------------------------------------------------------------------------------------------------------
 
@@ -95,9 +41,7 @@ LrOption = Annotated[float | None, typer.Option("--lr", help="Peak learning rate
 KlCoefOption = Annotated[
     float | None, typer.Option("--kl-coef", help="Weight of the KL to the initial model; 0: none.")
 ]
-EngineOption = Annotated[
-    str | None, typer.Option("--engine", help="Inference engine: sglang, torch or fake.", autocompletion=engines)
-]
+EngineOption = Annotated[str | None, typer.Option("--engine", help="Inference engine: sglang, torch or fake.")]
 OutOption = Annotated[str | None, typer.Option("--out", help="Run folder.")]
 MaxLagOption = Annotated[
     str | None,
@@ -106,27 +50,22 @@ MaxLagOption = Annotated[
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Check the run and print its sizes and placement without starting it.")
 ]
-ObserveOption = Annotated[
-    bool, typer.Option("--observe", help="Start Prometheus with the run, and Grafana if it is installed.")
-]
 AlgorithmOption = Annotated[
     str | None,
     typer.Option(
         "--algorithm",
         help="Preset of the objective; overrides the file. `asyncgrpo config algorithms` lists them.",
-        autocompletion=algorithms,
     ),
 ]
 _FILE = "YAML file, or the name of one in the package."
-ConfigOption = Annotated[str | None, typer.Option("--config", help=_FILE, autocompletion=configurations)]
-ConfigArgument = Annotated[str, typer.Argument(metavar="FILE", help=_FILE, autocompletion=configurations)]
+ConfigOption = Annotated[str | None, typer.Option("--config", help=_FILE)]
+ConfigArgument = Annotated[str, typer.Argument(metavar="FILE", help=_FILE)]
 SettingsArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
         help="Any setting; overrides files and flags.",
         show_default=False,
-        autocompletion=settings,
     ),
 ]
 

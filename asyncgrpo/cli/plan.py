@@ -49,7 +49,7 @@ def tune(
     from asyncgrpo.config.reach import find_model
     from asyncgrpo.planner.profile import write_profile
 
-    resolved = load_config(config, ["run.epochs=null", *(overrides or [])], warn=typer.echo)
+    resolved = load_config(config, ["run.epochs=null", *(overrides or [])])
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: folder {out.parent} does not exist")
     check_settings(resolved)
@@ -59,30 +59,7 @@ def tune(
 
         profile = measure(resolved, typer.echo, steps=steps)
     write_profile(profile, out)
-    typer.echo(_measured(profile))
     typer.echo(f"next: {command('plan', '--profile', out)}")
-
-
-def _measured(profile: "Profile") -> str:
-    """Return the table of a new profile."""
-    decode, learner = profile.decode, profile.learner
-    knee, spread = decode.knee, profile.lengths.spread(profile.group_size)
-    rows = {
-        "decode": f"{1e3 * decode.base_s:.2f} ms a token, {1e6 * decode.per_completion_s:.1f} µs more for each completion"
-        + _error(decode.residual),
-        "knee": f"{knee:,.0f} completions an engine: three quarters of the most it can",
-        "learner": f"{learner.base_s:.2f} s a step, {1e6 * learner.rank_s_per_token:.1f} µs a token of one rank"
-        + _error(learner.residual),
-        "publish": f"{profile.publish_s:.2f} s of the learner, {profile.pause_s:.2f} s of an engine",
-        "reward": f"{1e3 * profile.reward_s:.1f} ms",
-        "lengths": f"mean {profile.lengths.mean:,.0f} tokens, the longest of a group {spread:.2f} times that",
-        "prompts": f"mean {profile.prompt_tokens:,.0f} tokens",
-    }
-    return "\n".join(f"{name:<8} {text}" for name, text in rows.items())
-
-
-def _error(residual: float) -> str:
-    return f" (largest error {residual:.0%})" if residual else ""
 
 
 @app.command("plan", epilog=example("plan --gpus 64 --profile profile.json"))

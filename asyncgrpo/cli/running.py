@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ from asyncgrpo.cli.output import size_in_words
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.host import Host, cores
+from asyncgrpo.host import Host
 from asyncgrpo.importing import has_gpu, importing
 
 if TYPE_CHECKING:  # importing the cluster imports ray
@@ -39,8 +39,6 @@ log = logging.getLogger(__name__)
 
 REWARD_IMPORT_S = 10.0
 """Deadline for importing a user's reward file before the run starts."""
-_PROCESSES_PER_CORE = 4
-"""Maximum processes on the CPU without a warning."""
 _READ_EARLY_BYTES = 2**22
 """Size up to which a data file is read in the driver. Parquet is left to the warm process, which has pyarrow."""
 _OTHER_FILES_BYTES = 2**26
@@ -58,12 +56,15 @@ def check_run(config: Config) -> str:
     from asyncgrpo.config.reach import find_model
 
     find_model(config.model.path)  # before imports that take seconds
+    import torch
+
+    from asyncgrpo.cluster.ray_session import check_gpus
     from asyncgrpo.cluster.wiring import uses_cuda
 
     learner_on_gpu = uses_cuda(config)
     check_settings(config)
     if config.cluster.ray_address is None:  # a Ray cluster is checked when the run has connected to it
-        _check_processes(config, learner_on_gpu=learner_on_gpu)
+        check_gpus(config, torch.cuda.device_count(), learner_on_gpu=learner_on_gpu)
     reward = check_inputs(config)
     check_fit(config)
     _check_training(config, learner_on_gpu=learner_on_gpu)
@@ -157,20 +158,6 @@ def _check_prompts(config: Config, reward: "Reward | None") -> None:
         log.warning("buffer.prompts_per_step (%d) is more than the rows of data.train (%d): %s", wanted, rows, then)
 
 
-def _check_processes(config: Config, *, learner_on_gpu: bool) -> None:
-    """Refuse a run with too few GPUs on this machine. Warn about far more processes on the CPU than cores."""
-    import torch
-
-    from asyncgrpo.cluster.ray_session import check_gpus
-
-    check_gpus(config, torch.cuda.device_count(), learner_on_gpu=learner_on_gpu)
-    generators = 0 if config.generators.gpus_each else config.generators.count
-    ranks = 0 if learner_on_gpu else config.learner.ranks
-    if generators + ranks > _PROCESSES_PER_CORE * cores():
-        processes = f"{generators} generators and {ranks} learner ranks on the CPU"
-        log.warning("%s share %d cores; lower generators.count or learner.ranks", processes, cores())
-
-
 def card_of(config: Config) -> "Card":
     """Return the GPU of a run: the smallest one here, unless the configuration gives its memory."""
     import torch
@@ -208,13 +195,13 @@ def check_host(config: Config, size: "ModelSize | None" = None) -> None:
 def memory_table(config: Config) -> str:
     """The memory of a run on GPUs as a table; empty for one on the CPU, or a model that is not known yet."""
     from asyncgrpo.config.model_size import size_at
-    from asyncgrpo.config.placement import estimate, report
+    from asyncgrpo.config.placement import report
 
     if not _is_on_gpu(config) or (size := size_at(config.model.path)) is None:
         return ""
-    fit = estimate(size, config, card_of(config))
-    is_here = fit.card.known == "found" and config.cluster.ray_address is None
-    return report(fit, Host.here(scratch.SHARED_MEMORY) if is_here else None)
+    card = card_of(config)
+    is_here = card.known == "found" and config.cluster.ray_address is None
+    return report(size, config, card, Host.here(scratch.SHARED_MEMORY) if is_here else None)
 
 
 def _is_on_gpu(config: Config) -> bool:
@@ -249,76 +236,29 @@ def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
 # -- --dry-run ---------------------------------------------------------------------------------------------------------
 
 
-def preview(config: Config, algorithm: str | None = None, *, shown: Config | None = None) -> None:
-    """Check a run as `execute` does and print its sizes and placement.
+def preview(config: Config, algorithm: str | None = None) -> None:
+    """Check a run as `execute` does and print its sizes and where it would begin.
 
     Args:
         algorithm: name of the preset that `config` was made with.
-        shown: configuration whose file names are printed, if `config` names stand-ins.
     Raises:
         AsyncGRPOError: the run would be refused.
     """
     from asyncgrpo.cluster.folder import RunFolder, look
+    from asyncgrpo.data.kept import check
 
     with importing():
         reward = check_run(config)
+        prompts = check(config, Path(config.run.out))  # as `check_run` found them
     folder = RunFolder(Path(config.run.out))
     folder.check_free()
     standing = look(config, folder)
     start = ["new, starts at step 0"] if standing.is_new else standing.lines(config.run.out)
-    rows = [*_inputs(config, shown or config), ("reward", reward), *_placement(config), ("folder", str(folder.path))]
-    typer.echo(sizes_in_words(config, algorithm))
-    for name, text in [*rows, *(("", line) for line in start)]:
-        typer.echo(f"{name:<11} {text}")
-    if table := memory_table(config):
-        typer.echo(table)
-    typer.echo("dry run: nothing was started or written")
-
-
-def _inputs(config: Config, shown: Config) -> Iterator[tuple[str, str]]:
-    """Yield the model and each data source with its number of prompts."""
-    from asyncgrpo.config.rules import local_model
-    from asyncgrpo.data.kept import is_lazy
-    from asyncgrpo.data.prompts import load_prompts
-    from asyncgrpo.data.tokenizer import load_tokenizer
-
-    tokenizer = None
-    if (model := local_model(config.model.path)) is not None:
-        tokenizer = load_tokenizer(config.model.path)
-        yield "model", str(model.absolute() if shown is config else Path(shown.model.path))
-    else:
-        yield "model", f"{shown.model.path}, not downloaded yet: prompts were not counted"
-    named = [("train", name) for name in shown.data.sources] + list(shown.data.suites.items())
-    sources = [*config.data.sources, *config.data.suites.values()]
-    for (split, name), source in zip(named, sources, strict=True):
-        text = str(Path(name).absolute()) if is_file(name) else name
-        if split == "train" and is_lazy(config):
-            text += ": rows are tokenized on demand"
-        elif tokenizer is not None:
-            limit = None if split == "train" else config.data.eval_rows
-            loaded = load_prompts(source, split, tokenizer, config.data, limit=limit)
-            text += f": {len(loaded):,} prompts, {loaded.dropped_too_long:,} longer than data.max_prompt_tokens"
-        yield f"data.{split}" if split in ("train", "eval") else f"  {split}", text
-
-
-def _placement(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the processes of the run and its GPUs. `check_run` has compared those with the GPUs here."""
-    import torch
-
-    from asyncgrpo.cluster.ray_session import gpus_wanted
-    from asyncgrpo.cluster.wiring import uses_cuda
-
-    generators, on_gpu = config.generators, uses_cuda(config)
-    learner = "one GPU each" if on_gpu else "on CPU"
-    engine = f"{generators.gpus_each} GPUs each" if generators.gpus_each else "on CPU"
-    yield (
-        "processes",
-        f"driver 1; buffer 1; learner {config.learner.ranks} ({learner}); generator {generators.count} "
-        f"({generators.engine}, {engine}), with reward worker {config.reward.workers} each",
-    )
-    ray, here = config.cluster.ray_address, torch.cuda.device_count()
-    available = f"{here} here" if ray is None else f"of the cluster at {ray}"
-    yield "GPUs", f"{gpus_wanted(config, learner_on_gpu=on_gpu)} wanted, {available}"
+    named = {"train": ", ".join(config.data.sources), **config.data.suites}
+    lines = [sizes_in_words(config, algorithm), f"model: {config.model.path}"]
+    lines += [f"data.{split}: {named[split]}, {about.num_rows:,} rows" for split, about in prompts.items()]
+    lines += [f"reward: {reward}", f"folder: {folder.path}", *start, *filter(None, [memory_table(config)])]
+    typer.echo("\n".join([*lines, "dry run: nothing was started or written"]))
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -330,7 +270,6 @@ def execute(
     algorithm: str | None = None,
     make: Callable[[], None] | None = None,
     chaos: "Plan | None" = None,
-    observe: bool = False,
 ) -> "Outcome":
     """Run `config` in its folder until it is done or asked to stop, and show its progress.
 
@@ -340,7 +279,6 @@ def execute(
         algorithm: name of the preset that `config` was made with.
         make: creates the files that `config` names. Must be picklable.
         chaos: faults to inject into the run.
-        observe: start Prometheus with the run, and Grafana if it is installed.
     Raises:
         AsyncGRPOError: the run was refused or failed.
     """
@@ -371,10 +309,8 @@ def execute(
         standing = claimed() if folder.path.is_dir() else None  # before Ray starts, for an error in a resume
         report("checking the run and starting Ray")
         with session_of_checked(config, make) as (reward, table, checked):
-            from asyncgrpo.cli.observe import observed
             from asyncgrpo.cluster.run import Run
             from asyncgrpo.data.kept import prepare_if_small
-            from asyncgrpo.wire.sockets import is_loopback
 
             sizes = sizes_in_words(config, algorithm)
             standing = standing or claimed()
@@ -382,10 +318,8 @@ def execute(
                 report(line)
             record(config, folder, standing)
             warm.call(prepare_if_small, config, folder.path, checked)
-            with_token = not is_loopback(config.cluster.bind)
-            watched = observed(folder.path, report, with_token=with_token) if observe else nullcontext()
             events = folder.path / "metrics.jsonl"
-            with watched, _screen(events, console):
+            with _screen(events, console):
                 outcome = Run(config, folder, sizes, chaos).execute(report=report)
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.events import read_events

@@ -2,8 +2,6 @@
 
 import math
 import os
-import tempfile
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +10,6 @@ import typer
 
 from asyncgrpo.cli import options
 from asyncgrpo.cli.output import command, example, same_command
-from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.importing import importing
 
@@ -48,7 +45,6 @@ def train(
     engine: options.EngineOption = None,
     out: options.OutOption = None,
     config: options.ConfigOption = None,
-    observe: options.ObserveOption = False,
     dry_run: options.DryRunOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:
@@ -59,7 +55,7 @@ def train(
     settings = options.train_overrides(**ctx.params | {"out": str(folder)}, explicit=overrides or ())
     if n_gpus:
         settings += options.fitted(load_config(config, settings, algorithm=algorithm), n_gpus, overrides or ())
-    _start(config, settings, algorithm, folder=None if out else folder, observe=observe, dry_run=dry_run)
+    _start(config, settings, algorithm, folder=None if out else folder, dry_run=dry_run)
 
 
 @app.command("serve", epilog=example("serve configs/one_node_8gpu.yaml run.out=/data/runs/gsm8k"))
@@ -67,7 +63,6 @@ def serve(
     config: options.ConfigArgument,
     overrides: options.SettingsArgument = None,
     algorithm: options.AlgorithmOption = None,
-    observe: options.ObserveOption = False,
     dry_run: options.DryRunOption = False,
 ) -> None:
     """Train until SIGTERM or Ctrl-C.
@@ -76,7 +71,7 @@ def serve(
     newest checkpoint. `run.steps` and `run.epochs` take effect only on the command line.
     """
     settings = ["run.steps=null", "run.epochs=null", *(overrides or [])]
-    _start(config, settings, algorithm, observe=observe, dry_run=dry_run)
+    _start(config, settings, algorithm, dry_run=dry_run)
 
 
 def _start(
@@ -85,7 +80,6 @@ def _start(
     algorithm: str | None,
     *,
     folder: Path | None = None,
-    observe: bool,
     dry_run: bool,
 ) -> None:
     """Run or preview a configuration. `folder` is the run folder if `--out` did not name it."""
@@ -93,10 +87,10 @@ def _start(
     from asyncgrpo.config.load import load_config
     from asyncgrpo.environments.build import with_tools
 
-    config = with_tools(load_config(file, settings, algorithm=algorithm, warn=typer.echo))
+    config = with_tools(load_config(file, settings, algorithm=algorithm))
     if dry_run:
         return preview(config, algorithm)
-    outcome = execute(config, algorithm=algorithm, observe=observe)
+    outcome = execute(config, algorithm=algorithm)
     _print_next(outcome.status, outcome.run_dir, folder)
 
 
@@ -136,8 +130,6 @@ def demo(
         ),
     ] = None,
     faults: Annotated[str | None, typer.Option("--faults", hidden=True, help="Faults for --chaos, in order.")] = None,
-    observe: options.ObserveOption = False,
-    dry_run: options.DryRunOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:
     """Train a small model from scratch, without a GPU or a download.
@@ -146,7 +138,7 @@ def demo(
     and a task in the run folder.
     """
     from asyncgrpo.cli.audit import audit
-    from asyncgrpo.cli.running import execute, preview
+    from asyncgrpo.cli.running import execute
     from asyncgrpo.config.files import algorithm_file
     from asyncgrpo.config.load import load_config
 
@@ -163,30 +155,20 @@ def demo(
         *(UNDER_CHAOS if chaos is not None else []),
     ]
 
-    def configured(files: Path, warn: Callable[[str], None] | None = None) -> Config:
-        made = [f"model.path={(files / 'model').absolute()}"]
-        made += [f"data.{split}={files / 'data' / split}.jsonl" for split in ("train", "eval")]
-        return load_config("quickstart", [*settings, *made, *(overrides or [])], algorithm=algorithm, warn=warn)
-
-    config = configured(folder, typer.echo)
+    settings += [f"model.path={(folder / 'model').absolute()}"]
+    settings += [f"data.{split}={folder / 'data' / split}.jsonl" for split in ("train", "eval")]
+    config = load_config("quickstart", [*settings, *(overrides or [])], algorithm=algorithm)
     is_made = (folder / "model" / "config.json").exists()
     if not is_made:
-        typer.echo(f"{'would create' if dry_run else 'creating'} a small random Qwen3 and its task in {folder}")
-        if not dry_run:
-            seconds = 15 if config.generators.engine == "sglang" else 10
-            typer.echo(f"the first step takes about {seconds} s on two cores")
-    if dry_run:
-        with tempfile.TemporaryDirectory() as elsewhere:
-            if not is_made:
-                _make(Path(elsewhere), seed)
-            return preview(configured(folder if is_made else Path(elsewhere)), algorithm, shown=config)
+        seconds = 15 if config.generators.engine == "sglang" else 10
+        typer.echo(f"creating a small random Qwen3 and its task in {folder}; the first step takes about {seconds} s")
     plan = None
     if chaos is not None:
         from asyncgrpo.tools.chaos import Plan  # imports ray
 
         plan = Plan(per_hour=chaos, seed=seed, faults=tuple(faults.split(",")) if faults else ())
     make = None if is_made else partial(_make, folder, seed)
-    outcome = execute(config, algorithm=algorithm, make=make, chaos=plan, observe=observe)
+    outcome = execute(config, algorithm=algorithm, make=make, chaos=plan)
     if chaos is not None:
         audit(outcome.run_dir)
     _print_next(outcome.status, outcome.run_dir, None if out else folder)

@@ -18,7 +18,7 @@ from msgspec import inspect
 
 from asyncgrpo.config import schema
 from asyncgrpo.config.foreign_rules import VERL, bare
-from asyncgrpo.config.schema import AlgorithmConfig, Config, CorrectionConfig
+from asyncgrpo.config.schema import AlgorithmConfig, Config
 from asyncgrpo.errors import ConfigError
 
 
@@ -174,7 +174,7 @@ def explain(key: str | None = None) -> str:
     parent, _, name = key.rpartition(".")
     knob = knobs().get(key) or (knobs()[parent].fields.get(name) if parent in knobs() else None)
     if knob is None:
-        hint = suggest(key, knobs()) or "`asyncgrpo config explain` lists all keys"
+        hint = suggest(key) or "`asyncgrpo config explain` lists all keys"
         raise ConfigError(f"unknown configuration key `{key}`: {hint}")
     lines = [
         f"{knob.key}: {knob.description}",
@@ -196,57 +196,40 @@ def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
     Args:
         algorithm: name of the preset, if any.
     """
-    prompts, completions = config.buffer.prompts_per_step, config.algorithm.group_size
-    sequences = prompts * completions
-    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    step = (
-        f"{prompts:,} prompts x {completions} completions = {sequences:,} sequences per step, of at most {longest:,} tokens "
-        f"each; {_lag_in_words(config)}; up to {config.buffer.num_slots:,} groups in flight"
+    run, generators, learner, group = config.run, config.generators, config.learner, config.algorithm.group_size
+    prompts, longest = config.buffer.prompts_per_step, config.data.max_prompt_tokens + config.sampling.max_tokens
+    step = f"{prompts:,} prompts x {group} completions = {prompts * group:,} sequences per step, of at most {longest:,} tokens"
+    step += f" each; {_lag_in_words(config)}; up to {config.buffer.num_slots:,} groups in flight"
+    objective = f"algorithm{f' {algorithm}' if algorithm else ''}: {algorithm_in_words(config.algorithm)}"
+    engine_gpus = generators.count * generators.gpus_each
+    each = f"{_count(generators.gpus_each, 'GPU')} each" if engine_gpus else "on CPU"
+    total = f" = {engine_gpus + learner.ranks} GPUs" if engine_gpus and learner.device != "cpu" else ""
+    processes = f"{_count(generators.count, 'generator')} ({generators.engine}, {each}) + {_count(learner.ranks, 'learner rank')}"
+    processes += " sharing 1 GPU" if config.cluster.share_gpu else total
+    processes += (
+        f"; {f'LoRA of rank {config.model.lora.rank}' if config.model.lora.rank else 'all weights'} trained in "
     )
-    engine_gpus = config.generators.count * config.generators.gpus_each
-    engines = f"{_count(config.generators.count, 'generator')} ({config.generators.engine}"
-    engines += f", {_count(config.generators.gpus_each, 'GPU')} each)" if engine_gpus else ", on CPU)"
-    ranks = _count(config.learner.ranks, "learner rank")
-    total = f" = {engine_gpus + config.learner.ranks} GPUs" if engine_gpus and config.learner.device != "cpu" else ""
-    total = " sharing 1 GPU" if config.cluster.share_gpu else total
-    lora = config.model.lora
-    trained = f"LoRA of rank {lora.rank}" if lora.rank else "all weights"
-    places = (
-        f"{engines} + {ranks}{total}; {trained} trained in microbatches of at most "
-        f"{config.learner.tokens_per_microbatch:,} tokens per rank"
-    )
-    named = f"algorithm {algorithm}" if algorithm is not None else "algorithm"
-    return f"{step}\n{named}: {algorithm_in_words(config.algorithm)}\n{places}\n{_ends_in_words(config)}"
+    processes += f"microbatches of at most {learner.tokens_per_microbatch:,} tokens per rank"
+    ends = [_count(number, unit) for number, unit in ((run.steps, "step"), (run.epochs, "epoch")) if number]
+    end = f"ends after {' or '.join(ends)}{', whichever is first' * (len(ends) > 1)}" if ends else "has no end"
+    end += f"; checkpoint every {_count(run.checkpoint_every, 'step')}, "
+    end += f"evaluation every {_count(run.eval_every, 'step')}" if config.data.eval else "no evaluation"
+    return "\n".join([step, objective, processes, f"{end}; writes to {run.out}"])
 
 
 def algorithm_in_words(settings: AlgorithmConfig) -> str:
-    """Return the objective, as `grpo advantages, ppo_clip(clip_low=0.2) around proximal, token truncate(high_ratio=2)`."""
-    parts = [
-        f"{settings.advantage} advantages",
-        f"{_called(settings.loss, settings.loss_args)} around {settings.anchor}",
-        *map(_correction_in_words, settings.corrections),
-        settings.aggregation,
-    ]
-    if settings.kl_coef:
-        parts.append(f"{settings.kl_kind} KL in the {settings.kl_in} x {settings.kl_coef:g}")
-    if settings.behaviour_kl_coef:
-        parts.append(f"KL to the samplers x {settings.behaviour_kl_coef:g}")
-    if settings.entropy_coef:
-        parts.append(f"entropy x {settings.entropy_coef:g}")
-    return ", ".join(parts)
-
-
-def _correction_in_words(one: CorrectionConfig) -> str:
-    level = {"importance": one.level, "divergence": f"{one.level} {one.estimator}"}.get(one.kind, "")
-    name = one.action if one.kind == "importance" else one.kind
-    bounds = ("low_ratio", "high_ratio", "max_nats", "max_mean_square")
-    return f"{level} {_called(name, {bound: getattr(one, bound) for bound in bounds})}".strip()
-
-
-def _called(name: str, arguments: dict[str, Any]) -> str:
-    given = {n: v for n, v in arguments.items() if v is not None}
-    parts = [f"{n}={v:g}" if isinstance(v, float) else f"{n}={value_in_words(v)}" for n, v in given.items()]
-    return f"{name}({', '.join(parts)})" if parts else name
+    """Return the objective, as `grpo advantages, ppo_clip {"clip_low": 0.2} around proximal, ..., token-mean`."""
+    arguments = {name: value for name, value in settings.loss_args.items() if value is not None}
+    loss = f"{settings.loss} {value_in_words(arguments)}" if arguments else settings.loss
+    parts = [f"{settings.advantage} advantages", f"{loss} around {settings.anchor}"]
+    parts += [f"corrections {value_in_words(settings.corrections)}"] if settings.corrections else []
+    parts.append(settings.aggregation)
+    weights = {
+        f"{settings.kl_kind} KL in the {settings.kl_in}": settings.kl_coef,
+        "KL to the samplers": settings.behaviour_kl_coef,
+        "entropy": settings.entropy_coef,
+    }
+    return ", ".join(parts + [f"{name} x {weight:g}" for name, weight in weights.items() if weight])
 
 
 def _count(number: int, noun: str) -> str:
@@ -258,23 +241,10 @@ def _lag_in_words(config: Config) -> str:
     if lag == 0:
         return "synchronous (lag 0)"
     steps = _count(config.buffer.largest_max_lag, "step") + " (auto)" * (lag == "auto")
-    bound = f"lag at most {steps}"
-    return {
-        "wait": bound,
-        "window": f"{bound}, in prompt order",
-        "drop": f"{bound}, older groups are dropped",
-        "mask": f"{bound}, older tokens are masked",
-        "train": f"{steps} ahead at most, lag without bound",
-    }[policy]
-
-
-def _ends_in_words(config: Config) -> str:
-    run = config.run
-    ends = [_count(run.steps, "step")] if run.steps else []
-    ends += [_count(run.epochs, "epoch")] if run.epochs else []
-    until = f"ends after {' or '.join(ends)}{', whichever is first' * (len(ends) > 1)}" if ends else "has no end"
-    evaluation = f"evaluation every {_count(run.eval_every, 'step')}" if config.data.eval else "no evaluation"
-    return f"{until}; checkpoint every {_count(run.checkpoint_every, 'step')}, {evaluation}; writes to {run.out}"
+    if policy == "train":
+        return f"{steps} ahead at most, lag without bound"
+    does = {"window": "in prompt order", "drop": "older groups are dropped", "mask": "older tokens are masked"}
+    return f"lag at most {steps}" + (f", {does[policy]}" if policy in does else "")
 
 
 # -- hints for unknown keys --------------------------------------------------------------------------------------------
@@ -293,55 +263,19 @@ def removed() -> Removed:
     return msgspec.yaml.decode(Path(__file__).with_name("removed.yaml").read_bytes(), type=Removed)
 
 
-# Similarity of two names, 0 to 1, that counts as a typo: `grp_size` and `group_size` have 0.89, `max_steps` and
-# `max_turns` 0.67. The bound is higher where the section differs too.
-_ALIKE, _ALIKE_ELSEWHERE = 0.8, 0.85
-
-
-def suggest(key: str, known: Collection[str]) -> str:
-    """Return a hint of one clause for a key that is not in `known`; empty when no key is near.
-
-    It tries in this order: a removed key, verl's name (or its end, `rollout.n`), a typo within the section, our key in
-    another section or without one (`lr`), a typo elsewhere, a typo in verl's name.
-    """
+def suggest(key: str) -> str:
+    """Return a hint of one clause for a key that does not exist; empty when no key is near."""
     key = bare(key)
-    if instead := removed().keys.get(key) or removed().keys.get(f"algorithm.{key}"):
+    if instead := removed().keys.get(key):
         return f"it was removed; {instead}"
-    if key in known:
+    if key in knobs():
         return f"write it as `{key}`"
-    if (verls := verls_name(key, known)) is not None:
-        entry = VERL.keys[VERL.pattern_of(verls) or ""]
-        if entry.ours:
-            return f"that is verl's name for `{entry.ours}`"
-        return f"that is verl's{'' if entry.by_hand else ', and has no counterpart'}: {entry.by_hand or entry.absent}"
-    if meant := _slip(key, known):
-        return f"did you mean `{meant}`?"
-    return f"did you mean verl's `{theirs}`?" if (theirs := VERL.misspelt(key)) else ""
-
-
-def verls_name(key: str, known: Collection[str] = ()) -> str | None:
-    """Return verl's full name, if `key` is that name or its end, and no key of ours, removed or in `known`, ends like it."""
-    key = bare(key)
-    if key in removed().keys:
-        return None
-    if key in VERL.keys:
-        return key
-    if any(other.endswith(f".{key}") for other in known):
-        return None
-    return VERL.ending_in(key) or (key if VERL.pattern_of(key) and not VERL.misspelt(key) else None)
-
-
-def _slip(key: str, known: Collection[str]) -> str | None:
-    """Return the key in `known` of which `key` is a typo, if there is one."""
-    section, _, last = key.rpartition(".")
-    beside = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
-    for end in difflib.get_close_matches(last, beside, n=1, cutoff=_ALIKE):
-        return beside[end]
-    namesakes = [other for other in known if other.rpartition(".")[2] == last]
-    if namesakes:
-        return max(namesakes, key=lambda other: difflib.SequenceMatcher(None, other, key).ratio())
-    ends = {other.rpartition(".")[2]: other for other in known}
-    return next((ends[end] for end in difflib.get_close_matches(last, ends, n=1, cutoff=_ALIKE_ELSEWHERE)), None)
+    if (pattern := VERL.pattern_of(key)) is not None:
+        entry = VERL.keys[pattern]
+        return f"that is verl's{f' name for `{entry.ours}`' if entry.ours else f': {entry.by_hand or entry.absent}'}"
+    namesakes = [known for known in knobs() if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    close = difflib.get_close_matches(key, namesakes or knobs(), n=1, cutoff=0 if namesakes else 0.8)
+    return f"did you mean `{close[0]}`?" if close else ""
 
 
 def near(name: str, known: Collection[str]) -> str:

@@ -2,7 +2,7 @@
 
 `read` takes YAML or JSON files, launch scripts, one command, or single keys. Bash runs a script in a sandbox (`isolation.py`):
 it has no network and no files of this machine but bash and a few programs that print. Every other command is recorded and
-succeeds, and the recorded commands have the keys. `refusal` is the reply to keys that do not exist, verl's among them.
+succeeds, and the recorded commands have the keys.
 """
 
 import os
@@ -14,21 +14,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncgrpo.config.explain import knobs, near, suggest, value_in_words, verls_name
+from asyncgrpo.config.explain import knobs, near, value_in_words
 from asyncgrpo.config.files import flat, load_values, parse, text_of
 from asyncgrpo.config.foreign_rules import TRL, VERL, KeyMap, TranslatedKey, merged
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.isolation import Ended, run_isolated, why_not_isolated
 
-_LONG = 60
-"""Characters of `key=value` that are not written twice."""
 _SECONDS, _MEMORY_MB, _TRIES = 10.0, 256, 30
-"""Limits of a script, and of the times that it runs again with one more unset variable or path."""
+"""Limits of a script, and of the times that it runs again with one more path."""
 
 # -- sources -----------------------------------------------------------------------------------------------------------
 
@@ -171,13 +168,6 @@ def _verl_keys(words: Sequence[str]) -> tuple[list[tuple[str, list[Any]]], list[
         name = name if equals else after
         if flag in ("--config-name", "-cn") and name.removesuffix(".yaml") not in _OWN_FILES:
             problems.append(f"{flag}={name}: name that file too, before the script")
-    if any(Path(word).name == "train.sh" for word in words[:2]):
-        for flag, values in _flags(words):
-            if flag in VERL.flags:
-                pairs += [(key, values[:1] if fixed is None else [fixed]) for key, fixed in VERL.flags[flag].items()]
-            else:
-                hint = near(flag, VERL.flags)
-                problems.append(f"{flag}: not a flag of train.sh that asyncgrpo knows" + (f"; {hint}" if hint else ""))
     return pairs, problems
 
 
@@ -186,7 +176,7 @@ def _trl_flags(words: Sequence[str]) -> tuple[list[tuple[str, list[Any]]], list[
     trains = any(word == "grpo" or word.endswith(".py") or word in ("-m", "accelerate", "torchrun") for word in words)
     pairs = list[tuple[str, list[Any]]]()
     for flag, values in _flags(words) if trains else ():
-        name = next(iter(TRL.flags.get(flag, {flag[2:]: None})))
+        name = "num_processes" if flag == "nproc_per_node" else flag  # torchrun's name
         values = [word for word in values if not word.endswith(".py")]  # the script that a launcher's flags end with
         if not values and name.startswith("no_") and name.removeprefix("no_") in TRL.keys:
             pairs.append((name.removeprefix("no_"), [False]))
@@ -196,13 +186,13 @@ def _trl_flags(words: Sequence[str]) -> tuple[list[tuple[str, list[Any]]], list[
 
 
 def _flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Flags, with underscores for dashes, and the words up to the next one."""
+    """Names of flags, with underscores for dashes, and the words up to the next one."""
     name, values = "", list[str]()
     for word in [*words, "--end"]:
         if flag := _FLAG.fullmatch(word):
             if name:
                 yield name, values
-            name, values = f"--{flag[1].replace('-', '_')}", [flag[2]] if flag[2] is not None else []
+            name, values = flag[1].replace("-", "_"), [flag[2]] if flag[2] is not None else []
         else:
             values.append(word)
 
@@ -241,7 +231,6 @@ _ASSIGNED = rf"(?<![\w$]){{0}}(?:\[[^]]*\])?\+?=|\b(?:{_ASSIGNS})\b[^\n;]*\b{{0}
 _BLOCKED = re.compile(
     r"line \d+: (\S+): (?:No such file or directory|Read-only file system|Permission denied|Is a directory)"
 )
-_UNBOUND = re.compile(r"line \d+: (\w+): unbound variable")
 
 
 class Started(NamedTuple):
@@ -296,11 +285,9 @@ def run_script(text: str, environment: Mapping[str, str], file: str = "/script.s
             raise ConfigError(
                 f"a script runs in a sandbox to read it, and {why or 'it did not start'}: {_WITHOUT_A_SANDBOX}"
             )
-        names = set(_UNBOUND.findall(ended.stderr)) - unset
         new = {path: os.path.abspath(path) for path in _BLOCKED.findall(ended.stderr) if "/" in path or "." in path}
-        if ended.is_late or not (names or new.keys() - paths.keys()):
+        if ended.is_late or not new.keys() - paths.keys():
             break
-        unset |= names
         paths |= new
         before = ended
     problem = f"exit code {ended.code}" if ended.code else ""
@@ -365,11 +352,11 @@ def _unknown(key: str, keys: KeyMap) -> str:
     return f"asyncgrpo knows no such key of {keys.system}" + (f"; {hint}" if hint else "")
 
 
-def report(found: Translation, problems: Sequence[str], *, as_yaml: bool) -> str:
+def report(found: Translation, problem: str, *, as_yaml: bool) -> str:
     """The translation as a command or a YAML file, followed by comments that name every key that was given.
 
     Args:
-        problems: why the command does not run yet; empty where it does.
+        problem: why the command does not run yet; empty where it does.
     """
     parts = [_to_yaml(found.ours) if as_yaml else command(found.ours)]
     by_hand = [row for row in found.left if row.by_hand]
@@ -385,34 +372,28 @@ def report(found: Translation, problems: Sequence[str], *, as_yaml: bool) -> str
             for key, value in found.unwritten.items()
         ],
     )
-    parts += _comment("It does not run yet:", problems)
+    parts += _comment("It does not run yet:", [problem] if problem else [])
     return "\n\n".join(parts)
 
 
 def _translated(rows: Sequence[TranslatedKey]) -> list[str]:
-    """Lines `key=value: ours=value`, with what else to know, and with the later key where two disagree.
-
-    A long value that several keys make together is written once.
-    """
+    """Lines `key=value: ours=value`, with what else to know, and with the later key where two disagree."""
     decides = {key: row for row in rows for key in row.ours}
-    found, before = list[str](), set[str]()
+    found = list[str]()
     for row in rows:
-        texts = assignments(row.ours)
-        short = [f"{text.partition('=')[0]}=..." if text in before and len(text) > _LONG else text for text in texts]
-        before.update(texts)
         others = [decides[key] for key, value in row.ours.items() if decides[key].ours[key] != value]
         later = f", but {_written(others[0])} comes later" if others else ""
         note = f" ({row.words})" if row.words else ""
-        found.append(f"{_written(row)}: {' '.join(short)}{later}{note}")
+        found.append(f"{_written(row)}: {' '.join(assignments(row.ours))}{later}{note}")
     return found
 
 
 def _reasons(rows: Iterable[TranslatedKey]) -> list[str]:
-    """Lines `key=value: why`. Keys that one entry of the map covers share a line."""
-    alike: dict[tuple[str, str], list[str]] = {}
+    """Lines `key=value: why`. Keys with the same reason share a line."""
+    alike = defaultdict[str, list[str]](list)
     for row in rows:
-        alike.setdefault((row.pattern, row.words), []).append(_written(row))
-    return [f"{', '.join(keys)}: {words}" for (_, words), keys in alike.items()]
+        alike[row.words].append(_written(row))
+    return [f"{', '.join(keys)}: {words}" for words, keys in alike.items()]
 
 
 def _written(row: TranslatedKey) -> str:
@@ -433,76 +414,9 @@ def _to_yaml(ours: dict[str, Any]) -> str:
     return msgspec.yaml.encode(nested).decode().rstrip()
 
 
-def to_json(found: Translation, problems: Sequence[str]) -> dict[str, Any]:
-    """The translation as JSON, for scripts."""
-    return {
-        "ours": found.ours,
-        "command": command(found.ours),
-        "translated": [{"key": row.key, "value": row.value, "ours": row.ours, "note": row.words} for row in found.rows],
-        "without_counterpart": [{"key": row.key, "value": row.value, "why": row.words} for row in found.left],
-        "not_understood": found.unread,
-        f"{found.system.lower()}_defaults": found.unwritten,
-        "problems": list(problems),
-    }
-
-
-# -- keys that do not exist --------------------------------------------------------------------------------------------
-
-_LIST_ALL = "`asyncgrpo config explain` lists all keys"
-
-
-class Unknown(NamedTuple):
-    """A key that does not exist."""
-
-    origin: str
-    """File or `command line`."""
-    key: str
-    value: Any
-
-
-def refusal(
-    unknown: Sequence[Unknown], options: Mapping[str, str] = MappingProxyType({}), right: Sequence[str] = ()
-) -> ConfigError:
-    """The error for `unknown`: a sentence for one key, or for several a line for each and what to write instead.
-
-    Args:
-        options, right: the flags with their values and the right `key=value` of the command line, which are repeated
-            beside the translated keys.
-    """
-    names = {one.key: verls_name(one.key) for one in unknown}
-    rows = VERL.translate({name: one.value for one in unknown if (name := names[one.key]) is not None})
-    guessed = [one for one in unknown if names[one.key] is None]
-    guesses = [suggest(one.key, knobs()) or _LIST_ALL for one in guessed]
-    if len(unknown) == 1:
-        (one,), (hint,) = unknown, guesses or [_verls(rows[0])]
-        value = value_in_words(one.value)
-        return ConfigError(f"{one.origin}: unknown configuration key `{one.key}` (value {value}): {hint}")
-    origins = " and ".join(dict.fromkeys(one.origin for one in unknown))
-    lines = _translated([row for row in rows if row.ours]) + _reasons(row for row in rows if not row.ours)
-    lines += [f"{o.key}={value_in_words(o.value)}: {hint}" for o, hint in zip(guessed, guesses, strict=True)]
-    parts = [f"{origins}: {len(unknown)} configuration keys do not exist", "\n".join(lines)]
-    if ours := merged(rows):
-        file = next((one.origin for one in unknown if one.origin.endswith((".yaml", ".yml"))), None)
-        anew = f"Write the file anew: asyncgrpo config from-verl {shlex.quote(file or '')} --yaml > mine.yaml"
-        parts.append(anew if file else f"Type instead:\n\n{command(ours, options, right)}")
-    return ConfigError("\n\n".join(parts))
-
-
-def _verls(row: TranslatedKey) -> str:
-    if row.ours:
-        note = f" ({row.words})" if row.words else ""
-        return f"that is verl's name for {' '.join(assignments(row.ours))}{note}"
-    if row.by_hand:
-        return f"that is verl's: {row.words}"
-    if row.name:
-        return f"that is verl's name for {row.name}: {row.words}"
-    return f"that is verl's, and has no counterpart here: {row.words}"
-
-
-def command(ours: dict[str, Any], options: Mapping[str, str] = MappingProxyType({}), right: Sequence[str] = ()) -> str:
+def command(ours: dict[str, Any]) -> str:
     """The `asyncgrpo train` command with these keys, over several lines, for a shell."""
-    flags = [f"{flag} {shlex.quote(value)}" for flag, value in options.items()]
-    return " \\\n    ".join(["asyncgrpo train", *flags, *map(shlex.quote, [*assignments(ours), *right])])
+    return " \\\n    ".join(["asyncgrpo train", *map(shlex.quote, assignments(ours))])
 
 
 def assignments(ours: dict[str, Any]) -> list[str]:

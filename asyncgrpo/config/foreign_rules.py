@@ -2,10 +2,9 @@
 
 The map is data. Where a value depends on several of their keys, it names a rule: a function of this file that takes the value,
 all keys that were given, and the key of ours that the map names. A rule returns our keys with their values, a reason why there
-are none, or both: keys and a note. It raises `Odd` where it cannot compute with a value.
+are none, or both: keys and a note. It raises `Odd` where the user has to choose.
 """
 
-import difflib
 import math
 import os
 from collections.abc import Callable, Collection, Iterable
@@ -37,24 +36,13 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     absent: str = ""
 
 
-class _ByHand(msgspec.Struct, forbid_unknown_fields=True):
-    do: str
-    keys: list[str]
-
-
-class _Absent(msgspec.Struct, forbid_unknown_fields=True):
-    why: str
-    keys: list[str]
-
-
 class _Section(msgspec.Struct, forbid_unknown_fields=True):
     renamed: dict[str, str]
     translated: dict[str, Entry]
-    by_hand: list[_ByHand]
-    absent: list[_Absent]
+    by_hand: dict[str, list[str]]
+    absent: dict[str, list[str]]
     defaults: dict[str, Any]
     without_a_key: dict[str, Any]
-    flags: dict[str, dict[str, Any]]
 
 
 class TranslatedKey(NamedTuple):
@@ -63,14 +51,10 @@ class TranslatedKey(NamedTuple):
     key: str
     """Theirs, without Hydra's plus."""
     value: Any
-    name: str
-    """Our key that the map names; empty where there is none."""
     ours: dict[str, Any]
     """Our keys and their values; empty where this value has no counterpart."""
     words: str
     """The reason for no counterpart, or the work to do by hand; beside a counterpart, a note."""
-    pattern: str
-    """Entry of the map that it came from: the key, or the start of it and `*`."""
     by_hand: bool = False
     """True if the user has to choose: nothing takes the value, or the value of our key is not known."""
 
@@ -91,20 +75,12 @@ class KeyMap:
     def _section(self) -> _Section:
         return _sections()[self.system]
 
-    @property
-    def flags(self) -> dict[str, dict[str, Any]]:
-        """Command-line flags and the keys that they set; None stands for the flag's value."""
-        return self._section.flags
-
     @cached_property
     def keys(self) -> dict[str, Entry]:
         """The map, in the order of its file."""
         entries = {key: Entry(ours=ours) for key, ours in self._section.renamed.items()} | self._section.translated
-        for left in self._section.by_hand:
-            entries |= {key: Entry(by_hand=left.do) for key in left.keys}
-        for absent in self._section.absent:
-            entries |= {key: Entry(absent=absent.why) for key in absent.keys}
-        return entries
+        entries |= {key: Entry(by_hand=do) for do, keys in self._section.by_hand.items() for key in keys}
+        return entries | {key: Entry(absent=why) for why, keys in self._section.absent.items() for key in keys}
 
     def pattern_of(self, key: str) -> str | None:
         """Return the entry of the map for `key`; None for a key that is not theirs."""
@@ -112,17 +88,6 @@ class KeyMap:
         if key in self.keys and not key.endswith("*"):
             return key
         return next((entry for entry in self.keys if entry.endswith("*") and key.startswith(entry[:-1])), None)
-
-    def ending_in(self, tail: str) -> str | None:
-        """Return their key for its end, such as `rollout.n`, if all keys with that end mean the same here."""
-        found = [key for key in self.keys if key.endswith(f".{bare(tail)}")]
-        return found[0] if len({str(self.keys[key]) for key in found}) == 1 else None
-
-    def misspelt(self, key: str) -> str | None:
-        """Return their key that `key` is with a slip in its last part."""
-        section, _, last = bare(key).rpartition(".")
-        beside = {name.rpartition(".")[2]: name for name in self.keys if name.rpartition(".")[0] == section}
-        return next((beside[name] for name in difflib.get_close_matches(last, beside, n=1, cutoff=0.9)), None)
 
     def translate(self, given: Given) -> list[TranslatedKey]:
         """Translate each key of `given` that the map has; other keys are left out.
@@ -152,17 +117,13 @@ class KeyMap:
         try:
             found = self._applied(entry, key, pattern, value, given)
         except Odd as odd:
-            found = f"{entry.ours} cannot be computed from {odd}"
-        ours, words = (
-            found if isinstance(found, tuple) else ({}, found) if isinstance(found, str) else (found, entry.note)
-        )
-        is_to_do = bool(entry.rule and not ours and words.startswith(entry.ours.partition(" ")[0]))
-        return TranslatedKey(key, value, entry.ours, ours, words, pattern, by_hand=bool(entry.by_hand) or is_to_do)
+            return TranslatedKey(key, value, {}, f"{entry.ours} {odd}", by_hand=True)
+        if isinstance(found, str):
+            return TranslatedKey(key, value, {}, found, by_hand=bool(entry.by_hand))
+        return TranslatedKey(key, value, *(found if isinstance(found, tuple) else (found, entry.note)))
 
     def _applied(self, entry: Entry, key: str, pattern: str, value: Any, given: Given) -> Translated:
         text = as_text(value)
-        if entry.absent and pattern != key and (meant := self.misspelt(key)):
-            return f"did you mean {self.system}'s `{meant}`?"
         if entry.by_hand or entry.absent:
             return entry.by_hand or entry.absent
         for other, needed in entry.when.items():
@@ -212,7 +173,7 @@ def as_text(value: Any) -> str:
 
 
 class Odd(ValueError):
-    """A value of theirs that a rule cannot compute with, as `key=value`."""
+    """A value of theirs that leaves our key to the user. The message follows the name of our key."""
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
@@ -224,7 +185,8 @@ def _count(given: Given, key: str, default: int | None = None) -> int:
     value = given.get(key, default)
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise Odd(f"{key}={as_text(value)}" if key in given else f"{key}, which is not given")
+    found = f"{key}={as_text(value)}" if key in given else f"{key}, which is not given"
+    raise Odd(f"cannot be computed from {found}")
 
 
 def _number(given: Given, key: str, default: float) -> float:
@@ -232,7 +194,7 @@ def _number(given: Given, key: str, default: float) -> float:
     value = given.get(key, default)
     if _is_number(value) and value >= 0:
         return float(value)
-    raise Odd(f"{key}={as_text(value)}")
+    raise Odd(f"cannot be computed from {key}={as_text(value)}")
 
 
 # -- rules of both -----------------------------------------------------------------------------------------------------
@@ -243,7 +205,9 @@ _LOGGERS = ("wandb", "tensorboard", "trackio", "mlflow")
 def files(value: Any, _: Given, ours: str) -> Translated:
     """A file, or a list of several."""
     named = [os.path.expanduser(str(file)) for file in (value if isinstance(value, list) else [value])]
-    return {ours: named[0] if len(named) == 1 else named} if named else f"{ours} takes a file, or several"
+    if not named:
+        raise Odd("takes a file, or several")
+    return {ours: named[0] if len(named) == 1 else named}
 
 
 def lora_targets(value: Any, _: Given, ours: str) -> Translated:
@@ -385,7 +349,7 @@ def verl_tokens(value: Any, given: Given, ours: str) -> Translated:
 def verl_warmup_steps(value: Any, given: Given, ours: str) -> Translated:
     """verl's rate moves once a step, ours at every update."""
     if not _is_number(value):
-        return f"{ours} counts updates"
+        raise Odd("counts updates")
     if value < 0 and f"{_ACTOR}optim.lr_warmup_steps_ratio" in given:
         return "lr_warmup_steps_ratio decides"
     try:
@@ -400,15 +364,8 @@ def verl_warmup_share(value: Any, given: Given, ours: str) -> Translated:
     if isinstance(counted, int) and counted >= 0:
         return "lr_warmup_steps decides"
     if value and not (isinstance(value, float) and _is_number(steps) and steps > 0):
-        return f"{ours} counts updates: this share of those of the run"
+        raise Odd("counts updates: this share of those of the run")
     return verl_warmup_steps(value * steps if value else 0, given, ours)
-
-
-def verl_lora_targets(value: Any, given: Given, ours: str) -> Translated:
-    ranks = [given.get(f"actor_rollout_ref.model.{name}") for name in ("lora_rank", "lora.rank")]
-    if value != "all-linear" and not any(ranks):
-        return "the rank is 0, so it does nothing"
-    return lora_targets(value, given, ours)
 
 
 def _own_reward(given: Given) -> str:
@@ -540,12 +497,6 @@ def verl_kl_in_reward(value: Any, given: Given, ours: str) -> Translated:
     return {ours: "reward", "algorithm.kl_coef": given.get("algorithm.kl_ctrl.kl_coef", _KL_COEF)}
 
 
-def verl_truncation_cap(value: Any, _: Given, ours: str) -> Translated:
-    if isinstance(value, str | list | dict):
-        return "a number, the largest weight"
-    return {ours: [{"high_ratio": value}] if value > 0 else []}
-
-
 def _bypasses(given: Given) -> bool:
     """True if verl's ratio is policy / behaviour: it takes the log-probs of the rollout, and computes none anew."""
     if given.get(f"{_ASYNC}compute_prox_log_prob") is True:
@@ -651,7 +602,7 @@ def _counts(given: Given) -> tuple[int, int, int]:
         steps = given.get("steps_per_generation")
         given = given | {batch: each * (accumulated if steps is None else _count(given, "steps_per_generation"))}
     if _count(given, batch) % update:
-        raise Odd(f"a generation batch of {given[batch]} completions and updates of {update}")
+        raise Odd(f"cannot be computed from a generation batch of {given[batch]} completions and updates of {update}")
     return update, given[batch] // update, _count(given, "num_iterations", 1)
 
 
@@ -659,7 +610,8 @@ def trl_prompts_per_step(_: Any, given: Given, ours: str) -> Translated:
     update, updates, _passes = _counts(given)
     size = _count(given, "num_generations", _NUM_GENERATIONS)
     if update * updates % size:
-        raise Odd(f"a generation batch of {update * updates} completions and num_generations={size}")
+        batch = f"a generation batch of {update * updates} completions"
+        raise Odd(f"cannot be computed from {batch} and num_generations={size}")
     return {ours: update * updates // size} | ({"learner.minibatches": updates} if updates > 1 else {})
 
 
@@ -667,7 +619,7 @@ def trl_steps(value: Any, given: Given, ours: str) -> Translated:
     """TRL counts updates. A step here has all updates of a generation batch."""
     _update, updates, passes = _counts(given)
     if _count({"its value": value}, "its value") % (updates * passes):
-        return f"{ours} counts steps of all updates of a generation batch; TRL counts updates"
+        raise Odd("counts steps of all updates of a generation batch; TRL counts updates")
     return {ours: value // (updates * passes)}
 
 
@@ -680,21 +632,21 @@ def trl_epochs(value: Any, given: Given, ours: str) -> Translated:
     if _is_number(given.get("max_steps")) and given["max_steps"] > 0:
         return "max_steps ends the run"
     if not _is_number(value) or value < 1 or value != int(value):
-        return f"{ours} takes a whole number"
+        raise Odd("takes a whole number")
     return {ours: int(value)}
 
 
 def trl_warmup_steps(value: Any, given: Given, ours: str) -> Translated:
     """Updates in both; below 1 it is a share of the run."""
     if not _is_number(value) or value < 0:
-        return f"{ours} counts updates"
+        raise Odd("counts updates")
     return trl_warmup_share(value, given, ours) if 0 < value < 1 else {ours: int(value)}
 
 
 def trl_warmup_share(value: Any, given: Given, ours: str) -> Translated:
     updates = given.get("max_steps")
     if value and not (_is_number(value) and _is_number(updates) and updates > 0):
-        return f"{ours} counts updates: this share of those of the run"
+        raise Odd("counts updates: this share of those of the run")
     return {ours: round(value * updates) if value else 0}
 
 
@@ -709,12 +661,6 @@ def trl_gpus(_: Any, given: Given, ours: str) -> Translated:
     except ConfigError:
         return f"{gpus} GPUs cannot be shared by engines of {each} and a learner"
     return {"generators.count": count, "learner.ranks": ranks}
-
-
-def trl_memory_fraction(value: Any, given: Given, ours: str) -> Translated:
-    if given.get("num_processes") == 1:
-        return {ours: value}
-    return f"an engine has its GPUs to itself here, unless cluster.share_gpu is set; {ours} is its share"
 
 
 # -- TRL: the objective ------------------------------------------------------------------------------------------------
@@ -755,16 +701,12 @@ def trl_clip(_: Any, given: Given, ours: str) -> Translated:
     if loss not in ("ppo_clip", "gspo", "cispo"):
         return "this loss has no such bound"
     if not _is_number(low) or not _is_number(high):
-        return f"{ours} takes numbers"
+        raise Odd("takes numbers")
     if loss == "cispo":
         if high < 1:
             return "TRL's bound of CISPO is the largest ratio, here at least 1: epsilon_high=5.0 is clip_high=4.0"
         low, high = 1.0, round(high - 1, 12)
     return {"algorithm.loss_args.clip_low": low, "algorithm.loss_args.clip_high": high}
-
-
-def trl_delta(value: Any, given: Given, ours: str) -> Translated:
-    return {ours: value} if _chosen(given)[0] == "ppo_clip" else "only the clip of single tokens has it"
 
 
 def _kl_kind(given: Given) -> str:
@@ -822,7 +764,7 @@ def _hub_source(field: str, given: Given, ours: str) -> Translated:
 def trl_source(value: Any, _: Given, ours: str) -> Translated:
     if isinstance(value, str) and value.startswith("hf:"):
         return {ours: value}
-    return f"{ours} takes a file, Parquet, JSONL or JSON, or hf:ID?name=CONFIG&split=SPLIT"
+    raise Odd("takes a file, Parquet, JSONL or JSON, or hf:ID?name=CONFIG&split=SPLIT")
 
 
 def trl_train_file(value: Any, given: Given, ours: str) -> Translated:
@@ -843,11 +785,9 @@ def trl_lora(value: Any, given: Given, ours: str) -> Translated:
 def trl_floor(value: Any, _: Given, ours: str) -> Translated:
     """The rate at which a cosine ends, as a share of the first."""
     share = value.get("min_lr_rate") if isinstance(value, dict) and len(value) == 1 else None
-    return f"{ours} is the rate at the end, as a share" if share is None else {ours: share}
-
-
-def trl_loggers(value: Any, given: Given, ours: str) -> Translated:
-    return "name the loggers: `all` depends on what is installed" if value == "all" else loggers(value, given, ours)
+    if share is None:
+        raise Odd("is the rate at the end, as a share")
+    return {ours: share}
 
 
 def trl_rewards(value: Any, _: Given, ours: str) -> Translated:

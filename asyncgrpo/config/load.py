@@ -9,10 +9,9 @@ extended files, the file, the algorithm of `--algorithm`, the command line. msgs
 sentence that names where the mistake was written, the key, the value and what to change.
 """
 
-import functools
-import math
+import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +29,16 @@ from asyncgrpo.config.explain import (
     near,
     removed,
     sections,
+    suggest,
     type_in_words,
     value_in_words,
 )
 from asyncgrpo.config.files import Layer, algorithm_file, find, flat, look_up, read, yaml_value
-from asyncgrpo.config.foreign import Unknown, refusal
 from asyncgrpo.config.schema import AlgorithmConfig, Config
 from asyncgrpo.errors import ConfigError
 
 COMMAND_LINE = "command line"
+_LIST_ALL = "`asyncgrpo config explain` lists all keys"
 
 # Keys of `algorithm` that choose a function, and the key that has its arguments.
 _ARGUMENTS_OF = {"loss": "loss_args", "advantage": "critic"}
@@ -54,7 +54,6 @@ def load_config(
     *,
     base: dict[str, Any] | None = None,
     algorithm: str | None = None,
-    warn: Callable[[str], None] | None = None,
 ) -> Config:
     """Load the configuration of a run.
 
@@ -63,7 +62,6 @@ def load_config(
         overrides: `key.sub=value`, the value read as YAML. Later ones win, and all win over the file.
         base: nested values below all others.
         algorithm: name of a preset in `configs/algorithms/`. It sets the whole objective and wins over the file.
-        warn: called with a sentence about the values of the file that the preset replaced, if any.
     Raises:
         ConfigError: one sentence naming the file or "command line", the key, the value and what to change.
     """
@@ -71,9 +69,7 @@ def load_config(
     written += read(find(path)) if path is not None else []
     written += read(algorithm_file(algorithm)) if algorithm is not None else []
     written += [Layer(COMMAND_LINE, _parse(overrides))]
-    named = {"--config": path, "--algorithm": algorithm}
-    options = {flag: str(value) for flag, value in named.items() if value is not None}
-    _refuse_unknown(written, options, overrides)
+    _refuse_unknown(written)
     given = [layer._replace(values=_known_only(layer.name, layer.values)) for layer in written]
     layers, where = _under_presets(given), str(path) if path is not None else COMMAND_LINE
     config = _convert(_merge(layers, where), layers, where)
@@ -81,36 +77,7 @@ def load_config(
         rules.check(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-    if warn is not None and algorithm is not None and path is not None:
-        *files, _, command_line = given
-        without = _under_presets([*files, command_line])
-        replaced = _replaced(files, _convert(_merge(without, where), without, where), config)
-        listed = ", ".join(f"{key}={value_in_words(value)}" for key, value in replaced.items())
-        if listed:
-            warn(
-                f"--algorithm {algorithm} replaces what {where} sets: {listed}; a key=value on the command line keeps one"
-            )
     return config
-
-
-def problems(overrides: Sequence[str]) -> list[str]:
-    """Return all messages of `load_config` and `check_algorithm` about these settings; they raise the first.
-
-    An invalid value is replaced by its default, so that later checks run too.
-    """
-    layers = [Layer(COMMAND_LINE, _parse(overrides))]
-    values, found = _merge(layers, COMMAND_LINE), list[str]()
-    while True:
-        try:
-            return found + rules.problems(msgspec.convert(values, Config, strict=False))
-        except msgspec.ValidationError as error:
-            found.append(str(_explained(str(error), values, layers, COMMAND_LINE)).removeprefix(f"{COMMAND_LINE}: "))
-            key = _key_of(str(error))
-            *above, name = key.split(".")
-            section = functools.reduce(lambda node, step: node[step], above, values)
-            section.pop(name, None)
-            if knobs()[key].required:
-                section[name] = "?"
 
 
 def with_overrides(config: Config, overrides: Sequence[str], *, algorithm: str | None = None) -> Config:
@@ -127,7 +94,7 @@ def recorded(values: dict[str, Any], where: str) -> Config:
         ConfigError: a value or a key is unknown to this release.
     """
     layers = [Layer(where, _known_only(where, _without_removed(values)))]
-    _refuse_unknown(layers, {}, ())
+    _refuse_unknown(layers)
     return _convert(layers[0].values, layers, where)
 
 
@@ -194,17 +161,18 @@ def _parse_value(key: str, text: str) -> Any:
         raise ConfigError(f"{COMMAND_LINE}: the value of {key}, `{text}`, is not valid YAML") from error
 
 
-def _refuse_unknown(layers: Sequence[Layer], options: dict[str, str], overrides: Sequence[str]) -> None:
-    """Raise ConfigError with all unknown keys of files and command line."""
-    unknown = [
-        Unknown(layer.name, key, value)
+def _refuse_unknown(layers: Sequence[Layer]) -> None:
+    """Raise ConfigError with a line for each unknown key of files and command line."""
+    lines = [
+        f"{layer.name}: unknown configuration key `{key}` (value {value_in_words(value)}): {suggest(key) or _LIST_ALL}"
         for layer in layers
         for key, value in flat(layer.values).items()
         if not _is_known(key)
     ]
-    if unknown:
-        right = [override for override in overrides if _is_known(override.partition("=")[0].strip())]
-        raise refusal(unknown, options, right)
+    if any("that is verl's" in line for line in lines):
+        lines.append("`asyncgrpo config from-verl FILE|KEY=VALUE...` translates keys and values of verl")
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def _is_known(key: str) -> bool:
@@ -259,17 +227,6 @@ def _without_recipe(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return {n: _without_recipe(v, f"{n}.") if not prefix and n in nested else v for n, v in kept.items()}
 
 
-def _replaced(files: Sequence[Layer], before: Config, after: Config) -> dict[str, Any]:
-    """Return the values of the files that a preset replaced, by key, as written."""
-    there, here = msgspec.to_builtins(before), msgspec.to_builtins(after)
-    written = {key: [value for f in files if (value := look_up(f.values, key)) is not None] for key in knobs()}
-    return {
-        key: values[-1]
-        for key, values in written.items()
-        if values and is_part_of_a_preset(key) and look_up(there, key) != look_up(here, key)
-    }
-
-
 def _without_leftovers(layers: Sequence[Layer]) -> list[dict[str, Any]]:
     """Return the values of each layer, without the arguments of a function that a later layer replaces.
 
@@ -303,67 +260,36 @@ def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Con
         config = msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as error:
         raise _explained(str(error), values, layers, where) from None
-    for key, value in _leaves(msgspec.to_builtins(config)):
-        if (wrong := _unwritable(value)) is not None:
-            origin = next((layer.name for layer in reversed(layers) if look_up(layer.values, key) is not None), where)
-            raise ConfigError(f"{origin}: {key} must be {wrong}; it is {value}")
+    plain = msgspec.to_builtins(config)
+    for key in knobs():
+        try:
+            json.dumps(value := look_up(plain, key), allow_nan=False)
+        except ValueError:
+            raise ConfigError(f"{_origin(key, layers, where)}: {key} must be finite; it is {value}") from None
     return config
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every plain value with its dotted key; values in a list have the key of the list."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else name)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _leaves(inner, key)
-    else:
-        yield key, value
-
-
-def _unwritable(value: Any) -> str | None:
-    """Return the requirement of messages and files that a value violates; None if it violates none."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "a finite number"
-    if isinstance(value, int) and abs(value) >= 2**63:
-        return "below 2^63 in size"
-    if isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value):
-        return "UTF-8 text"
-    return None
-
-
-def _key_of(message: str) -> str:
-    """Return the key in msgspec's message, without an index: of `data.columns[...]` and `run.loggers[0]`."""
-    problem, _, path = message.partition(" - at `$.")
-    key = re.sub(r"\[.*", "", path.rstrip("`"))
-    missing = re.search(r"missing required field `(\w+)`", problem)
-    return f"{key}.{missing[1]}" if missing else key
+def _origin(key: str, layers: Sequence[Layer], where: str) -> str:
+    """Return the name of the layer that sets a key."""
+    return next((layer.name for layer in reversed(layers) if look_up(layer.values, key) is not None), where)
 
 
 def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], where: str) -> ConfigError:
     """Turn msgspec's message, which has only a path, into a sentence with origin, key and value."""
     problem, _, path = message.partition(" - at `$.")
-    key = _key_of(message)
-    if "missing required field" in problem:
+    path = path.rstrip("`")
+    key = re.sub(r"\[.*", "", path)  # without an index: of `data.columns[...]` and `run.loggers[0]`
+    if missing := re.search(r"missing required field `(\w+)`", problem):
+        key = f"{key}.{missing[1]}"
         return ConfigError(
-            f"{where}: {key} is missing ({knobs()[key].description}); write it in the file or {key}=... on the command line"
+            f"{where}: {key} is missing ({knobs()[key].description}); write it in the file or as {key}=..."
         )
     knob, value = knobs()[key], look_up(values, key)
-    origin = next((layer.name for layer in reversed(layers) if look_up(layer.values, key) is not None), where)
-    place = re.fullmatch(r"[\w.]+\[(\d+)\](?:\.(\w+))?", path.rstrip("`"))
-    if knob.fields and place is not None and isinstance(value, list):  # in an entry of a list of mappings
-        value, key = value[int(place[1])], f"{key}[{place[1]}]"
-        if unknown := re.search(r"unknown field `(\w+)`", problem):
-            hint = near(unknown[1], knob.fields) or f"there are: {', '.join(knob.fields)}"
-            return ConfigError(f"{origin}: {key} has no field `{unknown[1]}`: {hint}")
-        if place[2] is not None:
-            knob, value, key = knob.fields[place[2]], value[place[2]], f"{key}.{place[2]}"
-        else:
-            return ConfigError(f"{origin}: {key} must be a mapping; it is {value_in_words(value)}")
     out_of_bounds = re.fullmatch(r"Expected `\w+( \| null)?` [<>]=? \S+", problem) is not None
     needs = (out_of_bounds and bounds_in_words(knob.type)) or type_in_words(knob.type)
     hint = "; put it in quotes" if knob.takes(inspect.StrType) and isinstance(value, int | float) else ""
     if isinstance(value, str) and (meant := near(value, choices(key))):
         hint = f": {meant}"
-    return ConfigError(f"{origin}: {key} must be {needs}; it is {value_in_words(value)}{hint}")
+    if knob.fields and path != key:  # in an entry of a list of mappings
+        hint = f"; {path}: {problem}"
+    return ConfigError(f"{_origin(key, layers, where)}: {key} must be {needs}; it is {value_in_words(value)}{hint}")

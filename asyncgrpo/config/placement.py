@@ -5,10 +5,7 @@ before anything starts, `choose` and `share_one_gpu` choose settings, `report` i
 """
 
 import contextlib
-import itertools
-import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -105,43 +102,37 @@ def refuse(size: ModelSize, config: Config, card: Card) -> None:
     if not found:
         return
     side, why = next(iter(found.items()))
-    offers: list[Changes] = []
+    offers, filled = (
+        dict[str, Changes](),
+        1.0 if config.cluster.share_gpu else COMFORTABLE,
+    )  # `share_one_gpu` leaves room
     for change in _remedies(size, config, card, side):
-        if not any(simpler.items() <= change.items() for simpler in offers):
-            offers.append(change)
-    words = [" ".join(f"{key}={value_in_words(value)}" for key, value in change.items()) for change in offers[:3]]
-    instead = f"it fits with {' or with '.join(words)}" if words else "use larger GPUs or a smaller model"
+        kind = next(iter(change))
+        if kind not in offers and side not in problems(size, changed(config, change), card, filled=filled):
+            offers[kind] = change
+    words = [" ".join(f"{key}={value_in_words(value)}" for key, value in change.items()) for change in offers.values()]
+    instead = f"it fits with {' or with '.join(words[:3])}" if words else "use larger GPUs or a smaller model"
     raise ConfigError(f"{why}; {instead}")
 
 
 def _remedies(size: ModelSize, config: Config, card: Card, side: str) -> Iterator[Changes]:
-    """The smallest change of each kind with which `side` fits, or with which both share a GPU."""
+    """Changes that may make `side` fit. Those that begin with the same key are alternatives, the smallest first."""
     learner, engine, ranks = config.learner, config.generators, config.learner.ranks
-    adapters: list[Changes] = [] if config.model.lora.rank else [{"model.lora.rank": 32}]
+    adapters: Changes = {} if config.model.lora.rank else {"model.lora.rank": 32}
     if config.cluster.share_gpu:
-        for change in ({}, *adapters):
+        for change in ({}, adapters):
             with contextlib.suppress(ConfigError):
                 yield change | share_one_gpu(size, changed(config, change), card)
-        return
-    if side == "engine":
-        kinds: list[list[Changes]] = [
-            [{"generators.memory_fraction": f} for f in (0.8, 0.85, 0.88) if f > engine.memory_fraction],
-            [{"generators.gpus_each": n} for n in (2, 4, 8) if n > engine.gpus_each and size.heads % n == 0],
-        ]
+    elif side == "engine":
+        yield from ({"generators.memory_fraction": f} for f in (0.8, 0.85, 0.88) if f > engine.memory_fraction)
+        yield from ({"generators.gpus_each": n} for n in (2, 4, 8) if n > engine.gpus_each and size.heads % n == 0)
     else:
-        recompute = [{"learner.activation_checkpointing": True}] if learner.activation_checkpointing is False else []
         smaller = [{"learner.tokens_per_microbatch": tokens} for tokens in _token_budgets(config)[1:]]
-        offload = [] if learner.offload_optimizer else [{"learner.offload_optimizer": True}]
-        more = [{"learner.ranks": count} for count in range(ranks + 1, 8 * ranks + 1)]
-        offload_over_more = [one | other for one in offload for other in more]
-        kinds = [recompute, smaller, offload, more, offload_over_more]
-        kinds.append([one | other for one in adapters for other in ({}, *smaller)])
-
-    def fits(change: Changes) -> bool:
-        return side not in problems(size, changed(config, change), card, filled=COMFORTABLE)
-
-    for kind in kinds:
-        yield from itertools.islice(filter(fits, kind), 1)
+        yield from [] if learner.activation_checkpointing else [{"learner.activation_checkpointing": True}]
+        yield from smaller
+        yield from [] if learner.offload_optimizer else [{"learner.offload_optimizer": True}]
+        yield from ({"learner.ranks": count} for count in range(ranks + 1, 8 * ranks + 1))
+        yield from (adapters | change for change in ({}, *smaller) if adapters)
 
 
 def refuse_host(size: ModelSize, config: Config, host: Host) -> None:
@@ -286,70 +277,39 @@ def share_one_gpu(size: ModelSize, config: Config, card: Card, decided: Mapping[
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Fit:
-    """The memory of a run."""
-
-    card: Card
-    learner: Holding | None
-    """None: on the CPU."""
-    engine: EngineFit | None
-    """None: on the CPU, or the fake engine."""
-    host: Holding
-    """The node that holds most."""
-    shared: Holding
-    """The part of `host` in `/dev/shm`."""
-    publication_s: float
+def settled(size: ModelSize, config: Config, card: Card) -> Config:
+    """Return the configuration with `learner.activation_checkpointing` as the learner would choose it."""
+    if config.learner.activation_checkpointing is not None:
+        return config
+    return changed(config, {"learner.activation_checkpointing": not keeps_activations(size, config, card)})
 
 
-def estimate(size: ModelSize, config: Config, card: Card) -> Fit:
-    """The memory that a run of this model takes of each GPU and node."""
-    if config.learner.activation_checkpointing is None:
-        config = changed(config, {"learner.activation_checkpointing": not keeps_activations(size, config, card)})
-    return Fit(
-        card=card,
-        learner=learner_rank(size, config) if runs_on_gpu(config) else None,
-        engine=_engine(size, config, card),
-        host=fullest_host(size, config),
-        shared=fullest_shared_memory(size, config),
-        publication_s=publication_seconds(size, config),
-    )
-
-
-def report(fit: Fit, host: Host | None = None) -> str:
-    """The memory of a run as a table whose columns fit the terminal.
+def report(size: ModelSize, config: Config, card: Card, host: Host | None = None) -> str:
+    """Return the memory of a run as a table.
 
     Args:
         host: this machine, if the run is on it.
     """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    rows = [("memory", "GiB", "of", "what for"), ("------", "---", "--", "--------"), *_rows(fit, host)]
-    for row in rows:
-        grid.add_row(*map(Text, row))
-    console = Console(width=shutil.get_terminal_size((100, 24)).columns, color_system=None)
-    with console.capture() as captured:
-        console.print(grid)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def _rows(fit: Fit, host: Host | None) -> Iterator[tuple[str, str, str, str]]:
-    card = _gib(fit.card.num_bytes)
-    if fit.learner is not None:
-        yield "learner rank", _gib(fit.learner.total), card, _in_words(fit.learner)
-    if (engine := fit.engine) is not None:
-        yield "engine GPU", _gib(engine.gpu.total), card, _in_words(engine.gpu)
-        held = f"KV cache: {engine.completions:,} completions of {engine.longest:,} tokens at once, {engine.wanted:,} wanted"
+    config, engine = settled(size, config, card), _engine(size, config, card)
+    held, shared, of = fullest_host(size, config), fullest_shared_memory(size, config), _gib(card.num_bytes)
+    rows = [("memory", "GiB", "of", "what for")]
+    if runs_on_gpu(config):
+        rank = learner_rank(size, config)
+        rows.append(("learner rank", _gib(rank.total), of, _in_words(rank)))
+    if engine is not None:
+        rows.append(("engine GPU", _gib(engine.gpu.total), of, _in_words(engine.gpu)))
+        cache = f"KV cache: {engine.completions:,} completions of {engine.longest:,} tokens at once, {engine.wanted:,} wanted"
         waits = "; if all are so long, some wait (lower generators.groups_in_flight)"
-        yield "", "", "", held + (waits if engine.completions < engine.wanted else "")
-    yield "host, a node", _gib(fit.host.total), _gib(host.memory) if host else "", _in_words(fit.host)
-    yield "its /dev/shm", _gib(fit.shared.total), _gib(host.shared_free) if host else "", _in_words(fit.shared)
-    yield "", "", "", f"publication: an engine pauses about {max(fit.publication_s, 0.1):.1f} s for it"
-    if fit.card.known == "assumed":
-        yield "", "", "", "for cards of 80 GB, as no GPU is here; set cluster.gpu_memory_gb for another size"
+        rows.append(("", "", "", cache + waits * (engine.completions < engine.wanted)))
+    rows += [
+        ("host, a node", _gib(held.total), _gib(host.memory) if host else "", _in_words(held)),
+        ("its /dev/shm", _gib(shared.total), _gib(host.shared_free) if host else "", _in_words(shared)),
+    ]
+    pause = max(publication_seconds(size, config), 0.1)
+    rows.append(("", "", "", f"publication: an engine pauses about {pause:.1f} s for it"))
+    if card.known == "assumed":
+        rows.append(("", "", "", "for cards of 80 GB, as no GPU is here; set cluster.gpu_memory_gb for another size"))
+    return "\n".join(f"{what:<14}{gib:<8}{whole:<8}{why}".rstrip() for what, gib, whole, why in rows)
 
 
 def _in_words(holding: Holding, unit: int = GIB) -> str:

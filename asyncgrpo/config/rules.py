@@ -1,16 +1,16 @@
 """Rules between two settings, between a setting and the model, and of the algorithm, which the structs cannot express.
 
-Each message names the values and the fix. `check` and `check_algorithm` read the configuration only; `check_model` also
-reads the model's folder. `load_config` calls `check`; the start of a run calls all three.
+A rule is a sentence with keys and a fix; the message adds the values of the keys. `check` and `check_algorithm` read the
+configuration only; `check_model` also reads the model's folder. `load_config` calls `check`; the start of a run calls all three.
 """
 
 import ast
-import difflib
 import json
 import os
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Meta
 
 from asyncgrpo import algorithms
-from asyncgrpo.config.explain import near, type_in_words, value_in_words
-from asyncgrpo.config.schema import CRITIC, PAIRWISE, AlgorithmConfig, Config, CorrectionConfig, CriticConfig
+from asyncgrpo.config.explain import knobs, near, type_in_words, value_in_words
+from asyncgrpo.config.schema import CRITIC, PAIRWISE, AlgorithmConfig, Config, CorrectionConfig
 from asyncgrpo.errors import ConfigError
 
 Rule = Callable[[Config], Iterator[str]]
@@ -40,114 +40,93 @@ def check_algorithm(config: Config) -> None:
     _raise_first(_ALGORITHM_RULES, config)
 
 
-def problems(config: Config) -> list[str]:
-    """Return all messages of `check` and `check_algorithm`, which raise the first."""
-    return [problem for rule in (*_RULES, *_ALGORITHM_RULES) for problem in rule(config)]
-
-
 def _raise_first(rules: tuple[Rule, ...], config: Config) -> None:
     problem = next((problem for rule in rules for problem in rule(config)), None)
     if problem is not None:
-        raise ConfigError(problem)
+        raise ConfigError(_with_values(problem, config))
+
+
+def _with_values(problem: str, config: Config) -> str:
+    """Write the value of each key behind its first mention, unless the sentence has one: `run.out=runs/new`."""
+    written = set[str]()
+
+    def with_value(found: re.Match[str]) -> str:
+        key = found[0]
+        if key in written or key not in knobs():
+            return key
+        written.add(key)
+        return f"{key} ({value_in_words(attrgetter(key)(config))})"
+
+    return re.sub(r"[a-z]+(?:\.[a-z_]+)+(?![\w=[.])", with_value, problem)
 
 
 # -- two settings ------------------------------------------------------------------------------------------------------
 
 
 def _sizes(config: Config) -> Iterator[str]:
-    learner, algorithm, factor = config.learner, config.algorithm, config.buffer.straggler_factor
-    prompt, completion = config.data.max_prompt_tokens, config.sampling.max_tokens
-    if learner.tokens_per_microbatch < prompt + completion:
-        yield (
-            f"learner.tokens_per_microbatch ({learner.tokens_per_microbatch}) is smaller than the longest sequence, "
-            f"data.max_prompt_tokens ({prompt}) + sampling.max_tokens ({completion}) = {prompt + completion}; raise it or "
-            "lower one of the two"
-        )
+    algorithm, buffer = config.algorithm, config.buffer
+    if config.learner.tokens_per_microbatch < config.data.max_prompt_tokens + config.sampling.max_tokens:
+        longest = "data.max_prompt_tokens + sampling.max_tokens"
+        yield f"learner.tokens_per_microbatch is smaller than the longest sequence, {longest}; raise it or lower one of the two"
     if algorithm.min_completions is not None and algorithm.min_completions > algorithm.group_size:
-        yield (
-            f"algorithm.min_completions ({algorithm.min_completions}) is more than algorithm.group_size "
-            f"({algorithm.group_size}), the completions of a group; lower it"
-        )
-    if 0 < factor < 1.5:
-        yield (
-            f"buffer.straggler_factor ({factor:g}) would end about half of the groups or more; set it to at least 1.5, or to "
-            "0 for buffer.lease_timeout_s"
-        )
-    if config.buffer.max_lag == "auto" and config.buffer.policy in ("mask", "train"):
-        bounds = "tokens" if config.buffer.policy == "mask" else "no lag"
-        yield (
-            f"buffer.max_lag=auto chooses the bound of each group, but buffer.policy={config.buffer.policy} bounds {bounds}; "
-            "use wait, window or drop, or a number"
-        )
+        yield "algorithm.min_completions is more than algorithm.group_size, the completions of a group; lower it"
+    if 0 < buffer.straggler_factor < 1.5:
+        yield "buffer.straggler_factor would end about half of the groups or more; set it to at least 1.5, or to 0"
+    if buffer.max_lag == "auto" and buffer.policy in ("mask", "train"):
+        yield "buffer.max_lag=auto bounds groups, which buffer.policy does not; use wait, window or drop, or a number"
 
 
 def _data(config: Config) -> Iterator[str]:
     data, sampling = config.data, config.sampling
     if not config.run.out.strip():
-        yield "run.out is empty; name a folder"
+        yield "run.out names no folder; give one"
     if not data.sources:
-        yield "data.train is an empty list; name a file or another source of prompts"
+        yield "data.train has no entry; name a file or another source of prompts"
     elif data.weights is not None and len(data.weights) != len(data.sources):
-        yield (
-            f"data.weights has {len(data.weights)} and data.train {len(data.sources)} entries; give a weight for each source"
-        )
+        yield "data.weights needs a weight for each entry of data.train"
     if data.curriculum != "none" and config.run.epochs == 1:
-        yield (
-            "data.curriculum=success changes the epochs after the first, but run.epochs is 1; raise it, or set "
-            "run.epochs=null with run.steps"
-        )
-    if data.eval is None and data.eval_rows is not None:
-        yield f"data.eval_rows is {data.eval_rows}, but data.eval names no file, so nothing is evaluated; set data.eval"
+        yield "data.curriculum changes the epochs after the first; raise run.epochs"
+    if data.eval_rows is not None and data.eval is None:
+        yield "data.eval_rows needs a file in data.eval; without it nothing is evaluated"
     if data.eval is not None and not data.suites:
         yield "data.eval names no file; leave it out for no evaluation"
     if isinstance(data.eval, tuple) and len(data.suites) < len(data.eval):
-        yield f"two files of data.eval have the same name ({', '.join(data.eval)}); write data.eval={{name: file, ...}}"
+        yield "two files of data.eval have the same name; write data.eval={name: file, ...}"
     for name in data.suites:
         if name == "train" or re.fullmatch(r"[\w.-]{1,64}", name) is None:
-            yield (
-                f"data.eval names a suite {name!r}; a name has up to 64 letters, digits and . _ -, and is not train; write "
-                "data.eval={name: file, ...}"
-            )
+            yield f"data.eval names a suite {name!r}; a name has up to 64 letters, digits and . _ -, and is not train"
     if sampling.eval_completions > 1 and sampling.eval_temperature == 0:
-        yield (
-            f"sampling.eval_completions is {sampling.eval_completions}, but sampling.eval_temperature is 0, so all of them "
-            "would be equal; set a temperature, such as that of sampling.temperature"
-        )
+        yield "sampling.eval_completions would all be equal with sampling.eval_temperature; set one above 0"
     if sampling.top_k == 0:
-        yield "sampling.top_k is 0, which keeps no token; write -1 for no limit"
+        yield "sampling.top_k keeps no token; write -1 for no limit"
 
 
 def _placement(config: Config) -> Iterator[str]:
-    learner, generators, lora = config.learner, config.generators, config.model.lora
-    if lora.targets and not lora.rank:
-        yield (
-            f"model.lora.targets names {', '.join(lora.targets)}, but model.lora.rank is 0, so all weights would be trained; "
-            "set a rank"
-        )
-    if config.weights.backend == "nccl" and (learner.device == "cpu" or generators.gpus_each == 0):
-        on_cpu = "learner.device is cpu" if learner.device == "cpu" else "generators.gpus_each is 0"
-        yield f"weights.backend=nccl needs GPUs on both sides, but {on_cpu}; use weights.backend=auto"
+    if config.model.lora.targets and not config.model.lora.rank:
+        yield "model.lora.targets without model.lora.rank: all weights would be trained; set a rank"
+    if config.weights.backend == "nccl" and (config.learner.device == "cpu" or config.generators.gpus_each == 0):
+        yield "weights.backend=nccl needs GPUs on both sides: learner.device and generators.gpus_each; use auto"
     if config.cluster.share_gpu:  # by one rank and one engine; NCCL refuses two ranks on one GPU
-        wanted = {
-            "learner.ranks": (learner.ranks, (1,)),
-            "generators.count": (generators.count, (1,)),
-            "generators.gpus_each": (generators.gpus_each, (0, 1)),
-            "weights.backend": (config.weights.backend, ("auto", "gloo", "shared_memory")),
+        possible = {
+            "learner.ranks": (1,),
+            "generators.count": (1,),
+            "generators.gpus_each": (0, 1),
+            "weights.backend": ("auto", "gloo", "shared_memory"),
         }
-        for key, (value, possible) in wanted.items():
-            if value not in possible:
-                yield f"cluster.share_gpu is true, but {key} is {value}; one GPU is shared with {key}={possible[-1]}"
+        for key, values in possible.items():
+            if attrgetter(key)(config) not in values:
+                yield f"cluster.share_gpu is for one rank and one engine, and does not fit {key}; use {key}={values[-1]}"
 
 
 _ONE_GROUP = "an engine is one group of tensor-parallel processes"
 _NOT_FOR_AN_ENGINE = {
-    "tp_size": (_ONE_GROUP, "raise generators.gpus_each instead"),
-    "pp_size": (_ONE_GROUP, "raise generators.gpus_each instead"),
-    "dp_size": (_ONE_GROUP, "raise generators.count instead"),
-    "attn_dp_size": (_ONE_GROUP, "leave it out"),
-    "enable_dp_attention": (_ONE_GROUP, "leave it out"),
-    "nnodes": ("an engine runs on one machine", "leave it out"),
-    "speculative_algorithm": ("speculative tokens would have the wrong policy version", "leave it out"),
+    "tp_size": f"{_ONE_GROUP}; raise generators.gpus_each instead",
+    "pp_size": f"{_ONE_GROUP}; raise generators.gpus_each instead",
+    "dp_size": f"{_ONE_GROUP}; raise generators.count instead",
+    "attn_dp_size": f"{_ONE_GROUP}; leave it out",
+    "enable_dp_attention": f"{_ONE_GROUP}; leave it out",
+    "nnodes": "an engine runs on one machine; leave it out",
+    "speculative_algorithm": "speculative tokens would have the wrong policy version; leave it out",
 }
 """Arguments of SGLang that an engine cannot have: the reason and the fix."""
 
@@ -155,21 +134,13 @@ _NOT_FOR_AN_ENGINE = {
 def _engine_and_environment(config: Config) -> Iterator[str]:
     generators, environment = config.generators, config.environment
     if generators.engine == "torch" and generators.extra:
-        yield (
-            f"generators.extra gives {', '.join(generators.extra)}, but generators.engine is torch, which takes no extra "
-            "arguments; leave generators.extra out"
-        )
-    for key, (reason, fix) in _NOT_FOR_AN_ENGINE.items():
+        yield "generators.extra has arguments of SGLang, which generators.engine=torch does not take; leave it out"
+    for key, why in _NOT_FOR_AN_ENGINE.items():
         value = value_in_words(generators.extra.get(key))
         if generators.engine == "sglang" and value not in ("null", "false", "1"):
-            yield f"generators.extra.{key} is {value}, but {reason}; {fix}"
-    other = "name" if environment.name is not None else "tools"
+            yield f"generators.extra.{key} is {value}, but {why}"
     if environment.agent is not None and (environment.name or environment.tools):
-        yield (
-            f"environment.agent ({environment.agent}) and environment.{other} "
-            f"({value_in_words(getattr(environment, other))}) are both given, but a completion has one environment; leave "
-            "one out"
-        )
+        yield "environment.agent excludes environment.name and environment.tools: a completion has one environment"
 
 
 _RULES: tuple[Rule, ...] = (_sizes, _data, _placement, _engine_and_environment)
@@ -187,20 +158,18 @@ def check_model(config: Config) -> None:
     if folder is None:
         return
     file = folder / "config.json"
-    if not file.is_file():
-        raise ConfigError(
-            f"model.path: the folder {config.model.path} has no config.json, so it is not a Hugging Face model; "
-            f"{_what_it_holds(folder)}"
-        )
     try:
         settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         text: dict[str, Any] = settings.get("text_config") or settings
-        context = text.get("max_position_embeddings") or text.get("n_positions")
+        context, heads = text.get("max_position_embeddings") or text.get("n_positions"), text.get("num_attention_heads")
+    except FileNotFoundError as error:
+        below = next((f"; did you mean {found.parent}?" for found in sorted(folder.glob("*/config.json"))), "")
+        raise ConfigError(f"model.path: the folder {config.model.path} has no config.json{below}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {file} cannot be read as JSON ({error})") from error
     except AttributeError as error:
         raise ConfigError(f"model.path: {file} has no JSON object that describes a model") from error
-    heads, gpus = text.get("num_attention_heads"), config.generators.gpus_each
+    gpus = config.generators.gpus_each
     if config.generators.engine == "sglang" and gpus > 1 and isinstance(heads, int) and heads % gpus:
         fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)
         raise ConfigError(
@@ -211,12 +180,7 @@ def check_model(config: Config) -> None:
     if isinstance(context, int) and prompt + completion > context:
         raise ConfigError(
             f"the context of {config.model.path} is {context} tokens, but data.max_prompt_tokens ({prompt}) + "
-            f"sampling.max_tokens ({completion}) = {prompt + completion}; "
-            + (
-                f"lower sampling.max_tokens to {context - prompt}"
-                if prompt < context
-                else f"lower data.max_prompt_tokens below {context}"
-            )
+            f"sampling.max_tokens ({completion}) = {prompt + completion}; lower one of the two"
         )
 
 
@@ -234,8 +198,7 @@ def local_model(path: str, key: str = "model.path") -> Path | None:
     if folder.exists():
         raise ConfigError(f"{key}: {path} is a file; give the folder that holds the model's config.json")
     if not _looks_like_hub_id(path):
-        near = _close_folders(folder)
-        raise ConfigError(f"{key}: the folder {path} does not exist" + (f"; did you mean {near}?" if near else ""))
+        raise ConfigError(f"{key}: the folder {path} does not exist")
     cached = _cached(path)
     if cached is None and is_offline():
         raise ConfigError(
@@ -254,22 +217,6 @@ def _looks_like_hub_id(path: str) -> bool:
     )
 
 
-def _close_folders(folder: Path) -> str:
-    """Return up to three existing folders with a name close to the missing one, at the deepest level that exists."""
-    missing = folder
-    while not missing.parent.is_dir():
-        missing = missing.parent
-    beside = {entry.name: entry for entry in sorted(missing.parent.iterdir()) if entry.is_dir()}
-    return " or ".join(str(beside[name]) for name in difflib.get_close_matches(missing.name, beside, n=3, cutoff=0.5))
-
-
-def _what_it_holds(folder: Path) -> str:
-    below = sorted(file.parent for file in folder.glob("*/config.json"))
-    if below:
-        return f"did you mean {below[0]}?"
-    return f"it holds {', '.join(sorted(entry.name for entry in folder.iterdir())[:5]) or 'nothing'}"
-
-
 def _cached(hub_id: str) -> Path | None:
     """Return the newest snapshot of a hub id in the local cache."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
@@ -280,19 +227,17 @@ def _cached(hub_id: str) -> Path | None:
 
 def is_offline() -> bool:
     """True if the environment switches the Hugging Face hub off."""
-    return any(
-        os.environ.get(name, "").lower() in {"1", "on", "true", "yes"}
-        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    )
+    values = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return any(value.lower() in {"1", "on", "true", "yes"} for value in values)
 
+
+# -- arguments of the loss ---------------------------------------------------------------------------------------------
 
 _NOT_NEGATIVE = frozenset({
     "clip_low", "clip_high", "clip_low_nats", "clip_high_nats", "low_prob", "high_prob", "low_nats", "high_nats",
     "k_positive", "lam_positive", "k_negative", "lam_negative",
 })  # fmt: skip
 """Arguments of losses that may be 0; the others are above 0."""
-
-# -- arguments of the loss ---------------------------------------------------------------------------------------------
 
 
 class Argument(NamedTuple):
@@ -337,35 +282,22 @@ def _has_ratio(loss: str) -> bool:
 
 
 def _arguments(config: Config) -> Iterator[str]:
-    algorithm = config.algorithm
-    allowed = loss_arguments(algorithm.loss)
-    for name, value in algorithm.loss_args.items():
+    loss, given = config.algorithm.loss, config.algorithm.loss_args
+    allowed = loss_arguments(loss)
+    for name, value in given.items():
+        key = f"algorithm.loss_args.{name}"
         if name not in allowed:
-            named_in = [f"did you mean `{known}`?" for known in allowed if name in known.split("_")]
-            hint = near(name, allowed) or next(iter(named_in), "")
-            yield (
-                f"algorithm.loss_args.{name} (value {value_in_words(value)}) is not an argument of {algorithm.loss}: "
-                f"{hint}{' ' * bool(hint)}{_list(allowed)}"
-            )
+            hint = near(name, allowed) or f"it takes {', '.join(allowed) or 'none'}"
+            yield f"{key} (value {value_in_words(value)}) is not an argument of {loss}: {hint}"
             return
         try:
             msgspec.convert(value, allowed[name].type)
         except msgspec.ValidationError:
             needs = type_in_words(msgspec.inspect.type_info(allowed[name].type))
-            yield f"algorithm.loss_args.{name} must be {needs}; it is {value_in_words(value)}"
-    missing = [n for n, p in allowed.items() if p.default is msgspec.NODEFAULT and n not in algorithm.loss_args]
-    for name in missing:
-        yield (
-            f"algorithm.loss={algorithm.loss} needs algorithm.loss_args.{name}, which has no default, for example "
-            f"algorithm.loss_args.{name}=0.1"
-        )
-
-
-def _list(allowed: dict[str, Argument]) -> str:
-    """Return the arguments and their defaults, as the end of a sentence."""
-    defaults = {name: one.default for name, one in allowed.items()}
-    words = {n: "required" if d is msgspec.NODEFAULT else value_in_words(d) for n, d in defaults.items()}
-    return f"it takes {', '.join(f'{name} ({word})' for name, word in words.items()) or 'none'}"
+            yield f"{key} must be {needs}; it is {value_in_words(value)}"
+    for name, argument in allowed.items():
+        if argument.default is msgspec.NODEFAULT and name not in given:
+            yield f"algorithm.loss={loss} needs algorithm.loss_args.{name}, which has no default"
 
 
 # -- corrections -------------------------------------------------------------------------------------------------------
@@ -404,29 +336,21 @@ def _bounds(one: CorrectionConfig) -> Iterator[str]:
         yield f"has action: {one.action} and no bound, so there is nothing outside; give low_ratio, high_ratio or both"
     if one.kind == "veto" and unbounded:
         yield "is a veto without low_ratio or high_ratio, which rejects nothing; for example low_ratio: 1e-4"
-    if one.kind == "divergence" and one.max_nats is None:
-        yield "is a divergence without max_nats, the largest estimate that is kept; for example max_nats: 0.01"
+    if one.kind in ("divergence", "opsm") and one.max_nats is None:
+        yield f"is {one.kind} without max_nats, the largest value that is kept; for example max_nats: 0.01"
     if one.kind == "divergence" and one.level == "geometric":
-        yield "is a divergence at level geometric; it has the levels token and sequence (the mean over a completion)"
-    if one.kind == "opsm" and one.max_nats is None:
-        yield "is opsm without max_nats, the mean log-ratio that is kept, per token; for example max_nats: 0.5"
+        yield "is divergence at level geometric; it has the levels token and sequence (the mean over a completion)"
 
 
 def _place(one: CorrectionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield the problems of one correction with the rest of the algorithm, to follow its key."""
-    weighs = one.kind == "importance" and one.action != "reject"
-    if algorithm.anchor == "behaviour" and weighs and _has_ratio(algorithm.loss):
-        yield (
-            f"weights tokens by policy / behaviour, and with algorithm.anchor=behaviour {algorithm.loss} contains that "
-            "ratio already: it would count twice; use algorithm.corrections=[], action: reject, or loss: reinforce"
-        )
-    only_rejects = one.kind in ("veto", "opsm", "divergence") or (one.kind == "importance" and one.action == "reject")
-    if algorithm.anchor == "interpolated" and only_rejects:
-        what = one.kind if one.kind != "importance" else "rejection"
-        yield (
-            f"judges anchor / behaviour ({what}), which algorithm.anchor=interpolated makes 1 for tokens of lag 0 and 1: "
-            "it would pass what it is for; use anchor: proximal or behaviour"
-        )
+    rejects = one.action == "reject" if one.kind == "importance" else one.kind != "m2po"
+    if one.kind == "importance" and not rejects and algorithm.anchor == "behaviour" and _has_ratio(algorithm.loss):
+        loss = f"algorithm.anchor=behaviour {algorithm.loss}"
+        yield f"weights by policy / behaviour, which with {loss} contains already: it would count twice; use action: reject"
+    if algorithm.anchor == "interpolated" and rejects:
+        ratio = "anchor / behaviour, which algorithm.anchor=interpolated makes 1 at lags 0 and 1"
+        yield f"judges {ratio}: it would pass what it is for; use anchor: proximal or behaviour"
     if one.kind == "opsm" and algorithm.advantage == CRITIC:
         yield "is opsm, which judges a completion by its advantage, but algorithm.advantage=gae has one for each token"
 
@@ -436,97 +360,66 @@ def _place(one: CorrectionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _kl(config: Config) -> Iterator[str]:
     a = config.algorithm
+    if a.teacher is not None and a.kl_coef == 0:
+        yield "algorithm.teacher is set, but algorithm.kl_coef is 0, so nothing is learned from it; set kl_coef=1"
+    if a.teacher is not None and a.filter_zero_signal:
+        yield (
+            "algorithm.filter_zero_signal replaces groups whose rewards are all equal, but algorithm.teacher teaches with "
+            "them, too"
+        )
     if a.kl_coef == 0:
         return
     if a.kl_in == "loss" and a.kl_kind == "k1":
-        yield (
-            "algorithm.kl_kind=k1 has no gradient in expectation when algorithm.kl_in is loss, only noise; use k1+ (its "
-            "value, the gradient of k2), low_var_kl, or kl_in=reward"
-        )
+        yield "algorithm.kl_kind=k1 has no gradient in expectation in the loss; use k1+, low_var_kl, or algorithm.kl_in=reward"
     if a.kl_in == "reward" and (a.kl_kind in ("full", "k3_reweighted") or a.kl_kind.endswith("+")):
-        why = "is only another gradient" if a.kl_kind.endswith("+") else "has no value for one sampled token"
-        why = "is made for its gradient" if a.kl_kind == "k3_reweighted" else why
-        yield (
-            f"algorithm.kl_kind={a.kl_kind} {why}, and a KL in the reward (algorithm.kl_in=reward) needs the value of "
-            "each token; use k1"
-        )
+        yield f"algorithm.kl_kind={a.kl_kind} is for the loss; a KL in the reward needs the value of each token; use k1"
     if a.kl_in == "reward" and a.loss == PAIRWISE:
-        yield (
-            "algorithm.kl_in=reward has no part in algorithm.loss=pairwise, which only asks which reward is higher; use "
-            "kl_in=loss, or loss_args.reference=true"
-        )
+        yield "algorithm.kl_in=reward has no part in algorithm.loss=pairwise, which asks only which reward is higher; use loss"
 
 
 def _rewards(config: Config) -> Iterator[str]:
-    a, longest = config.algorithm, config.sampling.max_tokens
-    if a.overlong_buffer > longest:
-        yield (
-            f"algorithm.overlong_buffer ({a.overlong_buffer}) is more than sampling.max_tokens ({longest}); a fifth of "
-            "it is usual"
-        )
+    a = config.algorithm
+    if a.overlong_buffer > config.sampling.max_tokens:
+        yield "algorithm.overlong_buffer is more than sampling.max_tokens; a fifth of it is usual"
     if a.overlong_buffer and a.truncated == "zero":
-        yield (
-            f"algorithm.truncated=zero with algorithm.overlong_buffer ({a.overlong_buffer}) rewards a completion that is "
-            "cut (0) above one that ends just before (a penalty); use truncated=keep or mask"
-        )
-    below_zero = None
-    if a.overlong_buffer and a.overlong_factor:
-        below_zero = f"algorithm.overlong_buffer ({a.overlong_buffer}) subtracts from"
-    if a.kl_coef and a.kl_in == "reward":
-        below_zero = "algorithm.kl_in=reward subtracts from"
-    if any(weight < 0 for weight in config.reward.weights or ()):
-        below_zero = "reward.weights subtracts from"
-    if a.advantage == "max_rl" and below_zero:
-        yield f"algorithm.advantage=max_rl divides by the mean reward, so rewards must not be negative, but {below_zero} them"
+        yield "algorithm.truncated=zero rewards a cut completion above one with the penalty of algorithm.overlong_buffer"
+    negative = {
+        "algorithm.overlong_buffer": a.overlong_buffer and a.overlong_factor,
+        "algorithm.kl_in": a.kl_coef and a.kl_in == "reward",
+        "reward.weights": any(weight < 0 for weight in config.reward.weights or ()),
+    }
+    for key in (key for key, subtracts in negative.items() if subtracts and a.advantage == "max_rl"):
+        yield f"algorithm.advantage=max_rl divides by the mean reward, which {key} can make negative; use another"
 
 
 def _estimators(config: Config) -> Iterator[str]:
     a = config.algorithm
-    if a.advantage != CRITIC and a.critic != CriticConfig():
-        changed = [n for n in a.critic.__struct_fields__ if getattr(a.critic, n) != getattr(CriticConfig(), n)]
-        yield f"algorithm.critic.{changed[0]} is set, but algorithm.advantage={a.advantage} has no critic; only gae has"
+    if a.advantage != CRITIC and a.critic != AlgorithmConfig().critic:
+        yield "algorithm.critic.* is set, but algorithm.advantage has no critic; only gae has"
     if a.loss == PAIRWISE and a.advantage == CRITIC:
         yield "algorithm.advantage=gae trains a critic for advantages that algorithm.loss=pairwise does not use"
     if a.filter_zero_signal and a.advantage == CRITIC:
-        yield (
-            "algorithm.filter_zero_signal replaces groups whose rewards are all equal, but algorithm.advantage=gae learns "
-            "from them too, and its critic would never see a prompt that is always or never solved"
-        )
+        yield "algorithm.filter_zero_signal hides prompts that are always or never solved, and algorithm.advantage=gae needs them"
 
 
 def _updates(config: Config) -> Iterator[str]:
-    a, learner = config.algorithm, config.learner
+    learner = config.learner
     if learner.minibatches > config.buffer.prompts_per_step:
-        yield (
-            f"learner.minibatches ({learner.minibatches}) is more than buffer.prompts_per_step "
-            f"({config.buffer.prompts_per_step}), and each needs at least one group"
-        )
-    for key in ("minibatches", "ppo_epochs"):
-        if getattr(learner, key) > 1 and a.loss == PAIRWISE:
-            yield (
-                f"learner.{key} is {getattr(learner, key)}, but algorithm.loss=pairwise compares completions under the "
-                "weights at the start of the step, which only the first of several updates would have; use 1"
-            )
+        yield "learner.minibatches is more than buffer.prompts_per_step, and each needs at least one group"
+    if learner.updates_per_step > 1 and config.algorithm.loss == PAIRWISE:
+        why = "algorithm.loss=pairwise compares completions under the weights at the start of the step"
+        yield f"{why}, which only the first update has; use 1 for learner.minibatches and learner.ppo_epochs"
 
 
 def _schedule(config: Config) -> Iterator[str]:
     learner, steps = config.learner, config.run.steps
     if learner.lr_schedule == "constant":
         if learner.lr_min_ratio:
-            yield (
-                f"learner.lr_min_ratio is {learner.lr_min_ratio:g}, but learner.lr_schedule=constant never falls; use "
-                "linear or cosine"
-            )
+            yield "learner.lr_min_ratio has no effect with learner.lr_schedule=constant; use linear or cosine"
     elif steps is None:
-        yield (
-            f"learner.lr_schedule={learner.lr_schedule} falls until the last step of the run, which run.epochs does not "
-            "determine, because prompts may be dropped or replaced; set run.steps"
-        )
+        yield f"learner.lr_schedule={learner.lr_schedule} falls until the last step, which run.epochs does not fix; set run.steps"
     elif learner.warmup_steps >= steps * learner.updates_per_step:
-        yield (
-            f"learner.warmup_steps ({learner.warmup_steps}) leaves learner.lr_schedule={learner.lr_schedule} none of the "
-            f"{steps * learner.updates_per_step} updates of the run (run.steps={steps}); lower it"
-        )
+        yield f"learner.warmup_steps leaves none of the {steps * learner.updates_per_step} updates of the run; lower it"
 
 
 _ALGORITHM_RULES: tuple[Rule, ...] = (_arguments, _corrections, _kl, _rewards, _estimators, _updates, _schedule)

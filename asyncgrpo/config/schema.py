@@ -83,6 +83,8 @@ class ModelConfig(Section, frozen=True):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the forward pass, of published weights and of the engines."""
     lora: LoraConfig = LoraConfig()
+    routing_replay: Literal["off", "rollout"] = "off"
+    """Experts of a mixture that the learner takes for each token; rollout: those that the engine took when it sampled."""
 
 
 def is_file(source: str) -> bool:
@@ -389,12 +391,14 @@ class AlgorithmConfig(Section, frozen=True):
         "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
     ] = "token-mean"
     """Averaging of token losses over the step."""
+    teacher: str | None = None
+    """Folder or hub id of a model with the same tokens; the KL is to it, not to the initial model."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the initial model; 0: no reference model."""
+    """Weight of the KL to the initial model, or to algorithm.teacher; 0: no reference model."""
     kl_kind: Literal[
         "k1", "abs", "k2", "k3", "low_var_kl", "full", "k1+", "abs+", "k3+", "low_var_kl+", "k3_reweighted"
     ] = "low_var_kl"
-    """Estimator of the KL to the initial model; +: its value with the gradient of k2."""
+    """Estimator of the KL; +: its value with the gradient of k2."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Add the KL to the loss or subtract it from the reward."""
     behaviour_kl_coef: NonNegativeFloat = 0.0
@@ -484,11 +488,21 @@ class GeneratorConfig(Section, frozen=True):
     """Restarts per hour of one generator, or of buffer and learner, before the run fails."""
 
 
+class ParallelConfig(Section, frozen=True):
+    """How learner ranks divide a step; the rest is FSDP."""
+
+    context: PositiveInt = 1
+    """Learner ranks that run one packed row of tokens together."""
+    expert: PositiveInt = 1
+    """Learner ranks that hold the experts of a mixture together, each some of them whole."""
+
+
 class LearnerConfig(Section, frozen=True):
     """Training."""
 
     ranks: PositiveInt = 1
     """Number of learner processes; FSDP2 shards the model over them."""
+    parallel: ParallelConfig = ParallelConfig()
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device of the learner; auto: cuda if a GPU is found."""
     lr: PositiveFloat = 1e-6

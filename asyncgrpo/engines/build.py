@@ -94,6 +94,7 @@ def build_engine(config: Config, *, seed: int) -> "Engine":
             memory_fraction=generators.memory_fraction,
             prefix_cache=generators.prefix_cache,
             random_seed=seed,
+            records_routes=config.model.routing_replay == "rollout",
             extra=_beside_a_learner(config) | generators.extra,
         )
     if generators.engine == "torch":

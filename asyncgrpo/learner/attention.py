@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from asyncgrpo.learner.parallel import ALONE, Row
+
 # -- on a CPU ----------------------------------------------------------------------------------------------------------
 
 
@@ -210,20 +212,21 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]
 [T, H, E]."""
 
 
-def install(model: PreTrainedModel, kernel: str) -> None:
+def install(model: PreTrainedModel, kernel: str, row: Row = ALONE) -> None:
     """Make `model` run on rows of segments, passed as `segments=` to its forward.
 
     Args:
         kernel: a name in `KERNELS`.
+        row: ranks that run a row together.
     """
     name = f"asyncgrpo_{kernel}"
-    AttentionInterface.register(name, _for_transformers(KERNELS[kernel]))
+    AttentionInterface.register(name, _for_transformers(KERNELS[kernel], row))
     AttentionMaskInterface.register(name, _no_mask)
     model.set_attn_implementation(name)
 
 
-def _for_transformers(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
-    """Adapt `kernel` to the interface of transformers: [1, heads, T, D] in, [1, T, heads, E] out."""
+def _for_transformers(kernel: Kernel, row: Row) -> Callable[..., tuple[Tensor, None]]:
+    """Adapt `kernel` to the interface of transformers: [1, heads, T, D] in, [1, T, heads, E] out, of this rank's tokens."""
 
     @torch.compiler.disable  # segments are Python numbers, so every batch would be recompiled
     def attention(
@@ -238,7 +241,8 @@ def _for_transformers(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         **ignored: Any,
     ) -> tuple[Tensor, None]:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        return kernel(query, key, value, segments, scaling)[None], None
+        query, key, value = row.by_heads(query), row.shared_by_heads(key), row.shared_by_heads(value)
+        return row.by_tokens(kernel(query, key, value, segments, scaling))[None], None
 
     return attention
 

@@ -32,11 +32,33 @@ SUMMED_ROWS = 512
 Per token of the vocabulary a tile takes 1 KiB in bfloat16, and the sum 4 bytes times the width of the model."""
 
 
+class Kept(NamedTuple):
+    """Tokens of the vocabulary that top-p and top-k left to sample each of n tokens from."""
+
+    ids: Tensor
+    """[M] int64, those of the first token, then those of the second, and so on."""
+    ends: Tensor
+    """[n] int64, end of each token's part of `ids`; an empty part: the whole vocabulary."""
+
+    def at(self, where: slice) -> "Kept":
+        """Return those of a slice of the tokens."""
+        ends = self.ends[where]
+        first = int(self.ends[where.start - 1]) if where.start else 0
+        return Kept(self.ids[first : int(ends[-1]) if len(ends) else first], ends - first)
+
+    def dropped(self, size: int) -> Tensor:
+        """Return [n, size] bool, true for tokens of a vocabulary of `size` that could not be sampled."""
+        counts = self.ends.diff(prepend=self.ends.new_zeros(1))
+        dropped = (counts > 0)[:, None].repeat(1, size)
+        rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        return dropped.index_put_((rows, self.ids), dropped.new_zeros(()))
+
+
 class TokenScores(NamedTuple):
     """Scores of the sampled tokens, without gradient."""
 
     logprobs: Tensor
-    """[N] float32, of the sampled tokens under softmax(logits / temperature), nats."""
+    """[N] float32, of the sampled tokens under softmax(logits / temperature), over the `Kept` ones, nats."""
     entropy: Tensor
     """[N] float32, nats, of that distribution."""
     reference_kl: Tensor | None = None
@@ -76,7 +98,9 @@ class Reference(NamedTuple):
 
 
 @torch.no_grad()
-def score(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float) -> TokenScores:
+def score(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, kept: Kept | None = None
+) -> TokenScores:
     """Compute log-probs and entropies of `targets`, without gradient.
 
     Args:
@@ -84,13 +108,15 @@ def score(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float
         weight: [V, D] the head.
         targets: [N] int64, sampled tokens.
         temperature: of sampling.
+        kept: of each target; None: the whole vocabulary.
     """
     rows = _Rows(weight)
     scores = [
-        _statistics(rows.exact(logits[block], temperature), targets[tile][block])[0]
+        _statistics(rows.exact(logits[block], temperature), targets[here], kept and kept.at(here))[0]
         for tile in rows.tiles(len(targets))
         for logits in [rows.logits(hidden[tile], weight)]
         for block in rows.blocks(len(logits))
+        for here in [slice(tile.start + block.start, tile.start + block.stop)]
     ]
     return TokenScores(torch.cat([one.logprobs for one in scores]), torch.cat([one.entropy for one in scores]))
 
@@ -102,16 +128,17 @@ def fused_loss(
     objective: Objective,
     *,
     temperature: float,
+    kept: Kept | None = None,
     reference: Reference | None = None,
     is_compiled: bool = False,
 ) -> tuple[Tensor, TokenScores]:
     """Return a scalar whose gradient is that of the loss, and the scores. Arguments as in `score`.
 
     The scalar is 0; the objective reports the value of the loss. Call `backward` on this scalar or a multiple of it only.
-    `is_compiled` runs the programs at the end of this file; it is ignored with a reference.
+    `is_compiled` runs the programs at the end of this file; it is ignored with a reference or kept tokens.
     """
-    runs_programs = is_compiled and reference is None
-    root, *scores = _FusedLoss.apply(hidden, weight, targets, objective, temperature, reference, runs_programs)
+    runs_programs = is_compiled and reference is None and kept is None
+    root, *scores = _FusedLoss.apply(hidden, weight, targets, objective, temperature, kept, reference, runs_programs)
     return root, TokenScores(*scores)
 
 
@@ -124,6 +151,7 @@ class _FusedLoss(torch.autograd.Function):
         targets: Tensor,
         objective: Objective,
         temperature: float,
+        kept_tokens: Kept | None,
         reference: Reference | None,
         is_compiled: bool,
     ) -> tuple[Tensor, ...]:
@@ -147,10 +175,11 @@ class _FusedLoss(torch.autograd.Function):
                     parts = (*objective(here, found)[:2], found.entropy, log_sum, targets[here], 1 / temperature)
                     _compiled(_write_gradient)(logits[block], grad_logits[block], *parts)
                 else:
-                    found, log_p, p = _statistics(rows.exact(logits[block], temperature), targets[here])
+                    in_reach = kept_tokens and kept_tokens.at(here)
+                    found, log_p, p = _statistics(rows.exact(logits[block], temperature), targets[here], in_reach)
                     gap = None
                     if there is not None:
-                        gap = log_p - rows.exact(there[block], temperature).log_softmax(-1)
+                        gap = log_p - _log_softmax(rows.exact(there[block], temperature), in_reach)
                         found = found._replace(reference_kl=_dot(p, gap))
                     gradients = objective(here, found)
                     grad_logits[block] = _grad_logits(gradients, found, log_p, p, gap, targets[here], temperature)
@@ -170,7 +199,7 @@ class _FusedLoss(torch.autograd.Function):
         for gradient in (grad_hidden, grad_weight):
             if gradient is not None:
                 gradient.mul_(gradients[0])
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 6
 
 
 class _Rows:
@@ -234,15 +263,29 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a[:, None], b[..., None])[:, 0, 0] if a.is_cuda else (a * b).sum(-1)
 
 
-def _statistics(logits: Tensor, targets: Tensor) -> tuple[TokenScores, Tensor, Tensor]:
+def _statistics(logits: Tensor, targets: Tensor, kept: Kept | None) -> tuple[TokenScores, Tensor, Tensor]:
     """Return scores of a block, [n, V] log p in the memory of the logits, and [n, V] p.
 
-    Exponentials dominate the cost, so there is one: the softmax denominator is derived from the largest p.
+    Exponentials dominate the cost, so there is one: the softmax denominator is derived from the largest p. Of tokens that
+    are not kept, p is 0; their log p is set to 0, so that they add nothing to a sum of p log p.
     """
+    dropped = None if kept is None else kept.dropped(logits.shape[-1])
+    if dropped is not None:
+        logits.masked_fill_(dropped, -torch.inf)
     p = logits.softmax(-1)
     log_p = logits.sub_(logits.amax(-1, keepdim=True)).add_(p.amax(-1, keepdim=True).log_())
+    if dropped is not None:
+        log_p.masked_fill_(dropped, 0.0)
     logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
     return TokenScores(logprobs, -_dot(p, log_p)), log_p, p
+
+
+def _log_softmax(logits: Tensor, kept: Kept | None) -> Tensor:
+    """Return [n, V] log-probs of a reference over the kept tokens, 0 for the others."""
+    if kept is None:
+        return logits.log_softmax(-1)
+    dropped = kept.dropped(logits.shape[-1])
+    return logits.masked_fill(dropped, -torch.inf).log_softmax(-1).masked_fill_(dropped, 0.0)
 
 
 def _grad_logits(

@@ -13,14 +13,12 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from asyncgrpo.algorithms.critic import value_loss
 from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, merge
 from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.schema import CRITIC, Config
 from asyncgrpo.learner import objective, saving
 from asyncgrpo.learner.head import Reference
 from asyncgrpo.learner.model import (
@@ -32,6 +30,7 @@ from asyncgrpo.learner.model import (
     compiling_pays,
     decoder_layers,
     keep_gathered,
+    refuse_other_tokens,
     reshard,
     whole,
     without_adapters,
@@ -39,6 +38,7 @@ from asyncgrpo.learner.model import (
 from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, is_elementwise, report_not_run
 from asyncgrpo.learner.optimizer import GradientGuard, OptimizerOffload, learning_rate, make_optimizer
 from asyncgrpo.learner.packing import PackedBatch, Shaping, StepBatch, pack
+from asyncgrpo.learner.parallel import Ranks, by_mesh, total_norm
 from asyncgrpo.learner.publishing import PublishedWeights
 from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report, of_start
 from asyncgrpo.learner.snapshot import Snapshot
@@ -70,13 +70,17 @@ class Learner:
         """True to keep gathered weights between micro-batches. That second copy gains little for a frozen base, and an engine
         on the same GPU needs the memory."""
         self._precomputes = objective.needs_precompute(config.algorithm, config.learner.updates_per_step)
-        mesh = _mesh(self.device, rank, world)
+        self._ranks = ranks = _ranks(self.device, rank, world, config)
         dtype = getattr(torch, config.model.dtype)
-        self.model = build_model(config.model.path, dtype, self.device, mesh, config)
+        self.model = build_model(config.model.path, dtype, self.device, ranks, config)
         self.has_reference = config.algorithm.kl_coef > 0 or bool(config.algorithm.loss_args.get("reference"))
         self._reference = None
-        if self.has_reference and not config.model.lora.rank:  # with adapters the reference is the model without them
-            self._reference = build_model(config.model.path, dtype, self.device, mesh, config, trainable=False)
+        teacher = config.algorithm.teacher
+        if teacher is not None:
+            refuse_other_tokens(config.model.path, teacher)
+        if self.has_reference and (teacher or not config.model.lora.rank):  # with adapters: the model without them
+            path = teacher or config.model.path
+            self._reference = build_model(path, dtype, self.device, ranks, config, trainable=False)
         pays = compiling_pays(config, decoder_layers(self.model), self.model.head.out_features, self.device)
         self._compiles = pays if config.learner.compile is None else config.learner.compile
         self._has_stepped = has_stepped
@@ -126,6 +130,7 @@ class Learner:
             updates,
             group_size=self.config.algorithm.group_size,
             seconds=clock.seconds,
+            more_diagnostics=self._expert_load(),
         )
 
     def compile(self) -> None:
@@ -190,23 +195,26 @@ class Learner:
         return pack(
             groups,
             version,
-            rank=self.rank,
-            world=self.world,
-            tokens_per_microbatch=learner.tokens_per_microbatch,
+            rank=self.rank // self._ranks.row.size,
+            world=self.world // self._ranks.row.size,
+            tokens_per_microbatch=learner.tokens_per_microbatch * self._ranks.row.size,
             advantage=algorithm.advantage,
             group_size=algorithm.group_size,
             shaping=Shaping.of(self.config),
             success=self.config.reward.success,
+            has_other_signal=algorithm.advantage == CRITIC or algorithm.teacher is not None,
             share_prompts=learner.share_prompts,
             pair_cost=1 / (6 * self.model.head.in_features),
             skip_zero_advantage=has_only_policy_gradient(self.config),
+            multiple=self._ranks.row.size,
         )
 
     def _precompute(self, batch: StepBatch) -> tuple[StepBatch, list[Precomputed]]:
         """Return the minibatch, and the values that its micro-batches need before their gradient."""
         if not self._precomputes:
             return batch, [Precomputed()] * len(batch.trained)
-        return objective.precompute(batch, self._score_proximal, self.config.algorithm)
+        is_counted = self._ranks.row.rank == 0
+        return objective.precompute(batch, self._score_proximal, self.config.algorithm, is_counted=is_counted)
 
     @torch.no_grad()
     def _score_proximal(self, batch: PackedBatch) -> objective.Scored:
@@ -284,15 +292,15 @@ class Learner:
     def _update(self, lr: float, totals: Sums) -> Update:
         """Clip the gradient and step. If the gradient is rejected or exactly 0, leave the weights unchanged."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = total_norm(gradients)
         if self.config.learner.ess_lr:
             of_sequences = ("rho_sequence_sum", "rho_sequence_squares", "rho_sequences")
             lr *= effective_sample_share(*(totals[name].item() for name in of_sequences)) ** 0.5
         try:
             skipped = self._guard.judge(norm.item())
             if skipped is None and norm.item() > 0:  # with a gradient of 0 AdamW still applies momentum and decay
-                torch.nn.utils.clip_grads_with_norm_(self.parameters, self.config.learner.grad_clip, norm)
+                for some in by_mesh(self.parameters):
+                    torch.nn.utils.clip_grads_with_norm_(some, self.config.learner.grad_clip, norm)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr * group["lr_scale"]
                 self._offload.step()
@@ -301,12 +309,20 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
         return Update(grad_norm=norm.item(), lr=lr, skipped=skipped)
 
+    def _expert_load(self) -> dict[str, float]:
+        """Return the largest number of tokens of an expert, as a multiple of its layer's mean. Collective with a mixture."""
+        loads = self.model.routers.take_loads()
+        if loads is None:
+            return {}
+        dist.all_reduce(loads)
+        return {"expert_load": float((loads.amax(1) / loads.double().mean(1)).max())}
+
     def _reduce(self, sums: Sums) -> Sums:
-        """Merge the sums of all ranks in one all-gather; on the CPU."""
+        """Merge the sums of all rows in one all-gather; on the CPU. Ranks that run a row together have equal sums."""
         mine = torch.stack(list(sums.values()))
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine)
-        return merge(dict(zip(sums, theirs.cpu(), strict=True)) for theirs in everyone)
+        return merge(dict(zip(sums, theirs.cpu(), strict=True)) for theirs in everyone[:: self._ranks.row.size])
 
 
 def has_only_policy_gradient(config: Config) -> bool:
@@ -322,8 +338,8 @@ def has_only_policy_gradient(config: Config) -> bool:
     )
 
 
-def _mesh(device: torch.device, rank: int, world: int) -> dist.device_mesh.DeviceMesh:
-    """Return a one-dimensional mesh of all ranks. Creates a process group of one if none exists."""
+def _ranks(device: torch.device, rank: int, world: int, config: Config) -> Ranks:
+    """Arrange all ranks. Creates a process group of one if none exists."""
     if not dist.is_initialized():
         assert world == 1, "with several ranks the caller must initialise torch.distributed"
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo"
@@ -331,7 +347,7 @@ def _mesh(device: torch.device, rank: int, world: int) -> dist.device_mesh.Devic
     assert (dist.get_rank(), dist.get_world_size()) == (rank, world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return init_device_mesh(device.type, (world,))
+    return Ranks.of(device.type, world, config.learner.parallel)
 
 
 # -- the sync gap ------------------------------------------------------------------------------------------------------
@@ -352,7 +368,9 @@ class LearnerCheck:
         config = model.language_model.config.get_text_config()
         self.sequences = CheckSequences.draw(config.vocab_size, max_context)
         groups = [_group(number, tokens, self.sequences.start) for number, tokens in enumerate(self.sequences.tokens)]
-        (self._batch,) = pack(groups, None, rank=0, world=1, tokens_per_microbatch=2**31).trained
+        (self._batch,) = pack(
+            groups, None, rank=0, world=1, tokens_per_microbatch=2**31, multiple=model.row.size
+        ).trained
         self._order = torch.argsort(self._batch.rollouts)
         self._device = device
 

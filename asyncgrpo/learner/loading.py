@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from asyncgrpo.errors import WeightsError
@@ -178,10 +179,15 @@ def views_of_rows(parts: dict[str, Tensor], rows: Tensor, start: int) -> Iterato
 
 
 def first_row(tensor: DTensor) -> int:
-    """Return the first row of this rank's shard, as `torch.chunk` splits."""
-    assert tensor.placements == (Shard(0),)
-    mesh, num_rows = tensor.device_mesh, tensor.shape[0]
-    return min(mesh.get_local_rank() * -(-num_rows // mesh.size()), num_rows)
+    """Return the first row of this rank's shard, which is consecutive rows."""
+    assert are_rows(tensor)
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offsets[0]
+
+
+def are_rows(tensor: Tensor) -> bool:
+    """True if the tensor is sharded by rows: by FSDP, or experts that are distributed and then sharded."""
+    return isinstance(tensor, DTensor) and all(getattr(placement, "dim", None) == 0 for placement in tensor.placements)
 
 
 def _download(path: str) -> None:

@@ -3,7 +3,7 @@
 Only positions that predict a sampled token go through the head, one tile at a time (`head`). The scorer is the FSDP root,
 because its forward uses embedding and head.
 
-All numbers of ranks use one path: FSDP2 on a one-dimensional mesh, one shard group per decoder layer and one for the rest.
+All numbers of ranks use one path: FSDP2, one shard group per decoder layer and one for the rest (`parallel` has the layouts).
 Trained parameters and their optimizer are float32. With `dtype` bfloat16, layers are gathered and run in bfloat16, and
 gradients are reduced in float32. Frozen weights are stored in `dtype` if that is lossless. Gradients are summed over ranks,
 not averaged, because losses are already shares of the step's loss.
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from asyncgrpo.config.memory import Card
 from asyncgrpo.config.model_size import size_at
@@ -30,10 +30,12 @@ from asyncgrpo.config.placement import keeps_activations
 from asyncgrpo.config.schema import CRITIC, Config, LoraConfig
 from asyncgrpo.errors import ConfigError, WeightsError
 from asyncgrpo.learner import attention, loading
-from asyncgrpo.learner.head import Reference, TokenScores, fused_loss, score
+from asyncgrpo.learner.head import LossGradients, Reference, TokenScores, fused_loss, score
 from asyncgrpo.learner.loading import ShardReader
 from asyncgrpo.learner.objective import MicrobatchObjective
 from asyncgrpo.learner.packing import PackedBatch
+from asyncgrpo.learner.parallel import ALONE, Ranks, Row, distribute_experts, refuse_layout
+from asyncgrpo.learner.routing import Routers
 from asyncgrpo.weights.files import disk_tensors
 
 log = logging.getLogger(__name__)
@@ -48,9 +50,9 @@ class Scored(NamedTuple):
     """[] root whose gradient is that of the micro-batch's loss; None without an objective."""
     scores: TokenScores
     values: Tensor | None
-    """[N] float32, values of the critic, with gradient; None without a critic."""
+    """[N] float32, values of the critic, with gradient for this rank's share; None without a critic."""
     hidden: Tensor
-    """[N, D] input of the head, without gradient."""
+    """[n, D] input of the head for this rank's share (`Row`) of the tokens, without gradient."""
 
 
 class TokenScorer(nn.Module):
@@ -58,9 +60,12 @@ class TokenScorer(nn.Module):
 
     language_model: PreTrainedModel
 
-    def __init__(self, language_model: PreTrainedModel, *, temperature: float, has_critic: bool = False) -> None:
+    def __init__(
+        self, language_model: PreTrainedModel, row: Row = ALONE, *, temperature: float, has_critic: bool = False
+    ) -> None:
         super().__init__()
-        self.language_model = language_model
+        self.language_model, self.row = language_model, row
+        self.routers = Routers(language_model)
         self.temperature = temperature
         self.is_compiled = False
         """True if the head's loss is compiled."""
@@ -84,7 +89,7 @@ class TokenScorer(nn.Module):
         is_elementwise: bool = True,
         temperature: float | None = None,
     ) -> Scored:
-        """Score a micro-batch. With an objective, also return the root of its loss.
+        """Score a micro-batch. With an objective, also return the root of this rank's share of its loss.
 
         Args:
             batch: on the model's device.
@@ -93,36 +98,53 @@ class TokenScorer(nn.Module):
             is_elementwise: True if the objective can be evaluated tile by tile; else all log-probs are computed first.
             temperature: of scores without an objective; None: the sampling temperature.
         """
-        hidden = self._read(batch)
-        weight = self.head.weight
+        hidden, weight, share = self._read(batch), self.head.weight, self.row.own(len(batch.targets))
+        targets, kept = batch.targets[share], batch.kept and batch.kept.at(share)
         if objective is None:
-            scores = score(hidden, weight, batch.targets, temperature=temperature or self.temperature)
-            return Scored(None, scores, self._values(hidden), hidden.detach())
+            scores = score(hidden, weight, targets, temperature=temperature or self.temperature, kept=kept)
+            return self._scored(None, scores, hidden, batch)
         if not is_elementwise:
-            objective.use_scores(score(hidden.detach(), weight, batch.targets, temperature=self.temperature))
+            scores = score(hidden.detach(), weight, targets, temperature=self.temperature, kept=kept)
+            objective.use_scores(self._all(scores, batch))
+
+        def of_share(tokens: slice, scores: TokenScores) -> LossGradients:
+            return objective(slice(share.start + tokens.start, share.start + tokens.stop), scores)
+
         loss, scores = fused_loss(
             hidden,
             weight,
-            batch.targets,
-            objective,
+            targets,
+            of_share,
             temperature=self.temperature,
+            kept=kept,
             reference=reference,
             is_compiled=self.is_compiled,
         )
-        return Scored(loss, scores, self._values(hidden), hidden.detach())
+        return self._scored(loss, scores, hidden, batch)
 
     def _read(self, batch: PackedBatch) -> Tensor:
-        """Return [N, D] last hidden states of the positions before the sampled tokens."""
+        """Return [n, D] last hidden states of the positions before this rank's share of the sampled tokens."""
+        mine = self.row.own(len(batch.token_ids))
+        self.routers.replay(None if batch.routes is None else batch.routes[mine])
         output = self.language_model.get_decoder()(
-            input_ids=batch.token_ids[None],
-            position_ids=batch.position_ids[None],
+            input_ids=batch.token_ids[None, mine],
+            position_ids=batch.position_ids[None, mine],
             use_cache=False,
             segments=batch.segments,
         )
-        return output.last_hidden_state[0].index_select(0, batch.read_at)
+        return self.row.read(output.last_hidden_state[0], batch.read_at)
 
-    def _values(self, hidden: Tensor) -> Tensor | None:
-        return None if self.value_head is None else self.value_head(hidden).float().sum(-1)
+    def _scored(self, loss: Tensor | None, scores: TokenScores, hidden: Tensor, batch: PackedBatch) -> Scored:
+        values = None
+        if self.value_head is not None:
+            values = self.row.all(self.value_head(hidden).float().sum(-1), len(batch.targets))
+        return Scored(loss, self._all(scores, batch), values, hidden.detach())
+
+    def _all(self, scores: TokenScores, batch: PackedBatch) -> TokenScores:
+        """Return the scores of all N tokens from those of each rank's share."""
+        logprobs, entropy, kl = (None if x is None else self.row.all(x, len(batch.targets)) for x in scores)
+        assert logprobs is not None and entropy is not None
+        return TokenScores(logprobs, entropy, kl)
 
 
 @torch.no_grad()
@@ -141,15 +163,15 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def build_model(
-    path: str, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh, config: Config, *, trainable: bool = True
+    path: str, dtype: torch.dtype, device: torch.device, ranks: Ranks, config: Config, *, trainable: bool = True
 ) -> TokenScorer:
-    """Load, adapt and shard a causal language model. Collective: every rank of the mesh calls it.
+    """Load, adapt and shard a causal language model. Collective.
 
     Args:
         path: folder of a Hugging Face model, or its hub id.
         dtype: of the forward pass and of gathered weights. The master copy of trained parameters is float32.
         device: of this rank.
-        mesh: ranks that shard the weights, one dimension.
+        ranks: that share the weights.
         config: for LoRA, attention, activation checkpointing, reference offload and the sampling temperature.
         trainable: False for the reference: frozen, without adapters, offloaded if configured.
     Raises:
@@ -159,7 +181,8 @@ def build_model(
     language_model, reader = unread_language_model(
         path, longest=config.data.max_prompt_tokens + config.sampling.max_tokens
     )
-    attention.install(language_model, kernel)
+    refuse_layout(language_model, path, config.learner.parallel)
+    attention.install(language_model, kernel, ranks.row)
     if not trainable:
         language_model.requires_grad_(False)
     elif config.model.lora.rank:
@@ -170,14 +193,18 @@ def build_model(
         _train_without_dropout(language_model)
     scorer = TokenScorer(
         language_model,
+        ranks.row,
         temperature=config.sampling.temperature,
         has_critic=trainable and config.algorithm.advantage == CRITIC,
     )
     layers = _layers(language_model, path)
+    experts = distribute_experts(language_model, ranks.experts["expert"]) if ranks.experts else []
     offload = not trainable and config.learner.offload_reference and device.type == "cuda"
     if reader:
         _narrow_frozen(scorer, reader, dtype, is_reference=not trainable)
-    _shard(scorer, layers, dtype, mesh, CPUOffloadPolicy() if offload else OffloadPolicy())
+    shards = [(module, ranks.experts["copies"]) for module in experts if ranks.experts]
+    shards += [(module, ranks.mesh) for module in (*layers, scorer)]
+    _shard(scorer, shards, dtype, CPUOffloadPolicy() if offload else OffloadPolicy())
     if reader:
         loading.fill(scorer, reader, _name_in_memory, torch.device("cpu") if offload else device)
     return scorer
@@ -269,7 +296,22 @@ def check_language_model(path: str, config: Config, device: torch.device) -> Pre
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
         _refuse_what_differs(model, path, config.data.max_prompt_tokens + config.sampling.max_tokens)
         _layers(model, path)
+        refuse_layout(model, path, config.learner.parallel)
         return add_adapters(model, config.model.lora, seed=config.run.seed) if config.model.lora.rank else model
+
+
+def refuse_other_tokens(path: str, teacher: str) -> None:
+    """Raise ConfigError if the teacher's token ids mean other tokens than the model's, or its vocabulary has another size."""
+    with _loading(teacher):
+        sizes = [AutoConfig.from_pretrained(one).get_text_config().vocab_size for one in (path, teacher)]
+        tokens = [AutoTokenizer.from_pretrained(one).get_vocab() for one in (path, teacher)]
+    differing = tokens[0].items() ^ tokens[1].items()
+    if differing or sizes[0] != sizes[1]:
+        example = f"token {min(differing)[0]!r} differs" if differing else f"{sizes[0]} and {sizes[1]} rows"
+        raise ConfigError(
+            f"algorithm.teacher ({teacher}) has other tokens than model.path ({path}): {example}; a teacher must have the "
+            "same vocabulary"
+        )
 
 
 @contextlib.contextmanager
@@ -288,6 +330,10 @@ def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> Non
     settings = model.config
     window = getattr(settings, "sliding_window", None)
     kinds = getattr(settings, "layer_types", None) or ["sliding_attention"]
+    if others := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ConfigError(
+            f"model.path ({path}) has layers of {', '.join(sorted(others))}, in which packed completions would not be separate"
+        )
     slides = getattr(settings, "use_sliding_window", True) and "sliding_attention" in kinds
     if window is not None and slides and window < longest:
         raise ConfigError(
@@ -368,11 +414,11 @@ def _layers(model: PreTrainedModel, path: str) -> list[nn.Module]:
 
 
 def _shard(
-    scorer: TokenScorer, layers: list[nn.Module], dtype: torch.dtype, mesh: DeviceMesh, offload: OffloadPolicy
+    scorer: TokenScorer, shards: list[tuple[nn.Module, DeviceMesh]], dtype: torch.dtype, offload: OffloadPolicy
 ) -> None:
-    """Apply FSDP2 in place: layers first, then the rest with the scorer as root."""
+    """Apply FSDP2 in place to these modules, inner ones first, each over its mesh; the scorer is the last."""
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in (*layers, scorer):
+    for module, mesh in shards:
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
     for sharded in _sharded(scorer):
         sharded.set_force_sum_reduction_for_comms(True)
@@ -398,7 +444,8 @@ def reshard(scorer: TokenScorer) -> None:
 
 def decoder_layers(scorer: TokenScorer) -> list[nn.Module]:
     """Return the decoder layers of a sharded model."""
-    sharded: list[Any] = [module for module in _sharded(scorer) if module is not scorer]
+    names = set(scorer.language_model._no_split_modules or ())
+    sharded: list[Any] = [m for m in _sharded(scorer) if type(m).__name__.removeprefix("FSDP") in names]
     return sharded
 
 

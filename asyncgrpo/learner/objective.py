@@ -329,18 +329,21 @@ def needs_precompute(settings: AlgorithmConfig, updates: int) -> bool:
     )
 
 
-def precompute(step: StepBatch, score: Score, settings: AlgorithmConfig) -> tuple[StepBatch, list[Precomputed]]:
+def precompute(
+    step: StepBatch, score: Score, settings: AlgorithmConfig, *, is_counted: bool = True
+) -> tuple[StepBatch, list[Precomputed]]:
     """Score all micro-batches of this rank and compute their `Precomputed`. Collective.
 
     Args:
         step: one minibatch.
         score: forward pass of a micro-batch; results on its device.
+        is_counted: False: another rank runs the same rows, and its scores count.
     Returns:
         The minibatch with final advantages, and the `Precomputed` of each trained micro-batch.
     """
     microbatches, rollouts = step.trained, step.rollouts
     scored = [score(batch) for batch in microbatches]
-    tokens = _StepTokens(microbatches, rollouts)
+    tokens = _StepTokens(microbatches, rollouts, is_counted=is_counted)
     policy = tokens.all([s.logprobs for s in scored])
     behaviour = torch.from_numpy(np.concatenate([np.zeros(0), *(c.logprobs for c in rollouts.completions)]))
     fields: dict[str, Tensor] = {}
@@ -417,8 +420,8 @@ def _pairs(
 class _StepTokens:
     """All [M] tokens of a minibatch in the order of its completions, equal on all ranks."""
 
-    def __init__(self, microbatches: Sequence[PackedBatch], rollouts: ScoredRollouts) -> None:
-        self._microbatches = microbatches
+    def __init__(self, microbatches: Sequence[PackedBatch], rollouts: ScoredRollouts, *, is_counted: bool) -> None:
+        self._microbatches, self._is_counted = microbatches, is_counted
         self.lengths = rollouts.lengths
         self.cu_seqlens = torch.cat([rollouts.lengths.new_zeros(1), rollouts.lengths.cumsum(0)])
         self.mask = rollouts.is_trained.repeat_interleave(rollouts.lengths)
@@ -437,7 +440,8 @@ class _StepTokens:
         """Merge the values of all ranks' micro-batches into [M] float64. Collective."""
         everything = torch.zeros(self.mask.numel(), dtype=torch.float64)
         for batch, own in zip(self._microbatches, values, strict=True):
-            everything[self.positions(batch)] = own.cpu().double()
+            if self._is_counted:
+                everything[self.positions(batch)] = own.cpu().double()
         if dist.get_world_size() > 1:
             dist.all_reduce(everything)
         return everything

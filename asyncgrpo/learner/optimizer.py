@@ -20,6 +20,7 @@ from torch.optim import AdamW
 
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import TrainingError
+from asyncgrpo.learner.parallel import by_mesh
 
 # -- AdamW and its rate ------------------------------------------------------------------------------------------------
 
@@ -28,7 +29,8 @@ def make_optimizer(model: torch.nn.Module, config: Config) -> AdamW:
     """Return AdamW, with a larger learning rate for a critic's value head."""
     learner = config.learner
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = [{"params": [p for name, p in named if not name.startswith("value_head")], "lr_scale": 1.0}]
+    others = [p for name, p in named if not name.startswith("value_head")]
+    groups: list[dict[str, Any]] = [{"params": some, "lr_scale": 1.0} for some in by_mesh(others)]
     critic = [p for name, p in named if name.startswith("value_head")]
     if critic:
         groups.append({"params": critic, "lr_scale": config.algorithm.critic.lr_scale})

@@ -30,6 +30,7 @@ from asyncgrpo.algorithms.advantages import (
 )
 from asyncgrpo.config.schema import CRITIC, Config
 from asyncgrpo.learner.attention import Family, Segments
+from asyncgrpo.learner.head import Kept
 from asyncgrpo.types import Completion, Group, PolicyVersion, Rollout
 
 # -- completions and their rewards -------------------------------------------------------------------------------------
@@ -341,6 +342,10 @@ class PackedBatch:
     """[S] int64, index of each completion in the step."""
     tokens_in_group: Tensor
     """[S] int64, trained tokens of the completion's group in the full step."""
+    kept: Kept | None = None
+    """Tokens that each of the N could be sampled from; None: the whole vocabulary."""
+    routes: Tensor | None = None
+    """[T, layers, K] int16, experts that the generator's routers chose, -1 where that is unknown; None: not replayed."""
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Return the batch on another device."""
@@ -352,8 +357,12 @@ class PackedBatch:
         return replace(self, advantages=advantages.to(self.mask.device, torch.float32))
 
 
-def _moved(value: Tensor | Segments, device: torch.device) -> Tensor | Segments:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value.to(device)
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Kept):
+        return Kept(*(part.to(device, non_blocking=True) for part in value))
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return value if value is None else value.to(device)
 
 
 @dataclass(frozen=True)
@@ -375,9 +384,11 @@ class StepBatch:
     zero_signal_groups: int
     """Groups with equal rewards on all usable completions, or with fewer than two."""
     signal_share: float
-    """Share of groups with a signal among groups that are solved or have a signal (`advantages.Signal`); 1 with a critic."""
+    """Share of groups with a signal among groups that are solved or have a signal (`advantages.Signal`); 1 with a critic or
+    a teacher."""
     bonus_share: float
-    """Share of groups that are not hopeless (`advantages.Signal`), which scales an entropy bonus; 1 with a critic."""
+    """Share of groups that are not hopeless (`advantages.Signal`), which scales an entropy bonus; 1 with a critic or a
+    teacher."""
     advantages: Tensor
     """[A] float64; with a critic the mean over each completion's tokens."""
 
@@ -398,31 +409,35 @@ def pack(
     group_size: int | None = None,
     shaping: Shaping = UNSHAPED,
     success: float = 1.0,
+    has_other_signal: bool = False,
     share_prompts: bool = True,
     pair_cost: float = 0.0,
     skip_zero_advantage: bool = False,
+    multiple: int = 1,
 ) -> StepBatch:
     """Return this rank's micro-batches of a minibatch.
 
     Args:
         groups: all groups of the minibatch, equal on all ranks.
         version: of the learner's weights, to mark the tokens that they sampled; None: mark no token.
-        rank, world: index of this rank, and number of ranks.
+        rank, world: index of this rank, and number of ranks. Ranks that run rows together count as one.
         tokens_per_microbatch: budget of a micro-batch; only a single longer sequence exceeds it.
         advantage: a name in `algorithms.advantages.ESTIMATORS`, or `gae`, which leaves 0 for the critic to replace.
         group_size: completions from this index on are greedy baselines; None: no baselines.
         shaping: of the rewards.
         success: reward before shaping from which a completion is right.
+        has_other_signal: True if groups with equal rewards teach as well, by a critic or a teacher.
         share_prompts: compute a prompt once for its completions in one micro-batch.
         pair_cost: cost of a query-key pair of attention, in tokens, to balance micro-batches over ranks.
         skip_zero_advantage: leave completions with advantage 0 out of the micro-batches, because they have no gradient.
+        multiple: of the tokens of a row.
     """
     largest = max((len(group.rollouts) for group in groups), default=0)
     rollouts = read_rollouts(groups, group_size=largest if group_size is None else group_size, shaping=shaping)
     advantages = rollouts.advantages(advantage)
     in_group = torch.zeros(len(groups), dtype=torch.int64)
     in_group.index_add_(0, rollouts.groups, rollouts.lengths * rollouts.is_trained)
-    rows = _Rows(groups, rollouts, advantages, in_group[rollouts.groups], version, share_prompts)
+    rows = _Rows(groups, rollouts, advantages, in_group[rollouts.groups], version, share_prompts, multiple)
     has_tokens = rollouts.lengths > 0
     is_skipped = (advantages == 0) & skip_zero_advantage
     dealt = rows.deal(has_tokens & ~is_skipped, world, tokens_per_microbatch, pair_cost)
@@ -437,8 +452,8 @@ def pack(
         num_completions=int(rollouts.is_trained.sum()),
         num_groups=int((in_group > 0).sum()),
         zero_signal_groups=len(groups) - rollouts.groups[with_signal].unique().numel(),
-        signal_share=1.0 if advantage == CRITIC else signal.share,
-        bonus_share=1.0 if advantage == CRITIC else signal.not_hopeless,
+        signal_share=1.0 if has_other_signal else signal.share,
+        bonus_share=1.0 if has_other_signal else signal.not_hopeless,
         advantages=advantages,
     )
 
@@ -454,7 +469,9 @@ class _Rows:
         tokens_in_group: Tensor,
         version: PolicyVersion | None,
         share_prompts: bool,
+        multiple: int,
     ) -> None:
+        self.multiple = multiple
         self.prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups]
         self.rollouts, self.advantages, self.tokens_in_group = rollouts, advantages, tokens_in_group
         self.version, self.share_prompts = version, share_prompts
@@ -476,13 +493,13 @@ class _Rows:
         return [[[[members[p.group][a] for a in p.rollouts] for p in row] for row in rows] for rows in dealt]
 
     def build(self, pieces: list[list[int]]) -> PackedBatch:
-        """Build one micro-batch. Without completions it has a single dummy token, so that the model can run."""
+        """Build one micro-batch. Dummy tokens fill it up to a multiple, and give the model something to run without pieces."""
         layout = _Layout()
         for piece in pieces:
             prompt = self.prompts[int(self.rollouts.groups[piece[0]])]
             layout.add(prompt, [self.rollouts.completions[rollout] for rollout in piece], self.share_prompts)
-        if not pieces:
-            layout.add(np.zeros(1, np.int64), [], True)
+        if missing := -layout.size % self.multiple or (0 if pieces else self.multiple):
+            layout.add(np.zeros(missing, np.int64), [], True)
         chosen = [rollout for piece in pieces for rollout in piece]
         index = torch.tensor(chosen, dtype=torch.int64)
         sampled, lengths = self.sampled(index), self.rollouts.lengths[index]
@@ -503,6 +520,8 @@ class _Rows:
             ).repeat_interleave(lengths),
             rollouts=index,
             tokens_in_group=self.tokens_in_group[index],
+            kept=_kept(completions),
+            routes=_routes(layout.sources),
         )
 
     def sampled(self, index: Tensor) -> SampledTokens:
@@ -524,6 +543,8 @@ class _Layout:
         self.token_ids: list[np.ndarray] = []
         self.position_ids: list[np.ndarray] = []
         self.read_at: list[np.ndarray] = []
+        self.sources: list[tuple[np.ndarray | None, int, int]] = []
+        """Of each run of tokens: routes of a completion, and the run's start and end among its tokens."""
         self.families: list[Family] = []
 
     def add(self, prompt: np.ndarray, completions: Sequence[Completion], share_prompt: bool) -> None:
@@ -532,12 +553,12 @@ class _Layout:
         Observations are run like sampled tokens. No loss is computed for them, because no position before them is read.
         """
         if share_prompt and len(completions) != 1:
-            start = self._run(prompt, 0)
+            start = self._run(prompt, 0, completions[0].routes if completions else None)
             prefix = (start, self.size)
             self.families.append(Family((start, start), prefix))
             bounds = [self.size]
             for completion in completions:
-                first = self._run(completion.all_token_ids[: _num_run(completion)], len(prompt))
+                first = self._run(completion.all_token_ids[: _num_run(completion)], len(prompt), completion.routes)
                 places = completion.sampled_at
                 self.read_at.append(np.where(places == 0, prefix[1] - 1, first + places - 1))
                 bounds += [self.size] * (self.size > first)
@@ -545,12 +566,14 @@ class _Layout:
                 self.families.append(Family(prefix, tuple(bounds)))
         else:
             for completion in completions:
-                first = self._run(np.concatenate([prompt, completion.all_token_ids[: _num_run(completion)]]), 0)
+                tokens = np.concatenate([prompt, completion.all_token_ids[: _num_run(completion)]])
+                first = self._run(tokens, 0, completion.routes)
                 self.read_at.append(first + len(prompt) + completion.sampled_at - 1)
                 self.families.append(Family((first, first), (first, self.size)))
 
-    def _run(self, token_ids: np.ndarray, position: int) -> int:
+    def _run(self, token_ids: np.ndarray, position: int, routes: np.ndarray | None) -> int:
         """Append tokens and return their start."""
+        self.sources.append((routes, position, position + len(token_ids)))
         self.token_ids.append(token_ids)
         self.position_ids.append(np.arange(position, position + len(token_ids)))
         self.size += len(token_ids)
@@ -559,6 +582,30 @@ class _Layout:
 
 def _joined(parts: Sequence[np.ndarray], dtype: type) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False))
+
+
+def _kept(completions: Sequence[Completion]) -> Kept | None:
+    if all(completion.kept is None for completion in completions):
+        return None
+    nothing = np.zeros(0, np.int32)
+    ids = [nothing if c.kept is None else c.kept.ids for c in completions]
+    counts = [np.zeros(len(c.token_ids), np.int64) if c.kept is None else c.kept.counts for c in completions]
+    return Kept(_joined(ids, np.int64), _joined(counts, np.int64).cumsum(0))
+
+
+def _routes(sources: Sequence[tuple[np.ndarray | None, int, int]]) -> Tensor | None:
+    """Return [T, layers, K] int16 of consecutive runs of tokens; None: no route is known."""
+    known = next((routes for routes, _, _ in sources if routes is not None), None)
+    if known is None:
+        return None
+    joined = np.full((sum(end - start for _, start, end in sources), *known.shape[1:]), -1, np.int16)
+    at = 0
+    for routes, start, end in sources:
+        if routes is not None:
+            part = routes[start:end]
+            joined[at : at + len(part)] = part
+        at += end - start
+    return torch.from_numpy(joined)
 
 
 def _num_run(completion: Completion) -> int:

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from asyncgrpo.errors import ConfigError, WeightsError
-from asyncgrpo.learner.loading import Pieces, first_row, pieces_of_rows, views_of_rows
+from asyncgrpo.learner.loading import Pieces, are_rows, first_row, pieces_of_rows, views_of_rows
 from asyncgrpo.learner.model import TokenScorer
 from asyncgrpo.types import TensorInfo
 from asyncgrpo.weights.arena import IsWritten, Layout
@@ -84,7 +84,7 @@ class PublishedWeights:
                 plain = name.replace(".base_layer.", ".")
                 published = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
                 adapter = adapters.pop(plain, None)
-                pieces = _own_rows(model, plain, tensor) if adapter is None or _are_rows(adapter.b) else None
+                pieces = _own_rows(model, plain, tensor) if adapter is None or are_rows(adapter.b) else None
                 first = first_row(cast(DTensor, tensor)) if pieces is not None else 0
                 self._sources.append(_Source(plain, tensor, adapter, published, pieces, first))
         if adapters:
@@ -162,17 +162,12 @@ def fill_parts(parts: Iterator[Part], layout: Layout, flat: Tensor) -> IsWritten
 
 def _own_rows(model: Any, name: str, tensor: Tensor) -> Pieces | None:
     """Return the layout of a sharded tensor's rows on disk; None if it is not sharded or a piece spans several ranks."""
-    if not _are_rows(tensor):
+    if not are_rows(tensor):
         return None
     try:
         return pieces_of_rows(model, name, tensor.shape)
     except WeightsError:
         return None
-
-
-def _are_rows(tensor: Tensor) -> bool:
-    """True if the tensor is sharded by rows."""
-    return isinstance(tensor, DTensor) and tensor.placements == (Shard(0),)
 
 
 def copied() -> IsWritten:

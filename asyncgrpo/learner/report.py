@@ -112,6 +112,7 @@ def build_report(
     *,
     group_size: int,
     seconds: dict[str, float],
+    more_diagnostics: dict[str, float],
 ) -> StepReport:
     """Build the report from the sums of all updates. Each quotient is taken once, from merged sums.
 
@@ -122,7 +123,7 @@ def build_report(
     """
     sums = {name: total.item() for name, total in merge(totals).items()}
     tokens, current = max(sums["tokens"], 1.0), sums["gap_tokens"]
-    diagnostics = report(totals)
+    diagnostics = report(totals) | more_diagnostics
     return StepReport(
         skipped=next((u.skipped for u in reversed(updates) if u.skipped is not None), None),
         zero_gradients=sum(u.grad_norm == 0 for u in updates),

@@ -72,7 +72,7 @@ class Layout:
     def spans(self) -> list[Span]:
         """Spans of all tensors, for a delta."""
         places = zip(self.tensors, self.offsets, strict=True)
-        return [Span(start, size_bytes(info), dtype_of(info).itemsize, start) for info, start in places]
+        return [Span(start, size_bytes(info), dtype_of(info).itemsize) for info, start in places]
 
 
 class Stream:

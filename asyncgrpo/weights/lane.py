@@ -1,35 +1,27 @@
-"""Transport to generators that cannot map the learner's memory: deltas and broadcasts.
+"""Transport to generators that cannot map the learner's memory: broadcasts of all weights, or of deltas.
 
-A generator that holds an earlier publication gets a delta, where that is small enough; all others share a broadcast. Learner
-ranks on several machines broadcast one after the other, each machine what it owns, in a group of its own with the generators.
-A broadcast is collective, so a member that dies blocks the rest. It runs in a thread of its own. When a member is lost the
-groups are dropped, and the next ones are formed without it.
+Learner ranks on several machines broadcast one after the other, each machine what it owns, in a group of its own with the
+generators. A broadcast is collective, so a member that dies blocks the rest. It runs in a thread of its own. When a member is
+lost the groups are dropped, and the next ones are formed without it.
 """
 
-import itertools
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncgrpo import liveness
-from asyncgrpo.errors import WeightsError
-from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout, Slot, Stream
-from asyncgrpo.weights.delta import LEAST_SAVING, Chain, Delta, Piece, Skips, State, follow
+from asyncgrpo.weights.delta import LEAST_SAVING, Chain, Delta, Packed, Piece, Skips, State, follow, to_bytes
 from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.codec import Buffer
-from asyncgrpo.wire.weights import DeltaPart, FormGroup, Offer, PartTaken
+from asyncgrpo.wire.weights import FormGroup, Offer
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +42,7 @@ class Broadcaster:
         self.number = 0
         """Of the last group."""
         self.seconds = math.inf
-        """Duration of the last broadcast; infinite before the first."""
+        """Duration of the last broadcast of all weights; infinite before the first."""
 
     def form(self, message: FormGroup, store: Callable[[], dist.Store]) -> None:
         """Start to form the group of a message, in which this process is rank 0."""
@@ -75,15 +67,19 @@ class Broadcaster:
 
     def broadcast(self, flat: Tensor, piece_bytes: int) -> None:
         """Start to send this process's runs of `flat`, [num_bytes] uint8, in buckets of this size."""
+        self._send(flat, self._stream, piece_bytes)
+
+    def _send(self, flat: Tensor, stream: Stream, piece_bytes: int) -> None:
         assert self.state == "ready" and self._group is not None
         self.state, group = "sending", self._group
 
         def work() -> WeightGroup:
             started = time.monotonic()
             with group.beside():
-                for bucket in self._stream.buckets(piece_bytes):
+                for bucket in stream.buckets(piece_bytes):
                     send_bucket(group, flat, bucket)
-            self.seconds = time.monotonic() - started
+            if stream is self._stream:
+                self.seconds = time.monotonic() - started
             return group
 
         self._job = self._pool.submit(work)
@@ -198,20 +194,24 @@ class GroupLane(Broadcaster):
             send(sender, form(rank=0))
         self.form(form(rank=0), lambda: self._store)
 
-    def offer(
-        self, version: PolicyVersion, digest: str, slot: Slot, send: Callable[[str | int, Message], object]
-    ) -> None:
+    def offer(self, state: State, slot: Slot, send: Callable[[str | int, Message], object]) -> None:
         """Start to broadcast an arena to the group."""
-        offer = Offer(
-            version=version,
-            digest=digest,
-            slot=slot.number,
-            group_number=self.number,
-            piece_bytes=self._piece_bytes,
-        )
+        offer = self._offer(state, slot=slot.number)
         for peer in (*sorted(self.names), *range(1, self._senders)):
             send(peer, offer)
         self.broadcast(slot.flat, self._piece_bytes)
+
+    def offer_deltas(self, deltas: list[Packed], send: Callable[[str | int, Message], object]) -> None:
+        """Start to broadcast deltas to the group."""
+        payload = torch.frombuffer(bytearray().join(delta.payload for delta in deltas), dtype=torch.uint8)
+        offer = self._offer(deltas[-1].after, delta_bytes=tuple(len(delta.payload) for delta in deltas))
+        for name in sorted(self.names):
+            send(name, offer)
+        self._send(payload, Stream([(0, len(payload))]), self._piece_bytes)
+
+    def _offer(self, state: State, **fields: Any) -> Offer:
+        version, digest = state
+        return Offer(version=version, digest=digest, group_number=self.number, piece_bytes=self._piece_bytes, **fields)
 
     def drop(self) -> None:
         self.names = frozenset()
@@ -222,24 +222,18 @@ class GroupLane(Broadcaster):
 
 MAX_DELTAS = 8
 """Deltas kept for generators that missed some."""
-PARTS_AHEAD = 2
-"""Parts in flight to one generator. They bound the memory that a slow generator costs the learner."""
-SENT_BYTES_PER_S = 0.5e9
-"""Rate of one thread that encrypts and sends. Measured with parts of 16 MiB over loopback (AMD EPYC): 0.7e9 per CPU second."""
-LARGEST_PART_BYTES = DeltaPart.max_payload_bytes
 
 
-class DeltaLane:
-    """Deltas to generators that hold an earlier publication, each over its own socket. The publisher's thread uses it.
+class Deltas:
+    """Deltas that lead to the newest publications. The publisher's thread uses it.
 
     A thread compares each publication with the one before, of which this class keeps the bytes: the learner may overwrite
     its arena at any moment. So skipped publications leave no gap in the chain.
     """
 
-    def __init__(self, part_bytes: int) -> None:
-        self._part_bytes = min(part_bytes, LARGEST_PART_BYTES)
+    def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="weights-delta")
-        self._job: Future[tuple[Tensor, tuple[Piece, ...] | None]] | None = None
+        self._job: Future[tuple[Tensor, tuple[Piece, ...] | None, float]] | None = None
         self._is_void = False
         """True if the delta under way is obsolete."""
         self._following: State | None = None
@@ -249,12 +243,6 @@ class DeltaLane:
         """Its bytes."""
         self._chain = Chain(MAX_DELTAS, 0)
         self._skips = Skips()
-        self._held: dict[str, State] = {}
-        """Weights that each generator is known to hold in its memory."""
-        self._transfers: dict[str, Transfer] = {}
-        self._number = 0
-
-    # -- making them ---------------------------------------------------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
@@ -267,179 +255,69 @@ class DeltaLane:
         self._following = state
         return self._skips.is_due()
 
-    def follow(self, state: State, layout: Layout, flat: Tensor, most: int) -> None:
+    def follow(self, state: State, layout: Layout, flat: Tensor) -> None:
         """Start to compare a publication with the one before it.
 
         Args:
             flat: [num_bytes] uint8; not written until `poll` returns True.
-            most: largest size of a delta, bytes.
         """
-        mirror = self._mirror
+        mirror, most = self._mirror, layout.num_bytes // LEAST_SAVING
 
-        def work() -> tuple[Tensor, tuple[Piece, ...] | None]:
+        def work() -> tuple[Tensor, tuple[Piece, ...] | None, float]:
             if mirror is None:
-                return flat.clone(), ()
-            return mirror, follow(mirror, flat, layout.spans, most)
+                return flat.clone(), (), 0.0
+            started = time.monotonic()
+            pieces = follow(mirror, flat, layout.spans, most)
+            return mirror, pieces, time.monotonic() - started
 
         if mirror is None:
-            self._chain = Chain(MAX_DELTAS, layout.num_bytes // LEAST_SAVING)
+            self._chain = Chain(MAX_DELTAS, most)
         self._job, self._is_void = self._pool.submit(work), False
 
-    def poll(self) -> bool:
-        """Collect the finished comparison. Returns True if there was one."""
+    def poll(self, broadcast_s: float) -> bool:
+        """Collect the finished comparison. Returns True if there was one.
+
+        Args:
+            broadcast_s: time that a broadcast of all weights takes; on a network so fast that comparing takes longer,
+                deltas are not used.
+        """
         if self._job is None or not self._job.done():
             return False
         job, self._job = self._job, None
         if self._is_void:
             return True
         try:
-            mirror, pieces = job.result()
+            mirror, pieces, seconds = job.result()
         except Exception as error:
             log.warning("no delta was made: %r", error)
             pieces = None
-        if pieces is None:
+        if pieces is None or seconds > broadcast_s:
             self._skips.note(pays=False)
             self.clear()
             return True
         assert self._following is not None
         if self._tip is not None:
-            delta = Delta(self._tip, self._following, len(mirror), pieces)
-            self._chain.add(Delta.from_bytes(delta.to_bytes()))  # in wire format
+            delta = Delta(self._tip, self._following, pieces)
+            self._chain.add(Packed(self._tip, self._following, to_bytes(delta)))
             self._skips.note(pays=True)
         self._tip, self._mirror = self._following, mirror
         return True
 
+    def path(self, states: Iterable[State | None]) -> list[Packed] | None:
+        """Return the deltas that bring generators up to date; None: one of them needs all weights.
+
+        Args:
+            states: weights that each generator is known to hold in its memory.
+        """
+        states = set(states)
+        if self._tip is None or None in states:
+            return None
+        return [] if states <= {self._tip} else self._chain.since(states)
+
     def clear(self) -> None:
         """Forget all deltas and start a new chain."""
         self._tip, self._mirror = None, None
-        self._chain.clear()
         self._is_void = True
-
-    # -- sending them --------------------------------------------------------------------------------------------------
-
-    def path(self, name: str, most: int) -> list[Delta] | None:
-        """Return the deltas, at most `most` bytes, that bring a generator up to date; None: it needs all weights."""
-        held = self._held.get(name)
-        if held is None or self._tip is None:
-            return None
-        path = [] if held == self._tip else self._chain.since(held)
-        return path if path is not None and sum(delta.packed_bytes for delta in path) <= most else None
-
-    def may_reach(self, name: str) -> bool:
-        """True if deltas are in flight to a generator, or the comparison under way may produce one for it."""
-        return self.is_sending(name) or (self.is_busy and name in self._held)
-
-    def offer(self, name: str, path: list[Delta], send: Callable[[str, Message, Buffer], bool]) -> bool:
-        """Start to send deltas to a generator. Returns False if it is not connected."""
-        self._number += 1
-        transfer = self._transfers[name] = Transfer(self._number, path, self._part_bytes)
-        version, digest = path[-1].after
-        sizes = tuple(delta.packed_bytes for delta in path)
-        offer = Offer(version=version, digest=digest, transfer=self._number, delta_bytes=sizes)
-        return send(name, offer, b"") and transfer.go_on(name, send)
-
-    def taken(self, name: str, message: PartTaken, send: Callable[[str, Message, Buffer], bool]) -> None:
-        transfer = self._transfers.get(name)
-        if transfer is not None and transfer.number == message.transfer:
-            transfer.taken = message.taken
-            transfer.go_on(name, send)
-
-    def is_sending(self, name: str, transfer: int | None = None) -> bool:
-        """True if deltas, or those of one transfer, are in flight to a generator."""
-        now = self._transfers.get(name)
-        return now is not None and transfer in (None, now.number)
-
-    def is_stuck(self, name: str, staging_s: float) -> bool:
-        """True if a part or a reply must have been lost.
-
-        Args:
-            staging_s: time allowed to apply the deltas after the last part.
-        """
-        transfer = self._transfers.get(name)
-        if transfer is None:
-            return False
-        deadline_s = liveness.TAKES_PART_WITHIN_S + (staging_s if transfer.is_whole else 0.0)
-        return time.monotonic() - transfer.moved_s > deadline_s
-
-    def received(self, name: str, state: State) -> None:
-        """Note the weights that a generator holds in its memory."""
-        self._transfers.pop(name, None)
-        self._held[name] = state
-
-    def stop(self, name: str) -> None:
-        """Stop a transfer."""
-        self._transfers.pop(name, None)
-
-    def forget(self, name: str) -> None:
-        """Forget which weights a generator holds."""
-        self.stop(name)
-        self._held.pop(name, None)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False)
-
-
-def delta_byte_budget(num_bytes: int, generators: int, broadcast_s: float) -> int:
-    """Return the largest size of the deltas to one generator, in place of `num_bytes` of weights.
-
-    Comparing and applying costs more CPU time than receiving, so deltas must be much smaller. One thread encrypts and sends
-    them to all generators, which must take no longer than a broadcast: on a fast network no deltas are sent.
-
-    Args:
-        broadcast_s: duration of the last broadcast; infinite before the first.
-    """
-    return int(min(num_bytes / LEAST_SAVING, broadcast_s * SENT_BYTES_PER_S / max(1, generators)))
-
-
-class Transfer:
-    """Deltas in flight to one generator, a few parts ahead of its acknowledgements."""
-
-    def __init__(self, number: int, deltas: list[Delta], part_bytes: int) -> None:
-        self.number, self.taken = number, 0
-        self.moved_s = time.monotonic()
-        self._ahead, self._sent = PARTS_AHEAD * part_bytes, 0
-        payloads = [delta.to_bytes().data for delta in deltas]
-        self._left = deque(p[at : at + part_bytes] for p in payloads for at in range(0, len(p), part_bytes))
-
-    @property
-    def is_whole(self) -> bool:
-        return not self._left and self.taken == self._sent
-
-    def go_on(self, name: str, send: Callable[[str, Message, Buffer], bool]) -> bool:
-        """Send the next parts. Returns False if the generator is not connected."""
-        self.moved_s = time.monotonic()
-        while self._left and self._sent - self.taken < self._ahead:
-            part = self._left.popleft()
-            if not send(name, DeltaPart(transfer=self.number, start=self._sent), part):
-                return False
-            self._sent += len(part)
-        return True
-
-
-class Arriving:
-    """Deltas that arrive at a generator."""
-
-    def __init__(self, offer: Offer, limit: int) -> None:
-        """Raises WeightsError: the deltas are longer than `limit` bytes."""
-        size = sum(offer.delta_bytes)
-        if min(offer.delta_bytes, default=0) <= 0 or size > limit:
-            raise WeightsError(f"deltas of {offer.delta_bytes[:8]} bytes were offered for weights of {limit}")
-        self.offer, self.taken = offer, 0
-        self._bytes = np.empty(size, np.uint8)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.taken == len(self._bytes)
-
-    def add(self, start: int, part: Buffer) -> None:
-        """Take the next part; duplicates are ignored. Raises WeightsError: a part is missing."""
-        if start > self.taken or start + len(part) > len(self._bytes):
-            raise WeightsError(f"bytes {start} to {start + len(part)} came after {self.taken} of {len(self._bytes)}")
-        if start == self.taken:
-            self._bytes[start : start + len(part)] = np.frombuffer(part, np.uint8)
-            self.taken += len(part)
-
-    def deltas(self) -> list[Delta]:
-        """Return all deltas in order. Raises WireError: one is malformed."""
-        ends = list(itertools.accumulate(self.offer.delta_bytes, initial=0))
-        return [Delta.from_bytes(self._bytes[start:end]) for start, end in itertools.pairwise(ends)]

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights.delta import State
 
 # -- the sync check ----------------------------------------------------------------------------------------------------
 
@@ -161,6 +162,8 @@ class Member:
     offered_s: float = 0.0
     is_staging: bool = False
     is_late: bool = False
+    staged: State | None = None
+    """Weights in its memory, with the right digest; None: it must be sent all weights."""
     loaded: str = ""
     """Digest of the weights that its engine loaded last."""
     before: tuple[str, str] = "", ""

@@ -30,13 +30,13 @@ from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Slot, Stream
-from asyncgrpo.weights.delta import Delta, State
+from asyncgrpo.weights.delta import Packed, State
 from asyncgrpo.weights.digest import add_digests
 from asyncgrpo.weights.group import Backend
-from asyncgrpo.weights.lane import DeltaLane, GroupLane, delta_byte_budget
+from asyncgrpo.weights.lane import Deltas, GroupLane
 from asyncgrpo.weights.publication import Member, Publication, Round, SyncCheck
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.codec import Buffer, Kinds, decode
+from asyncgrpo.wire.codec import Kinds, decode
 from asyncgrpo.wire.sockets import Client, Keys, Server
 from asyncgrpo.wire.weights import (
     Alive,
@@ -45,7 +45,6 @@ from asyncgrpo.wire.weights import (
     Join,
     JoinSender,
     Offer,
-    PartTaken,
     RowsWritten,
     Staged,
     Swapped,
@@ -90,7 +89,7 @@ class Publisher:
         """Runs of the streams, for generators; empty if there is one."""
         self._streams: tuple[Stream, ...] = ()
         """What this process broadcasts, and what each other sender does."""
-        self._deltas = DeltaLane(config.bucket_mb * 2**20)
+        self._deltas = Deltas()
         self._machine = same_machine()
         self._members: dict[str, Member] = {}
         self._missing: dict[str, Member] = {}
@@ -333,8 +332,6 @@ class Publisher:
             self._swapped(name, member, message)
         elif isinstance(message, Checked) and message.version in self._rounds:
             self._check.scored(message.version, name, message.scores)
-        elif isinstance(message, PartTaken):
-            self._deltas.taken(name, message, self._send)
         elif isinstance(message, SyncFailed):
             self._sync_failed(name, member, message)
 
@@ -346,7 +343,6 @@ class Publisher:
         if f"{name}-{message.incarnation}" in self._leaving:
             return
         self._forget(name)
-        self._deltas.forget(name)
         self._missing.pop(name, None)
         if self._server.send(peer, self._layout_message, self._runs):
             is_near = self._maps and message.machine == self._machine
@@ -410,53 +406,47 @@ class Publisher:
                 self._report_lost(name, member, NOT_CONNECTED)
 
     def _offer_to_far(self) -> None:
-        """Send deltas to generators that hold their base, and broadcasts to all others."""
+        """Broadcast to generators elsewhere: all weights to those that need them, else deltas."""
         trouble = self._lane.poll()
         if trouble is not None:
             self._drop_group(trouble)
-        if self._deltas.poll():
+        if self._deltas.poll(self._lane.seconds):
             self._release(COMPARING)
         far = self._far()
         if self._lane.state != "none" and not self._lane.names <= far.keys():
             self._drop_group("a member is gone")
-        most = delta_byte_budget(self._layout.num_bytes, len(far), self._lane.seconds)
-        paths = {name: self._deltas.path(name, most) for name in far}
-        for name, path in paths.items():
-            if path and far[name].offered is None:
-                self._offer_deltas(name, far[name], path)
-        whole = {
-            name: member for name, member in far.items() if paths[name] is None and not self._deltas.may_reach(name)
-        }
-        if whole and self._lane.state not in ("forming", "sending"):
-            self._broadcast(whole)
+        if not far or self._lane.state in ("forming", "sending"):
+            return
+        if whole := {name: member for name, member in far.items() if self._deltas.path([member.staged]) is None}:
+            self._broadcast(whole, [])
+        elif deltas := self._deltas.path(member.staged for member in far.values()):
+            self._broadcast(far, deltas)
 
-    def _offer_deltas(self, name: str, member: Member, path: list[Delta]) -> None:
-        version, digest = path[-1].after
-        self._offered(name, member, version, digest, sum(delta.packed_bytes for delta in path))
-        if not self._deltas.offer(name, path, self._send):
-            self._drop(name, NOT_CONNECTED)
-            self._report_lost(name, member, NOT_CONNECTED)
-
-    def _broadcast(self, whole: dict[str, Member]) -> None:
-        """Send all weights to these generators; form a group first if their set has changed."""
-        if any(member.is_staging for member in whole.values()):
+    def _broadcast(self, members: dict[str, Member], deltas: list[Packed]) -> None:
+        """Send deltas or, without any, all weights to these generators; form a group first if their set has changed."""
+        if any(member.is_staging for member in members.values()):
             return
         with self._lock:
             slot = self._newest
             if slot is None or slot.version is None:
                 return
-            if all(slot.version in (m.holds, m.offered) for m in whole.values()):
+            state = deltas[-1].after if deltas else State(slot.version, slot.digest)
+            if all(state.version in (m.holds, m.offered) for m in members.values()):
                 return
-            is_ready = self._lane.state == "ready" and self._lane.names == whole.keys()
-            if is_ready:
-                slot.readers |= whole.keys()
+            is_ready = self._lane.state == "ready" and self._lane.names == members.keys()
+            if is_ready and not deltas:
+                slot.readers |= members.keys()
         if not is_ready:
             self._lane.drop()
-            self._lane.form_with(sorted(whole), self._send)
+            self._lane.form_with(sorted(members), self._send)
             return
-        for name, member in whole.items():
-            self._offered(name, member, slot.version, slot.digest, self._layout.num_bytes)
-        self._lane.offer(slot.version, slot.digest, slot, self._send)
+        num_bytes = sum(len(delta.payload) for delta in deltas) or self._layout.num_bytes
+        for name, member in members.items():
+            self._offered(name, member, state.version, state.digest, num_bytes)
+        if deltas:
+            self._lane.offer_deltas(deltas, self._send)
+        else:
+            self._lane.offer(state, slot, self._send)
 
     def _compare_newest(self) -> None:
         """Start the comparison of the newest version with the one before, if any generator can use the delta."""
@@ -472,8 +462,7 @@ class Publisher:
             if not self._deltas.wants(state):
                 return
             slot.readers.add(COMPARING)
-        most = delta_byte_budget(self._layout.num_bytes, len(far), self._lane.seconds)
-        self._deltas.follow(state, self._layout, slot.flat, most)
+        self._deltas.follow(state, self._layout, slot.flat)
 
     def _far(self) -> dict[str, Member]:
         """Return the members that cannot map the learner's shared memory."""
@@ -483,8 +472,7 @@ class Publisher:
         round_ = self._rounds.setdefault(version, Round(time.monotonic(), sent))
         round_.waits_for.add(name)
         round_.sent_bytes += num_bytes
-        self._deltas.forget(name)
-        member.offered, member.offered_s, member.is_staging = version, time.monotonic(), True
+        member.offered, member.offered_s, member.is_staging, member.staged = version, time.monotonic(), True, None
 
     def _staged(self, name: str, member: Member, message: Staged) -> None:
         self._release(name)
@@ -495,8 +483,7 @@ class Publisher:
         if message.digest != round_.digest:
             self._reoffer(name, member, f"digest mismatch: sent {round_.digest}, {name} received {message.digest}")
             return
-        self._deltas.received(name, State(message.version, message.digest))
-        member.loaded = message.digest
+        member.staged, member.loaded = State(message.version, message.digest), message.digest
 
     def _swapped(self, name: str, member: Member, message: Swapped) -> None:
         round_ = self._rounds.get(message.version)
@@ -527,8 +514,6 @@ class Publisher:
                 other.waits_for.discard(name)  # an older version will not be loaded any more
 
     def _sync_failed(self, name: str, member: Member, message: SyncFailed) -> None:
-        if message.transfer and not self._deltas.is_sending(name, message.transfer):
-            return  # it has been offered something else since
         log.warning("%s could not take weights %s: %s", name, member.offered, message.reason)
         if message.poisoned:
             was_staging, version = member.is_staging, member.offered
@@ -542,8 +527,8 @@ class Publisher:
         """Offer the newest version once more; after `ATTEMPTS` failures the run fails."""
         log.warning("publication to %s: %s", name, problem)
         self._release(name)
-        self._deltas.forget(name)
-        version, member.offered, member.is_staging, member.holds = member.offered, None, False, None
+        version, member.offered = member.offered, None
+        member.is_staging, member.holds, member.staged = False, None, None
         member.failures += 1
         if version in self._rounds:
             self._rounds[version].attempts = max(self._rounds[version].attempts, member.failures + 1)
@@ -604,8 +589,6 @@ class Publisher:
                 self._forget(name)
             elif now_s - member.heard_s > max(patience_s, self._config.timeout_s if in_group else 0.0):
                 self._drop(name, f"no heartbeat for {patience_s:.0f} s")
-            elif self._deltas.is_stuck(name, patience_s):
-                self._reoffer(name, member, f"no reply to a part of deltas to {member.offered}")
             elif member.offered is not None and not member.is_late:
                 self._check_swap(name, member, now_s)
         for name, member in self._missing.items():
@@ -636,7 +619,6 @@ class Publisher:
     def _forget(self, name: str) -> None:
         if self._members.pop(name, None) is not None:
             self._stop_waiting(name)
-            self._deltas.stop(name)
             self._release(name)
             if name in self._lane.names:
                 self._drop_group(f"{name} is gone")
@@ -658,19 +640,19 @@ class Publisher:
         for name in self._lane.names & self._members.keys():
             member = self._members[name]
             member.heard_s = time.monotonic()
-            if member.is_staging and not self._deltas.is_sending(name):
+            if member.is_staging:
                 member.offered, member.is_staging = None, False
                 self._stop_waiting(name)
             self._release(name)
         self._lane.drop()
 
-    def _send(self, name: str | int, message: Message, payload: Buffer = b"") -> bool:
+    def _send(self, name: str | int, message: Message) -> bool:
         """Send to a generator by its name, or to a sender by its number."""
         if isinstance(name, int):
             peer = self._senders.get(name)
         else:
             peer = member.peer if (member := self._members.get(name)) is not None else None
-        return peer is not None and self._server.send(peer, message, payload)
+        return peer is not None and self._server.send(peer, message)
 
     @property
     def _read_s(self) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from asyncgrpo import liveness
@@ -22,22 +23,20 @@ from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout, MappedArenas, SharedTensors, Staging, Stream
-from asyncgrpo.weights.delta import Delta, State, apply
+from asyncgrpo.weights.delta import State, from_bytes
 from asyncgrpo.weights.digest import digest_pieces
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
-from asyncgrpo.weights.lane import Arriving, receive_bucket
+from asyncgrpo.weights.lane import receive_bucket
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.sockets import Client, Keys
 from asyncgrpo.wire.weights import (
     Alive,
     Checked,
-    DeltaPart,
     FormGroup,
     GroupFormed,
     Join,
     Offer,
-    PartTaken,
     Staged,
     Swapped,
     SyncFailed,
@@ -83,7 +82,6 @@ class Receiver:
         self._check: WeightsLayout | None = None
         self._arenas: MappedArenas | None = None
         self._stagings: list[Staging] = []
-        self._arriving: Arriving | None = None
         self._streams: list[Stream] = []
         self._groups: list[WeightGroup] = []
         """One for each stream."""
@@ -139,7 +137,6 @@ class Receiver:
     def _handle(self, message: Message, payload: Buffer = b"") -> None:
         """Handle one message. Raises WireError if it is invalid."""
         if isinstance(message, WeightsLayout):
-            self._arriving = None
             try:
                 self._layout, self._stagings = Layout(message.tensors), []
                 self._check = message
@@ -149,15 +146,10 @@ class Receiver:
         elif isinstance(message, FormGroup):
             self._form_group(message)
         elif isinstance(message, Offer) and self._layout is not None:
-            self._arriving = None
-            if message.transfer:
-                self._expect(self._layout, message)
-            elif message.file:
+            if message.file:
                 self._take(self._layout, message)
             else:
-                self._stage(self._layout, message, lambda layout: self._broadcast(layout, message))
-        elif isinstance(message, DeltaPart) and self._layout is not None:
-            self._add_part(self._layout, message, payload)
+                self._stage(self._layout, message)
 
     def _join(self) -> None:
         name, incarnation = self._generator_id, self._incarnation
@@ -195,68 +187,59 @@ class Receiver:
         try:
             self._next = offer.version, self._mapped(offer.file).tensors(layout, offer.slot, offer.writes)
         except WeightsError as error:
-            self._failed(0, error)
+            self._failed(error)
 
     def _mapped(self, file: str) -> MappedArenas:
         if self._arenas is None or self._arenas.file != file:
             self._arenas = MappedArenas(file)
         return self._arenas
 
-    def _expect(self, layout: Layout, offer: Offer) -> None:
-        try:
-            self._arriving = Arriving(offer, layout.num_bytes)
-        except WeightsError as error:
-            self._failed(offer.transfer, error)
-
-    def _add_part(self, layout: Layout, part: DeltaPart, payload: Buffer) -> None:
-        """Take one part of the offered deltas. Stage the weights after the last part."""
-        arriving = self._arriving
-        try:
-            if arriving is None or arriving.offer.transfer != part.transfer:
-                raise WeightsError(f"received a part of transfer {part.transfer}, which was not offered or has ended")
-            arriving.add(part.start, payload)
-        except WeightsError as error:
-            self._arriving = None
-            self._failed(part.transfer, error)
-            return
-        self._client.send(PartTaken(generator_id=self._generator_id, transfer=part.transfer, taken=arriving.taken))
-        if arriving.is_whole:
-            self._arriving = None
-            self._stage(layout, arriving.offer, lambda layout: self._updated(layout, arriving.deltas()))
-
-    def _stage(self, layout: Layout, offer: Offer, receive: Callable[[Layout], tuple[Staging, str]]) -> None:
+    def _stage(self, layout: Layout, offer: Offer) -> None:
         """Receive a version into this generator's memory, report its digest, and queue the swap if the digest matches."""
         try:
-            staging, received = receive(layout)
-        except (WeightsError, WireError, RuntimeError, ValueError) as error:
-            self._failed(offer.transfer, error)
+            if not self._groups or offer.group_number != self._group_number:
+                raise WeightsError(f"this generator is not in group {offer.group_number}")
+            staging, received = (self._update if offer.delta_bytes else self._broadcast)(layout, offer)
+        except (WeightsError, RuntimeError, ValueError) as error:
+            self._failed(error)
             return
         if received == offer.digest:
             staging.holds = State(offer.version, received)
             self._next = offer.version, staging.tensors()
         self._client.send(Staged(generator_id=self._generator_id, version=offer.version, digest=received))
 
-    def _failed(self, transfer: int, error: Exception) -> None:
-        """Report a failed transfer. The engine was not touched."""
+    def _failed(self, error: Exception) -> None:
+        """Report weights that could not be received. The engine was not touched."""
         log.warning("weights could not be received: %s", error)
-        if not transfer:
+        if isinstance(error, RuntimeError):
             self._drop_group()
         reason = str(error)[:300]
-        self._client.send(SyncFailed(generator_id=self._generator_id, reason=reason, poisoned=False, transfer=transfer))
+        self._client.send(SyncFailed(generator_id=self._generator_id, reason=reason, poisoned=False))
 
-    def _updated(self, layout: Layout, deltas: list[Delta]) -> tuple[Staging, str]:
-        """Apply deltas to their base: in place, unless the engine is loading it."""
-        base = next((staging for staging in self._stagings if staging.holds == deltas[0].before), None)
-        if base is None or base.holds is None:
-            raise WeightsError(f"received deltas from {deltas[0].before.version}, which this generator does not hold")
-        holds, staging = base.holds, base
-        if self._is_loading(base):
+    def _update(self, layout: Layout, offer: Offer) -> tuple[Staging, str]:
+        """Receive deltas and apply those that follow the newest weights here: in place, unless the engine loads them."""
+        if not 0 < (size := sum(offer.delta_bytes)) <= layout.num_bytes:
+            raise WeightsError(f"deltas of {size} bytes were offered for weights of {layout.num_bytes}")
+        payload = torch.empty(size, dtype=torch.uint8)
+        for bucket in Stream([(0, size)]).buckets(offer.piece_bytes):
+            receive_bucket(self._groups[0], payload, bucket)
+        parts = payload.split(list(offer.delta_bytes))
+        deltas = {delta.before: delta for delta in (from_bytes(part.numpy().data) for part in parts)}
+        held = {staging.holds: staging for staging in self._stagings if staging.holds is not None}
+        last = State(offer.version, offer.digest)
+        base = max((state for state in held if state in deltas or state == last), default=None)
+        if base is None:
+            raise WeightsError(f"received no delta to {offer.version} from weights that are held here")
+        staging = held[base]
+        if self._is_loading(staging):
             staging = self._free_staging(layout)
-            staging.flat.copy_(base.flat)
-        self._next, staging.holds = None, None
-        for delta in deltas:
-            apply(delta, staging.flat, holds)
-            holds = delta.after
+            staging.flat.copy_(held[base].flat)
+        self._next, staging.holds, state = None, None, base
+        while state != last:
+            if (delta := deltas.pop(state, None)) is None:
+                raise WeightsError(f"received deltas from {base.version} to {state.version}, not to {offer.version}")
+            delta.apply(staging.flat)
+            state = delta.after
         return staging, Stream([(0, layout.num_bytes)]).digest(staging.flat)
 
     def _free_staging(self, layout: Layout) -> Staging:
@@ -278,8 +261,6 @@ class Receiver:
         """Take part in the broadcasts of all senders, one after the other."""
         staging = self._free_staging(layout)
         staging.holds = None
-        if not self._groups or offer.group_number != self._group_number:
-            raise WeightsError(f"this generator is not in group {offer.group_number}")
         if self._groups[0].device.type != "cpu":
             staging.pin()
 

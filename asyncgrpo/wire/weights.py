@@ -93,8 +93,8 @@ class Offer(Message):
     """Offers the weights of `version` and their digest.
 
     They lie in the learner's memory, in arena `slot` of `file`, which was written `writes` times. With a `group_number` they are
-    broadcast in buckets of `piece_bytes` instead; the senders get this offer, too. With a `transfer`, deltas that lead to them
-    follow in parts (`DeltaPart`).
+    broadcast in buckets of `piece_bytes` instead; the senders get this offer, too. With `delta_bytes`, the bytes that are
+    broadcast are deltas that lead to them.
     """
 
     version: PolicyVersion
@@ -104,27 +104,8 @@ class Offer(Message):
     writes: int = 0
     group_number: int = 0
     piece_bytes: int = 0
-    transfer: int = 0
-    """Unique number of the transfer; 0: no deltas."""
     delta_bytes: tuple[int, ...] = ()
     """Payload bytes of each delta, in the order of application."""
-
-
-class DeltaPart(Message):
-    """A part of a transfer. The payload has its bytes from `start` on; its deltas are concatenated."""
-
-    max_payload_bytes: ClassVar[int] = 2**26
-
-    transfer: int
-    start: int
-
-
-class PartTaken(Message):
-    """Reports the first `taken` bytes of a transfer as received; the publisher then sends more."""
-
-    generator_id: Name
-    transfer: int
-    taken: int
 
 
 class Staged(Message):
@@ -159,11 +140,7 @@ class SyncFailed(Message):
     generator_id: Name
     reason: str
     poisoned: bool
-    transfer: int = 0
-    """The failed transfer; 0: the failure was not in deltas."""
 
 
-ToPublisher = (
-    Join | Alive | GroupFormed | Staged | Swapped | Checked | SyncFailed | PartTaken | JoinSender | RowsWritten
-)
-ToReceiver = WeightsLayout | FormGroup | Offer | DeltaPart
+ToPublisher = Join | Alive | GroupFormed | Staged | Swapped | Checked | SyncFailed | JoinSender | RowsWritten
+ToReceiver = WeightsLayout | FormGroup | Offer

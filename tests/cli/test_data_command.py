@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncgrpo.data.demo import make_demo_model
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
@@ -32,10 +34,18 @@ def test_a_person_sees_schema_lengths_one_prompt_and_one_score(asyncgrpo, file, 
     assert "characters: p50 14" in ended.out
 
 
-def test_scripts_get_the_whole_report(asyncgrpo, file, reward):
-    report = json.loads(asyncgrpo("data", "check", file, "--reward_func", reward, "--json").out)
-    assert (report["rows"], report["unit"], report["sources"]) == (8, "characters", {"gsm8k": 8})
-    assert report["score"]["value"] == 0.25
+def test_with_a_model_lengths_are_tokens_of_the_rendered_prompt(asyncgrpo, file, reward, tmp_path):
+    make_demo_model(tmp_path / "model", seed=0)
+    rows = [{"prompt": "1" * n, "ground_truth": n, "data_source": "odd" if n % 2 else "even"} for n in range(1, 101)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    typed = ("data", "check", file, "--reward-func", reward, "--model", tmp_path / "model", "data.system_prompt=Hm")
+    lines = asyncgrpo(*typed, "data.max_prompt_tokens=90").out.splitlines()
+    # n digits, two letters and three special tokens
+    assert "prompt lengths   tokens: p50 56, p90 96, p99 105, max 105; a run drops 15 above 90" in lines
+    assert "data_source      odd 50, even 50" in lines
+    assert "row 0, prompt    <system>Hm<user>1<assistant>" in lines
+    ended = asyncgrpo(*typed, "data.max_prompt_tokens=2")
+    assert ended.code == 1 and "all 100 prompts are longer than data.max_prompt_tokens (2)" in ended.err
 
 
 TESTS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}

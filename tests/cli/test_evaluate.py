@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncgrpo.cli.models import find_model
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
+from asyncgrpo.errors import CheckpointError
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -58,4 +60,18 @@ def test_the_table_has_a_row_for_each_file(asyncgrpo, files):
 
 def test_greedy_completions_that_would_all_be_alike_are_refused(asyncgrpo, files):
     ended = evaluate(asyncgrpo, files, "--rollout-n", "4")
-    assert ended.code == 1 and "sampling.eval_temperature is 0" in ended.err
+    assert ended.code == 1 and "sampling.eval_temperature (0.0)" in ended.err
+
+
+def test_of_a_run_the_final_model_counts_then_the_newest_whole_checkpoint(tmp_path):
+    for folder in ("checkpoints/step_000020/hf", "checkpoints/step_000100/hf", "final"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").touch()
+        (tmp_path / folder / "model.safetensors").touch()
+    (tmp_path / "checkpoints/step_000120/hf").mkdir(parents=True)
+    assert find_model(tmp_path) == tmp_path / "final"
+    (tmp_path / "final").rename(tmp_path / "elsewhere")
+    assert find_model(tmp_path) == tmp_path / "checkpoints/step_000100/hf"
+    assert find_model(tmp_path / "checkpoints/step_000020") == tmp_path / "checkpoints/step_000020/hf"
+    with pytest.raises(CheckpointError, match="holds no model"):
+        find_model(tmp_path / "checkpoints")

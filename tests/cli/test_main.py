@@ -28,51 +28,6 @@ def test_every_help_ends_with_an_example_of_that_command(path, command, asyncgrp
     assert ended.out.strip().splitlines()[-1].strip().startswith(f"Example: {' '.join(path)}")
 
 
-def test_no_line_of_a_list_of_commands_is_cut(asyncgrpo, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    groups = [path for path, command in commands() if getattr(command, "commands", {})]
-    assert ("asyncgrpo", "config") in groups
-    for path in groups:
-        listing = asyncgrpo(*path[1:], "--help").out.partition("Commands:")[2]
-        assert listing and "..." not in listing, listing
-
-
-def test_no_line_of_help_but_an_example_is_longer_than_80_columns(asyncgrpo, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    for path, _ in commands():
-        help_ = asyncgrpo(*path[1:], "--help").out
-        assert [line for line in help_.splitlines() if len(line) > 80 and "Example:" not in line] == []
-        assert "[[" not in help_
-
-
-def completed(asyncgrpo, monkeypatch, *words: str) -> list[str]:
-    """What bash would offer for the last of `words`."""
-    monkeypatch.setenv("_ASYNCGRPO_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "\n".join(("asyncgrpo", *words)))
-    monkeypatch.setenv("COMP_CWORD", str(len(words)))
-    return asyncgrpo().out.split()
-
-
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        (["ser"], ["serve"]),
-        (["train", "--alg"], ["--algorithm"]),
-        (["train", "--algorithm", "gs"], ["gspo"]),
-        (["train", "--engine", "s"], ["sglang"]),
-        (["demo", "buffer.max_l"], ["buffer.max_lag="]),
-        (["serve", "quick"], ["quickstart"]),
-        (["serve", "quickstart", "learner.device", "=", "c"], ["cuda", "cpu"]),
-        (["serve", "quickstart", "learner.device", "="], ["auto", "cuda", "cpu"]),
-        (["train", "learner.compile=t"], ["learner.compile=true"]),
-        (["train", "run.out=r"], []),
-        (["config", "explain", "learner.l"], ["learner.lr", "learner.lr_min_ratio", "learner.lr_schedule"]),
-    ],
-)
-def test_the_shell_completes_commands_options_and_values(asyncgrpo, monkeypatch, words, offered):
-    assert sorted(completed(asyncgrpo, monkeypatch, *words)) == sorted(offered)
-
-
 def test_help_answers_without_importing_anything_heavy():
     code = f"""
 import sys

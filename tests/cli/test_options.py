@@ -1,19 +1,8 @@
 """The flags of `train`: the settings that they make, and which of them wins."""
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from asyncgrpo import cli
-from asyncgrpo.cli.options import (
-    DataOption,
-    KlCoefOption,
-    ModelOption,
-    NGpusOption,
-    RewardFuncOption,
-    RolloutNOption,
-    train_overrides,
-)
+from asyncgrpo.cli.options import train_overrides
 from asyncgrpo.config.foreign_rules import split_gpus
 from asyncgrpo.config.load import load_config
 from asyncgrpo.errors import ConfigError
@@ -27,19 +16,15 @@ def test_every_flag_reaches_its_knob():
     config = load_config(
         None,
         train_overrides(
-            model="m", data="d.parquet", eval_data=["e.json"], reward_func=["r.py:score"], rollout_n=4, epochs=3, lr=2e-6,
-            kl_coef=0.01, steps=7, engine="torch", out="o", max_lag=1,
+            model="m", data="d.parquet", eval_data=["e.json"], reward_func=["r.py:score", "format"], rollout_n=4, epochs=3,
+            lr=2e-6, kl_coef=0.01, steps=7, engine="torch", out="o", max_lag=1,
         ),
     )  # fmt: skip
     assert (config.model.path, config.data.train, config.data.eval) == ("m", "d.parquet", "e.json")
-    assert (config.reward.function, config.algorithm.group_size, config.algorithm.kl_coef) == ("r.py:score", 4, 0.01)
+    assert config.reward.function == ("r.py:score", "format")
+    assert (config.algorithm.group_size, config.algorithm.kl_coef) == (4, 0.01)
     assert (config.learner.lr, config.generators.engine, config.run.out) == (2e-6, "torch", "o")
     assert (config.run.steps, config.run.epochs, config.buffer.max_lag) == (7, 3, 1)
-
-
-def test_a_reward_function_may_be_given_several_times():
-    flags = train_overrides(model="m", data="d.json", reward_func=["r.py:score", "format"])
-    assert load_config(None, flags).reward.function == ("r.py:score", "format")
 
 
 def test_a_flag_wins_over_the_file_and_a_key_wins_over_a_flag():
@@ -53,11 +38,6 @@ def test_of_steps_and_epochs_the_one_given_alone_is_the_end():
     assert load_config("cluster_64gpu", train_overrides(epochs=2)).run.steps is None
 
 
-def test_a_path_is_text_whatever_it_looks_like():
-    overrides = train_overrides(model="./2024", data="a: b #1.json")
-    assert load_config(None, overrides).data.train == "a: b #1.json"
-
-
 @pytest.mark.parametrize(
     ("n_gpus", "gpus_each", "split"),
     [(2, 1, (1, 1)), (3, 1, (2, 1)), (4, 1, (2, 2)), (6, 1, (3, 3)), (8, 1, (4, 4)), (12, 1, (6, 6)), (64, 1, (32, 32)),
@@ -65,15 +45,6 @@ def test_a_path_is_text_whatever_it_looks_like():
 )  # fmt: skip
 def test_gpus_are_split_by_the_rule(n_gpus, gpus_each, split):
     assert split_gpus(n_gpus, gpus_each) == split
-
-
-@pytest.mark.parametrize("gpus_each", [1, 2, 4])
-def test_a_split_uses_every_gpu_once(gpus_each):
-    for n_gpus in range(max(2, gpus_each + 1), 130):
-        count, ranks = split_gpus(n_gpus, gpus_each)
-        assert count >= 1
-        assert ranks >= 1
-        assert count * gpus_each + ranks == n_gpus
 
 
 def test_what_was_decided_by_hand_is_kept_and_the_rest_split():
@@ -106,22 +77,6 @@ def test_a_split_that_leaves_one_side_without_is_refused(n_gpus, gpus_each, sent
         split_gpus(n_gpus, gpus_each)
 
 
-def test_flags_may_be_written_with_dashes_or_underscores():
-    app = typer.Typer(context_settings=cli.app.info.context_settings)
-
-    @app.command()
-    def train(
-        model: ModelOption = None,
-        data: DataOption = None,
-        reward_func: RewardFuncOption = None,
-        rollout_n: RolloutNOption = None,
-        n_gpus: NGpusOption = None,
-        kl_coef: KlCoefOption = None,
-    ) -> None:
-        typer.echo(f"{reward_func} {rollout_n} {n_gpus} {kl_coef}")
-
-    for arguments in (
-        "--reward-func r.py --rollout-n 5 --n-gpus 8 --kl-coef 0.01",
-        "--reward_func r.py --rollout_n 5 --n_gpus 8 --kl_coef 0.01",
-    ):
-        assert CliRunner().invoke(app, arguments.split()).output.strip() == "['r.py'] 5 8 0.01"
+def test_flags_may_be_written_with_dashes_or_underscores(asyncgrpo):
+    for flag in ("--rollout-n", "--rollout_n"):
+        assert "'five'" in asyncgrpo("train", flag, "five").err

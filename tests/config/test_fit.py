@@ -22,11 +22,11 @@ from asyncgrpo.config.placement import (
     COMFORTABLE,
     changed,
     choose,
-    estimate,
     keeps_activations,
     refuse,
     refuse_host,
     report,
+    settled,
     share_one_gpu,
 )
 from asyncgrpo.config.schema import Config
@@ -77,10 +77,10 @@ def test_activations_are_kept_where_the_card_has_room_for_them(model, gb, keeps)
     config = run("learner.ranks=4", gb=gb)
     assert keeps_activations(size(model), config, Card.of(config)) is keeps
     explicit = changed(config, {"learner.activation_checkpointing": keeps})
-    held, other = estimate(size(model), config, Card.of(config)), estimate(size(model), explicit, Card.of(config))
-    assert learner_rank(size(model), explicit).parts == other.learner.parts, "what is written counts"
-    assert (held.learner.parts["activations"] > other.learner.parts["activations"]) is keeps
-    assert held.learner.total <= Card.of(config).num_bytes
+    assert settled(size(model), explicit, Card.of(config)) == explicit, "what is written counts"
+    held = learner_rank(size(model), settled(size(model), config, Card.of(config)))
+    assert (held.parts["activations"] > learner_rank(size(model), explicit).parts["activations"]) is keeps
+    assert held.total <= Card.of(config).num_bytes
 
 
 @pytest.mark.parametrize(
@@ -279,8 +279,7 @@ def test_a_run_on_the_cpu_holds_what_it_trains_in_the_memory_of_its_machine():
     assert held["weights"] == pytest.approx(4 * model.parameters, abs=8)
     assert held["moments"] == pytest.approx(8 * model.parameters, abs=8)
     assert held["engines"] == config.generators.count * 2 * model.parameters
-    fit = estimate(model, config, Card.of(config))
-    assert fit.learner is None and fit.engine is None
+    assert "learner rank" not in report(model, config, Card.of(config))
     with pytest.raises(ConfigError, match="use a smaller model"):
         refuse_host(model, config, replace(ROOMY, memory=4 * GIB))
 
@@ -300,11 +299,9 @@ def test_weights_that_shared_memory_cannot_hold_are_refused_unless_they_are_broa
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_table_says_what_for_and_what_is_assumed(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_the_table_says_what_for_and_what_is_assumed():
     config = run("generators.groups_in_flight=64", gb=None)
-    fit = estimate(size("Qwen3-8B"), config, Card.of(config))
-    said = report(fit, Host(512 * GIB, 256 * GIB, 250 * GIB))
+    said = report(size("Qwen3-8B"), config, Card.of(config), Host(512 * GIB, 256 * GIB, 250 * GIB))
     assert "learner rank  158" in said and "weights 30.5" in said and "512.0" in said
     assert "/dev/shm 30.5 250.0 arenas 30.5" in " ".join(said.split())
     assert "512 wanted; if all are so long, some wait" in said

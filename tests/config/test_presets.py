@@ -18,7 +18,7 @@ from tests.models import make_tiny_qwen3
 PAPERS = {
     "grpo", "dr_grpo", "rloo", "lite_ppo", "max_rl", "opo", "gpg", "pass_at_k", "reinforce_plus_plus", "remax", "dapo",
     "gspo", "cispo_scalerl", "decoupled", "a3po", "tis", "sequence_mis", "geometric_rs", "icepop", "opsm", "m2po", "dppo",
-    "sapo", "gmpo", "vespo", "dro", "topr", "pairwise", "vcpo", "ppo",
+    "sapo", "gmpo", "vespo", "dro", "topr", "pairwise", "vcpo", "ppo", "distill", "distill_sampled",
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ NEEDED = "model: {path: m}\ndata: {train: t}\n"
 
 def recipe(config: Config) -> tuple[AlgorithmConfig, int, bool]:
     """What a preset decides."""
-    objective = msgspec.structs.replace(config.algorithm, group_size=8, min_completions=None)
+    objective = msgspec.structs.replace(config.algorithm, group_size=8, min_completions=None, teacher=None)
     return objective, config.learner.minibatches, config.learner.ppo_epochs, config.learner.ess_lr
 
 
@@ -65,7 +65,7 @@ def test_a_preset_is_the_same_over_a_file_that_sets_every_key(name, tmp_path):
         "kl_coef": 0.5, "kl_kind": "k2", "kl_in": "reward", "behaviour_kl_coef": 0.3,
         "entropy_coef": 0.2, "truncated": "mask", "overlong_buffer": 3, "overlong_factor": 2.0,
         "critic": {"lam": 0.5, "gamma": 0.9, "value_coef": 2.0, "value_clip": None, "lr_scale": 3.0},
-        "group_size": 5, "min_completions": 3,
+        "group_size": 5, "min_completions": 3, "teacher": None,
     }  # fmt: skip
     assert every.keys() == set(AlgorithmConfig.__struct_fields__), "a new key: is it part of a recipe?"
     odd = tmp_path / "odd.yaml"

@@ -17,7 +17,7 @@ NEEDED = ["model.path=/models/a", "data.train=/data/train.jsonl"]
 
 # fmt: off
 APPLIED = frozenset({
-    "model.dtype",
+    "model.dtype", "model.routing_replay",
     "data.eval", "data.eval_rows", "data.curriculum",
     "run.steps", "run.epochs", "run.checkpoint_every", "run.keep_checkpoints", "run.eval_every", "run.loggers",
     "run.samples_every", "run.keep_samples",
@@ -33,7 +33,8 @@ APPLIED = frozenset({
     "environment.agent",
     "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.max_tokens", "sampling.stop",
     "sampling.eval_temperature", "sampling.eval_completions",
-    "algorithm.group_size", "algorithm.min_completions", "algorithm.filter_zero_signal", "algorithm.loss_args",
+    "algorithm.group_size", "algorithm.teacher", "algorithm.min_completions", "algorithm.filter_zero_signal",
+    "algorithm.loss_args",
     "algorithm.anchor",
     "algorithm.corrections", "algorithm.aggregation", "algorithm.kl_coef", "algorithm.kl_kind", "algorithm.kl_in",
     "algorithm.behaviour_kl_coef", "algorithm.entropy_coef", "algorithm.truncated",
@@ -51,7 +52,8 @@ APPLIED = frozenset({
     "generators.extra", "generators.ray_resources",
     "generators.restarts",
     "control.port", "control.bind",
-    "learner.ranks", "learner.device", "learner.lr", "learner.warmup_steps", "learner.lr_schedule",
+    "learner.ranks", "learner.parallel.context", "learner.parallel.expert",
+    "learner.device", "learner.lr", "learner.warmup_steps", "learner.lr_schedule",
     "learner.lr_min_ratio", "learner.full_lr_signal",
     "learner.betas", "learner.weight_decay",
     "learner.grad_clip",

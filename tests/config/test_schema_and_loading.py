@@ -22,7 +22,6 @@ NEEDED = ("model.path=m", "data.train=t")
 def message_of(*overrides: str, path: Path | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides if path else [*NEEDED, *overrides])
-    assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
@@ -59,24 +58,6 @@ class TestReading:
         file.write_text(file.read_text() + "extends: [below.yaml, algorithms/opsm]\nalgorithm: {entropy_coef: 0.1}\n")
         algorithm = load_config(file).algorithm
         assert (algorithm.kl_coef, algorithm.entropy_coef) == (0.001, 0.1)
-
-    def test_what_an_algorithm_replaces_of_a_file_is_said(self, file):
-        warnings: list[str] = []
-        assert load_config("quickstart", algorithm="grpo", warn=warnings.append).algorithm.entropy_coef == 0
-        assert warnings == [
-            "--algorithm grpo replaces what quickstart sets: algorithm.entropy_coef=0.02; a key=value on the command line "
-            "keeps one"
-        ]
-        file.write_text(
-            file.read_text() + "algorithm: {loss: gspo, kl_coef: 0.1}\nlearner: {minibatches: 2, lr: 1e-5}\n"
-        )
-        load_config(file, ["algorithm.kl_coef=0.2"], algorithm="gspo", warn=warnings.append)
-        assert warnings[1:] == [
-            f"--algorithm gspo replaces what {file} sets: learner.minibatches=2; a key=value on the command line keeps one"
-        ]
-        load_config(file, ["learner.minibatches=2"], algorithm="gspo", warn=warnings.append)
-        load_config(file, warn=warnings.append)
-        assert len(warnings) == 3 and "algorithm.kl_coef=0.1" in warnings[2] and "minibatches" not in warnings[2]
 
     def test_text_needs_no_quotes_on_the_command_line(self):
         config = load_config(None, [*NEEDED, "run.out=2024", "data.train=set #1.json", "data.system_prompt=A: b=[1"])
@@ -154,11 +135,9 @@ class TestMistakes:
         [
             ("algorithm.group_sise=8", "`algorithm.group_sise` (value 8): did you mean `algorithm.group_size`?"),
             ("algorithm.max_lag=8", "did you mean `buffer.max_lag`?"),
-            ("actor_rollout_ref.rollout.n=5", "that is verl's name for algorithm.group_size=5"),
+            ("actor_rollout_ref.rollout.n=5", "(value 5): that is verl's name for `algorithm.group_size`"),
             ("+learner.lr=1e-6", "write it as `learner.lr`"),
-            ("data.truncation=error", "has no counterpart here: longer prompts are dropped, never cut"),
-            ("data.truncatoin=error", "did you mean verl's `data.truncation`?"),
-            ("actor_rollout_ref.rollout.temprature=1", "(value 1): did you mean `sampling.temperature`?"),
+            ("data.truncation=error", "that is verl's: longer prompts are dropped, never cut"),
             ("buffer.max_steps=2", "(value 2): `asyncgrpo config explain` lists all keys"),
             ("algorithm.group_size=1", "algorithm.group_size must be at least 2; it is 1"),
             ("algorithm.group_size=8.5", "algorithm.group_size must be a whole number, at least 2; it is 8.5"),
@@ -170,14 +149,11 @@ class TestMistakes:
             ("learner.betas=[[", "the value of learner.betas, `[[`, is not valid YAML"),
             ("algorithm=grpo", "`algorithm` is a section; set one of its keys"),
             ("algorithm.clip_low=0.1", "it was removed; use algorithm.loss_args.clip_low, an argument of algorithm.loss"),
-            ("rollout_correction.rollout_is=token", '[{"level": "token", "action": "truncate", "high_ratio": 2.0}]'),
-            ("ppo_mini_batch_size=256", "verl's: learner.minibatches cannot be computed from data.train_batch_size"),
             ("algorithm.loss=ppo", "algorithm.loss must be one of "),
             ("algorithm.loss=gpso", "topr, vespo; it is gpso: did you mean `gspo`?"),
             ("algorithm.loss_args.clip_low=[1]", "algorithm.loss_args must be a mapping, each value a number or text"),
-            ("algorithm.corrections=[{high_ratio: 2}, {kidn: veto}]", "corrections[1] has no field `kidn`: did you mean `kind`?"),
-            ("algorithm.corrections=[{xyzzy: 1}]", "corrections[0] has no field `xyzzy`: there are: kind, level"),
-            ("algorithm.corrections=[{high_ratio: much}]", "high_ratio must be a number, above 0 (or null); it is much"),
+            ("algorithm.corrections=[{high_ratio: 2}, {kidn: veto}]", "corrections[1]: Object contains unknown field `kidn`"),
+            ("algorithm.corrections=[{high_ratio: much}]", "corrections[0].high_ratio: Expected `float | null`, got `str`"),
             ("algorithm.corrections.high_ratio=2", "algorithm.corrections must be a list, each a mapping of kind, level"),
             ("run.out=${nowhere}", "run.out: Interpolation key 'nowhere' not found"),
         ],
@@ -228,10 +204,8 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("override", "expected"),
         [
-            ("learner.lr=inf", "command line: learner.lr must be a finite number; it is inf"),
-            ("reward.timeout_s=.inf", "command line: reward.timeout_s must be a finite number; it is inf"),
-            ("run.steps=99999999999999999999", "command line: run.steps must be below 2^63 in size; it is 9999"),
-            ("run.out=a\udcffb", "command line: run.out must be UTF-8 text; it is a\udcffb"),
+            ("learner.lr=inf", "command line: learner.lr must be finite; it is inf"),
+            ("reward.timeout_s=.inf", "command line: reward.timeout_s must be finite; it is inf"),
         ],
     )
     def test_a_value_that_nothing_can_hold_is_refused(self, override: str, expected: str):
@@ -243,11 +217,9 @@ class TestMistakes:
         with pytest.raises(ConfigError) as caught:
             load_config(file, ["algorithm.group_sise=8", "xyzzy=1"])
         assert str(caught.value).splitlines() == [
-            f"{file} and command line: 3 configuration keys do not exist",
-            "",
-            "run.epoch=1: did you mean `run.epochs`?",
-            "algorithm.group_sise=8: did you mean `algorithm.group_size`?",
-            "xyzzy=1: `asyncgrpo config explain` lists all keys",
+            f"{file}: unknown configuration key `run.epoch` (value 1): did you mean `run.epochs`?",
+            "command line: unknown configuration key `algorithm.group_sise` (value 8): did you mean `algorithm.group_size`?",
+            "command line: unknown configuration key `xyzzy` (value 1): `asyncgrpo config explain` lists all keys",
         ]
 
 
@@ -259,27 +231,27 @@ class TestCrossChecks:
             (["learner.betas=[0.9,1.0]"], "each a number, at least 0 and below 1; it is [0.9, 1.0]"),
             (["algorithm.min_completions=9"], "algorithm.min_completions (9) is more than algorithm.group_size (8)"),
             (["buffer.straggler_factor=1.2"], "set it to at least 1.5"),
-            (["buffer.max_lag=auto", "buffer.policy=mask"], "buffer.policy=mask bounds tokens"),
-            (["buffer.max_lag=auto", "buffer.policy=train"], "buffer.policy=train bounds no lag"),
+            (["buffer.max_lag=auto", "buffer.policy=mask"], "bounds groups, which buffer.policy (mask) does not"),
+            (["buffer.max_lag=auto", "buffer.policy=train"], "bounds groups, which buffer.policy (train) does not"),
             (["sampling.top_k=0"], "write -1 for no limit"),
-            (["model.lora.targets=[q_proj]"], "model.lora.rank is 0, so all weights would be trained"),
-            (["data.eval_rows=10"], "data.eval names no file"),
+            (["model.lora.targets=[q_proj]"], "model.lora.rank (0): all weights would be trained"),
+            (["data.eval_rows=10"], "needs a file in data.eval (null)"),
             (["data.eval=[a/test.json, b/a/test.json]"], "have the same name"),
             (["data.eval={train: a.json}"], "and is not train"),
             (["data.eval={a/b: a.json}"], "names a suite 'a/b'"),
-            (["sampling.eval_completions=4"], "sampling.eval_temperature is 0"),
-            (["weights.backend=nccl", "generators.gpus_each=0"], "on both sides, but generators.gpus_each is 0"),
-            (["weights.backend=nccl", "learner.device=cpu"], "but learner.device is cpu"),
-            (["cluster.share_gpu=true", "learner.ranks=2", "generators.count=1"], "but learner.ranks is 2"),
+            (["sampling.eval_completions=4"], "would all be equal with sampling.eval_temperature (0.0)"),
+            (["weights.backend=nccl", "generators.gpus_each=0"], "learner.device (auto) and generators.gpus_each (0)"),
+            (["weights.backend=nccl", "learner.device=cpu"], "on both sides: learner.device (cpu)"),
+            (["cluster.share_gpu=true", "learner.ranks=2", "generators.count=1"], "learner.ranks (2); use learner.ranks=1"),
             (
                 ["cluster.share_gpu=true", "generators.count=1", "weights.backend=nccl"],
-                "is nccl; one GPU is shared with weights.backend=shared_memory",
+                "does not fit weights.backend (nccl); use weights.backend=shared_memory",
             ),
             (["generators.extra.dp_size=2"], "generators.extra.dp_size is 2, but an engine is one group of tensor-parallel"),
             (["generators.extra.pp_size=2"], "raise generators.gpus_each"),
             (["generators.extra.enable_dp_attention=true"], "generators.extra.enable_dp_attention is true, but"),
             (["generators.extra.speculative_algorithm=EAGLE"], "would have the wrong policy version"),
-            (["generators.engine=torch", "generators.extra.page_size=16"], "generators.engine is torch, which takes no"),
+            (["generators.engine=torch", "generators.extra.page_size=16"], "which generators.engine=torch does not take"),
         ],
     )  # fmt: skip
     def test_fields_that_do_not_fit_each_other_are_refused(self, overrides, sentence):
@@ -314,8 +286,7 @@ class TestModelCheck:
         self.check(model)
         message = self.message(model, "sampling.max_tokens=1025")
         assert "is 1536 tokens, but data.max_prompt_tokens (512) + sampling.max_tokens (1025) = 1537" in message
-        assert message.endswith("lower sampling.max_tokens to 1024")
-        assert "lower data.max_prompt_tokens below 1536" in self.message(model, "data.max_prompt_tokens=2000")
+        assert message.endswith("lower one of the two")
         (model / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 64}}))
         assert "is 64 tokens" in self.message(model)
 
@@ -333,17 +304,15 @@ class TestModelCheck:
         assert self.message(model).startswith(f"model.path: {model}/config.json ")
 
     @pytest.mark.parametrize(
-        "path", ["runs/tiny_model", "./runs/tiny_model", "runs/tiny_model/hf", "{root}/runs/tiny_model"]
+        ("path", "sentence"),
+        [
+            ("./runs/tiny", "the folder ./runs/tiny does not exist"),
+            ("runs", "has no config.json; did you mean runs/tiny-model?"),
+            ("runs/tiny-model/config.json", "is a file; give the folder"),
+        ],
     )
-    def test_a_missing_folder_is_answered_with_the_nearest(self, model, path):
-        message = self.message(path.format(root=model.parent.parent))
-        assert "does not exist; did you mean " in message
-        assert message.endswith("runs/tiny-model?")
-
-    def test_a_folder_without_a_model_says_what_it_holds_and_a_file_is_none(self, model):
-        message = self.message("runs")
-        assert "has no config.json" in message and "did you mean runs/tiny-model?" in message
-        assert "is a file; give the folder" in self.message(model / "config.json")
+    def test_what_is_no_folder_of_a_model_is_refused(self, model, path, sentence):
+        assert sentence in self.message(path)
 
     def test_a_hub_id_passes_unless_the_hub_is_off_and_the_cache_empty(self, model, monkeypatch):
         self.check("Qwen/Qwen3-8B")
@@ -388,10 +357,10 @@ class TestWords:
         ]
         text = sizes_in_words(load_config(None, overrides, algorithm="grpo"))
         assert (
-            "\nalgorithm: grpo advantages, ppo_clip(clip_low=0.2, clip_high=0.2) around proximal, sequence "
-            "truncate(high_ratio=8), " in text
-        )
-        assert "m2po, seq-mean-token-mean, low_var_kl KL in the loss x 0.01\n" in text
+            '\nalgorithm: grpo advantages, ppo_clip {"clip_low": 0.2, "clip_high": 0.2} around proximal, corrections '
+            '[{"level": "sequence", "high_ratio": 8.0}, {"kind": "m2po"}], seq-mean-token-mean, low_var_kl KL in the loss '
+            "x 0.01\n"
+        ) in text
         assert "\nalgorithm gspo: " in sizes_in_words(load_config(None, NEEDED, algorithm="gspo"), "gspo")
 
     def test_a_policy_says_what_its_bound_is(self):

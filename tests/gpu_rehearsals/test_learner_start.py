@@ -8,6 +8,7 @@ from torch.cuda._utils import _get_device_index
 
 from asyncgrpo.cluster import wiring
 from asyncgrpo.learner import learner as learner_module
+from asyncgrpo.learner import parallel
 from tests.learner.helpers import config
 
 WORLD = 8
@@ -21,7 +22,7 @@ def chosen(monkeypatch) -> list[int]:
     monkeypatch.setattr(learner_module.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(learner_module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(learner_module.dist, "get_world_size", lambda: WORLD)
-    monkeypatch.setattr(learner_module, "init_device_mesh", lambda kind, shape: (kind, shape))
+    monkeypatch.setattr(parallel, "init_device_mesh", lambda kind, shape: (kind, shape))
     return chosen
 
 
@@ -31,5 +32,5 @@ def test_a_rank_names_its_card_by_index(monkeypatch, chosen):
     settings = config("unused", learner={"device": "cuda", "ranks": WORLD})
     actor = wiring.LearnerActor({}, 1)
     actor.start(wiring.Setup(settings, Path("unused"), 1, None, None, "tcp://127.0.0.1:1", 1))
-    assert learner_module._mesh(actor._device, 0, WORLD) == ("cuda", (WORLD,))
+    assert learner_module._ranks(actor._device, 0, WORLD, settings).mesh == ("cuda", (WORLD,))
     assert chosen == [0]

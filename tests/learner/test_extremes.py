@@ -107,7 +107,7 @@ def one_step(
     objective.use_scores(scores)
     gradients = objective(slice(0, len(policy)), scores).logprobs
     update = Update(grad_norm=gradients.double().norm().item(), lr=1.0, skipped=None)
-    report = build_report([objective.report(scores)], [step], [update], group_size=3, seconds={})
+    report = build_report([objective.report(scores)], [step], [update], group_size=3, seconds={}, more_diagnostics={})
     return gradients, report
 
 

@@ -7,13 +7,14 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
 
+from asyncgrpo.config.schema import ParallelConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner import model as learner_model
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.loading import ShardReader, as_if_on_cpu, without_memory
 from asyncgrpo.learner.model import TokenScorer, build_model
+from asyncgrpo.learner.parallel import Ranks
 from tests.learner.helpers import VERSION, config, learner, random_groups, weights
 from tests.learner.ranks import run_on_ranks
 from tests.learner.test_lora import saved_as
@@ -36,9 +37,9 @@ KINDS = {
 
 def built(path: Path, kind: str, *, world: int = 1, dtype: str = "float32") -> TokenScorer:
     sections = KINDS[kind] | {"model": {"dtype": dtype} | KINDS[kind].get("model", {})}
-    mesh, cpu = init_device_mesh("cpu", (world,)), torch.device("cpu")
+    ranks, cpu = Ranks.of("cpu", world, ParallelConfig()), torch.device("cpu")
     is_trained = kind != "reference"
-    return build_model(str(path), getattr(torch, dtype), cpu, mesh, config(path, **sections), trainable=is_trained)
+    return build_model(str(path), getattr(torch, dtype), cpu, ranks, config(path, **sections), trainable=is_trained)
 
 
 def tensors(scorer: TokenScorer) -> dict[str, torch.Tensor]:

@@ -22,6 +22,8 @@ RUN_ALL = {
     "m2po": "a correction that looks at the whole step",
     "opsm": "a KL to the reference",
     "pairwise": "pairs of the whole step",
+    "distill": "the distance to a teacher",
+    "distill_sampled": "the distance to a teacher",
     "ppo": "a critic",
     "vcpo": "a learning rate by the ratios of all completions",
 }

@@ -3,15 +3,16 @@
     python -m tests.weights.faults --publications 10000
 
 A real publisher and real receivers, over real sockets and gloo groups, in one process: one generator maps the learner's
-memory, the others get deltas and broadcasts. Meanwhile parts of deltas are lost, doubled, altered on the wire and altered
-before they are sealed; broadcast bytes are altered; generators end without a word, come, stand still and are slow; and the
-learner offers versions as fast as arenas are free. Whatever an engine is given to load, at whatever version, is compared
+memory, the others get broadcasts of deltas and of all weights. Meanwhile deltas are altered and cut, broadcast bytes are
+altered; generators end without a word, come, stand still and are slow; and the learner offers versions as fast as arenas are
+free. Whatever an engine is given to load, at whatever version, is compared
 with what was published under that number, at the begin of the load and again at its end.
 
 One JSON line: the faults that were injected, how versions travelled, and what was wrong. It must be nothing.
 """
 
 import argparse
+import math
 import random
 import time
 from collections import Counter
@@ -26,24 +27,21 @@ from torch import Tensor
 from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights import publisher, receiver
+from asyncgrpo.weights import lane, publisher, receiver
 from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.delta import Delta
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.publisher import Publication, Publisher
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.codec import encode
-from asyncgrpo.wire.weights import DeltaPart, Join, Offer
+from asyncgrpo.wire.weights import Join
 from benchmarks.measuring import show, where
 from tests.weights.changing import LAYOUT, as_bytes, change
 
 SHARES = [0.0, 0.001, 0.005, 0.01, 0.05]
 """Of the elements that change from one version to the next."""
 FAR = 4
-PART_BYTES = 1500
-"""Small, so that a delta of these small weights has several parts."""
-
-FAULTS_OF_PARTS = {"part lost": 0.002, "part doubled": 0.01, "part altered on the wire": 0.002, "part altered": 0.002}
+FAULTS_OF_DELTAS = {"delta altered": 0.01, "delta cut": 0.005}
 BROADCAST_ALTERED = 0.01
 AFTER_A_PUBLICATION = {"generator ends": 0.02, "generator stands still": 0.02, "generator is slow": 0.05}
 ALL_CHANGE = 0.01
@@ -88,61 +86,17 @@ class Elsewhere(Receiver):
         super()._handle(message, payload)
 
 
-class BadLine:
-    """The publisher's socket, on a line that loses, doubles and alters parts of deltas."""
-
-    def __init__(self, server: Any, chance: random.Random, found: Counter[str], often: float) -> None:
-        self._server, self._chance, self._found, self._often = server, chance, found, often
-        self.is_bad = True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._server, name)
-
-    def send(self, peer: str, message: Message, payload: Any = b"") -> bool:
-        fault = self._fault() if self.is_bad and isinstance(message, DeltaPart) else None
-        self._found["offers of deltas"] += isinstance(message, Offer) and message.transfer > 0
-        self._found["parts"] += isinstance(message, DeltaPart)
-        if fault is None:
-            return bool(self._server.send(peer, message, payload))
-        self._found[fault] += 1
-        if fault == "part lost":
-            return True
-        if fault == "part altered on the wire":
-            header, body = encode(message, payload)
-            return bool(self._server._send(peer, [header, self._altered(body)]))
-        if fault == "part altered":
-            payload = self._altered(payload)
-        else:
-            self._server.send(peer, message, payload)
-        return bool(self._server.send(peer, message, payload))
-
-    def _fault(self) -> str | None:
-        return next(
-            (name for name, share in FAULTS_OF_PARTS.items() if self._chance.random() < self._often * share), None
-        )
-
-    def _altered(self, payload: Any) -> bytes:
-        copy = bytearray(payload)
-        copy[self._chance.randrange(len(copy))] ^= 1 << self._chance.randrange(8)
-        return bytes(copy)
-
-
 class Fleet:
     """The learner and its generators."""
 
     def __init__(self, seed: int, often: float) -> None:
         self._often = often
         self.found: Counter[str] = Counter()
-        self.chance, self._of_broadcasts, self._random = (
-            random.Random(seed),
-            random.Random(seed),
-            np.random.default_rng(seed),
-        )
+        self.is_bad = True
+        self.chance, self._of_broadcasts, self._of_deltas = (random.Random(seed + n) for n in range(3))
+        self._random = np.random.default_rng(seed)
         config = WeightsConfig(bucket_mb=1, timeout_s=1.0)
         self.publisher = Publisher(config, maps=True, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
-        self.publisher._deltas._part_bytes = PART_BYTES
-        self.line = BadLine(self.publisher._server, random.Random(seed + 1), self.found, often)
-        self.publisher._server = self.line  # type: ignore[assignment]
         self.publisher.start(list(LAYOUT.tensors))
         self._flat = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
         self.truth: dict[PolicyVersion, str] = {}
@@ -205,6 +159,21 @@ class Fleet:
             else:
                 engine.slow_s = self.chance.uniform(0.0, 0.1)
 
+    def alter_deltas(self, to_bytes: Callable[[Delta], bytes]) -> Callable[[Delta], bytes]:
+        """`to_bytes`, whose payload is wrong at times."""
+
+        def payload(delta: Delta) -> bytes:
+            self.found["deltas"] += 1
+            right = bytearray(to_bytes(delta))
+            for fault, share in FAULTS_OF_DELTAS.items():
+                if self.is_bad and self._of_deltas.random() < self._often * share:
+                    self.found[fault] += 1
+                    at = self._of_deltas.randrange(len(right))
+                    right[at:] = b"" if fault == "delta cut" and at else bytes([right[at] ^ 1]) + right[at + 1 :]
+            return bytes(right)
+
+        return payload
+
     def alter_broadcasts(self, form: Callable[..., Any]) -> Callable[..., Any]:
         """`form_group` of a generator, in whose group bytes are altered at times."""
 
@@ -215,7 +184,7 @@ class Fleet:
             def broadcast(flat: Tensor) -> None:
                 whole(flat)
                 self.found["broadcasts"] += 1
-                if self.line.is_bad and self._of_broadcasts.random() < self._often * BROADCAST_ALTERED:
+                if self.is_bad and self._of_broadcasts.random() < self._often * BROADCAST_ALTERED:
                     self.found["broadcast altered"] += 1
                     flat[self._of_broadcasts.randrange(len(flat))] ^= 1
 
@@ -226,7 +195,7 @@ class Fleet:
 
     def end(self) -> None:
         """One more version without faults, which everyone must hold."""
-        self.line.is_bad = False
+        self.is_bad = False
         time.sleep(LONGEST_PAUSE_S)
         last = PolicyVersion(2, 0)
         self.publish(last)
@@ -268,12 +237,14 @@ def run(publications: int, seed: int, often: float = 1.0) -> Counter[str]:
         (liveness, "SUSPECT_S"): 0.7,
         (liveness, "LOST_S"): 1.5,
         (publisher, "ATTEMPTS"): 10**9,  # of bytes that are wrong by design
-        (liveness, "TAKES_PART_WITHIN_S"): 0.2,
     }
     for (module, name), value in impatient.items():
         mock.patch.object(module, name, value).start()
     fleet = Fleet(seed, often)
     mock.patch.object(receiver, "form_group", fleet.alter_broadcasts(receiver.form_group)).start()
+    mock.patch.object(lane, "to_bytes", fleet.alter_deltas(lane.to_bytes)).start()
+    poll = lane.Deltas.poll  # on loopback a comparison may take longer than a broadcast
+    mock.patch.object(lane.Deltas, "poll", lambda deltas, broadcast_s: poll(deltas, math.inf)).start()
     try:
         fleet.publisher.wait_for(1 + FAR, 30.0, lambda what, seconds: None)
         for number in range(publications):
@@ -287,7 +258,7 @@ def run(publications: int, seed: int, often: float = 1.0) -> Counter[str]:
     return fleet.found
 
 
-FAULTS = (*FAULTS_OF_PARTS, "broadcast altered", *AFTER_A_PUBLICATION)
+FAULTS = (*FAULTS_OF_DELTAS, "broadcast altered", *AFTER_A_PUBLICATION)
 WRONG = ("torn", "not what was published", "reports of other bytes", "behind at the end", "receivers that ended")
 
 

@@ -68,23 +68,20 @@ def test_who_stops_waits_for_what_is_under_way(three):
 
 
 def test_a_delta_by_three_threads_is_that_of_one(three, monkeypatch):
-    monkeypatch.setattr(delta, "PIECE", 4096)
+    monkeypatch.setattr(delta, "AT_ONCE", 4096)
     random = torch.Generator().manual_seed(0)
     base = torch.randint(0, 256, (2**18,), generator=random).byte()
     new = base.clone()
     new[torch.randint(0, 2**18, (3000,), generator=random)] ^= 1
-    spans = [delta.Span(0, 2**17, 2, 0), delta.Span(2**17, 2**17, 4, 2**17)]
-    by_three = delta.encode(new, base, spans)
+    spans = [delta.Span(0, 2**17, 2), delta.Span(2**17, 2**17, 4)]
     states = [delta.State(PolicyVersion(1, number), "0" * 16) for number in range(2)]
+    by_three = delta.Delta(*states, delta.follow(base.clone(), new, spans, 2**18))
     target = base.clone()
-    delta.apply(delta.Delta(*states, len(base), by_three), target, states[0])
+    by_three.apply(target)
     assert torch.equal(target, new)
     monkeypatch.setattr(hashing, "num_threads", lambda: 1)
-    by_one = delta.encode(new, base, spans)
-    assert [[part.tobytes() for part in piece._body()] for piece in by_three] == [
-        [part.tobytes() for part in piece._body()] for piece in by_one
-    ]
-    assert [piece.place for piece in by_three] == [piece.place for piece in by_one] and len(by_one) > 20
+    by_one = delta.Delta(*states, delta.follow(base.clone(), new, spans, 2**18))
+    assert delta.to_bytes(by_three) == delta.to_bytes(by_one) and len(by_one.pieces) > 20
 
 
 @pytest.mark.parametrize("way", ["mapped", "gloo"])

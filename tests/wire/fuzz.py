@@ -73,13 +73,11 @@ from asyncgrpo.wire.supervision import Drain, GeneratorLost
 from asyncgrpo.wire.weights import (
     Alive,
     Checked,
-    DeltaPart,
     FormGroup,
     GroupFormed,
     Join,
     JoinSender,
     Offer,
-    PartTaken,
     RowsWritten,
     Staged,
     Swapped,
@@ -296,8 +294,8 @@ class Readers:
             GroupFormed(**name, group_number=1, problem="p"), Staged(**name, version=version, digest="d"),
             Swapped(**name, version=version, checksum="c", seconds=1.0),
             Checked(**name, version=version, scores=(-1.0, -2.5)),
-            SyncFailed(**name, reason="r", poisoned=True), SyncFailed(**name, reason="r", poisoned=False, transfer=1),
-            PartTaken(**name, transfer=1, taken=5), JoinSender(sender=1),
+            SyncFailed(**name, reason="r", poisoned=True), SyncFailed(**name, reason="r", poisoned=False),
+            JoinSender(sender=1),
             RowsWritten(sender=1, slot=0, writes=1, digest=16 * "0"),
         ]  # fmt: skip
         self._to_generator: list[Message] = [
@@ -308,7 +306,7 @@ class Readers:
             WeightsLayout(tensors=_LAYOUT, check=((1, 2, 3),), check_start=1),
             Offer(version=version, digest="d", file="f", slot=1, writes=2),
             Offer(version=version, digest="d", group_number=1, piece_bytes=64),
-            Offer(version=version, digest="d", transfer=1, delta_bytes=(10, 20)), DeltaPart(transfer=1, start=0),
+            Offer(version=version, digest="d", group_number=1, delta_bytes=(10, 20)),
         ]  # fmt: skip
         self._sealed_only_by_us: list[Message] = [
             Grant(lease=msgspec.convert(_LEASE, Lease)),

@@ -9,6 +9,7 @@ thread, because SGLang's processes end with the thread that started them. The ma
 """
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import logging
@@ -29,7 +30,7 @@ from torch import Tensor
 from asyncgrpo.engines.base import EngineBase, EngineOccupancy, Request
 from asyncgrpo.engines.sglang.proof import Given, Proof, listed, question
 from asyncgrpo.errors import EngineError, RequestError
-from asyncgrpo.types import Completion, PolicyVersion, Sampling, VersionSpan
+from asyncgrpo.types import Completion, KeptTokens, PolicyVersion, Sampling, VersionSpan
 from asyncgrpo.weights.arena import SharedTensors
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         memory_fraction: float = 0.85,
         prefix_cache: bool = True,
         random_seed: int = 0,
+        records_routes: bool = False,
         extra: dict[str, Any] | None = None,
     ):
         """
@@ -80,6 +82,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             memory_fraction: share of GPU memory for weights and cache.
             prefix_cache: completions share the keys and values of common prefixes, never across policy versions.
             random_seed: seed of SGLang's sampling; equal seeds and equal requests in equal batches give equal tokens.
+            records_routes: completions have the experts of each token.
             extra: further arguments of `sglang.Engine`, which override all others.
         """
         super().__init__()
@@ -88,7 +91,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         self.tensor_parallel = tensor_parallel
         self.max_completions = max_completions
         self.memory_fraction, self.prefix_cache = memory_fraction, prefix_cache
-        self.random_seed = random_seed
+        self.random_seed, self.records_routes = random_seed, records_routes
         self.extra = extra or {}
         self._serial = itertools.count()
         self._engine: Any = None
@@ -123,11 +126,15 @@ class SGLangEngine(EngineBase[SGLangRequest]):
                     memory_fraction=self.memory_fraction,
                 )
                 switches = {"disable_radix_cache": not self.prefix_cache, "random_seed": self.random_seed}
+                if self.records_routes:
+                    switches["enable_return_routed_experts"] = True
                 self._engine = processes.launch(weight_version=str(version), **own | switches | self.extra)
         except Exception as error:
             raise EngineError(f"SGLang cannot start with the model {self.model_path}: {error}") from error
         self._connect()
         self.vocab_size = self._manager.model_config.vocab_size
+        text = self._manager.model_config.hf_text_config
+        self._routes_shape = (-1, text.num_hidden_layers, text.num_experts_per_tok) if self.records_routes else None
         self._started(version)
         # Imported objects stay; without this every full garbage collection would traverse them.
         await self._manager.freeze_gc()
@@ -264,11 +271,15 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         # No await blocks from here until the message is sent, so the version is still right then. SGLang's abort ends
         # every request whose id starts with the given one; a prefix of fixed width keeps ids distinct.
         num_completions = len(request.pending)
+        is_filtered = keeps_some(request.sampling)
         call = GenerateReqInput(
             rid=[f"{next(self._serial):010d}-{request.request_id}-{index}" for index in range(num_completions)],
             input_ids=[list(request.prompt)] * num_completions,
             sampling_params=sampling_params(request.sampling, room=self.max_context - len(request.prompt)),
             return_logprob=True,
+            return_sampling_mask=is_filtered,
+            sampling_logprobs_mode="selected" if is_filtered else None,
+            return_routed_experts=self.records_routes,
             extra_key=self._prefix_keys(num_completions),
         )
         call.normalize_batch_and_arguments()
@@ -280,7 +291,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
 
     async def _receive(self, request: Request, index: int, outputs: AsyncIterator[dict[str, Any]]) -> None:
         async for output in outputs:  # exactly one, because streaming is off
-            request.deliver(completion_of(output, index))
+            request.deliver(completion_of(output, index, self._routes_shape))
 
     def _spawn(self, request: SGLangRequest, work: Coroutine[Any, Any, None]) -> None:
         """Run a task for a request. If the task fails, so does the request."""
@@ -377,6 +388,8 @@ class SGLangEngine(EngineBase[SGLangRequest]):
 # -- translation to and from SGLang ------------------------------------------------------------------------------------
 
 
+MOST_KEPT = 4096
+"""Most tokens that SGLang records for each sampled one. Top-p alone is limited to as many."""
 LOG_OF_ZERO = -1e30
 """Threshold for a log-prob of minus infinity, for which SGLang writes the smallest float."""
 
@@ -386,18 +399,37 @@ def sampling_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
     return {
         "temperature": sampling.temperature,  # at 0 SGLang takes the likeliest token
         "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
+        "top_k": MOST_KEPT if keeps_some(sampling) and sampling.top_k == -1 else sampling.top_k,
         "max_new_tokens": min(sampling.max_tokens, room),
         "stop_token_ids": list(sampling.stop_token_ids),
     }
 
 
-def completion_of(output: dict[str, Any], index: int) -> Completion:
-    """Convert SGLang's output to a completion. It includes a stop token. Raises EngineError if a log-prob is not finite."""
+def keeps_some(sampling: Sampling) -> bool:
+    """True if each token is sampled from a part of the vocabulary that is recorded with it."""
+    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k != -1) and sampling.top_k != 1
+
+
+def completion_of(output: dict[str, Any], index: int, routes_shape: tuple[int, ...] | None = None) -> Completion:
+    """Convert SGLang's output to a completion. It includes a stop token. Raises EngineError if a log-prob is not finite.
+
+    Args:
+        routes_shape: of the routed experts; None: they are not recorded.
+    """
     meta = output["meta_info"]
     token_ids = np.array(output["output_ids"], dtype=np.int32)
     # A completion that was aborted before its first token may have the log-prob of a discarded token.
     logprobs = np.array([entry[0] for entry in meta["output_token_logprobs"][: len(token_ids)]], dtype=np.float32)
+    kept, routes = None, None
+    if "output_token_sampling_mask" in meta:
+        masks = meta["output_token_sampling_mask"][: len(token_ids)]
+        counts = np.array([len(mask) for mask in masks], dtype=np.int32)
+        kept = KeptTokens(np.fromiter(itertools.chain(*masks), np.int32), counts)
+        logprobs = np.array(meta["output_token_sampling_logprobs"][: len(token_ids)], dtype=np.float32)
+    if routes_shape is not None and meta.get("routed_experts"):
+        routes = (
+            np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(routes_shape).astype(np.int16)
+        )
     if len(logprobs) != len(token_ids):
         raise EngineError(f"SGLang returned {len(token_ids)} tokens with {len(logprobs)} log-probs")
     reason = meta["finish_reason"]
@@ -415,6 +447,8 @@ def completion_of(output: dict[str, Any], index: int) -> Completion:
             if span["start"] < span["end"]
         ),
         finish_reason=reason["type"],
+        kept=kept,
+        routes=routes,
     )
 
 

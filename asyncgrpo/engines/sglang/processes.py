@@ -37,6 +37,7 @@ with importing():  # also in the scheduler's process, which imports this module 
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.managers import scheduler
     from sglang.srt.managers.load_snapshot import shm_path_for
+    from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
     from sglang.srt.model_executor import model_runner
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from sglang.srt.platforms import current_platform
@@ -156,6 +157,8 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     model_runner.WeightChecker = OurWeightChecker
     model_runner.WeightUpdater = OurWeightUpdater
     register_attention_backend("torch_native")(BatchedTorchAttention)
+    # Routes are kept in pinned memory, which needs a GPU.
+    ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **ignored: torch.zeros(dims, dtype=dtype)
     scheduler.Scheduler = OurScheduler
     scheduler.run_scheduler_process(*args, **kwargs)
 

@@ -1,0 +1,65 @@
+"""How long a publication must take on GPUs: arithmetic from stated rates, not a measurement. Prints the table of docs/weights.md.
+
+    python -m benchmarks.weights_arithmetic
+
+Half of the GPUs learn and half generate; with 8 they share a machine, otherwise a machine has 8 and does one of both. The
+stages follow one another: copy to the host, digest, broadcast and copy to the host, upload. A generator digests a bucket
+while the next one arrives.
+"""
+
+GB = 1e9
+MODELS = {"8B": (8.19e9, 1, (8, 16, 64)), "32B": (32.8e9, 2, (16, 64)), "70B": (70.6e9, 4, (64,))}
+"""Parameters, GPUs of one engine, and fleets whose learner GPUs hold 16 bytes for each parameter."""
+GPUS_OF_A_MACHINE = 8
+PCIE = 50 * GB
+"""Between a GPU and pinned memory; the GPUs of an engine copy side by side."""
+NICS = {"400 Gb/s": 50 * GB, "25 GbE": 3.125 * GB}
+"""One for each machine. NCCL's ring enters a machine once, and its engines pass the bytes on."""
+CORES, DIGEST = 8, 13.7 * GB
+"""Cores of the process that digests, and the bytes that each digests in a second."""
+FEWER, COMPARE, APPLY = 33.7, 2.5 * GB, 8.5 * GB
+"""Ratio of the bytes of all weights to a delta at a learning rate of 1e-6, and the rates of one core."""
+
+
+def stages(parameters: float, tensor_parallel: int, gpus: int, nic: float) -> dict[str, float]:
+    """Return the seconds of each stage of one publication in bfloat16."""
+    size, learners, is_one = 2 * parameters, gpus // 2, gpus <= GPUS_OF_A_MACHINE
+    machines = max(1, learners // GPUS_OF_A_MACHINE)
+    local = {"stall": size / learners / PCIE, "pause": size / tensor_parallel / PCIE}
+    if is_one:
+        return local
+    digest = size / (CORES * DIGEST)
+    return local | {"digest": digest / machines, "arrival": max(size / nic + size / PCIE, digest)}
+
+
+def delta(parameters: float, tensor_parallel: int, gpus: int, nic: float) -> float | None:
+    """Return the seconds of a publication by deltas; None where they are not used."""
+    size, local = 2 * parameters, stages(parameters, tensor_parallel, gpus, nic)
+    compare = size / (CORES * COMPARE)
+    if not GPUS_OF_A_MACHINE < gpus <= 2 * GPUS_OF_A_MACHINE or compare > size / nic:
+        return None
+    fixed = local["stall"] + local["digest"] + local["pause"]
+    return fixed + compare + size / FEWER / nic + size / (CORES * APPLY) + size / (CORES * DIGEST)
+
+
+def main() -> None:
+    columns = [f"{way}, {nic}" for nic in NICS for way in ("all", "delta")]
+    print("| " + " | ".join(["model", "GPUs", "learner stall", "engine pause", *columns]) + " |")
+    print("|" + "---|" * (4 + len(columns)))
+    for name, (parameters, tensor_parallel, fleets) in MODELS.items():
+        for gpus in fleets:
+            times = {nic: stages(parameters, tensor_parallel, gpus, rate) for nic, rate in NICS.items()}
+            cells = [seconds(times["25 GbE"][what]) for what in ("stall", "pause")]
+            for nic, rate in NICS.items():
+                cells += [seconds(sum(times[nic].values())), seconds(delta(parameters, tensor_parallel, gpus, rate))]
+            print(f"| {name} | {gpus} | " + " | ".join(cells) + " |")
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+if __name__ == "__main__":
+    main()

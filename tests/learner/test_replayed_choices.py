@@ -1,0 +1,224 @@
+"""What the generator chose is replayed: experts by routers, and the tokens that top-p and top-k left."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import log_softmax
+
+from asyncgrpo.learner.head import Kept, LossGradients, Reference, fused_loss, score
+from asyncgrpo.learner.packing import pack
+from asyncgrpo.learner.routing import Routers
+from asyncgrpo.types import Completion, KeptTokens, Observation, VersionSpan
+from tests.learner.helpers import VERSION, cut_head, learner, load, make_group, random_groups, step_and_gradient
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
+
+# -- kept tokens -------------------------------------------------------------------------------------------------------
+
+N, V, D = 7, 50, 16
+COUNTS = [1, 3, 5, 0, 2, 9, 4]
+"""Kept tokens of each of N; 0: the whole vocabulary."""
+
+
+def drawn() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Kept]:
+    """Hidden states, head, targets and kept tokens, which contain the target."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(N, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
+    ids = [torch.randperm(V)[:count] for count in COUNTS]
+    targets = torch.stack([one[0] if len(one) else torch.tensor(3) for one in ids])
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        targets,
+        Kept(torch.cat(ids), torch.tensor(COUNTS).cumsum(0)),
+    )
+
+
+@pytest.mark.parametrize("block", [10**6, 2 * V, V])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scores_and_gradients_are_those_of_the_kept_tokens_alone(monkeypatch, block, temperature):
+    cut_head(monkeypatch, block)
+    hidden, weight, targets, kept = drawn()
+    other, there = torch.randn(N, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
+    by = LossGradients(*torch.randn(3, N, dtype=torch.float64))
+    expected = torch.zeros((), dtype=torch.float64)
+    scores = []
+    for i, ids in enumerate(kept.ids.tensor_split(kept.ends[:-1])):
+        columns = ids if len(ids) else torch.arange(V)
+        log_p = log_softmax(hidden[i] @ weight[columns].T / temperature, -1)
+        log_q = log_softmax(other[i] @ there[columns].T / temperature, -1)
+        at = (columns == targets[i]).nonzero().item()
+        one = log_p[at], -(log_p.exp() * log_p).sum(), (log_p.exp() * (log_p - log_q)).sum()
+        scores.append(torch.stack(one).detach())
+        expected = expected + sum(b[i] * s for b, s in zip(by, one, strict=True))
+    wanted = torch.autograd.grad(expected, (hidden, weight))
+    loss, found = fused_loss(
+        hidden,
+        weight,
+        targets,
+        lambda tokens, scores: by.at(tokens),
+        temperature=temperature,
+        kept=kept,
+        reference=Reference(other, there),
+    )
+    for gradient, one in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
+        torch.testing.assert_close(gradient, one, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.stack(tuple(found), 1), torch.stack(scores), rtol=1e-10, atol=1e-12)
+    again = score(hidden, weight, targets, temperature=temperature, kept=kept)
+    torch.testing.assert_close(torch.stack(again[:2]), torch.stack(tuple(found))[:2])
+
+
+def test_kept_tokens_follow_their_tokens_into_the_micro_batches():
+    groups = random_groups(4, 3)
+    numbered = []
+    for group in groups:
+        rollouts = []
+        for rollout in group.rollouts:
+            ids = rollout.completion.token_ids
+            kept = KeptTokens(np.stack([ids, ids + 1000], 1).ravel(), np.full(len(ids), 2, np.int32))
+            kept = kept if rollout.completion.index else None
+            rollouts.append(replace(rollout, completion=replace(rollout.completion, kept=kept)))
+        numbered.append(replace(group, rollouts=tuple(rollouts)))
+    for batch in pack(numbered, VERSION, rank=0, world=1, tokens_per_microbatch=40).trained:
+        for start in range(0, len(batch.targets), 3):
+            targets, kept = batch.targets[start : start + 3], batch.kept.at(slice(start, start + 3))
+            for target, ids in zip(targets.tolist(), kept.ids.tensor_split(kept.ends[:-1]), strict=True):
+                assert ids.tolist() in ([], [target, target + 1000])
+
+
+@torch.no_grad()
+def sampled_from_five(path, prompt: list[int], length: int) -> Completion:
+    """Each token is the third likeliest of five that top-k left."""
+    model, tokens, logprobs, kept = load(path), list(prompt), [], []
+    for _ in range(length):
+        best = model(torch.tensor([tokens])).logits[0, -1].topk(5)
+        tokens.append(int(best.indices[2]))
+        logprobs.append(float(best.values.log_softmax(-1)[2]))
+        kept.append(best.indices.int().numpy())
+    sampled, counts = np.array(tokens[len(prompt) :], np.int32), np.full(length, 5, np.int32)
+    spans = (VersionSpan(VERSION, 0, length),)
+    return Completion(
+        0, sampled, np.array(logprobs, np.float32), spans, "length", kept=KeptTokens(np.concatenate(kept), counts)
+    )
+
+
+def test_a_policy_of_kept_tokens_has_ratio_one_at_lag_zero(tmp_path):
+    """Over the whole vocabulary the ratio is far from one."""
+    path = make_tiny_qwen3(tmp_path / "model")
+    group = make_group(0, [1.0, 0.0, 1.0], [[1], [2], [3]])
+    completions = [sampled_from_five(path, [5, 6, 7], length) for length in (1, 4, 9)]
+
+    def ratio(completions) -> float:
+        rollouts = zip(group.rollouts, completions, strict=True)
+        made = tuple(replace(r, completion=replace(c, index=i)) for i, (r, c) in enumerate(rollouts))
+        return learner(path).step([replace(group, rollouts=made)], VERSION).importance_mean
+
+    assert ratio(completions) == pytest.approx(1.0, abs=1e-5)
+    assert ratio([replace(completion, kept=None) for completion in completions]) < 0.5
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+MIXTURES = {"qwen3_moe": lambda path: make_tiny_qwen3_moe(path, experts=8), "deepseek_v3": make_tiny_deepseek_v3}
+
+
+@torch.no_grad()
+def noisy_choices(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Experts that routers would choose whose inputs were rounded to bfloat16; [T, layers, K] int16, -1 in dense layers."""
+    found, hooks = {}, []
+    for layer, block in enumerate(model.model.layers):
+        for router in block.modules():
+            if type(router).__name__.lower().endswith("topkrouter"):
+                keep = lambda router, given, out, layer=layer: found.__setitem__(layer, (router, given[0]))  # noqa: E731
+                hooks.append(router.register_forward_hook(keep))
+    model(tokens)
+    for hook in hooks:
+        hook.remove()
+    chosen = {layer: router(given.bfloat16().float())[2].short() for layer, (router, given) in found.items()}
+    dense = torch.full_like(next(iter(chosen.values())), -1)
+    return torch.stack([chosen.get(layer, dense) for layer in range(len(model.model.layers))], 1)
+
+
+@torch.no_grad()
+def as_sampled(path, groups, *, observe: bool = False):
+    """The same groups with routes, and log-probs, of an engine with noisy routers."""
+    model = load(path)
+    routers, made = Routers(model), []
+    for group in groups:
+        rollouts = []
+        for rollout in group.rollouts:
+            completion = rollout.completion
+            if observe and len(completion.token_ids) > 2:
+                completion = replace(completion, observations=(Observation(2, np.array([7, 8, 9], np.int32)),))
+            tokens = torch.tensor([[*group.prompt.token_ids, *completion.all_token_ids]])
+            routers.replay(None)
+            routes = noisy_choices(model, tokens)
+            routers.replay(routes)
+            logprobs = model(tokens).logits[0].log_softmax(-1)
+            places = len(group.prompt.token_ids) + completion.sampled_at
+            chosen = logprobs[places - 1].gather(1, tokens[0, places, None])[:, 0]
+            completion = replace(completion, logprobs=chosen.numpy(), routes=routes[:-1].numpy())
+            rollouts.append(replace(rollout, completion=completion))
+        made.append(replace(group, rollouts=tuple(rollouts)))
+    return made
+
+
+def with_routes(groups, change):
+    return [
+        replace(group, rollouts=tuple(
+            replace(r, completion=replace(r.completion, routes=change(r.completion.routes))) for r in group.rollouts))
+        for group in groups
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("observe", [False, True])
+def test_replayed_experts_close_the_gap_and_any_other_experts_open_it(tmp_path, kind, observe):
+    path = MIXTURES[kind](tmp_path / kind)
+    groups = [changed_version(group) for group in random_groups(6, 4, answer=(3, 30))]
+    groups = as_sampled(path, groups, observe=observe)
+
+    def gap(change=lambda routes: routes, **settings) -> float:
+        return learner(path, learner={"lr": 1e-3} | settings).step(with_routes(groups, change), VERSION).logprob_gap_max
+
+    assert gap() <= 1e-4
+    assert gap(share_prompts=False, tokens_per_microbatch=60) <= 1e-4
+    assert gap(activation_checkpointing=True) <= 1e-4
+    assert gap(lambda routes: None) > 1e-3, "the noise decides between experts"
+    assert gap(lambda routes: (routes + 1) % 8) > 1e-3
+    assert gap(lambda routes: np.roll(routes, 1, axis=0)) > 1e-3
+    assert gap(lambda routes: np.where(np.arange(routes.shape[1])[:, None] == 1, -1, routes)) > 1e-3, "a layer is missing"
+
+
+def changed_version(group):
+    return make_group(
+        group.prompt_index,
+        [r.score.value for r in group.rollouts],
+        [r.completion.token_ids for r in group.rollouts],
+        prompt=group.prompt.token_ids,
+    )
+
+
+def test_replayed_experts_have_the_gradients_of_their_choice(tmp_path):
+    """With the live choice replayed a step is bitwise the same; recomputation takes the same experts."""
+    path = MIXTURES["qwen3_moe"](tmp_path / "model")
+    groups = as_sampled(path, [changed_version(group) for group in random_groups(4, 4)])
+    plain = step_and_gradient(learner(path), with_routes(groups, lambda routes: None))[1]
+    live = step_and_gradient(learner(path), with_routes(groups, lambda routes: np.full_like(routes, -1)))[1]
+    replayed = step_and_gradient(learner(path), groups)[1]
+    recomputed = step_and_gradient(learner(path, learner={"activation_checkpointing": True}), groups)[1]
+    assert all(plain[name].equal(live[name]) for name in plain)
+    assert any(not plain[name].equal(replayed[name]) for name in plain)
+    for name in replayed:
+        torch.testing.assert_close(replayed[name], recomputed[name], rtol=1e-5, atol=1e-7)
+
+
+def test_loads_count_the_tokens_of_each_expert(tmp_path):
+    model = load(MIXTURES["qwen3_moe"](tmp_path / "model"))
+    routers = Routers(model)
+    model(torch.arange(20)[None])
+    loads = routers.take_loads()
+    assert loads.shape == (2, 8) and loads.sum(1).tolist() == [40.0, 40.0]
+    assert routers.take_loads() is None
+    assert Routers(load(make_tiny_qwen3(tmp_path / "dense"))).take_loads() is None
