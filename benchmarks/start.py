@@ -1,13 +1,9 @@
 """The time from Enter to the first step of the demo.
 
 python -m benchmarks.start --engines torch sglang --runs 3
-python -m benchmarks.start --engines torch sglang --kills 10
 
 A demo in a new folder makes its model and its task too. The line has the wall seconds to each mark of the start, and the CPU
 seconds of each kind of process up to the first step.
-
-With `--kills`, one process of a start is killed so many times, each time later: the driver, the warm process, the learner, a
-generator. A driver must leave nothing after 10 s, and its command go on. Any other run must end well by itself.
 """
 
 import argparse
@@ -20,8 +16,8 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.measuring import line, show, where
-from benchmarks.trials import Fence, audited, events
+from benchmarks.measuring import line, show
+from benchmarks.trials import Fence, events
 
 LIMIT_S = 300.0
 LOOK_EVERY_S = 0.25
@@ -31,15 +27,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", default=["torch"], choices=["torch", "sglang", "fake"])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     for engine in arguments.engines:
-        if arguments.kills:
-            moments = [round(LAST_KILL_S * i / arguments.kills, 2) for i in range(arguments.kills)]
-            show_kills(engine, [kill(engine, who, at_s) for who in VICTIMS for at_s in moments])
-        else:
-            show_starts(engine, [first_step(engine, arguments.seed) for _ in range(arguments.runs)], arguments.seed)
+        show_starts(engine, [first_step(engine, arguments.seed) for _ in range(arguments.runs)], arguments.seed)
 
 
 # -- a demo ------------------------------------------------------------------------------------------------------------
@@ -92,49 +83,6 @@ def _kind(command: str) -> str:
     if "sglang" in command or "multiprocessing" in command:
         return "engine"
     return "ray"
-
-
-# -- kills -------------------------------------------------------------------------------------------------------------
-
-VICTIMS = ("driver", "warm", "Learner", "Generator")
-LAST_KILL_S = 6.0
-"""After the process was seen."""
-
-
-def kill(engine: str, who: str, at_s: float) -> dict:
-    """Start a demo, kill one of its processes so long after it was seen, and say how the run ended and what it left."""
-    with Fence() as fence:
-        run = fence.work / "run"
-        typed = ["demo", "--engine", engine, "--out", str(run), "--steps", "4"]
-        command = fence.start(*typed)
-        while not (victims := [process for process in fence.processes() if _is(who, process)]):
-            time.sleep(0.05)
-        time.sleep(at_s)
-        with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended by itself
-            victims[0].kill()
-        code = command.wait(timeout=LIMIT_S)
-        left = fence.left(within_s=10.0, clear=False) if who == "driver" else {}
-        if who == "driver":
-            code = fence.run(*typed).exit
-        found = {"engine": engine, "killed": who, "at_s": at_s, "exit": code}
-        found["differences"] = audited(fence, run)["differences"]
-        found["restarts"] = [event["actor"] for event in events(run) if event["event"] == "restart"]
-        found["left"] = [names for at_end in (left, fence.left(10.0)) for names in at_end.values() if names]
-        return found
-
-
-def _is(who: str, process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        command = " ".join(process.cmdline())
-        return "forkserver" in command if who == "warm" else _kind(command) == who
-    return False
-
-
-def show_kills(engine: str, found: list[dict]) -> None:
-    bad = [one for one in found if one["exit"] != 0 or one["left"] or one["differences"]]
-    for one in bad:
-        show(one)
-    show({"benchmark": "kills of a start", "engine": engine, "kills": len(found), "bad": len(bad)} | where())
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import IO
 
 import psutil
 
-from asyncgrpo.recording.events import newest_first, read_events
+from asyncgrpo.recording.events import read_events, read_tail
 from benchmarks.measuring import ROOT
 
 MARK = "ASYNCGRPO_TRIAL"
@@ -223,4 +223,5 @@ def events(run: Path) -> list[dict]:
 
 def last_step(run: Path) -> int:
     """The newest step in the events of the run; 0 before the first."""
-    return next((event["step"] for event in newest_first(run / "metrics.jsonl") if event["event"] == "step"), 0)
+    events = read_tail(run / "metrics.jsonl", -(2**18)).events
+    return next((event["step"] for event in reversed(events) if event["event"] == "step"), 0)

@@ -71,8 +71,8 @@ def reopen(
         JournalError: the folder cannot be read. (A failed write is retried.)
     """
     if config.durability == "memory":
-        return Reopened(InMemory(), History(folder, []), [], EarlierFailures.none())
-    history = read_rest(folder, run_started.parent, prompts.is_done, keep=config.keep_journal)
+        return Reopened(InMemory(), History(folder, [], []), [], EarlierFailures.none())
+    history = read_rest(folder, run_started.parent, prompts.is_done)
     repair(history)
     if config.max_lag == "auto":
         auto = AutoLag(config.auto_lag.max, bound_in_force(history, run_started.parent))

@@ -80,7 +80,7 @@ def replay(
     --algorithm, print both objectives side by side on the same groups in the same order.
     """
     from asyncgrpo.recording.curves import plot
-    from asyncgrpo.recording.progress import progress_of
+    from asyncgrpo.recording.events import read_events
     from asyncgrpo.tools.replay import Replay, read_timeline, replay_config
 
     timeline = read_timeline(run, from_step=from_step, to_step=to_step)
@@ -98,7 +98,7 @@ def replay(
 
     result = Replay(timeline, configs, folder, changes).run(show)
     events = folder / "metrics.jsonl"
-    plot(progress_of(events), folder / "curves.png")
+    plot(read_events(events), folder / "curves.png")
     if as_json:
         print_json(_as_json(result, folder, changes if is_changed else []))
     else:

@@ -17,7 +17,6 @@ from asyncgrpo.logs import visible
 if TYPE_CHECKING:
     from asyncgrpo.control.client import Look
     from asyncgrpo.control.operator import Command
-    from asyncgrpo.recording.samples import Changes
 
 app = typer.Typer()
 
@@ -187,31 +186,18 @@ def samples(
     at_random: Annotated[bool, typer.Option("--random", help="Print a random choice with a fixed seed.")] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Number of completions to print.")] = 5,
     evals: Annotated[bool, typer.Option("--evals", help="Print completions of evaluations.")] = False,
-    from_step: Annotated[
-        int | None, typer.Option("--from", help="Compare the evaluation of this step with that of --to.")
-    ] = None,
-    to_step: Annotated[
-        int | None, typer.Option("--to", help="Step of the later evaluation. Default: the newest.")
-    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Print texts in full.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Print completions of a step with their rewards and lag.
 
-    Identical completions are printed once, with a count. --json prints one object per line, with full texts. --from and
-    --to print the held-out prompts that are right in only one of two evaluations.
+    Identical completions are printed once, with a count. --json prints one object per line, with full texts.
     """
     from asyncgrpo.recording.samples import EVALS, TRAINED, search
 
     if best + worst + at_random > 1:
         raise typer.BadParameter("give only one of --best, --worst and --random")
     length = None if full else 600
-    if from_step is not None or to_step is not None:
-        from asyncgrpo.recording.samples import changes
-
-        if step is not None or best or worst or at_random:
-            raise typer.BadParameter("--from and --to cannot be combined with --step, --best, --worst or --random")
-        return _print_changes(changes(run, from_step, to_step), limit, length, as_json=as_json)
     sort: Literal["best", "worst", "file"] = "best" if best else "worst" if worst else "file"
     rows = search(run, step, folder=EVALS if evals else TRAINED, sort=sort, limit=sys.maxsize).rows
     chosen = _distinct(random.Random(0).sample(rows, len(rows)) if at_random else rows)[:limit]
@@ -259,32 +245,6 @@ def _style(row: dict[str, Any]) -> str:
     if row["reward"] is None:
         return "bold yellow"
     return "bold green" if (row["advantage"] or row["reward"]) > 0 else "bold red"
-
-
-def _print_changes(found: "Changes", limit: int, length: int | None, *, as_json: bool) -> None:
-    """Print up to `limit` prompts that became right and as many that became wrong; as JSON all that changed."""
-    if as_json:
-        for change in found.changed:
-            print_json(msgspec.to_builtins(change), indent=None)
-        return
-    shown = [change for way in ("fixed", "broken") for change in [c for c in found.changed if c.way == way][:limit]]
-    for change in shown:
-        way, style = ("wrong -> right", "green") if change.way == "fixed" else ("right -> wrong", "red")
-        before, after = (
-            "none" if side.reward_mean is None else f"{side.reward_mean:g}" for side in (change.before, change.after)
-        )
-        headline = f"{change.prompt_id}  {way}  reward {before} -> {after}"
-        texts = {
-            "prompt": change.prompt,
-            f"step {found.from_step}": change.before.completion,
-            f"step {found.to_step}": change.after.completion,
-            "ground truth": change.ground_truth,
-        }
-        weights = f"weights {change.before.version} -> {change.after.version}"
-        _print_card(f"{headline}  {weights}", f"bold {style}", texts, length)
-    last = f"{found.prompts} prompts, step {found.from_step} to step {found.to_step}: {found.right_before} right, then "
-    last += f"{found.right_after}; {found.fixed} went from wrong to right, {found.broken} from right to wrong"
-    _print_note(last + (f" ({len(shown)} shown)" if len(shown) < len(found.changed) else ""))
 
 
 def _print_card(headline: str, style: str, texts: dict[str, str], length: int | None) -> None:

@@ -98,15 +98,11 @@ def plan(
                     {"split": asdict(one.split), "fits": one.fits, "flags": one.flags, **asdict(one.expected)}
                     for one in made.options
                 ],
-                "valid": {"shortest": made.shortest, "longest": made.longest},
-                "beyond": None if made.beyond is None else asdict(made.beyond),
             }
         )
     typer.echo(_title(made))
     typer.echo(columns([_row(made, option) for option in made.options[:SHOWN]]))
     typer.echo(f"use: {' '.join(made.options[0].flags)}")
-    beyond = "" if made.beyond is None else f"; above that use {made.beyond.generators}:{made.beyond.ranks}"
-    typer.echo(f"valid for a mean length of {made.shortest:,.0f} to {made.longest:,.0f} tokens{beyond}")
     for warning in _warnings(made):
         typer.echo(f"note: {warning}")
 
@@ -235,10 +231,8 @@ def _row(made: "Plan", option: "Option") -> dict[str, str]:
         "idle l": f"{expected.learner_idle:.0%}",
         "idle g": f"{expected.generator_idle:.0%}",
         "satur.": f"{expected.saturation:.2f}",
-        "sync": f"{expected.publish_share:.0%}",
         "max_lag": str(split.max_lag),
         "lag": f"{expected.lag_mean:.1f}",
-        "p99": f"{expected.lag_p99:.0f}",
         "in flight": str(split.groups_in_flight),
         "limited by": expected.bottleneck if option.fits else "does not fit its GPUs",
     }

@@ -317,13 +317,14 @@ def execute(
             with _screen(events, console):
                 outcome = Run(config, folder, sizes, chaos).execute(report=report)
     from asyncgrpo.recording.curves import plot
+    from asyncgrpo.recording.events import read_events
     from asyncgrpo.recording.progress import progress_of
     from asyncgrpo.recording.text import summary
 
     progress = progress_of(events)
     if progress.steps:
-        plot(progress, folder.path / "curves.png")
-    report(summary(progress, folder.path))
+        plot(read_events(events), folder.path / "curves.png")
+    report(summary(progress))
     return outcome
 
 

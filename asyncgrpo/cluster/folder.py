@@ -24,7 +24,7 @@ from asyncgrpo.config.rules import file_of, local_model
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
-from asyncgrpo.recording.events import EventLog, newest_first
+from asyncgrpo.recording.events import EventLog, read_events
 from asyncgrpo.scratch import is_unheld
 
 log = logging.getLogger(__name__)
@@ -103,11 +103,12 @@ class RunFolder:
 
     def status(self) -> str:
         """Return `new`, `unfinished` or `done`."""
-        events = newest_first(self.path / "metrics.jsonl")
-        newest = next((event for event in events if event["event"] in ("start", "step", "end")), None)
-        if newest is None:
-            return "new"
-        return "done" if newest.get("status") == "done" else "unfinished"
+        status = "new"
+        if (file := self.path / "metrics.jsonl").exists():
+            for event in read_events(file):
+                if event["event"] in ("start", "step", "end"):
+                    status = "done" if event.get("status") == "done" else "unfinished"
+        return status
 
 
 def is_abandoned(path: Path) -> bool:

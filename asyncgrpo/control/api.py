@@ -5,31 +5,29 @@ the page's own files and `/healthz` asks for the token of the run.
 """
 
 import hmac
-import json
 import logging
-import re
 import secrets
+import shutil
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from asyncgrpo.config.schema import ControlConfig
 from asyncgrpo.control.client import FILE, Address, write_address
-from asyncgrpo.control.operator import Command, Done, Operator
-from asyncgrpo.control.problems import Problems, fetch, problems, read_runbook
+from asyncgrpo.control.operator import Command, Done, Operator, Problems, Status
 from asyncgrpo.control.server import LARGEST_BODY, HttpServer, Refusal, Worker, as_json, body_of, error, reply
 from asyncgrpo.errors import CommandRefused, ConfigError, DataError
-from asyncgrpo.metrics import PREFIX, targets_path
 from asyncgrpo.recording.events import read_tail
-from asyncgrpo.recording.samples import TRAINED, Changes, Folder, Only, Sort, changes, search
+from asyncgrpo.recording.health import Problem, View, problems_in
+from asyncgrpo.recording.samples import TRAINED, Folder, Only, Sort, search
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +37,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 COMMAND_S = 60.0
 """Deadline of a command."""
 READ_S = 20.0
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+RECENT_BYTES = 2**20
+"""Bytes of `metrics.jsonl` that are read from its end for problems: some hundred steps."""
 _PAGE = Path(__file__).parent / "page"
+_PACKAGE = Path(__file__).parent.parent
+_RUNBOOKS = (_PACKAGE.parent / "docs" / "runbooks", _PACKAGE / "runbooks")
+"""Of a checkout, and of an installed package."""
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
 # -- parameters of requests --------------------------------------------------------------------------------------------
@@ -66,21 +68,8 @@ class _OfSamples(Struct, frozen=True, forbid_unknown_fields=True, rename={"text"
     limit: Annotated[int, Meta(ge=1, le=200)] = 20
 
 
-class _OfChanges(Struct, frozen=True, forbid_unknown_fields=True, rename={"from_step": "from", "to_step": "to"}):
-    from_step: Annotated[int, Meta(ge=0, le=2**53)] | None = None
-    to_step: Annotated[int, Meta(ge=0, le=2**53)] | None = None
-    offset: Annotated[int, Meta(ge=0, le=2**31)] = 0
-    limit: Annotated[int, Meta(ge=1, le=200)] = 20
-
-
 class _OfRunbook(Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1, max_length=100)]
-
-
-class Page(Struct, frozen=True):
-    """A runbook."""
-
-    text: str
 
 
 # -- the API -----------------------------------------------------------------------------------------------------------
@@ -92,7 +81,7 @@ class Api:
     def __init__(self, operator: Operator, run_dir: Path, *, bind: str, port: int, token: str) -> None:
         """
         Args:
-            bind: address to listen at. On loopback only requests that name loopback are served (DNS rebinding).
+            bind: address to listen at.
             port: 0 takes a free one.
             token: what a client must send.
         """
@@ -109,8 +98,8 @@ class Api:
         routes = {path: partial(_reply, kind, answer) for path, (kind, answer) in self._answers().items()}
         app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
         for path, do in (self._open | routes).items():
-            app.router.add_get(path, do, allow_head=False, expect_handler=_no_continue)
-        app.router.add_post("/api/command", self._command, expect_handler=_no_continue)
+            app.router.add_get(path, do, allow_head=False)
+        app.router.add_post("/api/command", self._command)
         self._server = HttpServer(app)
 
     def start(self) -> str:
@@ -131,9 +120,8 @@ class Api:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Serve a request that names this host and has the token. Anything else gets one sentence."""
+        """Serve a request that has the token. Anything else gets one sentence."""
         try:
-            self._check_host(request)
             if request.match_info.handler not in self._open.values():
                 self._check_token(request)
             return await handler(request)
@@ -143,30 +131,11 @@ class Api:
             return error(409, str(refused))
         except DataError as problem:
             return error(404, str(problem))
-        except web.HTTPMethodNotAllowed as wrong:
-            allowed = ", ".join(sorted(wrong.allowed_methods))
-            return error(405, f"{request.path[:100]} is asked with {allowed}, not with {request.method[:20]}")
-        except web.HTTPNotFound:
-            return error(404, f"there is nothing at {request.path[:100]!r}")
+        except web.HTTPException as wrong:
+            return error(wrong.status, f"{request.method[:20]} {request.path[:100]}: {wrong.reason}")
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             return error(500, "the run's driver failed; see its log")
-
-    def _check_host(self, request: web.Request) -> None:
-        """A page elsewhere whose name was made to resolve to us (DNS rebinding) names its own host."""
-        named = request.headers.getall("Host", [])
-        try:
-            host, origin = urlsplit(f"//{','.join(named)}"), urlsplit(request.headers.get("Origin", ""))
-            hosts = host.hostname
-            same = not request.headers.get("Origin") or origin.netloc == host.netloc
-        except ValueError:
-            raise Refusal(400, "the header Host is malformed") from None
-        if len(named) != 1 or hosts is None:
-            raise Refusal(400, "one header Host is needed")
-        if self._bind in LOOPBACK and hosts not in LOOPBACK:
-            raise Refusal(403, f"this is 127.0.0.1, not {hosts[:100]!r}")
-        if not same:
-            raise Refusal(403, "requests of pages of another origin are not served")
 
     def _check_token(self, request: web.Request) -> None:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
@@ -183,21 +152,15 @@ class Api:
         reads, status = self._reads, partial(self._looks, self._operator.status)
 
         async def alerts(_: _Nothing) -> Problems:
-            return Problems(await reads(partial(problems, run_dir, await status())))
+            return Problems(await reads(partial(problems_of, run_dir, await status())))
 
-        async def changed(asked: _OfChanges) -> Changes:
-            found = await reads(partial(changes, run_dir, asked.from_step, asked.to_step))
-            return replace(found, changed=found.changed[asked.offset :][: asked.limit])
-
-        async def runbook(asked: _OfRunbook) -> Page:
-            return Page(await reads(partial(read_runbook, asked.name)))
+        async def runbook(asked: _OfRunbook) -> dict[str, str]:
+            return {"text": await reads(partial(read_runbook, asked.name))}
 
         return {
             "/api/status": (_Nothing, lambda _: status()),
             "/api/events": (_OfEvents, lambda asked: reads(partial(read_tail, file, **asdict(asked)))),
             "/api/samples": (_OfSamples, lambda asked: reads(partial(search, run_dir, **asdict(asked)))),
-            "/api/changes": (_OfChanges, changed),
-            "/api/groups": (_Nothing, lambda _: reads(partial(groups_now, run_dir))),
             "/api/alerts": (_Nothing, alerts),
             "/api/runbook": (_OfRunbook, runbook),
         }
@@ -217,10 +180,6 @@ async def _reply(kind: type[T], answer: Callable[[T], Awaitable[Any]], request: 
     return as_json(await answer(_query(request, kind)))
 
 
-async def _no_continue(request: web.Request) -> None:
-    """Do not reply to the header `Expect` before the token is checked."""
-
-
 async def _healthz(request: web.Request) -> web.Response:
     return as_json({"ok": True})
 
@@ -231,11 +190,8 @@ async def _file(path: Path, request: web.Request) -> web.Response:
 
 def _query(request: web.Request, kind: type[T]) -> T:
     """The parameters of a request. Raises Refusal."""
-    query = request.query
-    if len(query) != len(set(query)):
-        raise Refusal(400, "a parameter is given twice")
     try:
-        return msgspec.convert(dict(query), type=kind, strict=False)
+        return msgspec.convert(dict(request.query), type=kind, strict=False)
     except msgspec.ValidationError as problem:
         raise Refusal(400, f"{request.path}: {problem}") from None
 
@@ -260,55 +216,25 @@ def serving(operator: Operator, run_dir: Path, config: ControlConfig) -> Iterato
         api.close()
 
 
-# -- where groups are --------------------------------------------------------------------------------------------------
-
-BUFFER_S = 2.0
-"""Deadline of the buffer's reply."""
-
-_LINE = re.compile(rf'^{PREFIX}(\w+)(?:{{state="(\w+)"}})? (\S+)$', re.MULTILINE)
+# -- problems ----------------------------------------------------------------------------------------------------------
 
 
-class Groups(Struct, frozen=True, kw_only=True):
-    """Groups by where they are now; None where the buffer did not reply."""
-
-    leased: int | None = None
-    """Being generated and scored."""
-    ready: int | None = None
-    """Waiting in the buffer."""
-    taken: int | None = None
-    """In the learner."""
-    slots: int | None = None
-    """That may be leased, ready or taken at once."""
-    wanted: int | None = None
-    """That admission wants under way."""
-    places: int | None = None
-    """That the generators may work on at once."""
+def problems_of(run_dir: Path, status: Status) -> list[Problem]:
+    """Return the problems of a run, by its newest events and the status of its driver."""
+    events = read_tail(run_dir / "metrics.jsonl", -RECENT_BYTES).events
+    view = View(events=events, now=time.time(), free_bytes=shutil.disk_usage(run_dir).free, **of_status(status))
+    return problems_in(view)
 
 
-_NAMES = {
-    ("buffer_groups", "leased"): "leased",
-    ("buffer_groups", "ready"): "ready",
-    ("buffer_groups", "taken"): "taken",
-    ("buffer_slots", ""): "slots",
-    ("groups_wanted", ""): "wanted",
-    ("generator_places", ""): "places",
-}
+def of_status(status: Status) -> dict[str, Any]:
+    """Return the fields of a `View` that the driver's status has."""
+    silent_s = {p.name: float("inf") if p.state == "lost" else p.heard_s or 0.0 for p in status.processes}
+    return {"state": status.state, "started": status.started, "silent_s": silent_s}
 
 
-def groups_now(run_dir: Path) -> Groups:
-    """Count groups by the metrics that the buffer exports: the driver has no such count. Nothing is known while it starts."""
-    targets = targets_path(run_dir)
-    try:
-        entries = json.loads(targets.read_text(encoding="utf-8"))
-        address = next(entry["targets"][0] for entry in entries if entry["labels"]["role"] == "buffer")
-        token = targets.with_name("token")
-        word = token.read_text(encoding="utf-8").strip() if token.exists() else None
-        return groups_in(fetch(f"http://{address}/metrics", token=word, timeout_s=BUFFER_S).decode())
-    except (OSError, ValueError, StopIteration):
-        return Groups()
-
-
-def groups_in(text: str) -> Groups:
-    """Read the counts out of what a buffer exports."""
-    found = {_NAMES.get((name, state)): value for name, state, value in _LINE.findall(text)}
-    return Groups(**{name: round(float(value)) for name, value in found.items() if name is not None})
+def read_runbook(name: str) -> str:
+    """Return a runbook as Markdown. Raises DataError: it does not come with this installation."""
+    pages = {page.stem: page for folder in _RUNBOOKS for page in folder.glob("*.md")}
+    if name not in pages:
+        raise DataError(f"docs/runbooks/{name}.md does not come with this installation; it is in the repository")
+    return pages[name].read_text(encoding="utf-8")

@@ -7,6 +7,7 @@ import contextlib
 import os
 import platform
 import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +17,10 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from asyncgrpo.control.operator import Command, Done, Status
-from asyncgrpo.control.problems import Problem, Problems, fetch
+from asyncgrpo.control.operator import Command, Done, Problems, Status
 from asyncgrpo.errors import AsyncGRPOError, CommandRefused, RunNotAlive
-from asyncgrpo.recording.events import Follower
+from asyncgrpo.recording.events import NEWEST_BYTES, Follower
+from asyncgrpo.recording.health import Problem
 from asyncgrpo.recording.progress import Progress
 from asyncgrpo.recording.text import figures, position
 
@@ -97,6 +98,28 @@ def not_alive(run_dir: Path, why: str = "") -> str:
 
 
 # -- its API -----------------------------------------------------------------------------------------------------------
+
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def fetch(url: str, *, token: str | None = None, body: bytes | None = None, timeout_s: float) -> bytes:
+    """Return the body of the reply to one request over HTTP.
+
+    It ignores any proxy of the environment: the server is on this machine, or on one beside it.
+
+    Args:
+        token: sent as `Authorization: Bearer`.
+        body: JSON to be posted; None: the page is read.
+    Raises:
+        OSError: there was no reply; `urllib.error.HTTPError`, which is one, if the reply is an error.
+    """
+    request = urllib.request.Request(url, data=body)
+    if body is not None:
+        request.add_header("Content-Type", "application/json")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    with _direct.open(request, timeout=timeout_s) as reply:
+        return reply.read()
 
 
 class RunClient:
@@ -201,7 +224,7 @@ class Look:
         self.silence = ""
         """Reason why the driver does not reply; empty: it does."""
         self.progress = Progress()
-        self._follower = Follower(run_dir / "metrics.jsonl")
+        self._follower = Follower(run_dir / "metrics.jsonl", NEWEST_BYTES)
 
     def refresh(self) -> None:
         """Ask the driver, and read new events."""

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Protocol
 from msgspec import Meta, Struct
 
 from asyncgrpo.recording.advice import Advice
+from asyncgrpo.recording.health import Problem
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
@@ -117,6 +118,13 @@ class Status(Struct, frozen=True, kw_only=True):
     """Processes that a run that is starting waits for; empty in every other state."""
     advice: tuple[Advice, ...] = ()
     """Most urgent first; () unless the run trains."""
+
+
+class Problems(Struct, frozen=True):
+    """Conditions of a run that need attention."""
+
+    problems: list[Problem]
+    """Most urgent first."""
 
 
 class Operator(Protocol):

@@ -1,7 +1,7 @@
 """An aiohttp application in a thread of its own, which no client can make slow, large or silent.
 
-Whatever goes wrong with a request ends in `{"error": "one sentence"}` and a status of 4xx. Bounds: `CONNECTIONS` at once, a
-body of `LARGEST_BODY`, `REQUEST_S` for headers and again for the body.
+Whatever goes wrong with a request that can be read ends in `{"error": "one sentence"}` and a status of 4xx. Bounds:
+`CONNECTIONS` at once, a body of `LARGEST_BODY`, `REQUEST_S` for headers and again for the body.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECTIONS = 64
-"""Most open connections; further ones are rejected with 429."""
+"""Most open connections; further ones are closed."""
 LARGEST_BODY = 64 * 2**10
 REQUEST_S = 10.0
 """Deadline of the headers, and again of the body."""
@@ -39,10 +39,6 @@ _HEADERS = {
     "Server": "asyncgrpo",
     "X-Content-Type-Options": "nosniff",
 }
-_TOO_MANY = (
-    b"HTTP/1.1 429 Too Many Requests\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
-    b'{"error":"too many connections; close some"}'
-)
 
 
 class Refusal(Exception):
@@ -129,39 +125,26 @@ class Worker:
             ) from None
 
 
-class _Connection(web.RequestHandler):
-    """Replies with JSON, and logs nothing, to a request that is not HTTP."""
-
-    __slots__ = ()
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        if status >= 500:
-            log.error("a request failed", exc_info=exc)
-            return error(status, "the request failed; see the driver's log")
-        return error(status, "this is not a request of HTTP/1.1")
-
-
-class _TurnedAway(asyncio.Protocol):
-    """Rejects a connection over the limit with 429."""
+class _Rejected(asyncio.Protocol):
+    """Closes a connection over the limit."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transport, which SGLang makes the default, does not derive from WriteTransport.
-        writable = cast(asyncio.WriteTransport, transport)
-        writable.write(_TOO_MANY)
-        writable.close()
+        transport.close()
 
 
 class HttpServer:
     """Serves an application from a daemon thread, whose event loop its handlers must not block."""
 
     def __init__(self, app: web.Application) -> None:
-        self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app,
+            handle_signals=False,
+            shutdown_timeout=1.0,
+            keepalive_timeout=REQUEST_S,
+            lingering_time=0.2,
+            access_log=None,
+            auto_decompress=False,
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
 
@@ -198,17 +181,8 @@ class HttpServer:
         server = self._runner.server
         assert server is not None
 
-        def connection() -> asyncio.Protocol:
-            if len(server.connections) >= CONNECTIONS:
-                return _TurnedAway()
-            return _Connection(
-                server,
-                loop=self._loop,
-                keepalive_timeout=REQUEST_S,
-                lingering_time=0.2,
-                access_log=None,  # type: ignore[arg-type]  # aiohttp's way to have none
-                auto_decompress=False,
-            )
+        def connection() -> asyncio.BaseProtocol:
+            return server() if len(server.connections) < CONNECTIONS else _Rejected()
 
         self._listener = await self._loop.create_server(connection, host, port)
         return self._listener.sockets[0].getsockname()[1]

@@ -110,17 +110,7 @@ class Committed(_RecordBase, frozen=True):
     prompts: PromptState
 
 
-class Settled(_RecordBase, frozen=True):
-    """Header of the summary of the first segments, in a file of its own. The records that still matter follow it."""
-
-    through: int
-    """Number of the last summarized segment."""
-    at: PolicyVersion
-    """Checkpoint, by lineage and step, that contains the trained groups of these segments."""
-    num_records: int
-
-
-JournalRecord = RunStarted | Delivered | BatchIssued | Dropped | Interrupted | BoundChanged | Committed | Settled
+JournalRecord = RunStarted | Delivered | BatchIssued | Dropped | Interrupted | BoundChanged | Committed
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[JournalRecord] = msgspec.msgpack.Decoder(JournalRecord)

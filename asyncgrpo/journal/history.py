@@ -4,8 +4,7 @@ Reading changes nothing and raises only if the folder cannot be read. Whole reco
 reported by file and offset. Damage behind the last whole record of the last segment is the torn end of a write that was
 never acknowledged: `repair` truncates it. Other damage stays in the file as evidence.
 
-A start reads only what may still matter (`read_rest`). `Past` summarizes the first segments whose groups are all trained or
-dropped; the journal writes it beside them at each checkpoint.
+A start reads every segment once, and keeps only the records that may still matter (`read_rest`).
 """
 
 import logging
@@ -18,8 +17,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import msgspec
-
 from asyncgrpo.errors import JournalError, WireError
 from asyncgrpo.journal.format import (
     BatchIssued,
@@ -30,21 +27,16 @@ from asyncgrpo.journal.format import (
     Interrupted,
     JournalRecord,
     RunStarted,
-    Settled,
     Whole,
-    pack,
     scan,
     unpack_delivered,
 )
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.rollouts import Deliver
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".journal"
-SUMMARY = "settled.summary"
-"""Name of the file beside the segments with the `Past` of the newest checkpoint."""
 
 
 def segment_path(folder: Path, number: int) -> Path:
@@ -72,14 +64,11 @@ class Segment:
     path: Path
     num_bytes: int
     found: list[Found] = field(default_factory=list)
+    has_bodies: bool = False
+    """True if a group in it can still be read."""
     damage: list[Damage] = field(default_factory=list)
     torn: Damage | None = None
     """Unfinished last write of a killed process, in the last segment only."""
-
-    @property
-    def has_bodies(self) -> bool:
-        """True if a group in it can still be read."""
-        return any(found.body_bytes for found in self.found)
 
     @property
     def damage_messages(self) -> list[str]:
@@ -90,105 +79,15 @@ class Segment:
         ]
 
 
-class Past:
-    """Summary of the first segments of a journal, whose groups are all settled: some kB for any number of segments.
-
-    A group is settled if it was dropped, or trained on the path to a checkpoint.
-    """
-
-    def __init__(self) -> None:
-        self.through = 0
-        """Number of the last summarized segment."""
-        self._of_path: list[RunStarted | BoundChanged] = []
-        self._dropped: list[Dropped] = []
-        self._interruptions: Counter[int] = Counter()  # by prompt index, since its last completion
-
-    def add(self, segment: "Segment", path: Mapping[int, int], lineage: int, is_done: Callable[[int], bool]) -> None:
-        """Add the next segment.
-
-        Args:
-            path: from `surviving_path`, to a checkpoint that settles the groups of the segment.
-            lineage: of this checkpoint.
-            is_done: returns True for a prompt index that is done in it.
-        """
-        known = self.starts
-        for found in segment.found:
-            match record := found.record:
-                case RunStarted() if record.lineage not in known:
-                    known[record.lineage] = record
-                    self._of_path.append(msgspec.structs.replace(record, config={}))
-                case BoundChanged(version=version) if is_on(path, version) or version.lineage == lineage:
-                    # Only the last change on the path matters.
-                    self._of_path = [
-                        one for one in self._of_path if isinstance(one, RunStarted) or not is_on(path, one.version)
-                    ]
-                    self._of_path.append(record)
-                case Dropped(is_final=False):
-                    self._dropped.append(record)
-                case Interrupted(prompt_indices=indices):
-                    self._interruptions.update(indices)
-                case Delivered(prompt_index=index):
-                    self._interruptions.pop(index, None)
-        self._dropped = [record for record in self._dropped if not is_done(record.prompt_index)]
-        self._interruptions = Counter({i: n for i, n in self._interruptions.items() if not is_done(i)})
-        self.through = segment.number
-
-    @property
-    def starts(self) -> dict[int, RunStarted]:
-        """Starts by lineage, without their configuration."""
-        return {one.lineage: one for one in self._of_path if isinstance(one, RunStarted)}
-
-    @property
-    def records(self) -> list[JournalRecord]:
-        """The records that still matter, oldest first."""
-        indices = tuple(self._interruptions.elements())
-        interrupted = [Interrupted(generator_id="", prompt_indices=indices)] if indices else []
-        return [*self._of_path, *self._dropped, *interrupted]
-
-    def packed(self, at: PolicyVersion) -> list[Buffer]:
-        """Return the parts of its file; `at` is the checkpoint."""
-        records = self.records
-        head = Settled(through=self.through, at=at, num_records=len(records))
-        return [part for record in (head, *records) for part in pack(record)]
-
-    @classmethod
-    def unpack(cls, data: bytes) -> tuple["Past", PolicyVersion] | None:
-        """Return the summary and its checkpoint; None if the file is damaged."""
-        records = [item.record if isinstance(item, Whole) else None for item in scan(data)]
-        head = records[0] if records else None
-        if not isinstance(head, Settled) or len(records) != head.num_records + 1:
-            return None
-        past = cls()
-        past.through = head.through
-        for record in records[1:]:
-            match record:
-                case RunStarted() | BoundChanged():
-                    past._of_path.append(record)
-                case Dropped():
-                    past._dropped.append(record)
-                case Interrupted(prompt_indices=indices):
-                    past._interruptions.update(indices)
-                case _:
-                    return None
-        return past, head.at
-
-
 @dataclass
 class History:
-    """The journal of a run, oldest segment first. `read_rest` replaces the first segments by their summary."""
+    """The journal of a run."""
 
     folder: Path
     segments: list[Segment]
-    past: Past = field(default_factory=Past)
-    past_damage: list[str] = field(default_factory=list)
-
-    @property
-    def found(self) -> Iterator[Found]:
-        """Whole records, oldest first."""
-        for record in self.past.records:
-            yield Found(record, 0, 0, 0, 0)
-        for segment in self.segments:
-            yield from segment.found
+    """Oldest first."""
+    found: list[Found]
+    """Whole records, oldest first; of `read_rest` those that may still matter."""
 
     @cached_property
     def starts(self) -> dict[int, RunStarted]:
@@ -198,7 +97,7 @@ class History:
     @property
     def damage(self) -> list[str]:
         """One sentence per damaged place. A torn end is not damage."""
-        return [*self.past_damage, *(sentence for segment in self.segments for sentence in segment.damage_messages)]
+        return [sentence for segment in self.segments for sentence in segment.damage_messages]
 
     def group(self, found: Found) -> tuple[Deliver, bytes] | None:
         """Read a delivered group; None if its body was removed or does not match its header."""
@@ -252,84 +151,53 @@ def read_history(folder: Path) -> History:
         JournalError: the folder or a file in it cannot be read.
     """
     with _reading(folder):
-        return History(folder, list(read_segments(folder)))
+        segments = list(read_segments(folder))
+    return History(folder, segments, [found for segment in segments for found in segment.found])
 
 
-def read_rest(
-    folder: Path, checkpoint: PolicyVersion | None, is_done: Callable[[int], bool], *, keep: bool = False
-) -> History:
-    """Read the part of the journal that a start needs, and summarize the first segments whose groups are all settled.
+def read_rest(folder: Path, checkpoint: PolicyVersion | None, is_done: Callable[[int], bool]) -> History:
+    """Read what a start needs: without the records of groups that were dropped, or trained on the path to the checkpoint.
 
-    Segments that the summary file covers are not opened, unless the start resumes from another path. Without a summary file
-    every segment is read, one at a time.
+    Segments are read one at a time, so a journal of millions of groups needs little memory.
 
     Args:
         checkpoint: that the start resumes from; None: it begins with the model's folder.
         is_done: returns True for a prompt index that is done in it.
-        keep: bodies of settled groups are kept, so a segment with bodies may be summarized.
     Raises:
         JournalError: the folder or a file in it cannot be read.
     """
+    starts: dict[int, Found] = {}
+    kept: list[Found] = []
+    waiting: dict[str, Found] = {}  # delivered groups by lease id
+    interruptions: Counter[int] = Counter()  # of a prompt since its last completion
+    history = History(folder, [], [])
     with _reading(folder):
-        paths = _paths(folder)
-        past, newer = _read_past(folder), paths
-        starts: dict[int, RunStarted] = {}
-        if past is not None:
-            newer = [path for path in paths if int(path.stem) > past[0].through]
-            starts = past[0].starts | _starts_in(newer)
-        if past is None or not is_on(surviving_path(starts, checkpoint), past[1]):
-            past, newer, starts = None, paths, _starts_in(paths)
-        history, path = History(folder, [], past[0] if past else Past()), surviving_path(starts, checkpoint)
-        open_in = _OpenGroups(path)
-        for segment in map(read_segment, newer, [False] * (len(newer) - 1) + [True]):
-            open_in.note(segment)
+        path = surviving_path(_starts_in(_paths(folder)), checkpoint)
+        for segment in read_segments(folder):
             history.segments.append(segment)
-            while len(history.segments) > 1 and open_in.are_none_in(first := history.segments[0]):
-                if first.has_bodies and not first.damage and not keep:
-                    break  # its bodies must be removed first
-                history.past.add(first, path, checkpoint.lineage if checkpoint else 0, is_done)
-                history.past_damage += history.segments.pop(0).damage_messages
-        return history
-
-
-class _OpenGroups:
-    """Counts the unsettled groups of each segment: neither trained on the path nor dropped."""
-
-    def __init__(self, path: Mapping[int, int]) -> None:
-        self._path = path
-        self._segment_of: dict[str, int] = {}
-        self._count: Counter[int] = Counter()
-
-    def note(self, segment: Segment) -> None:
-        for found in segment.found:
-            match record := found.record:
-                case Delivered(lease_id=lease_id):
-                    self._end(lease_id)
-                    self._segment_of[lease_id] = segment.number
-                    self._count[segment.number] += 1
-                case Dropped(lease_id=lease_id):
-                    self._end(lease_id)
-                case BatchIssued() if record.step <= self._path.get(record.version.lineage, -1):
-                    for lease_id in record.lease_ids:
-                        self._end(lease_id)
-
-    def _end(self, lease_id: str) -> None:
-        if (number := self._segment_of.pop(lease_id, None)) is not None:
-            self._count[number] -= 1
-
-    def are_none_in(self, segment: Segment) -> bool:
-        return not self._count[segment.number]
-
-
-def _read_past(folder: Path) -> tuple[Past, PolicyVersion] | None:
-    """Read the summary and its checkpoint; None if it is missing or damaged."""
-    try:
-        found = Past.unpack((folder / SUMMARY).read_bytes())
-    except FileNotFoundError:
-        return None
-    if found is None:
-        log.warning("%s is damaged: reading the whole journal instead", folder / SUMMARY)
-    return found
+            for found in segment.found:
+                match record := found.record:
+                    case RunStarted(lineage=lineage):
+                        if starts.setdefault(lineage, found) is found:
+                            kept.append(found)
+                    case BoundChanged():
+                        kept.append(found)
+                    case Delivered(lease_id=lease_id, prompt_index=index):
+                        waiting[lease_id] = found
+                        interruptions.pop(index, None)
+                    case Dropped(lease_id=lease_id, prompt_index=index):
+                        waiting.pop(lease_id, None)
+                        if not is_done(index):
+                            kept.append(found)
+                    case BatchIssued(version=version) if is_on(path, PolicyVersion(version.lineage, record.step)):
+                        for lease_id in record.lease_ids:
+                            waiting.pop(lease_id, None)
+                    case Interrupted(prompt_indices=indices):
+                        interruptions.update(index for index in indices if not is_done(index))
+            segment.found = []
+    left = Interrupted(generator_id="", prompt_indices=tuple(interruptions.elements()))
+    history.found = [*kept, *waiting.values(), Found(left, 0, 0, 0, 0)]
+    return history
 
 
 def _starts_in(paths: Iterable[Path]) -> dict[int, RunStarted]:
@@ -409,6 +277,7 @@ def read_segment(path: Path, is_last: bool = False) -> Segment:
                 lineage = item.record.lineage if isinstance(item.record, RunStarted) else lineage
                 body_bytes = len(item.body)
                 segment.found.append(Found(item.record, lineage, segment.number, item.end - body_bytes, body_bytes))
+                segment.has_bodies |= body_bytes > 0
                 item.body.release()
             elif is_last and item.end == segment.num_bytes:
                 segment.torn = item

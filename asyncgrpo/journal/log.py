@@ -8,8 +8,7 @@ Until then the journal `is_blocked`. A record is durable once it has reached the
     fsync_each       the disk has it, record by record
 
 A segment is final once a later one exists, with one exception: when a checkpoint has settled all its groups, it is
-rewritten without their bodies. A journal that is kept for a replay keeps its bodies. Each checkpoint also writes a summary
-of the first such segments, so that the next start need not read them.
+rewritten without their bodies. A journal that is kept for a replay keeps its bodies.
 """
 
 import logging
@@ -35,8 +34,7 @@ from asyncgrpo.journal.format import (
     pack,
     scan,
 )
-from asyncgrpo.journal.history import SUFFIX, SUMMARY, History, cut, read_segment, segment_path, surviving_path
-from asyncgrpo.types import PolicyVersion
+from asyncgrpo.journal.history import SUFFIX, History, cut, segment_path
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.rollouts import Deliver
 
@@ -158,10 +156,7 @@ class Journal:
         self._now = clock
         self._disk = disk or Disk()
         self._segment_bytes = segment_bytes
-        self._past = history.past
-        self._summed_up = 0  # last segment in the summary that this process wrote
-        self._starts = history.starts | {run_started.lineage: run_started}
-        self._number = max((s.number for s in history.segments), default=self._past.through) + 1
+        self._number = max((s.number for s in history.segments), default=0) + 1
         # Last segment of an earlier process, which may have been killed before it synced.
         self._inherited = history.segments[-1].path if history.segments else None
         self._descriptor: int | None = None
@@ -288,7 +283,6 @@ class Journal:
                 self._sync()
             if isinstance(waiting.record, Committed):
                 self._retire()
-                self._sum_up(waiting.record)
         # Not earlier: a failed sync at the end of a segment may lose records in it.
         if self._durability == "written":
             self._mark_durable()
@@ -351,25 +345,6 @@ class Journal:
                 log.warning("segment %d of the journal %s could not be retired: %s", number, self._folder, error)
             else:
                 self._with_bodies.discard(number)
-
-    def _sum_up(self, committed: Committed) -> None:
-        """Write the summary of the first segments whose groups are all settled. The next checkpoint retries failures."""
-        num_waiting = {*self._unsettled.values(), *(() if self._keep else self._with_bodies), self._number}
-        through, lineage = min(num_waiting) - 1, self._run_started.lineage
-        if through <= self._summed_up:
-            return
-        at = PolicyVersion(lineage, committed.step)
-        path, done_beyond = surviving_path(self._starts, at), set(committed.prompts.done_beyond)
-        frontier = committed.prompts.frontier
-        try:
-            for number in range(self._past.through + 1, through + 1):
-                if (file := segment_path(self._folder, number)).exists():
-                    segment = read_segment(file)
-                    self._past.add(segment, path, lineage, lambda index: index < frontier or index in done_beyond)
-            _replace(self._folder / SUMMARY, self._past.packed(at), self._disk)
-            self._summed_up = through
-        except OSError as error:
-            log.warning("the journal %s could not be summed up: %s", self._folder, error)
 
 
 def _remove_bodies(path: Path, disk: Disk) -> None:

@@ -288,7 +288,7 @@ class Recorder:
             record: `state` at the checkpoint; None: unknown, so every event is read.
         """
         before = msgspec.convert(record, Recorded) if record else None
-        if before is None or not self.events.has_line_end(before.num_bytes):
+        if before is None:
             before = Recorded(num_bytes=0, reported={}, watched=Watched())
         self._reported, seen, undone = Counter(before.reported), 0, 0
         self._watch = TrainingWatch(before.watched)

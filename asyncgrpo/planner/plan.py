@@ -32,13 +32,9 @@ Sources: Little (1961) for M = R / T; the rest is worked out here, checked again
 against runs in docs/tuning.md.
 """
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import msgspec
-import numpy as np
 
 from asyncgrpo.config.load import load_config, recorded
 from asyncgrpo.config.memory import Card
@@ -48,7 +44,7 @@ from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.planner.profile import Profile
 from asyncgrpo.recording.advice import Advice, advise
-from asyncgrpo.recording.events import newest_first, read_tail
+from asyncgrpo.recording.events import LARGEST_BYTES, read_tail
 from asyncgrpo.recording.pace import EVENTS, FEWEST, SETTLE, Pace, pace_of
 from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 
@@ -60,8 +56,6 @@ LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Bounds that are tried."""
 NEARLY = 0.02
 """A bound or a split that costs no more of a step than this counts as equally good."""
-FACTORS = [2 ** (power / 8) for power in range(-16, 17)]
-"""Lengths for which a split is checked, over the profile's."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,6 @@ class Prediction:
 
     step_s: float
     lag_mean: float
-    lag_p99: float
     tokens_per_s: float
     """Sampled tokens that are trained."""
     learner_idle: float
@@ -93,8 +86,6 @@ class Prediction:
     """Completions that run in an engine on average, over the knee of the decode curve."""
     running: float
     """b, while any run."""
-    publish_share: float
-    """Share of the learner's time that publications take."""
     bottleneck: str
     """`generators`, `learner` or `longest completions`."""
 
@@ -162,7 +153,7 @@ def _synchronous(profile: Profile, split: Split) -> Prediction:
     generate_s = max(longest_s + decode.per_completion_s * each * lengths.mean, waves_s) + profile.reward_s
     learn_s = learner_seconds(profile, split.ranks)
     running = each * lengths.mean * decode.token_seconds(most / 2) / generate_s
-    return _prediction(profile, split, generate_s + learn_s, learn_s, running, 0.0, 0.0, "longest completions")
+    return _prediction(profile, split, generate_s + learn_s, learn_s, running, 0.0, "longest completions")
 
 
 def _asynchronous(profile: Profile, split: Split) -> Prediction:
@@ -178,24 +169,20 @@ def _asynchronous(profile: Profile, split: Split) -> Prediction:
         tail_s = (longest * profile.decode.token_seconds(running) + profile.reward_s + learn_s) / bound
         both_s = (generate_s**SMOOTH + tail_s**SMOOTH) ** (1 / SMOOTH)
         step_s += 0.5 * (max(learn_s, both_s) - step_s)
-    lag, lag_p99 = in_flight / _useful(profile) + learn_s / step_s, math.inf
+    lag = in_flight / _useful(profile) + learn_s / step_s
     if learn_s >= both_s:
         bottleneck = "learner"
-        just_in_time, lag_p99 = _just_in_time_lag(profile, running, step_s)
-        lag = min(lag, just_in_time)
+        lag = min(lag, _just_in_time_lag(profile, running, step_s))
     else:
         bottleneck = "generators" if generate_s >= tail_s else "longest completions"
-    return _prediction(
-        profile, split, step_s, learn_s, running, min(lag, split.max_lag), min(lag_p99, split.max_lag), bottleneck
-    )
+    return _prediction(profile, split, step_s, learn_s, running, min(lag, split.max_lag), bottleneck)
 
 
-def _just_in_time_lag(profile: Profile, running: float, step_s: float) -> tuple[float, float]:
-    """Return the mean lag and its 99th percentile where generators begin groups just in time."""
+def _just_in_time_lag(profile: Profile, running: float, step_s: float) -> float:
+    """Return the mean lag where generators begin groups just in time."""
     longest = profile.lengths.sample(DRAWN, profile.group_size).max(axis=1)
     steps = (longest * profile.decode.token_seconds(running) + profile.reward_s) / step_s
-    late = sum(float((steps > k).mean()) for k in range(1, math.ceil(float(steps.max())) + 1))
-    return 1 + late, math.ceil(float(np.quantile(steps, 0.99)))
+    return 1 + sum(float((steps > k).mean()) for k in range(1, math.ceil(float(steps.max())) + 1))
 
 
 def _prediction(
@@ -205,7 +192,6 @@ def _prediction(
     learn_s: float,
     running: float,
     lag_mean: float,
-    lag_p99: float,
     bottleneck: str,
 ) -> Prediction:
     tokens_per_s = profile.prompts_per_step * profile.group_size * profile.lengths.mean / step_s
@@ -215,13 +201,11 @@ def _prediction(
     return Prediction(
         step_s=step_s,
         lag_mean=lag_mean,
-        lag_p99=lag_p99,
         tokens_per_s=tokens_per_s,
         learner_idle=max(0.0, 1 - learn_s / step_s),
         generator_idle=max(0.0, 1 - (sampled_s + profile.pause_s) / step_s),
         saturation=running / profile.decode.knee,
         running=running,
-        publish_share=profile.publish_s / step_s,
         bottleneck=bottleneck,
     )
 
@@ -252,16 +236,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """The splits, best first, and the mean lengths for which the best one holds."""
+    """The splits, best first."""
 
     gpus: int
     profile: Profile
     options: tuple[Option, ...]
-    shortest: float
-    """Mean length, tokens, down to which it stays as good."""
-    longest: float
-    beyond: Split | None
-    """The best split for lengths just above `longest`. None: none of `FACTORS` has a better one."""
 
 
 def make_plan(profile: Profile, gpus: int | None = None, max_lag: int | None = None) -> Plan:
@@ -276,7 +255,7 @@ def make_plan(profile: Profile, gpus: int | None = None, max_lag: int | None = N
     gpus = gpus or profile.gpus
     options = [Option(split, predict(profile, split), fits(profile, split)) for split in splits(profile, gpus, max_lag)]
     options.sort(key=lambda option: (not option.fits, option.expected.step_s))
-    return Plan(gpus, profile, tuple(options), *validity(profile, gpus, options[0].split))
+    return Plan(gpus, profile, tuple(options))
 
 
 def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Split]:
@@ -320,28 +299,6 @@ def fits(profile: Profile, split: Split) -> bool:
     return not problems(size, changed(config, placed), Card.of(config))
 
 
-def validity(profile: Profile, gpus: int, split: Split) -> tuple[float, float, Split | None]:
-    """Return the smallest and the largest mean length for which `split` stays as good as it is, and the best split above."""
-    mean = profile.lengths.mean
-
-    def excess(factor: float) -> tuple[float, Split]:
-        """Return the step of `split` over that of the best split, and the latter, with lengths times `factor`."""
-        longer = msgspec.structs.replace(profile, lengths=profile.lengths.times(factor))
-        steps = {other: predict(longer, other).step_s for other in splits(longer, gpus, split.max_lag)}
-        best = min(steps, key=lambda other: steps[other])
-        return predict(longer, split).step_s / steps[best], best
-
-    allowed = (1 + 2 * NEARLY) * excess(1.0)[0]
-    below, above = math.nan, mean * FACTORS[-1]
-    for factor in FACTORS:
-        found, best = excess(factor)
-        if found <= allowed and math.isnan(below):
-            below = factor * mean
-        if found > allowed and factor > 1:
-            return below, factor * mean, best
-    return below, above, None
-
-
 # -- of a run ----------------------------------------------------------------------------------------------------------
 
 
@@ -356,7 +313,7 @@ def pace_of_run(run: Path) -> tuple[Pace, Config, int | None, tuple[Advice, ...]
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run folder: it has no config.yaml")
     config, file = load_config(str(run / "config.yaml"), []), run / "metrics.jsonl"
-    events = list(itertools.islice(newest_first(file), EVENTS))[::-1]
+    events = read_tail(file, -LARGEST_BYTES).events[-EVENTS:]
     first = read_tail(file, limit=10).events  # where the last start is too long ago
     gpus = next((event.get("gpus") for event in (*events[::-1], *first) if event["event"] == "start"), None)
     if (pace := pace_of(events, config)) is None:

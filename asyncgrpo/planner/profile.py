@@ -5,7 +5,6 @@
 
 from functools import cache
 from pathlib import Path
-from statistics import NormalDist
 from typing import Annotated, Any
 
 import msgspec
@@ -14,9 +13,7 @@ from msgspec import Meta, Struct
 
 from asyncgrpo.errors import ConfigError
 
-FORMAT = 1
-DEVIATIONS = np.linspace(-4.0, 4.0, 81)
-"""Points of `Lengths.tokens`: standard deviations of a normal variable of the same rank."""
+FORMAT = 2
 NEAR = 1.5
 """A decode curve is trusted up to so many times the load at which it was measured."""
 
@@ -29,71 +26,39 @@ class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 
 
-class Lengths(_Part, frozen=True, kw_only=True):
-    """Distribution of the lengths of completions, and the correlation within a prompt."""
+class Lengths(_Part, frozen=True, kw_only=True, cache_hash=True):
+    """Lengths of completions, as measured: a sample draws groups, and completions within each."""
 
-    tokens: Annotated[tuple[Positive, ...], Meta(min_length=81, max_length=81)]
-    """The length at each of `DEVIATIONS`: at 0 the median, at 1 that of the 84th percentile, and so on."""
-    correlation: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of the variance of that normal variable that all completions of a prompt have in common."""
-    scale: Positive = 1.0
-    """By which `tokens` are multiplied."""
+    groups: Annotated[tuple[tuple[Positive, ...], ...], Meta(min_length=1)]
+    """Tokens of the completions of each group; all groups have one size."""
 
     def sample(self, prompts: int, completions: int, seed: object = 0) -> np.ndarray:
-        """Draw [prompts, completions] tokens."""
+        """Draw [prompts, completions] tokens. A completion of a group comes again only after all others."""
         rng = np.random.default_rng(seed)  # type: ignore[arg-type]
-        common, own = rng.standard_normal((prompts, 1)), rng.standard_normal((prompts, completions))
-        deviation = common * self.correlation**0.5 + own * (1 - self.correlation) ** 0.5
-        return self.scale * np.interp(deviation, DEVIATIONS, self.tokens)
+        drawn = np.array(self.groups)[rng.integers(len(self.groups), size=prompts)]
+        repeats = -(-completions // drawn.shape[1])
+        return rng.permuted(np.tile(drawn, (1, repeats)), axis=1)[:, :completions]
 
     @property
     def mean(self) -> float:
         """Tokens of a completion."""
-        return self.scale * _means(self.tokens, self.correlation, 1, 1)[0]
+        return _means(self, 1, 1)[0]
 
     def longest_of(self, prompts: int, completions: int) -> float:
         """Return the mean tokens of the longest of so many completions per prompt, over so many prompts."""
-        return self.scale * _means(self.tokens, self.correlation, prompts, completions)[1]
+        return _means(self, prompts, completions)[1]
 
     def spread(self, group_size: int) -> float:
         """κ: mean longest of a group over the mean length. A group is complete with its longest completion."""
         return self.longest_of(1, group_size) / self.mean
 
-    def times(self, factor: float) -> "Lengths":
-        """Return all lengths times `factor`."""
-        return msgspec.structs.replace(self, scale=self.scale * factor)
-
-    @staticmethod
-    def of(lengths: np.ndarray) -> "Lengths":
-        """Fit the lengths of a sample.
-
-        Args:
-            lengths: [groups, completions] tokens.
-        """
-        flat = np.sort(lengths.reshape(-1).astype(float))
-        ranks = np.array([NormalDist().cdf(deviation) for deviation in DEVIATIONS])
-        tokens = np.maximum(np.quantile(flat, ranks), 1.0)
-        return Lengths(tokens=tuple(float(t) for t in tokens), correlation=_correlation(lengths))
-
 
 @cache
-def _means(tokens: tuple[float, ...], correlation: float, prompts: int, completions: int) -> tuple[float, float]:
+def _means(lengths: Lengths, prompts: int, completions: int) -> tuple[float, float]:
     """Return the mean length and the mean of the longest, of seeded draws."""
     repeats = max(64, 65536 // (prompts * completions))
-    drawn = Lengths(tokens=tokens, correlation=correlation).sample(repeats * prompts, completions).reshape(repeats, -1)
+    drawn = lengths.sample(repeats * prompts, completions).reshape(repeats, -1)
     return float(drawn.mean()), float(drawn.max(axis=1).mean())
-
-
-def _correlation(lengths: np.ndarray) -> float:
-    """Return the intraclass correlation of [groups, completions] lengths, each in the place of its normal score."""
-    groups, size = lengths.shape
-    if groups < 2 or size < 2:
-        return 0.0
-    order = np.argsort(np.argsort(lengths.reshape(-1), kind="stable"), kind="stable")
-    scores = np.array([NormalDist().inv_cdf((rank + 0.5) / order.size) for rank in order]).reshape(lengths.shape)
-    between = size * scores.mean(axis=1).var(ddof=1)
-    within = scores.var(axis=1, ddof=1).mean()
-    return float(np.clip((between - within) / (between + (size - 1) * within), 0.0, 1.0))
 
 
 class DecodeCurve(_Part, frozen=True, kw_only=True):

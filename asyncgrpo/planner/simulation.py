@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -83,21 +84,23 @@ class Case:
     filters: bool = False
     """True if groups without signal are replaced (`algorithm.filter_zero_signal`)."""
 
-    token_s: ClassVar[float] = 0.02
-    token_s_per_completion: ClassVar[float] = 0.0001
-    stall_s: ClassVar[float] = 0.0
+    token_s: float = 0.02
+    token_s_per_completion: float = 0.0001
+    stall_s: float = 0.0
     """Part of a publication in which the learner waits for the copy of its weights."""
-    transfer_s: ClassVar[float] = 1.0
+    transfer_s: float = 1.0
     """Part of a publication that overlaps with learner and engines."""
-    swap_s: ClassVar[float] = 0.5
+    swap_s: float = 0.5
     """Part of a publication in which an engine pauses."""
+    capacity: int | None = None
+    """Completions that an engine runs at once at most; None: all."""
+    reward_s: float = 0.0
+    """Of one reward."""
+    reward_workers: int = 1
+
     latency_s: ClassVar[float] = 0.001
     tick_s: ClassVar[float] = 0.1
     """Interval of the buffer's loop when nothing arrives."""
-    capacity: ClassVar[int | None] = None
-    reward_s: ClassVar[float] = 0.0
-    """Of one reward."""
-    reward_workers: ClassVar[int] = 1
 
     @property
     def num_groups(self) -> int:
@@ -372,28 +375,6 @@ class PlannedCase(Case):
     def token_seconds(self, running: int) -> float:
         return self.unit * self.profile.decode.token_seconds(running) / self.slowdown
 
-    transfer_s = 0.0
-
-    @property
-    def stall_s(self) -> float:  # type: ignore[override]
-        return self.profile.publish_s / self.slowdown
-
-    @property
-    def swap_s(self) -> float:  # type: ignore[override]
-        return self.profile.pause_s / self.slowdown
-
-    @property
-    def capacity(self) -> int | None:  # type: ignore[override]
-        return self.profile.kv_completions
-
-    @property
-    def reward_s(self) -> float:  # type: ignore[override]
-        return self.profile.reward_s / self.slowdown
-
-    @property
-    def reward_workers(self) -> int:  # type: ignore[override]
-        return self.profile.reward_workers
-
 
 def simulate(
     profile: Profile, split: Split, *, start: int | None = None, steps: int | None = None, seed: int = 0
@@ -408,6 +389,7 @@ def simulate(
     if steps is None:
         enough = ROLLOUTS // (profile.prompts_per_step * profile.group_size)
         steps = max(FEWEST_STEPS, min(MOST_STEPS, enough))
+    slowdown = max(1.0, predict(profile, split).step_s / LONGEST_STEP_S)
     case = PlannedCase(
         max_lag=split.max_lag,
         steps=begin + steps,
@@ -420,16 +402,21 @@ def simulate(
         filters=profile.filtered > 0,
         profile=profile,
         ranks=split.ranks,
-        slowdown=max(1.0, predict(profile, split).step_s / LONGEST_STEP_S),
+        slowdown=slowdown,
+        stall_s=profile.publish_s / slowdown,
+        transfer_s=0.0,
+        swap_s=profile.pause_s / slowdown,
+        capacity=profile.kv_completions,
+        reward_s=profile.reward_s / slowdown,
+        reward_workers=profile.reward_workers,
     )
     run = VirtualRun(case)
     with _quiet():
         run.run()
     seen = run.seen[begin:]
     first = run.seen[begin - 1]
-    elapsed_s = (seen[-1].start_s - first.start_s) * case.slowdown
-    lags = np.array([lag for step in seen for lag in step.lags])
-    waited_s = sum(step.waited_s for step in seen) * case.slowdown
+    elapsed_s = (seen[-1].start_s - first.start_s) * slowdown
+    waited_s = sum(step.waited_s for step in seen) * slowdown
     busy_s = sum(engine.busy_s for engine in run.engines) / len(run.engines)
     completion_s = sum(engine.completion_s for engine in run.engines) / len(run.engines)
     running = completion_s / max(busy_s, 1e-9)
@@ -437,14 +424,12 @@ def simulate(
     tokens = sum(step.tokens for step in seen) * case.unit
     return Prediction(
         step_s=step_s,
-        lag_mean=float(lags.mean()),
-        lag_p99=float(np.quantile(lags, 0.99, method="inverted_cdf")),
+        lag_mean=fmean(lag for step in seen for lag in step.lags),
         tokens_per_s=tokens / elapsed_s,
         learner_idle=waited_s / elapsed_s,
         generator_idle=1 - busy_s / run.end_s,
         saturation=running / profile.decode.knee,
         running=running,
-        publish_share=profile.publish_s / step_s,
         bottleneck=predict(profile, split).bottleneck,
     )
 

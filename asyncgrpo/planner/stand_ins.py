@@ -34,7 +34,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._sequence = itertools.count()
         self.failure: BaseException | None = None
         """Set by a part of the simulation that ends it; `run_until` raises it, once."""
-        self.num_events = 0
 
     def run_until(self, deadline_s: float, is_done: Callable[[], Any] = lambda: False) -> None:
         """Run callbacks in the order of their time, until `is_done()` or until `deadline_s`. Raises `failure`."""
@@ -50,7 +49,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     self._now_s = max(self._now_s, deadline_s)
                     break
                 if not handle.cancelled():
-                    self.num_events += 1
                     handle._run()
         finally:
             events._set_running_loop(None)

@@ -142,7 +142,7 @@ def profile_of(
     groups: dict[str, list[int]] = {}
     for row in rows:
         groups.setdefault(row["group_id"], []).append(row["num_tokens"])
-    lengths = Lengths.of(np.array([group for group in groups.values() if len(group) == size]))
+    lengths = Lengths(groups=tuple(tuple(map(float, group)) for group in groups.values() if len(group) == size))
     prompts = list({row["prompt"] for row in rows})[:PROMPTS]
     prompt_tokens = statistics.fmean(len(tokenizer.encode(text, add_special_tokens=False)) for text in prompts)
     filtered = sum(sum(step.get("filtered", {}).values()) for step in steps)

@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
-from asyncgrpo.recording.events import Event, EventLog, Follower
+from asyncgrpo.recording.events import NEWEST_BYTES, Event, EventLog, Follower
 from asyncgrpo.recording.health import View, limit_of, stops_tuning
 from asyncgrpo.recording.pace import EVENTS, FULL, HALF, UNLIMITED, Cores, Pace, pace_of, scoring_setting
 
@@ -379,7 +379,7 @@ class Adviser:
         self._events, self._gpus = events, gpus
         self.config = config
         """The configuration in force, updated by commands to the run."""
-        self._follower = Follower(events.path)
+        self._follower = Follower(events.path, NEWEST_BYTES)
         self._last: deque[Event] = deque(maxlen=EVENTS)
         self._written: tuple[str, str] | None = None
         self._written_at = float("-inf")

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
-import xxhash
 from msgspec import Struct
 
 Event = dict[str, Any]
@@ -299,7 +299,6 @@ class EventLog:
     def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
         """Open for appending, and truncate a last line that a crash left incomplete."""
         self.path = Path(path)
-        self._new_end = self.path.with_suffix(".end")
         self._clock = clock
         self._unwritten = b""
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -335,17 +334,10 @@ class EventLog:
             log.warning("%s cannot be synced (%s)", self.path, error.strerror)
             return None
 
-    def has_line_end(self, num_bytes: int) -> bool:
-        """Return True if the first `num_bytes` of the file are whole lines."""
-        with open(self.path, "rb") as file:
-            file.seek(max(0, num_bytes - 1))
-            return num_bytes == 0 or file.read(1) == b"\n"
-
     def resume_at(self, step: int, after: int = 0) -> int:
         """Drop the `step`, `eval` and `checkpoint` events beyond `step`, and return their number.
 
-        The file is rewritten from the first of them on. The new end is synced to disk first, so that the next process that
-        opens the file finishes a replacement that a crash interrupted.
+        Another file replaces this one atomically, which readers notice.
 
         Args:
             after: size of a prefix of the file without such events, bytes.
@@ -354,35 +346,36 @@ class EventLog:
         """
         with self._locked() as file:
             file.seek(after)
-            begin, dropped, kept = file.tell(), 0, b""
-            for line in _lines(file):
-                if is_undone(decode(line), step):
-                    dropped += 1
-                elif dropped:
-                    kept += line
-                else:
-                    begin += len(line)
-            if dropped:
-                _write_durably(self._new_end, b"%d\n" % begin + kept)
-                self._finish_replacement(file)
+            with open(os.dup(file.fileno()), "rb") as rest:
+                lines = rest.readlines()
+            kept = [line for line in lines if not is_undone(decode(line), step)]
+            if dropped := len(lines) - len(kept):
+                temporary = self.path.with_name(f".{self.path.name}.tmp")
+                shutil.copyfile(self.path, temporary)
+                with open(temporary, "r+b") as new:
+                    new.truncate(after)
+                    new.seek(after)
+                    new.writelines(kept)
+                    new.flush()
+                    os.fsync(new.fileno())
+                os.replace(temporary, self.path)
+                folder = os.open(self.path.parent, os.O_RDONLY)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
                 log.info("resumed at step %d: dropped %d events of later steps from %s", step, dropped, self.path)
         return dropped
 
     @contextmanager
     def _locked(self) -> Iterator[BinaryIO]:
         """Open the file for this process alone. May raise OSError."""
-        with open(self.path, "ab+", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if self._new_end.exists():
-                self._finish_replacement(file)
-            yield file
-
-    def _finish_replacement(self, file: BinaryIO) -> None:
-        begin, _, kept = self._new_end.read_bytes().partition(b"\n")
-        file.truncate(int(begin))
-        _append(file, kept)
-        os.fsync(file.fileno())
-        self._new_end.unlink()
+        while True:
+            with open(self.path, "ab+", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
+                    yield file
+                    return  # else a resume has replaced the file meanwhile
 
 
 def is_undone(event: Event | None, step: int) -> bool:
@@ -398,26 +391,6 @@ def _append(file: BinaryIO, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the remaining lines of an unbuffered file."""
-    with open(os.dup(file.fileno()), "rb") as lines:
-        yield from lines
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def _cut_torn_line(file: BinaryIO) -> None:
     size = file.seek(0, os.SEEK_END)
     file.seek(base := max(0, size - LARGEST_BYTES))
@@ -430,9 +403,8 @@ def _cut_torn_line(file: BinaryIO) -> None:
 
 LARGEST_BYTES = 4 * 2**20
 """Largest number of bytes read at once."""
-_BLOCK_BYTES = 2**18
-_MARK_BYTES = 2**14
-"""Longer than one event, so that a mark covers an event's time: a retrained step may otherwise look the same."""
+NEWEST_BYTES = 2 * 2**20
+"""Bytes of about a hundred steps."""
 
 
 def read_events(path: Path, after: int = 0) -> Iterator[Event]:
@@ -454,50 +426,57 @@ def read_events(path: Path, after: int = 0) -> Iterator[Event]:
                 log.warning("skipped an invalid line of %s: %.80r", path, line)
 
 
-class Place(NamedTuple):
-    """A position between two lines of an event file."""
-
-    after: int = 0
-    """Byte offset."""
-    mark: str = ""
-    """Digest of the bytes right before it; empty: unknown."""
-
-
-NEWEST = Place(-(2**21))
-"""The position about a hundred steps before the end of the file."""
-
-
 class Follower:
     """Reads an event file while it is written."""
 
-    def __init__(self, path: Path, place: Place = NEWEST) -> None:
+    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
         """
         Args:
-            place: start position.
+            last_bytes: bytes before the end at which to begin; None: begin with the first event.
         """
         self.path = Path(path)
-        self.place = place
-        """Position behind the last event that `poll` yielded."""
+        self._last_bytes = last_bytes
+        self._file: BinaryIO | None = None
 
     def poll(self) -> Iterator[Event]:
         """Yield the events since the last call; none if the file does not exist.
 
-        If a resume has removed events that were yielded, an artificial event `{"event": "rewound"}` comes first, then the
-        newest events. The reader then discards its state, and may set `place` before it continues.
+        If a resume has removed events, an artificial event `{"event": "rewound"}` comes first, then those of a new Follower.
+        The reader then discards its state.
         """
-        while (block := read_block(self.path, self.place.after, self.place.mark)) is not None:
-            if block.rewound:
-                self.place = at = Place(block.begin)
-                yield {"event": "rewound"}
-                if self.place is not at:
-                    continue
-            self.place = Place(block.begin, block.mark(block.begin))
-            for end, line in block.lines():
-                self.place = Place(end, block.mark(end))
+        while (file := self._file or self._open()) is not None:
+            at = file.tell()
+            while (line := file.readline()).endswith(b"\n"):
+                at += len(line)
                 if (event := decode(line)) is not None:
                     yield event
-            if self.place.after >= block.size or self.place.after == block.begin:
+            file.seek(at)
+            try:
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
+                    return
+            except FileNotFoundError:
                 return
+            file.close()
+            self._file = None
+            yield {"event": "rewound"}
+
+    def _open(self) -> BinaryIO | None:
+        try:
+            self._file = file = open(self.path, "rb")  # noqa: SIM115  closed when a resume replaces it
+        except FileNotFoundError:
+            return None
+        if self._last_bytes is not None:
+            _seek_line(file, file.seek(0, os.SEEK_END) - self._last_bytes)
+        return file
+
+
+def _seek_line(file: BinaryIO, offset: int) -> int:
+    """Seek the first line that begins at `offset` or after it, and return its offset."""
+    if offset <= 0:
+        return file.seek(0)
+    file.seek(offset - 1)
+    file.readline()
+    return file.tell()
 
 
 class Tail(Struct, frozen=True, kw_only=True):
@@ -509,105 +488,37 @@ class Tail(Struct, frozen=True, kw_only=True):
     size: int
     """Size of the file, bytes. More events can be read at once while `next` is smaller."""
     file: str
-    """Digest of the bytes before `next`; empty if the file does not exist. A resume removes events and changes it."""
+    """Identity of the file; empty if it does not exist. A resume that removes events replaces the file."""
     rewound: bool
-    """True if the bytes before `after` are not those of the previous read. The reader discards its state: `events` restart."""
+    """True if `after` is of another file. The reader discards its state: `events` restart."""
 
 
 def read_tail(path: Path, after: int = 0, *, file: str | None = None, limit: int = 10_000) -> Tail:
     """Read events from an offset on, oldest first; none if the file does not exist.
 
-    An incomplete last line is left for the next call; invalid lines are skipped. If a resume has removed events that were
-    already read, the last 4 MiB are read.
+    An incomplete last line is left for the next call; invalid lines are skipped. If a resume has replaced the file, its last
+    4 MiB are read.
 
     Args:
         after: start offset, a `Tail.next`; a negative one counts from the end. An offset within a line means the next line.
         file: `Tail.file` of the previous call; None: this is the first call.
         limit: largest number of events. At most 4 MiB are read as well.
     """
-    block = read_block(path, after, file)
-    if block is None:
-        return Tail(events=[], next=0, size=0, file="", rewound=bool(file))
-    events: list[Event] = []
-    end = block.begin
-    for end_of_line, line in block.lines():
-        if len(events) >= limit:
-            break
-        end = end_of_line
-        if (event := decode(line)) is not None:
-            events.append(event)
-    return Tail(events=events, next=end, size=block.size, file=block.mark(end), rewound=block.rewound)
-
-
-class Block(NamedTuple):
-    """Bytes of an event file, and a few before them."""
-
-    begin: int
-    """Offset of the first whole line."""
-    base: int
-    """Offset of `data`."""
-    data: bytes
-    size: int
-    """Size of the file, bytes."""
-    rewound: bool
-    """See `Tail.rewound`."""
-
-    def lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the whole lines, each with the offset of its end."""
-        end = self.begin
-        for line in self.data[self.begin - self.base :].splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                yield (end := end + len(line)), line
-
-    def mark(self, place: int) -> str:
-        """Return a digest of the bytes right before an offset. Events have times, so it is unique to the offset."""
-        end = place - self.base
-        return xxhash.xxh3_64_hexdigest(self.data[max(0, end - _MARK_BYTES) : end])
-
-
-def read_block(path: Path, after: int, mark: str | None = None) -> Block | None:
-    """Read at most 4 MiB of a file; None if it does not exist.
-
-    Args:
-        after: see `read_tail`.
-        mark: result of `Block.mark` for `after`; None or empty: unknown.
-    """
-    try:
-        with open(path, "rb") as file:
-            size, rewound = os.fstat(file.fileno()).st_size, False
-            while True:
-                start = min(after, size) if after >= 0 else max(0, size + after)
-                file.seek(base := max(0, start - _MARK_BYTES))
-                data = file.read(min(size - base, start - base + LARGEST_BYTES))
-                block = Block(start, base, data, size, rewound)
-                if not mark or (after <= size and mark == block.mark(start)):
-                    break
-                after, mark, rewound = -LARGEST_BYTES, None, True
-    except FileNotFoundError:
-        return None
-    if start and data[start - base - 1 : start - base] != b"\n":  # within a line
-        cut = data.find(b"\n", start - base) + 1
-        block = block._replace(begin=base + cut) if cut else block._replace(data=data[: start - base])
-    return block
-
-
-def newest_first(path: Path) -> Iterator[Event]:
-    """Yield events from the end of the file, newest first; none if it does not exist. A torn last line is ignored."""
     try:
         opened = open(path, "rb")  # noqa: SIM115  closed below
     except FileNotFoundError:
-        return
+        return Tail(events=[], next=0, size=0, file="", rewound=bool(file))
+    events: list[Event] = []
     with opened:
-        end, rest = opened.seek(0, os.SEEK_END), b""
-        while end > 0:
-            start = max(0, end - _BLOCK_BYTES)
-            opened.seek(start)
-            lines = (opened.read(end - start) + rest).splitlines(keepends=True)
-            rest = lines.pop(0) if start > 0 else b""  # it may begin in the previous block
-            for line in reversed(lines):
-                if line.endswith(b"\n") and (event := decode(line)) is not None:
-                    yield event
-            end = start
+        status = os.fstat(opened.fileno())
+        if rewound := bool(file) and file != str(status.st_ino):
+            after = -LARGEST_BYTES
+        begin = end = _seek_line(opened, after if after >= 0 else status.st_size + after)
+        while len(events) < limit and end < begin + LARGEST_BYTES and (line := opened.readline()).endswith(b"\n"):
+            end += len(line)
+            if (event := decode(line)) is not None:
+                events.append(event)
+    return Tail(events=events, next=end, size=status.st_size, file=str(status.st_ino), rewound=rewound)
 
 
 def decode(line: bytes) -> Event | None:

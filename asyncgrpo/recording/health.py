@@ -12,6 +12,8 @@ from functools import cached_property
 from statistics import median
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.pace import FEWEST, is_command
 from asyncgrpo.recording.progress import RECENT, Progress, counts_in_words, sync_line
@@ -82,14 +84,27 @@ class Condition:
     page: str = ""
     """Where to read what to do; empty: the runbook of that name."""
 
-    @property
-    def runbook(self) -> str:
-        return self.page or f"docs/runbooks/{self.name}.md"
+
+class Problem(Struct, frozen=True, kw_only=True):
+    """A condition that holds, and its page."""
+
+    name: str
+    """Name of its alert."""
+    text: str
+    runbook: str
+    """Page with the steps to take."""
+    since: float | None = None
+    """Unix seconds; None: unknown."""
 
 
-def findings(view: View) -> list[tuple[Condition, Finding]]:
+def problems_in(view: View) -> list[Problem]:
     """Return all conditions that hold, the most urgent first."""
-    return [(c, found) for c in CONDITIONS if (found := c.find(view, c.limit)) is not None]
+    found = ((c, c.find(view, c.limit)) for c in CONDITIONS)
+    return [
+        Problem(name=c.name, text=one.text, since=one.since, runbook=c.page or f"docs/runbooks/{c.name}.md")
+        for c, one in found
+        if one is not None
+    ]
 
 
 def stops_tuning(view: View) -> str | None:

@@ -1,80 +1,24 @@
 """The state of a run, computed from its events for `text.py`, which formats it for the screen, `status` and the summary.
 
-`Progress.update` consumes the events in order in constant memory: sums, the newest events, and curves that become coarser.
-`Following` saves it beside the events, so that a later reader continues from there.
+`Progress.update` consumes the events in order in constant memory: sums and the newest events.
 """
 
-import logging
-import os
-from array import array
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
-import msgspec
-
-from asyncgrpo import __version__
-from asyncgrpo.recording.events import Event, Follower, Place, read_block
-
-log = logging.getLogger(__name__)
+from asyncgrpo.recording.events import Event, read_events
 
 RECENT = 10
 """Steps over which rates and shares are averaged."""
-MOST_POINTS = 1_000
-"""Points of a curve, which is drawn some 600 pixels wide."""
-ACTIVITIES = ("train", "wait_data", "publish", "checkpoint", "eval", "other")
-"""Of the learner (`seconds_by_activity`)."""
+MOST_REWARDS = 10_000
+"""Steps whose rewards are kept."""
 _ENDS = 5
-"""First and last rewards that are kept."""
-_MOST_RECOVERIES = 1_000
+"""First and last rewards of the summary."""
 
 
-def _floats() -> array:
-    return array("d")
-
-
-@dataclass
-class Curve:
-    """A curve of at most `MOST_POINTS`. When it is full, each point stands for twice as many values."""
-
-    x: array = field(default_factory=_floats)
-    """Of the newest value of each point."""
-    y: array = field(default_factory=_floats)
-    """Mean of the values of each point, or the largest of them."""
-    every: int = 1
-    """Values of a point."""
-    count: int = 0
-    """Values of the last point."""
-    is_max: bool = False
-
-    def add(self, x: float, y: float) -> None:
-        """Add a value. It replaces points at `x` and beyond."""
-        while self.x and self.x[-1] >= x:
-            self.x.pop()
-            self.y.pop()
-            self.count = self.every
-        if self.x and self.count < self.every:
-            self.count += 1
-            self.x[-1] = x
-            self.y[-1] = max(self.y[-1], y) if self.is_max else self.y[-1] + (y - self.y[-1]) / self.count
-            return
-        if len(self.x) == MOST_POINTS:
-            pairs = zip(self.y[::2], self.y[1::2], strict=True)
-            self.x, self.y = self.x[1::2], array("d", map(max if self.is_max else fmean, pairs))
-            self.every *= 2
-        self.x.append(x)
-        self.y.append(y)
-        self.count = 1
-
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        """Yield the points."""
-        return zip(map(int, self.x), self.y, strict=True)
-
-
-_MAXIMA = ("lag_max", "max_lag", "logprob_gap_max", "sync_gap")
 _MEANS = ("under_way", "wanted", "ready_seconds", "slots", "logprob_gap_mean")
 
 
@@ -130,17 +74,10 @@ class Progress:
     """Unix time of the last event."""
     steps: list[Event] = field(default_factory=list)
     """The newest, `RECENT` and one more."""
-    num_steps: int = 0
-    curves: dict[str, Curve] = field(default_factory=dict)
-    """By name, over steps: `reward`, `lag`, `lag_max`, `max_lag`, `logprob_gap_mean`, `logprob_gap_max`; over version numbers:
-    `sync_gap`, the largest of a token, nats."""
-    seconds: dict[str, Curve] = field(default_factory=dict)
-    """Learner seconds by each of `ACTIVITIES`; all have the same points."""
-    held_out: dict[str, Curve] = field(default_factory=dict)
-    """Mean rewards of each suite; a single suite is named `held-out`."""
+    rewards: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_REWARDS))
+    """Steps and their mean rewards, the newest."""
     first_rewards: list[float] = field(default_factory=list)
-    last_rewards: list[float] = field(default_factory=list)
-    """Mean rewards of the first and the last five steps."""
+    """Mean rewards of the first five steps."""
     tokens_trained: int = 0
     first_eval: Event | None = None
     last_eval: Event | None = None
@@ -164,8 +101,7 @@ class Progress:
     num_faults: int = 0
     """Faults injected by `--chaos`."""
     num_recoveries: int = 0
-    recoveries: list[tuple[str, float]] = field(default_factory=list)
-    """The newest: fault and role, seconds."""
+    slowest_recovery_s: float = 0.0
     paused: dict[str, Event] = field(default_factory=dict)
     """Last `rewards_paused` event of each generator whose rewards are paused, with `since`, its first."""
     is_paused: bool = False
@@ -226,47 +162,25 @@ class Progress:
             self.training_seconds += sum((event.get("seconds") or {}).values())
         self.resumed = False
         _keep(self.steps, event, RECENT + 1)
-        self.num_steps += 1
         self.tokens = event.get("tokens") or self.tokens
         self.tokens_trained += event.get("tokens_trained") or 0
         self.totals.add(event)
         self._count_untrained(event)
         if (gap := event.get("logprob_gap_max")) is not None:
             self.largest_logprob_gap = max(gap, self.largest_logprob_gap or gap)
-        self._draw(event)
+        while self.rewards and self.rewards[-1][0] >= event["step"]:
+            self.rewards.pop()
+        if (reward := event.get("reward_mean")) is not None:
+            self.rewards.append((event["step"], reward))
+            if len(self.first_rewards) < _ENDS:
+                self.first_rewards.append(reward)
 
     def _count_untrained(self, event: Event) -> None:
         _add(self.dropped, event.get("dropped"))
         _add(self.filtered, event.get("filtered"))
 
-    def _draw(self, event: Event) -> None:
-        step, lags = event["step"], {lag: groups for lag, groups in lags_of(event).items() if groups}
-        values = {name: event.get(name) for name in ("max_lag", "logprob_gap_mean", "logprob_gap_max")}
-        values |= {"reward": event.get("reward_mean")}
-        values |= {"lag": mean_lag(lags), "lag_max": max(lags)} if lags else {}
-        for name, value in values.items():
-            self._point(self.curves, name, step, value)
-        if (reward := event.get("reward_mean")) is not None:
-            if len(self.first_rewards) < _ENDS:
-                self.first_rewards.append(reward)
-            _keep(self.last_rewards, reward, _ENDS)
-        spent = seconds_by_activity(event)
-        for name in ACTIVITIES:
-            self.seconds.setdefault(name, Curve()).add(step, spent[name])
-
-    def _point(self, curves: dict[str, Curve], name: str, x: int, value: float | None) -> None:
-        if value is not None:
-            if name not in curves:
-                curves[name] = Curve(is_max=name in _MAXIMA)
-            curves[name].add(x, value)
-
     def _on_eval(self, event: Event) -> None:
         self.first_eval, self.last_eval = self.first_eval or event, event
-        means = {name: suite["numbers"].get("reward", [None])[0] for name, suite in (event.get("suites") or {}).items()}
-        if len(means) < 2:
-            means = {"held-out": event.get("reward_mean")}
-        for name, mean in means.items():
-            self._point(self.held_out, name, event["step"], mean)
 
     def _on_checkpoint(self, event: Event) -> None:
         self.last_checkpoint = event
@@ -277,7 +191,6 @@ class Progress:
         self.num_bad_syncs += event.get("checksum") != "ok"
         if (gap := event.get("gap_max")) is not None:
             self.num_gaps += 1
-            self._point(self.curves, "sync_gap", int(str(event["version"]).rpartition(".")[2]), gap)
             self.largest_gap = max(gap, self.largest_gap or 0.0)
 
     def _on_command(self, event: Event) -> None:
@@ -296,8 +209,7 @@ class Progress:
 
     def _on_recovered(self, event: Event) -> None:
         self.num_recoveries += 1
-        kind = f"{event['fault']} {event['actor'].partition('-')[0]}"
-        _keep(self.recoveries, (kind, event["seconds"]), _MOST_RECOVERIES)
+        self.slowest_recovery_s = max(self.slowest_recovery_s, event["seconds"])
 
     def _on_advice(self, event: Event) -> None:
         self.advice = event
@@ -343,9 +255,9 @@ class Progress:
         return None
 
     @property
-    def rewards(self) -> Curve:
-        """Mean rewards of all steps."""
-        return self.curves.get("reward", Curve())
+    def last_rewards(self) -> list[float]:
+        """Mean rewards of the last five steps."""
+        return [reward for _, reward in list(self.rewards)[-_ENDS:]]
 
     def tokens_per_second(self) -> tuple[float, float]:
         """Return tokens generated and trained per second, over the last steps."""
@@ -448,65 +360,6 @@ def counts_in_words(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
-# -- kept beside the events --------------------------------------------------------------------------------------------
-
-
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a run up to a position in its events."""
-
-    release: str
-    """Release that wrote it; another one reads the events again."""
-    place: Place
-    progress: Progress
-
-
-class Following:
-    """The progress of a run, continued from where an earlier reader saved it."""
-
-    def __init__(self, path: Path) -> None:
-        """Load the saved progress.
-
-        Args:
-            path: of the events, `metrics.jsonl`.
-        """
-        self._kept_path = path.with_name("progress.json")
-        self._follower = Follower(path)
-        self.progress = Progress()
-        self._begin()
-
-    def poll(self) -> Iterator[Event]:
-        """Yield events since the last call, each after `progress` has consumed it; `rewound` as `Follower.poll` does."""
-        for event in self._follower.poll():
-            if event["event"] == "rewound":
-                self._begin()
-            else:
-                self.progress.update(event)
-            yield event
-
-    def keep(self) -> None:
-        """Save the progress. Call it after a `checkpoint` event: a resume removes no event before it."""
-        kept = Kept(release=__version__, place=self._follower.place, progress=self.progress)
-        temporary = self._kept_path.with_suffix(".tmp")
-        try:
-            temporary.write_bytes(msgspec.json.encode(kept, enc_hook=list))
-            os.replace(temporary, self._kept_path)
-        except OSError as error:
-            log.warning("%s cannot be written: %s", self._kept_path, error.strerror)
-
-    def _begin(self) -> None:
-        self.progress, self._follower.place = Progress(), Place()
-        try:
-            kept = msgspec.json.decode(self._kept_path.read_bytes(), type=Kept, dec_hook=lambda _, xs: array("d", xs))
-        except (OSError, msgspec.MsgspecError):
-            return
-        block = read_block(self._follower.path, *kept.place)
-        if kept.release == __version__ and block is not None and not block.rewound:
-            self.progress, self._follower.place = kept.progress, kept.place
-
-
 def progress_of(path: Path) -> Progress:
     """Return the progress of a run by its file of events; empty if there is none."""
-    following = Following(path)
-    for _ in following.poll():
-        pass
-    return following.progress
+    return Progress.of(read_events(path) if path.exists() else ())

@@ -1,4 +1,4 @@
-"""Completions as Parquet files, one per step or evaluation: written, read, searched and compared.
+"""Completions as Parquet files, one per step or evaluation: written, read and searched.
 
 Each file, such as `samples/000/step_000017.parquet`, is written atomically. A row is one completion, and its columns are the
 fields of `Sample`. Files beyond `run.keep_samples` are removed, the oldest first.
@@ -8,18 +8,16 @@ import contextlib
 import json
 import logging
 import os
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, reduce
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import Struct
 
-from asyncgrpo.errors import ConfigError, DataError
+from asyncgrpo.errors import DataError
 from asyncgrpo.types import Completion, Group, Prompt, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver
 
@@ -171,7 +169,7 @@ class SampleWriter:
         """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left_over in (*self.folder.glob(".step_*.tmp"), *self.folder.glob("*/.step_*.tmp")):
+        for left_over in self.folder.rglob(".step_*.tmp"):
             left_over.unlink()
         self._keep = keep
         self._steps: dict[int, None] = {}
@@ -195,7 +193,6 @@ class SampleWriter:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        (self.folder / path.name).unlink(missing_ok=True)  # an older release wrote this step here
         if self._keep is not None:
             self._steps.pop(step, None)
             self._steps[step] = None
@@ -206,15 +203,13 @@ class SampleWriter:
     def _remove_oldest(self) -> None:
         oldest = next(iter(self._steps))
         del self._steps[oldest]
-        if (path := find(self.folder, oldest)) is None:
-            return
+        path = path_of(self.folder, oldest)
         if not self._has_removed:
             self._has_removed = True
             log.info("run.keep_samples is %d: from now on the oldest file is removed, first %s", self._keep, path.name)
         path.unlink(missing_ok=True)
-        if path.parent != self.folder:
-            with contextlib.suppress(OSError):  # the folder has other files
-                path.parent.rmdir()
+        with contextlib.suppress(OSError):  # the folder has other files
+            path.parent.rmdir()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -245,10 +240,6 @@ class Found(Struct, frozen=True, kw_only=True):
     """The requested page of the matches."""
     first_step: int
     last_step: int
-    before: int | None
-    """The previous step that has samples."""
-    after: int | None
-    """The next step that has samples."""
 
 
 SHARD = 1_000
@@ -258,12 +249,6 @@ SHARD = 1_000
 def path_of(folder: Path, step: int) -> Path:
     """Return the path for the samples of a step, such as `samples/260/step_260017.parquet`."""
     return folder / f"{step // SHARD:03d}" / f"step_{step:06d}.parquet"
-
-
-def find(folder: Path, step: int) -> Path | None:
-    """Return the file of a step; None: it has no samples. Older releases wrote all files into the folder itself."""
-    paths = path_of(folder, step), folder / f"step_{step:06d}.parquet"
-    return next((path for path in paths if path.is_file()), None)
 
 
 def paths_in(folder: Path) -> dict[int, Path]:
@@ -279,21 +264,6 @@ def files_of(run: Path, folder: Folder = TRAINED) -> dict[int, Path]:
         why = f"it writes them after its first {'step' if folder == TRAINED else 'evaluation of data.eval'}"
         raise DataError(f"{run} holds no {folder}/step_*.parquet: {why if run.is_dir() else 'no such folder'}")
     return files
-
-
-def read_table(files: Mapping[int, Path], run: Path, step: int) -> "pa.Table":
-    """Return the samples of a step, one row each. Raises DataError."""
-    if step not in files:
-        there = f"there are steps {min(files)} to {max(files)} (run.keep_samples, run.samples_every, run.eval_every)"
-        raise DataError(f"{run} has no samples of step {step}; {there}")
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.read_table(files[step])
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DataError(f"{files[step]} cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
 
 
 def search(
@@ -320,17 +290,25 @@ def search(
     Raises:
         DataError: the run has no samples, or none of this step.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     files = files_of(run, folder)
     steps = list(files)
     step = steps[-1] if step is None else step
-    table = read_table(files, run, step)
+    if step not in files:
+        there = f"there are steps {steps[0]} to {steps[-1]} (run.keep_samples, run.samples_every, run.eval_every)"
+        raise DataError(f"{run} has no samples of step {step}; {there}")
+    try:
+        table = pq.read_table(files[step])
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"{files[step]} cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
     found = _matching(table, text, only)
     if sort != "file":
         import pyarrow.compute as pc
 
         column, order = _ORDER[sort]
         found = found.take(pc.sort_indices(found, [(column, order)]))  # nulls are last
-    at = steps.index(step)
     return Found(
         step=step,
         total=table.num_rows,
@@ -338,8 +316,6 @@ def search(
         rows=found.slice(offset, limit).to_pylist(),
         first_step=steps[0],
         last_step=steps[-1],
-        before=steps[at - 1] if at else None,
-        after=next(iter(steps[at + 1 :]), None),
     )
 
 
@@ -359,132 +335,3 @@ def _matching(table: "pa.Table", text: str, only: Only) -> "pa.Table":
         hits = (pc.match_substring(table[column], text, ignore_case=True) for column in _SEARCHED)
         table = table.filter(reduce(pc.or_, hits))
     return table
-
-
-# -- two evaluations compared ------------------------------------------------------------------------------------------
-
-Way = Literal["fixed", "broken"]
-
-
-class Side(Struct, frozen=True, kw_only=True):
-    """Result of a prompt in one of the two evaluations."""
-
-    right: float
-    """Share of right completions, 0 to 1."""
-    reward_mean: float | None
-    completion: str
-    """A completion that shows the change: the best one where the prompt is right, else the worst."""
-    reward: float | None
-    failure: str | None
-    version: str
-
-
-class Changed(Struct, frozen=True, kw_only=True):
-    """A prompt that is right in exactly one of the two evaluations. It is right if at least half of its completions are."""
-
-    prompt_id: str
-    way: Way
-    prompt: str
-    ground_truth: str
-    before: Side
-    after: Side
-
-
-class Changes(Struct, frozen=True, kw_only=True):
-    """Comparison of two evaluations."""
-
-    from_step: int
-    to_step: int
-    prompts: int
-    """Number of prompts in both evaluations."""
-    right_before: int
-    right_after: int
-    fixed: int
-    broken: int
-    changed: list[Changed]
-    """The fixed prompts, then the broken ones, each in the order of the file."""
-    steps: list[int]
-    """Steps whose evaluations are kept."""
-
-
-def changes(run: Path, from_step: int | None = None, to_step: int | None = None) -> Changes:
-    """Compare two evaluations of a run.
-
-    Args:
-        from_step, to_step: None: the first and the last kept evaluation.
-    Raises:
-        DataError: an evaluation is missing, or both are the same.
-    """
-    files = files_of(run, EVALS)
-    steps = list(files)
-    first, last = steps[0] if from_step is None else from_step, steps[-1] if to_step is None else to_step
-    if first == last:
-        raise DataError(
-            f"{run}: a comparison needs two evaluations, not step {first} twice; kept are: {', '.join(map(str, steps))}"
-        )
-    before, after = (_by_prompt(read_table(files, run, step).to_pylist()) for step in (first, last))
-    success, both = _success(run), [prompt_id for prompt_id in before if prompt_id in after]
-    was, is_now = (
-        {p: fmean(_is_right(row, success) for row in rows[p]) >= 0.5 for p in both} for rows in (before, after)
-    )
-    found: dict[Way, list[str]] = {
-        "fixed": [p for p in both if is_now[p] and not was[p]],
-        "broken": [p for p in both if was[p] and not is_now[p]],
-    }
-    return Changes(
-        from_step=first,
-        to_step=last,
-        prompts=len(both),
-        right_before=sum(was.values()),
-        right_after=sum(is_now.values()),
-        fixed=len(found["fixed"]),
-        broken=len(found["broken"]),
-        changed=[
-            Changed(
-                prompt_id=prompt_id,
-                way=way,
-                prompt=after[prompt_id][0]["prompt"],
-                ground_truth=after[prompt_id][0]["ground_truth"],
-                before=_side(before[prompt_id], success, shows_best=way == "broken"),
-                after=_side(after[prompt_id], success, shows_best=way == "fixed"),
-            )
-            for way, ids in found.items()
-            for prompt_id in ids
-        ],
-        steps=steps,
-    )
-
-
-def _by_prompt(rows: list[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        found[row["prompt_id"]].append(row)
-    return found
-
-
-def _is_right(row: Row, success: float) -> bool:
-    return row["reward"] is not None and row["reward"] >= success
-
-
-def _side(rows: list[Row], success: float, *, shows_best: bool) -> Side:
-    scored = sorted((row for row in rows if row["reward"] is not None), key=lambda row: row["reward"])
-    shown = (scored[-1] if shows_best else scored[0]) if scored else rows[0]
-    return Side(
-        right=fmean(_is_right(row, success) for row in rows),
-        reward_mean=fmean(row["reward"] for row in scored) if scored else None,
-        completion=shown["completion"],
-        reward=shown["reward"],
-        failure=shown["failure"],
-        version=shown["version_newest"],
-    )
-
-
-def _success(run: Path) -> float:
-    """Return `reward.success` of the run; 1 if its configuration lacks it."""
-    try:
-        from asyncgrpo.config.load import read_plain
-
-        settings: Any = read_plain(run / "config.yaml")
-        return float(settings["reward"]["success"])
-    except (ConfigError, KeyError, TypeError):
-        return 1.0

@@ -11,24 +11,23 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from asyncgrpo.logs import visible
-from asyncgrpo.recording.progress import Curve, Following, Progress
+from asyncgrpo.recording.events import Follower
+from asyncgrpo.recording.progress import Progress
 from asyncgrpo.recording.text import figures, line_of, number, position
 
 # -- the panel of a run ------------------------------------------------------------------------------------------------
 
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""The bit of each dot of a braille cell, by row from the top, then column."""
-_PLOT_HEIGHT = 5
-_SIDE_BY_SIDE = 160
-"""Columns from which the figures have room beside the curve."""
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 40
 _COLOURS = {"training": "green", "done": "green", "drained": "green", "starting": "cyan"}
 _COLOURS |= {"paused": "yellow", "draining": "yellow", "failed": "red", "no reply": "red"}
 
@@ -36,56 +35,13 @@ Note = tuple[str, str, str]
 """Name, text and style of a line below the figures."""
 
 
-def resample(values: Sequence[float], count: int) -> list[float]:
-    """Resample `values` to `count` points: repeat values if there are fewer, average them if there are more."""
+def curve_of(values: Sequence[float]) -> str:
+    """Draw values as a line of bars between the smallest and the largest; several values in one place are averaged."""
+    count, low, high = min(_CURVE_WIDTH, len(values)), min(values), max(values)
     edges = [i * len(values) // count for i in range(count + 1)]
-    return [fmean(values[a : max(b, a + 1)]) for a, b in pairwise(edges)]
-
-
-def line_plot(values: Sequence[float], width: int, height: int) -> list[str]:
-    """Draw `values` as `height` lines of `width` characters, scaled from the smallest (bottom) to the largest (top).
-
-    Each character holds 2 by 4 dots. Equal values give a flat line.
-    """
-    rows, low, high = 4 * height, min(values), max(values)
-    scale = (rows - 1) / (high - low) if high > low else 0.0
-    levels = [round((point - low) * scale) for point in resample(values, 2 * width)]
-    cells = [[0] * width for _ in range(height)]
-    previous = levels[0]
-    for x, level in enumerate(levels):
-        # The dots between two levels are filled in, so that a steep line stays connected.
-        start, stop = sorted((level, previous + (level > previous) - (level < previous)))
-        for y in range(start, stop + 1):
-            row, dot = divmod(rows - 1 - y, 4)
-            cells[row][x // 2] |= _DOTS[dot][x % 2]
-        previous = level
-    return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
-
-
-class _Body:
-    """The reward curve beside the figures, or above them if the terminal is narrow."""
-
-    def __init__(self, rewards: Curve, rows: RenderableType) -> None:
-        self._rewards, self._rows = rewards, rows
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if options.max_width < _SIDE_BY_SIDE:
-            yield from (self._curve(options.max_width), self._rows)
-            return
-        body = Table.grid(expand=True, padding=(0, 2))
-        body.add_column(ratio=1)
-        body.add_column(ratio=2)
-        body.add_row(self._curve(options.max_width // 3 - 2), self._rows)
-        yield body
-
-    def _curve(self, width: int) -> Text:
-        values, margin = self._rewards.y, 8
-        if not values:
-            return Text("no step yet" + "\n" * (_PLOT_HEIGHT - 1), style="dim")
-        labels = {0: number(max(values)), _PLOT_HEIGHT - 1: number(min(values))}
-        lines = line_plot(values, max(4, width - margin), _PLOT_HEIGHT)
-        rows = (Text.assemble((f"{labels.get(i, ''):>7}│", "dim"), (line, "green")) for i, line in enumerate(lines))
-        return Text("\n", no_wrap=True).join(rows)
+    means = [fmean(values[a:b]) for a, b in pairwise(edges)]
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return f"{number(low)} {''.join(_BARS[round((mean - low) * scale)] for mean in means)} {number(high)}"
 
 
 def panel(
@@ -99,7 +55,7 @@ def panel(
     wraps: bool = True,
     done: float | None = None,
 ) -> Panel:
-    """Return a run as a panel: its reward curve, its figures, and notes below them.
+    """Return a run as a panel: its figures with the curve of the reward, and notes below them.
 
     Args:
         wraps: False: longer lines are cut, so that the panel keeps its height.
@@ -107,7 +63,10 @@ def panel(
     """
     overflow = {"overflow": "fold"} if wraps else {"overflow": "ellipsis", "no_wrap": True}
     tables = []
-    for lines in ([(name, text, "") for name, text in rows], notes):
+    upper = [(name, text, "") for name, text in rows]
+    if progress.rewards:
+        upper.insert(0, ("curve", curve_of([reward for _, reward in progress.rewards]), "green"))
+    for lines in (upper, notes):
         tables.append(table := Table.grid(padding=(0, 2)))
         table.add_column(style="dim", no_wrap=True, min_width=10)
         table.add_column(**overflow)  # type: ignore[arg-type]
@@ -117,17 +76,14 @@ def panel(
             before = name
     colour = next((colour for word, colour in _COLOURS.items() if state.startswith(word)), "white")
     heading = Text.assemble((f"{title}  ", "bold cyan"), (state, f"bold {colour}"))
-    bar = () if done is None else (ProgressBar(total=1.0, completed=done),)
-    body = Group(*bar, _Body(progress.rewards, tables[0]), tables[1])
-    return Panel(body, title=heading, title_align="left", border_style=border, padding=(0, 1))
+    bar = () if done is None else (Padding(ProgressBar(total=1.0, completed=done)),)  # which ends its line
+    return Panel(Group(*bar, *tables), title=heading, title_align="left", border_style=border, padding=(0, 1))
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------
 
 _NUM_WARNINGS = 3
 """Warnings that fit the 24 lines of a small terminal."""
-_KEEP_EVERY_S = 30.0
-"""Shortest interval between two writes of the progress beside the events."""
 
 
 def render(progress: Progress, now: float | None = None) -> RenderableType:
@@ -172,7 +128,7 @@ def watch(
     poll_s: float = 0.25,
     clock: Callable[[], float] = time.time,
 ) -> Progress:
-    """Show the run that writes `path` until its `end` event or until `stop` is set, and save its progress beside it.
+    """Show the run that writes `path` until its `end` event or until `stop` is set.
 
     Args:
         since: Unix time of this start of the run. Earlier events print no line and show no warning, and an earlier `end`
@@ -182,20 +138,19 @@ def watch(
     """
     console = console or Console()
     stop = stop or threading.Event()
-    following = Following(path)
+    follower, progress = Follower(path), Progress()
     live = Live(render(Progress(), clock()), console=console, auto_refresh=False) if console.is_terminal else None
     newest = skip_until = since
-    drawn, kept_at = 0.0, time.monotonic()
+    drawn = 0.0
     try:
         if live:
             live.start()
             console.show_cursor(True)  # a killed run could not show it again
-        if (following.progress.updated or 0.0) < since:
-            following.progress.warnings.clear()
         while True:
             stopping, came = stop.is_set(), False
-            for event in following.poll():
-                came, progress = True, following.progress
+            for event in follower.poll():
+                came = True
+                progress.update(event)
                 if event["event"] == "rewound":
                     skip_until = newest  # the follower repeats some; print only what is new
                 at = event.get("time", 0.0)
@@ -204,14 +159,10 @@ def watch(
                     progress.warnings.clear()
                 if live is None and at > skip_until and (line := line_of(event, progress)) is not None:
                     console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
-                if event["event"] == "checkpoint" and time.monotonic() >= kept_at + _KEEP_EVERY_S:
-                    following.keep()
-                    kept_at = time.monotonic()
             if live and (came or clock() >= drawn + 1):
-                live.update(render(following.progress, drawn := clock()), refresh=True)
-            end = following.progress.end
-            if stopping or (end and end["time"] >= since):
-                return following.progress
+                live.update(render(progress, drawn := clock()), refresh=True)
+            if stopping or (progress.end and progress.end["time"] >= since):
+                return progress
             stop.wait(poll_s)
     finally:
         if live:

@@ -1,9 +1,6 @@
 """A run as text: one line per event, the figures that every view of a run shows, and the summary at the end."""
 
-import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 
 from asyncgrpo.recording.events import Event
@@ -123,11 +120,6 @@ def thousands(value: float) -> str:
     return f"{value:.3g}G"
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that at least `share` of all values do not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
 # -- the figures of a run ----------------------------------------------------------------------------------------------
 
 Rows = Iterator[tuple[str, str]]
@@ -206,13 +198,9 @@ def _steps_per_hour(progress: Progress) -> float | None:
 # -- the summary -------------------------------------------------------------------------------------------------------
 
 
-def summary(progress: Progress, run_dir: Path | None = None) -> str:
-    """Return the summary of a run: aligned lines.
-
-    Args:
-        run_dir: run folder; its files are listed, if given.
-    """
-    rows = [*_rows(progress), *(_files(run_dir) if run_dir is not None else ())]
+def summary(progress: Progress) -> str:
+    """Return the summary of a run: aligned lines."""
+    rows = list(_rows(progress))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)
 
@@ -258,42 +246,18 @@ def _of_steps(progress: Progress) -> Rows:
     if progress.undone_steps:
         yield "undone", f"{progress.undone_steps} steps after the last checkpoint before a crash, trained again"
     if progress.num_faults:
-        yield from _survived(progress)
+        slowest = f", the slowest in {progress.slowest_recovery_s:.1f} s" if progress.num_recoveries else ""
+        yield "faults", f"{progress.num_faults} injected, {progress.num_recoveries} survived{slowest}"
 
 
 def _tokens(progress: Progress) -> str:
     """Return all tokens by fate, as "1,000 generated = 900 trained + 70 dropped (stale 50) + 30 waiting"."""
     tokens = progress.tokens
-    if not tokens:  # a run of an older release
-        return f"{progress.last.get('tokens_generated') or 0:,} generated, {progress.tokens_trained:,} trained"
+    if not tokens:
+        return "-"
     named = {"filtered": "filtered", "waiting": "waiting", "undone": "undone by restarts"}
     dropped = {fate: count for fate, count in tokens.items() if count and fate not in ("generated", "trained", *named)}
     parts = [f"{tokens['trained']:,} trained", f"{sum(dropped.values()):,} dropped"]
     parts[-1] += f" ({counts_in_words(dropped)})" if dropped else ""
     parts += [f"{tokens[fate]:,} {words}" for fate, words in named.items() if tokens.get(fate)]
     return f"{tokens['generated']:,} generated = {' + '.join(parts)}"
-
-
-def _survived(progress: Progress) -> Rows:
-    """Yield rows on the faults of `--chaos`: seconds until every process was up and a step was trained again."""
-    by_kind: dict[str, list[float]] = defaultdict(list)
-    for kind, seconds in progress.recoveries:
-        by_kind[kind].append(seconds)
-    yield "faults", f"{progress.num_faults} injected, {progress.num_recoveries} survived; seconds to recovery:"
-    every = [seconds for _, seconds in progress.recoveries]
-    for kind, values in [*sorted(by_kind.items()), *([("all", every)] if every else [])]:
-        p50, p99 = quantile(values, 0.5), quantile(values, 0.99)
-        yield "", f"{kind:<18}{len(values):>4}   p50 {p50:5.1f}   p99 {p99:5.1f}"
-
-
-def _files(run_dir: Path) -> Rows:
-    name = "files"
-    for path in sorted(run_dir.iterdir()) if run_dir.is_dir() else []:
-        if path.is_dir():
-            count = sum(1 for inner in path.iterdir() if not inner.name.startswith("."))
-            yield name, f"{path}/ ({count} entr{'y' if count == 1 else 'ies'})"
-        elif not path.name.startswith("."):
-            yield name, str(path)
-        else:
-            continue
-        name = ""

@@ -8,7 +8,6 @@ after the first begins with the checkpoint of the previous one, like the starts 
 """
 
 import multiprocessing
-import shlex
 import shutil
 import signal
 import tempfile
@@ -139,7 +138,6 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
         raise JournalError(
             f"the journal of {run} holds steps up to {standing[-1].step}; --from-step and --to-step leave none of them"
         )
-    _check_every_step(run, wanted, from_step)
     groups = {found.record.lease_id: found for found in history.found if isinstance(found.record, Delivered)}
     checkpoints = _checkpoints(run, path)
     if from_step and from_step not in checkpoints:
@@ -147,42 +145,25 @@ def read_timeline(run: Path, *, from_step: int = 0, to_step: int | None = None) 
         raise JournalError(
             f"{run} has no checkpoint of step {from_step} on the path to its last step; there are: {there}"
         )
-    _check_every_group(run, wanted, groups, checkpoints)
+    _check(run, wanted, groups, from_step)
     return Timeline(run, history, tuple(_legs(run, starts, wanted, groups)), checkpoints.get(from_step))
 
 
-def _check_every_step(run: Path, wanted: list[BatchIssued], from_step: int) -> None:
+def _check(run: Path, wanted: list[BatchIssued], groups: dict[str, Found], from_step: int) -> None:
+    """Raise JournalError if a step or a group is missing."""
     for expected, manifest in enumerate(wanted, start=from_step + 1):
-        if manifest.step > expected:
-            fix = f"`{_audit(run)}` lists the missing records, and --from-step begins with a later checkpoint"
-            raise JournalError(f"the journal of {run} has no manifest of step {expected}; {fix}")
-        if manifest.step < expected:
-            raise JournalError(f"the journal of {run} has two manifests of step {manifest.step}: see `{_audit(run)}`")
-
-
-def _audit(run: Path) -> str:
-    return shlex.join(["asyncgrpo", "audit", str(run)])
-
-
-def _check_every_group(
-    run: Path, wanted: list[BatchIssued], groups: dict[str, Found], checkpoints: dict[int, Path]
-) -> None:
-    unknown = [(m.step, lease_id) for m in wanted for lease_id in m.lease_ids if lease_id not in groups]
-    if unknown:
-        step, lease_id = unknown[0]
-        raise JournalError(
-            f"step {step} cannot be trained again: its group {lease_id} is not in the journal of {run}; "
-            f"`{_audit(run)}` shows whether the journal is damaged"
-        )
-    gone = [(m.step, lease_id) for m in wanted for lease_id in m.lease_ids if not groups[lease_id].body_bytes]
-    if gone:
-        (step, lease_id), last = gone[0], gone[-1][0]
-        later = min((number for number in checkpoints if last <= number < wanted[-1].step), default=None)
-        raise JournalError(
-            f"step {step} cannot be trained again: its group {lease_id} was deleted from the journal of {run} once a "
-            "checkpoint held the step; a run with buffer.keep_journal=true keeps its groups"
-            + (f"; --from-step {later} begins after the last missing group" if later is not None else "")
-        )
+        if manifest.step != expected:
+            raise JournalError(
+                f"the journal of {run} has no manifest of step {expected}, or two of step {manifest.step}; "
+                f"`asyncgrpo audit {run}` lists what is missing, and --from-step begins with a later checkpoint"
+            )
+        for lease_id in manifest.lease_ids:
+            if lease_id not in groups or not groups[lease_id].body_bytes:
+                raise JournalError(
+                    f"step {expected} cannot be trained again: its group {lease_id} is not in the journal of {run}; a "
+                    "group is deleted once a checkpoint holds its step, unless buffer.keep_journal is true, and "
+                    "--from-step begins with a later checkpoint"
+                )
 
 
 def _checkpoints(run: Path, path: dict[int, int]) -> dict[int, Path]:
@@ -274,23 +255,8 @@ def means(pairs: Sequence[Pair], field: str) -> tuple[float | None, float | None
 
 # -- configuration -----------------------------------------------------------------------------------------------------
 
-_FIXED = {
-    "algorithm.group_size": "the journal has this number of completions per prompt",
-    "algorithm.min_completions": "the journal has this number of completions per prompt",
-    "algorithm.filter_zero_signal": "it selected the trained groups",
-    "model": "this model sampled the completions",
-    "data": "the prompts came from there",
-    "reward": "it scored the completions",
-    "sampling": "the completions were sampled with it",
-    "buffer": "it selected the groups of each step",
-    "run": "the steps, their order and their seeds are those of the journal",
-    "generators": "a replay has no generators",
-    "weights": "a replay publishes no weights",
-    "cluster": "a replay is one learner on this machine",
-    "environment": "it answered the completions",
-    "control": "a replay is not steered",
-}
-"""Keys and sections that a replay cannot change, with the reason."""
+_FIXED = {"algorithm.group_size", "algorithm.min_completions", "algorithm.filter_zero_signal"}
+"""Keys of the algorithm that decided which groups were trained."""
 
 
 def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str | None = None) -> Config:
@@ -308,9 +274,8 @@ def replay_config(recorded: Config, overrides: Sequence[str], *, algorithm: str 
     config = with_overrides(recorded, overrides, algorithm=algorithm)
     before, after = values_of(recorded), values_of(config)
     for key in (key for key in after if after[key] != before[key]):
-        fixed = next((name for name in _FIXED if f"{key}.".startswith(f"{name}.")), None)
-        if fixed is not None:
-            raise ConfigError(f"a replay cannot change {key}: {_FIXED[fixed]}")
+        if key in _FIXED or not key.startswith(("algorithm.", "learner.")):
+            raise ConfigError(f"a replay cannot change {key}: the groups in the journal were made with it")
     if config.algorithm.advantage == "remax" != recorded.algorithm.advantage:
         raise ConfigError(
             "a replay cannot change algorithm.advantage to remax: it needs a greedy completion of each prompt, which the "

@@ -8,10 +8,9 @@ from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.recovery import bring_back, earlier_failures, reopen, surviving_path
 from asyncgrpo.config.schema import AlgorithmConfig, AutoLagConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.journal import history as history_module
 from asyncgrpo.journal.format import FORMAT, BatchIssued, Committed, Delivered, Dropped, RunStarted
-from asyncgrpo.journal.history import read_history
-from asyncgrpo.journal.log import SEGMENT_BYTES, Journal
+from asyncgrpo.journal.history import read_history, read_rest
+from asyncgrpo.journal.log import SEGMENT_BYTES
 from asyncgrpo.types import Lease, PolicyVersion, Sampling
 from tests.buffer.test_buffer import EagerBuffer, deliver, prompts
 
@@ -214,58 +213,31 @@ def months(folder: Path, steps: int, *, lineage=1, checkpoint=None, **config):
     return buffer, (PolicyVersion(lineage, first + steps), state)
 
 
-@pytest.mark.parametrize("keep_journal", [False, True])
-def test_a_start_opens_the_newest_segments_only(tmp_path: Path, monkeypatch, keep_journal: bool):
+def test_a_start_keeps_only_the_records_that_matter(tmp_path: Path):
     folder = tmp_path / "journal"
-    buffer, checkpoint = months(folder, 30, keep_journal=keep_journal)
+    buffer, checkpoint = months(folder, 30)
     buffer.journal.close()
-    opened = []
-    real = history_module.read_segment
-    monkeypatch.setattr(history_module, "read_segment", lambda path, last: (opened.append(path), real(path, last))[1])
-    buffer, counts = start(folder, 2, checkpoint=checkpoint, count=1000, keep_journal=keep_journal)
+    rest = read_rest(folder, checkpoint[0], lambda index: index < checkpoint[1].frontier)
+    assert len(list(folder.glob("*.journal"))) > 30 and len(rest.found) == 4
+    buffer, counts = start(folder, 2, checkpoint=checkpoint, count=1000)
     assert counts == {"ready": 2}
-    assert len(list(folder.glob("*.journal"))) > 30 and len(opened) < 8
 
 
-def test_a_start_from_an_older_checkpoint_reads_every_segment(tmp_path: Path):
-    """The newest one was removed: what was trained since then is given up, which the summary does not know."""
+def test_a_start_from_an_older_checkpoint_finds_the_groups_trained_after_it(tmp_path: Path):
     folder = tmp_path / "journal"
     buffer, old = months(folder, 5)
     buffer.journal.close()
     buffer, _ = months(folder, 5, lineage=2, checkpoint=old)
     buffer.journal.close()
     whole = read_history(folder)
-    rest = history_module.read_rest(folder, old[0], lambda index: index < old[1].frontier)
+    rest = read_rest(folder, old[0], lambda index: index < old[1].frontier)
     groups = {found.record.lease_id for found in rest.found if isinstance(found.record, Delivered)}
     trained = [found.record for found in whole.found if isinstance(found.record, BatchIssued)]
     assert all(groups >= set(one.lease_ids) for one in trained if one.version.lineage == 2)
     assert not any(groups & set(one.lease_ids) for one in trained if one.step <= 4)
 
 
-@pytest.mark.parametrize("damage", [b"", b"damaged", None])
-def test_without_a_whole_summary_every_segment_is_read_and_summed_up_again(tmp_path: Path, damage: bytes | None):
-    folder = tmp_path / "journal"
-    buffer, checkpoint = months(folder, 20)
-    buffer.journal.close()
-    summary = folder / history_module.SUMMARY
-    if damage is None:
-        summary.unlink()
-    else:
-        summary.write_bytes(summary.read_bytes()[:-1] + damage)
-    buffer, counts = start(folder, 2, checkpoint=checkpoint, count=1000)
-    assert counts == {"ready": 2}
-    assert reopened_segments(buffer) < 8
-    buffer.journal.append(Committed(step=20, prompts=checkpoint[1]))
-    assert summary.read_bytes()
-
-
-def reopened_segments(buffer: Buffer) -> int:
-    """Segments that are not summed up."""
-    assert isinstance(buffer.journal, Journal)
-    return buffer.journal._number - buffer.journal._past.through
-
-
-def test_what_went_wrong_with_a_prompt_outlives_the_summary(tmp_path: Path):
+def test_what_went_wrong_with_a_prompt_outlives_its_segment(tmp_path: Path):
     folder = tmp_path / "journal"
     buffer, checkpoint = months(folder, 3)
     unlucky = lease(buffer)
@@ -278,8 +250,7 @@ def test_what_went_wrong_with_a_prompt_outlives_the_summary(tmp_path: Path):
     for lineage in range(2, 8):
         buffer, checkpoint = months(folder, 2, lineage=lineage, checkpoint=checkpoint, max_lag=20)
         buffer.journal.close()
-        assert reopened_segments(buffer) < 12
     source = PromptSource(prompts(1000), seed=0, shuffle=True, epochs=1)
     source.restore(checkpoint[1])
-    rest = history_module.read_rest(folder, checkpoint[0], source.is_done)
+    rest = read_rest(folder, checkpoint[0], source.is_done)
     assert earlier_failures(rest, source) == earlier_failures(read_history(folder), source)

@@ -1,10 +1,5 @@
-"""Requests that nobody should send, by the thousand: every reply must be a 4xx with one sentence, and no command is carried out.
+"""Requests that must be refused, by the thousand: every reply is a 4xx with one sentence, and no command is carried out."""
 
-`python -m tests.control.fuzz URL TOKEN --seconds 60` does it to a run; the token must be that of the run, for what only a client
-that has it can get wrong.
-"""
-
-import argparse
 import json
 import random
 import socket
@@ -12,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,7 +19,7 @@ WAIT_S = 30.0
 """For a reply; longer than the server waits for a request."""
 PATIENCE_S = 1.0
 """For a reply, before the server is told that the request ends here."""
-PATHS = ("/api/status", "/api/command", "/api/events", "/api/samples", "/api/groups", "/api/alerts")
+PATHS = ("/api/status", "/api/command", "/api/events", "/api/samples", "/api/alerts")
 COMMANDS = (
     {"command": "pause"}, {"command": "scale", "generators": 2}, {"command": "set", "settings": {"learner.lr": 1e-6}},
 )  # fmt: skip
@@ -47,7 +43,6 @@ class Attacker:
             ("flipped bytes", self._flipped),
             ("token", self._wrong_token),
             ("method", self._wrong_method),
-            ("host", self._wrong_host),
             ("path", self._wrong_path),
             ("query", self._wrong_query),
             ("no command", self._wrong_command),
@@ -96,11 +91,6 @@ class Attacker:
         method = self._random.choice(("POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND", "get"))
         return self._get(path, {"Content-Length": "0"}, method)
 
-    def _wrong_host(self) -> bytes:
-        hosts = ("evil.example", "127.0.0.1.evil.example", "[::1", "", "169.254.169.254", "127.0.0.1\r\nHost: a")
-        path = self._random.choice((*PATHS, "/", "/healthz"))
-        return self._get(path, {"Host": self._random.choice(hosts)})
-
     def _wrong_path(self) -> bytes:
         odd = (
             "/api",
@@ -114,7 +104,7 @@ class Attacker:
         return self._get(self._random.choice(odd))
 
     def _wrong_query(self) -> bytes:
-        good = {"/api/status": (), "/api/groups": (), "/api/alerts": (), "/api/events": ("after", "limit")}
+        good = {"/api/status": (), "/api/alerts": (), "/api/events": ("after", "limit")}
         good |= {"/api/samples": ("step", "only", "sort", "offset", "limit")}
         path = self._random.choice(list(good))
         name = self._random.choice((*good[path], "no_such"))
@@ -194,6 +184,8 @@ def wrong_with(received: bytes) -> str | None:
     status = head.split(b" ")[1:2]
     if not status or not status[0].startswith(b"4"):
         return f"status {status}"
+    if b"application/json" not in head:  # aiohttp's reply to what is not HTTP
+        return None
     try:
         said = json.loads(body.split(b"HTTP/1.1 ")[0])  # a second one may follow
     except ValueError:
@@ -201,31 +193,12 @@ def wrong_with(received: bytes) -> str | None:
     return None if isinstance(said.get("error"), str) and "\n" not in said["error"] else f"no sentence: {said}"
 
 
-def attack(
-    url: str, token: str, *, count: int | None, seconds: float | None, seed: int = 0
-) -> tuple[Counter[str], list[str]]:
-    """Send so many requests, or for so long. Returns how many of each kind were sent, and what was wrong with replies."""
-    where = urlsplit(url)
+def attack(url: str, token: str, *, count: int, seed: int = 0) -> tuple[Counter[str], list[str]]:
+    """Send so many requests. Returns how many of each kind were sent, and what was wrong with replies."""
     sent: Counter[str] = Counter()
     wrong: list[str] = []
-    end = time.monotonic() + seconds if seconds is not None else None
-    for what, request in Attacker(where.netloc, token, seed).requests():
-        if (count is not None and sent.total() >= count) or (end is not None and time.monotonic() >= end):
-            return sent, wrong
+    for what, request in islice(Attacker(urlsplit(url).netloc, token, seed).requests(), count):
         sent[what] += 1
         if (fault := wrong_with(send(url, request))) is not None:
             wrong.append(f"{what}: {fault} to {request[:300]!r}")
-    raise AssertionError("it goes on for ever")
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
-    parser.add_argument("token")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    sent, wrong = attack(arguments.url, arguments.token, count=None, seconds=arguments.seconds, seed=arguments.seed)
-    print(f"{sent.total():,} requests: {dict(sent)}")
-    print(*wrong[:20], sep="\n")
-    raise SystemExit(bool(wrong))
+    return sent, wrong

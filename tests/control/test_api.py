@@ -14,9 +14,8 @@ import pytest
 from asyncgrpo.config.schema import ControlConfig
 from asyncgrpo.control import server
 from asyncgrpo.control.api import serving
-from asyncgrpo.control.client import Address, read_address
+from asyncgrpo.control.client import Address, fetch, read_address
 from asyncgrpo.control.operator import Pause, Resume
-from asyncgrpo.control.problems import fetch
 from asyncgrpo.errors import CommandRefused, ConfigError, RunNotAlive
 from tests.control.fuzz import attack, send, wrong_with
 from tests.control.operators import TOKEN, FakeOperator, make_run, served
@@ -122,45 +121,6 @@ def test_the_page_and_its_health_are_open(operator: FakeOperator):
         assert b"<!doctype html>" in fetch(url, timeout_s=5.0)
 
 
-@pytest.mark.parametrize(
-    ("head", "status"),
-    [
-        (b"Host: evil.example", 403),
-        (b"Host: 127.0.0.1.evil.example", 403),
-        (b"Host: [::1", 400),
-        (b"X: y", 400),
-        (b"Host: localhost\r\nHost: localhost", 400),
-        (b"Host: localhost\r\nOrigin: http://evil.example", 403),
-        (b"Host: localhost\r\nOrigin: null", 403),
-        (b"Host: localhost:8000\r\nOrigin: http://localhost:8000", 200),
-        (b"Host: [::1]:1", 200),
-    ],
-)
-def test_a_name_that_was_made_to_resolve_to_us_is_refused(operator: FakeOperator, head: bytes, status: int):
-    token = f"Authorization: Bearer {TOKEN}".encode()
-    with served(operator) as url:
-        received = send(
-            url, b"GET /api/status HTTP/1.1\r\n" + head + b"\r\n" + token + b"\r\nConnection: close\r\n\r\n"
-        )
-    assert received.split()[1] == b"%d" % status
-
-
-@pytest.mark.parametrize("expected", [b"100-continue", b"the moon"])
-def test_without_the_token_nothing_is_expected(operator: FakeOperator, expected: bytes):
-    with served(operator) as url:
-        head = b"GET /api/status HTTP/1.1\r\nHost: localhost\r\nExpect: " + expected + b"\r\nConnection: close\r\n\r\n"
-        assert send(url, head).startswith(b"HTTP/1.1 401 ")
-
-
-def test_beyond_loopback_any_name_will_do(operator: FakeOperator):
-    with served(operator, bind="0.0.0.0") as url:
-        received = send(
-            url.replace("0.0.0.0", "127.0.0.1"),
-            b"GET /healthz HTTP/1.1\r\nHost: head-node\r\nConnection: close\r\n\r\n",
-        )
-    assert received.startswith(b"HTTP/1.1 200 ")
-
-
 def test_a_page_elsewhere_gets_no_leave_to_read(operator: FakeOperator):
     with served(operator) as url:
         head = send(url, b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n").partition(b"\r\n\r\n")[0]
@@ -227,7 +187,7 @@ def test_a_crowd_is_turned_away_and_then_served(operator: FakeOperator, monkeypa
         where = (urlsplit(url).hostname, urlsplit(url).port)
         crowd = [socket.create_connection(where, 5.0) for _ in range(3)]
         time.sleep(0.1)
-        assert b"429 Too Many Requests" in socket.create_connection(where, 5.0).recv(1000)
+        assert socket.create_connection(where, 5.0).recv(1000) == b""
         deadline, status = time.monotonic() + 30.0, 0
         while status != 200:  # until the idle ones are shown out
             assert time.monotonic() < deadline
@@ -240,11 +200,11 @@ def test_a_crowd_is_turned_away_and_then_served(operator: FakeOperator, monkeypa
 
 def test_thousands_of_wrong_requests_change_nothing(operator: FakeOperator):
     with served(operator) as url:
-        sent, wrong = attack(url, TOKEN, count=1_000, seconds=None)
+        sent, wrong = attack(url, TOKEN, count=1_000)
         assert ask(url, "/api/status")[0] == 200
     assert wrong == []
     assert operator.commands == []
-    assert len(sent) == 13
+    assert len(sent) == 12
 
 
 # -- what it reads -----------------------------------------------------------------------------------------------------

@@ -144,33 +144,6 @@ def test_samples_are_searched_and_filtered(page: Page):
     page.wait("document.querySelector('#found').innerText.includes('1 to 1 of 1 found')")
 
 
-def test_held_out_prompts_that_changed_between_two_evaluations_are_shown(page: Page, operator: FakeOperator):
-    (operator.run_dir / "evals").mkdir()
-    for at, rewards in {0: (0.0, 1.0, 1.0), 10: (1.0, 0.0, 1.0)}.items():
-        rows = [
-            sample(step=at, prompt_id=f"eval/{n}", completion=f"{n} at {at}", reward=reward, advantage=None)
-            for n, reward in enumerate(rewards)
-        ]
-        table = pa.Table.from_pylist(rows, schema=schema())
-        pq.write_table(table, operator.run_dir / "evals" / f"step_{at:06d}.parquet")
-    page.type("#search [name=of]", "changes")
-    page.wait("document.querySelector('#found').innerText.includes('step 0 to step 10: 2 of 3 prompts right, then 2')")
-    assert "1 went from wrong to right, 1 from right to wrong (there are evaluations of 0, 10)" in page.text("#found")
-    assert page.value("document.querySelectorAll('.sample').length") == 2
-    page.value("document.querySelector('.sample').open = true")
-    said = page.text(".sample")
-    assert "wrong → right" in said and "0 at 0" in said and "0 at 10" in said
-    assert page.value("document.querySelector('#search [name=only]').hidden")
-    page.type("#search [name=of]", "evals")
-    page.wait("document.querySelector('#found').innerText.includes('step 10 (0 to 10 are kept): 1 to 3 of 3 found')")
-    page.type("#search [name=of]", "changes")
-    page.type("#search [name=from]", "10")
-    page.wait("document.querySelector('#found').innerText.includes('two evaluations, not step 10 twice')")
-    page.type("#search [name=from]", "")
-    page.type("#search [name=of]", "samples")
-    page.wait("document.querySelector('#found').innerText.includes('23 in all')")
-
-
 def test_what_a_model_wrote_is_only_text(page: Page):
     page.type("#search [name=only]", "worse")
     page.wait("document.querySelector('.sample')?.innerText.includes('<script>')")

@@ -6,11 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from asyncgrpo.control.api import groups_in
+from asyncgrpo.control.api import of_status, read_runbook
 from asyncgrpo.control.operator import ProcessStatus, Status
-from asyncgrpo.control.problems import Problem, of_status, problems_in, read_runbook
 from asyncgrpo.errors import DataError
-from asyncgrpo.recording.health import CONDITIONS, View
+from asyncgrpo.recording.health import CONDITIONS, Problem, View, problems_in
 from tests.control.operators import FakeOperator, step
 
 NOW = 10_000.0
@@ -119,14 +118,3 @@ def test_what_is_over_is_no_problem():
     assert names(events(PAUSED, resumed)) == []
     assert names(events(at("stall", what="a batch", seconds=90.0), later)) == []
     assert names(events(*[at("restart", 3000.0, actor="generator-0", reason="x")] * 9)) == []
-
-
-def test_where_groups_are_is_read_from_what_the_buffer_exports():
-    text = """# HELP asyncgrpo_buffer_groups Groups
-asyncgrpo_buffer_groups{state="leased"} 5.0
-asyncgrpo_buffer_groups{state="ready"} 3.0
-asyncgrpo_buffer_slots 24.0
-asyncgrpo_groups_wanted 1e+01
-"""
-    found = groups_in(text)
-    assert (found.leased, found.ready, found.taken, found.slots, found.wanted) == (5, 3, None, 24, 10)

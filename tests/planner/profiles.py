@@ -1,13 +1,11 @@
 """Profiles of tests."""
 
-import math
-
 import msgspec
+import numpy as np
 
-from asyncgrpo.planner.profile import DEVIATIONS, DecodeCurve, LearnerTimes, Lengths, Profile
+from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, Lengths, Profile
 
-LENGTH = 100.0
-SAME = Lengths(tokens=(LENGTH,) * 81)
+SAME = Lengths(groups=((100.0,) * 4,))
 """All completions have the same length."""
 
 
@@ -33,5 +31,6 @@ def profile(**changes: object) -> Profile:
 
 def long_tail(sigma: float = 0.6) -> Lengths:
     """Log-normal lengths of median 100, cut at 2,000. Half of the variance is the prompt's."""
-    tokens = tuple(min(2000.0, 100 * math.exp(sigma * float(deviation))) for deviation in DEVIATIONS)
-    return Lengths(tokens=tokens, correlation=0.5)
+    rng = np.random.default_rng(0)
+    deviation = np.sqrt(0.5) * (rng.standard_normal((2000, 1)) + rng.standard_normal((2000, 4)))
+    return Lengths(groups=tuple(map(tuple, np.minimum(2000.0, 100 * np.exp(sigma * deviation)).tolist())))

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncgrpo.errors import DataError
-from asyncgrpo.recording.samples import SampleWriter, path_of, paths_in, samples_of, schema, search
+from asyncgrpo.recording.samples import SampleWriter, path_of, samples_of, schema, search
 from asyncgrpo.types import Completion, Group, Observation, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 
 
@@ -84,8 +84,7 @@ def test_a_file_is_whole_or_absent(group, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="no space"):
         writer.write(18, samples(group))
     assert files_in(tmp_path) == [], "what a full disk refused does not fill it further"
-    for left in (tmp_path / ".step_000018.parquet.tmp", tmp_path / "000" / ".step_000018.parquet.tmp"):
-        left.touch()  # of a process that was killed; the first is of an older release
+    (tmp_path / "000" / ".step_000018.parquet.tmp").touch()  # of a process that was killed
     SampleWriter(tmp_path, None)
     assert files_in(tmp_path) == []
 
@@ -146,18 +145,3 @@ def test_a_folder_holds_the_files_of_a_thousand_steps_at_most(tmp_path):
     ]  # fmt: skip
     write(tmp_path, 260_018, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["260"], "a folder goes with its last file"
-
-
-def test_the_folder_of_an_older_release_is_read_and_goes_on(group, tmp_path):
-    """It wrote all files into the folder itself."""
-    old, run = tmp_path / "samples", tmp_path
-    for number in (998, 999, 1_000, 1_001):
-        made = SampleWriter(old, None).write(number, samples(group, number))
-        made.rename(old / made.name)
-    writer = SampleWriter(old, 4)
-    writer.write(1_001, samples(group, 1_001)[:1])  # trained again after a resume
-    writer.write(1_002, samples(group, 1_002))
-    assert list(paths_in(old)) == [999, 1_000, 1_001, 1_002] == steps(old)
-    found = search(run, 1_001)
-    assert (found.total, found.first_step, found.before, found.after, found.last_step) == (1, 999, 1_000, 1_002, 1_002)
-    assert (search(run, 999).before, search(run).after, search(run, 1_000).rows[0]["step"]) == (None, None, 1_000)

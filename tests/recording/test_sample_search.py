@@ -67,9 +67,8 @@ def test_completions_are_found(run: Path, asked: dict[str, Any], expected: list[
     assert texts(search(run, **asked)) == expected
 
 
-def test_it_says_how_many_there_are_and_which_steps_are_beside(run: Path):
+def test_it_counts_the_matches_and_the_kept_steps(run: Path):
     found = search(run, 3, text="needle", limit=1)
     assert (found.step, found.total, found.found, len(found.rows)) == (3, 4, 2, 1)
-    assert (found.first_step, found.before, found.after, found.last_step) == (1, 1, 7, 7)
-    newest = search(run)
-    assert (newest.step, newest.before, newest.after) == (7, 3, None)
+    assert (found.first_step, found.last_step) == (1, 7)
+    assert search(run).step == 7, "the newest"

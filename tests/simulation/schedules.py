@@ -1,9 +1,4 @@
-"""One schedule, or many of them, and what there is to say of each."""
-
-import sys
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+"""One schedule, and the report of its failure."""
 
 from tests.simulation.checker import Violation
 from tests.simulation.world import World
@@ -37,37 +32,3 @@ def _short(detail: object) -> str:
     if hasattr(detail, "lease"):
         shown.append(detail.lease.lease_id)
     return " ".join([type(detail).__name__, *map(str, shown)])
-
-
-@dataclass
-class Tally:
-    """What happened in some schedules."""
-
-    schedules: int = 0
-    violations: int = 0
-    events: int = 0
-    virtual_s: float = 0.0
-    counts: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-    lags: Counter[str] = field(default_factory=Counter)
-    """Groups trained, by max_lag and lag."""
-
-    def __iadd__(self, other: "Tally") -> "Tally":
-        for name in self.__dataclass_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        return self
-
-
-def tally_of(seeds: Sequence[int]) -> Tally:
-    """Run these; violations go to the screen as they are found."""
-    tally = Tally()
-    for seed in seeds:
-        world = World(seed)
-        failure = failure_of(world)
-        if failure is not None:
-            print(report(world, failure), file=sys.stderr, flush=True)
-        tally += Tally(
-            1, failure is not None, world.loop.num_events, world.now, world.checker.counts, world.fault_counts,
-            Counter({f"{world.max_lag}: {lag}": n for lag, n in world.checker.lags.items()}),
-        )  # fmt: skip
-    return tally

@@ -1,17 +1,17 @@
-"""The scheduler reaches what an event model of its rule reaches, on any machine: the clock is virtual."""
+"""On the virtual clock every group is trained within the bound, and a run is a function of its seed."""
 
-import pytest
-
-from tests.simulation.scheduler import Case, Product, model
+from tests.simulation.scheduler import Case, Product
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 4])
-def test_the_product_makes_97_percent_of_the_rollouts_of_the_event_model(max_lag: int):
-    case = Case(max_lag, steps=8, seed=1)
-    product = Product(case).run()
-    assert product.rollouts == case.num_groups * case.group_size
-    assert product.largest_lag <= max_lag
-    assert 0.97 <= product.rollouts_per_s / model(case) <= 1.03
+def test_every_group_is_trained_within_the_bound_and_a_larger_bound_takes_less_time():
+    ended_s = []
+    for max_lag in (0, 1, 4):
+        case = Case(max_lag, steps=8, seed=1)
+        product = Product(case).run()
+        assert product.rollouts == case.num_groups * case.group_size
+        assert product.largest_lag <= max_lag
+        ended_s.append(product.trained_at[-1][0])
+    assert ended_s == sorted(ended_s, reverse=True)
 
 
 def test_the_same_seed_is_the_same_run():

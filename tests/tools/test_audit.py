@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from asyncgrpo.cli import app
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import JournalError
-from asyncgrpo.journal import history
 from asyncgrpo.journal.format import BatchIssued, BoundChanged, Committed, Dropped, Interrupted
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
 from asyncgrpo.recording.events import EventLog
@@ -214,21 +213,3 @@ def test_a_bound_that_a_person_changed_holds_for_the_leases_after_it(tmp_path: P
     differences = audit(tmp_path).differences
     assert [d for d in differences if "1.1.0" in d] == [], "its bound was 9"
     assert any("group 1.2.0: max_lag 9 was not in force before version 1.0" in d for d in differences)
-
-
-def test_a_longer_run_is_read_no_more_often(tmp_path: Path, monkeypatch):
-    """A soak of 22 minutes took minutes to audit: the journal was read again for each step, and for each group."""
-    reads = []
-    real = history.read_segment
-    monkeypatch.setattr(history, "read_segment", lambda path, last: reads.append(path) or real(path, last))
-    times = []
-    for steps in (2, 9):
-        run = FakeRun(tmp_path / str(steps))
-        for step in range(1, steps + 1):
-            run.deliver(step - 1, version=step - 1)
-            run.train(step, f"1.{step - 1}.0")
-        run.checkpoint(steps, state(steps))
-        reads.clear()
-        assert audit(run.folder).differences == []
-        times.append(len(reads))
-    assert times == [1, 1], "each segment once"

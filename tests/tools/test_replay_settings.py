@@ -34,25 +34,24 @@ def test_a_preset_leaves_alone_which_groups_were_trained(recorded: Config, is_fi
 
 
 @pytest.mark.parametrize(
-    ("override", "reason"),
+    "override",
     [
-        ("algorithm.group_size=4", "this number of completions"),
-        ("algorithm.filter_zero_signal=true", "selected the trained groups"),
-        ("algorithm.advantage=remax", "greedy completion"),
-        ("sampling.temperature=0.5", "sampled with it"),
-        ("data.train=other.jsonl", "prompts came from there"),
-        ("buffer.prompts_per_step=8", "groups of each step"),
-        ("model.path=other", "this model sampled"),
-        ("run.seed=7", "those of the journal"),
-        ("reward.function=r.py", "it scored"),
-        ("generators.count=5", "no generators"),
-        ("weights.bucket_mb=1", "publishes no weights"),
-        ("cluster.bind=0.0.0.0", "one learner"),
+        "algorithm.group_size=4",
+        "algorithm.filter_zero_signal=true",
+        "sampling.temperature=0.5",
+        "data.train=other.jsonl",
+        "model.path=other",
+        "reward.function=r.py",
     ],
 )
-def test_what_made_the_stream_is_refused_by_name_and_reason(recorded: Config, override: str, reason: str):
-    with pytest.raises(ConfigError, match=f"a replay cannot change {override.partition('=')[0]}.*{reason}"):
+def test_a_setting_that_made_the_groups_is_refused(recorded: Config, override: str):
+    with pytest.raises(ConfigError, match=f"a replay cannot change {override.partition('=')[0]}: the groups"):
         replay_config(recorded, [override])
+
+
+def test_remax_is_refused_since_it_needs_another_completion(recorded: Config):
+    with pytest.raises(ConfigError, match="greedy completion"):
+        replay_config(recorded, ["algorithm.advantage=remax"])
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,11 @@ const EVERY_MS = 2000;
 const events = new Events();
 
 async function look() {
-  const [status, groups, alerts, hasNews] = await Promise.all([
-    get("/api/status"), get("/api/groups"), get("/api/alerts"), events.follow(),
-  ]);
+  const [status, alerts, hasNews] = await Promise.all([get("/api/status"), get("/api/alerts"), events.follow()]);
   drawHead(status);
   drawControls(status);
   drawNotes(status, alerts.problems);
-  drawFlow(status, groups, events);
+  drawFlow(status, events);
   drawSettings(status);
   drawProcesses(status);
   if (hasNews) {

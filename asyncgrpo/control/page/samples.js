@@ -1,5 +1,4 @@
-// Completions of a step or of an evaluation, searched, filtered, sorted; or the held-out prompts that changed between two
-// evaluations. Their text is shown as text.
+// Completions of a step or of an evaluation, searched, filtered, sorted. Their text is shown as text.
 
 import {get} from "/api.js";
 import {byId, figure, make, say} from "/dom.js";
@@ -7,7 +6,7 @@ import {byId, figure, make, say} from "/dom.js";
 const ONLY = {all: "all", better: "above their group", worse: "below their group", failed: "without a score",
   truncated: "cut by length", untrained: "not trained"};
 const SORT = {file: "as trained", best: "best first", worst: "worst first", longest: "longest first", oldest: "oldest first"};
-const OF = {samples: "trained", evals: "held-out", changes: "held-out, changed"};
+const OF = {samples: "trained", evals: "held-out"};
 const PAGE = 10;
 
 let offset = 0;
@@ -20,7 +19,6 @@ export function setUpSamples() {
     choice("of", OF),
     make("input", {type: "search", name: "search", placeholder: "search in prompts, completions, answers", oninput: soon}),
     make("input", {type: "number", name: "step", min: 0, placeholder: "step", onchange: fromTheStart}),
-    make("input", {type: "number", name: "from", min: 0, placeholder: "from step", hidden: true, onchange: fromTheStart}),
     choice("only", ONLY), choice("sort", SORT),
     make("button", {type: "button", id: "before", onclick: () => turn(-PAGE)}, "‹"),
     make("button", {type: "button", id: "after", onclick: () => turn(PAGE)}, "›"),
@@ -56,12 +54,8 @@ export function followSamples(step) {
 }
 
 async function draw() {
-  const asked = Object.fromEntries(new FormData(byId("search")));
-  const isCompared = asked.of === "changes";
-  for (const name of ["search", "only", "sort"]) byId("search").elements[name].hidden = isCompared;
-  byId("search").elements.from.hidden = !isCompared;
   try {
-    await (isCompared ? drawChanges(asked) : drawSamples(asked));
+    await drawSamples(Object.fromEntries(new FormData(byId("search"))));
   } catch (error) {
     say("found", error.message);
     byId("samples").replaceChildren();
@@ -76,30 +70,10 @@ async function drawSamples({of, search, step, only, sort}) {
   show(found.rows.map((row) => sample(row, search)), to >= found.found);
 }
 
-async function drawChanges({from, step}) {
-  const found = await get("/api/changes", {from, to: step, offset, limit: PAGE});
-  const to = offset + found.changed.length;
-  say("found", `step ${found.from_step} to step ${found.to_step}: ${found.right_before} of ${found.prompts} prompts right, then `
-    + `${found.right_after}; ${found.fixed} went from wrong to right, ${found.broken} from right to wrong`
-    + ` (there are evaluations of ${found.steps.join(", ")})`);
-  show(found.changed.map((one) => change(one, found)), to >= found.fixed + found.broken);
-}
-
 function show(cards, isLast) {
   byId("before").disabled = offset === 0;
   byId("after").disabled = isLast;
   byId("samples").replaceChildren(...cards);
-}
-
-function change({prompt_id, way, prompt, ground_truth, before, after}, {from_step, to_step}) {
-  const said = (side) => [`${side.completion}\n\nreward ${side.reward == null ? `failed: ${side.failure}` : figure(side.reward)}, `
-    + `${Math.round(100 * side.right)} % right, weights ${side.version}`];
-  const summary = make("summary", {}, make("span", {class: way === "fixed" ? "good" : "bad"},
-    way === "fixed" ? "wrong → right" : "right → wrong"),
-    make("span", {}, `reward ${figure(before.reward_mean)} → ${figure(after.reward_mean)}`), make("span", {class: "dim"}, prompt_id),
-    make("span", {class: "preview"}, after.completion.slice(0, 300)));
-  return make("details", {class: "card sample"}, summary, list([["prompt", [prompt]], [`step ${from_step}`, said(before)],
-    [`step ${to_step}`, said(after)], ["answer", [ground_truth]]]));
 }
 
 const list = (parts) => make("dl", {}, ...parts.flatMap(([name, texts]) =>
