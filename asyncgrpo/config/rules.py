@@ -104,6 +104,8 @@ def _data(config: Config) -> Iterator[str]:
 def _placement(config: Config) -> Iterator[str]:
     if config.model.lora.targets and not config.model.lora.rank:
         yield "model.lora.targets without model.lora.rank: all weights would be trained; set a rank"
+    if config.model.routing_replay == "rollout" and config.generators.engine != "sglang":
+        yield "model.routing_replay=rollout needs generators.engine sglang, the only engine that records its experts"
     if config.weights.backend == "nccl" and (config.learner.device == "cpu" or config.generators.gpus_each == 0):
         yield "weights.backend=nccl needs GPUs on both sides: learner.device and generators.gpus_each; use auto"
     if config.cluster.share_gpu:  # by one rank and one engine; NCCL refuses two ranks on one GPU
