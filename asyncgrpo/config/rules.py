@@ -65,9 +65,16 @@ def _with_values(problem: str, config: Config) -> str:
 
 def _sizes(config: Config) -> Iterator[str]:
     algorithm, buffer = config.algorithm, config.buffer
-    if config.learner.tokens_per_microbatch < config.data.max_prompt_tokens + config.sampling.max_tokens:
-        longest = "data.max_prompt_tokens + sampling.max_tokens"
-        yield f"learner.tokens_per_microbatch is smaller than the longest sequence, {longest}; raise it or lower one of the two"
+    learner, longest = config.learner, config.data.max_prompt_tokens + config.sampling.max_tokens
+    if learner.tokens_per_microbatch * learner.parallel.context < longest:
+        named = "data.max_prompt_tokens + sampling.max_tokens"
+        yield (
+            f"learner.tokens_per_microbatch times learner.parallel.context is smaller than the longest sequence, {named}; raise "
+            "one of the first or lower one of the last"
+        )
+    for name in ("context", "expert"):
+        if learner.ranks % getattr(learner.parallel, name):
+            yield f"learner.parallel.{name} does not divide learner.ranks; change one of the two"
     if algorithm.min_completions is not None and algorithm.min_completions > algorithm.group_size:
         yield "algorithm.min_completions is more than algorithm.group_size, the completions of a group; lower it"
     if 0 < buffer.straggler_factor < 1.5:
