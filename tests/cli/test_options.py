@@ -61,13 +61,6 @@ def test_no_gpu_is_a_float32_run_on_the_cpu():
     assert (config.learner.device, config.model.dtype) == ("cpu", "float32")
 
 
-def test_one_gpu_is_shared():
-    config = load_config("one_node_8gpu", train_overrides(model="m", data="d", n_gpus=1))
-    assert (config.generators.gpus_each, config.generators.count, config.learner.ranks) == (1, 1, 1)
-    assert config.cluster.share_gpu
-    assert config.generators.memory_fraction < 0.5
-
-
 @pytest.mark.parametrize(
     ("n_gpus", "gpus_each", "sentence"),
     [(1, 1, "is too few to split"), (-1, 1, "is too few to split"), (4, 4, "cannot hold")],

@@ -76,11 +76,6 @@ def test_each_is_told_by_the_name_of_its_alert(of, now, free, name):
     assert names(of, now, free) == [name]
 
 
-def test_groups_without_signal_are_reported_once():
-    (one,) = found(events(zero_signal_groups=8))
-    assert one.name == "NoSignal" and "of the last 80 groups" in one.text
-
-
 def test_a_run_that_starts_waits_without_a_problem_for_ten_minutes():
     stall = at("stall", what="generators to start (0 of 2 have)", seconds=90.0)
     start = [{"event": "start", "time": NOW - 100, "run": "demo", "step": 0}]

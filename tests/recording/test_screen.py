@@ -12,7 +12,7 @@ from rich.console import Console
 
 from asyncgrpo.recording.curves import plot
 from asyncgrpo.recording.events import Event, EventLog
-from asyncgrpo.recording.progress import Progress, sync_line
+from asyncgrpo.recording.progress import Progress
 from asyncgrpo.recording.screen import curve_of, render, watch
 from asyncgrpo.recording.text import line_of, summary
 
@@ -143,10 +143,6 @@ def test_large_numbers_are_printed_shortly(tmp_path):
         assert "00000" not in text
 
 
-def test_a_page_without_a_step_waits():
-    assert "starting" in page([]) and "curve" not in page([START])
-
-
 def test_the_page_warns_of_restarts_reward_failures_stalls_and_bad_syncs():
     events = [
         START,
@@ -181,13 +177,6 @@ def test_time_between_a_stop_and_a_resume_is_not_training():
     assert Progress.of(events).training_seconds == pytest.approx(2 + 2 + 2 + 2)
 
 
-def test_one_engine_is_singular():
-    assert sync_line(sync(1, engines=1)) == "v1 -> 1 engine, 12 ms, checksum ok"
-    by_deltas = sync(1, bytes=50_000_000, sent_bytes=2_500_000)
-    assert sync_line(by_deltas) == "v1 -> 2 engines, 12 ms, 2.5 of 100 MB sent, checksum ok"
-    assert sync_line(by_deltas | {"sent_bytes": 100_000_000}) == "v1 -> 2 engines, 12 ms, checksum ok"
-
-
 def test_a_file_gets_one_tidy_line_a_step(tmp_path):
     log = EventLog(tmp_path / "metrics.jsonl", clock=iter([1000.0, 1002.0, 1002.0, 1004.0, 1004.5, 1005.0]).__next__)
     for event in (START, sync(1), step(1), step(2), {**EVAL, "step": 2}, {**END, "step": 2}):
@@ -203,14 +192,6 @@ def test_a_file_gets_one_tidy_line_a_step(tmp_path):
         "end   done at step 2",
     ]
     assert progress.step == 2
-
-
-def test_a_terminal_gets_the_live_page(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    EventLog(path).write("end", status="failed", step=0)
-    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
-    watch(path, console=console, poll_s=0.01)
-    assert "failed" in console.file.getvalue()
 
 
 def test_the_cursor_stays_in_sight_as_a_killed_run_could_not_bring_it_back(tmp_path):
@@ -236,16 +217,6 @@ def test_a_reason_from_outside_moves_no_cursor(tmp_path, is_terminal):
     watch(tmp_path / "metrics.jsonl", console=console)
     assert "\x1b[2J" not in console.file.getvalue()
     assert "said" in console.file.getvalue()
-
-
-def test_watching_ends_when_told_and_still_shows_what_was_written(tmp_path):
-    path, stop = tmp_path / "metrics.jsonl", threading.Event()
-    log = EventLog(path)
-    log.write("restart", actor="buffer", reason="signal 9")
-    stop.set()
-    console = Console(file=io.StringIO(), width=80)
-    watch(path, console=console, stop=stop)
-    assert console.file.getvalue() == "warning: restarted buffer: signal 9\n"
 
 
 def test_a_resumed_run_does_not_end_with_its_old_end_nor_tell_its_past_again(tmp_path):
@@ -383,10 +354,6 @@ def test_the_advice_is_on_the_page_in_the_log_and_in_the_summary():
     paused = of("rewards_paused", reason="no", probe_in_s=2.0)
     assert "would do" not in page([*events, paused]), "first what is urgent"
     assert "would do" not in page([*events, START | {"lineage": 2}]), "it was about the start before"
-
-
-def test_the_summary_of_a_run_that_never_stepped_says_so():
-    assert summary(Progress.of([START])) == "run  demo: not ended at step 0 of 20, 0.0 s of training"
 
 
 def test_the_summary_counts_what_was_filtered_to_the_end_of_the_run():
