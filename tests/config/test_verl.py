@@ -509,26 +509,6 @@ class TestSources:
             read_words([word])
 
 
-def test_every_verl_key_of_a_command_line_or_file_has_a_line_with_ours_or_the_reason(tmp_path):
-    file = tmp_path / "verl.yaml"
-    file.write_text("data: {train_files: t, seed: 1}\ncritic: {a: {b: 1}}\n")
-    with pytest.raises(ConfigError) as refused:
-        load_config(file, ["data.truncation=error", "learner.lr=3e-6"])
-    assert [line.partition(" (value ")[::2] for line in str(refused.value).splitlines()] == [
-        (f"{file}: unknown configuration key `data.train_files`", "t): that is verl's name for `data.train`"),
-        (f"{file}: unknown configuration key `data.seed`", "1): that is verl's name for `run.seed`"),
-        (
-            f"{file}: unknown configuration key `critic.a.b`",
-            "1): that is verl's: the critic is a value head on the policy, trained with it",
-        ),
-        (
-            "command line: unknown configuration key `data.truncation`",
-            "error): that is verl's: longer prompts are dropped, never cut",
-        ),
-        ("`asyncgrpo config from-verl FILE|KEY=VALUE...` translates keys and values of verl", ""),
-    ]
-
-
 def test_a_file_that_a_command_names_is_to_be_named_too():
     given, left_out = read_script(
         "python3 -m verl.trainer.main_ppo --config-path=/c --config-name=mine data.seed=1", {}
