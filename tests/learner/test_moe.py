@@ -75,18 +75,12 @@ def test_a_step_changes_experts_router_and_attention(path):
     assert unchanged == {name for name in before if name.endswith(BIAS)}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "implementation"),
-    [("float32", ""), ("float32", "eager"), ("float32", "batched_mm"), ("float32", "grouped_mm"), ("bfloat16", "")],
-)
-def test_every_expert_that_was_used_has_a_gradient_and_no_other(path, dtype, implementation):
-    """With what transformers chooses itself, and with each implementation that runs everywhere. Most experts see no token."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_expert_that_was_used_has_a_gradient_and_no_other(path, dtype):
+    """Most experts see no token."""
     ours = learner(path, dtype=dtype)
-    model = ours.model.language_model
-    if implementation:
-        model.set_experts_implementation(implementation)
     used: dict[str, set[int]] = {}
-    for name, module in model.named_modules():
+    for name, module in ours.model.language_model.named_modules():
         if name.endswith(".experts"):
             module.register_forward_pre_hook(
                 lambda _, inputs, name=name: used.setdefault(name, set()).update(inputs[1].flatten().tolist())
@@ -99,18 +93,6 @@ def test_every_expert_that_was_used_has_a_gradient_and_no_other(path, dtype, imp
             assert gradient.isfinite().all()
             assert set(gradient.flatten(1).any(dim=1).nonzero().flatten().tolist()) == experts
         assert seen[name.replace(".experts", ".gate.weight")].any(), "the router is trained"
-
-
-def test_all_implementations_of_experts_have_one_gradient(path):
-    seen = {}
-    for implementation in ("eager", "batched_mm", "grouped_mm"):
-        ours = learner(path)
-        ours.model.language_model.set_experts_implementation(implementation)
-        seen[implementation] = gradients_of_a_step(ours)
-    for name, expected in seen["eager"].items():
-        for implementation in ("batched_mm", "grouped_mm"):
-            difference = (seen[implementation][name] - expected).norm()
-            assert difference < 2e-6 * expected.norm(), (implementation, name)
 
 
 # --- what is exported
