@@ -10,9 +10,9 @@ from transformers import HrmTextConfig, HrmTextForCausalLM
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.model import load_language_model
+from tests.learner import helpers
 from tests.learner.helpers import (
     VERSION,
-    config,
     load,
     make_group,
     random_groups,
@@ -32,16 +32,8 @@ def path(request, tmp_path_factory) -> Path:
     return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-def learner(path, *, rank=0, world=1, dtype="float32", lora=0, **sections) -> Learner:
-    model = {"dtype": dtype, "lora": {"rank": lora}}
-    return Learner(
-        config(path, **{"model": model, "learner": {"lr": 1e-2}} | sections), rank=rank, world=world, device="cpu"
-    )
-
-
-def gradients_of_a_step(learner, groups=GROUPS) -> dict[str, torch.Tensor]:
-    """The gradient of every parameter, by its name in memory. The learner steps as well."""
-    return step_and_gradient(learner, groups)[1]
+def learner(path, *, dtype="float32", lora=0) -> Learner:
+    return helpers.learner(path, model={"dtype": dtype, "lora": {"rank": lora}}, learner={"lr": 1e-2})
 
 
 # --- what is published
@@ -85,7 +77,7 @@ def test_every_expert_that_was_used_has_a_gradient_and_no_other(path, dtype):
             module.register_forward_pre_hook(
                 lambda _, inputs, name=name: used.setdefault(name, set()).update(inputs[1].flatten().tolist())
             )
-    seen = gradients_of_a_step(ours, [make_group(0, [1.0, 0.0], [[1, 2, 3], []])])
+    _, seen = step_and_gradient(ours, [make_group(0, [1.0, 0.0], [[1, 2, 3], []])])
     assert used
     for name, experts in used.items():
         for matrix in ("gate_up_proj", "down_proj"):
