@@ -151,8 +151,7 @@ GOLDEN_ORDER = [3, 7, 4, 2, 9, 3, 8, 1, 6, 5]
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.25, 1.0, 3.0])), min_size=1, max_size=3),
-    st.integers(0, 3),
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.25, 1.0, 3.0])), min_size=1, max_size=3), st.integers(0, 3)
 )
 def test_each_source_keeps_its_share_and_every_prompt_a_place_in_two_of_its_rounds(sources, seed):
     sizes, weights = zip(*sources, strict=True)
