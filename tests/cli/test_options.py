@@ -8,10 +8,6 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.errors import ConfigError
 
 
-def test_a_flag_that_is_not_given_says_nothing():
-    assert train_overrides() == []
-
-
 def test_every_flag_reaches_its_knob():
     config = load_config(
         None,
@@ -28,6 +24,7 @@ def test_every_flag_reaches_its_knob():
 
 
 def test_a_flag_wins_over_the_file_and_a_key_wins_over_a_flag():
+    assert train_overrides() == []
     overrides = train_overrides(rollout_n=4, lr=2e-6, explicit=["learner.lr=3e-6"])
     config = load_config("one_node_8gpu", overrides)
     assert (config.algorithm.group_size, config.learner.lr, config.run.epochs) == (4, 3e-6, 15)
