@@ -7,16 +7,7 @@ import pytest
 import torch
 
 from asyncgrpo.algorithms import corrections
-from asyncgrpo.algorithms.corrections import (
-    Correction,
-    combine,
-    divergence,
-    importance,
-    interpolated,
-    m2po,
-    opsm,
-    veto,
-)
+from asyncgrpo.algorithms.corrections import Correction, combine, divergence, importance, interpolated, m2po, opsm, veto
 from tests.algorithms import oracle_losses as oracle
 from tests.algorithms.batches import VERSION, batch, tensor
 
