@@ -319,8 +319,6 @@ class TestWords:
             ("algorithm.corrections", ["a list, each a mapping of kind, level, action", 'default  [{"high_ratio": 2.0}]',
                                        "algorithm.corrections[].max_nats (null): Largest estimate"]),
             ("algorithm.corrections.action", ["one of clip, mask, reject, truncate"]),
-            ("algorithm.loss_args", ["a mapping, each value a number or text or true or false (or null)"]),
-            ("data.columns", ["a mapping, each value text"]),
         ],
     )  # fmt: skip
     def test_a_key_is_explained(self, key, sentences):
