@@ -86,7 +86,7 @@ async def test_code_that_does_not_compile_fails_its_tests(service):
     assert service.requests[0]["language"] == "cpp"
 
 
-async def test_a_service_that_fails_is_asked_until_the_deadline(service, monkeypatch):
+async def test_a_service_that_fails_or_hangs_is_asked_until_the_deadline(service, monkeypatch):
     service.replies = [(503, "")]
     assert (await score(service.url)).value == 1.0 and len(service.requests) == 3
     monkeypatch.setattr(sandbox, "QUEUE_S", 0.1)
@@ -94,6 +94,10 @@ async def test_a_service_that_fails_is_asked_until_the_deadline(service, monkeyp
     scored = await score(service.url, timeout_s=0.1)
     assert (scored.value, scored.failure) == (None, "sandbox")
     assert scored.detail.startswith(f"{service.url}/run_code: HTTP 500, ")
+    service.replies.clear()
+    service.may_reply.clear()
+    scored = await score(service.url, timeout_s=0.1)
+    assert scored.failure == "timeout" and "did not reply" in scored.detail
 
 
 @pytest.mark.parametrize(
