@@ -396,6 +396,6 @@ def test_the_shares_of_a_checkpoint_come_back(tmp_path):
 
 def test_one_epoch_has_no_curriculum():
     settings = ["model.path=m", "data.train=d", "data.curriculum=success"]
-    with pytest.raises(ConfigError, match=r"after the first, but run.epochs is 1; raise it"):
+    with pytest.raises(ConfigError, match=r"the epochs after the first; raise run.epochs \(1\)"):
         load_config(None, settings)
     assert load_config(None, [*settings, "run.epochs=null"]).data.curriculum == "success"
