@@ -91,11 +91,8 @@ def test_a_run_that_saves_nothing_is_told():
     assert names([early, *events()[1:], at("checkpoint", step=4, path="p", seconds=1.0)]) == []
 
 
-def test_a_paused_run_makes_no_progress_and_that_is_no_problem():
+def test_a_paused_run_makes_no_progress_and_that_is_no_problem_unless_it_was_forgotten():
     assert names(events(last=NOW - 4000), status(state="paused")) == []
-
-
-def test_a_run_that_was_forgotten_is_told():
     paused = at("command", 4000.0, by="person", command="pause", reply="paused", refused=False)
     assert names(events(paused, last=NOW - 4000), status(state="paused")) == ["RunPaused"]
 
