@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.buffer.group_health import ISOLATE_AFTER, QUARANTINE_FILE, Case, IsolatedPrompts, Quarantine
+from asyncgrpo.buffer.group_health import ISOLATE_AFTER, QUARANTINE_FILE, Case, Quarantine
 from asyncgrpo.buffer.recovery import earlier_failures
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import DataError
@@ -105,20 +105,6 @@ def test_an_answer_clears_a_prompt_though_it_is_leased_again():
     assert buffer.lease("a", 0.0).prompt_index == 0
     buffer.release("a")
     assert not buffer._isolated.is_isolated(0)
-
-
-def test_one_generator_is_emptied_before_it_gets_a_suspect():
-    isolated = IsolatedPrompts()
-    assert isolated.may_lease("a", 2, is_waiting=True) == (False, False), "it is kept free of others"
-    assert isolated.may_lease("b", 0, is_waiting=True) == (True, False), "of two, one"
-    assert isolated.may_lease("a", 0, is_waiting=True) == (False, True)
-    isolated.leased(3)
-    assert isolated.may_lease("a", 0, is_waiting=True) == (False, False)
-    isolated.lease_ended(3)
-    assert isolated.may_lease("a", 0, is_waiting=False) == (True, False)
-    assert isolated.may_lease("a", 1, is_waiting=True) == (False, False)
-    isolated.generator_lost("a")
-    assert isolated.may_lease("b", 0, is_waiting=True) == (False, True), "it waits for none that is gone"
 
 
 def test_a_suspect_that_went_into_quarantine_meanwhile_is_dropped_and_its_generator_works_on():
