@@ -95,29 +95,6 @@ def test_the_end_of_a_generator_costs_a_prompt_nothing_until_it_is_a_suspect_and
     assert [lease.prompt_index for lease in lease_all(buffer, "b")] == [4, 5], "the others go on"
 
 
-def test_an_answer_clears_a_prompt_though_it_is_leased_again():
-    buffer = begun(per_step=1)
-    buffer.lease("a", 0.0)
-    buffer.release("a")
-    assert buffer.accept(deliver(buffer.lease("a", 0.0), 0), b"") is None
-    buffer.trained(v(1))
-    assert buffer.take(v(1)) is None and buffer.outcomes["dropped_stale"] == 1
-    assert buffer.lease("a", 0.0).prompt_index == 0
-    buffer.release("a")
-    assert not buffer._isolated.is_isolated(0)
-
-
-def test_a_suspect_that_went_into_quarantine_meanwhile_is_dropped_and_its_generator_works_on():
-    buffer = begun(per_step=8)
-    for _ in range(ISOLATE_AFTER):
-        assert [buffer.lease("a", 0.0).prompt_index for _ in range(2)] == [0, 1]
-        buffer.release("a")
-    for index in range(2):  # say, in another epoch
-        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", prompt_index=9, attempts=3))
-    assert buffer.lease("a", 0.0) is None and buffer.outcomes["dropped_quarantined"] == 2
-    assert [lease.prompt_index for lease in lease_all(buffer, "a")] == [2, 3, 4, 5, 6, 7] and balanced(buffer)
-
-
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 

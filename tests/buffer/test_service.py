@@ -135,7 +135,7 @@ def test_a_generator_that_leaves_gets_no_lease_and_ends_once_its_groups_are_kept
     plane.deliver(first, 1.0, 1.0)  # without signal: another prompt takes its place, but not here
     assert plane.granted() == []
     plane.deliver(second, 1.0, 0.0)
-    assert any(isinstance(message, Shutdown) for _, message in plane.lines.sent)
+    assert [message for to, message in plane.pass_time(1.0) if to == "g-0"][:1] == [Shutdown()]
 
 
 def test_the_groups_of_a_generator_and_the_bound_can_change():

@@ -133,6 +133,7 @@ def test_trained_and_filtered_groups_decide_who_comes_in_the_next_epoch(tmp_path
     assert sorted(process.train(5)) == [f"train/{i}" for i in range(5)]
     second = process.train(5)
     assert second.count("train/0") + second.count("train/1") == 0 and len(set(second)) == 3
+    process.pass_time(1.5)
     said = [fields for event, fields in process.events if event == "curriculum"]
     assert [fields["round"] for fields in said][:2] == [1, 2]
     assert said[1]["prompts"] == {"unknown": 0, "hopeless": 0, "mixed": 3, "solved": 2}

@@ -8,10 +8,11 @@ has the table of what finds each).
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -69,14 +70,10 @@ def answering(answer: Any, right: Any) -> Callable:
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The product with one mistake in it."""
-    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in MUTANTS[name]]
-    for (owner, attribute, make), (*_, right) in zip(MUTANTS[name], before, strict=True):
-        setattr(owner, attribute, make(right))
-    try:
+    with ExitStack() as patches:
+        for owner, attribute, make in MUTANTS[name]:
+            patches.enter_context(mock.patch.object(owner, attribute, make(getattr(owner, attribute))))
         yield
-    finally:
-        for owner, attribute, right in before:
-            setattr(owner, attribute, right)
 
 
 # -- what does nothing, or always answers the same ---------------------------------------------------------------------

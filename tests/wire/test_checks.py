@@ -215,9 +215,8 @@ def hear_raw(served: Served, peer: str, frames) -> list[tuple[str, Message]]:
 
 
 def a_lease(served: Served):
-    served.hear("a", Register(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
     served.hear("learner", Trained(version=v(0)))
-    served.hear("a", Serving(generator_id="a", version=v(0)))
+    served.join("a", window=1)
     return served.oldest_lease()
 
 
@@ -256,9 +255,8 @@ def test_a_group_that_is_not_believed_is_counted_and_its_prompt_leased_again(rea
 def test_an_evaluation_that_is_not_believed_is_asked_for_again():
     served = Served(held_out=prompts(1))
     served.hear("learner", RequestEval(step=0))
-    served.hear("a", Register(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
     served.hear("learner", Trained(version=v(0)))
-    served.hear("a", Serving(generator_id="a", version=v(0)))
+    served.join("a", window=1)
     lease = served.service._evaluations.lease_of("eval.1.0.0.0")
     assert lease is not None
     message = msgspec.structs.replace(deliver(lease, 9, scores=(1.0,)), purpose="eval")
