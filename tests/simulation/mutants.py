@@ -29,9 +29,9 @@ from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.generators import service as generator_service
 from asyncgrpo.generators.rollout import GroupInFlight, Launched
 from asyncgrpo.generators.service import GeneratorService
+from asyncgrpo.journal import history
 from asyncgrpo.journal import log as journal_module
 from asyncgrpo.journal.format import BatchIssued, BoundChanged, Committed, JournalRecord
-from asyncgrpo.journal.history import History
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker
@@ -88,6 +88,7 @@ for name, owner, attribute, answer in (
     ("torn_end_stays", recovery, "repair", None),  # the last write of a killed process is not cut off
     ("snapshot_before_sync", Journal, "sync", True),  # a checkpoint may hold a step whose manifest is not on the disk
     ("groups_of_lost_weights_kept", recovery, "is_on", True),  # a resume trains groups of weights that are gone
+    ("taken_is_trained", history, "is_on", True),  # what was handed over before the crash, whatever the checkpoint says
     ("bound_starts_anew", recovery, "bound_in_force", None),  # a resume forgets the bound in force
 ):
     MUTANTS.setdefault(name, []).append((owner, attribute, partial(answering, answer)))
@@ -430,12 +431,6 @@ def inherited_without_sync(begin_segment, self: Journal) -> None:
     """A start goes on from a segment that only its dead writer's machine remembers."""
     self._inherited = None
     begin_segment(self)
-
-
-@mutant(recovery, "trained_on")
-def taken_is_trained(trained_on, history: History, path: Any) -> set[str]:
-    """A batch that was handed over before the crash counts as trained, whatever the checkpoint says."""
-    return {i for found in history.found if isinstance(found.record, BatchIssued) for i in found.record.lease_ids}
 
 
 @mutant(Journal, "append")
