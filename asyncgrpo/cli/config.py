@@ -71,7 +71,7 @@ def show(
 @group.command("algorithms", epilog=example("config algorithms"))
 def algorithms() -> None:
     """List the presets that `--algorithm` takes, and what each is."""
-    from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
+    from asyncgrpo.config.load import algorithm_file, algorithm_names, headline
 
     found = {name: headline(algorithm_file(name)) for name in algorithm_names()}
     width = max(map(len, found))

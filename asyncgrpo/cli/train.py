@@ -139,8 +139,7 @@ def demo(
     """
     from asyncgrpo.cli.audit import audit
     from asyncgrpo.cli.running import execute
-    from asyncgrpo.config.files import algorithm_file
-    from asyncgrpo.config.load import load_config
+    from asyncgrpo.config.load import algorithm_file, load_config
 
     if algorithm is not None:
         algorithm_file(algorithm)  # refuse an unknown name before a model is made

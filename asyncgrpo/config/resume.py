@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncgrpo.config.explain import knobs, value_in_words
-from asyncgrpo.config.files import look_up
+from asyncgrpo.config.load import look_up
 from asyncgrpo.config.schema import Config
 
 REFUSED: dict[str, str] = {
