@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from asyncgrpo.cluster.folder import values_of
 from asyncgrpo.config.explain import algorithm_in_words
 from asyncgrpo.config.load import recorded, to_yaml, with_overrides
-from asyncgrpo.config.resume import values_of
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, JournalError, TrainingError
