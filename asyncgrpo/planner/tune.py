@@ -29,7 +29,7 @@ from asyncgrpo.data.tokenizer import load_tokenizer
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.engines.build import build_engine
 from asyncgrpo.errors import AsyncGRPOError
-from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, Lengths, Profile
+from asyncgrpo.planner.plan import DecodeCurve, LearnerTimes, Lengths, Profile
 from asyncgrpo.recording.events import Event, read_events
 from asyncgrpo.recording.pace import FEWEST, SETTLE
 from asyncgrpo.rewards.base import score_one
