@@ -244,7 +244,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # -- the journal ---------------------------------------------------------------------------------------------------
     "a damaged record hides those behind it": Mutant(
-        "journal.format:scan",
+        "journal.history:scan",
         "_next_whole(data, view, offset + 1)",
         "len(view)",
         "journal/test_log.py::test_with_any_byte_flipped_the_damaged_record_is_named_and_every_other_one_is_there",
