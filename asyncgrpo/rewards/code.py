@@ -26,7 +26,7 @@ from asyncgrpo.config.reach import check_service
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import MAX_DETAIL, Reward, Sampled, describe, failed, in_turn
-from asyncgrpo.rewards.pool import Pool, PoolReward
+from asyncgrpo.rewards.pool import Call, Pool, PoolReward, Scorer
 from asyncgrpo.rewards.sandbox import (
     MAX_CODE,
     TIMEOUT,
@@ -37,7 +37,6 @@ from asyncgrpo.rewards.sandbox import (
     RunnerError,
     why_not_isolated,
 )
-from asyncgrpo.rewards.worker import Call, Scorer
 from asyncgrpo.types import Prompt, Score
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import Any
 
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.maths import bound_memory, tagged
-from asyncgrpo.rewards.worker import Call
+from asyncgrpo.rewards.pool import Call
 
 GYM_SOURCE = "reasoning-gym"
 """Prefix of the `data_source` of these rows; the name of the generator follows, after a colon."""

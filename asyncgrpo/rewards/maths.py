@@ -25,7 +25,7 @@ from decimal import Decimal
 from typing import Any
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.worker import Call
+from asyncgrpo.rewards.pool import Call
 
 TAIL = 4_000
 """Characters of free text that are searched for an answer."""

@@ -20,8 +20,7 @@ from asyncgrpo.host import cores
 from asyncgrpo.importing import importing
 from asyncgrpo.rewards.base import Reward, Sampled, failed, score_of_value
 from asyncgrpo.rewards.http import Service, ServiceError
-from asyncgrpo.rewards.pool import Pool, PoolReward, call_of
-from asyncgrpo.rewards.worker import Call
+from asyncgrpo.rewards.pool import Call, Pool, PoolReward, call_of
 from asyncgrpo.types import Prompt, Score
 
 LOAD_TIMEOUT_S = 900.0

@@ -8,8 +8,8 @@ from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import score_one
 from asyncgrpo.rewards.build import build_reward
+from asyncgrpo.rewards.pool import Call
 from asyncgrpo.rewards.user import UserReward, check_user_function, load_user_function, split_spec
-from asyncgrpo.rewards.worker import Call
 from asyncgrpo.types import Prompt
 from tests.rewards.conftest import prompt, workers_of
 from tests.runs import wait_until
