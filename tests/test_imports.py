@@ -55,7 +55,7 @@ OWNERS = {
     "omegaconf": ("config",),
     "aiohttp": ("control", "rewards.http", "environments.chat", "environments.openenv"),
     "datasets": ("data.sources",),
-    "reasoning_gym": ("data.sources", "rewards.gym"),
+    "reasoning_gym": ("data.sources", "rewards.maths"),
 }
 
 # Packages that start without torch, which takes seconds and hundreds of MiB to import.
