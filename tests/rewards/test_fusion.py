@@ -9,7 +9,8 @@ import pytest
 
 from asyncgrpo.config.schema import CodeRewardConfig, JudgeConfig, RewardConfig
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.rewards import http, sandbox
+from asyncgrpo.rewards import code as code_module
+from asyncgrpo.rewards import http
 from asyncgrpo.rewards.base import score_one
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import Score
@@ -90,7 +91,7 @@ async def test_code_that_does_not_compile_fails_its_tests(service):
 async def test_a_service_that_fails_is_asked_until_the_deadline(service, monkeypatch):
     service.replies = [(503, "")]
     assert (await score(service.url)).value == 1.0 and len(service.requests) == 3
-    monkeypatch.setattr(sandbox, "QUEUE_S", 0.1)
+    monkeypatch.setattr(code_module, "QUEUE_S", 0.1)
     service.replies = [(500, "")] * 10_000
     scored = await score(service.url, timeout_s=0.1)
     assert (scored.value, scored.failure) == (None, "sandbox")
@@ -117,7 +118,7 @@ async def test_a_reply_that_says_nothing_of_the_code_is_a_named_failure_and_fina
 async def test_a_service_that_hangs_or_is_not_there_is_a_named_failure(service, monkeypatch):
     rules = build_reward(RewardConfig(code=CodeRewardConfig(url=service.url)))
     rules.check_sources({"code"})
-    monkeypatch.setattr(sandbox, "QUEUE_S", 0.1)
+    monkeypatch.setattr(code_module, "QUEUE_S", 0.1)
     service.may_reply.clear()
     scored = await score(service.url, timeout_s=0.1)
     assert scored.failure == "timeout" and "did not reply" in scored.detail
