@@ -14,7 +14,7 @@ import typer
 
 from asyncgrpo import __version__
 from asyncgrpo.cli import audit, config, doctor, look, models, plan, train
-from asyncgrpo.cli.output import shorten
+from asyncgrpo.cli.options import shorten
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import say_warnings, visible
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncgrpo.cli.options import AlgorithmOption
-from asyncgrpo.cli.output import JsonOption, example, print_json
+from asyncgrpo.cli.options import AlgorithmOption, JsonOption, example, print_json
 
 if TYPE_CHECKING:  # importing the learner imports torch
     from asyncgrpo.tools.replay import Pair, Replayed, Timeline

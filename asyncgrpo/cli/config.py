@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asyncgrpo.cli.options import AlgorithmOption, ConfigArgument, SettingsArgument
-from asyncgrpo.cli.output import JsonOption, example, print_json, wrapped
+from asyncgrpo.cli.options import (
+    AlgorithmOption,
+    ConfigArgument,
+    JsonOption,
+    SettingsArgument,
+    example,
+    print_json,
+    wrapped,
+)
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:  # the schema is read where it is used

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from asyncgrpo.cli.output import example, size_in_words
+from asyncgrpo.cli.options import example, size_in_words
 from asyncgrpo.host import Host, cores
 from asyncgrpo.importing import has_gpu
 from asyncgrpo.scratch import SHARED_MEMORY

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from asyncgrpo.cli.output import JsonOption, example, print_json, shorten
+from asyncgrpo.cli.options import JsonOption, example, print_json, shorten
 from asyncgrpo.errors import ConfigError, RunNotAlive
 from asyncgrpo.logs import visible
 

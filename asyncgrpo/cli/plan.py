@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from asyncgrpo.cli import options
-from asyncgrpo.cli.output import JsonOption, command, example, print_json
+from asyncgrpo.cli.options import JsonOption, command, example, print_json
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from asyncgrpo import scratch, warm
-from asyncgrpo.cli.output import size_in_words
+from asyncgrpo.cli.options import size_in_words
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import ConfigError

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from asyncgrpo.cli import options
-from asyncgrpo.cli.output import command, example, same_command
+from asyncgrpo.cli.options import command, example, same_command
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.importing import importing
 
