@@ -15,8 +15,7 @@ from asyncgrpo.errors import ConfigError, RunNotAlive
 from asyncgrpo.logs import visible
 
 if TYPE_CHECKING:
-    from asyncgrpo.control.client import Look
-    from asyncgrpo.control.operator import Command
+    from asyncgrpo.control.client import Command, Look
 
 app = typer.Typer()
 
@@ -115,7 +114,7 @@ def _active(runs: list[Path] | None) -> list[Path]:
 def _plain(name: str, does: str) -> None:
     @app.command(name, help=does, epilog=example(f"{name} runs/demo"))
     def send(run: RunArgument = None) -> None:
-        from asyncgrpo.control.operator import Command
+        from asyncgrpo.control.client import Command
 
         _send(run, msgspec.convert({"command": name}, type=Command))
 
@@ -134,7 +133,7 @@ def scale(
 
     The bounds are generators.min and generators.max. Training continues meanwhile.
     """
-    from asyncgrpo.control.operator import Scale
+    from asyncgrpo.control.client import Scale
 
     _send(run, Scale(generators=count))
 
@@ -149,7 +148,7 @@ def change(
 
     All of them change or none. The next start uses the values of its own configuration.
     """
-    from asyncgrpo.control.operator import ChangeSettings
+    from asyncgrpo.control.client import ChangeSettings
 
     settings: dict[str, float | int] = {}
     for text in (text for text in arguments if "=" in text):

@@ -18,7 +18,7 @@ from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.nodes import environment_to_share
 from asyncgrpo.cluster.ray_session import NO_PLACE_S, Actor, Placement, Reference, has_ended, result
 from asyncgrpo.cluster.wiring import GeneratorActor, Setup, incarnation_of
-from asyncgrpo.control.operator import ProcessState, ProcessStatus
+from asyncgrpo.control.client import ProcessState, ProcessStatus
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.supervision import EndpointsChanged, Heartbeat

@@ -26,7 +26,7 @@ from asyncgrpo.cluster.folder import RunFolder, keep_changed
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.config.load import with_overrides
 from asyncgrpo.config.schema import Config
-from asyncgrpo.control.operator import (
+from asyncgrpo.control.client import (
     CHANGEABLE,
     ChangeSettings,
     Command,

@@ -21,8 +21,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from asyncgrpo.config.schema import ControlConfig
-from asyncgrpo.control.client import FILE, Address, write_address
-from asyncgrpo.control.operator import Command, Done, Operator, Problems, Status
+from asyncgrpo.control.client import FILE, Address, Command, Done, Operator, Problems, Status, write_address
 from asyncgrpo.control.server import LARGEST_BODY, HttpServer, Refusal, Worker, as_json, body_of, error, reply
 from asyncgrpo.errors import CommandRefused, ConfigError, DataError
 from asyncgrpo.recording.events import read_tail

@@ -12,7 +12,7 @@ from asyncgrpo.cluster.folder import RunFolder, look, record
 from asyncgrpo.cluster.steering import Steering, in_words
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
-from asyncgrpo.control.operator import (
+from asyncgrpo.control.client import (
     ChangeSettings,
     Command,
     DrainRun,

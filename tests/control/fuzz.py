@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from asyncgrpo.control.operator import Command
+from asyncgrpo.control.client import Command
 from asyncgrpo.control.server import LARGEST_BODY
 
 WAIT_S = 30.0

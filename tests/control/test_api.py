@@ -14,8 +14,7 @@ import pytest
 from asyncgrpo.config.schema import ControlConfig
 from asyncgrpo.control import server
 from asyncgrpo.control.api import serving
-from asyncgrpo.control.client import Address, fetch, read_address
-from asyncgrpo.control.operator import Pause, Resume
+from asyncgrpo.control.client import Address, Pause, Resume, fetch, read_address
 from asyncgrpo.errors import CommandRefused, ConfigError, RunNotAlive
 from tests.control.fuzz import attack, send, wrong_with
 from tests.control.operators import TOKEN, FakeOperator, make_run, served
