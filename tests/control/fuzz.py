@@ -100,7 +100,7 @@ class Attacker:
             "/%2e%2e/%2e%2e/etc/passwd",
             "/page.js/../../api.py",
         )
-        odd += ("/../operator.py", "/control.json", "/index.html%00", "/vendor", "/" + "a" * 4000)
+        odd += ("/../client.py", "/control.json", "/index.html%00", "/vendor", "/" + "a" * 4000)
         return self._get(self._random.choice(odd))
 
     def _wrong_query(self) -> bytes:
