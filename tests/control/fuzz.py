@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from asyncgrpo.control.api import LARGEST_BODY
 from asyncgrpo.control.client import Command
-from asyncgrpo.control.server import LARGEST_BODY
 
 WAIT_S = 30.0
 """For a reply; longer than the server waits for a request."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.config.schema import ControlConfig
-from asyncgrpo.control import server
+from asyncgrpo.control import api
 from asyncgrpo.control.api import serving
 from asyncgrpo.control.client import Address, Pause, Resume, fetch, read_address
 from asyncgrpo.errors import CommandRefused, ConfigError, RunNotAlive
@@ -132,7 +132,7 @@ def test_a_page_elsewhere_gets_no_leave_to_read(operator: FakeOperator):
 
 
 def test_who_is_slow_is_shown_out(operator: FakeOperator, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server, "REQUEST_S", 0.3)
+    monkeypatch.setattr(api, "REQUEST_S", 0.3)
     head = f"POST /api/command HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
     typed = b"Content-Type: application/json\r\nContent-Length: 19\r\n\r\n"
     with served(operator) as url:
@@ -144,7 +144,7 @@ def test_who_is_slow_is_shown_out(operator: FakeOperator, monkeypatch: pytest.Mo
 
 
 def test_a_body_that_does_not_come_ends_in_a_sentence(operator: FakeOperator, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server, "REQUEST_S", 0.3)
+    monkeypatch.setattr(api, "REQUEST_S", 0.3)
     import socket
     from urllib.parse import urlsplit
 
@@ -177,8 +177,8 @@ def event_loop_kind(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.usefixtures("event_loop_kind")
 def test_a_crowd_is_turned_away_and_then_served(operator: FakeOperator, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server, "CONNECTIONS", 3)
-    monkeypatch.setattr(server, "REQUEST_S", 3.0)
+    monkeypatch.setattr(api, "CONNECTIONS", 3)
+    monkeypatch.setattr(api, "REQUEST_S", 3.0)
     import socket
     from urllib.parse import urlsplit
 
