@@ -43,7 +43,6 @@ LAYERS = {
     "isolation": 0,
     "errors": 0,
     "liveness": 0,
-    "importing": 0,
 }
 
 # library -> modules that may import it, as the start of a dotted name below `asyncgrpo`.

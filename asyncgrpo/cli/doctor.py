@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from asyncgrpo.cli.options import example, size_in_words
-from asyncgrpo.host import Host, cores
-from asyncgrpo.importing import has_gpu
+from asyncgrpo.host import Host, cores, has_gpu
 from asyncgrpo.scratch import SHARED_MEMORY
 
 app = typer.Typer()

@@ -19,8 +19,7 @@ from asyncgrpo.cli.options import size_in_words
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.host import Host
-from asyncgrpo.importing import has_gpu, importing
+from asyncgrpo.host import Host, has_gpu, importing
 
 if TYPE_CHECKING:  # importing the cluster imports ray
     from rich.console import Console

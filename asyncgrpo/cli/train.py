@@ -11,7 +11,7 @@ import typer
 from asyncgrpo.cli import options
 from asyncgrpo.cli.options import command, example, same_command
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.importing import importing
+from asyncgrpo.host import importing
 
 app = typer.Typer()
 

@@ -26,8 +26,7 @@ import msgspec
 from asyncgrpo.config.reach import check_service, find_model
 from asyncgrpo.config.schema import JudgeConfig, RewardModelConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.host import cores
-from asyncgrpo.importing import importing
+from asyncgrpo.host import cores, importing
 from asyncgrpo.rewards.base import Reward, Sampled, failed, in_turn, score_of_value
 from asyncgrpo.rewards.http import Service, ServiceError
 from asyncgrpo.rewards.pool import Call, Pool, PoolReward, call_of
