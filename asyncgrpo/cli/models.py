@@ -28,7 +28,7 @@ from asyncgrpo.logs import visible
 if TYPE_CHECKING:  # each imports numpy, torch or transformers
     from transformers import PreTrainedTokenizerBase
 
-    from asyncgrpo.data.rows import Record
+    from asyncgrpo.data.loading import Record
     from asyncgrpo.rewards.base import Reward
     from asyncgrpo.types import Prompt, Rollout, Score
 
