@@ -318,7 +318,7 @@ def execute(
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.events import read_events
     from asyncgrpo.recording.progress import progress_of
-    from asyncgrpo.recording.text import summary
+    from asyncgrpo.recording.screen import summary
 
     progress = progress_of(events)
     if progress.steps:

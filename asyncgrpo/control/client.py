@@ -23,7 +23,7 @@ from asyncgrpo.recording.advice import Advice
 from asyncgrpo.recording.events import NEWEST_BYTES, Follower
 from asyncgrpo.recording.health import Problem
 from asyncgrpo.recording.progress import Progress
-from asyncgrpo.recording.text import figures, position
+from asyncgrpo.recording.screen import figures, position
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
