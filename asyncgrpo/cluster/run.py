@@ -24,11 +24,10 @@ from typing import Any, Protocol
 import psutil
 
 from asyncgrpo import liveness, logs, metrics
-from asyncgrpo.cluster.core import Budget, Core
-from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.folder import RunFolder, is_abandoned
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.nodes import check_bind_reaches, host_of, with_absolute_paths
+from asyncgrpo.cluster.processes import Budget, Core, Fleet
 from asyncgrpo.cluster.ray_session import POLL_S, Placement, cluster_gpus, decide_device, ray_session_of
 from asyncgrpo.cluster.steering import Steering
 from asyncgrpo.cluster.wiring import BufferReady, Setup, uses_cuda
