@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from asyncgrpo.cluster.alone import in_generator
 from asyncgrpo.cluster.folder import RunFolder, look, record
-from asyncgrpo.cluster.run import Run
+from asyncgrpo.cluster.run import Run, in_generator
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.memory import Card, engine_gpu
 from asyncgrpo.config.model_size import size_at
