@@ -137,7 +137,7 @@ def demo(
     The run has all components of a cluster run: Ray, SGLang, ZeroMQ, FSDP2, weight broadcast. It creates a random Qwen3
     and a task in the run folder.
     """
-    from asyncgrpo.cli.audit import audit
+    from asyncgrpo.cli.look import audit
     from asyncgrpo.cli.running import execute
     from asyncgrpo.config.load import algorithm_file, load_config
 
