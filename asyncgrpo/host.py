@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-# -- imports -----------------------------------------------------------------------------------------------------------
-
 QUIET = {
     "PYTHONWARNINGS": "ignore",
     "HF_HUB_DISABLE_TELEMETRY": "1",

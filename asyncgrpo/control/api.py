@@ -276,7 +276,7 @@ class Api:
         self._open: dict[str, Handler] = {path: partial(_file, file) for path, file in files.items()}
         self._open |= {"/": partial(_file, _PAGE / "index.html"), "/healthz": _healthz}
         """Handlers that ask for no token."""
-        routes = {path: partial(_reply, kind, answer) for path, (kind, answer) in self._answers().items()}
+        routes = {path: partial(_answer_to, kind, answer) for path, (kind, answer) in self._answers().items()}
         app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
         for path, do in (self._open | routes).items():
             app.router.add_get(path, do, allow_head=False)
@@ -357,7 +357,7 @@ class Api:
         return as_json(Done(await self._commands(partial(self._operator.carry_out, command))))
 
 
-async def _reply(kind: type[T], answer: Callable[[T], Awaitable[Any]], request: web.Request) -> web.Response:
+async def _answer_to(kind: type[T], answer: Callable[[T], Awaitable[Any]], request: web.Request) -> web.Response:
     return as_json(await answer(_query(request, kind)))
 
 
