@@ -1,13 +1,51 @@
-"""This machine: main memory and shared memory that processes may use, its cores, and the core-seconds of this process."""
+"""This machine and process: quiet imports of large libraries, a GPU, main memory, shared memory, cores and core-seconds."""
 
 import contextlib
+import gc
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+QUIET = {
+    "PYTHONWARNINGS": "ignore",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # Ray writes stderr to files, on a disk that may be full
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment variables of the processes of a run. Libraries read them when they are imported."""
+_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+
+
+def has_gpu() -> bool:
+    """Return True if torch sees a GPU here. Imports torch only if the device file of a driver exists."""
+    if not any(map(os.path.exists, _DEVICES)):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Disable the garbage collector for the block, which first imports torch, transformers or SGLang, then freeze objects.
+
+    The imports create a million permanent objects. The collector would traverse them repeatedly during the import, and,
+    unless frozen, in every later full collection.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.freeze()
+            gc.enable()
+
 
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -244,7 +244,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # -- the journal ---------------------------------------------------------------------------------------------------
     "a damaged record hides those behind it": Mutant(
-        "journal.format:scan",
+        "journal.history:scan",
         "_next_whole(data, view, offset + 1)",
         "len(view)",
         "journal/test_log.py::test_with_any_byte_flipped_the_damaged_record_is_named_and_every_other_one_is_there",
@@ -269,16 +269,16 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # -- resume and events ---------------------------------------------------------------------------------------------
     "a model that is nowhere else the same may be another": Mutant(
-        "config.resume:_effect",
+        "cluster.folder:_effect",
         "_is_same(then, here) is True",
         "_is_same(then, here) is not False",
-        "config/test_resume.py",
+        "cluster/test_resume.py",
     ),
     "a setting that an older release did not know has changed": Mutant(
-        "config.resume:_changed",
+        "cluster.folder:_changed",
         "_plain(knobs()[key].default)",
         "None",
-        "config/test_resume.py::test_a_knob_that_an_older_release_did_not_know_had_its_default",
+        "cluster/test_resume.py::test_a_knob_that_an_older_release_did_not_know_had_its_default",
     ),
     "an event may have fields that nobody declared": Mutant(
         "recording.events:EventLog.write",

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.algorithms import diagnostics
-from asyncgrpo.config.files import algorithm_file, algorithm_names
-from asyncgrpo.config.load import load_config
+from asyncgrpo.config.load import algorithm_file, algorithm_names, load_config
 from asyncgrpo.config.rules import loss_arguments
 from asyncgrpo.config.schema import AlgorithmConfig, CorrectionConfig
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncgrpo.data.rows import recognise
+from asyncgrpo.data.loading import recognise
 from asyncgrpo.data.sources import read_rows
 from asyncgrpo.learner.packing import pack
 from benchmarks import gpu_learner, learner_step

@@ -65,7 +65,7 @@ def test_a_run_in_an_environment_goes_on_through_kills_and_every_group_is_accoun
 
 
 def kill_the_environment(folder: Path) -> None:
-    found = [one for one in marked(folder) if "asyncgrpo.environments.worker" in command_of(one)]
+    found = [one for one in marked(folder) if "asyncgrpo.environments.hosted" in command_of(one)]
     assert found, "the environment has no process of its own: the test shows nothing"
     for one in found:
         one.kill()

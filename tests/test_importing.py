@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from asyncgrpo.importing import importing
+from asyncgrpo.host import importing
 
 
 @pytest.fixture(autouse=True)

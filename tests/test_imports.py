@@ -23,7 +23,7 @@ _NAMES = {
     3: "data rewards weights recording",
     2: "config metrics logs scratch",
     1: "algorithms wire warm guests",
-    0: "types host isolation errors liveness importing",
+    0: "types host isolation errors liveness",
 }
 LAYERS = {name: layer for layer, names in _NAMES.items() for name in names.split()}
 
@@ -36,7 +36,7 @@ OWNERS = {
     "omegaconf": ("config",),
     "aiohttp": ("control", "rewards.http", "environments.chat", "environments.openenv"),
     "datasets": ("data.sources",),
-    "reasoning_gym": ("data.sources", "rewards.gym"),
+    "reasoning_gym": ("data.sources", "rewards.maths"),
 }
 
 # Packages that start without torch, which takes seconds and hundreds of MiB to import.

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 import pytest
 
-from asyncgrpo.journal.format import BatchIssued
-from asyncgrpo.journal.history import read_history
+from asyncgrpo.journal.history import BatchIssued, read_history
 from tests.runs import assert_nothing_left, asyncgrpo, events, replay, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

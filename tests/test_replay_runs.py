@@ -8,8 +8,16 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from asyncgrpo.journal.format import BatchIssued, Delivered, Whole, delivered, pack, scan, unpack_delivered
-from asyncgrpo.journal.history import read_history
+from asyncgrpo.journal.history import (
+    BatchIssued,
+    Delivered,
+    Whole,
+    delivered,
+    pack,
+    read_history,
+    scan,
+    unpack_delivered,
+)
 from tests.runs import assert_nothing_left, asyncgrpo, events, replay
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.control.client import RunClient
-from asyncgrpo.control.operator import (
+from asyncgrpo.control.client import (
     ChangeSettings,
     Command,
     DrainRun,
     Evaluate,
     Pause,
     Resume,
+    RunClient,
     Scale,
     Status,
     WriteCheckpoint,

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncgrpo.config.files import shipped
-from asyncgrpo.config.load import load_config
+from asyncgrpo.config.load import load_config, shipped
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
 from tests import one_process

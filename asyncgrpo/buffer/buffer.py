@@ -39,7 +39,7 @@ from asyncgrpo.buffer.group_health import (
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.errors import DataError
-from asyncgrpo.journal.format import BatchIssued, BoundChanged, Dropped, Interrupted, delivered
+from asyncgrpo.journal.history import BatchIssued, BoundChanged, Dropped, Interrupted, delivered
 from asyncgrpo.journal.log import InMemory, Ledger
 from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire.codec import Buffer as Frame

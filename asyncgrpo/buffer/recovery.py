@@ -19,8 +19,20 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import BLAMED, EarlierFailures
 from asyncgrpo.config.schema import BufferConfig
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.journal.format import BatchIssued, BoundChanged, Delivered, Dropped, Interrupted, RunStarted
-from asyncgrpo.journal.history import Found, History, is_on, read_rest, repair, surviving_path
+from asyncgrpo.journal.history import (
+    BatchIssued,
+    BoundChanged,
+    Delivered,
+    Dropped,
+    Found,
+    History,
+    Interrupted,
+    RunStarted,
+    is_on,
+    read_rest,
+    repair,
+    surviving_path,
+)
 from asyncgrpo.journal.log import SEGMENT_BYTES, Disk, InMemory, Journal, Ledger
 from asyncgrpo.types import PolicyVersion
 

@@ -16,7 +16,7 @@ from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.fleet import Emit, Load, RewardMonitor, Session, Speeds
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import DataError, RefusedError
-from asyncgrpo.journal.format import Committed
+from asyncgrpo.journal.history import Committed
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import PolicyVersion

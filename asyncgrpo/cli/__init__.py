@@ -13,8 +13,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from asyncgrpo import __version__
-from asyncgrpo.cli import audit, config, doctor, look, models, plan, train
-from asyncgrpo.cli.output import shorten
+from asyncgrpo.cli import config, doctor, look, models, plan, train
+from asyncgrpo.cli.options import shorten
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import say_warnings, visible
 
@@ -47,7 +47,7 @@ def _root(
     pass
 
 
-for family in (doctor, train, look, audit, plan, models, config):
+for family in (doctor, train, look, plan, models, config):
     app.add_typer(family.app)
 
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer does not export it

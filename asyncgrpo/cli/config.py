@@ -6,8 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asyncgrpo.cli.options import AlgorithmOption, ConfigArgument, SettingsArgument
-from asyncgrpo.cli.output import JsonOption, example, print_json, wrapped
+from asyncgrpo.cli.options import (
+    AlgorithmOption,
+    ConfigArgument,
+    JsonOption,
+    SettingsArgument,
+    example,
+    print_json,
+    wrapped,
+)
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:  # the schema is read where it is used
@@ -71,7 +78,7 @@ def show(
 @group.command("algorithms", epilog=example("config algorithms"))
 def algorithms() -> None:
     """List the presets that `--algorithm` takes, and what each is."""
-    from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
+    from asyncgrpo.config.load import algorithm_file, algorithm_names, headline
 
     found = {name: headline(algorithm_file(name)) for name in algorithm_names()}
     width = max(map(len, found))

@@ -16,9 +16,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from asyncgrpo.cli.output import example, size_in_words
-from asyncgrpo.host import Host, cores
-from asyncgrpo.importing import has_gpu
+from asyncgrpo.cli.options import example, size_in_words
+from asyncgrpo.host import Host, cores, has_gpu
 from asyncgrpo.scratch import SHARED_MEMORY
 
 app = typer.Typer()

@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncgrpo.cli import options
-from asyncgrpo.cli.options import ModelOption, RewardFuncOption, SettingsArgument, UnsafeRewardsOption
-from asyncgrpo.cli.output import JsonOption, example, print_json, shorten
+from asyncgrpo.cli.options import (
+    JsonOption,
+    ModelOption,
+    RewardFuncOption,
+    SettingsArgument,
+    UnsafeRewardsOption,
+    example,
+    print_json,
+    shorten,
+)
 from asyncgrpo.config.schema import Config, DataConfig
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError
 from asyncgrpo.logs import visible
@@ -20,7 +28,7 @@ from asyncgrpo.logs import visible
 if TYPE_CHECKING:  # each imports numpy, torch or transformers
     from transformers import PreTrainedTokenizerBase
 
-    from asyncgrpo.data.rows import Record
+    from asyncgrpo.data.loading import Record
     from asyncgrpo.rewards.base import Reward
     from asyncgrpo.types import Prompt, Rollout, Score
 

@@ -8,12 +8,11 @@ import msgspec
 import typer
 
 from asyncgrpo.cli import options
-from asyncgrpo.cli.output import JsonOption, command, example, print_json
+from asyncgrpo.cli.options import JsonOption, command, example, print_json
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asyncgrpo.planner.plan import Option, Plan
-    from asyncgrpo.planner.profile import Profile
+    from asyncgrpo.planner.plan import Option, Plan, Profile
 
 app = typer.Typer()
 
@@ -47,7 +46,7 @@ def tune(
     from asyncgrpo.cli.running import check_settings, session_of_checked
     from asyncgrpo.config.load import load_config
     from asyncgrpo.config.reach import find_model
-    from asyncgrpo.planner.profile import write_profile
+    from asyncgrpo.planner.plan import write_profile
 
     resolved = load_config(config, ["run.epochs=null", *(overrides or [])])
     if not out.parent.is_dir():
@@ -142,7 +141,7 @@ def simulate(
 
 
 def _read(file: Path) -> "Profile":
-    from asyncgrpo.planner.profile import read_profile
+    from asyncgrpo.planner.plan import read_profile
 
     if file == PROFILE and not file.exists():
         raise ConfigError(

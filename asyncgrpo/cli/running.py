@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from asyncgrpo import scratch, warm
-from asyncgrpo.cli.output import size_in_words
+from asyncgrpo.cli.options import size_in_words
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.host import Host
-from asyncgrpo.importing import has_gpu, importing
+from asyncgrpo.host import Host, has_gpu, importing
 
 if TYPE_CHECKING:  # importing the cluster imports ray
     from rich.console import Console
@@ -319,7 +318,7 @@ def execute(
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.events import read_events
     from asyncgrpo.recording.progress import progress_of
-    from asyncgrpo.recording.text import summary
+    from asyncgrpo.recording.screen import summary
 
     progress = progress_of(events)
     if progress.steps:

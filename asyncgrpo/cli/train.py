@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from asyncgrpo.cli import options
-from asyncgrpo.cli.output import command, example, same_command
+from asyncgrpo.cli.options import command, example, same_command
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.importing import importing
+from asyncgrpo.host import importing
 
 app = typer.Typer()
 
@@ -137,10 +137,9 @@ def demo(
     The run has all components of a cluster run: Ray, SGLang, ZeroMQ, FSDP2, weight broadcast. It creates a random Qwen3
     and a task in the run folder.
     """
-    from asyncgrpo.cli.audit import audit
+    from asyncgrpo.cli.look import audit
     from asyncgrpo.cli.running import execute
-    from asyncgrpo.config.files import algorithm_file
-    from asyncgrpo.config.load import load_config
+    from asyncgrpo.config.load import algorithm_file, load_config
 
     if algorithm is not None:
         algorithm_file(algorithm)  # refuse an unknown name before a model is made

@@ -7,7 +7,7 @@ import os
 
 os.setpgrp()  # the driver alone handles Ctrl-C and SIGHUP
 
-from asyncgrpo.importing import QUIET, importing  # noqa: E402
+from asyncgrpo.host import QUIET, importing  # noqa: E402
 from asyncgrpo.logs import say_warnings  # noqa: E402
 from asyncgrpo.warm import ENGINE  # noqa: E402
 

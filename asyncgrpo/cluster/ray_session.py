@@ -33,7 +33,7 @@ from asyncgrpo.errors import (
     WeightsError,
     WireError,
 )
-from asyncgrpo.importing import QUIET
+from asyncgrpo.host import QUIET
 from asyncgrpo.wire.sockets import is_loopback
 
 T = TypeVar("T")

@@ -7,6 +7,8 @@ and the buffer's journal; the generators live on and connect to the new core.
 
 The driver holds no data. On SIGTERM or Ctrl-C it drains the run: leases stop, the learner finishes its step and writes a
 checkpoint, engines close.
+
+`in_generator` runs work in one process, placed as the first generator of a run would be, so that the work can be measured.
 """
 
 import logging
@@ -19,19 +21,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import psutil
+import ray
 
 from asyncgrpo import liveness, logs, metrics
-from asyncgrpo.cluster.core import Budget, Core
-from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.folder import RunFolder, is_abandoned
 from asyncgrpo.cluster.heartbeat import Watch
-from asyncgrpo.cluster.nodes import check_bind_reaches, host_of, with_absolute_paths
-from asyncgrpo.cluster.ray_session import POLL_S, Placement, cluster_gpus, decide_device, ray_session_of
+from asyncgrpo.cluster.nodes import (
+    check_bind_reaches,
+    environment_to_share,
+    host_of,
+    set_environment,
+    with_absolute_paths,
+)
+from asyncgrpo.cluster.processes import Budget, Core, Fleet
+from asyncgrpo.cluster.ray_session import POLL_S, Placement, cluster_gpus, decide_device, ray_session_of, result
 from asyncgrpo.cluster.steering import Steering
-from asyncgrpo.cluster.wiring import BufferReady, Setup, uses_cuda
+from asyncgrpo.cluster.wiring import BufferReady, Setup, prepare_environment, uses_cuda
 from asyncgrpo.config.schema import Config
 from asyncgrpo.control.api import serving
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
@@ -374,3 +382,46 @@ def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+# -- work without a run ------------------------------------------------------------------------------------------------
+
+Found = TypeVar("Found")
+
+
+class _Alone:
+    """Actor that does one piece of work."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        """
+        Args:
+            environment: variables that the processes share with the driver.
+        """
+        set_environment(environment)
+
+    def work(self, work: Callable[[Config], Iterator[Found]], config: Config) -> Iterator[Found]:
+        if not config.generators.gpus_each:
+            os.environ["OMP_NUM_THREADS"] = "1"
+        prepare_environment(config)
+        yield from work(config)
+
+
+def in_generator(config: Config, work: Callable[[Config], Iterator[Found]]) -> Iterator[Found]:
+    """Yield the results of `work`, run in a process with the placement and GPUs of a run's first generator.
+
+    Raises:
+        AsyncGRPOError: the process could not be placed, or `work` raised it.
+    """
+    config = with_absolute_paths(config)
+    with ray_session_of(config):
+        config = decide_device(config)
+        placement = Placement(config, learner_on_gpu=uses_cuda(config))
+        try:
+            actor = ray.remote(_Alone).options(**placement.generator(0)).remote(environment_to_share())
+            try:
+                for reference in actor.work.options(num_returns="streaming").remote(work, config):
+                    yield result(reference, "generator-0")
+            finally:
+                ray.kill(actor)  # the session may outlive it
+        finally:
+            placement.release()

@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from asyncgrpo.cluster.core import Core
-from asyncgrpo.cluster.fleet import Fleet, process_status
 from asyncgrpo.cluster.folder import RunFolder, keep_changed
 from asyncgrpo.cluster.heartbeat import Watch
+from asyncgrpo.cluster.processes import Core, Fleet, process_status
 from asyncgrpo.config.load import with_overrides
 from asyncgrpo.config.schema import Config
-from asyncgrpo.control.operator import (
+from asyncgrpo.control.client import (
     CHANGEABLE,
     ChangeSettings,
     Command,

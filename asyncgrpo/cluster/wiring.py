@@ -32,9 +32,8 @@ from asyncgrpo.data.loading import Prompts, prepare
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size
-from asyncgrpo.host import CoreClock
-from asyncgrpo.importing import has_gpu, importing
-from asyncgrpo.journal.format import FORMAT, RunStarted
+from asyncgrpo.host import CoreClock, has_gpu, importing
+from asyncgrpo.journal.history import FORMAT, RunStarted
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.recording.events import EventLog

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncgrpo.config.explain import knobs, near, value_in_words
-from asyncgrpo.config.files import flat, load_values, parse, text_of
 from asyncgrpo.config.foreign_rules import TRL, VERL, KeyMap, TranslatedKey, merged
+from asyncgrpo.config.load import flat, load_values, parse, text_of
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.isolation import Ended, run_isolated, why_not_isolated
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncgrpo.config.reach import find_model
 from asyncgrpo.config.rules import local_model
-from asyncgrpo.importing import importing
+from asyncgrpo.host import importing
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -14,8 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from asyncgrpo.control.client import Look, RunClient
-from asyncgrpo.control.operator import Command, Pause, Resume
+from asyncgrpo.control.client import Command, Look, Pause, Resume, RunClient
 from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.logs import visible
 from asyncgrpo.recording.screen import panel

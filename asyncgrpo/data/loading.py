@@ -1,27 +1,282 @@
-"""The prompts of a run: its rows are checked before the run, and each is rendered and tokenised when it is due."""
+"""The prompts of a run: rows of data files become records, are checked before the run, and are rendered and tokenised when due.
+
+The rows of verl, SkyRL, TRL, verifiers and plain files are converted. The first row determines the schema of a file.
+`data.columns` maps the columns of other files. A `DataError` names the file, the row and the expected form.
+"""
 
 import bisect
 import itertools
+import json
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import xxhash
 
 from asyncgrpo.config.schema import Config, DataConfig
-from asyncgrpo.data.rows import Record, Schema, recognise
-from asyncgrpo.data.sources import DataRows, digest_of, read_source
+from asyncgrpo.data.sources import DataRows, digest_of, kind, read_source
 from asyncgrpo.data.tokenizer import load_tokenizer, render, stop_token_ids, vocabulary_size
 from asyncgrpo.errors import ConfigError, DataError
 from asyncgrpo.types import Prompt
+from asyncgrpo.wire.rollouts import PROMPT_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+
+# -- the schemas of data files -----------------------------------------------------------------------------------------
+
+DataRow = Mapping[str, Any]
+Message = dict[str, Any]
+
+PROMPT_SPELLINGS = ("prompt", "question")
+ANSWER_SPELLINGS = ("reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "answer", "solution")
+
+_ANSWER_IS = f"an answer is named {', '.join(ANSWER_SPELLINGS)}, or mapped by data.columns"
+
+_MOST_BYTES = PROMPT_BYTES - 2**16
+"""Limit on answer and info of a row. The rest of a message is for the prompt."""
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One row, independent of its schema."""
+
+    prompt: str | list[Message]
+    """Text, or at least one chat turn with `role` and `content`."""
+    answer: Any
+    """Ground truth as in the file; None without one."""
+    source: str
+    """Origin of the row, which selects the rule of rule-based rewards; empty without one."""
+    info: dict[str, Any]
+    """Other columns, for the reward."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """Chat turns. A text prompt is one user turn."""
+        return [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Converter for the rows of one file."""
+
+    name: str
+    file: str
+    convert: Callable[[DataRow], Record]
+
+    def to_record(self, row: DataRow, index: int) -> Record:
+        """Convert row `index` (from 0). Raises DataError, which names file, row and the accepted names."""
+        try:
+            record = self.convert(row)
+            _check_values(record)
+            _check_size(record)
+            return record
+        except _Misfit as misfit:
+            raise DataError(f"{self.file}, row {index}: {misfit} (schema {self.name}, from row 0)") from None
+
+
+class _Misfit(Exception):
+    """A row does not match the schema. The message does not name file and row."""
+
+
+def _check_values(record: Record) -> None:
+    """Raise _Misfit for a prompt without text, or an answer that is NaN or infinite."""
+    prompt = record.prompt
+    if _is_blank(prompt) if isinstance(prompt, str) else all(_is_blank(turn["content"]) for turn in prompt):
+        raise _Misfit("its prompt is empty")
+    if isinstance(record.answer, float) and not math.isfinite(record.answer):
+        raise _Misfit(f"its answer is {record.answer}; write null for a row without one")
+
+
+def _is_blank(text: str) -> bool:
+    return not text or text.isspace()
+
+
+def _check_size(record: Record) -> None:
+    """Raise _Misfit for a record that does not fit into a message to a generator."""
+    try:
+        _encoder.encode((record.prompt, record.source))
+        size = len(_encoder.encode((record.answer, record.info)))
+    except (UnicodeEncodeError, OverflowError) as error:  # half of a surrogate pair; more than 64 bits
+        raise _Misfit(f"it cannot be encoded: {error}") from None
+    if size > _MOST_BYTES:
+        raise _Misfit(f"its answer and info have {size:,} bytes; the limit of a message is {_MOST_BYTES:,}")
+
+
+_COLUMNS = {"prompt": "prompt", "answer": "ground_truth", "source": "data_source"}
+"""Column of the schema `plain` for each field of `data.columns`."""
+
+
+def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "data") -> Schema:
+    """Return the schema of a file, determined by its first row.
+
+    Args:
+        rows: of the file, at least one.
+        columns: maps fields (`prompt`, `answer`, `source`) to columns of the file, which are renamed before a schema is
+            recognised. With `answer` it is `plain`.
+        file: name for error messages.
+    Raises:
+        ConfigError: `columns` has an unknown field.
+        DataError: the first row matches no schema, or a mapped column does not exist.
+    """
+    there = ", ".join(rows[0]) or "(none)"
+    for field, column in columns.items():
+        if field not in _COLUMNS:
+            raise ConfigError(f"data.columns.{field}: unknown field; expected {', '.join(_COLUMNS)}")
+        if column not in rows[0]:
+            raise DataError(
+                f"{file}, row 0: no column {column!r}, which data.columns.{field} names; the columns are {there}"
+            )
+
+    def renamed(row: DataRow) -> DataRow:
+        others = {name: value for name, value in row.items() if name != columns.get("prompt")}
+        return others | {_COLUMNS[field]: row[column] for field, column in columns.items() if column in row}
+
+    first = renamed(rows[0])
+    for name, (fits, convert) in _SCHEMAS.items():
+        if name == "plain" if "answer" in columns else fits(first):
+            if not columns:
+                return Schema(name, file, convert)
+            return Schema(f"{name}, with data.columns", file, lambda row, convert=convert: convert(renamed(row)))
+    raise DataError(
+        f"{file}, row 0: no prompt among the columns {there}; expected {' or '.join(PROMPT_SPELLINGS)}, or a data.columns "
+        "map such as {prompt: input, answer: label}"
+    )
+
+
+def _verl(row: DataRow) -> Record:
+    reward_model = _object(row, "reward_model")
+    return Record(
+        prompt=_prompt(row, "prompt"),
+        answer=_required(reward_model, "ground_truth", shown="reward_model.ground_truth"),
+        source=_source(row, "data_source"),
+        info=_info(row, "extra_info"),
+    )
+
+
+def _skyrl(row: DataRow) -> Record:
+    reward_spec = _object(row, "reward_spec")
+    env_class = {"env_class": row["env_class"]} if row.get("env_class") else {}
+    return Record(
+        prompt=_prompt(row, "prompt"),
+        answer=_required(reward_spec, "ground_truth", shown="reward_spec.ground_truth"),
+        source=_source(row, "data_source"),
+        info=env_class | _info(row, "extra_info"),
+    )
+
+
+def _plain(row: DataRow) -> Record:
+    return Record(
+        prompt=_prompt(row, "prompt"),
+        answer=_required(row, "ground_truth"),
+        source=_source(row, "data_source"),
+        info=_others(row, "prompt", "ground_truth", "data_source", "extra_info") | _info(row, "extra_info"),
+    )
+
+
+def _verifiers(row: DataRow) -> Record:
+    prompt = "prompt" if row.get("prompt") is not None else "question"
+    source = "data_source" if row.get("data_source") else "task"
+    return Record(
+        prompt=_prompt(row, prompt),
+        answer=None if "info" in row and "answer" not in row else _required(row, "answer"),
+        source=_source(row, source),
+        info=_others(row, prompt, "answer", source, "info") | _info(row, "info"),
+    )
+
+
+def _trl(row: DataRow) -> Record:
+    # TRL passes every column to the reward by name, so `solution`, its usual ground truth, stays in `info` as well.
+    return Record(
+        prompt=_prompt(row, "prompt"),
+        answer=row.get("solution"),
+        source=_source(row, "data_source"),
+        info=_others(row, "prompt", "data_source"),
+    )
+
+
+# In order of precedence: schemas with a distinctive column first, the one with only a prompt last.
+_SCHEMAS: dict[str, tuple[Callable[[DataRow], bool], Callable[[DataRow], Record]]] = {
+    "verl": (lambda row: "prompt" in row and "reward_model" in row, _verl),
+    "skyrl": (lambda row: "prompt" in row and "reward_spec" in row, _skyrl),
+    "plain": (lambda row: "prompt" in row and "ground_truth" in row, _plain),
+    "trl, answer": (lambda row: {"prompt", "answer"} <= row.keys() and not row.keys() & {"info", "task"}, _verifiers),
+    "verifiers": (
+        lambda row: "question" in row or ("prompt" in row and ("answer" in row or "info" in row)),
+        _verifiers,
+    ),
+    "trl": (lambda row: "prompt" in row, _trl),
+}
+
+
+def _prompt(row: DataRow, column: str) -> str | list[Message]:
+    value = row.get(column)
+    if value is None:
+        raise _Misfit(f"no {column}; a prompt is named {' or '.join(PROMPT_SPELLINGS)}, or mapped by data.columns")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        what = "an empty list" if value == [] else kind(value)
+        raise _Misfit(f"{column} is {what}; expected text or a list of chat turns, {{role: user, content: ...}}")
+    for turn, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise _Misfit(f"turn {turn} of {column} is not an object with role and content")
+        if not isinstance(message.get("content"), str):
+            raise _Misfit(f"the content of turn {turn} of {column} is not text (images and parts are not supported)")
+    # Parquet fills every turn with every key, so remove keys without a value.
+    return [{key: item for key, item in message.items() if item is not None} for message in value]
+
+
+def _required(row: DataRow, key: str, *, shown: str = "") -> Any:
+    """Return the value of `key`, which may be null (counted by `asyncgrpo data check`) but not absent."""
+    if key not in row:
+        raise _Misfit(f"no {shown or key}; {_ANSWER_IS}")
+    return row[key]
+
+
+def _object(row: DataRow, key: str) -> DataRow:
+    value = row.get(key)
+    if not isinstance(value, dict):
+        problem = f"no {key}" if value is None else f"{key} is {kind(value)}; expected an object with ground_truth"
+        raise _Misfit(f"{problem}; {_ANSWER_IS}")
+    return value
+
+
+def _source(row: DataRow, key: str) -> str:
+    value = row.get(key)
+    if isinstance(value, dict | list):
+        raise _Misfit(f"{key} is {kind(value)}; expected text, which selects the rule of a reward")
+    return "" if value is None else str(value)
+
+
+def _info(row: DataRow, key: str) -> dict[str, Any]:
+    """Return the object at `key`, decoded if it is JSON text; empty if missing."""
+    value = row.get(key)
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise _Misfit(f"{key} is text but not JSON: {error}") from error
+    if not value:
+        return {}
+    if not isinstance(value, dict):
+        raise _Misfit(f"{key} is {kind(value)}; expected an object, or the JSON text of one")
+    return value
+
+
+def _others(row: DataRow, *used: str) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in used}
+
+
+# -- the prompts of a run ----------------------------------------------------------------------------------------------
 
 PROBES = 64
 """Rows at equal distances whose tokens enter the fingerprint, beside the bytes of the sources."""

@@ -1,7 +1,7 @@
 """Rows of data: from a file, from a generator of reasoning-gym, or from a data set of the Hugging Face hub.
 
     train.parquet                                      Parquet, JSON Lines or JSON (a list, or {"data": [...]}), by extension
-    reasoning-gym:chain_sum?min_terms=2&size=2000      rows that reasoning-gym makes; it scores them too (`rewards/gym.py`)
+    reasoning-gym:chain_sum?min_terms=2&size=2000      rows that reasoning-gym makes; it scores them too (`rewards/maths.py`)
     hf:openai/gsm8k?name=main&split=train              a data set that `datasets` loads, from the hub, its cache or a folder
 
 Two reads of one source give the same rows. A `DataError` names the file, the line or row, and the expected form.

@@ -11,7 +11,7 @@ from asyncgrpo.config.memory import Card, engine_gpu
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.schema import Config, GeneratorConfig
 from asyncgrpo.errors import ConfigError, EngineError
-from asyncgrpo.importing import has_gpu
+from asyncgrpo.host import has_gpu
 
 if TYPE_CHECKING:
     from asyncgrpo.engines.base import Engine

@@ -4,10 +4,9 @@ import json
 
 from asyncgrpo.config.schema import Config, EnvironmentConfig, changed
 from asyncgrpo.environments.base import Environment
-from asyncgrpo.environments.hosted import AGENT_CALLS, Hosted, HostedAgent, check_environment
+from asyncgrpo.environments.hosted import AGENT, AGENT_CALLS, Hosted, HostedAgent, Ready, check_environment
 from asyncgrpo.environments.openenv import OpenEnv, text_field_at
 from asyncgrpo.environments.tools import BUILTIN, SPEC
-from asyncgrpo.environments.worker import AGENT, Ready
 from asyncgrpo.errors import ConfigError, RewardError
 from asyncgrpo.guests import START_TIMEOUT_S
 

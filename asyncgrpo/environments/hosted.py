@@ -1,19 +1,219 @@
-"""A user's environment or agent in guests beside the generator, which are replaced when they die or hang.
+"""A user's environment, tools or agent in guests beside the generator, which are replaced when they die or hang.
+
+Many episodes live in one process; each has one call at a time. A method that is not a coroutine runs in a thread, so that a slow
+one does not delay others. An agent is a function that calls the model through an OpenAI-compatible URL and returns a reward:
+one call for each completion.
 
 A call that is late fails its episode only. Its process gets no further episodes, and is killed once the others that live in it
 are over; when a process dies, every episode in it fails by name.
 """
 
 import asyncio
+import faulthandler
+import inspect
 import itertools
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
-from asyncgrpo.environments.base import Access, Environment, EnvironmentFailed, Episode, Reply, Task
-from asyncgrpo.environments.worker import AGENT, Answer, Ask, Ready
-from asyncgrpo.errors import RewardError
-from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded, run_apart
+from asyncgrpo.environments.base import (
+    Access,
+    Environment,
+    EnvironmentFailed,
+    Episode,
+    Reply,
+    Task,
+    names_of,
+    reply_of_reset,
+    reply_of_step,
+)
+from asyncgrpo.environments.tools import BUILTIN, SPEC, ToolBox, load_tools, schemas_of
+from asyncgrpo.errors import AsyncGRPOError, RewardError
+from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded, Host, run_apart
+from asyncgrpo.rewards.base import describe, score_of_value
+from asyncgrpo.rewards.user import find_in, run_file, split_spec
 from asyncgrpo.types import Score
+
+AGENT = "agent:"
+"""Prefix of the specification of an agent, among those of environments."""
+GIVEN = ("base_url", "api_key", "model")
+"""Names that an agent may take, beside those of a row."""
+AT_ONCE = 256
+"""Methods and agents that are not coroutines and run at the same time in one process."""
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """Report of a process that has loaded its environment, or cannot."""
+
+    error: str = ""
+    about: str = ""
+    scores: bool = True
+    tools: list[dict[str, Any]] = []
+    """The JSON schemas of its tools, where they were asked for."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of an episode's method."""
+
+    episode: int
+    method: Literal["reset", "step", "run", "close"]
+    task: Task | None = None
+    """With `reset` and `run`."""
+    access: Access | None = None
+    """With `run`, the whole call of an agent."""
+    text: str = ""
+    """With `step`."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """The value of a call, or the text of what it raised."""
+
+    reply: Reply = Reply()
+    score: Score | None = None
+    """Of an agent, unless it returned None."""
+    error: str = ""
+
+
+# -- what is loaded ----------------------------------------------------------------------------------------------------
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """Code of a user, checked."""
+
+    about: str
+    make: Callable[..., Any]
+    """Makes an environment for one episode; of an agent, the whole call."""
+    takes: tuple[str, ...] | None = None
+    """Names that `reset`, or an agent, takes; None: it has no `reset`."""
+    scores: bool = True
+    tools: dict[str, Callable[..., Any]] = {}
+
+    def arguments(self, task: Task, access: Access | None = None) -> dict[str, Any]:
+        """Return the values of `takes`."""
+        known = task.named() | ({} if access is None else msgspec.structs.asdict(access))
+        return {name: known[name] for name in self.takes or ()}
+
+
+def load(spec: str) -> Loaded:
+    """Load what a built-in name, `FILE.py`, `FILE.py:CLASS`, `tools:` and a JSON list, or `agent:` and `FILE.py:FUNCTION` name.
+
+    Raises:
+        RewardError: one sentence.
+    """
+    if spec in BUILTIN:
+        return _environment(BUILTIN[spec], spec, spec)
+    if spec.startswith(SPEC):
+        tools = load_tools(json.loads(spec.removeprefix(SPEC)))
+        about = f"tools {', '.join(tools)}"
+        return Loaded(about=about, make=partial(ToolBox, tools), scores=ToolBox.scores, tools=tools)
+    if spec.startswith(AGENT):
+        path, name = split_spec(spec.removeprefix(AGENT), "run")
+        return _agent(find_in(run_file(path, "agent"), path, name, "function"), path, name)
+    path, name = split_spec(spec, "Environment")
+    cls = find_in(run_file(path, "environment"), path, name, "class")
+    return _environment(cls, f"{path}: {name}", f"{name} of {path.name}")
+
+
+def _environment(cls: Any, where: str, about: str) -> Loaded:
+    if not callable(getattr(cls, "step", None)):
+        raise RewardError(f"{where} has no method step(self, text), which answers a turn of the model")
+    try:
+        inspect.signature(cls.step).bind(None, "text")
+    except TypeError as error:
+        raise RewardError(f"{where}.step cannot be called as step(text): {error}") from None
+    reset = getattr(cls, "reset", None)
+    takes = None if reset is None else names_of(reset, Task.NAMES, f"{where}.reset", skip=1)
+    return Loaded(about=about, make=cls, takes=takes, scores=bool(getattr(cls, "scores", True)))
+
+
+def _agent(function: Any, path: Path, name: str) -> Loaded:
+    # Its client would ask a proxy for our address otherwise.
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))
+    takes = names_of(function, (*GIVEN, *Task.NAMES), f"{path}: {name}")
+    if "base_url" not in takes:
+        raise RewardError(f"{path}: {name} takes no base_url, so it cannot reach the model that is trained")
+    return Loaded(about=f"{name} of {path.name}", make=function, takes=takes)
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def main(boot: dict[str, Any]) -> None:
+    """Serve episodes until the generator closes the pipes.
+
+    Args:
+        boot: `spec` is that of `load`; `with_schemas`: `Ready` holds the schemas of its tools, which takes seconds.
+    """
+    host = Host(boot, "environment")
+    faulthandler.enable()
+    try:
+        made = load(boot["spec"])
+        tools = schemas_of(made.tools) if boot["with_schemas"] else []
+    except AsyncGRPOError as error:
+        return host.reply(0, Ready(error=str(error)))
+    host.reply(0, Ready(about=made.about, scores=made.scores, tools=tools))
+    asyncio.run(_serve(made, host))
+    os._exit(0)  # a method that never returns would keep its thread, and the process
+
+
+async def _serve(made: Loaded, host: Host) -> None:
+    loop, games, running = asyncio.get_running_loop(), dict[int, Any](), set[asyncio.Task[None]]()
+    threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="environment")
+    decoder = msgspec.msgpack.Decoder(Ask)
+    runs = dict[int, asyncio.Task[None]]()
+
+    async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if inspect.iscoroutinefunction(function):
+            return await function(*arguments, **named)
+        value = await loop.run_in_executor(threads, lambda: function(*arguments, **named))
+        return await value if inspect.isawaitable(value) else value
+
+    async def answer_to(ask: Ask) -> Answer:
+        match ask.method:
+            case "step":
+                return Answer(reply=reply_of_step(await call(games[ask.episode].step, ask.text)))
+            case "close":
+                if (run := runs.get(ask.episode)) is not None:
+                    run.cancel()
+                if (close := getattr(games.pop(ask.episode, None), "close", None)) is not None:
+                    await call(close)
+                return Answer()
+        assert ask.task is not None
+        arguments = made.arguments(ask.task, ask.access)
+        if ask.method == "run":
+            value = await call(made.make, **arguments)
+            return Answer(score=None if value is None else score_of_value(value))
+        game = games[ask.episode] = await call(made.make)
+        return Answer() if made.takes is None else Answer(reply=reply_of_reset(await call(game.reset, **arguments)))
+
+    async def answer(number: int, ask: Ask) -> None:
+        try:
+            found = await answer_to(ask)
+        except EnvironmentFailed as error:
+            found = Answer(error=str(error))
+        except BaseException as error:
+            found = Answer(error=describe(error))
+        host.reply(number, found)
+
+    while (asked := await asyncio.to_thread(host.next_call)) is not None:
+        ask = decoder.decode(asked[1])
+        task = asyncio.create_task(answer(asked[0], ask))
+        running.add(task)
+        task.add_done_callback(running.discard)
+        if ask.method == "run":
+            runs[ask.episode] = task
+            task.add_done_callback(partial(lambda episode, _: runs.pop(episode), ask.episode))
+
+
+# -- beside the generator ----------------------------------------------------------------------------------------------
 
 AGENT_CALLS = 20
 """Deadline of a whole call of an agent, in deadlines of a step."""
@@ -166,7 +366,7 @@ def check_environment(spec: str, *, timeout_s: float = START_TIMEOUT_S, with_sch
 async def _start(spec: str, timeout_s: float, *, with_schemas: bool = False) -> Guest:
     """Start a process and wait until it has loaded the environment. Raises RewardError."""
     boot = {"spec": spec, "with_schemas": with_schemas}
-    return await Guest.start("asyncgrpo.environments.worker", boot, spec, timeout_s, ready=Ready)
+    return await Guest.start(__name__, boot, spec, timeout_s, ready=Ready)
 
 
 _: type[Environment] = Hosted

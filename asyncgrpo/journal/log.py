@@ -22,19 +22,22 @@ from pathlib import Path
 from typing import Literal
 
 from asyncgrpo import metrics
-from asyncgrpo.journal.format import (
+from asyncgrpo.journal.history import (
+    SUFFIX,
     BatchIssued,
     Committed,
     Delivered,
     Dropped,
+    History,
     JournalRecord,
     RunStarted,
     Whole,
+    cut,
     delivered,
     pack,
     scan,
+    segment_path,
 )
-from asyncgrpo.journal.history import SUFFIX, History, cut, segment_path
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.rollouts import Deliver
 

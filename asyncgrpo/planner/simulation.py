@@ -34,8 +34,7 @@ from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.ranks import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
-from asyncgrpo.planner.plan import Prediction, Split, predict
-from asyncgrpo.planner.profile import Profile
+from asyncgrpo.planner.plan import Prediction, Profile, Split, predict
 from asyncgrpo.planner.stand_ins import (
     BufferSocket,
     GeneratorLine,

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from asyncgrpo.cluster.alone import in_generator
 from asyncgrpo.cluster.folder import RunFolder, look, record
-from asyncgrpo.cluster.run import Run
+from asyncgrpo.cluster.run import Run, in_generator
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.memory import Card, engine_gpu
 from asyncgrpo.config.model_size import size_at
@@ -29,7 +28,7 @@ from asyncgrpo.data.tokenizer import load_tokenizer
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.engines.build import build_engine
 from asyncgrpo.errors import AsyncGRPOError
-from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, Lengths, Profile
+from asyncgrpo.planner.plan import DecodeCurve, LearnerTimes, Lengths, Profile
 from asyncgrpo.recording.events import Event, read_events
 from asyncgrpo.recording.pace import FEWEST, SETTLE
 from asyncgrpo.rewards.base import score_one

@@ -1,4 +1,4 @@
-"""The state of a run, computed from its events for `text.py`, which formats it for the screen, `status` and the summary.
+"""The state of a run, computed from its events for `screen.py`, which formats it for the screen, `status` and the summary.
 
 `Progress.update` consumes the events in order in constant memory: sums and the newest events.
 """

@@ -1,12 +1,12 @@
-"""The live screen of a run, drawn from its events alone, and the panel that it shares with `top`.
+"""A run on the terminal: one line per event, the figures that every view of a run shows, the summary, and the live screen.
 
-`watch` follows a `metrics.jsonl` and shows it: as a live panel on a terminal, or as one line per step if the output is a file
-or a pipe.
+Everything is drawn from events alone. `watch` follows a `metrics.jsonl` and shows it: as a live panel on a terminal, or as one
+line per step if the output is a file or a pipe.
 """
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -20,9 +20,265 @@ from rich.table import Table
 from rich.text import Text
 
 from asyncgrpo.logs import visible
-from asyncgrpo.recording.events import Follower
-from asyncgrpo.recording.progress import Progress
-from asyncgrpo.recording.text import figures, line_of, number, position
+from asyncgrpo.recording.events import Event, Follower
+from asyncgrpo.recording.progress import (
+    Progress,
+    Totals,
+    counts_in_words,
+    lags_of,
+    mean_lag,
+    seconds_by_activity,
+    shares,
+    short_version,
+    sync_line,
+    warning_of,
+)
+
+Estimated = Sequence[float | None]
+"""A number of a suite: its value, and both ends of its 95 % interval."""
+
+# -- a line for an event -----------------------------------------------------------------------------------------------
+
+
+def line_of(event: Event, progress: Progress) -> str | None:
+    """Return the line of an event; None: it has none. `progress` includes the event."""
+    match event["event"]:
+        case "start":
+            return f"start {event.get('run', '')} at step {event.get('step')}"
+        case "step":
+            return _step_line(event, progress)
+        case "eval":
+            line = f"eval {event['step']:>3}  reward {number(event.get('reward_mean'))}"
+            line += f"  completions {event.get('completions')}"
+            line += "".join(f"  {name} {text}" for name, text in suites_of(event).items())
+            return line + (f"  failures: {counts_in_words(failures)}" if (failures := event.get("failures")) else "")
+        case "checkpoint":
+            return f"checkpoint at step {event.get('step')}  {event.get('path')}  {event.get('seconds') or 0:.1f} s"
+        case "recovered":
+            return f"recovered from: {event['fault']} {event['actor']}  {event['seconds']:.1f} s"
+        case "curriculum":
+            return curriculum_line(event)
+        case "advice":
+            return f"advice  {event['sentence']}"
+        case "end":
+            return f"end   {event.get('status')} at step {event.get('step')}"
+    return None if (warning := warning_of(event)) is None else f"warning: {warning}"
+
+
+def _step_line(step: Event, progress: Progress) -> str:
+    lags = lags_of(step)
+    generated, trained = progress.tokens_per_second()
+    waited = shares(seconds_by_activity(step)).get("wait_data", 0.0)
+    width = len(str(progress.total_steps or 0))
+    of = f"/{progress.total_steps}" if progress.total_steps else ""
+    line = (
+        f"step {step['step']:>{max(3, width)}}{of}  reward {number(step.get('reward_mean'))}"
+        f"  lag {mean_lag(lags):.1f} (max {max(lags, default=0)})  loss {number(step.get('loss'), 4)}"
+        f"  tok/s {thousands(generated)} gen {thousands(trained)} train  wait {waited:3.0%}"
+    )
+    if progress.syncs:
+        sync = progress.syncs[-1]
+        line += f"  sync {short_version(str(sync['version']))} {sync.get('ms') or 0:.0f} ms {sync.get('checksum')}"
+    if failures := step.get("failures"):
+        line += f"  failures {sum(failures.values())}"
+    return line
+
+
+def suites_of(evaluation: Event) -> dict[str, str]:
+    """Return the numbers of each suite, as "0.412 pass@1 0.380 pass@8 0.710 maj@8 0.520".
+
+    Empty for one suite with one completion per prompt: the mean reward of the evaluation suffices.
+    """
+    suites = {name: headline(suite["numbers"]) for name, suite in (evaluation.get("suites") or {}).items()}
+    if len(suites) == 1 and len(next(iter(suites.values()))) <= 2:
+        return {}
+    return {
+        name: " ".join(f"{key} {number(value[0])}".removeprefix("reward ") for key, value in numbers.items())
+        for name, numbers in suites.items()
+    }
+
+
+def headline(numbers: Mapping[str, Estimated]) -> dict[str, Estimated]:
+    """Return the reward, pass@1, pass@k with the largest k, and maj@n."""
+    passed, majority = ([name for name in numbers if name.startswith(kind)] for kind in ("pass@", "maj@"))
+    names = ["reward", *passed[:1], *passed[-1:], *majority[-1:]]
+    return {name: numbers[name] for name in dict.fromkeys(names) if name in numbers}
+
+
+def curriculum_line(event: Event) -> str | None:
+    """Return the places of the prompts of a round, by kind; None before any result."""
+    prompts, places = event["prompts"], event["places"]
+    known = [kind for kind in ("solved", "mixed", "hopeless", "unknown") if prompts.get(kind)]
+    if known in ([], ["unknown"]):
+        return None
+    named = f"round {event['round']} of {event['source']}" if event["source"] else f"epoch {event['round']}"
+    kinds = [f"{prompts[kind]:,} {kind} with {places[kind]:,}" for kind in known]
+    return f"{named}: {sum(places.values()):,} places; prompts: {', '.join(kinds)}"
+
+
+def position(progress: Progress) -> str:
+    """Return the steps done, as "17/60", or "17" if the total is unknown."""
+    return f"{progress.step}/{progress.total_steps}" if progress.total_steps else f"{progress.step}"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Format `value` with `digits` decimals, or four significant digits if it is large; "-" for None."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}" if abs(value) < 1e5 else f"{value:.4g}"
+
+
+def thousands(value: float) -> str:
+    """Format `value` with three significant digits: "870", "1.7k", "29.4k", "3.1M"."""
+    for unit in ("", "k", "M"):
+        if abs(value) < 999.5:
+            return f"{value:.0f}{unit}" if not unit else f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}G"
+
+
+# -- the figures of a run ----------------------------------------------------------------------------------------------
+
+Rows = Iterator[tuple[str, str]]
+"""Figures, each with its name."""
+
+
+def figures(progress: Progress) -> Rows:
+    """Yield the figures of a run, over its last ten steps, for the screen, `status` and `top`."""
+    last, evaluation = progress.last, progress.last_eval
+    held_out = f", eval {number(evaluation['reward_mean'])} @ {evaluation['step']}" if evaluation else ""
+    parts = ", ".join(f"{name} {number(mean)}" for name, mean in (last.get("reward_parts") or {}).items())
+    yield "reward", number(last.get("reward_mean")) + held_out + (f" ({parts})" if parts else "")
+    if evaluation and (suites := suites_of(evaluation)):
+        yield "suites", "; ".join(f"{name} {text}" for name, text in suites.items())
+    if len(sources := last.get("sources") or {}) > 1:
+        yield "sources", ", ".join(f"{name} {number(of.get('reward_mean'))}" for name, of in sources.items())
+    if progress.curriculum is not None and (line := curriculum_line(progress.curriculum)) is not None:
+        yield "prompts", line
+    yield from flow(progress.recent, last.get("max_lag"))
+    generated, trained = progress.tokens_per_second()
+    rate = "" if (hourly := _steps_per_hour(progress)) is None else f"{thousands(hourly)} steps/h, "
+    rate += f"{thousands(generated)} tok/s generated, {thousands(trained)} trained"
+    sums = f"{thousands(last.get('tokens_generated') or 0)} and {thousands(progress.tokens_trained)} tokens"
+    yield "speed", f"{rate}; so far {sums}"
+    gap = next((sync["gap_max"] for sync in reversed(progress.syncs) if sync.get("gap_max") is not None), None)
+    gap = last.get("logprob_gap_max") if gap is None else gap
+    yield (
+        "policy",
+        f"loss {number(last.get('loss'), 4)}, length {number(last.get('completion_length_mean'), 1)}"
+        + ("" if gap is None else f", log-prob gap {gap:.1e}"),
+    )
+    if progress.syncs:
+        yield "weights", sync_line(progress.syncs[-1])
+
+
+def flow(totals: Totals, max_lag: int | None) -> Rows:
+    """Yield the figures of groups, learner and generators over some steps.
+
+    Args:
+        max_lag: the bound on the lag; None: unknown.
+    """
+    if lags := totals.lags:
+        of = "" if max_lag is None else f" of {max_lag}"
+        p50, p90 = _lag_quantile(lags, 0.5), _lag_quantile(lags, 0.9)
+        yield "lag", f"mean {mean_lag(lags):.2f}, p50 {p50}, p90 {p90}, max {max(lags)}{of} steps"
+    under_way, wanted, ready = (totals.mean(name) for name in ("under_way", "wanted", "ready_seconds"))
+    if under_way is not None:
+        of = f"{wanted:.1f} wanted" if wanted is not None else f"{totals.mean('slots'):.1f} slots"
+        waits = f"; a group waits ready {ready:.2f} s" if ready is not None else ""
+        yield "under way", f"mean {under_way:.1f} groups of {of}{waits}"
+    for name, spent in (("generators", totals.generators), ("learner", totals.learner)):
+        if of_time := {_ACTIVITIES.get(what, what): share for what, share in shares(spent).items() if share > 0.005}:
+            yield name, ", ".join(f"{what} {share:.0%}" for what, share in of_time.items())
+
+
+def _lag_quantile(lags: Mapping[int, int], share: float) -> int:
+    """Return the smallest lag that at least `share` of the groups do not exceed, given their counts."""
+    left = share * sum(lags.values())
+    return next((lag for lag, groups in sorted(lags.items()) if (left := left - groups) <= 0), max(lags))
+
+
+_ACTIVITIES = {
+    **{"generate": "sampling", "reward": "only scoring", "weights": "changing weights"},
+    **{"wait_data": "waiting for data", "train": "training", "publish": "publishing", "checkpoint": "checkpoints"},
+}
+
+
+def _steps_per_hour(progress: Progress) -> float | None:
+    """Return the rate over the last steps; None before the second one."""
+    recent = progress.steps
+    if len(recent) < 2 or (seconds := recent[-1]["time"] - recent[0]["time"]) <= 0:
+        return None
+    return 3600 * (len(recent) - 1) / seconds
+
+
+# -- the summary -------------------------------------------------------------------------------------------------------
+
+
+def summary(progress: Progress) -> str:
+    """Return the summary of a run: aligned lines."""
+    rows = list(_rows(progress))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}".rstrip() for name, text in rows)
+
+
+def _rows(progress: Progress) -> Rows:
+    of = f" of {progress.total_steps}" if progress.total_steps else ""
+    status = progress.end.get("status", "ended") if progress.end else "not ended"
+    seconds = f"{progress.training_seconds:.1f} s of training"
+    yield "run", f"{progress.run or '-'}: {status} at step {progress.step}{of}, {seconds}"
+    if progress.steps:
+        yield from _of_steps(progress)
+    if dropped := progress.dropped:
+        yield "dropped", f"{sum(dropped.values()):,} groups: {counts_in_words(dropped)}"
+    if filtered := progress.filtered:
+        yield "filtered", f"{sum(filtered.values()):,} groups without signal: {counts_in_words(filtered)}"
+    if (checkpoint := progress.last_checkpoint) is not None:
+        yield "checkpoint", f"{checkpoint['path']} (step {checkpoint['step']})"
+
+
+def _of_steps(progress: Progress) -> Rows:
+    first, last = progress.first_rewards, progress.last_rewards
+    if first:
+        means = f"{number(fmean(first))} -> {number(fmean(last))}"
+        yield "reward", f"{means} (means of {len(first)} first and last steps)"
+    if progress.first_eval is not None and progress.last_eval is not None:
+        both = progress.first_eval, progress.last_eval
+        scores = [number(event["reward_mean"]) for event in both if event.get("reward_mean") is not None]
+        yield "eval", " -> ".join(dict.fromkeys(scores)) or "no score"
+        before, now = map(suites_of, both)
+        yield from ((f"  {name}", " -> ".join(filter(None, (before.get(name), text)))) for name, text in now.items())
+    yield "tokens", _tokens(progress)
+    yield from flow(progress.totals, progress.last.get("max_lag"))
+    if progress.advice:
+        yield "advice", f"{progress.advice['sentence']} ({progress.advice['evidence']})"
+    good = progress.num_syncs - progress.num_bad_syncs
+    yield "weight syncs", f"{good} of {progress.num_syncs} proved by checksum"
+    if (gap := progress.largest_logprob_gap) is not None:
+        yield "log-prob gap", f"max {gap:.2g} nats between learner and engine"
+    if progress.largest_gap is not None:
+        yield "sync gap", f"max {progress.largest_gap:.2g} nats, at {progress.num_gaps} publications"
+    if progress.num_restarts:
+        yield "restarts", str(progress.num_restarts)
+    if progress.undone_steps:
+        yield "undone", f"{progress.undone_steps} steps after the last checkpoint before a crash, trained again"
+    if progress.num_faults:
+        slowest = f", the slowest in {progress.slowest_recovery_s:.1f} s" if progress.num_recoveries else ""
+        yield "faults", f"{progress.num_faults} injected, {progress.num_recoveries} survived{slowest}"
+
+
+def _tokens(progress: Progress) -> str:
+    """Return all tokens by fate, as "1,000 generated = 900 trained + 70 dropped (stale 50) + 30 waiting"."""
+    tokens = progress.tokens
+    if not tokens:
+        return "-"
+    named = {"filtered": "filtered", "waiting": "waiting", "undone": "undone by restarts"}
+    dropped = {fate: count for fate, count in tokens.items() if count and fate not in ("generated", "trained", *named)}
+    parts = [f"{tokens['trained']:,} trained", f"{sum(dropped.values()):,} dropped"]
+    parts[-1] += f" ({counts_in_words(dropped)})" if dropped else ""
+    parts += [f"{tokens[fate]:,} {words}" for fate, words in named.items() if tokens.get(fate)]
+    return f"{tokens['generated']:,} generated = {' + '.join(parts)}"
+
 
 # -- the panel of a run ------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,7 @@ from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.guests import START_TIMEOUT_S
 from asyncgrpo.rewards.base import MAX_DETAIL, MAX_PARTS, Reward, Sampled, failed, score_of_value
-from asyncgrpo.rewards.judge import JudgeReward
-from asyncgrpo.rewards.model import ModelReward, ServedModelReward
+from asyncgrpo.rewards.model import JudgeReward, ModelReward, ServedModelReward
 from asyncgrpo.rewards.rules import RuleReward
 from asyncgrpo.rewards.user import UserReward, check_user_function, split_spec
 from asyncgrpo.types import Prompt, Score

@@ -1,7 +1,7 @@
-r"""The rule for mathematics: 1.0 if the final answer equals the ground truth, else 0.0. It runs inside a worker.
+r"""The rules that run inside a worker, because they can hang: mathematics, and rows of reasoning-gym.
 
-For `gsm8k` a wrong answer that is marked by `####` or `\boxed{}` has `reward.format_score`, and the score has the parts
-`correct` and `format`.
+A row of mathematics scores 1.0 if the final answer equals the ground truth, else 0.0. For `gsm8k` a wrong answer that is marked
+by `####` or `\boxed{}` has `reward.format_score`, and the score has the parts `correct` and `format`.
 
 The final answer is the first of these that the completion has:
 
@@ -14,9 +14,13 @@ last LaTeX or plain expression. Equality is math-verify's too: `1/2` is `0.5` an
 
 math-verify's own timers are off: when one fires, a hard comparison looks like a wrong answer. The pool's deadline names
 it as a timeout instead.
+
+A row of reasoning-gym names its task (`data/sources.py`); the worker makes the task again, and its own `score_answer` scores the
+text in the last `<answer>…</answer>`, without it the whole completion.
 """
 
 import functools
+import json
 import logging
 import re
 import resource
@@ -25,7 +29,7 @@ from decimal import Decimal
 from typing import Any
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.worker import Call
+from asyncgrpo.rewards.pool import Call
 
 TAIL = 4_000
 """Characters of free text that are searched for an answer."""
@@ -165,3 +169,63 @@ def _tidy(text: str) -> str:
 def _spaced(text: str) -> str:
     """Replace Chinese characters and stops by spaces, so that the numbers between them are words of their own."""
     return _CHINESE.sub(" ", text.translate(_FULL_WIDTH).replace("答案", " answer "))
+
+
+# -- reasoning-gym -----------------------------------------------------------------------------------------------------
+
+GYM_SOURCE = "reasoning-gym"
+"""Prefix of the `data_source` of these rows; the name of the generator follows, after a colon."""
+EVALUATING = frozenset({
+    "binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
+    "simple_integration", "spiral_matrix", "string_insertion",
+})  # fmt: skip
+"""Generators whose scorers give the answer to Python's `eval`, by themselves or through sympy: a completion could run any
+code. (reasoning-gym 0.1.25)"""
+
+
+def check_gym_source(source: str, *, is_unsafe_allowed: bool) -> None:
+    """Raise RewardError for a generator whose scorer would run completions as code, unless that is allowed."""
+    name = source.partition(":")[2]
+    if name in EVALUATING and not is_unsafe_allowed:
+        raise RewardError(
+            f"data_source {source!r}: reasoning-gym scores this task by running the answer as Python, as your user; "
+            "take another task, or allow it with --unsafe-rewards (reward.code.unsafe=true)"
+        )
+
+
+def load_gym(_: str) -> Callable[[Call], float]:
+    """Bound this process's memory and import reasoning-gym, so that no call waits for it."""
+    bound_memory()
+    import reasoning_gym  # noqa: F401
+
+    return score_gym
+
+
+def score_gym(call: Call) -> float:
+    """Return the score that reasoning-gym gives the answer, mostly from 0 to 1.
+
+    Raises:
+        RewardError: the row does not name its task.
+    """
+    match call.info.get("reasoning_gym"):
+        case {"name": str(name), "parameters": dict(parameters), "index": int(index)}:
+            pass
+        case _:
+            raise RewardError("the row does not name its task of reasoning-gym; give data.train=reasoning-gym:NAME")
+    generator, task = _task(name, json.dumps(parameters), index)
+    answer = tagged(call.completion_text)
+    return float(generator.score_answer((call.completion_text if answer is None else answer).strip(), task))
+
+
+@functools.lru_cache(maxsize=256)
+def _task(name: str, parameters: str, index: int) -> tuple[Any, dict[str, Any]]:
+    """A generator, and one of its tasks. The completions of a group come one after the other, so it is made once."""
+    generator = _generator(name, parameters)
+    return generator, generator[index]
+
+
+@functools.lru_cache(maxsize=64)
+def _generator(name: str, parameters: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, **json.loads(parameters))

@@ -1,7 +1,7 @@
 """The built-in rewards: which rule scores which `data_source`, and where it runs.
 
 Rules that compare text or look at its shape are quick and cannot hang: they run in this process.
-Mathematics and the scorers of reasoning-gym can hang, so they run in worker processes (`maths.py`, `gym.py`); code is run in a
+Mathematics and the scorers of reasoning-gym can hang, so they run in worker processes (`maths.py`); code is run in a
 sandbox (`code.py`). A source is matched by its whole name or by a prefix that no letter follows: `openai/gsm8k_zh` counts as
 `openai/gsm8k`, but `mathqa` does not count as `math`.
 
@@ -26,8 +26,7 @@ from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards import maths
 from asyncgrpo.rewards.base import Reward, Sampled, failed, score_of_call
 from asyncgrpo.rewards.code import CodeReward
-from asyncgrpo.rewards.gym import GYM_SOURCE, check_gym_source
-from asyncgrpo.rewards.maths import last_boxed, tagged
+from asyncgrpo.rewards.maths import GYM_SOURCE, check_gym_source, last_boxed, tagged
 from asyncgrpo.rewards.pool import Pool, PoolReward
 from asyncgrpo.types import Prompt, Score
 
@@ -250,7 +249,7 @@ class RuleReward(Reward):
         pool = partial(Pool, workers=config.num_workers, timeout_s=config.timeout_s)
         self._by_rule: dict[str, Reward] = {
             "maths": PoolReward(pool("asyncgrpo.rewards.maths:load_maths", repr(config.format_score))),
-            "gym": PoolReward(pool("asyncgrpo.rewards.gym:load_gym")),
+            "gym": PoolReward(pool("asyncgrpo.rewards.maths:load_gym")),
             "code": CodeReward(config),
         }
         if name != BY_SOURCE and name not in SHAPE_RULES and self._rule(name) is None:

@@ -30,9 +30,8 @@ import msgspec
 from asyncgrpo.errors import RewardError
 from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded, run_apart
 from asyncgrpo.rewards.base import Sampled, describe, failed
-from asyncgrpo.rewards.pool import Pool, PoolReward, call_of, start_worker
+from asyncgrpo.rewards.pool import Call, Pool, PoolReward, WorkerReady, call_of, start_worker
 from asyncgrpo.rewards.rules import reference_of
-from asyncgrpo.rewards.worker import Call, WorkerReady
 from asyncgrpo.types import Prompt, Score
 
 log = logging.getLogger(__name__)

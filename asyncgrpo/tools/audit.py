@@ -15,8 +15,17 @@ import msgspec
 
 from asyncgrpo.buffer.recovery import bound_of
 from asyncgrpo.data.prompts import PromptState
-from asyncgrpo.journal.format import BatchIssued, BoundChanged, Delivered, Dropped, JournalRecord, RunStarted
-from asyncgrpo.journal.history import read_segments, starts_of, surviving_path
+from asyncgrpo.journal.history import (
+    BatchIssued,
+    BoundChanged,
+    Delivered,
+    Dropped,
+    JournalRecord,
+    RunStarted,
+    read_segments,
+    starts_of,
+    surviving_path,
+)
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
 from asyncgrpo.recording.events import read_events
 from asyncgrpo.types import PolicyVersion

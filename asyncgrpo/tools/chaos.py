@@ -23,9 +23,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from asyncgrpo import liveness
-from asyncgrpo.cluster.core import Core
-from asyncgrpo.cluster.fleet import Fleet
 from asyncgrpo.cluster.heartbeat import Watch
+from asyncgrpo.cluster.processes import Core, Fleet
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.supervision import EndpointsChanged
 

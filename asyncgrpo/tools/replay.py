@@ -26,14 +26,22 @@ import torch
 import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
+from asyncgrpo.cluster.folder import values_of
 from asyncgrpo.config.explain import algorithm_in_words
 from asyncgrpo.config.load import recorded, to_yaml, with_overrides
-from asyncgrpo.config.resume import values_of
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, JournalError, TrainingError
-from asyncgrpo.journal.format import BatchIssued, Delivered, RunStarted
-from asyncgrpo.journal.history import Found, History, is_on, read_run, surviving_path
+from asyncgrpo.journal.history import (
+    BatchIssued,
+    Delivered,
+    Found,
+    History,
+    RunStarted,
+    is_on,
+    read_run,
+    surviving_path,
+)
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.ranks import RankCommand, Team

@@ -18,8 +18,7 @@ from asyncgrpo.buffer.recovery import Verdict, bring_back, earlier_failures, jud
 from asyncgrpo.buffer.service import counters
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.journal.format import FORMAT, Committed, RunStarted
-from asyncgrpo.journal.history import read_history
+from asyncgrpo.journal.history import FORMAT, Committed, RunStarted, read_history
 from asyncgrpo.learner.record import Ledger
 from asyncgrpo.types import Lease, PolicyVersion, Sampling
 from tests.buffer.test_buffer import deliver, prompts

@@ -10,7 +10,7 @@ from asyncgrpo.buffer.buffer import Buffer, group_seed
 from asyncgrpo.buffer.group_health import MIN_GROUPS, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.journal.format import Dropped, JournalRecord
+from asyncgrpo.journal.history import Dropped, JournalRecord
 from asyncgrpo.journal.log import InMemory
 from asyncgrpo.types import Discarded, Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader

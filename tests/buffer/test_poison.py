@@ -12,8 +12,7 @@ from asyncgrpo.buffer.group_health import ISOLATE_AFTER, QUARANTINE_FILE, Case, 
 from asyncgrpo.buffer.recovery import earlier_failures
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import DataError
-from asyncgrpo.journal.format import Dropped, Interrupted
-from asyncgrpo.journal.history import read_history
+from asyncgrpo.journal.history import Dropped, Interrupted, read_history
 from asyncgrpo.types import Lease, PolicyVersion
 from asyncgrpo.wire.rollouts import Finished, LeaseFailed, NoMore, Snapshot, Take, TakeSnapshot, Trained
 from asyncgrpo.wire.supervision import GeneratorLost

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncgrpo.buffer.admission import AutoLag, JustInTime
 from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.config.schema import AutoLagConfig
-from asyncgrpo.journal.format import BoundChanged
+from asyncgrpo.journal.history import BoundChanged
 from asyncgrpo.types import Lease, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver
 from tests.buffer.test_buffer import POLICIES, deliver, lease_all, make_buffer, v

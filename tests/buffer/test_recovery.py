@@ -8,8 +8,7 @@ from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.config.schema import AlgorithmConfig, AutoLagConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.journal.format import FORMAT, Committed, Dropped, RunStarted
-from asyncgrpo.journal.history import read_history, read_rest
+from asyncgrpo.journal.history import FORMAT, Committed, Dropped, RunStarted, read_history, read_rest
 from asyncgrpo.journal.log import SEGMENT_BYTES
 from asyncgrpo.types import Lease, PolicyVersion, Sampling
 from tests.buffer.test_buffer import EagerBuffer, deliver, prompts

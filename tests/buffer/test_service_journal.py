@@ -8,8 +8,7 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.journal.format import Committed, Delivered
-from asyncgrpo.journal.history import read_history
+from asyncgrpo.journal.history import Committed, Delivered, read_history
 from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import encode

@@ -7,8 +7,7 @@ import shlex
 import pytest
 
 from asyncgrpo.config.explain import knobs
-from asyncgrpo.config.files import algorithm_names
-from asyncgrpo.config.load import load_config
+from asyncgrpo.config.load import algorithm_names, load_config
 
 
 def test_explain_prints_one_key_or_all_and_answers_a_misspelt_one_with_the_right_one(asyncgrpo):

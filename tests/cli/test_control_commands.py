@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.control.client import Address, write_address
-from asyncgrpo.control.operator import ChangeSettings, DrainRun, Evaluate, Pause, Resume, Scale, WriteCheckpoint
+from asyncgrpo.control.client import (
+    Address,
+    ChangeSettings,
+    DrainRun,
+    Evaluate,
+    Pause,
+    Resume,
+    Scale,
+    WriteCheckpoint,
+    write_address,
+)
 from tests.control.operators import TOKEN, FakeOperator, make_run, served
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.planner.plan import pace_of_run
-from asyncgrpo.planner.profile import write_profile
+from asyncgrpo.planner.plan import pace_of_run, write_profile
 from asyncgrpo.recording.advice import advise
 from asyncgrpo.recording.events import read_events
 from tests.planner.profiles import long_tail, profile

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from asyncgrpo import cli
-from asyncgrpo.cli.output import command, same_command
+from asyncgrpo.cli.options import command, same_command
 
 PACKAGE = Path(cli.__file__).parent.parent
 _COMMAND = re.compile(r"asyncgrpo [a-z]+ ?[^`]*")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from asyncgrpo.cluster import core as module
-from asyncgrpo.cluster.core import Budget, Core
+from asyncgrpo.cluster import processes as module
+from asyncgrpo.cluster.processes import Budget, Core
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.load import load_config
 from asyncgrpo.errors import AsyncGRPOError, StalledError

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from asyncgrpo import liveness
-from asyncgrpo.cluster import fleet as module
-from asyncgrpo.cluster.core import Budget
-from asyncgrpo.cluster.fleet import Fleet
+from asyncgrpo.cluster import processes as module
+from asyncgrpo.cluster.processes import Budget, Fleet
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.schema import Config, DataConfig, GeneratorConfig, ModelConfig
 from asyncgrpo.errors import AsyncGRPOError, ConfigError

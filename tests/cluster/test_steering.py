@@ -12,7 +12,7 @@ from asyncgrpo.cluster.folder import RunFolder, look, record
 from asyncgrpo.cluster.steering import Steering
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
-from asyncgrpo.control.operator import (
+from asyncgrpo.control.client import (
     ChangeSettings,
     Command,
     DrainRun,
@@ -262,7 +262,7 @@ def test_the_next_start_is_held_against_what_was_changed(tmp_path: Path, monkeyp
 
 def plain_settings(config: Config):
     """The settings of a start whose files are not there."""
-    from asyncgrpo.config.resume import Settings, values_of
+    from asyncgrpo.cluster.folder import Settings, values_of
 
     return Settings(values=values_of(config), sources={})
 

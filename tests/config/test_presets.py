@@ -6,9 +6,8 @@ import math
 import msgspec
 import pytest
 
-from asyncgrpo.config import files
-from asyncgrpo.config.files import algorithm_file, algorithm_names, headline
-from asyncgrpo.config.load import is_part_of_a_preset, load_config
+from asyncgrpo.config import load
+from asyncgrpo.config.load import algorithm_file, algorithm_names, headline, is_part_of_a_preset, load_config
 from asyncgrpo.config.rules import check_algorithm, loss_arguments
 from asyncgrpo.config.schema import AlgorithmConfig, Config
 from asyncgrpo.learner.learner import Learner
@@ -73,7 +72,7 @@ def test_a_preset_is_the_same_over_a_file_that_sets_every_key(name, tmp_path):
 
 @pytest.mark.parametrize("name", algorithm_names())
 def test_a_preset_says_what_it_is_and_sets_nothing_but_its_recipe(name):
-    (layer,) = files.read(algorithm_file(name))
+    (layer,) = load.read(algorithm_file(name))
     keys = [f"{section}.{key}" for section, values in layer.values.items() for key in values]
     assert [key for key in keys if not is_part_of_a_preset(key)] == []
     text = algorithm_file(name).read_text()

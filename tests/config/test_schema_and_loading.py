@@ -9,8 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncgrpo.config.explain import explain, knobs, removed, sizes_in_words
-from asyncgrpo.config.files import shipped, shipped_names
-from asyncgrpo.config.load import load_config, to_yaml
+from asyncgrpo.config.load import load_config, shipped, shipped_names, to_yaml
 from asyncgrpo.config.rules import check_model
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, SamplingConfig
 from asyncgrpo.errors import ConfigError

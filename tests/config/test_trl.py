@@ -10,11 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncgrpo.config.files import flat
 from asyncgrpo.config.foreign import assignments, from_commands, read_script, report
 from asyncgrpo.config.foreign import read as read_any
 from asyncgrpo.config.foreign_rules import TRL, merged
-from asyncgrpo.config.load import load_config
+from asyncgrpo.config.load import flat, load_config
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.errors import ConfigError
 

@@ -9,13 +9,12 @@ import pytest
 from msgspec import inspect
 
 from asyncgrpo.config.explain import knobs
-from asyncgrpo.config.files import flat, load_values
 from asyncgrpo.config.foreign import assignments, report
 from asyncgrpo.config.foreign import read as read_any
 from asyncgrpo.config.foreign import read_script as read_any_script
 from asyncgrpo.config.foreign import read_words as read_any_words
 from asyncgrpo.config.foreign_rules import RULES, TRL, VERL, merged
-from asyncgrpo.config.load import load_config
+from asyncgrpo.config.load import flat, load_config, load_values
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 

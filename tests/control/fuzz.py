@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from asyncgrpo.control.operator import Command
-from asyncgrpo.control.server import LARGEST_BODY
+from asyncgrpo.control.api import LARGEST_BODY
+from asyncgrpo.control.client import Command
 
 WAIT_S = 30.0
 """For a reply; longer than the server waits for a request."""
@@ -100,7 +100,7 @@ class Attacker:
             "/%2e%2e/%2e%2e/etc/passwd",
             "/page.js/../../api.py",
         )
-        odd += ("/../operator.py", "/control.json", "/index.html%00", "/vendor", "/" + "a" * 4000)
+        odd += ("/../client.py", "/control.json", "/index.html%00", "/vendor", "/" + "a" * 4000)
         return self._get(self._random.choice(odd))
 
     def _wrong_query(self) -> bytes:

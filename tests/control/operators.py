@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncgrpo.control.api import Api
-from asyncgrpo.control.operator import Command, Pause, ProcessStatus, Resume, Scale, Status
+from asyncgrpo.control.client import Command, Pause, ProcessStatus, Resume, Scale, Status
 from asyncgrpo.errors import CommandRefused
 from asyncgrpo.recording.advice import Advice
 from asyncgrpo.recording.events import EventLog

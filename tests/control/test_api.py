@@ -14,10 +14,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from asyncgrpo.config.schema import ControlConfig
-from asyncgrpo.control import server
+from asyncgrpo.control import api
 from asyncgrpo.control.api import serving
-from asyncgrpo.control.client import Address, fetch, read_address
-from asyncgrpo.control.operator import Pause, Resume
+from asyncgrpo.control.client import Address, Pause, Resume, fetch, read_address
 from asyncgrpo.errors import CommandRefused, ConfigError, RunNotAlive
 from tests.control.fuzz import attack, send
 from tests.control.operators import TOKEN, FakeOperator, make_run, served
@@ -130,7 +129,7 @@ def test_a_page_elsewhere_gets_no_leave_to_read(url: str):
 
 
 def test_who_is_slow_is_shown_out(operator: FakeOperator, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server, "REQUEST_S", 0.3)
+    monkeypatch.setattr(api, "REQUEST_S", 0.3)
     head = f"POST /api/command HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\n".encode()
     with served(operator) as url:
         began = time.monotonic()
@@ -156,8 +155,8 @@ def event_loop_kind(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.usefixtures("event_loop_kind")
 def test_a_crowd_is_turned_away_and_then_served(operator: FakeOperator, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server, "CONNECTIONS", 3)
-    monkeypatch.setattr(server, "REQUEST_S", 3.0)
+    monkeypatch.setattr(api, "CONNECTIONS", 3)
+    monkeypatch.setattr(api, "REQUEST_S", 3.0)
     with served(operator) as url:
         where = (urlsplit(url).hostname, urlsplit(url).port)
         crowd = [socket.create_connection(where, 5.0) for _ in range(3)]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncgrpo.control.operator import ChangeSettings, Pause, Scale
+from asyncgrpo.control.client import ChangeSettings, Pause, Scale
 from asyncgrpo.errors import CommandRefused
 from asyncgrpo.recording.advice import Advice
 from asyncgrpo.recording.events import EventLog

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from asyncgrpo.control.api import of_status, read_runbook
-from asyncgrpo.control.operator import ProcessStatus, Status
+from asyncgrpo.control.client import ProcessStatus, Status
 from asyncgrpo.errors import DataError
 from asyncgrpo.recording.health import CONDITIONS, Problem, View, problems_in
 from tests.control.operators import FakeOperator, step

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncgrpo.control.client import Address, write_address
-from asyncgrpo.control.operator import Pause, Resume
+from asyncgrpo.control.client import Address, Pause, Resume, write_address
 from asyncgrpo.control.top import Top
 from asyncgrpo.recording.events import EventLog
 from tests.control.operators import TOKEN, FakeOperator, make_run, served, step

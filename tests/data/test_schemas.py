@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from asyncgrpo.data.rows import Record, recognise
+from asyncgrpo.data.loading import Record, recognise
 from asyncgrpo.errors import ConfigError, DataError
 
 TURN = [{"role": "user", "content": "2+2?"}]

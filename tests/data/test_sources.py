@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.cluster.folder import settings_of
+from asyncgrpo.cluster.folder import changes, settings_of
 from asyncgrpo.cluster.nodes import with_absolute_paths
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.resume import changes
 from asyncgrpo.data import sources
-from asyncgrpo.data.loading import prepare
-from asyncgrpo.data.rows import recognise
+from asyncgrpo.data.loading import prepare, recognise
 from asyncgrpo.data.sources import digest_of, read_source
 from asyncgrpo.errors import ConfigError, DataError
 

@@ -10,8 +10,7 @@ from asyncgrpo.config.schema import EnvironmentConfig
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
 from asyncgrpo.environments.build import build_agent
 from asyncgrpo.environments.chat import Chat, ChatTurn, Gateway
-from asyncgrpo.environments.hosted import HostedAgent, check_environment
-from asyncgrpo.environments.worker import AGENT
+from asyncgrpo.environments.hosted import AGENT, HostedAgent, check_environment
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.types import Score
 from tests.runs import wait_until

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from asyncgrpo.data.prompts import PromptState
-from asyncgrpo.journal.format import FORMAT, Delivered, RunStarted, delivered
-from asyncgrpo.journal.history import History, read_history, repair
+from asyncgrpo.journal.history import FORMAT, Delivered, History, RunStarted, delivered, read_history, repair
 from asyncgrpo.journal.log import Disk, Journal
 from asyncgrpo.types import PolicyVersion, Prompt, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader

@@ -10,8 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.journal.format import BatchIssued, Committed, Damage, Delivered, Dropped, Whole, delivered, pack, scan
-from asyncgrpo.journal.history import read_history, repair
+from asyncgrpo.journal.history import (
+    BatchIssued,
+    Committed,
+    Damage,
+    Delivered,
+    Dropped,
+    Whole,
+    delivered,
+    pack,
+    read_history,
+    repair,
+    scan,
+)
 from asyncgrpo.journal.log import Disk
 from asyncgrpo.types import PolicyVersion
 from tests.journal.journals import Clock, FailingDisk, began, group, groups_in, journal

@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from asyncgrpo.config.files import algorithm_names
-from asyncgrpo.config.load import load_config
+from asyncgrpo.config.load import algorithm_names, load_config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.learner.head import TokenScores
 from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, Scored, needs_precompute, precompute

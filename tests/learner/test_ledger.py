@@ -11,7 +11,7 @@ from asyncgrpo.learner import record
 from asyncgrpo.learner.record import DROPPED, KEPT, Ledger, Recorder
 from asyncgrpo.recording.events import read_events
 from asyncgrpo.recording.progress import Progress
-from asyncgrpo.recording.text import summary
+from asyncgrpo.recording.screen import summary
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.publication import Publication
 from tests.test_metrics import value

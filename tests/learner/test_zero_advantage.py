@@ -3,8 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from asyncgrpo.config.files import algorithm_names
-from asyncgrpo.config.load import load_config
+from asyncgrpo.config.load import algorithm_names, load_config
 from asyncgrpo.learner import learner as module
 from asyncgrpo.learner.learner import Learner
 from tests.learner.helpers import OLDER, VERSION, learner, make_group, random_groups

@@ -3,7 +3,7 @@
 import msgspec
 import numpy as np
 
-from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, Lengths, Profile
+from asyncgrpo.planner.plan import DecodeCurve, LearnerTimes, Lengths, Profile
 
 SAME = Lengths(groups=((100.0,) * 4,))
 """All completions have the same length."""

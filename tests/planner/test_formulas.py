@@ -2,8 +2,15 @@
 
 import pytest
 
-from asyncgrpo.planner.plan import Split, generate_seconds, knee_groups, learner_seconds, predict
-from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes
+from asyncgrpo.planner.plan import (
+    DecodeCurve,
+    LearnerTimes,
+    Split,
+    generate_seconds,
+    knee_groups,
+    learner_seconds,
+    predict,
+)
 from asyncgrpo.planner.simulation import simulate
 from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 from tests.planner.profiles import long_tail, profile

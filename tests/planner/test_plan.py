@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.planner.plan import groups_in_flight, make_plan, predict, splits
-from asyncgrpo.planner.profile import DecodeCurve
+from asyncgrpo.planner.plan import DecodeCurve, groups_in_flight, make_plan, predict, splits
 from tests.planner.profiles import long_tail, profile
 
 TASK = profile(lengths=long_tail(), decode=DecodeCurve.fit([(b, 0.02 + 0.001 * b) for b in (1.0, 16.0, 64.0)]))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.planner.profile import DecodeCurve, LearnerTimes, read_profile, write_profile
+from asyncgrpo.planner.plan import DecodeCurve, LearnerTimes, read_profile, write_profile
 from tests.planner.profiles import SAME, long_tail, profile
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from asyncgrpo.config.load import load_config
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
-from asyncgrpo.planner.profile import DecodeCurve, Profile, read_profile
+from asyncgrpo.planner.plan import DecodeCurve, Profile, read_profile
 from asyncgrpo.planner.tune import Measure, learner_points, profile_of
 from tests.runs import assert_nothing_left, asyncgrpo
 

@@ -13,8 +13,7 @@ from rich.console import Console
 from asyncgrpo.recording.curves import plot
 from asyncgrpo.recording.events import Event, EventLog
 from asyncgrpo.recording.progress import Progress
-from asyncgrpo.recording.screen import curve_of, render, watch
-from asyncgrpo.recording.text import line_of, summary
+from asyncgrpo.recording.screen import curve_of, line_of, render, summary, watch
 
 
 def step(n: int, **more) -> Event:

@@ -7,8 +7,7 @@ import pytest
 
 from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.code import Returns, code_of, read_tests, score_code
-from asyncgrpo.rewards.sandbox import TIMEOUT, Program, Ran, RunnerError
+from asyncgrpo.rewards.code import TIMEOUT, Program, Ran, Returns, RunnerError, code_of, read_tests, score_code
 from asyncgrpo.types import Score
 
 

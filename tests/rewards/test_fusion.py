@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from asyncgrpo.config.schema import CodeRewardConfig, JudgeConfig, RewardConfig
-from asyncgrpo.rewards import http, sandbox
+from asyncgrpo.rewards import code as code_module
+from asyncgrpo.rewards import http
 from asyncgrpo.rewards.base import score_one
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import Score
@@ -89,7 +90,7 @@ async def test_code_that_does_not_compile_fails_its_tests(service):
 async def test_a_service_that_fails_or_hangs_is_asked_until_the_deadline(service, monkeypatch):
     service.replies = [(503, "")]
     assert (await score(service.url)).value == 1.0 and len(service.requests) == 3
-    monkeypatch.setattr(sandbox, "QUEUE_S", 0.1)
+    monkeypatch.setattr(code_module, "QUEUE_S", 0.1)
     service.replies = [(500, "")] * 10_000
     scored = await score(service.url, timeout_s=0.1)
     assert (scored.value, scored.failure) == (None, "sandbox")

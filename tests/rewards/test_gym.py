@@ -8,9 +8,9 @@ import pytest
 from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import Sampled, score_one
-from asyncgrpo.rewards.gym import EVALUATING, score_gym
+from asyncgrpo.rewards.maths import EVALUATING, score_gym
+from asyncgrpo.rewards.pool import Call
 from asyncgrpo.rewards.rules import RuleReward
-from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (extra gym)")

@@ -11,7 +11,7 @@ from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards import http
 from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.build import build_reward
-from asyncgrpo.rewards.judge import PATTERN, number_in
+from asyncgrpo.rewards.model import PATTERN, number_in
 from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt
 from tests.rewards.servers import Reply, Server

@@ -4,7 +4,7 @@ import pytest
 
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.maths import final_answer, score_maths
-from asyncgrpo.rewards.worker import Call
+from asyncgrpo.rewards.pool import Call
 
 
 def score(completion_text, ground_truth, source="math_reasoning"):

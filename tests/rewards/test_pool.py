@@ -12,9 +12,8 @@ import psutil
 import pytest
 
 from asyncgrpo.rewards.base import score_one
-from asyncgrpo.rewards.pool import Pool
+from asyncgrpo.rewards.pool import Call, Pool
 from asyncgrpo.rewards.user import UserReward
-from asyncgrpo.rewards.worker import Call
 from tests.rewards.conftest import prompt, workers_of
 from tests.runs import wait_until
 

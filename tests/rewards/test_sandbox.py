@@ -12,7 +12,7 @@ from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.build import build_reward
-from asyncgrpo.rewards.sandbox import LocalRunner, Program, why_not_isolated
+from asyncgrpo.rewards.code import LocalRunner, Program, why_not_isolated
 from tests.rewards.conftest import prompt, workers_of
 from tests.runs import command_of
 

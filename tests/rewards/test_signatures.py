@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from asyncgrpo.config.schema import DataConfig, RewardConfig
-from asyncgrpo.data.rows import recognise
+from asyncgrpo.data.loading import recognise
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import Sampled, score_one, scores_of_call
 from asyncgrpo.rewards.build import build_reward

@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards.pool import Call
 from asyncgrpo.rewards.user import check_user_function, load_user_function, split_spec
-from asyncgrpo.rewards.worker import Call
 from asyncgrpo.types import Prompt
 from tests.rewards.conftest import workers_of
 from tests.runs import wait_until

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncgrpo.journal.format import JournalRecord, Whole, scan
-from asyncgrpo.journal.history import SUFFIX
+from asyncgrpo.journal.history import SUFFIX, JournalRecord, Whole, scan
 from asyncgrpo.journal.log import Disk
 from asyncgrpo.wire.codec import Buffer
 

@@ -31,7 +31,7 @@ from asyncgrpo.generators.rollout import GroupInFlight, Launched
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.journal import history
 from asyncgrpo.journal import log as journal_module
-from asyncgrpo.journal.format import BatchIssued, BoundChanged, Committed, JournalRecord
+from asyncgrpo.journal.history import BatchIssued, BoundChanged, Committed, JournalRecord
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.journal.format import BatchIssued, BoundChanged, Delivered, JournalRecord, RunStarted
-from asyncgrpo.journal.history import History
+from asyncgrpo.journal.history import BatchIssued, BoundChanged, Delivered, History, JournalRecord, RunStarted
 from asyncgrpo.types import PolicyVersion
 
 

@@ -30,8 +30,7 @@ from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.engines.fake import InjectedFault
 from asyncgrpo.errors import AsyncGRPOError, StalledError
-from asyncgrpo.journal.format import FORMAT, RunStarted
-from asyncgrpo.journal.history import read_history
+from asyncgrpo.journal.history import FORMAT, RunStarted, read_history
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.learner.ranks import Inbox, Team

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from asyncgrpo.cli import app
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import JournalError
-from asyncgrpo.journal.format import BatchIssued, BoundChanged, Committed, Dropped, Interrupted
+from asyncgrpo.journal.history import BatchIssued, BoundChanged, Committed, Dropped, Interrupted
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.tools.audit import audit

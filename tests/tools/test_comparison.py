@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from asyncgrpo.cli.audit import Equality
+from asyncgrpo.cli.look import Equality
 from asyncgrpo.recording.events import as_written
 from asyncgrpo.tools.replay import Pair, Replayed, means
 

@@ -10,8 +10,7 @@ import pytest
 from asyncgrpo.cli import main
 from asyncgrpo.config.schema import Config, DataConfig, LearnerConfig, ModelConfig
 from asyncgrpo.errors import JournalError
-from asyncgrpo.journal.format import BatchIssued, Committed
-from asyncgrpo.journal.history import read_history, repair
+from asyncgrpo.journal.history import BatchIssued, Committed, read_history, repair
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
 from asyncgrpo.tools.replay import read_timeline

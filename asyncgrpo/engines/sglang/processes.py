@@ -24,7 +24,7 @@ import psutil
 from asyncgrpo import scratch, warm
 from asyncgrpo.engines.sglang.proof import PLAN, Held
 from asyncgrpo.errors import EngineError, WeightsError
-from asyncgrpo.importing import importing
+from asyncgrpo.host import importing
 from asyncgrpo.weights.publication import LENGTH, NUM_SEQUENCES
 
 with importing():  # also in the scheduler's process, which imports this module first

@@ -8,9 +8,9 @@ import functools
 import msgspec
 import pytest
 
+from asyncgrpo.cluster.folder import NOT_COMPARED, REFUSED, Settings, Source, changes, values_in, values_of
 from asyncgrpo.config.explain import knobs, removed
 from asyncgrpo.config.load import load_config, recorded
-from asyncgrpo.config.resume import NOT_COMPARED, REFUSED, Settings, Source, changes, values_in, values_of
 
 NEEDED = ["model.path=/models/a", "data.train=/data/train.jsonl"]
 
