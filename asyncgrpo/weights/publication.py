@@ -14,10 +14,12 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.delta import State
+
+if TYPE_CHECKING:  # the driver does not import torch
+    from asyncgrpo.weights.delta import State
 
 # -- the sync check ----------------------------------------------------------------------------------------------------
 
@@ -162,7 +164,7 @@ class Member:
     offered_s: float = 0.0
     is_staging: bool = False
     is_late: bool = False
-    staged: State | None = None
+    staged: "State | None" = None
     """Weights in its memory, with the right digest; None: it must be sent all weights."""
     loaded: str = ""
     """Digest of the weights that its engine loaded last."""

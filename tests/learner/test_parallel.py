@@ -82,7 +82,11 @@ def run_scenario(name: str, folder: Path, rank: int, layout: tuple[int, int, int
     updates = watch_updates(learner)
     first, *_ = [learner.step(SCENARIOS[name][1], VERSION) for _ in range(3)]
     updates = [updates[0], updates[-1]]
-    return {"report": asdict(first), "gradients": [update.gradient for update in updates], "scores": learner.check.score()}
+    return {
+        "report": asdict(first),
+        "gradients": [update.gradient for update in updates],
+        "scores": learner.check.score(),
+    }
 
 
 def on_a_rank(rank: int, world: int, folder: str) -> None:
