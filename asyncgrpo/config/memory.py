@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from asyncgrpo.config.model_size import ModelSize
+from asyncgrpo.config.model_size import ModelSize, size_at
 from asyncgrpo.config.schema import Config
 
 GIB = 2**30
@@ -108,8 +108,9 @@ class _Rank:
         self.trained_numbers = size.adapter_parameters(self.adapters) if self.adapters else size.parameters
         algorithm = config.algorithm
         has_reference = algorithm.kl_coef > 0 or bool(algorithm.loss_args.get("reference"))
-        self.has_reference_copy = has_reference and not self.adapters
+        self.has_reference_copy = has_reference and (algorithm.teacher is not None or not self.adapters)
         """True if there is a reference beside the model. With adapters it is the model without them."""
+        self.reference_size = (size_at(algorithm.teacher) if algorithm.teacher else None) or size
 
     def of_each(self, num_bytes: float) -> int:
         """The share of one rank."""
@@ -123,7 +124,7 @@ class _Rank:
     @property
     def reference(self) -> int:
         """The shard of a reference, on the GPU or on the host."""
-        return self.of_each(self.item * self.size.parameters) if self.has_reference_copy else 0
+        return self.of_each(self.item * self.reference_size.parameters) if self.has_reference_copy else 0
 
     def always(self) -> dict[str, int]:
         """Held in every phase, moments and the gathered part of a reference aside."""
@@ -139,7 +140,9 @@ class _Rank:
         size, config, item, root = self.size, self.config, self.item, self.size.root_parameters
         tokens, head = config.learner.tokens_per_microbatch, size.vocabulary * size.hidden
         added = [layer.adapter_parameters(self.adapters) for layer in size.layers]
-        whole = [layer.parameters + more for layer, more in zip(size.layers, added, strict=True)]
+        ways = config.learner.parallel.expert  # each rank gathers its own experts only
+        away = [layer.expert_parameters * (ways - 1) // ways for layer in size.layers]
+        whole = [layer.parameters - less + more for layer, less, more in zip(size.layers, away, added, strict=True)]
         kept = [layer.bytes_kept(item, adapters=self.adapters) for layer in size.layers]
         recomputes = config.learner.activation_checkpointing is not False  # the least, where that is left open
         waiting = tokens * (item * size.hidden * len(kept) if recomputes else sum(kept))
@@ -156,7 +159,9 @@ class _Rank:
         moments = 0 if config.learner.offload_optimizer else self.moments
         always = self.always()
         if self.has_reference_copy:
-            always["reference"] += item * root  # gathered, and not dropped after its forward pass
+            always["reference"] += (
+                item * self.reference_size.root_parameters
+            )  # gathered, and not dropped after its forward pass
         running = always | {"moments": moments, "gathered": gathered}
 
         # Embedding and head are copied out of the buffer that they were gathered in.

@@ -49,6 +49,8 @@ class Layer:
     """Where all weights are trained."""
     adapted: Kept
     """Where only adapters of rank 1 are trained."""
+    expert_parameters: int = 0
+    """Of `parameters`, those of all experts that a router chooses from."""
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of adapters in every linear layer."""
@@ -182,6 +184,7 @@ def _counted(config_json: str) -> ModelSize:
                     linears=tuple((linear.in_features, linear.out_features) for linear in linears),
                     trained=_kept(layer, args, named),
                     adapted=_kept(_with_adapters(layer, linears), args, named),
+                    expert_parameters=sum(shape.numel() for name, shape in kind if ".experts." in name),
                 )
             layers.append(kinds[kind])
     config = config.get_text_config()

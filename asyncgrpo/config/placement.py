@@ -6,7 +6,7 @@ before anything starts, `choose` and `share_one_gpu` choose settings, `report` i
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from math import ceil
+from math import ceil, lcm
 from typing import Any
 
 from asyncgrpo.config.explain import value_in_words
@@ -180,7 +180,8 @@ def choose(size: ModelSize, config: Config, card: Card, n_gpus: int, decided: Ma
     given = decided.get("generators.gpus_each")
     engines = [given] if given else engine_gpus(size, config, card, n_gpus)
     possible = [each for each in engines if (count or 1) * each + (ranks or 1) <= n_gpus]
-    placements = [_placements(n_gpus, each, count, ranks) for each in possible or engines]
+    multiple = lcm(config.learner.parallel.context, config.learner.parallel.expert)
+    placements = [_placements(n_gpus, each, count, ranks, multiple) for each in possible or engines]
     for placed in (placed for of_engine in placements for placed in of_engine):
         for saving in _savings(config, decided):
             if "learner" not in problems(size, changed(config, placed | saving), card, filled=COMFORTABLE):
@@ -188,14 +189,14 @@ def choose(size: ModelSize, config: Config, card: Card, n_gpus: int, decided: Ma
     return placements[0][0]
 
 
-def _placements(n_gpus: int, each: int, count: int | None, ranks: int | None) -> list[Changes]:
-    """The half, then ever fewer generators. GPUs that are too few for one more generator are the learner's."""
+def _placements(n_gpus: int, each: int, count: int | None, ranks: int | None, multiple: int) -> list[Changes]:
+    """The half, then ever fewer generators. GPUs that are too few for one more generator are the learner's, in multiples."""
     most, left = split_gpus(n_gpus, each, count=count, ranks=ranks)
     splits = [(most, left)]
     if count is None and ranks is None:
         splits += [(fewer, n_gpus - fewer * each) for fewer in range(most - 1, 0, -1)]
     return [
-        {"generators.count": generators, "generators.gpus_each": each, "learner.ranks": rest}
+        {"generators.count": generators, "generators.gpus_each": each, "learner.ranks": max(rest - rest % multiple, 1)}
         for generators, rest in splits
     ]
 
@@ -213,7 +214,7 @@ def _savings(config: Config, decided: Mapping[str, Any]) -> Iterator[Changes]:
 
 def _token_budgets(config: Config) -> list[int]:
     """Tokens of a micro-batch: as configured, then halves, each enough for the longest sequence."""
-    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    longest = ceil((config.data.max_prompt_tokens + config.sampling.max_tokens) / config.learner.parallel.context)
     budgets = [config.learner.tokens_per_microbatch]
     while budgets[-1] // 2 >= max(longest, FEWEST_TOKENS):
         budgets.append(budgets[-1] // 2)

@@ -65,9 +65,16 @@ def _with_values(problem: str, config: Config) -> str:
 
 def _sizes(config: Config) -> Iterator[str]:
     algorithm, buffer = config.algorithm, config.buffer
-    if config.learner.tokens_per_microbatch < config.data.max_prompt_tokens + config.sampling.max_tokens:
-        longest = "data.max_prompt_tokens + sampling.max_tokens"
-        yield f"learner.tokens_per_microbatch is smaller than the longest sequence, {longest}; raise it or lower one of the two"
+    learner, longest = config.learner, config.data.max_prompt_tokens + config.sampling.max_tokens
+    if learner.tokens_per_microbatch * learner.parallel.context < longest:
+        named = "data.max_prompt_tokens + sampling.max_tokens"
+        yield (
+            f"learner.tokens_per_microbatch times learner.parallel.context is smaller than the longest sequence, {named}; raise "
+            "one of the first or lower one of the last"
+        )
+    for name in ("context", "expert"):
+        if learner.ranks % getattr(learner.parallel, name):
+            yield f"learner.parallel.{name} does not divide learner.ranks; change one of the two"
     if algorithm.min_completions is not None and algorithm.min_completions > algorithm.group_size:
         yield "algorithm.min_completions is more than algorithm.group_size, the completions of a group; lower it"
     if 0 < buffer.straggler_factor < 1.5:
@@ -104,6 +111,8 @@ def _data(config: Config) -> Iterator[str]:
 def _placement(config: Config) -> Iterator[str]:
     if config.model.lora.targets and not config.model.lora.rank:
         yield "model.lora.targets without model.lora.rank: all weights would be trained; set a rank"
+    if config.model.routing_replay == "rollout" and config.generators.engine != "sglang":
+        yield "model.routing_replay=rollout needs generators.engine sglang, the only engine that records its experts"
     if config.weights.backend == "nccl" and (config.learner.device == "cpu" or config.generators.gpus_each == 0):
         yield "weights.backend=nccl needs GPUs on both sides: learner.device and generators.gpus_each; use auto"
     if config.cluster.share_gpu:  # by one rank and one engine; NCCL refuses two ranks on one GPU

@@ -24,7 +24,7 @@ from asyncgrpo.errors import DataError, RequestError
 from asyncgrpo.generators.rollout import FAILURE, Activities, Played
 from asyncgrpo.rewards.base import failed
 from asyncgrpo.rewards.breaker import Tally
-from asyncgrpo.types import Completion, FinishReason, Observation, Prompt, Sampling, Score, VersionSpan
+from asyncgrpo.types import Completion, FinishReason, KeptTokens, Observation, Prompt, Sampling, Score, VersionSpan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,7 +122,15 @@ class Transcript:
             spans=tuple(self._spans),
             finish_reason=reason,
             observations=tuple(self._observations),
+            kept=self._kept(),
+            routes=next((turn.routes for turn in reversed(self._turns) if turn.routes is not None), None),
         )
+
+    def _kept(self) -> KeptTokens | None:
+        kept = [turn.kept for turn in self._turns if len(turn.token_ids)]
+        if not kept or any(one is None for one in kept):
+            return None
+        return KeptTokens(*(np.concatenate(parts) for parts in zip(*filter(None, kept), strict=True)))
 
 
 # -- environments ------------------------------------------------------------------------------------------------------

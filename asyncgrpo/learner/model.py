@@ -35,7 +35,7 @@ from asyncgrpo.learner.loading import ShardReader
 from asyncgrpo.learner.objective import MicrobatchObjective
 from asyncgrpo.learner.packing import PackedBatch
 from asyncgrpo.learner.parallel import ALONE, Ranks, Row, distribute_experts, refuse_layout
-from asyncgrpo.learner.routing import Routers
+from asyncgrpo.learner.routing import Routers, routers_of
 from asyncgrpo.weights.files import disk_tensors
 
 log = logging.getLogger(__name__)
@@ -297,6 +297,8 @@ def check_language_model(path: str, config: Config, device: torch.device) -> Pre
         _refuse_what_differs(model, path, config.data.max_prompt_tokens + config.sampling.max_tokens)
         _layers(model, path)
         refuse_layout(model, path, config.learner.parallel)
+        if config.model.routing_replay == "rollout" and not any(True for _ in routers_of(model)):
+            raise ConfigError(f"model.routing_replay is rollout, but model.path ({path}) has no experts to choose from")
         return add_adapters(model, config.model.lora, seed=config.run.seed) if config.model.lora.rank else model
 
 

@@ -5,7 +5,7 @@ then differs by far more than rounding. With replay the learner's router takes t
 weights for them, so gradients flow as always. Source: R3, arXiv:2510.11370.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,16 +16,21 @@ NAMES = ("TopKRouter", "TopkRouter", "TopKGate")
 """Ends of the class names of routers in transformers that choose by `topk` over all experts."""
 
 
+def routers_of(model: nn.Module) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each layer with experts, and its router."""
+    for name, module in model.named_modules():
+        if type(module).__name__.endswith(NAMES):
+            yield int(next(part for part in name.split(".") if part.isdigit())), module
+
+
 class Routers:
     """The routers of one model, in the order of their layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self._chosen: dict[int, Tensor] = {}
         self._loads: dict[int, Tensor] = {}
-        for name, module in model.named_modules():
-            if type(module).__name__.endswith(NAMES):
-                layer = int(next(part for part in name.split(".") if part.isdigit()))
-                module.forward = self._replaying(layer, module.forward, module)
+        for layer, router in routers_of(model):
+            router.forward = self._replaying(layer, router.forward, router)
 
     def replay(self, routes: Tensor | None) -> None:
         """Use these choices in the next forward pass, and in its recomputation.
@@ -69,7 +74,8 @@ class _Chosen(TorchFunctionMode):
         if function not in (torch.topk, torch.Tensor.topk) or args[0].shape[-1] != self._experts or args[0].ndim != 2:
             return found
         if self._ids is not None:
-            ids = torch.where(self._ids < 0, found.indices, self._ids)
+            is_known = (self._ids >= 0) & (self._ids < self._experts)
+            ids = torch.where(is_known, self._ids, found.indices)
             found = torch.return_types.topk((args[0].gather(-1, ids), ids))
         self.taken = found.indices
         return found

@@ -9,6 +9,7 @@ are counted by reason.
 """
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from types import UnionType
 from typing import Any, get_args
@@ -18,7 +19,7 @@ import numpy as np
 import xxhash
 
 from asyncgrpo.errors import RefusedError, WireError
-from asyncgrpo.types import Completion, Group, Lease, Observation, PolicyVersion, Rollout
+from asyncgrpo.types import Completion, Group, KeptTokens, Lease, Observation, PolicyVersion, Rollout
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.rollouts import Batch, Deliver, OfGenerator, OfLearner, RolloutHeader, ToGenerator, ToLearner
 from asyncgrpo.wire.supervision import OfDriver, ToDriver, ToEveryone
@@ -106,10 +107,6 @@ def _too_long(kind: type[Message], header: Buffer, payload: Buffer) -> str:
     )
 
 
-BYTES_PER_TOKEN = 8
-"""A sampled token: int32 token id and float32 log-prob."""
-BYTES_PER_OBSERVED = 4
-"""A token of an observation: int32 token id."""
 SHARED_FIELDS = tuple(name for name in Deliver.__struct_fields__ if name != "rollouts")
 """Fields that `Group` and `Deliver` share."""
 
@@ -120,9 +117,19 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
     """Pack a group into message and payload."""
     parts: list[Any] = []  # arrays: `join` copies their bytes once
     observed: list[Any] = []
+    chosen: list[Any] = []
     headers = []
     for rollout in group.rollouts:
-        completion = rollout.completion
+        completion, routes, shape = rollout.completion, b"", (0, 0, 0)
+        if completion.routes is not None:
+            shape = completion.routes.shape
+            routes = zlib.compress(completion.routes.astype("<i2").tobytes(), level=1)
+            routes += bytes(-len(routes) % 4)
+        if completion.kept is not None:
+            chosen += [
+                np.ascontiguousarray(part, dtype="<i4") for part in (completion.kept.counts, completion.kept.ids)
+            ]
+        chosen.append(routes)
         parts.append(np.ascontiguousarray(completion.token_ids, dtype="<i4"))
         parts.append(np.ascontiguousarray(completion.logprobs, dtype="<f4"))
         observed += [np.ascontiguousarray(one.token_ids, dtype="<i4") for one in completion.observations]
@@ -136,10 +143,13 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
                 seed=rollout.seed,
                 observed=tuple((one.at, len(one.token_ids)) for one in completion.observations),
                 text=rollout.text,
+                kept=0 if completion.kept is None else len(completion.kept.ids),
+                routes=shape,
+                routes_bytes=len(routes),
             )
         )
     shared = {name: getattr(group, name) for name in SHARED_FIELDS}
-    return Deliver(rollouts=tuple(headers), **shared), b"".join(parts + observed)
+    return Deliver(rollouts=tuple(headers), **shared), b"".join(parts + observed + chosen)
 
 
 def unpack_group(message: Deliver, payload: Buffer) -> Group:
@@ -151,6 +161,7 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
     check_group(message, payload)
     token_ids, logprobs = np.frombuffer(payload, "<i4"), np.frombuffer(payload, "<f4")
     rollouts, start, observed = [], 0, 2 * message.num_tokens
+    at = observed + message.num_observed
     for header in message.rollouts:
         middle = start + header.num_tokens
         end = middle + header.num_tokens
@@ -159,10 +170,26 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
         for at, size in header.observed:
             observations.append(Observation(at, token_ids[observed : observed + size]))
             observed += size
-        completion = Completion(header.index, tokens, values, header.spans, header.finish_reason, tuple(observations))
+        kept, routes = None, None
+        if header.kept:
+            ids = at + header.num_tokens
+            kept = KeptTokens(token_ids[ids : ids + header.kept], token_ids[at:ids])
+            at = ids + header.kept
+        if header.routes_bytes:
+            routes = _routes(header, payload[4 * at : 4 * at + header.routes_bytes])
+            at += header.routes_bytes // 4
+        completion = Completion(
+            header.index, tokens, values, header.spans, header.finish_reason, tuple(observations), kept, routes
+        )
         rollouts.append(Rollout(completion, header.score, header.seed, header.text))
         start = end
     return Group(rollouts=tuple(rollouts), **{name: getattr(message, name) for name in SHARED_FIELDS})
+
+
+def _routes(header: RolloutHeader, compressed: Buffer) -> np.ndarray:
+    """Decompress routes. Raises zlib.error or ValueError: they do not have the shape of the header."""
+    size = 2 * math.prod(header.routes)
+    return np.frombuffer(zlib.decompressobj().decompress(compressed, size + 1), "<i2").reshape(header.routes)
 
 
 def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
@@ -182,6 +209,8 @@ def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
 
 # -- groups checked ----------------------------------------------------------------------------------------------------
 
+LARGEST_ROUTE = 2**14
+"""Most experts of one token, over all layers."""
 LARGEST_LOGPROB = 1e-5
 """Largest accepted log-prob: the log of a probability of 1 may round to a positive number."""
 
@@ -201,11 +230,11 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> N
         raise _refused("schema", message, None, "a negative length")
     if min(msgspec.structs.astuple(message.discarded)) < 0:
         raise _refused("schema", message, None, "a negative count of discarded completions")
-    expected = BYTES_PER_TOKEN * message.num_tokens + BYTES_PER_OBSERVED * message.num_observed
-    if len(payload) != expected:
+    expected = sum(header.num_bytes for header in message.rollouts)
+    if len(payload) != expected or any(header.routes_bytes % 4 for header in message.rollouts):
         raise _refused("schema", message, None, f"payload has {len(payload)} bytes, its header gives {expected}")
     token_ids, logprobs = np.frombuffer(payload, "<u4"), np.frombuffer(payload, "<f4")
-    before, start = -1, 0
+    before, start, at = -1, 0, 2 * message.num_tokens + message.num_observed
     for header in message.rollouts:
         index, num_tokens = header.index, header.num_tokens
         if index <= before:
@@ -236,8 +265,28 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> N
             if not (values.min() > -np.inf and values.max() <= LARGEST_LOGPROB):  # False if one is NaN
                 raise _refused("not_finite", message, index, "a log-prob is not finite, or positive")
             start = stop
-    if len(token_ids) > start and token_ids[start:].max() >= vocabulary:
+        if header.kept:
+            counts, at = token_ids[at : at + num_tokens], at + num_tokens + header.kept
+            if counts.min(initial=1) < 1 or counts.sum(dtype=np.uint64) != header.kept:
+                raise _refused("schema", message, index, "the counts of its kept tokens do not add up")
+            if token_ids[at - header.kept : at].max() >= vocabulary:
+                raise _refused("vocabulary", message, index, f"a kept token is not in [0, {vocabulary})")
+        if header.routes_bytes:
+            _check_routes(message, header, payload[4 * at : 4 * at + header.routes_bytes])
+            at += header.routes_bytes // 4
+    observed = token_ids[start : start + message.num_observed]
+    if len(observed) and observed.max() >= vocabulary:
         raise _refused("vocabulary", message, None, f"a token id of an observation is not in [0, {vocabulary})")
+
+
+def _check_routes(message: Deliver, header: RolloutHeader, compressed: Buffer) -> None:
+    longest = len(message.prompt.token_ids) + header.num_tokens + header.num_observed
+    if header.routes[0] > longest or math.prod(header.routes[1:]) > LARGEST_ROUTE:
+        raise _refused("schema", message, header.index, f"routes {header.routes} of {longest} tokens")
+    try:
+        _routes(header, compressed)
+    except (zlib.error, ValueError) as error:
+        raise _refused("schema", message, header.index, f"its routes cannot be read: {error}") from error
 
 
 def check_lease(message: Deliver, lease: Lease, newest: PolicyVersion | None) -> None:

@@ -69,18 +69,31 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Per observation: number of sampled tokens before it, and number of its tokens."""
     text: str = ""
     """As in `Rollout`."""
+    kept: Count = 0
+    """Ids of all `KeptTokens`; 0: they are not recorded."""
+    routes: tuple[Count, Count, Count] = (0, 0, 0)
+    """Shape of `Completion.routes`; zeros: they are not recorded."""
+    routes_bytes: Count = 0
+    """Their size in the payload, compressed, a multiple of 4."""
 
     @property
     def num_observed(self) -> int:
         """Tokens of all observations."""
         return sum(size for _, size in self.observed)
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of its arrays in the payload, bytes."""
+        kept = self.num_tokens + self.kept if self.kept else 0
+        return 8 * self.num_tokens + 4 * (self.num_observed + kept) + self.routes_bytes
+
 
 class Deliver(Message):
     """A complete group.
 
     The payload holds for each completion the token ids (int32), then the log-probs (float32). The token ids of all
-    observations (int32) follow.
+    observations (int32) follow, then for each completion the counts and ids of its kept tokens (int32), and its routes
+    (int16, zlib).
     """
 
     max_header_bytes: ClassVar[int] = TEXTS_BYTES

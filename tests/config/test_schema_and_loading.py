@@ -227,7 +227,7 @@ class TestCrossChecks:
     @pytest.mark.parametrize(
         ("overrides", "sentence"),
         [
-            (["learner.tokens_per_microbatch=1535"], "tokens_per_microbatch (1535) is smaller than the longest"),
+            (["learner.tokens_per_microbatch=1535"], "is smaller than the longest sequence"),
             (["learner.betas=[0.9,1.0]"], "each a number, at least 0 and below 1; it is [0.9, 1.0]"),
             (["algorithm.min_completions=9"], "algorithm.min_completions (9) is more than algorithm.group_size (8)"),
             (["buffer.straggler_factor=1.2"], "set it to at least 1.5"),

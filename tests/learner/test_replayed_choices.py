@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch.nn.functional import log_softmax
 
+from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner.head import Kept, LossGradients, Reference, fused_loss, score
+from asyncgrpo.learner.model import check_language_model
 from asyncgrpo.learner.packing import pack
 from asyncgrpo.learner.routing import Routers
 from asyncgrpo.types import Completion, KeptTokens, Observation, VersionSpan
-from tests.learner.helpers import VERSION, cut_head, learner, load, make_group, random_groups, step_and_gradient
+from tests.learner.helpers import VERSION, config, cut_head, learner, load, make_group, random_groups, step_and_gradient
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 
 # -- kept tokens -------------------------------------------------------------------------------------------------------
@@ -188,7 +190,9 @@ def test_replayed_experts_close_the_gap_and_any_other_experts_open_it(tmp_path, 
     assert gap(lambda routes: None) > 1e-3, "the noise decides between experts"
     assert gap(lambda routes: (routes + 1) % 8) > 1e-3
     assert gap(lambda routes: np.roll(routes, 1, axis=0)) > 1e-3
-    assert gap(lambda routes: np.where(np.arange(routes.shape[1])[:, None] == 1, -1, routes)) > 1e-3, "a layer is missing"
+    assert gap(lambda routes: np.where(np.arange(routes.shape[1])[:, None] == 1, -1, routes)) > 1e-3, (
+        "a layer is missing"
+    )
 
 
 def changed_version(group):
@@ -222,3 +226,10 @@ def test_loads_count_the_tokens_of_each_expert(tmp_path):
     assert loads.shape == (2, 8) and loads.sum(1).tolist() == [40.0, 40.0]
     assert routers.take_loads() is None
     assert Routers(load(make_tiny_qwen3(tmp_path / "dense"))).take_loads() is None
+
+
+def test_a_dense_model_has_no_experts_to_replay(tmp_path):
+    path = make_tiny_qwen3(tmp_path / "dense")
+    settings = config(path, model={"path": str(path), "routing_replay": "rollout"})
+    with pytest.raises(ConfigError, match="has no experts to choose from"):
+        check_language_model(str(path), settings, torch.device("cpu"))

@@ -1,13 +1,24 @@
 """Messages survive the wire exactly, and whatever was altered on it is refused by name."""
 
 import random
+from dataclasses import replace
 
 import msgspec
 import numpy as np
 import pytest
 
 from asyncgrpo.errors import WireError
-from asyncgrpo.types import Completion, Discarded, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
+from asyncgrpo.types import (
+    Completion,
+    Discarded,
+    Group,
+    KeptTokens,
+    PolicyVersion,
+    Prompt,
+    Rollout,
+    Score,
+    VersionSpan,
+)
 from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_group
 from asyncgrpo.wire.rollouts import Deliver, Register, RolloutHeader
 
@@ -50,6 +61,53 @@ def test_a_group_comes_back_as_it_was_sent():
         assert np.array_equal(mine.completion.logprobs, theirs.completion.logprobs)
         assert mine.completion.spans == theirs.completion.spans
     assert back.versions == [PolicyVersion(1, 4), PolicyVersion(1, 5)]
+
+
+def with_choices(group: Group) -> Group:
+    """The same group; completions with tokens have kept tokens, and all but the last have routes."""
+    rollouts = []
+    for rollout in group.rollouts:
+        completion, length = rollout.completion, len(rollout.completion.token_ids)
+        counts = np.arange(1, length + 1, dtype=np.int32)
+        kept = KeptTokens(np.arange(counts.sum(), dtype=np.int32), counts) if length else None
+        routes = np.arange(-1, (3 + length) * 6 - 1, dtype=np.int16).reshape(-1, 2, 3) if completion.index < 2 else None
+        rollouts.append(replace(rollout, completion=replace(completion, kept=kept, routes=routes)))
+    return replace(group, rollouts=tuple(rollouts))
+
+
+def test_choices_come_back_as_they_were_sent():
+    group = with_choices(make_group())
+    arrived, raw = decode(encode(*pack_group(group)))
+    for mine, theirs in zip(group.rollouts, unpack_group(arrived, raw).rollouts, strict=True):
+        mine, theirs = mine.completion, theirs.completion
+        assert (mine.kept is None) == (theirs.kept is None) and (mine.routes is None) == (theirs.routes is None)
+        if mine.kept is not None:
+            assert all(np.array_equal(a, b) for a, b in zip(mine.kept, theirs.kept, strict=True))
+        if mine.routes is not None:
+            assert np.array_equal(mine.routes, theirs.routes)
+        assert np.array_equal(mine.logprobs, theirs.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "at", "complaint"),
+    [
+        ({"kept": 5}, None, "payload has"),
+        ({"routes": (7, 2, 3)}, None, "routes .7, 2, 3. of 6 tokens"),
+        ({"routes": (6, 2, 4)}, None, "its routes cannot be read"),
+        ({"routes": (6, 2**15, 1)}, None, "routes"),
+        ({}, 4 * 16, "do not add up"),
+        ({}, 4 * 19, "a kept token is not in"),
+        ({}, 4 * 25, "its routes cannot be read"),
+    ],
+)
+def test_malformed_choices_are_refused(fields, at, complaint):
+    """Of the first completion: 3 tokens, whose counts begin after 16 numbers; 6 kept tokens; then its routes."""
+    message, payload = pack_group(with_choices(make_group()))
+    payload = bytearray(payload)
+    if at is not None:
+        payload[at : at + 4] = b"\xff" * 4
+    with pytest.raises(WireError, match=complaint):
+        unpack_group(change(message, **fields), bytes(payload))
 
 
 def test_every_flipped_bit_is_refused():
