@@ -22,8 +22,8 @@ GPUS_OF_A_MACHINE = 8
 CARD = Card(80 * 10**9, "assumed")
 LENGTH = 32_768
 """Tokens of the longest row."""
-TOKENS = 16_384
-"""Of a micro-batch, on each rank."""
+TOKENS = (16_384, 8192, 4096)
+"""Of a micro-batch, on each rank: the largest that fits."""
 FLEETS = (8, 16, 64, 256)
 
 
@@ -71,35 +71,36 @@ def link(ranks: int) -> float:
     return NVLINK if ranks <= GPUS_OF_A_MACHINE else NIC / GPUS_OF_A_MACHINE
 
 
-def seconds(model: Mixture, size: ModelSize, ranks: int, context: int, expert: int) -> float:
+def seconds(model: Mixture, size: ModelSize, tokens: int, ranks: int, context: int, expert: int) -> float:
     """Return the seconds of one micro-batch: forward, recomputation and backward."""
     of_experts = sum(layer.expert_parameters for layer in size.layers)
-    products = 8 * model.active * TOKENS / FLOPS
-    attention = 8 * TOKENS * LENGTH * size.hidden * len(size.layers) / FLOPS / 2
+    products = 8 * model.active * tokens / FLOPS
+    attention = 8 * tokens * LENGTH * size.hidden * len(size.layers) / FLOPS / 2
     gathered = (
         2 * (size.parameters - of_experts) * 3 / link(ranks)
     )  # two gathers, and gradients of twice the width, once
     gathered += 2 * of_experts / expert * 3 / link(ranks if expert == 1 else ranks // expert * GPUS_OF_A_MACHINE)
-    dispatched = 6 * 2 * TOKENS * model.top_k * size.hidden * len(size.layers) / link(expert) * (expert > 1)
-    exchanged = 6 * 4 * 2 * TOKENS * size.hidden * len(size.layers) / link(context) * (context > 1)
+    dispatched = 6 * 2 * tokens * model.top_k * size.hidden * len(size.layers) / link(expert) * (expert > 1)
+    exchanged = 6 * 4 * 2 * tokens * size.hidden * len(size.layers) / link(context) * (context > 1)
     return max(products + attention, gathered) + dispatched + exchanged
 
 
 def layouts(model: Mixture, size: ModelSize, ranks: int, *, offload: bool) -> list[tuple[float, int, int, float]]:
     """Return tokens a second and GPU, context, expert and GiB of each layout that fits, best first."""
     found = []
-    for context in (one for one in (1, 2, 4, 8) if ranks % one == 0 and TOKENS * one >= LENGTH):
+    sizes = [(t, c) for t in TOKENS for c in (1, 2, 4, 8) if ranks % c == 0 and t * c >= LENGTH]
+    for tokens, context in sizes:
         for expert in (one for one in (1, 2, 4, 8, 16, 32, 64) if ranks % one == 0 and model.experts % one == 0):
             sections = {
                 "model": {"path": "-"},
                 "data": {"train": "-", "max_prompt_tokens": 1024},
                 "sampling": {"max_tokens": LENGTH - 1024},
-                "learner": {"ranks": ranks, "tokens_per_microbatch": TOKENS, "activation_checkpointing": True}
+                "learner": {"ranks": ranks, "tokens_per_microbatch": tokens, "activation_checkpointing": True}
                 | {"parallel": {"context": context, "expert": expert}, "device": "cuda", "offload_optimizer": offload},
             }
             held = learner_rank(size, msgspec.convert(sections, Config)).total
             if held < 0.95 * CARD.num_bytes:
-                rate = TOKENS / seconds(model, size, ranks, context, expert)
+                rate = tokens / seconds(model, size, tokens, ranks, context, expert)
                 found.append((rate, context, expert, held / GIB))
     return sorted(found, reverse=True)
 

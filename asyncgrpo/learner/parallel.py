@@ -9,11 +9,11 @@ run each row of tokens together, a `Row`.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd as all_to_all
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -104,7 +104,28 @@ class Row:
 
     def _exchange(self, x: Tensor, received: list[int] | None = None, sent: list[int] | None = None) -> Tensor:
         assert self._group is not None
-        return all_to_all(x.contiguous(), received, sent, self._group)
+        exchanged: Tensor = _AllToAll.apply(x, received, sent, self._group)
+        return exchanged
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends parts of the first dimension to the ranks of a group, and receives theirs, in equal parts without sizes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, received: list[int] | None, sent: list[int] | None, group: Any) -> Tensor:
+        ctx.sizes, ctx.group = (received, sent), group
+        return _all_to_all(x, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        received, sent = ctx.sizes
+        return _all_to_all(gradients[0], sent, received, ctx.group), None, None, None
+
+
+def _all_to_all(x: Tensor, received: list[int] | None, sent: list[int] | None, group: dist.ProcessGroup) -> Tensor:
+    arrived = x.new_empty((len(x) if received is None else sum(received), *x.shape[1:]))
+    dist.all_to_all_single(arrived, x.contiguous(), received, sent, group=group)
+    return arrived
 
 
 ALONE = Row()

@@ -1,6 +1,9 @@
 """What `config/memory.py` predicts of a rank's GPU is what a real step of the learner holds."""
 
+import numpy as np
 import pytest
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from asyncgrpo.config import memory
@@ -9,7 +12,8 @@ from asyncgrpo.config.placement import changed
 from asyncgrpo.learner import head
 from asyncgrpo.learner.learner import Learner
 from tests.gpu_rehearsals.step_memory import fake_ranks, peak_bytes
-from tests.learner.helpers import VERSION, config, random_groups
+from tests.learner.helpers import VERSION, config, make_group, random_groups
+from tests.models import make_tiny_qwen3, make_tiny_qwen3_moe
 
 TILE = 2**18
 
@@ -55,3 +59,46 @@ def test_the_peak_of_a_step_is_as_predicted(model, monkeypatch, ranks, settings)
     predicted = memory.learner_tensors(size_at(model), filled).total
     assert predicted == pytest.approx(peak, rel=0.12)
     assert predicted > 0.94 * peak, "rather too much than too little"
+
+
+def test_context_divides_activations_and_expert_divides_the_experts_that_are_gathered(tmp_path):
+    """Of one row of 2,048 tokens; and of four ranks, where each gathers a quarter of the experts of a layer."""
+    path, length = make_tiny_qwen3(tmp_path / "dense", hidden=128, layers=3), 2048
+
+    def activations(context: int) -> int:
+        run = config(
+            path,
+            learner={"ranks": 4, "tokens_per_microbatch": length + 8, "parallel": {"context": context}},
+            sampling={"max_tokens": length},
+        )
+
+        def groups(tokens: int) -> list:
+            return [make_group(0, [1.0, 0.0], [np.arange(tokens) % 200, [1]])]
+
+        with fake_ranks(4):
+            learner = Learner(run, rank=0, world=4, device="cpu")
+            learner.step(groups(8), VERSION)  # makes the moments
+            least, most = (peak_bytes(learner, lambda n=n: learner.step(groups(n), VERSION)) for n in (64, length))
+        return most - least
+
+    whole = activations(1)
+    assert activations(2) == pytest.approx(whole / 2, rel=0.1)
+    assert activations(4) == pytest.approx(whole / 4, rel=0.1)
+
+    mixture = make_tiny_qwen3_moe(tmp_path / "mixture", experts=8)
+    held = []
+    for expert in (1, 4):
+        with fake_ranks(4):
+            run = config(mixture, learner={"ranks": 4, "parallel": {"expert": expert}})
+            model = Learner(run, rank=0, world=4, device="cpu").model
+            experts = [p for name, p in model.named_parameters() if ".experts." in name]
+            assert sum(p.to_local().numel() for p in experts) == sum(p.numel() for p in experts) // 4
+            model.unshard()
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+            gathered = (
+                p.to_local() if isinstance(p, DTensor) else p for n, p in model.named_parameters() if ".experts." in n
+            )
+            held.append(sum(p.numel() for p in gathered))
+    assert held[1] == held[0] // 4
