@@ -13,6 +13,20 @@ from asyncgrpo.host import CoreClock, CoreSeconds, Host, cores
 ALL = psutil.virtual_memory().total
 
 
+@pytest.fixture
+def container(tmp_path, monkeypatch):
+    """A function that limits this process as the files of a container do. The machine has 64 cores."""
+
+    def limit(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+    return limit
+
+
 @pytest.mark.parametrize(
     ("files", "memory"),
     [
@@ -23,11 +37,8 @@ ALL = psutil.virtual_memory().total
         ({}, ALL),
     ],
 )
-def test_no_more_memory_than_the_limit_of_a_container(tmp_path, monkeypatch, files, memory):
-    (tmp_path / "memory").mkdir()
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
+def test_no_more_memory_than_the_limit_of_a_container(container, tmp_path, files, memory):
+    container(files)
     assert Host.here(tmp_path).memory == memory
 
 
@@ -50,12 +61,8 @@ def test_shared_memory_is_what_its_file_system_has(tmp_path):
         ({}, 64),
     ],
 )
-def test_no_more_cores_than_the_quota_of_a_container(tmp_path, monkeypatch, files, quota):
-    (tmp_path / "cpu").mkdir()
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+def test_no_more_cores_than_the_quota_of_a_container(container, files, quota):
+    container(files)
     assert cores() == quota
 
 
@@ -107,10 +114,6 @@ def test_a_child_counts_with_its_parent():
         },
     ],
 )
-def test_a_container_with_a_quota_counts_its_own_work_alone(tmp_path, monkeypatch, files):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(host, "_CGROUP", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
+def test_a_container_with_a_quota_counts_its_own_work_alone(container, files):
+    container(files)
     assert host._busy_seconds() == 7.0

@@ -13,38 +13,19 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "asyncgrpo"
 
-LAYERS = {
-    "__main__": 9,
-    "cli": 8,
-    "tools": 7,
-    "planner": 7,
-    "cluster": 6,
-    "generators": 5,
-    "buffer": 5,
-    "learner": 5,
-    "journal": 4,
-    "engines": 4,
-    "control": 4,
-    "environments": 4,
-    "data": 3,
-    "rewards": 3,
-    "weights": 3,
-    "recording": 3,
-    "config": 2,
-    "metrics": 2,
-    "logs": 2,
-    "scratch": 2,
-    "algorithms": 1,
-    "wire": 1,
-    "warm": 1,
-    "guests": 1,
-    "types": 0,
-    "host": 0,
-    "isolation": 0,
-    "errors": 0,
-    "liveness": 0,
-    "importing": 0,
+_NAMES = {
+    9: "__main__",
+    8: "cli",
+    7: "tools planner",
+    6: "cluster",
+    5: "generators buffer learner",
+    4: "journal engines control environments",
+    3: "data rewards weights recording",
+    2: "config metrics logs scratch",
+    1: "algorithms wire warm guests",
+    0: "types host isolation errors liveness importing",
 }
+LAYERS = {name: layer for layer, names in _NAMES.items() for name in names.split()}
 
 # library -> modules that may import it, as the start of a dotted name below `asyncgrpo`.
 OWNERS = {

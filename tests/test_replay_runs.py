@@ -89,24 +89,31 @@ def test_another_correction_meets_the_same_stream(demo: Demo):
     assert all(mine["grad_norm"] != other["grad_norm"] for mine, other in zip(ours[1:], theirs[1:], strict=True))
 
 
-def change_one_reward(run: Path, step: int) -> str:
-    """Give the first completion of the first group of `step` another reward, with all digests right. Returns its lease."""
-    history = read_history(run / "journal")
-    manifest = next(f.record for f in history.found if isinstance(f.record, BatchIssued) and f.record.step == step)
-    for segment in history.segments:
+def change_one_reward(run: Path, step: int) -> None:
+    """Give the first completion of the first group of `step` another reward."""
+    found = read_history(run / "journal").found
+    lease_id = next(f.record.lease_ids[0] for f in found if isinstance(f.record, BatchIssued) and f.record.step == step)
+
+    def change(record, body):
+        if not isinstance(record, Delivered) or record.lease_id != lease_id:
+            return record, [body]
+        message, payload = unpack_delivered(record, body)
+        first, *others = message.rollouts
+        score = msgspec.structs.replace(first.score, value=first.score.value + 1.0)
+        changed = (msgspec.structs.replace(first, score=score), *others)
+        return delivered(msgspec.structs.replace(message, rollouts=changed), payload)
+
+    rewrite(run / "journal", change)
+
+
+def rewrite(journal: Path, change) -> None:
+    """Write the journal again, with all digests right; `change` gives each record and its body anew."""
+    for segment in journal.iterdir():
         parts: list = []
-        for item in scan(segment.path.read_bytes()):
+        for item in scan(segment.read_bytes()):
             assert isinstance(item, Whole)
-            record, body = item.record, [item.body]
-            if isinstance(record, Delivered) and record.lease_id == manifest.lease_ids[0]:
-                message, payload = unpack_delivered(record, item.body)
-                first, *others = message.rollouts
-                score = msgspec.structs.replace(first.score, value=first.score.value + 1.0)
-                changed = (msgspec.structs.replace(first, score=score), *others)
-                record, body = delivered(msgspec.structs.replace(message, rollouts=changed), payload)
-            parts += pack(record, body)
-        segment.path.write_bytes(b"".join(map(bytes, parts)))
-    return manifest.lease_ids[0]
+            parts += pack(*change(item.record, item.body))
+        segment.write_bytes(b"".join(map(bytes, parts)))
 
 
 def test_one_changed_reward_is_found_at_its_step(demo: Demo, tmp_path: Path):
@@ -124,20 +131,13 @@ def test_one_changed_reward_is_found_at_its_step(demo: Demo, tmp_path: Path):
 def test_weights_that_the_run_did_not_begin_with_are_refused(demo: Demo, tmp_path: Path):
     shutil.copytree(demo.run, tmp_path / "run", ignore=shutil.ignore_patterns("replays"))
     shutil.copytree(demo.run / "final", tmp_path / "other")
-    for journal in (tmp_path / "run" / "journal").iterdir():
-        rewrite_model_path(journal, str(tmp_path / "other"))
+    rewrite(tmp_path / "run" / "journal", lambda record, body: (with_model(record, str(tmp_path / "other")), [body]))
     result = asyncgrpo("replay", "run", cwd=tmp_path)
     assert result.returncode == 1 and "does not hold the weights that the run published as 1.0" in result.stderr
     assert not list((tmp_path / "run" / "replays").iterdir()), "a replay that trained nothing leaves nothing"
 
 
-def rewrite_model_path(segment: Path, model: str) -> None:
-    parts: list = []
-    for item in scan(segment.read_bytes()):
-        assert isinstance(item, Whole)
-        record = item.record
-        if hasattr(record, "config"):
-            config = record.config | {"model": record.config["model"] | {"path": model}}
-            record = msgspec.structs.replace(record, config=config)
-        parts += pack(record, [item.body])
-    segment.write_bytes(b"".join(map(bytes, parts)))
+def with_model(record, path: str):
+    if not hasattr(record, "config"):
+        return record
+    return msgspec.structs.replace(record, config=record.config | {"model": record.config["model"] | {"path": path}})

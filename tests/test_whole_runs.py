@@ -16,6 +16,7 @@ import pytest
 from asyncgrpo import scratch
 from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.recording.events import read_events
+from tests.models import make_tiny_qwen3_moe
 from tests.runs import (
     assert_nothing_left,
     asyncgrpo,
@@ -211,3 +212,23 @@ def test_a_resume_goes_round_mixed_sources_with_what_may_change_and_samples_anew
     of_file = [seen[f"train/{row}"] for row in range(60)]
     assert max(of_file) <= 2 and min(of_file) >= 1, "a prompt came a third time, or never, in the round and a fifth"
     assert_nothing_left(tmp_path)
+
+
+def test_a_mixture_trains_on_divided_ranks_with_replayed_choices_and_resumes_on_fewer(tmp_path: Path):
+    """Four ranks share rows and experts, then two share experts: SGLang's experts and kept tokens reach the learner."""
+    make_demo_model(tmp_path / "mixture", seed=0)  # its tokenizer
+    make_tiny_qwen3_moe(tmp_path / "mixture", vocab=261, experts=8)
+    demo = ["demo", "--engine", "sglang", "--out", "run", "model.path=mixture", "generators.count=1", "run.eval_every=9"]
+    demo += ["model.routing_replay=rollout", "sampling.top_p=0.9", "buffer.prompts_per_step=8"]
+    for steps, ranks, context in ((2, 4, 2), (4, 2, 1)):
+        sizes = [f"learner.ranks={ranks}", "learner.parallel.expert=2", f"learner.parallel.context={context}"]
+        ended = asyncgrpo(*demo, "--steps", str(steps), *sizes, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+    run = tmp_path / "run"
+    assert_steps_are_gapless(run, 4)
+    for step in events(run, "step"):
+        assert step["diagnostics"]["expert_load"] >= 1
+        assert step["logprob_gap_max"] is None or step["logprob_gap_max"] < 1e-4
+    assert any(step["logprob_gap_max"] is not None for step in events(run, "step"))
+    assert all(sync["ok"] for sync in events(run, "sync"))
+    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0

@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from asyncgrpo.algorithms import advantages
-from asyncgrpo.algorithms.advantages import (
-    ESTIMATORS,
-    apply_truncation,
-    overlong_penalty,
-    reward_with_kl,
-)
+from asyncgrpo.algorithms.advantages import ESTIMATORS, apply_truncation, overlong_penalty, reward_with_kl
 from tests.algorithms import oracle_advantages as oracle
 
 NAMES = sorted(ESTIMATORS)

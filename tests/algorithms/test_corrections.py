@@ -7,16 +7,7 @@ import pytest
 import torch
 
 from asyncgrpo.algorithms import corrections
-from asyncgrpo.algorithms.corrections import (
-    Correction,
-    combine,
-    divergence,
-    importance,
-    interpolated,
-    m2po,
-    opsm,
-    veto,
-)
+from asyncgrpo.algorithms.corrections import Correction, combine, divergence, importance, interpolated, m2po, opsm, veto
 from tests.algorithms import oracle_losses as oracle
 from tests.algorithms.batches import VERSION, batch, tensor
 
@@ -126,10 +117,3 @@ def test_the_interpolated_anchor_follows_the_formula():
         lag = VERSION - b.versions[t]
         share = max(0.0, min((VERSION - 1 - b.versions[t]) / lag, 1.0)) if lag else 0.0
         assert anchor[t].item() == pytest.approx(b.behaviour[t] + share * (b.policy[t] - b.behaviour[t]), abs=1e-12)
-
-
-def test_lag_zero_and_one_are_anchored_at_the_behaviour_policy_and_old_tokens_near_the_present():
-    policy, behaviour = torch.full((5,), -1.0).bfloat16(), torch.full((5,), -2.0)
-    anchor = interpolated(policy, behaviour, torch.tensor([7, 6, 5, 3, -1]), torch.tensor(7))
-    assert anchor.dtype == torch.float32
-    torch.testing.assert_close(anchor, torch.tensor([-2.0, -2.0, -1.5, -1.25, -2.0]))

@@ -6,20 +6,15 @@ import msgspec
 import pytest
 
 from asyncgrpo.buffer.group_health import BIAS_WINDOW, MIN_SETTLED, BiasMonitor, ks_distance
-from asyncgrpo.types import Lease, Prompt, Sampling
 from asyncgrpo.wire.rollouts import Deliver
 from tests.buffer.test_buffer import deliver, v
 from tests.buffer.test_policies import balance, lease_all, make_buffer, spanning
+from tests.generators.test_rollout import make_lease
 
 
 def group(length: int, rewards=(0.0, 1.0)) -> Deliver:
     """Two completions of this many tokens."""
-    lease = Lease(
-        lease_id="1.0.0", group_id="1.0", attempt=0, prompt_index=0, purpose="train", num_completions=2,
-        sampling=Sampling(), seed=0,
-        prompt=Prompt(prompt_id="train/0", token_ids=(1,)),
-    )  # fmt: skip
-    message = deliver(lease, 0, rewards)
+    message = deliver(make_lease(2), 0, rewards)
     rollouts = tuple(msgspec.structs.replace(rollout, num_tokens=length) for rollout in message.rollouts)
     return msgspec.structs.replace(message, rollouts=rollouts)
 

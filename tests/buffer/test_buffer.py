@@ -91,25 +91,6 @@ def lease_all(buffer: Buffer, holder="g") -> list[Lease]:
     return leases
 
 
-def test_a_group_holds_a_slot_until_its_step_is_published_and_is_trained_once():
-    buffer = make_buffer(per_step=2, max_lag=1)
-    assert buffer.lease("g", 0.0) is None, "no weights are published yet"
-    buffer.trained(v(0))
-    a, b, c, d = lease_all(buffer)
-    for lease in (d, b):
-        assert buffer.accept(deliver(lease, 0), b"") is None
-    assert buffer.accept(deliver(b, 0), b"") == "duplicate"
-    assert [e.prompt_index for e in buffer.take(v(0))] == [b.prompt_index, d.prompt_index], "in prompt order"
-    assert buffer.take(v(0)) is None and buffer.lease("g", 0.0) is None
-    assert buffer.accept(deliver(b, 0), b"") == "duplicate"
-    buffer.trained(v(1))
-    assert buffer.accept(deliver(b, 0), b"") == "duplicate" and buffer.outcomes["trained"] == 2
-    for lease in (c, a):
-        buffer.accept(deliver(lease, 0), b"")
-    assert [e.prompt_index for e in buffer.take(v(1))] == [a.prompt_index, c.prompt_index]
-    assert len(lease_all(buffer)) == 2
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_prompt_without_tokens_was_too_long_and_is_dropped_for_good_when_it_is_due(policy):
     too_long = set(range(12)) - {0, 3, 6, 9}
@@ -132,54 +113,6 @@ def test_a_prompt_without_tokens_was_too_long_and_is_dropped_for_good_when_it_is
     assert {record.prompt_index for record in dropped} | set(trained) == set(range(24))
 
 
-def test_a_group_whose_lease_was_taken_away_comes_too_late():
-    """It is older than the lease that is out, and the rule of lag has not counted on it."""
-    buffer = make_buffer(per_step=1, max_lag=1)
-    buffer.trained(v(0))
-    lost = lease_all(buffer)
-    assert buffer.release("g") == [lease.lease_id for lease in lost] and buffer.held_by("g") == 0
-    silent = lost[1]
-    trained, again = lease_all(buffer, holder="other")
-    assert [lease.prompt for lease in (trained, again)] == [lease.prompt for lease in lost], "before new ones"
-    buffer.accept(deliver(trained, 0), b"")
-    buffer.release("other")
-    assert buffer.take(v(0)) is not None
-    buffer.trained(v(1))
-    lease_all(buffer)
-    for late in (silent, again):
-        assert buffer.accept(deliver(late, 0), b"") == "no_such_lease"
-    assert buffer.take(v(2)) is None and buffer.outcomes["dropped_stale"] == 0
-
-
-def test_a_prompt_that_fails_every_time_is_dropped_with_a_count():
-    buffer = make_buffer(per_step=1, max_lag=0, max_attempts=3)
-    buffer.trained(v(0))
-    prompt_indices = []
-    for _ in range(3):
-        lease = buffer.lease("g", 0.0)
-        assert lease is not None
-        prompt_indices.append((lease.prompt_index, lease.attempt))
-        buffer.fail(lease.lease_id, "failed")
-    assert prompt_indices == [(0, 0), (0, 1), (0, 2)]
-    assert buffer.outcomes["dropped_failed"] == 1 and buffer.outcomes["requeued"] == 2
-    after = buffer.lease("g", 0.0)
-    assert after is not None and after.prompt_index == 1
-
-
-def test_a_lease_that_takes_too_long_is_given_to_another_whose_time_begins_then():
-    buffer = make_buffer(per_step=1, max_lag=0, lease_timeout_s=10.0)
-    buffer.trained(v(0))
-    buffer.lease("lost", 0.0)
-    buffer.release("lost")
-    lease = buffer.lease("slow", 8.0)
-    assert lease is not None and buffer.expire(17.0) == []
-    assert [entry.lease for entry in buffer.expire(19.0)] == [lease]
-    again = buffer.lease("quick", 19.0)
-    assert again is not None and again.prompt_index == lease.prompt_index and again.lease_id != lease.lease_id
-    assert buffer.accept(deliver(lease, 0), b"") == "no_such_lease"
-    assert buffer.accept(deliver(again, 0), b"") is None
-
-
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
@@ -197,18 +130,6 @@ def test_a_group_that_cannot_be_trained_is_refused_by_name(message, reason):
     assert buffer.accept(message(lease), b"") == reason
 
 
-def test_a_group_that_is_already_too_old_is_dropped_and_its_prompt_issued_again():
-    buffer = make_buffer(per_step=1, max_lag=0)
-    buffer.trained(v(5))
-    lease = buffer.lease("g", 0.0)
-    assert lease is not None
-    buffer.accept(deliver(lease, 3), b"")  # from a generator that missed two publications
-    assert buffer.take(v(5)) is None
-    assert buffer.outcomes["dropped_stale"] == 1
-    again = buffer.lease("g", 0.0)
-    assert again is not None and again.prompt_index == lease.prompt_index
-
-
 @pytest.mark.parametrize(
     ("rewards", "kind"),
     [
@@ -223,20 +144,6 @@ def test_a_group_that_is_already_too_old_is_dropped_and_its_prompt_issued_again(
 )
 def test_a_group_is_without_signal_only_if_its_rewards_are_exactly_equal(rewards, kind):
     assert zero_signal(rewards) == kind
-
-
-@pytest.mark.parametrize("scores", [(1.0, 1.0), (0.0, 0.0), (1.0, None), (None, None)])
-def test_a_group_without_signal_is_replaced_by_exactly_one_other_prompt(scores):
-    buffer = make_buffer(per_step=2, max_lag=1, filters=True)
-    buffer.trained(v(0))
-    leases = lease_all(buffer)
-    assert buffer.accept(deliver(leases[1], 0, scores), b"") is None, "the generator may forget it"
-    assert buffer.accept(deliver(leases[1], 0, scores), b"") == "duplicate", "and need not send it again"
-    assert buffer.outcomes["filtered_zero_signal"] == buffer.filtered.total() == 1
-    assert buffer.tokens["filtered"] == 2 and buffer.prompts_done == 1
-    replacements = lease_all(buffer)
-    assert [r.prompt_index for r in replacements] == [leases[-1].prompt_index + 1]
-    assert buffer.held_by("g") == 4
 
 
 def test_a_group_without_signal_is_kept_where_nobody_asked_for_the_filter():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.types import Lease, Prompt, Sampling
@@ -25,6 +26,7 @@ from asyncgrpo.wire.rollouts import (
 )
 from asyncgrpo.wire.supervision import Drain, Steer
 from tests.buffer.test_buffer import deliver, make_buffer, prompts, v
+from tests.journal.journals import Clock
 
 PAYLOAD = bytes(16)
 """Two completions of one token."""
@@ -44,9 +46,11 @@ class Lines:
 class Served:
     """A buffer's process, turn by turn."""
 
-    def __init__(self, *, held_out: tuple[Prompt, ...] = (), **settings) -> None:
-        self.lines = Lines()
-        self.buffer = make_buffer(**settings)
+    def __init__(
+        self, *, held_out: tuple[Prompt, ...] = (), clock: Clock | None = None, buffer: Buffer | None = None, **settings
+    ) -> None:
+        self.lines, self.clock = Lines(), clock or Clock()
+        self.buffer = buffer or make_buffer(**settings)
         evaluations = Evaluations(held_out, Sampling(), 0, 100.0)
         self.events: list[tuple[str, dict]] = []
         self.service = BufferService(
@@ -55,7 +59,14 @@ class Served:
             evaluations,
             emit=lambda event, **fields: self.events.append((event, fields)),
         )
-        self.now_s = 0.0
+
+    @property
+    def now_s(self) -> float:
+        return self.clock.now_s
+
+    @now_s.setter
+    def now_s(self, now_s: float) -> None:
+        self.clock.now_s = now_s
 
     def hear(self, peer: str, message: Message, payload: bytes = b"") -> list[tuple[str, str]]:
         """Who is sent what in completion."""

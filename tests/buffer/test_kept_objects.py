@@ -36,20 +36,19 @@ class EndlessRun(Served):
     """Training without an end over 10 prompts, with checkpoints, evaluations, failed leases and a generator that is lost."""
 
     def __init__(self, ledger: Ledger | None, clock: Clock) -> None:
-        super().__init__(count=10, per_step=PER_STEP, epochs=None, journal=ledger, held_out=prompts(2))
-        self.clock, self.leases, self.step = clock, list[Lease](), 0
+        self.leases, self.step = list[Lease](), 0
+        super().__init__(count=10, per_step=PER_STEP, epochs=None, journal=ledger, held_out=prompts(2), clock=clock)
         self.hear("learner", Trained(version=v(0)))
         self.join("b", window=8)
 
     def hear(self, peer: str, message: Message, payload: bytes = b"") -> list[tuple[str, str]]:
-        self.now_s = self.clock.now_s
         sent = super().hear(peer, message, payload)
         self.leases += [message.lease for _, message in self.lines.sent if isinstance(message, Grant)]
         return sent
 
     def train(self) -> None:
         self.events.clear()
-        self.clock.now_s += 1.0
+        self.now_s += 1.0
         self.join("a", incarnation=f"{self.step}", window=8, version=self.step)
         for name in "ab":
             self.hear(name, Serving(generator_id=name, version=v(self.step), token_s=0.1, running=1))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.buffer.group_health import ISOLATE_AFTER, QUARANTINE_FILE, Case, IsolatedPrompts, Quarantine
+from asyncgrpo.buffer.group_health import ISOLATE_AFTER, QUARANTINE_FILE, Case, Quarantine
 from asyncgrpo.buffer.recovery import earlier_failures
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import DataError
@@ -93,43 +93,6 @@ def test_the_end_of_a_generator_costs_a_prompt_nothing_until_it_is_a_suspect_and
     assert not buffer._isolated.is_isolated(0) and all(map(buffer._isolated.is_isolated, (1, 2, 3)))
     assert [lease.prompt_index for lease in lease_all(buffer, "a")] == [1], "an isolated prompt, alone"
     assert [lease.prompt_index for lease in lease_all(buffer, "b")] == [4, 5], "the others go on"
-
-
-def test_an_answer_clears_a_prompt_though_it_is_leased_again():
-    buffer = begun(per_step=1)
-    buffer.lease("a", 0.0)
-    buffer.release("a")
-    assert buffer.accept(deliver(buffer.lease("a", 0.0), 0), b"") is None
-    buffer.trained(v(1))
-    assert buffer.take(v(1)) is None and buffer.outcomes["dropped_stale"] == 1
-    assert buffer.lease("a", 0.0).prompt_index == 0
-    buffer.release("a")
-    assert not buffer._isolated.is_isolated(0)
-
-
-def test_one_generator_is_emptied_before_it_gets_a_suspect():
-    isolated = IsolatedPrompts()
-    assert isolated.may_lease("a", 2, is_waiting=True) == (False, False), "it is kept free of others"
-    assert isolated.may_lease("b", 0, is_waiting=True) == (True, False), "of two, one"
-    assert isolated.may_lease("a", 0, is_waiting=True) == (False, True)
-    isolated.leased(3)
-    assert isolated.may_lease("a", 0, is_waiting=True) == (False, False)
-    isolated.lease_ended(3)
-    assert isolated.may_lease("a", 0, is_waiting=False) == (True, False)
-    assert isolated.may_lease("a", 1, is_waiting=True) == (False, False)
-    isolated.generator_lost("a")
-    assert isolated.may_lease("b", 0, is_waiting=True) == (False, True), "it waits for none that is gone"
-
-
-def test_a_suspect_that_went_into_quarantine_meanwhile_is_dropped_and_its_generator_works_on():
-    buffer = begun(per_step=8)
-    for _ in range(ISOLATE_AFTER):
-        assert [buffer.lease("a", 0.0).prompt_index for _ in range(2)] == [0, 1]
-        buffer.release("a")
-    for index in range(2):  # say, in another epoch
-        buffer._quarantine.add(Case(prompt_id=f"train/{index}", reason="failed", prompt_index=9, attempts=3))
-    assert buffer.lease("a", 0.0) is None and buffer.outcomes["dropped_quarantined"] == 2
-    assert [lease.prompt_index for lease in lease_all(buffer, "a")] == [2, 3, 4, 5, 6, 7] and balanced(buffer)
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.buffer.recovery import bring_back, earlier_failures, reopen, surviving_path
+from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.config.schema import AlgorithmConfig, AutoLagConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.journal.format import FORMAT, BatchIssued, Committed, Delivered, Dropped, RunStarted
+from asyncgrpo.journal.format import FORMAT, Committed, Dropped, RunStarted
 from asyncgrpo.journal.history import read_history, read_rest
 from asyncgrpo.journal.log import SEGMENT_BYTES
 from asyncgrpo.types import Lease, PolicyVersion, Sampling
@@ -87,38 +87,6 @@ def one_step_done(tmp_path: Path):
     return tmp_path, before, buffer.snapshot()
 
 
-def ready(buffer: Buffer) -> list[tuple[int, bytes]]:
-    found = [(e.prompt_index, e.payload) for e in buffer._entries.values() if e.state is State.READY]
-    return sorted(found)
-
-
-def test_what_was_kept_and_not_trained_is_ready_again_however_often_the_run_starts(one_step_done):
-    folder, _, prompts_at_1 = one_step_done
-    at_1 = PolicyVersion(1, 1), prompts_at_1
-    start(folder, 2, checkpoint=at_1)
-    buffer, counts = start(folder, 3, checkpoint=at_1)
-    assert counts == {"ready": 4}
-    assert ready(buffer) == [(prompt_index, bytes([prompt_index]) * 16) for prompt_index in (2, 3, 4, 5)]
-    assert [e.prompt_index for e in buffer.take(PolicyVersion(3, 1))] == [2, 3], "oldest first, as before"
-    buffer.trained(PolicyVersion(3, 2))
-    assert lease(buffer).prompt_index == 6
-    buffer.journal.append(Committed(step=2, prompts=buffer.snapshot()))
-    _, counts = start(folder, 4, checkpoint=(PolicyVersion(3, 2), buffer.snapshot()))
-    assert counts == {"ready": 2}
-    path = surviving_path(read_history(folder).starts, PolicyVersion(3, 2))
-    assert path == {3: 2, 2: 1, 1: 1, 4: 2}, "the second start is a branch that nothing came of"
-
-
-def test_groups_of_weights_that_are_gone_are_dropped_and_their_prompts_issued_again(one_step_done):
-    folder, _, _ = one_step_done
-    buffer, counts = start(folder, 2)  # step 1 was in no checkpoint
-    assert counts == {"ready": 4, "ahead": 2}
-    assert [prompt_index for prompt_index, _ in ready(buffer)] == [0, 1, 2, 3], "taken and not committed is given back"
-    assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 0))] == [0, 1]
-    buffer.trained(PolicyVersion(2, 1))
-    assert [lease(buffer).prompt_index for _ in range(2)] == [4, 5]
-
-
 def test_under_other_settings_no_group_is_kept(one_step_done):
     folder, _, prompts_at_1 = one_step_done
     at_1 = PolicyVersion(1, 1), prompts_at_1
@@ -142,18 +110,6 @@ def test_with_a_smaller_lag_only_what_can_be_trained_in_time_is_kept(one_step_do
     buffer, found = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1), **settings)
     assert found == counts
     assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 1))] == taken
-
-
-def test_a_group_whose_body_was_damaged_is_generated_again(one_step_done):
-    folder, _, prompts_at_1 = one_step_done
-    path = folder / "00000001.journal"
-    data = bytearray(path.read_bytes())
-    data[data.index(bytes([3]) * 16) + 5] ^= 1
-    path.write_bytes(data)
-    buffer, counts = start(folder, 2, checkpoint=(PolicyVersion(1, 1), prompts_at_1))
-    assert counts == {"ready": 3}
-    buffer.trained(PolicyVersion(2, 1))
-    assert lease(buffer).prompt_index == 3
 
 
 # -- buffer.max_lag: auto ----------------------------------------------------------------------------------------------
@@ -221,36 +177,3 @@ def test_a_start_keeps_only_the_records_that_matter(tmp_path: Path):
     assert len(list(folder.glob("*.journal"))) > 30 and len(rest.found) == 4
     buffer, counts = start(folder, 2, checkpoint=checkpoint, count=1000)
     assert counts == {"ready": 2}
-
-
-def test_a_start_from_an_older_checkpoint_finds_the_groups_trained_after_it(tmp_path: Path):
-    folder = tmp_path / "journal"
-    buffer, old = months(folder, 5)
-    buffer.journal.close()
-    buffer, _ = months(folder, 5, lineage=2, checkpoint=old)
-    buffer.journal.close()
-    whole = read_history(folder)
-    rest = read_rest(folder, old[0], lambda index: index < old[1].frontier)
-    groups = {found.record.lease_id for found in rest.found if isinstance(found.record, Delivered)}
-    trained = [found.record for found in whole.found if isinstance(found.record, BatchIssued)]
-    assert all(groups >= set(one.lease_ids) for one in trained if one.version.lineage == 2)
-    assert not any(groups & set(one.lease_ids) for one in trained if one.step <= 4)
-
-
-def test_what_went_wrong_with_a_prompt_outlives_its_segment(tmp_path: Path):
-    folder = tmp_path / "journal"
-    buffer, checkpoint = months(folder, 3)
-    unlucky = lease(buffer)
-    buffer.fail(unlucky.lease_id, "failed")
-    buffer.release("g")
-    again = lease(buffer)
-    assert again.prompt_index == unlucky.prompt_index
-    buffer.release("g")
-    buffer.journal.close()
-    for lineage in range(2, 8):
-        buffer, checkpoint = months(folder, 2, lineage=lineage, checkpoint=checkpoint, max_lag=20)
-        buffer.journal.close()
-    source = PromptSource(prompts(1000), seed=0, shuffle=True, epochs=1)
-    source.restore(checkpoint[1])
-    rest = read_rest(folder, checkpoint[0], source.is_done)
-    assert earlier_failures(rest, source) == earlier_failures(read_history(folder), source)

@@ -11,25 +11,19 @@ from asyncgrpo.config.files import algorithm_names
 from asyncgrpo.config.load import load_config
 
 
-def test_explain_prints_one_key_or_all(asyncgrpo):
+def test_explain_prints_one_key_or_all_and_answers_a_misspelt_one_with_the_right_one(asyncgrpo):
     assert "Completions per prompt" in asyncgrpo("config", "explain", "algorithm.group_size").out
     assert len(asyncgrpo("config", "explain").out.splitlines()) == len(knobs())
-
-
-def test_explain_answers_a_misspelt_key_with_the_right_one(asyncgrpo):
     ended = asyncgrpo("config", "explain", "buffer.maxlag")
     assert ended.code == 1
     assert "did you mean `buffer.max_lag`?" in ended.err
 
 
-def test_show_prints_what_load_config_reads_back(asyncgrpo, tmp_path):
+def test_show_prints_what_load_config_reads_back_and_json_for_scripts(asyncgrpo, tmp_path):
     ended = asyncgrpo("config", "show", "one_node_8gpu", "run.seed=5", "learner.lr=2e-6")
     assert ended.out.startswith("# 1,024 prompts x 5 completions")
     (tmp_path / "copy.yaml").write_text(ended.out)
     assert load_config(tmp_path / "copy.yaml") == load_config("one_node_8gpu", ["run.seed=5", "learner.lr=2e-6"])
-
-
-def test_show_gives_json_to_scripts(asyncgrpo):
     assert json.loads(asyncgrpo("config", "show", "quickstart", "--json").out)["generators"]["count"] == 2
 
 

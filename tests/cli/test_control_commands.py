@@ -41,6 +41,9 @@ def test_status_tells_how_the_run_is(asyncgrpo, operator):
         "(docs/runbooks/NoProgress.md)",
     ):
         assert words in ended.out
+    (told,) = json.loads(asyncgrpo("status", "runs/demo", "--json").out)
+    assert (told["status"]["step"], told["last_step"]["reward_mean"]) == (12, 0.12)
+    assert told["problems"][0]["name"] == "NoProgress"
 
 
 def test_a_run_that_starts_says_what_it_waits_for_and_nothing_else(asyncgrpo, operator):
@@ -48,12 +51,6 @@ def test_a_run_that_starts_says_what_it_waits_for_and_nothing_else(asyncgrpo, op
     said = asyncgrpo("status").out
     assert "demo: starting" in said and "waits for  generator-0, generator-1" in said
     assert "waiting for data" not in said and "process " not in said and "Waiting:" not in said
-
-
-def test_status_as_json_is_for_scripts(asyncgrpo, operator):
-    (told,) = json.loads(asyncgrpo("status", "runs/demo", "--json").out)
-    assert (told["status"]["step"], told["last_step"]["reward_mean"]) == (12, 0.12)
-    assert told["problems"][0]["name"] == "NoProgress"
 
 
 def test_several_runs_are_told_of(asyncgrpo, operator):

@@ -106,14 +106,3 @@ class TestEnds:
         monkeypatch.setattr(sys, "argv", ["asyncgrpo"])
         with pytest.raises(ZeroDivisionError):
             cli.main()
-
-    def test_the_module_runs_as_the_script_does(self):
-        done = subprocess.run(
-            [sys.executable, "-m", "asyncgrpo", "config", "explain", "nothing.such"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 1
-        assert done.stderr.startswith("error: unknown configuration key `nothing.such`")
-        assert "Traceback" not in done.stderr

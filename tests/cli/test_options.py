@@ -8,10 +8,6 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.errors import ConfigError
 
 
-def test_a_flag_that_is_not_given_says_nothing():
-    assert train_overrides() == []
-
-
 def test_every_flag_reaches_its_knob():
     config = load_config(
         None,
@@ -28,6 +24,7 @@ def test_every_flag_reaches_its_knob():
 
 
 def test_a_flag_wins_over_the_file_and_a_key_wins_over_a_flag():
+    assert train_overrides() == []
     overrides = train_overrides(rollout_n=4, lr=2e-6, explicit=["learner.lr=3e-6"])
     config = load_config("one_node_8gpu", overrides)
     assert (config.algorithm.group_size, config.learner.lr, config.run.epochs) == (4, 3e-6, 15)
@@ -59,13 +56,6 @@ def test_no_gpu_is_a_float32_run_on_the_cpu():
     config = load_config("one_node_8gpu", train_overrides(n_gpus=0))
     assert (config.generators.gpus_each, config.generators.count, config.learner.ranks) == (0, 1, 1)
     assert (config.learner.device, config.model.dtype) == ("cpu", "float32")
-
-
-def test_one_gpu_is_shared():
-    config = load_config("one_node_8gpu", train_overrides(model="m", data="d", n_gpus=1))
-    assert (config.generators.gpus_each, config.generators.count, config.learner.ranks) == (1, 1, 1)
-    assert config.cluster.share_gpu
-    assert config.generators.memory_fraction < 0.5
 
 
 @pytest.mark.parametrize(

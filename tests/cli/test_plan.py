@@ -11,7 +11,7 @@ from asyncgrpo.recording.advice import advise
 from asyncgrpo.recording.events import read_events
 from tests.planner.profiles import long_tail, profile
 from tests.planner.test_tune import CONFIG
-from tests.recording.test_advice import step
+from tests.recording.test_advice import run
 
 
 @pytest.fixture
@@ -68,19 +68,10 @@ def test_without_a_profile_the_way_to_one_is_said(tmp_path, monkeypatch, asyncgr
 
 def paced(folder: Path) -> Path:
     """A run whose learner waits for half of each step, on a cluster of eight GPUs."""
-    started = {
-        "event": "start",
-        "time": 0.0,
-        "run": "r",
-        "lineage": 1,
-        "version": "1.0",
-        "step": 0,
-        "sizes": "",
-        "gpus": 8,
-    }
-    steps = [step(number, wait=0.5, full=1.0, there=3, tokens={"generated": 80 * number}) for number in range(1, 16)]
+    started, *steps = run(15, wait=0.5, full=1.0, there=3)
+    events = [started | {"gpus": 8}, *(step | {"tokens": {"generated": 80 * step["step"]}} for step in steps)]
     (folder / "config.yaml").write_text(CONFIG)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in [started, *steps]))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
 
 

@@ -101,19 +101,6 @@ def test_a_dry_run_says_what_a_run_would_do_and_need(asyncgrpo, started, files):
         assert part in ended.out
 
 
-def test_trls_arguments_become_a_configuration_that_a_run_takes(asyncgrpo, started, files):
-    (files / "grpo.py").write_text("def correct(completions, **kwargs):\n    return [1.0 for _ in completions]\n")
-    arguments = {"num_generations": 4, "per_device_train_batch_size": 16, "max_steps": 3, "max_completion_length": 4}
-    (files / "args.json").write_text(json.dumps({**arguments, "use_cpu": True}))
-    fields = ("model_name_or_path=model1", "data_files=train.jsonl", "reward_funcs=grpo.py:correct")
-    translated = asyncgrpo("config", "from-trl", "args.json", *fields, "--yaml")
-    assert translated.code == 0 and "does not run yet" not in translated.out, translated
-    (files / "mine.yaml").write_text(translated.out)
-    ended = preview(asyncgrpo, "train", "--config", "mine.yaml", *TRAIN[2:6], "data.max_prompt_tokens=32")
-    assert ended.code == 0 and not started, ended
-    assert "model: model1\n" in ended.out and "data.train: train.jsonl, " in ended.out
-
-
 def test_a_dry_run_for_gpus_says_what_they_would_hold(asyncgrpo, started, files, monkeypatch):
     card = SimpleNamespace(name="Card", total_memory=79 * 2**30)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)

@@ -47,11 +47,12 @@ def test_without_a_step_the_newest_is_shown_in_its_own_order(asyncgrpo, run):
     assert {r["step"] for r in listed(asyncgrpo, run, "--step", 1)} == {1}
 
 
-def test_best_and_worst_order_by_reward_and_put_failures_last(asyncgrpo, run):
+def test_best_and_worst_order_by_reward_and_put_failures_last_and_exclude_each_other(asyncgrpo, run):
     assert [r["reward"] for r in listed(asyncgrpo, run, "--best", "--limit", 2)] == [0.8, 0.6]
     rewards = [r["reward"] for r in listed(asyncgrpo, run, "--worst", "--limit", 9)]
     assert rewards[:2] == [0.0, 0.1]
     assert rewards[-1] is None
+    assert asyncgrpo("samples", run, "--best", "--worst").code == 2
 
 
 def test_a_random_choice_is_the_same_each_time(asyncgrpo, run):
@@ -109,10 +110,6 @@ def test_the_same_completion_is_shown_once_with_its_count(asyncgrpo, without_sig
     ]
 
 
-def test_two_orders_at_once_are_a_usage_error(asyncgrpo, run):
-    assert asyncgrpo("samples", run, "--best", "--worst").code == 2
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -132,29 +129,9 @@ def test_a_broken_file_is_named(asyncgrpo, run):
     assert "step_000007.parquet cannot be read as Parquet" in asyncgrpo("samples", run).err
 
 
-# -- evaluations -------------------------------------------------------------------------------------------------------
-
-
-def held_out(prompt: int, step: int, *rewards: float | None) -> list[dict[str, object]]:
-    return [
-        row(prompt, step, prompt_id=f"eval/{prompt}", completion=f"{prompt} said {n} at {step}", reward=reward,
-            failure=None if reward is not None else "timeout", advantage=None, version_newest=f"1.{step}")
-        for n, reward in enumerate(rewards)
-    ]  # fmt: skip
-
-
-@pytest.fixture
-def evaluated(tmp_path: Path) -> Path:
-    rewards = {0: {0: (0, 0), 1: (1, 1)}, 5: {0: (0, 0), 1: (0, 1), 2: (0, None)}}
-    (tmp_path / "evals").mkdir()
-    for step, of_prompts in rewards.items():
-        rows = [each for prompt, both in of_prompts.items() for each in held_out(prompt, step, *both)]
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "evals" / f"step_{step:06d}.parquet")
-    return tmp_path
-
-
-def test_the_completions_of_an_evaluation_are_read_like_those_of_a_step(asyncgrpo, evaluated):
-    rows = listed(asyncgrpo, evaluated, "--evals", "--step", 5, "--worst", "--limit", 1)
-    assert [r["prompt_id"] for r in rows] == ["eval/0"]
-    ended = asyncgrpo("samples", evaluated)
+def test_the_completions_of_an_evaluation_are_read_like_those_of_a_step(asyncgrpo, run):
+    (run / "samples").rename(run / "evals")
+    rows = listed(asyncgrpo, run, "--evals", "--step", 1, "--worst", "--limit", 1)
+    assert [(r["prompt_id"], r["step"]) for r in rows] == [("train/0", 1)]
+    ended = asyncgrpo("samples", run)
     assert ended.code == 1 and "holds no samples/" in ended.err

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -105,17 +106,8 @@ def test_how_a_run_stands_is_what_its_last_start_came_to(tmp_path: Path):
 
 
 def test_a_lock_is_waited_for_and_given_up_with_a_name(tmp_path: Path):
-    holder = subprocess.Popen(
-        [sys.executable, "-c", f"import fcntl, time; f = open({str(tmp_path / 'lock')!r}, 'w'); "
-         "fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(600)"],
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        with pytest.raises(CheckpointError, match=r"lock is still held"):
-            hold(tmp_path / "lock", 0.3)
-        holder.kill()
-        os.close(hold(tmp_path / "lock", 30.0))
-    finally:
-        holder.kill()
-        holder.wait()
+    held = hold(tmp_path / "lock", 0.0)
+    with pytest.raises(CheckpointError, match=r"lock is still held"):
+        hold(tmp_path / "lock", 0.3)
+    threading.Timer(0.2, os.close, (held,)).start()
+    os.close(hold(tmp_path / "lock", 30.0))

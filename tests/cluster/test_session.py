@@ -220,14 +220,3 @@ def test_work_is_done_while_the_session_starts_and_if_it_fails_the_session_ends(
     with pytest.raises(ConfigError, match="no place for a model"), session_beside(fail, None):  # type: ignore[arg-type]
         seen.append("inside")
     assert seen[4:] == ["up", "down"]
-
-
-def test_a_session_within_a_session_starts_and_ends_nothing(monkeypatch):
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("Ray was started or ended")
-
-    monkeypatch.setattr(ray_session_module.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(ray_session_module.ray, "init", refuse)
-    monkeypatch.setattr(ray_session_module.ray, "shutdown", refuse)
-    with ray_session(None, True):
-        pass

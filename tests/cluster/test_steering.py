@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncgrpo.cluster.folder import RunFolder, look, record
-from asyncgrpo.cluster.steering import Steering, in_words
+from asyncgrpo.cluster.steering import Steering
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.control.operator import (
@@ -265,14 +265,6 @@ def plain_settings(config: Config):
     from asyncgrpo.config.resume import Settings, values_of
 
     return Settings(values=values_of(config), sources={})
-
-
-def test_a_command_is_told_as_it_is_typed():
-    assert in_words(Scale(generators=3)) == "scale generators 3"
-    assert in_words(ChangeSettings(settings={"learner.lr": 1e-6})) == "set learner.lr=1e-06"
-    assert [in_words(c) for c in (Pause(), Resume(), DrainRun(), WriteCheckpoint(), Evaluate())] == [
-        *("pause", "resume", "drain", "checkpoint", "evaluate")
-    ]
 
 
 def train(run: Run, steps: range) -> None:

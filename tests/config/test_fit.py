@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from asyncgrpo.config import memory
-from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import (
     GIB,
@@ -297,18 +296,6 @@ def test_weights_that_shared_memory_cannot_hold_are_refused_unless_they_are_broa
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_table_says_what_for_and_what_is_assumed():
-    config = run("generators.groups_in_flight=64", gb=None)
-    said = report(size("Qwen3-8B"), config, Card.of(config), Host(512 * GIB, 256 * GIB, 250 * GIB))
-    assert "learner rank  158" in said and "weights 30.5" in said and "512.0" in said
-    assert "/dev/shm 30.5 250.0 arenas 30.5" in " ".join(said.split())
-    assert "512 wanted; if all are so long, some wait" in said
-    assert "an engine pauses about 0.3 s" in said and "cluster.gpu_memory_gb" in said
-    shared = run("cluster.share_gpu=true", "generators.count=1", "generators.gpus_each=1", "learner.ranks=1")
-    assert "1 learner rank sharing 1 GPU;" in sizes_in_words(shared)
-    assert "1 learner rank = 2 GPUs;" in sizes_in_words(run("learner.ranks=1"))
 
 
 def test_the_page_has_the_tables_of_today():

@@ -15,57 +15,39 @@ from asyncgrpo.config.resume import NOT_COMPARED, REFUSED, Settings, Source, cha
 NEEDED = ["model.path=/models/a", "data.train=/data/train.jsonl"]
 
 
-# fmt: off
-APPLIED = frozenset({
-    "model.dtype", "model.routing_replay",
-    "data.eval", "data.eval_rows", "data.curriculum",
-    "run.steps", "run.epochs", "run.checkpoint_every", "run.keep_checkpoints", "run.eval_every", "run.loggers",
-    "run.samples_every", "run.keep_samples",
-    "reward.function", "reward.weights", "reward.combine", "reward.kwargs",
-    "reward.format_score", "reward.qa_score", "reward.timeout_s", "reward.workers",
-    "reward.code.url", "reward.code.max_concurrent", "reward.code.timeout_s", "reward.code.memory_mb", "reward.code.score",
-    "reward.code.unsafe", "reward.success",
-    "reward.judge.url", "reward.judge.template", "reward.judge.pattern", "reward.judge.scale",
-    "reward.judge.max_concurrent", "reward.judge.timeout_s", "reward.judge.api_key_env",
-    "reward.judge.extra", "reward.model.path", "reward.model.url", "reward.model.device",
-    "reward.model.timeout_s",
-    "environment.name", "environment.tools", "environment.max_turns", "environment.timeout_s", "environment.processes",
-    "environment.agent",
-    "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.max_tokens", "sampling.stop",
-    "sampling.eval_temperature", "sampling.eval_completions",
-    "algorithm.group_size", "algorithm.teacher", "algorithm.min_completions", "algorithm.filter_zero_signal",
-    "algorithm.loss_args",
-    "algorithm.anchor",
-    "algorithm.corrections", "algorithm.aggregation", "algorithm.kl_coef", "algorithm.kl_kind", "algorithm.kl_in",
-    "algorithm.behaviour_kl_coef", "algorithm.entropy_coef", "algorithm.truncated",
-    "algorithm.overlong_buffer", "algorithm.overlong_factor", "algorithm.critic.gamma", "algorithm.critic.lam",
-    "algorithm.critic.value_coef", "algorithm.critic.value_clip", "algorithm.critic.lr_scale",
-    "buffer.prompts_per_step", "buffer.max_lag", "buffer.policy",
-    "buffer.auto_lag.max",
-    "buffer.lease_timeout_s",
-    "buffer.straggler_factor", "buffer.durability",
-    "buffer.keep_journal",
-    "generators.engine", "generators.count", "generators.min", "generators.max", "generators.autopilot",
-    "generators.gpus_each", "generators.groups_in_flight",
-    "generators.memory_fraction",
-    "generators.keep_kv", "generators.prefix_cache",
-    "generators.extra", "generators.ray_resources",
-    "generators.restarts",
-    "control.port", "control.bind",
-    "learner.ranks", "learner.parallel.context", "learner.parallel.expert",
-    "learner.device", "learner.lr", "learner.warmup_steps", "learner.lr_schedule",
-    "learner.lr_min_ratio", "learner.full_lr_signal",
-    "learner.betas", "learner.weight_decay",
-    "learner.grad_clip",
-    "learner.minibatches", "learner.ppo_epochs", "learner.spike_factor", "learner.ess_lr",
-    "learner.tokens_per_microbatch",
-    "learner.share_prompts", "learner.compile", "learner.activation_checkpointing", "learner.offload_reference",
-    "learner.offload_optimizer", "learner.ray_resources",
-    "weights.backend", "weights.deltas", "weights.bucket_mb", "weights.timeout_s",
-    "cluster.bind", "cluster.ray_address", "cluster.share_gpu", "cluster.gpu_memory_gb", "cluster.stall_timeout_s",
-    "cluster.silent_timeout_s",
-})
-# fmt: on
+_APPLIED = {
+    "model": "dtype routing_replay",
+    "data": "eval eval_rows curriculum",
+    "run": "steps epochs checkpoint_every keep_checkpoints eval_every loggers samples_every keep_samples",
+    "reward": (
+        "function weights combine kwargs format_score qa_score timeout_s workers code.url code.max_concurrent "
+        "code.timeout_s code.memory_mb code.score code.unsafe success judge.url judge.template judge.pattern "
+        "judge.scale judge.max_concurrent judge.timeout_s judge.api_key_env judge.extra model.path model.url "
+        "model.device model.timeout_s"
+    ),
+    "environment": "name tools max_turns timeout_s processes agent",
+    "sampling": "temperature top_p top_k max_tokens stop eval_temperature eval_completions",
+    "algorithm": (
+        "group_size teacher min_completions filter_zero_signal loss_args anchor corrections aggregation "
+        "kl_coef kl_kind kl_in behaviour_kl_coef entropy_coef truncated overlong_buffer overlong_factor "
+        "critic.gamma critic.lam critic.value_coef critic.value_clip critic.lr_scale"
+    ),
+    "buffer": ("prompts_per_step max_lag policy auto_lag.max lease_timeout_s straggler_factor durability keep_journal"),
+    "generators": (
+        "engine count min max autopilot gpus_each groups_in_flight memory_fraction keep_kv prefix_cache extra "
+        "ray_resources restarts"
+    ),
+    "control": "port bind",
+    "learner": (
+        "ranks parallel.context parallel.expert device lr warmup_steps lr_schedule lr_min_ratio "
+        "full_lr_signal betas weight_decay grad_clip minibatches ppo_epochs spike_factor ess_lr "
+        "tokens_per_microbatch share_prompts compile activation_checkpointing offload_reference "
+        "offload_optimizer ray_resources"
+    ),
+    "weights": "backend deltas bucket_mb timeout_s",
+    "cluster": "bind ray_address share_gpu gpu_memory_gb stall_timeout_s silent_timeout_s",
+}
+APPLIED = {f"{section}.{key}" for section, keys in _APPLIED.items() for key in keys.split()}
 
 
 def settings(*overrides: str, **digests: str) -> Settings:

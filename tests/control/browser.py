@@ -1,7 +1,6 @@
 """A headless Chromium for tests, spoken to over its debugging protocol. It is a browser as people have, not a model of one."""
 
 import asyncio
-import base64
 import json
 import shutil
 import subprocess
@@ -98,17 +97,6 @@ class Page:
             self.value(
                 f"{element}.value = {json.dumps(text)}; {element}.dispatchEvent(new Event('{name}', {{bubbles: true}}))"
             )
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """The window, or the whole page, as PNG."""
-        shot = self.call(
-            "Page.captureScreenshot", captureBeyondViewport=whole, **({"clip": self._whole()} if whole else {})
-        )
-        path.write_bytes(base64.b64decode(shot["data"]))
-
-    def _whole(self) -> dict[str, float]:
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        return {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
 
     def close(self) -> None:
         self._run(self._socket.close())

@@ -76,11 +76,6 @@ def test_each_is_told_by_the_name_of_its_alert(of, now, free, name):
     assert names(of, now, free) == [name]
 
 
-def test_groups_without_signal_are_reported_once():
-    (one,) = found(events(zero_signal_groups=8))
-    assert one.name == "NoSignal" and "of the last 80 groups" in one.text
-
-
 def test_a_run_that_starts_waits_without_a_problem_for_ten_minutes():
     stall = at("stall", what="generators to start (0 of 2 have)", seconds=90.0)
     start = [{"event": "start", "time": NOW - 100, "run": "demo", "step": 0}]
@@ -96,11 +91,8 @@ def test_a_run_that_saves_nothing_is_told():
     assert names([early, *events()[1:], at("checkpoint", step=4, path="p", seconds=1.0)]) == []
 
 
-def test_a_paused_run_makes_no_progress_and_that_is_no_problem():
+def test_a_paused_run_makes_no_progress_and_that_is_no_problem_unless_it_was_forgotten():
     assert names(events(last=NOW - 4000), status(state="paused")) == []
-
-
-def test_a_run_that_was_forgotten_is_told():
     paused = at("command", 4000.0, by="person", command="pause", reply="paused", refused=False)
     assert names(events(paused, last=NOW - 4000), status(state="paused")) == ["RunPaused"]
 

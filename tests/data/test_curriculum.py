@@ -151,8 +151,7 @@ GOLDEN_ORDER = [3, 7, 4, 2, 9, 3, 8, 1, 6, 5]
 
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
-    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.25, 1.0, 3.0])), min_size=1, max_size=3),
-    st.integers(0, 3),
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.25, 1.0, 3.0])), min_size=1, max_size=3), st.integers(0, 3)
 )
 def test_each_source_keeps_its_share_and_every_prompt_a_place_in_two_of_its_rounds(sources, seed):
     sizes, weights = zip(*sources, strict=True)
@@ -397,6 +396,6 @@ def test_the_shares_of_a_checkpoint_come_back(tmp_path):
 
 def test_one_epoch_has_no_curriculum():
     settings = ["model.path=m", "data.train=d", "data.curriculum=success"]
-    with pytest.raises(ConfigError, match=r"after the first, but run.epochs is 1; raise it"):
+    with pytest.raises(ConfigError, match=r"the epochs after the first; raise run.epochs \(1\)"):
         load_config(None, settings)
     assert load_config(None, [*settings, "run.epochs=null"]).data.curriculum == "success"

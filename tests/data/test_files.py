@@ -4,6 +4,7 @@ import datetime
 import decimal
 import json
 import pickle
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -38,6 +39,14 @@ def test_all_formats_give_the_same_rows(tmp_path, file):
     assert list(read_rows(file("wrapped.json", json.dumps({"data": ROWS})))) == ROWS
 
 
+def write(path: Path, rows: list[dict]) -> None:
+    """As Parquet, or as lines of JSON with blank ones between them."""
+    if path.suffix == ".jsonl":
+        path.write_text("\n \n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=700)
+
+
 def test_jsonl_may_have_blank_lines_a_byte_order_mark_and_odd_line_separators_in_strings(file):
     content = '\ufeff{"prompt": "a\u2028b"}\r\n\n{"prompt": "c"}\n'
     assert list(read_rows(file("rows.jsonl", content))) == [{"prompt": "a\u2028b"}, {"prompt": "c"}]
@@ -47,10 +56,7 @@ def test_jsonl_may_have_blank_lines_a_byte_order_mark_and_odd_line_separators_in
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_a_row_is_the_same_whether_it_is_asked_for_or_iterated(tmp_path, name, count):
     rows = [{"prompt": "é" * (number % 1500), "n": number} for number in range(count)]
-    if name == "rows.jsonl":
-        (tmp_path / name).write_text("\n \n".join(json.dumps(row, ensure_ascii=False) for row in rows))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), tmp_path / name, row_group_size=700)
+    write(tmp_path / name, rows)
     read = read_rows(tmp_path / name)
     assert list(read) == rows and len(read) == count
     assert [read[place] for place in range(count)] == rows and read[-1] == rows[-1]
@@ -60,10 +66,7 @@ def test_a_row_is_the_same_whether_it_is_asked_for_or_iterated(tmp_path, name, c
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
 def test_rows_in_use_stay_whatever_becomes_of_their_file(tmp_path, name):
-    if name == "rows.jsonl":
-        (tmp_path / name).write_text('{"prompt": "a"}\n{"prompt": "b"}')
-    else:
-        pq.write_table(pa.Table.from_pylist([{"prompt": "a"}, {"prompt": "b"}]), tmp_path / name)
+    write(tmp_path / name, [{"prompt": "a"}, {"prompt": "b"}])
     rows = read_rows(tmp_path / name)
     (tmp_path / name).write_bytes(b"")
     assert list(rows) == [{"prompt": "a"}, {"prompt": "b"}] and rows[1] == {"prompt": "b"}

@@ -122,12 +122,6 @@ def test_a_file_of_which_nothing_fits_and_a_bad_row_are_refused_before_the_run(c
         check(configured(tmp_path, *more, rows=[*ROWS[:199], {"prompt": "1"}]))
 
 
-def test_rows_that_were_read_do_not_change_with_their_file(config, tmp_path):
-    train = prepare(config).train
-    write_rows(tmp_path / "train.jsonl", ROWS[::-1])
-    assert train[100].prompt_id == "train/100" and train[100].info == {"n": 100}
-
-
 def test_a_long_check_reports_its_progress(config, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "PROGRESS_EVERY_S", -1.0)
     lines = []

@@ -4,20 +4,16 @@ import pytest
 
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import CheckpointError
-from asyncgrpo.types import Prompt
+from tests.data.test_curriculum import some_prompts
 
 
-def some_prompts(count: int) -> tuple[Prompt, ...]:
-    return tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i, i + 1)) for i in range(count))
-
-
-def take(source: PromptSource, count: int) -> list[str]:
-    return [item[1].prompt_id for item in (source.next() for _ in range(count)) if item is not None]
+def take(source: PromptSource, count: int) -> list[int]:
+    return [item[0] for item in (source.next() for _ in range(count)) if item is not None]
 
 
 def test_the_order_of_a_seed_never_changes():
     source = PromptSource(some_prompts(10), seed=0, shuffle=True, epochs=None)
-    assert [int(name.removeprefix("train/")) for name in take(source, 20)] == GOLDEN_ORDER
+    assert [int(source.next()[1].prompt_id.removeprefix("train/")) for _ in range(20)] == GOLDEN_ORDER
 
 
 GOLDEN_ORDER = [0, 8, 9, 3, 7, 5, 1, 2, 6, 4, 3, 7, 4, 2, 9, 8, 1, 6, 5, 0]
@@ -25,7 +21,7 @@ GOLDEN_ORDER = [0, 8, 9, 3, 7, 5, 1, 2, 6, 4, 3, 7, 4, 2, 9, 8, 1, 6, 5, 0]
 
 def test_an_isolated_prompt_is_issued_only_to_a_caller_that_asks_for_it():
     source = PromptSource(some_prompts(3), seed=0, shuffle=False, epochs=1)
-    take_prompt_indices(source, 3)
+    take(source, 3)
     source.isolate(2)
     source.isolate(0)
     source.done(1)
@@ -34,20 +30,16 @@ def test_an_isolated_prompt_is_issued_only_to_a_caller_that_asks_for_it():
     assert [source.next_isolated()[0] for _ in range(2)] == [0, 2] and source.next_isolated() is None
     source.isolate(2)
     source.restore(source.state())
-    assert take_prompt_indices(source, 3) == [0, 2], "a restart knows nothing of it"
+    assert take(source, 3) == [0, 2], "a restart knows nothing of it"
 
 
 def test_a_restored_run_may_have_more_epochs():
     short = PromptSource(some_prompts(2), seed=0, shuffle=True, epochs=1)
-    for prompt_index in take_prompt_indices(short, 2):
+    for prompt_index in take(short, 2):
         short.done(prompt_index)
     longer = PromptSource(some_prompts(2), seed=0, shuffle=True, epochs=2)
     longer.restore(short.state())
-    assert take_prompt_indices(longer, 3) == [2, 3]
-
-
-def take_prompt_indices(source: PromptSource, count: int) -> list[int]:
-    return [item[0] for item in (source.next() for _ in range(count)) if item is not None]
+    assert take(longer, 3) == [2, 3]
 
 
 @pytest.mark.parametrize(

@@ -15,37 +15,36 @@ def first_record(row: dict, columns: dict[str, str] | None = None) -> tuple[str,
     return schema.name, schema.to_record(row, 0)
 
 
-def test_verl():
-    answer = {"reward_model": {"style": "rule", "ground_truth": "4"}, "ability": "math"}
-    row = {"data_source": "openai/gsm8k", "prompt": TURN, "extra_info": {"index": 7, "split": "train"}} | answer
-    assert first_record(row) == ("verl", Record(TURN, "4", "openai/gsm8k", {"index": 7, "split": "train"}))
+EXTRA = {"index": 7, "split": "train"}
+PROJECTS = [
+    (
+        {"data_source": "openai/gsm8k", "prompt": TURN, "extra_info": EXTRA, "ability": "math"}
+        | {"reward_model": {"style": "rule", "ground_truth": "4"}},
+        ("verl", Record(TURN, "4", "openai/gsm8k", EXTRA)),
+    ),
+    (
+        {"prompt": "2+2?", "ground_truth": "4", "data_source": "maths", "level": 1, "extra_info": {"a": 2}},
+        ("plain", Record("2+2?", "4", "maths", {"level": 1, "a": 2})),
+    ),
+    (
+        {"data_source": "gsm8k", "prompt": TURN, "extra_info": EXTRA, "env_class": "gsm8k"}
+        | {"reward_spec": {"method": "rule", "ground_truth": "4"}},
+        ("skyrl", Record(TURN, "4", "gsm8k", {"env_class": "gsm8k"} | EXTRA)),
+    ),
+    (
+        {"prompt": "2+2?", "solution": "4", "difficulty": 0.5},
+        ("trl", Record("2+2?", "4", "", {"solution": "4", "difficulty": 0.5})),
+    ),
+    ({"prompt": TURN}, ("trl", Record(TURN, None, "", {}))),
+    # So are many files made for TRL, whose reward functions take any column.
+    ({"prompt": TURN, "answer": "4", "level": 1}, ("trl, answer", Record(TURN, "4", "", {"level": 1}))),
+    ({"question": "2+2?", "info": {}}, ("verifiers", Record("2+2?", None, "", {}))),
+]
 
 
-def test_plain_rows_with_a_string_prompt():
-    row = {"prompt": "2+2?", "ground_truth": "4", "data_source": "math_reasoning", "level": 1, "extra_info": {"a": 2}}
-    assert first_record(row) == ("plain", Record("2+2?", "4", "math_reasoning", {"level": 1, "a": 2}))
-
-
-def test_skyrl():
-    answer = {"reward_spec": {"method": "rule", "ground_truth": "4"}, "env_class": "gsm8k"}
-    row = {"data_source": "gsm8k", "prompt": TURN, "extra_info": {"split": "train"}} | answer
-    assert first_record(row) == ("skyrl", Record(TURN, "4", "gsm8k", {"env_class": "gsm8k", "split": "train"}))
-
-
-@pytest.mark.parametrize("prompt", ["2+2?", TURN])
-def test_trl_keeps_every_column_for_the_reward(prompt):
-    row = {"prompt": prompt, "solution": "4", "difficulty": 0.5}
-    assert first_record(row) == ("trl", Record(prompt, "4", "", {"solution": "4", "difficulty": 0.5}))
-    assert first_record({"prompt": prompt}) == ("trl", Record(prompt, None, "", {}))
-
-
-def test_a_prompt_with_an_answer_is_not_called_a_file_of_verifiers():
-    """So are many files made for TRL, whose reward functions take any column."""
-    assert first_record({"prompt": TURN, "answer": "4", "level": 1}) == (
-        "trl, answer",
-        Record(TURN, "4", "", {"level": 1}),
-    )
-    assert first_record({"prompt": TURN, "answer": "4", "task": "sums"})[0] == "verifiers"
+@pytest.mark.parametrize(("row", "found"), PROJECTS, ids=[name for _, (name, _) in PROJECTS])
+def test_a_row_of_each_project_is_known_by_its_columns(row, found):
+    assert first_record(row) == found
 
 
 @pytest.mark.parametrize("info", [{"unit": "m"}, json.dumps({"unit": "m"})])
@@ -54,10 +53,6 @@ def test_verifiers(row, info):
     row = {**row, "answer": "4", "info": info, "task": "sums"}
     prompt = row.get("prompt", "2+2?")
     assert first_record(row) == ("verifiers", Record(prompt, "4", "sums", {"unit": "m"}))
-
-
-def test_verifiers_rows_may_have_info_instead_of_an_answer():
-    assert first_record({"question": "2+2?", "info": {}}) == ("verifiers", Record("2+2?", None, "", {}))
 
 
 def test_other_files_go_through_the_columns_map():

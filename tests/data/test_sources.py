@@ -54,8 +54,7 @@ def test_what_reasoning_gym_cannot_make_is_refused_in_one_sentence(source, sente
 
 
 @pytest.mark.parametrize(
-    ("module", "source", "extra"),
-    [("reasoning_gym", SUMS, "gym"), ("datasets", "hf:nobody/such-data", "hf")],
+    ("module", "source", "extra"), [("reasoning_gym", SUMS, "gym"), ("datasets", "hf:nobody/such-data", "hf")]
 )
 def test_a_library_that_is_missing_is_named_with_its_extra(module, source, extra, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -60,11 +60,6 @@ def test_the_vocabulary_is_the_models(tmp_path, demo_model, tokenizer):
         vocabulary_size(str(tmp_path))
 
 
-def test_a_stop_of_several_tokens_is_refused(tokenizer, demo_model):
-    with pytest.raises(ConfigError, match=r"sampling\.stop: '###' is 3 tokens"):
-        stop_token_ids(tokenizer, str(demo_model), ["###"])
-
-
 def test_a_model_that_cannot_be_loaded_says_why_in_a_sentence(tmp_path, demo_model, monkeypatch):
     with pytest.raises(ConfigError, match="nowhere does not exist"):
         load_tokenizer(str(tmp_path / "nowhere"))

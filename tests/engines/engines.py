@@ -152,10 +152,11 @@ def torch_rig(path: Path, *, max_completions: int = 12) -> Rig:
     return Rig(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
 
 
-def sglang_rig(path: Path) -> Rig:
+def sglang_rig(path: Path, **options: Any) -> Rig:
     from asyncgrpo.engines.sglang.engine import SGLangEngine
 
-    engine = SGLangEngine(str(path), dtype=torch.float32, max_context=MAX_CONTEXT, device="cpu")
+    options = {"max_context": MAX_CONTEXT} | options
+    engine = SGLangEngine(str(path), dtype=torch.float32, device="cpu", **options)
     return Rig(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tolerance=1e-4)
 
 

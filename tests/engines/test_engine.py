@@ -137,6 +137,30 @@ def test_abort_returns_what_was_generated(rig: Rig) -> None:
             rig.assert_logprobs(PROMPT, completion)
 
 
+def test_whoever_stops_listening_leaves_nothing_running(rig: Rig) -> None:
+    async def leave() -> None:
+        for _ in range(3):
+            listener = asyncio.create_task(rig.sample(PROMPT, 4, max_tokens=LONG))
+            while rig.engine.occupancy().running < 4:
+                await asyncio.sleep(0)
+            listener.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await listener
+            while rig.engine.occupancy().running:
+                await asyncio.sleep(0.01)
+        assert len(await rig.sample(PROMPT, 4, max_tokens=3)) == 4
+
+    rig.run(leave(), timeout_s=20.0)
+
+
+def test_a_completion_ends_where_the_context_is_full(rig: Rig) -> None:
+    prompt = tuple(range(MAX_CONTEXT - 6))
+    for completion in rig.run(rig.sample(prompt, 2, max_tokens=50)):
+        assert (len(completion.token_ids), completion.finish_reason) == (6, "length")
+        if rig.reference_model is not None:
+            rig.assert_logprobs(prompt, completion)
+
+
 def test_it_reports_how_full_it_is_and_how_long_its_steps_took(rig: Rig) -> None:
     async def ask_midway() -> list[EngineOccupancy]:
         seen = [rig.engine.occupancy()]

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-from asyncgrpo.engines.sglang.engine import MOST_KEPT, SGLangEngine, keeps_some, sampling_params
+from asyncgrpo.engines.sglang.engine import MOST_KEPT, keeps_some, sampling_params
 from asyncgrpo.types import Completion, Sampling
-from tests.engines.engines import MAX_CONTEXT, Rig
+from tests.engines.engines import Rig, sglang_rig
 from tests.models import make_tiny_qwen3_moe
 
 PROMPT = (5, 6, 7, 8, 9)
@@ -19,8 +18,7 @@ PROMPT = (5, 6, 7, 8, 9)
 def rig(tmp_path_factory) -> Iterator[Rig]:
     pytest.importorskip("sglang")
     path = make_tiny_qwen3_moe(tmp_path_factory.mktemp("model"), experts=8)
-    engine = SGLangEngine(str(path), dtype=torch.float32, max_context=MAX_CONTEXT, device="cpu", records_routes=True)
-    rig = Rig(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tolerance=1e-4).start()
+    rig = sglang_rig(path, records_routes=True).start()
     yield rig
     rig.stop()
 

@@ -16,14 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from asyncgrpo import scratch
 from asyncgrpo.engines.sglang.engine import SGLangEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import Completion, PolicyVersion, Sampling, TensorInfo
+from asyncgrpo.types import Completion, PolicyVersion, TensorInfo
 from asyncgrpo.weights.publication import BOUNDS, NUM_SEQUENCES, CheckSequences, SyncGap
-from tests.engines.engines import Rig
+from tests.engines.engines import Rig, sglang_rig
 from tests.models import make_tiny_qwen3
 from tests.runs import shared_memory
 
@@ -57,16 +56,9 @@ def rig(folder: Path) -> Iterator[Rig]:
     # Engines of another module may have overlapped in this process, which a run's never do: each then restores what it
     # found, and the last one found the other's handler.
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    engine = SGLangEngine(
-        str(folder),
-        dtype=torch.float32,
-        max_context=MAX_CONTEXT,
-        device="cpu",
-        max_completions=AT_ONCE,
-        prefix_cache=True,
-    )
+    rig = sglang_rig(folder, max_context=MAX_CONTEXT, max_completions=AT_ONCE, prefix_cache=True)
     before = process_wide()
-    rig = Rig(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tolerance=1e-4).start()
+    rig.start()
     assert process_wide() == before
     yield rig
     rig.stop()
@@ -229,20 +221,6 @@ def test_abort_spares_requests_whose_id_begins_the_same(rig: Rig) -> None:
         return [completion for (completion,) in await asyncio.gather(*tasks)]
 
     assert [completion.finish_reason for completion in rig.run(abort_one())] == ["abort", "length", "length"]
-
-
-def test_whoever_stops_listening_leaves_nothing_running(rig: Rig) -> None:
-    async def leave() -> None:
-        completions = rig.engine.generate(
-            "left", PROMPT, 3, Sampling(max_tokens=LONG, stop_token_ids=tuple(range(0, 260, 5))), 0
-        )
-        async for _ in completions:
-            break
-        await completions.aclose()  # type: ignore[attr-defined]
-        while rig.engine._manager.rid_to_state:
-            await asyncio.sleep(0.01)
-
-    rig.run(leave())
 
 
 def test_what_is_made_in_shared_memory_for_a_load_is_gone_after_it(rig: Rig) -> None:

@@ -8,12 +8,9 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from asyncgrpo.engines.sglang.engine import SGLangEngine
 from asyncgrpo.types import Completion
-from tests.engines.engines import MAX_CONTEXT, VOCAB, Rig
+from tests.engines.engines import VOCAB, Rig, sglang_rig
 from tests.models import make_tiny_qwen3
 
 pytest.importorskip("sglang")
@@ -28,8 +25,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """An engine that reads prompts in chunks and, every few batches, throws keys away and recomputes them."""
     folder = make_tiny_qwen3(tmp_path_factory.mktemp("model"), vocab=VOCAB, layers=1)
     extra = {"chunked_prefill_size": CHUNK, "disable_overlap_schedule": False}
-    engine = SGLangEngine(str(folder), dtype=torch.float32, max_context=MAX_CONTEXT, device="cpu", extra=extra)
-    rig = Rig(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tolerance=1e-4)
+    rig = sglang_rig(folder, extra=extra)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_TEST_RETRACT", "1")
         patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "5")

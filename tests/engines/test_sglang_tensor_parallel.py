@@ -7,12 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from asyncgrpo.engines.sglang.engine import SGLangEngine
 from asyncgrpo.types import Completion
-from tests.engines.engines import LAST_NORM, MAX_CONTEXT, VOCAB, Rig
+from tests.engines.engines import LAST_NORM, VOCAB, Rig, sglang_rig
 from tests.models import make_tiny_qwen3
 from tests.runs import shared_memory
 
@@ -25,10 +22,7 @@ PROMPT = (5, 77, 130, 9, 201)
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = make_tiny_qwen3(tmp_path_factory.mktemp("model"), vocab=VOCAB, layers=1)
-    engine = SGLangEngine(
-        str(folder), dtype=torch.float32, max_context=MAX_CONTEXT, device="cpu", tensor_parallel=2, max_completions=4
-    )
-    rig = Rig(engine, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tolerance=1e-4)
+    rig = sglang_rig(folder, tensor_parallel=2, max_completions=4)
     cores = sorted(os.sched_getaffinity(0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")  # else SGLang wants a NUMA node for each

@@ -72,28 +72,6 @@ def test_completions_without_a_row_wait_first_come_first_served(rig: Rig) -> Non
         rig.assert_logprobs(PROMPT, completion)
 
 
-def test_whoever_stops_listening_frees_the_rows(rig: Rig) -> None:
-    async def leave_early() -> None:
-        for _ in range(3):
-            listener = asyncio.create_task(rig.sample(PROMPT, 4, max_tokens=MAX_CONTEXT))
-            await turns(5)
-            listener.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await listener
-            assert rig.engine._decoder.num_running == 0  # type: ignore[attr-defined]
-        assert len(await rig.sample(PROMPT, 4, max_tokens=3)) == 4
-
-    rig.run(leave_early())
-
-
-def test_a_completion_ends_with_length_when_the_context_is_full(rig: Rig) -> None:
-    prompt = tuple(range(MAX_CONTEXT - 6))
-    for completion in rig.run(rig.sample(prompt, 2, max_tokens=50)):
-        assert len(completion.token_ids) == 6
-        assert completion.finish_reason == "length"
-        rig.assert_logprobs(prompt, completion)
-
-
 def test_a_request_id_in_flight_is_refused(rig: Rig) -> None:
     async def twice() -> None:
         first = asyncio.create_task(rig.sample(PROMPT, request_id="same", max_tokens=9))

@@ -8,24 +8,17 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import numpy as np
 import openai
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from asyncgrpo.data.demo import make_demo_model
-from asyncgrpo.data.tokenizer import continuation, decoder, load_tokenizer, opening
-from asyncgrpo.engines.torch.engine import TorchEngine
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
 from asyncgrpo.environments.chat import LARGEST_BODY, Gateway
 from asyncgrpo.generators.agents import AgentSampler, Limits
 from asyncgrpo.generators.rollout import GroupInFlight, Played, with_common_prompt
-from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Sampling, Score
+from asyncgrpo.types import Completion, Group, Prompt, Sampling, Score
 from asyncgrpo.wire.codec import check_group, check_lease, pack_group
 from tests.generators.test_rollout import LengthReward, make_lease
 from tests.generators.test_turns import END, Scripted, all_of, decode
-from tests.learner.test_observations import true_logprobs
 
 Agent = Callable[[Task, Access], Awaitable[Score | None]]
 ROW = [{"role": "user", "content": "hi"}]
@@ -392,39 +385,3 @@ async def test_an_agent_is_given_the_messages_of_the_row_and_if_it_sends_them_th
 
 
 # -- a real model ------------------------------------------------------------------------------------------------------
-
-
-async def test_log_probs_of_an_agents_turns_are_those_of_the_model_that_sampled_them(tmp_path):
-    path = str(tmp_path / "model")
-    make_demo_model(tmp_path / "model", seed=3)
-    engine = TorchEngine(path, dtype=torch.float32, device=torch.device("cpu"), max_context=256, max_completions=8)
-    await engine.start(PolicyVersion(1, 0))
-    tokenizer = load_tokenizer(path)
-    open_, text = opening(tokenizer), decoder(tokenizer, keep_special=False)
-    prompt = Prompt(prompt_id="train/0", token_ids=open_(ROW, None), text="hi")
-
-    async def agent(task: Task, access: Access) -> Score:
-        messages: list[Any] = [{"role": "user", "content": "0123"}]
-        async with client(access) as model:
-            for _ in range(3):
-                reply = await model.chat.completions.create(model="m", messages=messages, max_tokens=7)
-                messages += [reply.choices[0].message, user("4+5")]
-        return Score(value=1.0)
-
-    limits = Limits(1.0, 1.0, 64, 8)
-    gateway = Gateway("tiny")
-    by = AgentSampler(engine, Local(agent), gateway, text, open_, continuation(tokenizer), limits=limits)
-    sampling = Sampling(max_tokens=120, stop_token_ids=(tokenizer.eos_token_id,))
-    try:
-        found = [one async for one in by.of(prompt).generate("r", prompt.token_ids, 1, sampling, 5)]
-    finally:
-        await by.close()
-        await engine.close()
-    (one,) = found
-    assert isinstance(one, Played) and len(one.turns) == 3, one
-
-    class Opened:
-        prompt = Prompt(prompt_id="", token_ids=one.opening)
-
-    network = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    np.testing.assert_allclose(one.logprobs, true_logprobs(network, Opened(), one), atol=2e-6)

@@ -15,12 +15,11 @@ from asyncgrpo.generators.rollout import Activities
 from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService, TokenTime
 from asyncgrpo.planner.stand_ins import GeneratorLine, Receiver, VirtualLoop
 from asyncgrpo.rewards.base import Reward
-from asyncgrpo.rewards.breaker import HOLD_S, Breaker
+from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import GeneratorSeconds, Lease, PolicyVersion, Prompt, Sampling, Score
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import (
-    REWARDS_PAUSED,
     Ack,
     AwaitsScores,
     Cancel,
@@ -32,20 +31,11 @@ from asyncgrpo.wire.rollouts import (
     Serving,
     Shutdown,
 )
+from tests.generators.test_rollout import make_lease
 from tests.rewards.stubs import OneByOne
 from tests.test_metrics import value
 
-LEASE = Lease(
-    lease_id="1.0.0",
-    group_id="1.0",
-    attempt=0,
-    prompt_index=0,
-    purpose="train",
-    prompt=Prompt(prompt_id="train/0", token_ids=(1,)),
-    num_completions=2,
-    sampling=Sampling(max_tokens=4),
-    seed=group_seed(0, 0, 0),
-)
+LEASE = make_lease(2, prompt=Prompt(prompt_id="train/0", token_ids=(1,)), sampling=Sampling(max_tokens=4))
 
 
 class FixedReward(OneByOne):
@@ -114,26 +104,6 @@ class Rig:
 
 
 ACK = Ack(group_id="1.0", lease_id="1.0.0")
-
-
-def test_a_lease_that_is_granted_again_while_it_is_worked_on_is_generated_once():
-    """A buffer that was out of touch for long frees the leases and may grant the same ones to the same generator."""
-    with Rig() as rig:
-        for at_s in (1.5, 6.0, 12.0):  # while it is worked on, and while it is delivered and not acknowledged
-            rig.hear(Grant(lease=LEASE))
-            rig.until(at_s)
-        assert len(rig.of(Deliver)) == 1 and not rig.task.done()
-        rig.hear(ACK)
-
-
-def test_a_group_is_sent_again_until_the_buffer_answers():
-    with Rig() as rig:
-        rig.hear(Grant(lease=LEASE))
-        rig.until(40.0)
-        assert [message.lease_id for message in rig.of(Deliver)] == ["1.0.0"] * 3  # at once, and every 15 s or so
-        rig.hear(ACK)
-        rig.until(100.0)
-        assert len(rig.of(Deliver)) == 3
 
 
 def test_a_generator_that_moves_drops_what_it_did_and_serves_the_new_buffer():
@@ -332,30 +302,6 @@ def test_an_outage_of_the_rewards_costs_no_group_its_scores():
     news = rig.of(RewardFailed)
     assert news[0].failure == "exception my_reward.py:12: OSError" and news[0].count == 1
     assert news[0].detail.endswith("the judge is down")
-
-
-class Relapsing(Outage):
-    """Is down once more for as long, as soon as a call has worked."""
-
-    async def score(self, prompt: Prompt, completion_text: str) -> Score:
-        score = await super().score(prompt, completion_text)
-        now_s = asyncio.get_running_loop().time()
-        if now_s >= self.until_s and self.since_s == 10.0:
-            self.since_s, self.until_s = now_s, now_s + (self.until_s - self.since_s)
-        return score
-
-
-def test_an_outage_that_follows_another_at_once_costs_no_group_its_scores():
-    """Groups that waited for the end of the first are scored once more, and fail once more."""
-    assert all_are_scored(serve(range(10), 90.0, Relapsing(10.0, 28.0)), 10)
-
-
-def test_in_a_long_outage_groups_are_given_back_as_nobodys_fault():
-    rig = serve(range(10), 10.0 + 4 * HOLD_S, Outage(10.0, 10.0 + 3 * HOLD_S))
-    given_back = rig.of(LeaseFailed)
-    assert given_back and {message.reason for message in given_back} == {REWARDS_PAUSED}
-    assert all(message.tokens > 0 for message in given_back), "what was sampled is accounted for"
-    assert len(given_back) + len({message.group_id for message in rig.of(Deliver)}) == 10
 
 
 def test_a_prompt_whose_reward_always_fails_is_told_from_an_outage():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import varlen
 
 from asyncgrpo.learner import attention
 from asyncgrpo.learner.learner import Learner
@@ -94,24 +93,3 @@ def test_the_rehearsal_finds_what_is_on_the_wrong_device(tmp_path, monkeypatch):
     monkeypatch.setattr(attention.Segments, "to", lambda segments, device: segments)
     with fake_gpu(WORLD), pytest.raises(RuntimeError, match="device"):
         learner(make_tiny_qwen3(tmp_path), {}).step(random_groups(WORLD, 4), VERSION)
-
-
-@pytest.mark.parametrize(("shared", "heads"), [(True, 2), (False, 4)])
-def test_grouped_queries_reach_the_kernel_as_its_signature_allows(monkeypatch, shared, heads):
-    """torch 2.13 shares keys among queries; to the kernel of 2.11 they are repeated."""
-    given = {}
-    original = varlen.varlen_attn
-
-    def newer(query, key, *rest, enable_gqa=False, **options):
-        given["heads"] = key.shape[1]
-        return original(query, key, *rest, enable_gqa=enable_gqa, **options)
-
-    def older(query, key, *rest, scale, window_size):
-        return newer(query, key, *rest, scale=scale, window_size=window_size)
-
-    monkeypatch.setattr(attention, "varlen_function", lambda: newer if shared else older)
-    segments = attention.Segments.of([attention.Family((0, 0), (0, 10)), attention.Family((0, 10), (10, 20, 37))])
-    with fake_gpu(WORLD):
-        query, key = (torch.empty(37, n, 64, dtype=torch.bfloat16, device=CARD) for n in (4, 2))
-        out = attention.KERNELS["varlen"](query, key, key, segments.to(CARD), 0.125)
-        assert (out.shape, out.device, given["heads"]) == (query.shape, CARD, heads)

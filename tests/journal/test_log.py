@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -159,50 +158,6 @@ def test_after_a_failed_sync_everything_since_the_last_good_one_is_written_again
     assert log.is_blocked is None and log.sync() and log.is_durable(2)
     history = read_history(tmp_path / "j")
     assert history.damage == [] and set(groups_in(history)) == {0, 1}
-
-
-def test_a_new_start_syncs_the_segment_that_a_killed_one_left(tmp_path: Path):
-    class Recording(Disk):
-        synced: ClassVar[list[Path]] = []
-
-        def sync_file(self, path):
-            super().sync_file(path)
-            self.synced.append(path)
-
-    first = journal(tmp_path / "j", durability="written")
-    first.append(*delivered(*group(0)))
-    first._close_file()
-    journal(tmp_path / "j", lineage=2, durability="written", disk=Recording())
-    assert tmp_path / "j" / "00000001.journal" in Recording.synced
-
-
-def test_a_record_whose_segment_could_not_be_finished_is_written_again(tmp_path: Path):
-    clock, disk = Clock(), FailingDisk()
-    log = journal(tmp_path / "j", durability="written", clock=clock, disk=disk, segment_bytes=1)
-    disk.syncs = False
-    log.append(*delivered(*group(0)))
-    assert log.is_blocked is not None and not log.is_durable(1)
-    disk.syncs = True
-    clock.now_s += 1.0
-    log.tick()
-    assert log.is_durable(1) and set(groups_in(read_history(tmp_path / "j"))) == {0}
-
-
-def test_what_a_failed_sync_at_the_end_of_a_segment_may_have_taken_is_not_acknowledged(tmp_path: Path):
-    clock, disk = Clock(), FailingDisk(room=0)
-    log = journal(tmp_path / "j", durability="written", clock=clock, disk=disk, segment_bytes=2500)
-    for prompt_index in range(4):
-        log.append(*delivered(*group(prompt_index)))
-    disk.room, disk.syncs = None, False
-    clock.now_s += 1.0
-    log.tick()  # the segment is full before all of them are in it
-    assert log.is_blocked is not None and not log.is_durable(1)
-    disk.syncs = True
-    clock.now_s += 1.0
-    log.tick()
-    assert log.is_durable(4)
-    history = read_history(tmp_path / "j")
-    assert history.damage == [] and set(groups_in(history)) == {0, 1, 2, 3}
 
 
 def test_a_limit_of_the_operating_system_blocks_and_its_end_frees(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Groups, configurations and a plain transformers forward for the learner's tests."""
 
 import zlib
+from dataclasses import replace
 from typing import NamedTuple
 
 import msgspec
@@ -53,6 +54,13 @@ def make_group(number: int, rewards, completions, *, prompt=(5, 6, 7), logprobs=
         prompt=Prompt(prompt_id=f"train/{number}", token_ids=tuple(prompt)),
         rollouts=tuple(rollouts),
     )
+
+
+def changed(group: Group, index: int, **completion) -> Group:
+    """`group` with another completion in one of its rollouts."""
+    rollouts = list(group.rollouts)
+    rollouts[index] = replace(rollouts[index], completion=replace(rollouts[index].completion, **completion))
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def random_groups(

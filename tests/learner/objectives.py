@@ -1,11 +1,9 @@
 """The algorithms that the learner's gradient is checked for, and answers with every edge to check it on."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from asyncgrpo.types import Group, PolicyVersion, VersionSpan
-from tests.learner.helpers import OLDER, VERSION, make_group
+from tests.learner.helpers import OLDER, VERSION, changed, make_group
 
 OLDEST = PolicyVersion(VERSION.lineage, VERSION.number - 3)
 VOCAB = 61
@@ -97,19 +95,10 @@ CASES: dict[str, dict] = {
 """Name to `algorithm` section."""
 
 STEP_WIDE = (
-    "m2po",
-    "several",
-    "pairwise, all, per token",
-    "pairwise, reference",
-    "pairwise, penalties",
-    "prompt-mean, masked",
-    "seq-mean-token-mean",
-    "gspo",
-    "kl k3 in the reward, rloo",
-    "kl full, seq-mean-token-mean",
-    "gae, kl in the reward",
+    "m2po", "several", "pairwise, all, per token", "pairwise, reference", "pairwise, penalties", "prompt-mean, masked",
+    "seq-mean-token-mean", "gspo", "kl k3 in the reward, rloo", "kl full, seq-mean-token-mean", "gae, kl in the reward",
     "entropy and kl",
-)
+)  # fmt: skip
 """Those in which a token's gradient depends on tokens that may lie elsewhere, one or two of a kind."""
 
 
@@ -134,15 +123,9 @@ def groups(logprobs=None) -> list[Group]:
             behaviour.append(np.minimum(exact + noise, -1e-3))
         version = (VERSION, OLDER, OLDEST)[number % 3]
         made.append(make_group(number, given, completions, prompt=prompt, logprobs=behaviour, version=version))
-    made[0] = _changed(
+    made[0] = changed(
         made[0], 0, spans=(VersionSpan(OLDEST, 0, 3), VersionSpan(OLDER, 3, 5), VersionSpan(VERSION, 5, 9))
     )
-    made[1] = _changed(made[1], 2, finish_reason="length")
-    made[5] = _changed(made[5], 2, finish_reason="length")
+    made[1] = changed(made[1], 2, finish_reason="length")
+    made[5] = changed(made[5], 2, finish_reason="length")
     return made
-
-
-def _changed(group: Group, index: int, **completion) -> Group:
-    rollouts = list(group.rollouts)
-    rollouts[index] = replace(rollouts[index], completion=replace(rollouts[index].completion, **completion))
-    return replace(group, rollouts=tuple(rollouts))

@@ -12,7 +12,7 @@ from asyncgrpo.algorithms.advantages import ESTIMATORS
 from asyncgrpo.learner.packing import Shaping, pack
 from asyncgrpo.types import Observation, PolicyVersion, VersionSpan
 from tests.algorithms import oracle_advantages
-from tests.learner.helpers import OLDER, VERSION, make_group, random_groups
+from tests.learner.helpers import OLDER, VERSION, changed, make_group, random_groups
 
 GROUPS = [
     *random_groups(7, 4),
@@ -24,13 +24,6 @@ GROUPS = [
 
 def packed(groups=GROUPS, *, rank=0, world=1, budget=64, version=VERSION, **options):
     return pack(groups, version, rank=rank, world=world, tokens_per_microbatch=budget, **options)
-
-
-def changed(group, index, **completion):
-    """`group` with another completion in one of its rollouts."""
-    rollouts = list(group.rollouts)
-    rollouts[index] = replace(rollouts[index], completion=replace(rollouts[index].completion, **completion))
-    return replace(group, rollouts=tuple(rollouts))
 
 
 def history(batch, position: int) -> tuple[list[int], list[int]]:

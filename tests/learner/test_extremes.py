@@ -55,11 +55,7 @@ def made_groups(gaps: tuple[float, ...], rewards: tuple[float, ...], finish_reas
         completions = [list(range(token := token + 10, token + size)) for size in sizes]
         behaviour = [[LIKELY + min(-gaps[t % len(gaps)], 0.0) for t in completion] for completion in completions]
         group = make_group(
-            number,
-            rewards[: len(sizes)],
-            completions,
-            logprobs=behaviour,
-            version=(VERSION, OLDER)[number % 2],
+            number, rewards[: len(sizes)], completions, logprobs=behaviour, version=(VERSION, OLDER)[number % 2]
         )
         for rollout in group.rollouts:
             object.__setattr__(rollout.completion, "finish_reason", finish_reason)

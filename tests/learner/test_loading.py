@@ -12,10 +12,10 @@ from asyncgrpo.config.schema import ParallelConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner import model as learner_model
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.learner.loading import ShardReader, as_if_on_cpu, without_memory
+from asyncgrpo.learner.loading import ShardReader, without_memory
 from asyncgrpo.learner.model import TokenScorer, build_model
 from asyncgrpo.learner.parallel import Ranks
-from tests.learner.helpers import VERSION, config, learner, random_groups, weights
+from tests.learner.helpers import VERSION, config, learner, random_groups
 from tests.learner.ranks import run_on_ranks
 from tests.learner.test_lora import saved_as
 from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
@@ -132,18 +132,6 @@ def test_rows_are_read_and_no_others(folder):
     assert experts[1].equal(torch.cat([gate, up]))
 
 
-def test_adapters_are_put_beside_weights_that_have_no_memory_yet(folder):
-    model = without_memory(str(folder / "tied"))
-    with as_if_on_cpu(model):
-        assert {p.device.type for p in model.parameters()} == {"cpu"}
-        assert all(p.untyped_storage().nbytes() == p.itemsize for p in model.parameters())
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-        model.adapter = torch.nn.Linear(3, 3)
-    assert {name for name, p in model.named_parameters() if not p.is_meta} == {"adapter.weight", "adapter.bias"}
-    assert all(p.is_contiguous() for p in model.parameters())
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -205,21 +193,3 @@ def test_frozen_weights_are_as_wide_as_the_files_and_their_use_need(tmp_path, on
     assert {p.dtype for p in adapted.parameters() if not p.requires_grad} == {base}
     assert {p.dtype for p in reference.parameters()} == {getattr(torch, dtype)}, "as it is gathered"
     assert {b.dtype for b in reference.buffers()} == {torch.float32}, "positions and the choice of experts stay exact"
-
-
-@pytest.mark.parametrize(
-    ("lora", "algorithm"), [(2, {"kl_coef": 0.1}), (0, {"advantage": "gae", "kl_coef": 0.1, "kl_kind": "full"})]
-)
-def test_a_step_is_bitwise_identical_however_the_frozen_weights_are_kept(tmp_path, monkeypatch, algorithm, lora):
-    if lora:
-        pytest.importorskip("peft")
-    path, groups = saved_as(make_tiny_qwen3(tmp_path), torch.bfloat16), random_groups(3, 4)
-    results = []
-    for narrow in (learner_model._narrow_frozen, lambda *arguments, **named: None):
-        monkeypatch.setattr(learner_model, "_narrow_frozen", narrow)
-        model = {"dtype": "bfloat16", "lora": {"rank": lora}}
-        ours = learner(path, model=model, algorithm=algorithm, learner={"lr": 1e-2})
-        reports = [ours.step(groups, VERSION) for _ in range(2)]
-        results.append(([(r.loss, r.grad_norm, r.kl_reference) for r in reports], weights(ours)))
-    (numbers, sent), (expected, expected_sent) = results
-    assert numbers == expected and all(sent[name].equal(tensor) for name, tensor in expected_sent.items())

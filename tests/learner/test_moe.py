@@ -10,9 +10,9 @@ from transformers import HrmTextConfig, HrmTextForCausalLM
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.model import load_language_model
+from tests.learner import helpers
 from tests.learner.helpers import (
     VERSION,
-    config,
     load,
     make_group,
     random_groups,
@@ -32,16 +32,8 @@ def path(request, tmp_path_factory) -> Path:
     return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-def learner(path, *, rank=0, world=1, dtype="float32", lora=0, **sections) -> Learner:
-    model = {"dtype": dtype, "lora": {"rank": lora}}
-    return Learner(
-        config(path, **{"model": model, "learner": {"lr": 1e-2}} | sections), rank=rank, world=world, device="cpu"
-    )
-
-
-def gradients_of_a_step(learner, groups=GROUPS) -> dict[str, torch.Tensor]:
-    """The gradient of every parameter, by its name in memory. The learner steps as well."""
-    return step_and_gradient(learner, groups)[1]
+def learner(path, *, dtype="float32", lora=0) -> Learner:
+    return helpers.learner(path, model={"dtype": dtype, "lora": {"rank": lora}}, learner={"lr": 1e-2})
 
 
 # --- what is published
@@ -75,23 +67,17 @@ def test_a_step_changes_experts_router_and_attention(path):
     assert unchanged == {name for name in before if name.endswith(BIAS)}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "implementation"),
-    [("float32", ""), ("float32", "eager"), ("float32", "batched_mm"), ("float32", "grouped_mm"), ("bfloat16", "")],
-)
-def test_every_expert_that_was_used_has_a_gradient_and_no_other(path, dtype, implementation):
-    """With what transformers chooses itself, and with each implementation that runs everywhere. Most experts see no token."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_expert_that_was_used_has_a_gradient_and_no_other(path, dtype):
+    """Most experts see no token."""
     ours = learner(path, dtype=dtype)
-    model = ours.model.language_model
-    if implementation:
-        model.set_experts_implementation(implementation)
     used: dict[str, set[int]] = {}
-    for name, module in model.named_modules():
+    for name, module in ours.model.language_model.named_modules():
         if name.endswith(".experts"):
             module.register_forward_pre_hook(
                 lambda _, inputs, name=name: used.setdefault(name, set()).update(inputs[1].flatten().tolist())
             )
-    seen = gradients_of_a_step(ours, [make_group(0, [1.0, 0.0], [[1, 2, 3], []])])
+    _, seen = step_and_gradient(ours, [make_group(0, [1.0, 0.0], [[1, 2, 3], []])])
     assert used
     for name, experts in used.items():
         for matrix in ("gate_up_proj", "down_proj"):
@@ -99,18 +85,6 @@ def test_every_expert_that_was_used_has_a_gradient_and_no_other(path, dtype, imp
             assert gradient.isfinite().all()
             assert set(gradient.flatten(1).any(dim=1).nonzero().flatten().tolist()) == experts
         assert seen[name.replace(".experts", ".gate.weight")].any(), "the router is trained"
-
-
-def test_all_implementations_of_experts_have_one_gradient(path):
-    seen = {}
-    for implementation in ("eager", "batched_mm", "grouped_mm"):
-        ours = learner(path)
-        ours.model.language_model.set_experts_implementation(implementation)
-        seen[implementation] = gradients_of_a_step(ours)
-    for name, expected in seen["eager"].items():
-        for implementation in ("batched_mm", "grouped_mm"):
-            difference = (seen[implementation][name] - expected).norm()
-            assert difference < 2e-6 * expected.norm(), (implementation, name)
 
 
 # --- what is exported

@@ -91,11 +91,6 @@ def test_no_two_panels_overlap_and_none_leaves_the_grid(board):
             taken[key] = panel["title"]
 
 
-def test_eight_numbers_come_first():
-    first = [panel["type"] for panel in BOARDS["overview"]["panels"][:10]]
-    assert first == ["row", *["stat"] * 8, "row"]
-
-
 @each_board
 def test_board_leads_to_the_others_and_to_the_page_of_the_run(board):
     others, page = board["links"]

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from asyncgrpo.recording.curves import plot
 from asyncgrpo.recording.events import Event, EventLog
-from asyncgrpo.recording.progress import Progress, sync_line
+from asyncgrpo.recording.progress import Progress
 from asyncgrpo.recording.screen import curve_of, render, watch
 from asyncgrpo.recording.text import line_of, summary
 
@@ -50,6 +50,19 @@ def page(events: list[Event], width: int = 80, now: float | None = None) -> str:
     console = Console(file=io.StringIO(), width=width, height=40)
     console.print(render(Progress.of(events), now))
     return console.file.getvalue()
+
+
+def watched(path: Path, width: int = 80, *, is_terminal: bool = False, **how) -> tuple[str, Progress]:
+    """What a person is shown of a file of events, and what is known of the run."""
+    console = Console(file=io.StringIO(), width=width, height=30, force_terminal=is_terminal)
+    progress = watch(path, console=console, **how)
+    return console.file.getvalue(), progress
+
+
+def stopped() -> threading.Event:
+    stop = threading.Event()
+    stop.set()
+    return stop
 
 
 def test_the_page_shows_the_reward_the_lag_the_time_and_the_syncs():
@@ -134,17 +147,10 @@ def test_large_numbers_are_printed_shortly(tmp_path):
     """A mean of 1e308 is shortened, because its digits would fill the page."""
     events = [START, step(1, reward_mean=-2.5e300, loss=1e12), EVAL | {"reward_mean": 1e308}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    lines = io.StringIO()
-    stop = threading.Event()
-    stop.set()
-    watch(tmp_path / "metrics.jsonl", console=Console(file=lines, width=200), stop=stop)
-    for text in (page(events), summary(Progress.of(events)), lines.getvalue()):
+    lines, _ = watched(tmp_path / "metrics.jsonl", 200, stop=stopped())
+    for text in (page(events), summary(Progress.of(events)), lines):
         assert "-2.5e+300" in text and "1e+308" in text
         assert "00000" not in text
-
-
-def test_a_page_without_a_step_waits():
-    assert "starting" in page([]) and "curve" not in page([START])
 
 
 def test_the_page_warns_of_restarts_reward_failures_stalls_and_bad_syncs():
@@ -181,21 +187,13 @@ def test_time_between_a_stop_and_a_resume_is_not_training():
     assert Progress.of(events).training_seconds == pytest.approx(2 + 2 + 2 + 2)
 
 
-def test_one_engine_is_singular():
-    assert sync_line(sync(1, engines=1)) == "v1 -> 1 engine, 12 ms, checksum ok"
-    by_deltas = sync(1, bytes=50_000_000, sent_bytes=2_500_000)
-    assert sync_line(by_deltas) == "v1 -> 2 engines, 12 ms, 2.5 of 100 MB sent, checksum ok"
-    assert sync_line(by_deltas | {"sent_bytes": 100_000_000}) == "v1 -> 2 engines, 12 ms, checksum ok"
-
-
 def test_a_file_gets_one_tidy_line_a_step(tmp_path):
     log = EventLog(tmp_path / "metrics.jsonl", clock=iter([1000.0, 1002.0, 1002.0, 1004.0, 1004.5, 1005.0]).__next__)
     for event in (START, sync(1), step(1), step(2), {**EVAL, "step": 2}, {**END, "step": 2}):
         fields = {key: value for key, value in event.items() if key not in ("event", "time")}
         log.write(event["event"], **fields)
-    console = Console(file=io.StringIO(), width=60)
-    progress = watch(tmp_path / "metrics.jsonl", console=console, poll_s=0.01)
-    assert console.file.getvalue().splitlines() == [
+    text, progress = watched(tmp_path / "metrics.jsonl", 60, poll_s=0.01)
+    assert text.splitlines() == [
         "start demo at step 0",
         "step   1/20  reward 0.050  lag 1.5 (max 2)  loss -0.0125  tok/s 60 gen 50 train  wait 25%  sync v1 12 ms ok",
         "step   2/20  reward 0.100  lag 1.5 (max 2)  loss -0.0125  tok/s 60 gen 50 train  wait 25%  sync v1 12 ms ok",
@@ -203,14 +201,6 @@ def test_a_file_gets_one_tidy_line_a_step(tmp_path):
         "end   done at step 2",
     ]
     assert progress.step == 2
-
-
-def test_a_terminal_gets_the_live_page(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    EventLog(path).write("end", status="failed", step=0)
-    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
-    watch(path, console=console, poll_s=0.01)
-    assert "failed" in console.file.getvalue()
 
 
 def test_the_cursor_stays_in_sight_as_a_killed_run_could_not_bring_it_back(tmp_path):
@@ -232,20 +222,8 @@ def test_a_reason_from_outside_moves_no_cursor(tmp_path, is_terminal):
     log = EventLog(tmp_path / "metrics.jsonl")
     log.write("restart", actor="generator-0", reason="said \x1b[2Jgone", count=1)
     log.write("end", status="failed", step=0, reason="\x1b[2J")
-    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=is_terminal)
-    watch(tmp_path / "metrics.jsonl", console=console)
-    assert "\x1b[2J" not in console.file.getvalue()
-    assert "said" in console.file.getvalue()
-
-
-def test_watching_ends_when_told_and_still_shows_what_was_written(tmp_path):
-    path, stop = tmp_path / "metrics.jsonl", threading.Event()
-    log = EventLog(path)
-    log.write("restart", actor="buffer", reason="signal 9")
-    stop.set()
-    console = Console(file=io.StringIO(), width=80)
-    watch(path, console=console, stop=stop)
-    assert console.file.getvalue() == "warning: restarted buffer: signal 9\n"
+    text, _ = watched(tmp_path / "metrics.jsonl", is_terminal=is_terminal)
+    assert "\x1b[2J" not in text and "said" in text
 
 
 def test_a_resumed_run_does_not_end_with_its_old_end_nor_tell_its_past_again(tmp_path):
@@ -254,14 +232,10 @@ def test_a_resumed_run_does_not_end_with_its_old_end_nor_tell_its_past_again(tmp
     log.write("end", status="drained", step=1)
     now[0] = 2000.0
     log.write("end", status="done", step=2)
-    console = Console(file=io.StringIO(), width=80)
-    progress = watch(path, console=console, since=1500.0, poll_s=0.01)
-    assert console.file.getvalue() == "end   done at step 2\n" and progress.end["time"] == 2000.0
-
-    stop, console = threading.Event(), Console(file=io.StringIO(), width=80)
-    stop.set()
-    assert watch(path, console=console, since=2500.0, stop=stop).end["time"] == 2000.0
-    assert console.file.getvalue() == ""
+    text, progress = watched(path, since=1500.0, poll_s=0.01)
+    assert text == "end   done at step 2\n" and progress.end["time"] == 2000.0
+    text, progress = watched(path, since=2500.0, stop=stopped())
+    assert text == "" and progress.end["time"] == 2000.0
 
 
 def test_a_resumed_run_does_not_warn_of_what_befell_its_past(tmp_path):
@@ -272,10 +246,9 @@ def test_a_resumed_run_does_not_warn_of_what_befell_its_past(tmp_path):
     now[0] = 2000.0
     log.write("stall", what="groups", seconds=31.0)
     log.write("end", status="done", step=2)
-    console = Console(file=io.StringIO(), width=80, height=30, force_terminal=True)
-    progress = watch(path, console=console, since=1500.0, poll_s=0.01)
+    text, progress = watched(path, is_terminal=True, since=1500.0, poll_s=0.01)
     assert list(progress.warnings) == ["waiting for groups for 31 s"]
-    assert "signal 9" not in console.file.getvalue() and "asked to stop" not in console.file.getvalue()
+    assert "signal 9" not in text and "asked to stop" not in text
     assert progress.num_restarts == 1, "it is still counted"
 
 
@@ -299,9 +272,8 @@ def test_lines_are_not_told_again_when_a_resume_replaces_the_file(tmp_path):
 
     write_step(1)
     write_step(2)
-    console = Console(file=io.StringIO(), width=200)
-    watch(path, console=console, stop=Stop())
-    said = [line.split("  reward")[0].split(" at")[0] for line in console.file.getvalue().splitlines()]
+    text, _ = watched(path, 200, stop=Stop())
+    said = [line.split("  reward")[0].split(" at")[0] for line in text.splitlines()]
     assert said == ["step   1", "step   2", "step   2", "end   done"]
 
 
@@ -331,28 +303,18 @@ def generators(in_flight: float) -> dict[str, float]:
     return {"in_touch": 4.0, "places": 32.0, "in_flight": in_flight}
 
 
-def test_the_page_and_the_summary_tell_percentiles_of_the_lag_beside_the_bound_in_force():
-    events = [START, step(1), flow(2), flow(3, max_lag=6)]
-    assert "mean 1.60, p50 0, p90 3, max 4 of 6 steps" in page([START, flow(1), flow(2, max_lag=6)])
-    assert "lag           mean 1.57, p50 2, p90 3, max 4 of 6 steps\n" in summary(Progress.of(events))
-    assert "p50 2, p90 2, max 2" in page([START, step(1)]), "an older release does not tell the bound"
-
-
-def test_the_page_and_the_summary_tell_how_many_groups_are_under_way_and_how_long_they_wait_ready():
-    events = [START, *(flow(n) for n in range(1, 4))]
-    line = "under way     mean 11.0 groups of 12.0 wanted; a group waits ready 0.60 s"
-    assert line in summary(Progress.of(events)) and line[14:] in page(events)
-    eager = [START, *(flow(n, wanted=None) for n in range(1, 4))]
-    assert "mean 11.0 groups of 40.0 slots; a group" in page(eager)
-    assert "under way" not in page([START, step(1)]) + summary(Progress.of([START, step(1)]))
-
-
-def test_the_page_and_the_summary_tell_what_generators_do():
-    busy = {"generate": 1.5, "reward": 0.25, "weights": 0.05, "idle": 0.2}
-    events = [START, flow(1), *(flow(n, generators=generators(30) | busy) for n in range(2, 4))]
-    line = "generators    sampling 75%, only scoring 12%, changing weights 2%, idle 10%"
-    assert line in summary(Progress.of(events)) and line[14:] in page(events, width=100)
-    assert "sampling" not in page([START, flow(1)]) + summary(Progress.of([START, step(1)]))
+def test_the_page_and_the_summary_tell_the_lag_the_groups_under_way_and_what_generators_do():
+    busy = generators(30) | {"generate": 1.5, "reward": 0.25, "weights": 0.05, "idle": 0.2}
+    events = [START, flow(1), *(flow(n, max_lag=6, generators=busy) for n in range(2, 4))]
+    for line in (
+        "lag           mean 1.60, p50 0, p90 3, max 4 of 6 steps",
+        "under way     mean 11.0 groups of 12.0 wanted; a group waits ready 0.60 s",
+        "generators    sampling 75%, only scoring 12%, changing weights 2%, idle 10%",
+    ):
+        assert line in summary(Progress.of(events)) and line[14:] in page(events, width=100)
+    assert "mean 11.0 groups of 40.0 slots; a group" in page([START, flow(1, wanted=None)])
+    older = page([START, step(1)]) + summary(Progress.of([START, step(1)]))
+    assert "p50 2, p90 2, max 2" in older and "under way" not in older and "sampling" not in older
 
 
 ADVICE = {
@@ -385,10 +347,6 @@ def test_the_advice_is_on_the_page_in_the_log_and_in_the_summary():
     assert "would do" not in page([*events, START | {"lineage": 2}]), "it was about the start before"
 
 
-def test_the_summary_of_a_run_that_never_stepped_says_so():
-    assert summary(Progress.of([START])) == "run  demo: not ended at step 0 of 20, 0.0 s of training"
-
-
 def test_the_summary_counts_what_was_filtered_to_the_end_of_the_run():
     first = step(1, filtered={"all_equal_low": 3}, tokens={"generated": 1600, "trained": 100, "filtered": 1500})
     end = END | {"filtered": {"all_equal_high": 1, "all_equal_low": 1}}
@@ -402,6 +360,11 @@ def test_the_summary_counts_a_bad_sync_and_a_restart():
     restart = of("restart", reason="signal 9")
     text = summary(Progress.of([START, step(1), sync(1), sync(2, checksum="mismatch"), restart]))
     assert "1 of 2 proved by checksum" in text and "restarts      1" in text
+
+
+def test_a_publication_by_deltas_says_how_much_was_sent():
+    assert "12 ms, 2.5 of 100 MB sent, checksum ok" in page([START, sync(1, bytes=50_000_000, sent_bytes=2_500_000)])
+    assert "sent" not in page([START, sync(1, bytes=50_000_000, sent_bytes=100_000_000)])
 
 
 def test_a_publication_that_missed_a_generator_is_a_warning_with_its_name():

@@ -36,11 +36,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return globals()[name](*([argument] if argument else []))
 
 
-def a_tenth():
-    time.sleep(0.1)
-    return 1.0
-
-
 def number(text):
     return float(text)
 

@@ -10,15 +10,7 @@ import pytest
 from asyncgrpo import metrics
 from asyncgrpo.planner.stand_ins import VirtualLoop
 from asyncgrpo.rewards.base import Sampled, score_one
-from asyncgrpo.rewards.breaker import (
-    FIRST_PROBE_S,
-    LAST_PROBE_S,
-    MAX_KINDS,
-    REST,
-    STREAK,
-    Breaker,
-    Tally,
-)
+from asyncgrpo.rewards.breaker import FIRST_PROBE_S, LAST_PROBE_S, MAX_KINDS, REST, STREAK, Breaker, Tally
 from asyncgrpo.types import Prompt, RewardHealth, Score
 from tests.rewards.stubs import OneByOne
 
@@ -54,6 +46,13 @@ class Rig:
         self.judge = judge or Judge()
         self.breaker = Breaker(self.judge, at_once=at_once)
 
+    @classmethod
+    def after_a_call_that_worked(cls) -> "Rig":
+        rig = cls()
+        rig.ask(0)
+        rig.wait(1.0)
+        return rig
+
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task:
         return self.loop.create_task(coroutine)
 
@@ -77,9 +76,7 @@ class Rig:
 
 
 def test_while_every_call_fails_only_probes_are_made_and_what_waited_is_scored_after_it():
-    rig = Rig()
-    rig.ask(0)
-    rig.wait(1.0)
+    rig = Rig.after_a_call_that_worked()
     rig.judge.is_down = True
     asked = rig.ask(*range(1, 41))
     rig.wait(8.0)
@@ -141,9 +138,7 @@ def test_a_failure_that_says_nothing_of_the_reward_is_no_outage(failure: str):
 
 def test_probes_try_other_prompts_than_the_one_that_worked_last():
     """Which may be the only one that does not work any more."""
-    rig = Rig()
-    rig.ask(0)
-    rig.wait(1.0)
+    rig = Rig.after_a_call_that_worked()
     rig.judge.is_down = True
     asked = rig.ask(*range(20))
     rig.wait(10.0)
@@ -155,9 +150,7 @@ def test_probes_try_other_prompts_than_the_one_that_worked_last():
 
 def test_one_bad_prompt_alone_in_flight_is_found_to_be_the_one():
     """The call that worked last is made again, and works."""
-    rig = Rig()
-    rig.ask(0)
-    rig.wait(1.0)
+    rig = Rig.after_a_call_that_worked()
     rig.judge.bad = {"train/1"}
     asked = rig.ask(*[1] * 20)
     works = rig.start(rig.breaker.works())
@@ -167,9 +160,7 @@ def test_one_bad_prompt_alone_in_flight_is_found_to_be_the_one():
 
 
 def test_a_group_without_a_score_is_no_verdict_before_a_call_has_worked():
-    rig = Rig()
-    rig.ask(0)
-    rig.wait(1.0)
+    rig = Rig.after_a_call_that_worked()
     rig.judge.is_down = True
     rig.ask(1, 1)
     rig.wait(0.3)

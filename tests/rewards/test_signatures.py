@@ -85,21 +85,6 @@ def test_the_columns_of_every_schema_reach_trls_functions(seen, rows, columns, a
 
 
 @pytest.mark.parametrize(
-    ("parameters", "about"),
-    [
-        ("data_source, solution_str, ground_truth, extra_info=None", "verl's form, one call for a completion"),
-        ("completion: str, answer", "by keyword, one call for a completion"),
-        ("solution_strs, ground_truths", "verl's batch form, one call for a group"),
-        ("completions: list[str], **columns", "TRL's form, one call for a group"),
-    ],
-)
-def test_the_form_is_told_in_one_line(reward_file, parameters, about):
-    function = load_user_function(reward_file(f"def compute_score({parameters}) -> float: return 1.0"))
-    plain = parameters.replace(": str", "").replace(": list[str]", "")
-    assert function.about == f"compute_score({plain}), {about}"
-
-
-@pytest.mark.parametrize(
     ("returned", "scores"),
     [
         ([1.0, None], [(1.0, None), (None, "not_applicable")]),

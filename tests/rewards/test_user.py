@@ -4,14 +4,11 @@ import sys
 
 import pytest
 
-from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.base import score_one
-from asyncgrpo.rewards.build import build_reward
-from asyncgrpo.rewards.user import UserReward, check_user_function, load_user_function, split_spec
+from asyncgrpo.rewards.user import check_user_function, load_user_function, split_spec
 from asyncgrpo.rewards.worker import Call
 from asyncgrpo.types import Prompt
-from tests.rewards.conftest import prompt, workers_of
+from tests.rewards.conftest import workers_of
 from tests.runs import wait_until
 
 pytestmark = pytest.mark.usefixtures("_imports_are_put_back")
@@ -145,17 +142,6 @@ def test_a_function_that_cannot_score_the_ground_truth_is_warned_of(reward_file,
     trial = Prompt(prompt_id="train/0", token_ids=(), text="6 * 7?", answer="42")
     check_user_function(path, trial=trial, trial_timeout_s=1)
     assert warned in caplog.text and bool(warned) == bool(caplog.text)
-
-
-async def test_build_reward_checks_the_file_at_the_start_even_inside_a_loop(reward_file):
-    with pytest.raises(RewardError, match="no function compute_score"):
-        build_reward(RewardConfig(function=reward_file("def score(answer): return 1.0")))
-    reward = build_reward(
-        RewardConfig(function=reward_file("def compute_score(prompt): return len(prompt)", "good.py"))
-    )
-    assert isinstance(reward, UserReward)
-    assert (await score_one(reward, prompt(text="6 * 7?"), "42")).value == 6.0
-    await reward.close()
 
 
 def test_a_name_is_split_from_a_path(tmp_path, monkeypatch):

@@ -52,7 +52,6 @@ class Life:
     """Leases that a generator was told to stop because they would be too old."""
     ended: set[str] = field(default_factory=set)
     """Leases that were cancelled, or that failed."""
-    """Versions that every generator in the weight group holds."""
     untrained: Counter[str] = field(default_factory=Counter)
     """Prompts done without training, by reason, when the buffer last gave a snapshot."""
     checkpointed: Counter[str] = field(default_factory=Counter)

@@ -8,9 +8,11 @@ has the table of what finds each).
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -27,9 +29,9 @@ from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.generators import service as generator_service
 from asyncgrpo.generators.rollout import GroupInFlight, Launched
 from asyncgrpo.generators.service import GeneratorService
+from asyncgrpo.journal import history
 from asyncgrpo.journal import log as journal_module
 from asyncgrpo.journal.format import BatchIssued, BoundChanged, Committed, JournalRecord
-from asyncgrpo.journal.history import History
 from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker
@@ -61,17 +63,35 @@ def mutant(owner: Any, attribute: str) -> Callable[[Callable], Callable]:
     return plant
 
 
+def answering(answer: Any, right: Any) -> Callable:
+    return lambda *_, **__: answer
+
+
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The product with one mistake in it."""
-    before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, _ in MUTANTS[name]]
-    for (owner, attribute, make), (*_, right) in zip(MUTANTS[name], before, strict=True):
-        setattr(owner, attribute, make(right))
-    try:
+    with ExitStack() as patches:
+        for owner, attribute, make in MUTANTS[name]:
+            patches.enter_context(mock.patch.object(owner, attribute, make(getattr(owner, attribute))))
         yield
-    finally:
-        for owner, attribute, right in before:
-            setattr(owner, attribute, right)
+
+
+# -- what does nothing, or always answers the same ---------------------------------------------------------------------
+
+for name, owner, attribute, answer in (
+    ("no_check_at_take", Buffer, "_evict_stale", True),  # only admission bounds the lag: a batch is taken as it comes
+    ("no_check_at_take", buffer_module, "deadlines_are_kept", True),
+    ("no_lease_expiry", Buffer, "expire", []),  # what was leased and never came is waited for
+    ("aborted_in_silence", Buffer, "cancelled", []),  # a lease is given up, and its generator is not notified
+    ("endless_poison", IsolatedPrompts, "interrupted", None),  # the end of a generator costs its prompts nothing
+    ("quarantine_forgotten", Quarantine, "__contains__", False),  # what was dropped for what it does comes again
+    ("torn_end_stays", recovery, "repair", None),  # the last write of a killed process is not cut off
+    ("snapshot_before_sync", Journal, "sync", True),  # a checkpoint may hold a step whose manifest is not on the disk
+    ("groups_of_lost_weights_kept", recovery, "is_on", True),  # a resume trains groups of weights that are gone
+    ("taken_is_trained", history, "is_on", True),  # what was handed over before the crash, whatever the checkpoint says
+    ("bound_starts_anew", recovery, "bound_in_force", None),  # a resume forgets the bound in force
+):
+    MUTANTS.setdefault(name, []).append((owner, attribute, partial(answering, answer)))
 
 
 # -- the buffer --------------------------------------------------------------------------------------------------------
@@ -118,13 +138,6 @@ def lag_from_newest_token(accept, self: Buffer, message: Deliver, *rest: Any) ->
     return refusal
 
 
-@mutant(Buffer, "_evict_stale")
-@mutant(buffer_module, "deadlines_are_kept")
-def no_check_at_take(right, *arguments: Any) -> bool:
-    """Only admission bounds the lag: a batch is taken as it comes."""
-    return True
-
-
 @mutant(Buffer, "accept")
 def cancelled_lease_accepted(accept, self: Buffer, message: Deliver, *rest: Any) -> str | None:
     """A result is kept although its lease was cancelled, because another of the same group is out."""
@@ -157,12 +170,6 @@ def silent_one_delivers(free_leases_of, self: Buffer, holder: str, **why: bool) 
     freed = free_leases_of(self, holder, **why)
     self._ended.subtract(int(lease_id.split(".")[1]) for lease_id in freed)
     return freed
-
-
-@mutant(Buffer, "expire")
-def no_lease_expiry(expire, self: Buffer, now_s: float, is_excused: Any) -> list:
-    """What was leased and never came is waited for."""
-    return []
 
 
 @mutant(Buffer, "_give_up")
@@ -232,12 +239,6 @@ def raised_whatever_it_does(step_ended, self: AutoLag, version: int, shares: Map
     return step_ended(self, version, dict.fromkeys(shares, 1.0), waited)
 
 
-@mutant(Buffer, "cancelled")
-def aborted_in_silence(cancelled, self: Buffer) -> list:
-    """A lease is given up and leased again, and its generator is not notified."""
-    return []
-
-
 @mutant(Buffer, "trained")
 def step_trains_all(trained, self: Buffer, version: PolicyVersion) -> None:
     """A step counts every group in the buffer as trained, ready ones too."""
@@ -267,17 +268,6 @@ def no_fencing(handle, self: BufferService, peer: str, message: Message, *rest: 
         self._sessions[message.generator_id].version = message.version
     else:
         handle(self, peer, message, *rest)
-
-
-@mutant(IsolatedPrompts, "interrupted")
-def endless_poison(interrupted, self: IsolatedPrompts, prompt_indices: Any) -> None:
-    """The end of a generator costs the prompts in flight nothing, however often."""
-
-
-@mutant(Quarantine, "__contains__")
-def quarantine_forgotten(contains, self: Quarantine, prompt_id: str) -> bool:
-    """A prompt that was dropped for what it does is leased again in the next epoch, or after a resume."""
-    return False
 
 
 @mutant(Buffer, "give_back")
@@ -396,11 +386,6 @@ def ack_before_durable(acknowledge, self: BufferService) -> None:
     self._unacknowledged.clear()
 
 
-@mutant(recovery, "repair")
-def torn_end_stays(repair, history: History) -> None:
-    """What a killed process left of its last write is not cut off."""
-
-
 @mutant(Journal, "append")
 def manifest_after_step(append, self: Journal, record: JournalRecord, body: Any = ()) -> None:
     """The manifest of a batch is written down once its step is in a checkpoint."""
@@ -411,12 +396,6 @@ def manifest_after_step(append, self: Journal, record: JournalRecord, body: Any 
     while isinstance(record, Committed) and held:
         append(self, held.pop(0))
     append(self, record, body)
-
-
-@mutant(Journal, "sync")
-def snapshot_before_sync(sync, self: Journal) -> bool:
-    """A checkpoint may hold a step whose manifest is not on the disk."""
-    return True
 
 
 @mutant(Journal, "_retire")
@@ -454,28 +433,11 @@ def inherited_without_sync(begin_segment, self: Journal) -> None:
     begin_segment(self)
 
 
-@mutant(recovery, "is_on")
-def groups_of_lost_weights_kept(is_on, path: Any, version: PolicyVersion) -> bool:
-    """A resume trains groups of weights that no longer exist."""
-    return True
-
-
-@mutant(recovery, "trained_on")
-def taken_is_trained(trained_on, history: History, path: Any) -> set[str]:
-    """A batch that was handed over before the crash counts as trained, whatever the checkpoint says."""
-    return {i for found in history.found if isinstance(found.record, BatchIssued) for i in found.record.lease_ids}
-
-
 @mutant(Journal, "append")
 def bound_not_written(append, self: Journal, record: JournalRecord, body: Any = ()) -> None:
     """The journal is not told that the bound has changed."""
     if not isinstance(record, BoundChanged):
         append(self, record, body)
-
-
-@mutant(recovery, "bound_in_force")
-def bound_starts_anew(bound_in_force, *arguments: Any) -> None:
-    """A resume forgets the bound in force."""
 
 
 @mutant(recovery, "bound_of")

@@ -3,9 +3,10 @@
 import logging
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import msgspec
 
@@ -29,20 +30,7 @@ SCALED = ((liveness, "HEARTBEAT_S", 2.0), (liveness, "RESEND_AFTER_S", 6.0), (li
           (group_health, "SHORTEST_S", 2.0), (group_health, "MIN_GROUPS", 3))  # fmt: skip
 """The product's waits, shorter, so that a short run meets each of them many times. A generator is quiet for as long as two of
 its heartbeats take, as it is in the product."""
-LOGS = tuple(
-    module.__name__
-    for module in (
-        buffer_service,
-        generator_service,
-        ranks,
-        learner_service,
-        log,
-        history,
-        recovery,
-        group_health,
-        breaker,
-    )
-)
+TALK = buffer_service, generator_service, ranks, learner_service, log, history, recovery, group_health, breaker
 MEMORY = Path("/dev/shm")
 """A folder of it is as fast as a folder can be. Where there is none, the usual place for temporary files will do."""
 
@@ -57,36 +45,21 @@ def folder_in_memory() -> Iterator[Path]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """No log lines and no Prometheus numbers, which would cost more than what they are about."""
-    show = Gauges.show
-    was = [(logging.getLogger(name), logging.getLogger(name).disabled) for name in LOGS]
-    for logger, _ in was:
-        logger.disabled = True
-    Gauges.show = lambda self, buffer, now_s: None  # type: ignore[method-assign]
-    try:
+    with ExitStack() as patches:
+        for module in TALK:
+            patches.enter_context(mock.patch.object(logging.getLogger(module.__name__), "disabled", True))
+        patches.enter_context(mock.patch.object(Gauges, "show", lambda self, buffer, now_s: None))
         yield
-    finally:
-        for logger, before in was:
-            logger.disabled = before
-        Gauges.show = show  # type: ignore[method-assign]
 
 
 @contextmanager
 def scaled() -> Iterator[None]:
-    before = [(module, name, getattr(module, name)) for module, name, _ in SCALED]
-    for module, name, value in SCALED:
-        setattr(module, name, value)
-    try:
+    with ExitStack() as patches:
+        for module, name, value in SCALED:
+            patches.enter_context(mock.patch.object(module, name, value))
         yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
 
 
-@contextmanager
-def reading_checkpoints_of(world: "World") -> Iterator[None]:
-    before = learner_service.read_state
-    learner_service.read_state = lambda path: msgspec.json.decode(world.checkpoint, type=RunState)  # type: ignore
-    try:
-        yield
-    finally:
-        learner_service.read_state = before
+def reading_checkpoints_of(world: "World") -> AbstractContextManager[Any]:
+    read = lambda path: msgspec.json.decode(world.checkpoint, type=RunState)  # noqa: E731
+    return mock.patch.object(learner_service, "read_state", read)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.buffer import Buffer
 from tests.simulation.schedules import _short, failure_of, report
 from tests.simulation.world import POLICIES, WITH_AUTO, World, without_faults
 
@@ -78,19 +77,6 @@ def test_a_seed_is_one_run_event_for_event(seed: int):
 
     first, again = told(World(seed)), told(World(seed))
     assert first and first == again
-
-
-def test_a_failing_seed_says_what_happened_and_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Buffer, "snapshot", lambda self: self._prompts.state().__class__(
-        **{f: getattr(self._prompts.state(), f) for f in self._prompts.state().__struct_fields__ if f != "frontier"},
-        frontier=10**6,
-    ))  # fmt: skip
-    world = World(3)
-    failure = failure_of(world)
-    assert failure is not None
-    text = report(world, failure)
-    assert "P5 no prompt skipped" in text and "TakeSnapshot" in text
-    assert "again: python -m tests.simulation --seed 3" in text
 
 
 def test_no_wait_of_the_rollout_plane_reads_a_clock_that_can_be_set():

@@ -31,12 +31,13 @@ from asyncgrpo.weights import lane, publisher, receiver
 from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.delta import Delta
 from asyncgrpo.weights.digest import add_digests, digest
-from asyncgrpo.weights.publisher import Publication, Publisher
+from asyncgrpo.weights.publisher import Publication
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.weights import Join
 from benchmarks.measuring import show, where
 from tests.weights.changing import LAYOUT, as_bytes, change
+from tests.weights.publishing import Plane
 
 SHARES = [0.0, 0.001, 0.005, 0.01, 0.05]
 """Of the elements that change from one version to the next."""
@@ -86,7 +87,7 @@ class Elsewhere(Receiver):
         super()._handle(message, payload)
 
 
-class Fleet:
+class Fleet(Plane):
     """The learner and its generators."""
 
     def __init__(self, seed: int, often: float) -> None:
@@ -95,31 +96,20 @@ class Fleet:
         self.is_bad = True
         self.chance, self._of_broadcasts, self._of_deltas = (random.Random(seed + n) for n in range(3))
         self._random = np.random.default_rng(seed)
-        config = WeightsConfig(bucket_mb=1, timeout_s=1.0)
-        self.publisher = Publisher(config, maps=True, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
+        super().__init__(WeightsConfig(bucket_mb=1, timeout_s=1.0), maps=True)
         self.publisher.start(list(LAYOUT.tensors))
         self._flat = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
         self.truth: dict[PolicyVersion, str] = {}
         self.members: dict[str, tuple[Receiver, Engine]] = {}
-        self._made: list[Receiver] = []
         self.add("near", Receiver)
         for number in range(FAR):
             self.add(f"far-{number}", Elsewhere)
 
     def add(self, name: str, kind: type[Receiver]) -> None:
         engine = Engine(self.truth, self.found)
-        made = kind(
-            self.publisher.endpoint,
-            generator_id=name,
-            incarnation=str(self.found["generators"]),
-            host="127.0.0.1",
-            apply=engine.apply,
-            keys=None,
-        )
+        made = self.join(name, kind, str(self.found["generators"]), apply=engine.apply)
         self.found["generators"] += 1
         self.members[name] = made, engine
-        self._made.append(made)
-        made.start()
 
     def publish(self, version: PolicyVersion) -> None:
         """Change the weights and offer them, as soon as an arena is free."""
@@ -203,10 +193,10 @@ class Fleet:
         self.found["behind at the end"] = sum(engine.version != last for _, engine in self.members.values())
         self.found["receivers that ended"] = sum(made.failure is not None for made, _ in self.members.values())
         self.settle(10.0)
-        for made in self._made:
+        for made in self.receivers:
             made.stop()
-        self._wait(lambda: not any(made.is_alive for made in self._made), 60.0)
-        self.publisher.close()
+        self._wait(lambda: not any(made.is_alive for made in self.receivers), 60.0)
+        self.close()
 
     def _change(self, share: float) -> None:
         change(self._flat, share, self._random, self.chance.randrange)

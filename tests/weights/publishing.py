@@ -1,21 +1,56 @@
-"""A publication from the offer to the proof, for tests and benchmarks that have nothing else to do meanwhile."""
+"""Publishers with their receivers, and publications from the offer to the proof, for tests and benchmarks."""
 
 import contextlib
+import os
 import queue
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 
+from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.weights.publisher import Publisher
+from asyncgrpo.weights.receiver import Receiver
 
 WITHIN_S = 120.0
 LOOK_EVERY_S = 0.02
 """While no report comes, which is waited for: looking takes CPU seconds that a benchmark would count."""
+HOST = "127.0.0.1"
+
+
+class Plane:
+    """A publisher, and the receivers of generators that a test adds to it."""
+
+    def __init__(self, config: WeightsConfig, *, maps: bool) -> None:
+        self.publisher = Publisher(config, maps=maps, backend="gloo", bind=HOST, host=HOST, keys=None)
+        self.receivers: list[Receiver] = []
+
+    def join(self, name: str, kind: type[Receiver] = Receiver, incarnation: str = "0", **calls: Any) -> Receiver:
+        """Start the receiver of a generator, whose engine `calls` are."""
+        receiver = kind(
+            self.publisher.endpoint, generator_id=name, incarnation=incarnation, host=HOST, keys=None, **calls
+        )
+        receiver.start()
+        self.receivers.append(receiver)
+        return receiver
+
+    def close(self) -> None:
+        for receiver in self.receivers:
+            receiver.stop()
+        self.publisher.close()
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float | None = None) -> None:
+    timeout_s = timeout_s or float(os.environ.get("ASYNCGRPO_TEST_WAIT_S", "30"))
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
+        time.sleep(0.005)
 
 
 def publish(publisher: Publisher, version: PolicyVersion, weights: Iterable[tuple[TensorInfo, Tensor]]) -> Publication:

@@ -1,10 +1,8 @@
 """Generators on other machines follow by deltas, bit-identical, and by all weights where that cannot be."""
 
 import math
-import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,9 +16,8 @@ from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.delta import State
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.lane import Deltas
-from asyncgrpo.weights.publisher import Publisher
-from asyncgrpo.weights.receiver import Receiver
 from tests.weights.changing import LAYOUT, as_bytes, change
+from tests.weights.publishing import Plane, wait_until
 
 
 class Engine:
@@ -41,29 +38,19 @@ class Engine:
         return add_digests([digest(flat)])
 
 
-class Fleet:
+class Fleet(Plane):
     """A publisher, receivers that are not on its machine, and the bytes of every version that was published."""
 
     def __init__(self, config: WeightsConfig) -> None:
-        self.publisher = Publisher(config, maps=False, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
+        super().__init__(config, maps=False)
         self.publisher.start(list(LAYOUT.tensors))
-        self.receivers: list[Receiver] = []
         self.truth: dict[PolicyVersion, Tensor] = {}
         self.flat = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
         self.random = np.random.default_rng(0)
 
     def add(self, name: str, engine: Engine | None = None, incarnation: str = "0") -> Engine:
         engine = engine or Engine()
-        receiver = Receiver(
-            self.publisher.endpoint,
-            generator_id=name,
-            incarnation=incarnation,
-            host="127.0.0.1",
-            apply=engine.apply,
-            keys=None,
-        )
-        receiver.start()
-        self.receivers.append(receiver)
+        self.join(name, incarnation=incarnation, apply=engine.apply)
         wait_until(lambda: name in self.publisher.generators, f"{name} in touch")
         return engine
 
@@ -97,18 +84,6 @@ class Fleet:
             for version, flat in engine.held.items():
                 assert torch.equal(flat, self.truth[version]), version
 
-    def close(self) -> None:
-        for receiver in self.receivers:
-            receiver.stop()
-        self.publisher.close()
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
-        time.sleep(0.002)
-
 
 @pytest.fixture
 def fleet(monkeypatch) -> Iterator[Fleet]:
@@ -132,31 +107,6 @@ def test_a_small_change_is_sent_as_a_delta_in_the_same_group(fleet):
     assert fleet.publisher._lane.number == 1, "of the first broadcast"
     fleet.check(*engines)
     assert all(len(engine.held) == 7 for engine in engines)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_any_sequence_of_updates_reaches_everyone_bit_identical(fleet, seed):
-    """Versions are skipped, generators come, leave without a word and come again, and some changes are large."""
-    chance, number = random.Random(seed), 0
-    engines = [fleet.add("generator-0"), fleet.add("generator-1")]
-    fleet.publish(0, 1.0)
-    for event in chance.sample(["burst", "newcomer", "rejoin", "stall", "large", "small"] * 2, 12):
-        if event == "burst":
-            for _ in range(5):
-                number += 1
-                fleet.offer(number, 0.01)
-        elif event == "newcomer":
-            engines.append(fleet.add(f"generator-{len(engines)}"))
-        elif event == "rejoin":
-            fleet.receivers[0].stop()
-            engines.append(fleet.add("generator-0", incarnation=str(number)))
-        elif event == "stall":
-            engines[-1].may_go_on.clear()
-            threading.Timer(0.1, engines[-1].may_go_on.set).start()
-        number += 1
-        fleet.publish(number, 1.0 if event == "large" else 0.005)
-        assert PolicyVersion(1, number) == engines[-1].newest
-    fleet.check(*engines)
 
 
 def test_a_slow_one_holds_up_nobody_and_follows_by_the_chain(fleet):
@@ -185,20 +135,6 @@ def test_a_newcomer_gets_all_weights_alone_and_deltas_with_the_others(fleet):
     assert fleet.publish(2, 0.01) < 2 * WHOLE / 10
     assert fleet.publisher._lane.names == {"generator-0", "generator-1"} and len(first.held) == 3
     fleet.check(first, second)
-
-
-def test_those_that_are_behind_and_those_that_are_not_share_the_deltas(fleet):
-    """A swap that takes longer than the next delta, at one of two: its memory is ahead of its engine."""
-    quick, slow = fleet.add("generator-0"), fleet.add("generator-1")
-    fleet.publish(0, 1.0)
-    fleet.publish(1, 0.01)
-    publisher = fleet.publisher
-    earlier = State(PolicyVersion(1, 0), add_digests([digest(fleet.truth[PolicyVersion(1, 0)])]))
-    fleet.receivers[1]._stagings[0].flat.copy_(fleet.truth[PolicyVersion(1, 0)])
-    fleet.receivers[1]._stagings[0].holds = publisher._members["generator-1"].staged = earlier
-    sent = fleet.publish(2, 0.005)
-    assert sent < 2 * WHOLE / 10 and publisher._lane.number == 1
-    fleet.check(quick, slow)
 
 
 def test_the_others_go_on_by_deltas_when_one_leaves(fleet):
@@ -270,17 +206,6 @@ def test_one_that_starts_again_under_its_name_is_sent_all_weights_at_once(fleet)
     fleet.check(again)
 
 
-def test_whoever_was_offered_weights_and_has_not_replied_may_hold_anything(fleet):
-    fleet.add("generator-0")
-    fleet.publish(0, 1.0)
-    fleet.publish(1, 0.01)
-    publisher = fleet.publisher
-    member = publisher._members["generator-0"]
-    assert publisher._deltas.path([member.staged]) == []
-    publisher._offered("generator-0", member, PolicyVersion(1, 2), "", WHOLE)
-    assert publisher._deltas.path([member.staged]) is None
-
-
 def test_a_receiver_without_the_base_says_so(fleet):
     engine = fleet.add("generator-0")
     fleet.publish(0, 1.0)
@@ -337,20 +262,16 @@ def test_whoever_wants_no_deltas_gets_none():
 
 
 def test_on_the_learners_machine_nothing_is_compared():
-    publisher = Publisher(WeightsConfig(), maps=True, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
+    plane, engine = Plane(WeightsConfig(), maps=True), Engine()
+    publisher = plane.publisher
     publisher.start(list(LAYOUT.tensors))
-    engine = Engine()
-    receiver = Receiver(
-        publisher.endpoint, generator_id="g", incarnation="0", host="127.0.0.1", apply=engine.apply, keys=None
-    )
-    receiver.start()
+    plane.join("g", apply=engine.apply)
     try:
         assert publisher.offer(PolicyVersion(1, 0), lambda layout, arena: None)
         wait_until(lambda: engine.held and publisher.is_idle, "a version")
         assert publisher._deltas._mirror is None and not publisher._deltas.is_busy
     finally:
-        receiver.stop()
-        publisher.close()
+        plane.close()
 
 
 def test_comparisons_that_take_longer_than_a_broadcast_or_find_too_much_end_the_chain():

@@ -1,15 +1,10 @@
 """Weights reach real receiver threads over a real group, whatever happens to some of them on the way."""
 
 import asyncio
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +18,10 @@ from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights import receiver as receiving
 from asyncgrpo.weights.arena import Arenas, Layout, MappedArenas, Stream, digest_of
 from asyncgrpo.weights.publication import Publication
-from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire.weights import Offer
+from tests.weights import publishing
+from tests.weights.publishing import wait_until
 
 LAYOUT = [
     TensorInfo(name="embed", shape=(7, 5), dtype="float32"),
@@ -58,29 +54,15 @@ class Engine:
         return str(sum(float(t.double().sum()) for t in self.held.values()))
 
 
-class Plane:
-    """A publisher, and receivers that a test adds to it."""
+class Plane(publishing.Plane):
+    """Offers random weights, and reads the reports."""
 
     def __init__(self, kind: str) -> None:
-        config = WeightsConfig(bucket_mb=1, timeout_s=3.0)
-        self.publisher = Publisher(
-            config, maps=kind == "mapped", backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None
-        )
-        self.receivers: list[Receiver] = []
+        super().__init__(WeightsConfig(bucket_mb=1, timeout_s=3.0), maps=kind == "mapped")
         self.publisher.start(LAYOUT)
 
     def add(self, name: str, engine: "Engine", incarnation: str = "0") -> Receiver:
-        receiver = Receiver(
-            self.publisher.endpoint,
-            generator_id=name,
-            incarnation=incarnation,
-            host="127.0.0.1",
-            apply=lambda tensors, version: engine.apply(tensors, version),
-            keys=None,
-        )
-        receiver.start()
-        self.receivers.append(receiver)
-        return receiver
+        return self.join(name, incarnation=incarnation, apply=lambda *given: engine.apply(*given))
 
     def wait_for(self, count: int) -> None:
         wait_until(lambda: len(self.publisher.generators) == count, f"{count} generators")
@@ -105,11 +87,6 @@ class Plane:
         assert found[0].version == PolicyVersion(1, step), found
         return found[0]
 
-    def close(self) -> None:
-        for receiver in self.receivers:
-            receiver.stop()
-        self.publisher.close()
-
 
 @pytest.fixture(params=["gloo", "mapped"])
 def plane(request) -> Iterator[Plane]:
@@ -123,14 +100,6 @@ def impatient(monkeypatch):
     """For tests in which somebody says nothing; in all others a thread may wait for its turn."""
     monkeypatch.setattr(liveness, "SUSPECT_S", 1.5)
     monkeypatch.setattr(liveness, "LOST_S", 2.0)
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float | None = None) -> None:
-    timeout_s = timeout_s or float(os.environ.get("ASYNCGRPO_TEST_WAIT_S", "30"))
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s:.0f} s"
-        time.sleep(0.01)
 
 
 def assert_holds(engine: Engine, expected: list[tuple[TensorInfo, torch.Tensor]]) -> None:
@@ -491,46 +460,3 @@ def test_the_layout_holds_every_tensor_once_and_aligns_each():
     ]
     assert all(start % 64 == 0 for start in (*layout.offsets, layout.num_bytes))
     assert [*Stream([(0, layout.num_bytes)]).buckets(2**20)][-1][-1][1] == layout.num_bytes
-
-
-RECEIVER = """
-import sys, time
-from asyncgrpo.weights.receiver import Receiver
-receiver = Receiver(
-    sys.argv[1], generator_id="generator-1", incarnation="1.0", host="127.0.0.1", keys=None,
-    apply=lambda tensors, version: str(sum(float(tensor.double().sum()) for _, tensor in tensors)),
-)
-receiver.start()
-while receiver.is_alive:
-    time.sleep(0.1)
-"""
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_process_that_is_stopped_is_left_out_and_comes_back_when_it_goes_on():
-    plane = Plane("mapped")
-    quick = Engine()
-    plane.add("generator-0", quick)
-    process = subprocess.Popen(
-        [sys.executable, "-c", RECEIVER, plane.publisher.endpoint],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    try:
-        plane.wait_for(2)
-        wait_until(
-            lambda: plane.publisher.offer(PolicyVersion(1, 0), lambda a, b: fill_arena(iter(weights(0)), a, b)), ""
-        )
-        wait_until(lambda: plane.publisher.is_idle, "rest")
-        process.send_signal(signal.SIGSTOP)
-        for step in (1, 2, 3):
-            plane.offer(step)
-            wait_until(lambda step=step: quick.version == PolicyVersion(1, step), "the other's swap", 10.0)
-        wait_until(lambda: plane.publisher.missing == ("generator-1-1.0",), "one that is missing")
-        process.send_signal(signal.SIGCONT)
-        wait_until(lambda: plane.publisher.missing == () and plane.publisher.is_idle, "its return")
-        plane.publisher.reports()
-        assert plane.publish(4).generators == ("generator-0", "generator-1")
-    finally:
-        process.kill()
-        process.wait()
-        plane.close()

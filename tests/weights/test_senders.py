@@ -1,8 +1,7 @@
 """Publications of a learner on two machines: each broadcasts its own bytes, and the publisher's digest is of both."""
 
 import random
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,27 +13,25 @@ from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import lane
 from asyncgrpo.weights.arena import Arenas, Stream
 from asyncgrpo.weights.digest import BLOCK, add_digests, digest
-from asyncgrpo.weights.publisher import Publisher
-from asyncgrpo.weights.receiver import Receiver, _streams
+from asyncgrpo.weights.receiver import _streams
 from asyncgrpo.weights.sender import Sender
 from asyncgrpo.wire.weights import WeightsLayout
 from tests.weights.changing import LAYOUT, as_bytes
+from tests.weights.publishing import Plane, wait_until
 
 SIZE = LAYOUT.num_bytes
 OTHER = Stream([(3, 17), (64, SIZE // 3 + 1), (SIZE // 2, SIZE - 5)])
 """What the other machine sends, at odd places."""
 
 
-class Machines:
+class Machines(Plane):
     """The publisher, a sender as on another machine, and generators that hold what they were given."""
 
     def __init__(self, timeout_s: float = 5.0) -> None:
-        config = WeightsConfig(bucket_mb=1, timeout_s=timeout_s)
-        self.publisher = Publisher(config, maps=True, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
+        super().__init__(WeightsConfig(bucket_mb=1, timeout_s=timeout_s), maps=True)
         self.publisher.start(list(LAYOUT.tensors), others=[OTHER])
         self.arenas = Arenas(LAYOUT)
         self.sender = Sender(1, self.arenas, OTHER, endpoint=self.publisher.endpoint, host="127.0.0.1", keys=None)
-        self.receivers: dict[str, Receiver] = {}
         self.held: dict[str, dict[PolicyVersion, Tensor]] = {}
         self.truth: dict[PolicyVersion, Tensor] = {}
 
@@ -45,11 +42,8 @@ class Machines:
             held[version] = as_bytes(tensors)
             return add_digests([digest(held[version])])
 
-        receiver = self.receivers[name] = Receiver(
-            self.publisher.endpoint, generator_id=name, incarnation="0", host="127.0.0.1", apply=apply, keys=None
-        )
-        receiver.start()
-        wait_until(lambda: name in self.publisher.generators)
+        self.join(name, apply=apply)
+        wait_until(lambda: name in self.publisher.generators, name)
 
     def publish(self, number: int, *, other_writes: bool = True) -> PolicyVersion:
         """Begin to publish random weights, of which each machine has its own bytes."""
@@ -71,27 +65,18 @@ class Machines:
             if other_writes:
                 self.sender.written(slot, writes, lambda: True)
 
-        wait_until(lambda: self.publisher.offer(version, fill))
+        wait_until(lambda: self.publisher.offer(version, fill), "an arena")
         return version
 
     def arrives(self, version: PolicyVersion, *names: str) -> None:
         for name in names:
-            wait_until(lambda name=name: version in self.held[name])
+            wait_until(lambda name=name: version in self.held[name], f"{version} at {name}")
             assert torch.equal(self.held[name][version], self.truth[version]), name
 
     def close(self) -> None:
-        for receiver in self.receivers.values():
-            receiver.stop()
         self.sender.close()
-        self.publisher.close()
+        super().close()
         self.arenas.close()
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -107,10 +92,10 @@ def test_generators_come_and_go_and_get_the_bytes_of_both_machines(machines):
         machines.arrives(machines.publish(number), "a")
     machines.add("b")
     machines.arrives(machines.publish(3), "a", "b")
-    machines.receivers["a"].stop()
+    machines.receivers[0].stop()
     machines.publisher.give_up("a", "0")
     machines.arrives(machines.publish(4), "b")
-    wait_until(lambda: machines.publisher.is_idle)
+    wait_until(lambda: machines.publisher.is_idle, "rest")
     reports = machines.publisher.reports()
     assert all(report.attempts == 1 and len(set(report.checksums.values())) == 1 for report in reports)
 
@@ -118,7 +103,7 @@ def test_generators_come_and_go_and_get_the_bytes_of_both_machines(machines):
 def test_bytes_that_change_on_the_way_from_another_machine_are_sent_again(machines, monkeypatch):
     machines.add("a")
     machines.arrives(machines.publish(0), "a")
-    wait_until(lambda: machines.publisher.is_idle)
+    wait_until(lambda: machines.publisher.is_idle, "rest")
     machines.publisher.reports()
     receive, flips = lane.receive_bucket, [1]
 
@@ -129,7 +114,7 @@ def test_bytes_that_change_on_the_way_from_another_machine_are_sent_again(machin
 
     monkeypatch.setattr("asyncgrpo.weights.receiver.receive_bucket", altered)
     machines.arrives(machines.publish(1), "a")
-    wait_until(lambda: machines.publisher.is_idle)
+    wait_until(lambda: machines.publisher.is_idle, "rest")
     (report,) = machines.publisher.reports()
     assert report.attempts == 2 and not flips
 
@@ -139,7 +124,7 @@ def test_a_machine_that_does_not_write_its_rows_is_named(machines):
     machines.publisher._config = WeightsConfig(bucket_mb=1, timeout_s=0.2)
     machines.publish(0, other_writes=False)
     with pytest.raises(WeightsError, match=r"learner machines \[1\] have not written the weights of 1.0 in time"):
-        wait_until(machines.publisher.reports, 20.0)
+        wait_until(machines.publisher.reports, "report")
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------

@@ -13,10 +13,8 @@ from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import arena, delta
 from asyncgrpo.weights import digest as hashing
 from asyncgrpo.weights.digest import digest, spread
-from asyncgrpo.weights.publisher import Publisher
-from asyncgrpo.weights.receiver import Receiver
-from tests.weights.publishing import publish
-from tests.weights.test_publication import LAYOUT, Engine, wait_until, weights
+from tests.weights.publishing import Plane, publish, wait_until
+from tests.weights.test_publication import LAYOUT, Engine, weights
 
 
 @pytest.fixture
@@ -87,16 +85,10 @@ def test_a_delta_by_three_threads_is_that_of_one(three, monkeypatch):
 @pytest.mark.parametrize("way", ["mapped", "gloo"])
 def test_a_publication_by_three_threads_is_proved_as_by_one(three, monkeypatch, way: str):
     monkeypatch.setattr(arena, "SHARE_BYTES", 2**20)
-    host = "127.0.0.1"
-    publisher = Publisher(
-        WeightsConfig(timeout_s=20.0), maps=way == "mapped", backend="gloo", bind=host, host=host, keys=None
-    )
+    plane, engine = Plane(WeightsConfig(timeout_s=20.0), maps=way == "mapped"), Engine()
+    publisher = plane.publisher
     publisher.start(LAYOUT)
-    engine = Engine()
-    receiver = Receiver(
-        publisher.endpoint, generator_id="one", incarnation="0", host=host, apply=engine.apply, keys=None
-    )
-    receiver.start()
+    plane.join("one", apply=engine.apply)
     wait_until(lambda: publisher.generators == ["one"], "the generator")
     for step in range(3):
         publication = publish(publisher, PolicyVersion(1, step), weights(step))
@@ -104,5 +96,4 @@ def test_a_publication_by_three_threads_is_proved_as_by_one(three, monkeypatch, 
         fill_arena(iter(weights(step)), publisher._layout, flat)
         assert publication.digest == f"{digest(flat):016x}" and publication.attempts == 1
         assert all(torch.equal(engine.held[info.name], tensor) for info, tensor in weights(step))
-    receiver.stop()
-    publisher.close()
+    plane.close()

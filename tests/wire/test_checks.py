@@ -11,7 +11,7 @@ import pytest
 from asyncgrpo import metrics
 from asyncgrpo.buffer.buffer import State
 from asyncgrpo.errors import RefusedError, WireError
-from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, VersionSpan
+from asyncgrpo.types import PolicyVersion, Prompt, VersionSpan
 from asyncgrpo.wire import PROTOCOL, Message, codec
 from asyncgrpo.wire.codec import (
     ANY,
@@ -24,6 +24,7 @@ from asyncgrpo.wire.codec import (
     encode,
     kinds_of,
     pack_group,
+    unpack_batch,
 )
 from asyncgrpo.wire.rollouts import (
     Batch,
@@ -39,6 +40,8 @@ from asyncgrpo.wire.rollouts import (
 )
 from tests.buffer.test_buffer import deliver, prompts, v
 from tests.buffer.test_incarnations import Served
+from tests.generators.test_rollout import make_lease
+from tests.wire.mutations import sealed
 from tests.wire.test_codec import change, make_group
 
 VOCABULARY = 100
@@ -100,17 +103,7 @@ def test_a_group_without_tokens_can_be():
     assert refusal(*pack_group(make_group(lengths=(0, 0)))) is None
 
 
-LEASE = Lease(
-    lease_id="1.7.0",
-    group_id="1.7",
-    attempt=0,
-    prompt_index=7,
-    purpose="train",
-    prompt=make_group().prompt,
-    num_completions=3,
-    sampling=Sampling(),
-    seed=0,
-)
+LEASE = make_lease(lease_id="1.7.0", group_id="1.7", prompt_index=7, prompt=make_group().prompt)
 
 
 @pytest.mark.parametrize(
@@ -174,28 +167,17 @@ def refused_frames(frames, kinds: Kinds = ANY) -> str:
     return error.value.reason
 
 
-def forged(header: bytes, payload: bytes = b"") -> list[bytes]:
-    """Frames whose digest is right."""
-    import xxhash
-
-    hasher = xxhash.xxh3_64(header)
-    hasher.update(payload)
-    return [hasher.digest() + header, payload]
-
-
 def test_a_header_is_measured_before_it_is_decoded(monkeypatch):
     def must_not_decode(header):
         raise AssertionError("decoded")
-
-    from asyncgrpo.wire import codec
 
     monkeypatch.setattr(codec, "_decoder", type("Decoder", (), {"decode": staticmethod(must_not_decode)}))
     for kind in get_args(AnyMessage):
         if kind.max_header_bytes < 2**28:
             long = msgspec.msgpack.encode({"kind": kind.__name__, "x": "y" * kind.max_header_bytes})
-            assert refused_frames(forged(long)) == "size", kind
+            assert refused_frames(sealed(long)) == "size", kind
         if kind.max_payload_bytes == 0:
-            assert refused_frames(forged(msgspec.msgpack.encode({"kind": kind.__name__}), b"x")) == "size", kind
+            assert refused_frames(sealed(msgspec.msgpack.encode({"kind": kind.__name__}), b"x")) == "size", kind
 
 
 def test_a_message_that_nobody_would_read_is_not_sent():
@@ -233,9 +215,8 @@ def hear_raw(served: Served, peer: str, frames) -> list[tuple[str, Message]]:
 
 
 def a_lease(served: Served):
-    served.hear("a", Register(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
     served.hear("learner", Trained(version=v(0)))
-    served.hear("a", Serving(generator_id="a", version=v(0)))
+    served.join("a", window=1)
     return served.oldest_lease()
 
 
@@ -274,9 +255,8 @@ def test_a_group_that_is_not_believed_is_counted_and_its_prompt_leased_again(rea
 def test_an_evaluation_that_is_not_believed_is_asked_for_again():
     served = Served(held_out=prompts(1))
     served.hear("learner", RequestEval(step=0))
-    served.hear("a", Register(protocol=PROTOCOL, generator_id="a", incarnation="", window=1))
     served.hear("learner", Trained(version=v(0)))
-    served.hear("a", Serving(generator_id="a", version=v(0)))
+    served.join("a", window=1)
     lease = served.service._evaluations.lease_of("eval.1.0.0.0")
     assert lease is not None
     message = msgspec.structs.replace(deliver(lease, 9, scores=(1.0,)), purpose="eval")
@@ -290,9 +270,9 @@ def test_an_evaluation_that_is_not_believed_is_asked_for_again():
     ("reason", "frames"),
     [
         ("checksum", [encode(Serving(generator_id="a", version=None))[0][:-1] + b"x", b""]),
-        ("decode", forged(msgspec.msgpack.encode({"kind": "Serving", "generator_id": 1}))),
+        ("decode", sealed(msgspec.msgpack.encode({"kind": "Serving", "generator_id": 1}))),
         ("decode", encode(Nack(group_id="", lease_id="", reason=""))),
-        ("size", forged(msgspec.msgpack.encode({"kind": "Serving", "x": "y" * 2**16}))),
+        ("size", sealed(msgspec.msgpack.encode({"kind": "Serving", "x": "y" * 2**16}))),
         ("sender", encode(Finished())),
         ("sender", encode(Trained(version=v(3)))),
         ("sender", encode(Serving(generator_id="b", version=None))),
@@ -316,8 +296,6 @@ def test_a_checkpoint_that_nobody_asked_for_is_refused():
 
 
 def test_a_batch_whose_sizes_lie_is_refused():
-    from asyncgrpo.wire.codec import unpack_batch
-
     message, payload = pack_group(make_group())
     for sizes in ((len(payload), 8), (len(payload) - 8,), ()):
         batch = Batch(step=0, groups=(message,), payload_sizes=sizes, counters={}, evals=(), epoch=0)

@@ -21,6 +21,7 @@ from asyncgrpo.types import (
 )
 from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_group
 from asyncgrpo.wire.rollouts import Deliver, Register, RolloutHeader
+from tests.wire.mutations import sealed
 
 
 def make_group(lengths=(3, 0, 5), group_id="1.7") -> Group:
@@ -121,12 +122,6 @@ def test_every_flipped_bit_is_refused():
             decode([altered, frames[1]] if which == 0 else [frames[0], altered])
 
 
-@pytest.mark.parametrize("frames", [[], [b"x"], [b"123456789"], [b"", b""], [b"12345678", b""], [b"x" * 20, b"", b""]])
-def test_what_is_no_message_is_refused(frames):
-    with pytest.raises(WireError):
-        decode(frames)
-
-
 def change(message: Deliver, **fields) -> Deliver:
     first: RolloutHeader = msgspec.structs.replace(message.rollouts[0], **fields)
     return msgspec.structs.replace(message, rollouts=(first, *message.rollouts[1:]))
@@ -165,20 +160,10 @@ def test_a_negative_count_of_what_was_discarded_is_refused(field):
         unpack_group(forged, payload)
 
 
-def test_a_logprob_that_is_not_finite_is_refused():
-    group = make_group()
-    group.rollouts[0].completion.logprobs[1] = np.nan
-    with pytest.raises(WireError, match="log-prob is not finite"):
-        unpack_group(*pack_group(group))
-
-
 def test_unknown_fields_and_unknown_kinds_are_refused():
     good = {"kind": "Register", "protocol": 1, "generator_id": "g", "incarnation": "a", "window": 2}
     for bad in ({**good, "more": 1}, {**good, "kind": "Nonsense"}, {**good, "window": "2"}):
-        import xxhash
-
-        header = msgspec.msgpack.encode(bad)
         with pytest.raises(WireError, match="header matches no"):
-            decode([xxhash.xxh3_64(header).digest() + header, b""])
+            decode(sealed(msgspec.msgpack.encode(bad)))
     message, _ = decode(encode(Register(protocol=1, generator_id="g", incarnation="a", window=2)))
     assert message == Register(protocol=1, generator_id="g", incarnation="a", window=2)

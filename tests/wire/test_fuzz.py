@@ -1,16 +1,18 @@
 """A share of the malformed frames of `fuzz.py`, and proof that it would notice."""
 
 import logging
+import threading
 import time
 
 import pytest
 
 from asyncgrpo.buffer import service
-from asyncgrpo.types import PolicyVersion
-from asyncgrpo.wire import PROTOCOL, codec
-from asyncgrpo.wire.rollouts import Ack, Grant, Nack, Register, Serving, Trained
-from asyncgrpo.wire.sockets import Client
-from tests.buffer.test_service import Plane, plane  # noqa: F401
+from asyncgrpo.buffer.evaluation import Evaluations
+from asyncgrpo.types import PolicyVersion, Sampling
+from asyncgrpo.wire import PROTOCOL, Message, codec
+from asyncgrpo.wire.rollouts import Ack, Finished, Grant, Nack, Register, Serving, Trained
+from asyncgrpo.wire.sockets import Client, Server
+from tests.buffer.test_buffer import make_buffer
 from tests.wire.fuzz import delivery_of, fuzz
 from tests.wire.mutations import Mutator
 
@@ -56,28 +58,37 @@ def test_the_canary_sings(tmp_path):
     assert (tmp_path / "canary").exists()
 
 
-def test_malformed_frames_over_a_real_socket(plane: Plane):  # noqa: F811
+def test_malformed_frames_over_a_real_socket():
     """The connection of whoever sends them is kept, and a good group on it is taken in."""
-    version = PolicyVersion(1, 0)
-    plane.start()
-    (lease, _) = plane.leases(2)
+    server, version = Server("127.0.0.1"), PolicyVersion(1, 0)
+    buffer = make_buffer(4, per_step=2, max_lag=0)
+    run = service.BufferService(server, buffer, Evaluations((), Sampling(), 0, 100.0)).run
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    good, bad, learner = clients = [Client(server.endpoint, name) for name in ("good-a", "bad-a", "learner")]
+
+    def awaited(client: Client, kind: type) -> Message:
+        deadline = time.monotonic() + 20.0
+        while (received := client.receive(0.5)) is None or not isinstance(received[0], kind):
+            assert time.monotonic() < deadline, kind
+        return received[0]
+
+    learner.send(Trained(version=version))
+    for name, client in (("good", good), ("bad", bad)):
+        client.send(Register(protocol=PROTOCOL, generator_id=name, incarnation="a", window=1))
+    good.send(Serving(generator_id="good", version=version))
+    lease = awaited(good, Grant).lease
     mutator = Mutator(3, "nowhere")
-    bad = Client(plane.generator.endpoint, "generator-1-a")
-    bad.send(Register(protocol=PROTOCOL, generator_id="generator-1", incarnation="a", window=1))
     for number in range(400):
-        message, payload = delivery_of(lease, version)
-        malformed = (
-            mutator.of_bytes(message, payload) if number % 2 else mutator.of_bytes(Trained(version=version), b"")
-        )
-        if malformed:
+        message = delivery_of(lease, version) if number % 2 else (Trained(version=version), b"")
+        if malformed := mutator.of_bytes(*message):
             bad._socket.send_multipart(malformed)
-    bad.send(Serving(generator_id="generator-1", version=version))
-    refused, deadline = 0, time.monotonic() + 20.0
-    while refused < 300 and time.monotonic() < deadline:
-        received = bad.receive(0.5)
-        refused += received is not None and isinstance(received[0], Nack)
-    assert refused >= 300
-    plane.generator.send(*delivery_of(lease, version))
-    said = plane.hear(plane.generator)
-    assert isinstance(said, Ack | Grant)
-    bad.close()
+    for _ in range(300):
+        awaited(bad, Nack)
+    good.send(*delivery_of(lease, version))
+    assert awaited(good, Ack).lease_id == lease.lease_id
+    learner.send(Finished())
+    thread.join(10.0)
+    assert not thread.is_alive()
+    for socket in (*clients, server):
+        socket.close()

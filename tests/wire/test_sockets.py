@@ -27,26 +27,6 @@ def server():
     server.close()
 
 
-def test_a_message_and_its_answer(server):
-    client = Client(server.endpoint, "g")
-    client.send(REGISTER)
-    received = server.receive(5.0)
-    assert received is not None
-    peer, frames = received
-    assert peer == "g" and decode(frames)[0] == REGISTER
-    assert server.send(peer, Welcome(protocol=1))
-    completion = client.receive(5.0)
-    assert completion is not None and completion[0] == Welcome(protocol=1)
-    client.close()
-
-
-def test_waits_end(server):
-    assert server.receive(0.01) is None
-    client = Client(server.endpoint, "g")
-    assert client.receive(0.01) is None
-    client.close()
-
-
 def test_peers_are_told_the_address_that_was_bound():
     """Another than the host is known by: what is bound to one address does not hear what is sent to another."""
     server = Server("127.0.0.2", advertise="127.0.0.1")
@@ -62,10 +42,6 @@ def test_an_address_of_another_machine_is_refused(bind):
     for refuse in (lambda: sockets.check_bind(bind), lambda: Server(bind, Keys.make())):
         with pytest.raises(ConfigError, match=rf"cluster\.bind is {bind}, where no socket can be bound"):
             refuse()
-
-
-def test_a_peer_that_is_not_there_is_said_so(server):
-    assert not server.send("nobody", Welcome(protocol=1))
 
 
 async def test_the_asyncio_client_speaks_the_same(server):
