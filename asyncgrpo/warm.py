@@ -102,7 +102,7 @@ def call(function: Callable[..., Result], *args: Any) -> Result:
         if _is_alive():
             from asyncgrpo.errors import AsyncGRPOError  # not in the script
 
-            raise AsyncGRPOError(f"the process that was to run {function.__name__} died") from lost
+            raise AsyncGRPOError(f"the process of {function.__name__} died") from lost
         end()
         if threading.current_thread() is not threading.main_thread():
             raise Lost from lost

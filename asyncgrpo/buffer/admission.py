@@ -51,10 +51,15 @@ class JustInTime:
     """Begins a group just in time: the bound covers the tail, and the run operates well below it.
 
     The target of groups under way, leased or ready, is corrected by each step. By Little's law, P times the share of the step
-    that the learner waited is the number of groups trained in that time: so many were missing. P times `MAY_WAIT` is taken
-    off, so the target falls until the learner waits for that share of its time. If more than P groups were ready when it
-    asked, a part of the surplus is taken off, too, which ends a start in a few steps. The wait is wall-clock time, so an
-    engine that delivers a batch all at once, slightly late, adds little. The rule needs no model of lengths, tails or speeds.
+    that the learner waited is the number of groups trained in that time: so many were missing. P times the share that it may
+    wait is taken off, so the target falls until the learner waits for that share of its time. If more than P groups were
+    ready when it asked, a part of the surplus is taken off, too, which ends a start in a few steps. The wait is wall-clock
+    time, so an engine that delivers a batch all at once, slightly late, adds little. The rule needs no model of lengths.
+
+    Generators that are busy all the time finish a group no sooner if more groups run beside it. So a trial of a few steps
+    takes a quarter off the target, or half a batch if that is more. If the learner then waits longer by `MAY_WAIT`, the old
+    target returns, and the pause until the next trial doubles. Otherwise the smaller one stays, and the learner may wait as
+    long as it did. No trial begins while the learner starves: its waits then vary too much for a trial of a few steps.
 
     If the generators cannot keep up, all slots are used. So they are in every start until its second request, the first one
     that follows a training step. The bound and its proof still hold, because this only begins fewer groups than the slots
@@ -65,6 +70,10 @@ class JustInTime:
     """Share of its time that the learner may wait."""
     SURPLUS = 1 / 8
     """Share of the surplus that a step takes off."""
+    STARVES = 0.25
+    """Share of its time from which a learner that waits starves."""
+    TRIAL_STEPS, LONGEST_PAUSE = 4, 192
+    """Steps of a trial, and of the first pause; of the longest one."""
 
     def __init__(self, per_step: int) -> None:
         """
@@ -73,6 +82,13 @@ class JustInTime:
         """
         self._per_step = per_step
         self._target = math.inf
+        self._may_wait = self.MAY_WAIT
+        self._before: tuple[float, float] | None = None
+        """Target and mean wait before the trial that goes on."""
+        self._pause = self._steps_left = self.TRIAL_STEPS
+        """Steps of a pause, and those left of the pause or trial that goes on."""
+        self._waits: deque[float] = deque(maxlen=self.TRIAL_STEPS)
+        """Shares of the last steps that the learner waited."""
         self._in_flight, self._ready, self._asked_s = 0, 0, 0.0
         self._taken_s: float | None = None
         """Time of the last `batch_taken`."""
@@ -99,11 +115,37 @@ class JustInTime:
         before_s, self._taken_s = self._taken_s, now_s
         if before_s is None:
             return
-        target = self._in_flight + self._ready if math.isinf(self._target) else self._target
+        if math.isinf(self._target):
+            self._target = self._in_flight + self._ready
         waited = (now_s - self._asked_s) / max(now_s - before_s, 1e-9)
+        self._waits.append(waited)
+        self._steps_left -= 1
+        if self._before is not None:
+            self._judge_trial(*self._before)
+        else:
+            self._correct(waited)
+        self._target = min(max(self._target, self._per_step), slots)
+
+    def _correct(self, waited: float) -> None:
         surplus = max(0, self._ready - self._per_step)
-        target += self._per_step * (waited - self.MAY_WAIT) - self.SURPLUS * surplus
-        self._target = min(max(target, self._per_step), slots)
+        self._target += self._per_step * (waited - self._may_wait) - self.SURPLUS * surplus
+        mean = statistics.fmean(self._waits)
+        self._may_wait = max(self.MAY_WAIT, min(self._may_wait, mean))
+        if self._steps_left > 0:
+            return
+        self._steps_left = self.TRIAL_STEPS
+        if mean <= self.STARVES and self._target > self._per_step:
+            self._before = self._target, mean
+            self._target -= max(self._target / 4, self._per_step / 2)
+            self._waits.clear()
+
+    def _judge_trial(self, target: float, waited: float) -> None:
+        if sum(self._waits) > waited * len(self._waits) + self.MAY_WAIT * self.TRIAL_STEPS:
+            self._target, self._before = target, None
+            self._pause = self._steps_left = min(2 * self._pause, self.LONGEST_PAUSE)
+        elif self._steps_left == 0:
+            self._may_wait = max(self.MAY_WAIT, statistics.fmean(self._waits))
+            self._before, self._steps_left = None, self.TRIAL_STEPS
 
 
 # -- buffer.max_lag: auto ----------------------------------------------------------------------------------------------

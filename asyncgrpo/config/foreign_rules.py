@@ -332,7 +332,7 @@ def verl_prompts_in_all(_: Any, given: Given, ours: str) -> Translated:
 
 
 def verl_tokens(value: Any, given: Given, ours: str) -> Translated:
-    """Sequence parallelism lets a sequence be longer than one GPU holds; here one GPU holds it whole."""
+    """Sequence parallelism lets a sequence be longer than one GPU holds; without learner.parallel.context one GPU holds it."""
     named = (
         "ulysses_sequence_parallel_size",
         "fsdp_config.ulysses_sequence_parallel_size",

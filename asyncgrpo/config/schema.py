@@ -524,7 +524,7 @@ class LearnerConfig(Section, frozen=True):
     """Skip updates with a gradient norm above this multiple of both the recent median and learner.grad_clip;
     null: skip only non-finite ones."""
     full_lr_signal: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    """Fraction of informative groups, among them and the solved ones, at which the full learning rate applies;
+    """Fraction of informative groups among informative and solved ones at which the full learning rate applies;
     below it, lr scales with the square root; 0: always the full rate (docs/stability.md)."""
     ess_lr: bool = False
     """Scale the learning rate with the square root of the effective sample share (VCPO)."""

@@ -85,7 +85,7 @@ class Episode(Protocol):
         """The reply to a turn of the model."""
 
     async def close(self) -> None:
-        """End it, finished or not; nothing is left of it."""
+        """End the episode, finished or not, and release what it holds."""
 
 
 class Environment(Protocol):

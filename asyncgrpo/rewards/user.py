@@ -151,10 +151,10 @@ def split_spec(spec: str, default: str = DEFAULT_NAME) -> tuple[Path, str]:
 
 
 def run_file(path: Path, what: str = "reward") -> ModuleType:
-    """Import a user's file as running it would: its folder comes first on the path, so that it finds its own modules.
+    """Import a user's file with its folder first on the path, so that it finds its own modules.
 
     Raises:
-        RewardError: there is none, or its import fails; one sentence.
+        RewardError: the file does not exist, or its import fails.
     """
     if not path.is_file():
         raise RewardError(f"{what} file {path} does not exist")

@@ -73,9 +73,9 @@ def test_other_weights_are_another_order():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (["data.train=[a, b]", "data.weights=[1.0]"], "data.weights has 1 and data.train 2 entries"),
-        (["data.train=a", "data.weights=[1.0, 2.0]"], "data.weights has 2 and data.train 1 entries"),
-        (["data.train=[]"], "data.train is an empty list"),
+        (["data.train=[a, b]", "data.weights=[1.0]"], "needs a weight for each entry"),
+        (["data.train=a", "data.weights=[1.0, 2.0]"], "needs a weight for each entry"),
+        (["data.train=[]"], "data.train .* has no entry"),
         (["data.train=[a, b]", "data.weights=[1.0, 0.0]"], "data.weights"),
     ],
 )
