@@ -139,11 +139,14 @@ def _without_rl(learner: Any, groups: list[Any], version: Any) -> None:
     supervised_step(learner, learner._pack(groups, version))
 
 
-def _cross_entropy(hidden: Any, weight: Any, targets: Any, *_: Any, **__: Any) -> tuple[Any, None]:
+def _cross_entropy(hidden: Any, weight: Any, targets: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
     """Replaces `head.fused_loss`. It takes the mean over a row, because the scale of a gradient costs nothing."""
     import torch.nn.functional as F
 
-    return F.cross_entropy((hidden @ weight.t()).float(), targets), None
+    from asyncgrpo.learner.head import TokenScores
+
+    none = hidden.new_zeros(len(targets))
+    return F.cross_entropy((hidden @ weight.t()).float(), targets), TokenScores(none, none)
 
 
 def _groups(name: str) -> list[Any]:

@@ -56,10 +56,11 @@ class JustInTime:
     ready when it asked, a part of the surplus is taken off, too, which ends a start in a few steps. The wait is wall-clock
     time, so an engine that delivers a batch all at once, slightly late, adds little. The rule needs no model of lengths.
 
-    Generators that are busy all the time finish a group no sooner if more groups run beside it. So a trial of a few steps
-    takes a quarter off the target, or half a batch if that is more. If the learner then waits longer by `MAY_WAIT`, the old
-    target returns, and the pause until the next trial doubles. Otherwise the smaller one stays, and the learner may wait as
-    long as it did. No trial begins while the learner starves: its waits then vary too much for a trial of a few steps.
+    Generators that are busy all the time finish a group no sooner if more groups run beside it. So if the learner waits in
+    every step, a trial of a few steps takes a quarter off the target, or half a batch if that is more. If the learner then
+    waits longer by `MAY_WAIT`, the old target returns, and the pause until the next trial doubles, as it does if the target
+    grows back later. Otherwise the smaller one stays, and the learner may wait as long as before the trial. No trial begins
+    while the learner starves: its waits then vary too much for a trial of a few steps.
 
     If the generators cannot keep up, all slots are used. So they are in every start until its second request, the first one
     that follows a training step. The bound and its proof still hold, because this only begins fewer groups than the slots
@@ -85,6 +86,8 @@ class JustInTime:
         self._may_wait = self.MAY_WAIT
         self._before: tuple[float, float] | None = None
         """Target and mean wait before the trial that goes on."""
+        self._fewer_than = math.inf
+        """Target before the last trial, if that was kept."""
         self._pause = self._steps_left = self.TRIAL_STEPS
         """Steps of a pause, and those left of the pause or trial that goes on."""
         self._waits: deque[float] = deque(maxlen=self.TRIAL_STEPS)
@@ -134,18 +137,24 @@ class JustInTime:
         if self._steps_left > 0:
             return
         self._steps_left = self.TRIAL_STEPS
-        if mean <= self.STARVES and self._target > self._per_step:
+        if self._target >= self._fewer_than:  # it has grown back since the last trial
+            self._lengthen_pause()
+        elif mean <= self.STARVES and min(self._waits) > self.MAY_WAIT / 2 and self._target > self._per_step:
             self._before = self._target, mean
             self._target -= max(self._target / 4, self._per_step / 2)
             self._waits.clear()
 
     def _judge_trial(self, target: float, waited: float) -> None:
         if sum(self._waits) > waited * len(self._waits) + self.MAY_WAIT * self.TRIAL_STEPS:
-            self._target, self._before = target, None
-            self._pause = self._steps_left = min(2 * self._pause, self.LONGEST_PAUSE)
+            self._target = target
+            self._lengthen_pause()
         elif self._steps_left == 0:
-            self._may_wait = max(self.MAY_WAIT, statistics.fmean(self._waits))
-            self._before, self._steps_left = None, self.TRIAL_STEPS
+            self._may_wait = max(self.MAY_WAIT, min(waited, statistics.fmean(self._waits)))
+            self._before, self._fewer_than, self._steps_left = None, target, self.TRIAL_STEPS
+
+    def _lengthen_pause(self) -> None:
+        self._before, self._fewer_than = None, math.inf
+        self._pause = self._steps_left = min(2 * self._pause, self.LONGEST_PAUSE)
 
 
 # -- buffer.max_lag: auto ----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ SHOWN = 10
 """Splits that are printed."""
 PROFILE = Path("profile.json")
 
-ProfileOption = Annotated[Path, typer.Option("--profile", help="Profile that `asyncgrpo tune` wrote.")]
+ProfileOption = Annotated[Path, typer.Option("--profile", help="Profile that `tune` wrote.")]
 GpusOption = Annotated[
     int | None,
     typer.Option("--gpus", min=2, help="GPUs to share (without GPUs: processes). Default: those of the profile."),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from asyncgrpo.config.load import algorithm_names, load_config
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.model import check_language_model
@@ -38,14 +39,14 @@ MIXED = {
     "deepseek_v3": ({}, GROUPS),
     "few": ({}, FEW),
     "no shared prompts": ({"learner": {"share_prompts": False, "tokens_per_microbatch": 60}}, GROUPS),
-    "stale": ({"buffer": {"policy": "mask", "max_lag": 0}}, GROUPS),
     "lora": ({"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1, "kl_kind": "full"}}, GROUPS),
 }
 STEP_WIDE = {
     case: ({"algorithm": objectives.CASES[case], "learner": {"tokens_per_microbatch": 50}}, objectives.groups())
-    for case in objectives.STEP_WIDE
+    for case in ("gspo", "several", "kl full, seq-mean-token-mean", "gae, kl in the reward")
 }
-SCENARIOS = MIXED | STEP_WIDE
+PRESETS = [name for name in algorithm_names() if name not in STEP_WIDE]
+SCENARIOS = MIXED | STEP_WIDE | {name: ({}, GROUPS) for name in PRESETS}
 MODELS = {
     "qwen3_moe": lambda path: make_tiny_qwen3_moe(path, experts=8),
     "deepseek_v3": make_tiny_deepseek_v3,
@@ -66,6 +67,16 @@ def learner_of(name: str, folder: Path, rank: int, layout: tuple[int, int, int])
     world, expert, context = layout
     sections, _ = SCENARIOS[name]
     path = str(folder / model_of(name))
+    if name in PRESETS:
+        settings = [f"model.path={path}", "learner.device=cpu", f"algorithm.group_size={3 if name == 'remax' else 4}"]
+        settings += [
+            f"learner.ranks={world}",
+            f"learner.parallel.expert={expert}",
+            f"learner.parallel.context={context}",
+        ]
+        settings += ["model.dtype=float32"]
+        settings += [f"algorithm.teacher={path}"] if name.startswith("distill") else []
+        return Learner(load_config("quickstart", settings, algorithm=name), rank=rank, world=world, device="cpu")
     sections = sections | {
         "model": {"path": path, "dtype": "float32"} | sections.get("model", {}),
         "learner": {"device": "cpu", "lr": 1e-3, "tokens_per_microbatch": 4096 // context}
@@ -76,11 +87,11 @@ def learner_of(name: str, folder: Path, rank: int, layout: tuple[int, int, int])
 
 
 def run_scenario(name: str, folder: Path, rank: int, layout: tuple[int, int, int]) -> dict:
-    """Three steps: report of the first, gradients of the first and third."""
+    """Three steps, of a preset one: report of the first, gradients of the first and last update."""
     learner = learner_of(name, folder, rank, layout)
     disturb(learner)
     updates = watch_updates(learner)
-    first, *_ = [learner.step(SCENARIOS[name][1], VERSION) for _ in range(3)]
+    first, *_ = [learner.step(SCENARIOS[name][1], VERSION) for _ in range(1 if name in PRESETS else 3)]
     updates = [updates[0], updates[-1]]
     return {
         "report": asdict(first),

@@ -16,7 +16,7 @@ PROMPTS, COMPLETIONS, LENGTH = 6, 4, 8
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     make_demo_model(folder / "student", seed=0)
-    make_demo_model(folder / "teacher", seed=5, layers=2, hidden=96, digit_prior=3.0)
+    make_demo_model(folder / "teacher", seed=5, layers=2, hidden=96)
     return folder
 
 
