@@ -114,5 +114,3 @@ def assert_suites_were_evaluated(run: Path) -> None:
     for rows in kept.values():
         assert [row["prompt_id"] for row in rows[::4]] == ["eval/0", "eval/1", "others/0", "others/1", "others/2"]
         assert all(row["prompt"].startswith("user: 00") for row in rows) and any(row["completion"] for row in rows)
-    changed = asyncgrpo("samples", "run", "--from", "0", "--to", "2", cwd=run.parent)
-    assert "5 prompts, step 0 to step 2" in changed.stdout, changed.stdout + changed.stderr
