@@ -78,6 +78,8 @@ def test_routes_are_the_experts_that_transformers_takes(rig):
         ({"top_p": 0.9}, True, MOST_KEPT),
         ({"top_k": 50}, True, 50),
         ({"top_k": 1}, False, 1),
+        ({"top_k": MOST_KEPT}, True, MOST_KEPT),
+        ({"top_k": MOST_KEPT + 1, "top_p": 0.9}, False, MOST_KEPT + 1),
         ({"top_p": 0.9, "temperature": 0.0}, False, -1),
     ],
 )

@@ -406,8 +406,12 @@ def sampling_params(sampling: Sampling, *, room: int) -> dict[str, Any]:
 
 
 def keeps_some(sampling: Sampling) -> bool:
-    """True if each token is sampled from a part of the vocabulary that is recorded with it."""
-    return sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k != -1) and sampling.top_k != 1
+    """True if each token is sampled from a part of the vocabulary that is recorded with it.
+
+    SGLang refuses to record with a larger top-k than `MOST_KEPT`. Log-probs are then over the whole vocabulary.
+    """
+    is_filtered = 1 < sampling.top_k <= MOST_KEPT or (sampling.top_k == -1 and sampling.top_p < 1)
+    return sampling.temperature > 0 and is_filtered
 
 
 def completion_of(output: dict[str, Any], index: int, routes_shape: tuple[int, ...] | None = None) -> Completion:
