@@ -158,7 +158,7 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
     Raises:
         RefusedError: the group is malformed, see `check_group`.
     """
-    check_group(message, payload)
+    check_group(message, payload, reads_routes=False)
     token_ids, logprobs = np.frombuffer(payload, "<i4"), np.frombuffer(payload, "<f4")
     rollouts, start, observed = [], 0, 2 * message.num_tokens
     at = observed + message.num_observed
@@ -176,7 +176,7 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
             kept = KeptTokens(token_ids[ids : ids + header.kept], token_ids[at:ids])
             at = ids + header.kept
         if header.routes_bytes:
-            routes = _routes(header, payload[4 * at : 4 * at + header.routes_bytes])
+            routes = _routes(message, header, payload[4 * at : 4 * at + header.routes_bytes])
             at += header.routes_bytes // 4
         completion = Completion(
             header.index, tokens, values, header.spans, header.finish_reason, tuple(observations), kept, routes
@@ -186,10 +186,16 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
     return Group(rollouts=tuple(rollouts), **{name: getattr(message, name) for name in SHARED_FIELDS})
 
 
-def _routes(header: RolloutHeader, compressed: Buffer) -> np.ndarray:
-    """Decompress routes. Raises zlib.error or ValueError: they do not have the shape of the header."""
+def _routes(message: Deliver, header: RolloutHeader, compressed: Buffer) -> np.ndarray:
+    """Decompress routes. Raises RefusedError: they have another shape than the header says, or a shape that cannot be."""
+    longest = len(message.prompt.token_ids) + header.num_tokens + header.num_observed
+    if header.routes[0] > longest or math.prod(header.routes[1:]) > LARGEST_ROUTE:
+        raise _refused("schema", message, header.index, f"routes {header.routes} of {longest} tokens")
     size = 2 * math.prod(header.routes)
-    return np.frombuffer(zlib.decompressobj().decompress(compressed, size + 1), "<i2").reshape(header.routes)
+    try:
+        return np.frombuffer(zlib.decompressobj().decompress(compressed, size + 1), "<i2").reshape(header.routes)
+    except (zlib.error, ValueError) as error:
+        raise _refused("schema", message, header.index, f"its routes cannot be read: {error}") from error
 
 
 def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
@@ -215,11 +221,12 @@ LARGEST_LOGPROB = 1e-5
 """Largest accepted log-prob: the log of a probability of 1 may round to a positive number."""
 
 
-def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> None:
+def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31, *, reads_routes: bool = True) -> None:
     """Refuse a malformed group.
 
     Args:
         vocabulary: token ids are below it.
+        reads_routes: decompress routes to check them; False: the caller does.
     Raises:
         RefusedError: names the group and the completion. By `schema`: lengths do not add up, completions are out of
             order, spans do not partition, versions decrease, observations lie outside, or a score has both a value and
@@ -272,21 +279,12 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> N
             if token_ids[at - header.kept : at].max() >= vocabulary:
                 raise _refused("vocabulary", message, index, f"a kept token is not in [0, {vocabulary})")
         if header.routes_bytes:
-            _check_routes(message, header, payload[4 * at : 4 * at + header.routes_bytes])
+            if reads_routes:
+                _routes(message, header, payload[4 * at : 4 * at + header.routes_bytes])
             at += header.routes_bytes // 4
     observed = token_ids[start : start + message.num_observed]
     if len(observed) and observed.max() >= vocabulary:
         raise _refused("vocabulary", message, None, f"a token id of an observation is not in [0, {vocabulary})")
-
-
-def _check_routes(message: Deliver, header: RolloutHeader, compressed: Buffer) -> None:
-    longest = len(message.prompt.token_ids) + header.num_tokens + header.num_observed
-    if header.routes[0] > longest or math.prod(header.routes[1:]) > LARGEST_ROUTE:
-        raise _refused("schema", message, header.index, f"routes {header.routes} of {longest} tokens")
-    try:
-        _routes(header, compressed)
-    except (zlib.error, ValueError) as error:
-        raise _refused("schema", message, header.index, f"its routes cannot be read: {error}") from error
 
 
 def check_lease(message: Deliver, lease: Lease, newest: PolicyVersion | None) -> None:
