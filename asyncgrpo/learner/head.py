@@ -112,11 +112,12 @@ def score(
     """
     rows = _Rows(weight)
     scores = [
-        _statistics(rows.exact(logits[block], temperature), targets[here], kept and kept.at(here))[0]
+        _statistics(rows.exact(logits[block], temperature), targets[here], dropped)[0]
         for tile in rows.tiles(len(targets))
         for logits in [rows.logits(hidden[tile], weight)]
         for block in rows.blocks(len(logits))
         for here in [slice(tile.start + block.start, tile.start + block.stop)]
+        for dropped in [kept and kept.at(here).dropped(len(weight))]
     ]
     return TokenScores(torch.cat([one.logprobs for one in scores]), torch.cat([one.entropy for one in scores]))
 
@@ -175,11 +176,11 @@ class _FusedLoss(torch.autograd.Function):
                     parts = (*objective(here, found)[:2], found.entropy, log_sum, targets[here], 1 / temperature)
                     _compiled(_write_gradient)(logits[block], grad_logits[block], *parts)
                 else:
-                    in_reach = kept_tokens and kept_tokens.at(here)
-                    found, log_p, p = _statistics(rows.exact(logits[block], temperature), targets[here], in_reach)
+                    dropped = kept_tokens and kept_tokens.at(here).dropped(len(weight))
+                    found, log_p, p = _statistics(rows.exact(logits[block], temperature), targets[here], dropped)
                     gap = None
                     if there is not None:
-                        gap = log_p - _log_softmax(rows.exact(there[block], temperature), in_reach)
+                        gap = log_p - _log_softmax(rows.exact(there[block], temperature), dropped)
                         found = found._replace(reference_kl=_dot(p, gap))
                     gradients = objective(here, found)
                     grad_logits[block] = _grad_logits(gradients, found, log_p, p, gap, targets[here], temperature)
@@ -263,13 +264,12 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a[:, None], b[..., None])[:, 0, 0] if a.is_cuda else (a * b).sum(-1)
 
 
-def _statistics(logits: Tensor, targets: Tensor, kept: Kept | None) -> tuple[TokenScores, Tensor, Tensor]:
+def _statistics(logits: Tensor, targets: Tensor, dropped: Tensor | None) -> tuple[TokenScores, Tensor, Tensor]:
     """Return scores of a block, [n, V] log p in the memory of the logits, and [n, V] p.
 
-    Exponentials dominate the cost, so there is one: the softmax denominator is derived from the largest p. Of tokens that
-    are not kept, p is 0; their log p is set to 0, so that they add nothing to a sum of p log p.
+    Exponentials dominate the cost, so there is one: the softmax denominator is derived from the largest p. Of dropped
+    tokens, p is 0; their log p is set to 0, so that they add nothing to a sum of p log p.
     """
-    dropped = None if kept is None else kept.dropped(logits.shape[-1])
     if dropped is not None:
         logits.masked_fill_(dropped, -torch.inf)
     p = logits.softmax(-1)
@@ -280,11 +280,10 @@ def _statistics(logits: Tensor, targets: Tensor, kept: Kept | None) -> tuple[Tok
     return TokenScores(logprobs, -_dot(p, log_p)), log_p, p
 
 
-def _log_softmax(logits: Tensor, kept: Kept | None) -> Tensor:
-    """Return [n, V] log-probs of a reference over the kept tokens, 0 for the others."""
-    if kept is None:
+def _log_softmax(logits: Tensor, dropped: Tensor | None) -> Tensor:
+    """Return [n, V] log-probs of a reference over the tokens that are not dropped, 0 for those."""
+    if dropped is None:
         return logits.log_softmax(-1)
-    dropped = kept.dropped(logits.shape[-1])
     return logits.masked_fill(dropped, -torch.inf).log_softmax(-1).masked_fill_(dropped, 0.0)
 
 
