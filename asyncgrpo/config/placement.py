@@ -102,10 +102,8 @@ def refuse(size: ModelSize, config: Config, card: Card) -> None:
     if not found:
         return
     side, why = next(iter(found.items()))
-    offers, filled = (
-        dict[str, Changes](),
-        1.0 if config.cluster.share_gpu else COMFORTABLE,
-    )  # `share_one_gpu` leaves room
+    offers: dict[str, Changes] = {}
+    filled = 1.0 if config.cluster.share_gpu else COMFORTABLE  # `share_one_gpu` leaves room
     for change in _remedies(size, config, card, side):
         kind = next(iter(change))
         if kind not in offers and side not in problems(size, changed(config, change), card, filled=filled):

@@ -25,7 +25,6 @@ from asyncgrpo.errors import ConfigError
 DISPATCH = "ep_dispatch_experts"
 """The style of transformers that sends tokens to the ranks of their experts."""
 
-
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Names of the number of experts in model configs."""
 
