@@ -3,7 +3,7 @@
     python -m benchmarks.weights_arithmetic
 
 Half of the GPUs learn and half generate; with 8 they share a machine, otherwise a machine has 8 and does one of both. The
-stages follow one another: copy to the host, digest, broadcast and copy to the host, upload. A generator digests a bucket
+stages follow one another: copy to the host, digest, broadcast, upload. A generator copies a bucket to the host and digests it
 while the next one arrives.
 """
 
@@ -29,7 +29,7 @@ def stages(parameters: float, tensor_parallel: int, gpus: int, nic: float) -> di
     if is_one:
         return local
     digest = size / (CORES * DIGEST)
-    return local | {"digest": digest / machines, "arrival": max(size / nic + size / PCIE, digest)}
+    return local | {"digest": digest / machines, "arrival": max(size / nic, size / PCIE, digest)}
 
 
 def delta(parameters: float, tensor_parallel: int, gpus: int, nic: float) -> float | None:

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 IsWritten = Callable[[], bool]
 """True once every byte of an arena is written. Raises WeightsError: it cannot be completed."""
+Bucket = list[tuple[int, int]]
+"""Start and end of each run of a broadcast, bytes."""
 ALIGNMENT = 64
 """Alignment of every tensor, bytes: a view of any dtype is aligned."""
 SLOTS = 2
@@ -95,9 +97,9 @@ class Stream:
         starts = [0, *(end for _, end in self.runs)]
         return Stream(zip(starts, [*(start for start, _ in self.runs), num_bytes], strict=True))
 
-    def buckets(self, size: int) -> Iterator[list[tuple[int, int]]]:
+    def buckets(self, size: int) -> Iterator[Bucket]:
         """Yield runs of at most `size` bytes together, at least a block of the digest. A run is cut between blocks only."""
-        bucket: list[tuple[int, int]] = []
+        bucket: Bucket = []
         room = size
         for start, end in self.runs:
             while start < end:

@@ -9,10 +9,11 @@ it.
 """
 
 import contextlib
+import itertools
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -65,7 +66,13 @@ class WeightGroup(Protocol):
         """
 
     def beside(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which copies to and from `device` do not wait for this process's computations there."""
+        """Return a context for one bucket, its broadcast and its copies to or from `device`.
+
+        They wait neither for this process's computations there nor for the copies of the bucket before.
+        """
+
+    def copied(self) -> Callable[[], object]:
+        """Return a function that waits for the copies that this context has queued so far."""
 
     def cancel(self) -> None:
         """Abort the broadcast in progress, if the backend can, because a member was lost. Thread-safe."""
@@ -118,6 +125,9 @@ class GlooGroup:
     def beside(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
+    def copied(self) -> Callable[[], object]:
+        return lambda: None
+
     def cancel(self) -> None:
         """Do nothing: gloo ends a broadcast at its deadline only."""
 
@@ -136,7 +146,7 @@ class NcclGroup:
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._stream = torch.cuda.Stream(self.device)
+        self._streams = itertools.cycle([torch.cuda.Stream(self.device) for _ in range(2)])
         self._timeout_s = timeout_s
         self._is_cancelled = False
         options: Any = dist.ProcessGroupNCCL.Options()
@@ -156,7 +166,12 @@ class NcclGroup:
             time.sleep(POLL_S)
 
     def beside(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
+        return torch.cuda.stream(next(self._streams))
+
+    def copied(self) -> Callable[[], object]:
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
 
     def cancel(self) -> None:
         self._is_cancelled = True

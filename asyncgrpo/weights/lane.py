@@ -5,25 +5,29 @@ generators. A broadcast is collective, so a member that dies blocks the rest. It
 lost the groups are dropped, and the next ones are formed without it.
 """
 
+import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from asyncgrpo.weights.arena import Layout, Slot, Stream
+from asyncgrpo.weights.arena import Bucket, Layout, Slot, Stream
 from asyncgrpo.weights.delta import LEAST_SAVING, Chain, Delta, Packed, Piece, Skips, State, follow, to_bytes
 from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.weights import FormGroup, Offer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Broadcaster:
@@ -75,9 +79,7 @@ class Broadcaster:
 
         def work() -> WeightGroup:
             started = time.monotonic()
-            with group.beside():
-                for bucket in stream.buckets(piece_bytes):
-                    send_bucket(group, flat, bucket)
+            send(group, flat, stream.buckets(piece_bytes))
             if stream is self._stream:
                 self.seconds = time.monotonic() - started
             return group
@@ -123,26 +125,46 @@ def _close(group: WeightGroup | None) -> None:
         group.close()
 
 
-def send_bucket(group: WeightGroup, flat: Tensor, bucket: list[tuple[int, int]]) -> None:
-    """Send the runs of one bucket of `flat`, [num_bytes] uint8 on the CPU."""
-    packed, pairs = _packed(group, flat, bucket)
-    for part, place in pairs:
-        place.copy_(part)
-    group.broadcast(packed)
+def send(group: WeightGroup, flat: Tensor, buckets: Iterable[Bucket]) -> None:
+    """Broadcast buckets of `flat`, [num_bytes] uint8 on the CPU. The next one is copied to the device meanwhile."""
+
+    def copied() -> Iterator[tuple[AbstractContextManager[object], Tensor]]:
+        for bucket in buckets:
+            with (context := group.beside()):
+                packed, pairs = _packed(group, flat, bucket)
+                for part, place in pairs:
+                    place.copy_(part, non_blocking=True)
+            yield context, packed
+
+    for context, packed in _one_ahead(copied()):
+        with context:
+            group.broadcast(packed)
 
 
-def receive_bucket(group: WeightGroup, flat: Tensor, bucket: list[tuple[int, int]]) -> None:
-    """Receive one bucket of a broadcast into its runs of `flat`."""
-    with group.beside():
-        packed, pairs = _packed(group, flat, bucket)
-        group.broadcast(packed)
-        for part, place in pairs:
-            part.copy_(place)
+def receive(group: WeightGroup, flat: Tensor, buckets: Iterable[Bucket]) -> Iterator[tuple[int, int]]:
+    """Receive buckets of a broadcast into `flat`, and yield each run once it is there. The next one arrives meanwhile."""
+
+    def arrived() -> Iterator[tuple[Bucket, Callable[[], object]]]:
+        for bucket in buckets:
+            with group.beside():
+                packed, pairs = _packed(group, flat, bucket)
+                group.broadcast(packed)
+                for part, place in pairs:
+                    part.copy_(place, non_blocking=True)
+                wait = group.copied()
+            yield bucket, wait
+
+    for bucket, wait in _one_ahead(arrived()):
+        wait()
+        yield from bucket
 
 
-def _packed(
-    group: WeightGroup, flat: Tensor, bucket: list[tuple[int, int]]
-) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor]]]:
+def _one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Yield the items, each after the next one was drawn."""
+    return (item for item, _ in itertools.pairwise(itertools.chain(items, [cast(T, None)])))
+
+
+def _packed(group: WeightGroup, flat: Tensor, bucket: Bucket) -> tuple[Tensor, Iterator[tuple[Tensor, Tensor]]]:
     """Return a buffer for a bucket, and each run with its place there. One run in host memory is its own buffer."""
     parts = [flat[start:end] for start, end in bucket]
     if len(parts) == 1 and group.device.type == "cpu":

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -26,7 +26,7 @@ from asyncgrpo.weights.arena import Layout, MappedArenas, SharedTensors, Staging
 from asyncgrpo.weights.delta import State, from_bytes
 from asyncgrpo.weights.digest import digest_pieces
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
-from asyncgrpo.weights.lane import receive_bucket
+from asyncgrpo.weights.lane import receive
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer
 from asyncgrpo.wire.sockets import Client, Keys
@@ -221,8 +221,8 @@ class Receiver:
         if not 0 < (size := sum(offer.delta_bytes)) <= layout.num_bytes:
             raise WeightsError(f"deltas of {size} bytes were offered for weights of {layout.num_bytes}")
         payload = torch.empty(size, dtype=torch.uint8)
-        for bucket in Stream([(0, size)]).buckets(offer.piece_bytes):
-            receive_bucket(self._groups[0], payload, bucket)
+        for _ in receive(self._groups[0], payload, Stream([(0, size)]).buckets(offer.piece_bytes)):
+            pass
         parts = payload.split(list(offer.delta_bytes))
         deltas = {delta.before: delta for delta in (from_bytes(part.numpy().data) for part in parts)}
         held = {staging.holds: staging for staging in self._stagings if staging.holds is not None}
@@ -264,13 +264,12 @@ class Receiver:
         if self._groups[0].device.type != "cpu":
             staging.pin()
 
-        def runs() -> Iterator[tuple[int, int]]:
-            for group, stream in zip(self._groups, self._streams, strict=True):
-                for bucket in stream.buckets(offer.piece_bytes):
-                    receive_bucket(group, staging.flat, bucket)
-                    yield from bucket
-
-        return staging, digest_pieces(staging.flat, runs())
+        runs = (
+            run
+            for group, stream in zip(self._groups, self._streams, strict=True)
+            for run in receive(group, staging.flat, stream.buckets(offer.piece_bytes))
+        )
+        return staging, digest_pieces(staging.flat, runs)
 
     # -- the swap ------------------------------------------------------------------------------------------------------
 

@@ -3,10 +3,12 @@
 NCCL does not run without GPUs: its process group is a fake that keeps what it was told, and whose broadcasts can hang.
 """
 
+import itertools
 import os
 import threading
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from asyncgrpo.weights.group import NcclGroup, form_group
+from asyncgrpo.weights.lane import receive, send
 
 # -- NCCL --------------------------------------------------------------------------------------------------------------
 
@@ -69,10 +72,85 @@ def test_the_communicator_is_made_at_once_and_without_blocking(nccl):
     assert group.options.config.blocking == 0
 
 
-def test_copies_for_a_broadcast_have_a_stream_of_their_own(nccl, monkeypatch):
+def test_copies_for_a_broadcast_have_two_streams_in_turns(nccl, monkeypatch):
+    made = itertools.count()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream {next(made)} of {device}")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream))
-    with nccl_group().beside() as stream:
-        assert stream == "a stream of cuda:0"
+    group, used = nccl_group(), []
+    for _ in range(3):
+        with group.beside() as stream:
+            used.append(stream)
+    assert used == ["stream 0 of cuda:0", "stream 1 of cuda:0", "stream 0 of cuda:0"]
+
+
+class Traced:
+    """A group on a device whose order of work is kept: contexts, broadcasts and waits by number of their bucket."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.inside = -1
+        self.sent: list[torch.Tensor] = []
+        self._counts = itertools.count()
+
+    @contextmanager
+    def _context(self, number: int) -> Iterator[None]:
+        self.inside = number
+        self.order.append(f"copies {number}")
+        yield
+        self.inside = -1
+
+    def beside(self) -> "Context":
+        number = next(self._counts)
+        return Context(lambda: self._context(number))
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        self.order.append(f"broadcast {self.inside}")
+        if self.sent:
+            flat.copy_(self.sent.pop(0))
+
+    def copied(self) -> Callable[[], None]:
+        number = self.inside
+        return lambda: self.order.append(f"wait {number}")
+
+
+class Context(AbstractContextManager):
+    """A context that can be entered again, as that of a CUDA stream."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager]) -> None:
+        self._make = make
+
+    def __enter__(self) -> None:
+        self._now = self._make()
+        self._now.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._now.__exit__(None, None, None)
+
+
+BUCKETS = [[(0, 3), (5, 6)], [(6, 7), (8, 16)], [(16, 17), (20, 24)]]
+
+
+def test_a_bucket_is_copied_to_the_device_while_the_one_before_is_sent():
+    group = Traced()
+    send(group, torch.arange(24, dtype=torch.uint8), BUCKETS)
+    broadcasts = [at for at in group.order if at.startswith("broadcast")]
+    assert broadcasts == ["broadcast 0", "broadcast 1", "broadcast 2"], "each in the context of its copies"
+    assert group.order.index("copies 1") < group.order.index("broadcast 0")
+    assert group.order.index("broadcast 0") < group.order.index("copies 2"), "and only one ahead"
+
+
+def test_a_bucket_is_copied_to_the_host_while_the_next_one_arrives():
+    group, flat, got = Traced(), torch.zeros(24, dtype=torch.uint8), []
+    group.sent = [torch.full((sum(end - start for start, end in bucket),), 7, dtype=torch.uint8) for bucket in BUCKETS]
+    for run in receive(group, flat, BUCKETS):
+        got.append(run)
+        group.order.append(f"run {run}")
+    assert got == [run for bucket in BUCKETS for run in bucket] and int(flat.sum()) == 7 * 18
+    order = group.order
+    assert order.index("broadcast 1") < order.index("wait 0") < order.index("run (0, 3)") < order.index("broadcast 2")
+    assert order.index("wait 2") < order.index("run (16, 17)"), "a run is complete when it is yielded"
 
 
 def test_a_failed_communicator_ends_no_process(nccl, monkeypatch):

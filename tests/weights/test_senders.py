@@ -1,7 +1,7 @@
 """Publications of a learner on two machines: each broadcasts its own bytes, and the publisher's digest is of both."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import lane
-from asyncgrpo.weights.arena import Arenas, Stream
+from asyncgrpo.weights.arena import Arenas, Bucket, Stream
 from asyncgrpo.weights.digest import BLOCK, add_digests, digest
 from asyncgrpo.weights.receiver import _streams
 from asyncgrpo.weights.sender import Sender
@@ -105,14 +105,15 @@ def test_bytes_that_change_on_the_way_from_another_machine_are_sent_again(machin
     machines.arrives(machines.publish(0), "a")
     wait_until(lambda: machines.publisher.is_idle, "rest")
     machines.publisher.reports()
-    receive, flips = lane.receive_bucket, [1]
+    receive, flips = lane.receive, [1]
 
-    def altered(group: object, flat: Tensor, bucket: list[tuple[int, int]]) -> None:
-        receive(group, flat, bucket)
-        if flips and bucket[0][0] == OTHER.runs[0][0]:
-            flat[bucket[0][0]] ^= flips.pop()
+    def altered(group: object, flat: Tensor, buckets: Iterable[Bucket]) -> Iterator[tuple[int, int]]:
+        for run in receive(group, flat, buckets):
+            if flips and run[0] == OTHER.runs[0][0]:
+                flat[run[0]] ^= flips.pop()
+            yield run
 
-    monkeypatch.setattr("asyncgrpo.weights.receiver.receive_bucket", altered)
+    monkeypatch.setattr("asyncgrpo.weights.receiver.receive", altered)
     machines.arrives(machines.publish(1), "a")
     wait_until(lambda: machines.publisher.is_idle, "rest")
     (report,) = machines.publisher.reports()
