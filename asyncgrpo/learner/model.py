@@ -330,6 +330,11 @@ def _loading(path: str) -> Iterator[None]:
 def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> None:
     """Raise ConfigError for a model whose attention or head the learner does not support, or that cannot be published."""
     settings = model.config
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    if has_sinks or getattr(settings, "attn_logit_softcapping", None):
+        raise ConfigError(
+            f"model.path ({path}) is a {settings.model_type}, whose attention{' sinks' * has_sinks} the learner does not support"
+        )
     window = getattr(settings, "sliding_window", None)
     kinds = getattr(settings, "layer_types", None) or ["sliding_attention"]
     if others := set(kinds) - {"full_attention", "sliding_attention"}:
@@ -341,12 +346,6 @@ def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> Non
         raise ConfigError(
             f"model.path ({path}) attends to {window} tokens in some layers, but prompt and completion may have "
             f"{longest} (data.max_prompt_tokens + sampling.max_tokens), and the learner does not support sliding windows"
-        )
-    if getattr(settings, "attn_logit_softcapping", None) or any(
-        n.endswith(".sinks") for n, _ in model.named_parameters()
-    ):
-        raise ConfigError(
-            f"model.path ({path}) is a {settings.model_type}, whose attention the learner does not support"
         )
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"model.path ({path}) has a head with a bias, which the learner does not support")

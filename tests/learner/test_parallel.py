@@ -124,7 +124,9 @@ def in_float64(rank: int, world: int, folder: str) -> None:
     torch.float32 = torch.float = torch.float64
     torch.Tensor.float = torch.Tensor.double
     torch.set_default_dtype(torch.float64)
-    ALL_EXPERTS_FUNCTIONS.register("grouped_mm", lambda experts, *args: type(experts).forward.__wrapped__(experts, *args))
+    ALL_EXPERTS_FUNCTIONS.register(
+        "grouped_mm", lambda experts, *args: type(experts).forward.__wrapped__(experts, *args)
+    )
     results = {
         (layout, name): [
             {tensor: gradient.numpy() for tensor, gradient in gradients.items()}
