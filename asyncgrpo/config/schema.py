@@ -405,6 +405,11 @@ class AlgorithmConfig(Section, frozen=True):
     """Weight of a k2 penalty to the policy that sampled the tokens."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus; unsolved groups lower it (docs/stability.md)."""
+    router_aux_coef: NonNegativeFloat | None = None
+    """Weight of the load-balancing loss of a mixture of experts; null: router_aux_loss_coef of the model if its
+    config sets output_router_logits."""
+    router_bias_rate: NonNegativeFloat = 0.0
+    """Change per update of the biases that balance the experts of DeepSeek-V3 (0.001 there)."""
     truncated: Literal["keep", "mask", "zero"] = "keep"
     """Completions cut at sampling.max_tokens: keep trains them, mask uses them only as a baseline, zero sets
     their reward to 0."""

@@ -109,6 +109,7 @@ class Learner:
         clock = PhaseClock(self.device)
         updates: list[Update] = []
         totals: list[Sums] = []
+        loads: list[Tensor] = []
         with clock("pack"):
             packed = [self._pack(part, version) for part in self._minibatches(groups)]
         with clock("forward_backward"):
@@ -123,6 +124,8 @@ class Learner:
             with clock("optimizer"):
                 lr = learning_rate(self.steps, self.config, signal_share=batch.signal_share)
                 updates.append(self._update(lr, sums))
+                load = self.model.routers.end_update(is_made=updates[-1].skipped is None)
+                loads += [] if load is None else [load]
             totals.append(sums if self._precomputes else of_start(sums, len(updates), len(ahead)))
         return build_report(
             totals,
@@ -130,7 +133,7 @@ class Learner:
             updates,
             group_size=self.config.algorithm.group_size,
             seconds=clock.seconds,
-            more_diagnostics=self._expert_load(),
+            more_diagnostics={"expert_load": _largest_share(sum(loads))} if loads else {},
         )
 
     def compile(self) -> None:
@@ -228,6 +231,7 @@ class Learner:
     def _accumulate(self, batch: StepBatch, precomputed: Sequence[Precomputed], version: PolicyVersion) -> Sums:
         """Run forward and backward of a minibatch. The gradients of this rank's share stay in the parameters."""
         sums = []
+        self.model.routers.begin_update(batch.num_tokens - int(batch.not_run.mask.sum()))
         keep_gathered(self.model, self._keeps_gathered)
         for number, microbatch in enumerate(batch.trained):
             if number == len(batch.trained) - 1:
@@ -303,20 +307,17 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
         return Update(grad_norm=norm.item(), lr=lr, skipped=skipped)
 
-    def _expert_load(self) -> dict[str, float]:
-        """Return the largest number of tokens of an expert, as a multiple of its layer's mean. Collective with a mixture."""
-        loads = self.model.routers.take_loads()
-        if loads is None:
-            return {}
-        dist.all_reduce(loads)
-        return {"expert_load": float((loads.amax(1) / loads.double().mean(1)).max())}
-
     def _reduce(self, sums: Sums) -> Sums:
         """Merge the sums of all rows in one all-gather; on the CPU. Ranks that run a row together have equal sums."""
         mine = torch.stack(list(sums.values()))
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine)
         return merge(dict(zip(sums, theirs.cpu(), strict=True)) for theirs in everyone[:: self._ranks.row.size])
+
+
+def _largest_share(loads: Tensor) -> float:
+    """Return the largest number of tokens of an expert as a multiple of its layer's mean, of [routers, E]."""
+    return float((loads.amax(1) / loads.double().mean(1).clamp(min=1e-9)).max())
 
 
 def has_only_policy_gradient(config: Config) -> bool:

@@ -35,7 +35,7 @@ from asyncgrpo.learner.loading import ShardReader
 from asyncgrpo.learner.objective import MicrobatchObjective
 from asyncgrpo.learner.packing import PackedBatch
 from asyncgrpo.learner.parallel import ALONE, Ranks, Row, distribute_experts, refuse_layout
-from asyncgrpo.learner.routing import Routers, routers_of
+from asyncgrpo.learner.routing import UNBALANCED, Balance, Routers, routers_of
 from asyncgrpo.weights.files import disk_tensors
 
 log = logging.getLogger(__name__)
@@ -61,11 +61,17 @@ class TokenScorer(nn.Module):
     language_model: PreTrainedModel
 
     def __init__(
-        self, language_model: PreTrainedModel, row: Row = ALONE, *, temperature: float, has_critic: bool = False
+        self,
+        language_model: PreTrainedModel,
+        row: Row = ALONE,
+        balance: Balance = UNBALANCED,
+        *,
+        temperature: float,
+        has_critic: bool = False,
     ) -> None:
         super().__init__()
         self.language_model, self.row = language_model, row
-        self.routers = Routers(language_model)
+        self.routers = Routers(language_model, balance)
         self.temperature = temperature
         self.is_compiled = False
         """True if the head's loss is compiled."""
@@ -125,7 +131,8 @@ class TokenScorer(nn.Module):
     def _read(self, batch: PackedBatch) -> Tensor:
         """Return [n, D] last hidden states of the positions before this rank's share of the sampled tokens."""
         mine = self.row.own(len(batch.token_ids))
-        self.routers.replay(None if batch.routes is None else batch.routes[mine])
+        weights = torch.zeros_like(batch.token_ids).index_add_(0, batch.read_at, batch.mask.long())
+        self.routers.replay(None if batch.routes is None else batch.routes[mine], weights[mine])
         output = self.language_model.get_decoder()(
             input_ids=batch.token_ids[None, mine],
             position_ids=batch.position_ids[None, mine],
@@ -194,6 +201,7 @@ def build_model(
     scorer = TokenScorer(
         language_model,
         ranks.row,
+        Balance.of(language_model, path, config.algorithm) if trainable else UNBALANCED,
         temperature=config.sampling.temperature,
         has_critic=trainable and config.algorithm.advantage == CRITIC,
     )
@@ -297,6 +305,7 @@ def check_language_model(path: str, config: Config, device: torch.device) -> Pre
         _refuse_what_differs(model, path, config.data.max_prompt_tokens + config.sampling.max_tokens)
         _layers(model, path)
         refuse_layout(model, path, config.learner.parallel)
+        Balance.of(model, path, config.algorithm)
         if config.model.routing_replay == "rollout" and not any(True for _ in routers_of(model)):
             raise ConfigError(f"model.routing_replay is rollout, but model.path ({path}) has no experts to choose from")
         return add_adapters(model, config.model.lora, seed=config.run.seed) if config.model.lora.rank else model

@@ -1,9 +1,10 @@
 """Ranks that divide rows (context) and experts step as one rank does. A few processes run every scenario, as in `test_ranks`."""
 
 import pickle
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -20,7 +21,6 @@ from tests.learner.helpers import (
     VERSION,
     assert_same_gradient,
     config,
-    diagnostics_of,
     disturb,
     load,
     make_group,
@@ -36,11 +36,20 @@ LAYOUTS = [(2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 4, 1), (4, 4, 2), (4, 1, 4)]
 GROUPS = [*random_groups(5, 4), make_group(9, [1.0, 1.0], [[1, 2], [3]])]
 FEW = [make_group(0, [1.0, 0.0], [[1, 2, 3], []])]
 """One completion to train: other rows, and ranks of its row, have none of its tokens."""
+SKEWED = [
+    replace(group, rollouts=tuple(
+        replace(r, completion=replace(r.completion, routes=np.tile(
+            np.array([0, 1], np.int16), (len(group.prompt.token_ids) + len(r.completion.token_ids) - 1, 2, 1))))
+        for r in group.rollouts))
+    for group in GROUPS
+]  # fmt: skip
+"""All tokens go to two experts, which are on one rank."""
 MIXED = {
-    "qwen3_moe": ({}, GROUPS),
-    "deepseek_v3": ({}, GROUPS),
+    "qwen3_moe": ({"algorithm": {"router_aux_coef": 0.1}}, GROUPS),
+    "deepseek_v3": ({"algorithm": {"router_bias_rate": 0.01}}, GROUPS),
     "glm4_moe": ({}, GROUPS),
     "few": ({}, FEW),
+    "skewed": ({"algorithm": {"router_aux_coef": 0.1}}, SKEWED),
     "no shared prompts": ({"learner": {"share_prompts": False, "tokens_per_microbatch": 60}}, GROUPS),
     "lora": ({"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1, "kl_kind": "full"}}, GROUPS),
 }
@@ -115,7 +124,7 @@ def on_a_rank(rank: int, world: int, folder: str) -> None:
         Path(folder, f"world{world}.pickle").write_bytes(pickle.dumps(results))
 
 
-EXACT = ["qwen3_moe", "deepseek_v3", "few"]
+EXACT = ["qwen3_moe", "deepseek_v3", "few", "skewed"]
 """Scenarios of all layouts in float64."""
 
 
@@ -187,7 +196,7 @@ def test_every_layout_steps_as_one_rank(folder, name):
             for each in (several, one)
         )
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-6), layout
-        found, expected = (diagnostics_of(each["report"]) for each in (several, one))
+        found, expected = (each["report"]["diagnostics"] for each in (several, one))
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
         assert several["scores"] == pytest.approx(one["scores"], abs=1e-4)
 

@@ -218,16 +218,6 @@ def test_replayed_experts_have_the_gradients_of_their_choice(tmp_path):
         torch.testing.assert_close(replayed[name], recomputed[name], rtol=1e-5, atol=1e-7)
 
 
-def test_loads_count_the_tokens_of_each_expert(tmp_path):
-    model = load(MIXTURES["qwen3_moe"](tmp_path / "model"))
-    routers = Routers(model)
-    model(torch.arange(20)[None])
-    loads = routers.take_loads()
-    assert loads.shape == (2, 8) and loads.sum(1).tolist() == [40.0, 40.0]
-    assert routers.take_loads() is None
-    assert Routers(load(make_tiny_qwen3(tmp_path / "dense"))).take_loads() is None
-
-
 def test_a_dense_model_has_no_experts_to_replay(tmp_path):
     path = make_tiny_qwen3(tmp_path / "dense")
     settings = config(path, model={"path": str(path), "routing_replay": "rollout"})
