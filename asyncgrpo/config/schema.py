@@ -7,6 +7,7 @@ times in seconds, lag in optimizer steps. `asyncgrpo config explain KEY` prints 
 import re
 from collections import Counter
 from collections.abc import Mapping
+from math import lcm
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -498,6 +499,11 @@ class ParallelConfig(Section, frozen=True):
     expert: PositiveInt = 1
     """Learner ranks that hold the experts of a mixture together, each some of them whole."""
 
+    @property
+    def multiple(self) -> int:
+        """The number of ranks is a multiple of this."""
+        return lcm(self.context, self.expert)
+
 
 class LearnerConfig(Section, frozen=True):
     """Training."""
@@ -540,8 +546,9 @@ class LearnerConfig(Section, frozen=True):
     compile: bool | None = None
     """Compile decoder layers and head loss with torch.compile, from the second step on; null: on a CPU, if run
     and model are large enough."""
-    activation_checkpointing: bool | None = None
-    """Recompute activations in the backward pass; null: on a GPU that cannot hold them (docs/memory.md)."""
+    activation_checkpointing: bool | Literal["offload"] | None = None
+    """Recompute activations in the backward pass; offload: from layer inputs in host memory; null: on a GPU that
+    cannot hold them (docs/memory.md)."""
     offload_reference: bool = True
     """Keep the reference model on the CPU between uses."""
     offload_optimizer: bool = False

@@ -4,6 +4,7 @@
 trains its share. The shares add up to the step of a single process, for any number of ranks and micro-batches.
 """
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from asyncgrpo.algorithms.critic import value_loss
-from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, merge
+from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, gap_sums, merge
 from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import CRITIC, Config
@@ -44,6 +45,9 @@ from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_repor
 from asyncgrpo.learner.snapshot import Snapshot
 from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 from asyncgrpo.weights.publication import CheckSequences
+
+LIVE_GAP_EVERY = 10
+"""Steps between two measurements of what routing replay closes."""
 
 
 class Learner:
@@ -113,6 +117,7 @@ class Learner:
         with clock("pack"):
             packed = [self._pack(part, version) for part in self._minibatches(groups)]
         with clock("forward_backward"):
+            live = self._live_gap(packed[0].trained[0], version)
             ahead = [self._precompute(batch) for batch in packed]
         batches = [batch for batch, _ in ahead]
         for number in self._order(len(ahead), version):
@@ -133,7 +138,7 @@ class Learner:
             updates,
             group_size=self.config.algorithm.group_size,
             seconds=clock.seconds,
-            more_diagnostics={"expert_load": _largest_share(sum(loads))} if loads else {},
+            more_diagnostics=live | ({"expert_load": _largest_share(sum(loads))} if loads else {}),
         )
 
     def compile(self) -> None:
@@ -218,6 +223,22 @@ class Learner:
             return batch, [Precomputed()] * len(batch.trained)
         is_counted = self._ranks.row.rank == 0
         return objective.precompute(batch, self._score_proximal, self.config.algorithm, is_counted=is_counted)
+
+    @torch.no_grad()
+    def _live_gap(self, batch: PackedBatch, version: PolicyVersion) -> dict[str, float]:
+        """Return the largest log-prob gap of the first micro-batches where routers choose by themselves. Collective.
+
+        A forward pass more, so only every `LIVE_GAP_EVERY` steps, and only with routing replay.
+        """
+        if self.config.model.routing_replay == "off" or version.number % LIVE_GAP_EVERY:
+            return {}
+        batch = dataclasses.replace(batch, routes=None).to(self.device)
+        with torch.compiler.set_stance("force_eager"):
+            logprobs = self.model(batch).scores.logprobs
+        reshard(self.model)
+        largest = gap_sums(logprobs, batch.behaviour_logprobs, batch.is_current)["gap_max"]
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return {"live_gap_max": largest.item()}
 
     @torch.no_grad()
     def _score_proximal(self, batch: PackedBatch) -> objective.Scored:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -75,6 +76,8 @@ class TokenScorer(nn.Module):
         self.temperature = temperature
         self.is_compiled = False
         """True if the head's loss is compiled."""
+        self.offloads = False
+        """True if what the decoder saves for its backward pass waits in host memory."""
         self.value_head: nn.Linear | None = None
         if has_critic:  # zeros, so that all values are equal before the first update
             self.value_head = nn.Linear(self.head.in_features, 1)
@@ -133,12 +136,14 @@ class TokenScorer(nn.Module):
         mine = self.row.own(len(batch.token_ids))
         weights = torch.zeros_like(batch.token_ids).index_add_(0, batch.read_at, batch.mask.long())
         self.routers.replay(None if batch.routes is None else batch.routes[mine], weights[mine])
-        output = self.language_model.get_decoder()(
-            input_ids=batch.token_ids[None, mine],
-            position_ids=batch.position_ids[None, mine],
-            use_cache=False,
-            segments=batch.segments,
-        )
+        offload = save_on_cpu(pin_memory=batch.token_ids.is_cuda) if self.offloads else contextlib.nullcontext()
+        with offload:
+            output = self.language_model.get_decoder()(
+                input_ids=batch.token_ids[None, mine],
+                position_ids=batch.position_ids[None, mine],
+                use_cache=False,
+                segments=batch.segments,
+            )
         return self.row.read(output.last_hidden_state[0], batch.read_at)
 
     def _scored(self, loss: Tensor | None, scores: TokenScores, hidden: Tensor, batch: PackedBatch) -> Scored:
@@ -205,6 +210,7 @@ def build_model(
         temperature=config.sampling.temperature,
         has_critic=trainable and config.algorithm.advantage == CRITIC,
     )
+    scorer.offloads = trainable and config.learner.activation_checkpointing == "offload"
     layers = _layers(language_model, path)
     experts = distribute_experts(language_model, ranks.experts["expert"]) if ranks.experts else []
     offload = not trainable and config.learner.offload_reference and device.type == "cuda"
