@@ -138,7 +138,7 @@ class Learner:
             updates,
             group_size=self.config.algorithm.group_size,
             seconds=clock.seconds,
-            more_diagnostics=live | ({"expert_load": _largest_share(sum(loads))} if loads else {}),
+            more_diagnostics=live | ({"expert_load": _largest_share(torch.stack(loads).sum(0))} if loads else {}),
         )
 
     def compile(self) -> None:

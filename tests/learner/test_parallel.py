@@ -16,6 +16,7 @@ from asyncgrpo.learner.model import check_language_model
 from asyncgrpo.learner.parallel import Row
 from asyncgrpo.learner.publishing import fill_parts
 from asyncgrpo.weights.arena import Layout
+from tests.gpu_rehearsals.step_memory import peak_bytes
 from tests.learner import objectives
 from tests.learner.helpers import (
     VERSION,
@@ -36,14 +37,21 @@ LAYOUTS = [(2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 4, 1), (4, 4, 2), (4, 1, 4)]
 GROUPS = [*random_groups(5, 4), make_group(9, [1.0, 1.0], [[1, 2], [3]])]
 FEW = [make_group(0, [1.0, 0.0], [[1, 2, 3], []])]
 """One completion to train: other rows, and ranks of its row, have none of its tokens."""
-SKEWED = [
-    replace(group, rollouts=tuple(
-        replace(r, completion=replace(r.completion, routes=np.tile(
-            np.array([0, 1], np.int16), (len(group.prompt.token_ids) + len(r.completion.token_ids) - 1, 2, 1))))
-        for r in group.rollouts))
-    for group in GROUPS
-]  # fmt: skip
-"""All tokens go to two experts, which are on one rank."""
+
+
+def routed(groups: list, route: list[int]) -> list:
+    """All tokens go to these two of eight experts, in both layers."""
+
+    def changed(group, rollout):
+        length = len(group.prompt.token_ids) + len(rollout.completion.token_ids) - 1
+        routes = np.tile(np.array(route, np.int16), (length, 2, 1))
+        return replace(rollout, completion=replace(rollout.completion, routes=routes))
+
+    return [replace(group, rollouts=tuple(changed(group, rollout) for rollout in group.rollouts)) for group in groups]
+
+
+SKEWED = routed(GROUPS, [0, 1])
+"""All tokens go to experts of one rank."""
 MIXED = {
     "qwen3_moe": ({"algorithm": {"router_aux_coef": 0.1}}, GROUPS),
     "deepseek_v3": ({"algorithm": {"router_bias_rate": 0.01}}, GROUPS),
@@ -119,9 +127,21 @@ def on_a_rank(rank: int, world: int, folder: str) -> None:
         for name in scenarios(layout):
             results[layout, name] = run_scenario(name, Path(folder), rank, layout)
     if world == 4:
+        results["peaks"] = [peak_of_experts(Path(folder), rank, route) for route in ([0, 1], [0, 4])]
         check_publication_and_checkpoint(rank, Path(folder))
     if rank == 0:
         Path(folder, f"world{world}.pickle").write_bytes(pickle.dumps(results))
+
+
+def peak_of_experts(folder: Path, rank: int, route: list[int]) -> int:
+    """Bytes that a step of 300 tokens a rank holds beyond one of a few, with all of them on two experts."""
+    learner = learner_of("qwen3_moe", folder, rank, (4, 4, 1))
+    few, many = (
+        routed(random_groups(4, 2, answer=(length, length), prompt=(4, 4), seed=1), route) for length in (2, 150)
+    )
+    learner.step(few, VERSION)
+    least, most = (peak_bytes(learner, lambda groups=groups: learner.step(groups, VERSION)) for groups in (few, many))
+    return most - least
 
 
 EXACT = ["qwen3_moe", "deepseek_v3", "few", "skewed"]
@@ -211,6 +231,12 @@ def test_every_layout_steps_as_one_rank_in_float64(folder, name):
             found, expected = ({n: torch.from_numpy(x) for n, x in each.items()} for each in (found, expected))
             assert all(gradient.dtype == torch.float64 for gradient in found.values())
             assert_same_gradient(found, expected, 1e-9)  # 3e-14 was seen
+
+
+def test_a_rank_that_gets_all_tokens_holds_little_more_than_one_that_gets_half(folder):
+    """Their inputs and outputs are twice as many, and of what the experts compute no more is held."""
+    one_rank, two_ranks = pickle.loads((folder / "world4.pickle").read_bytes())["peaks"]
+    assert one_rank < 1.15 * two_ranks
 
 
 def test_a_checkpoint_of_four_ranks_is_read_by_one(folder):
