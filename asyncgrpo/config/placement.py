@@ -309,15 +309,9 @@ def report(size: ModelSize, config: Config, card: Card, host: Host | None = None
         rows.append(("learner rank", _gib(rank.total), of, _in_words(rank)))
         ranks, parallel = config.learner.ranks, config.learner.parallel
         if parallel.multiple > 1:
-            rows.append(
-                (
-                    "",
-                    "",
-                    "",
-                    f"{ranks} ranks: {ranks // parallel.context} rows at once, each on {parallel.context}; "
-                    f"{ranks // parallel.expert} copies of the experts, each on {parallel.expert}",
-                )
-            )
+            lines = f"{ranks} ranks: {ranks // parallel.context} rows at once, each on {parallel.context}"
+            copies = f"{ranks // parallel.expert} copies of the experts, each on {parallel.expert}"
+            rows.append(("", "", "", f"{lines}; {copies}"))
     if engine is not None:
         rows.append(("engine GPU", _gib(engine.gpu.total), of, _in_words(engine.gpu)))
         cache = f"KV cache: {engine.completions:,} completions of {engine.longest:,} tokens at once, {engine.wanted:,} wanted"
