@@ -25,10 +25,10 @@ Then three calls, each with carry `.whl` and `.gpuday`, timeout 600, and this co
     python3 -m benchmarks.gpu_day install .whl /root/site && export PYTHONPATH=/root/site:$PWD PYTHONUNBUFFERED=1 &&
     python3 -m benchmarks.gpu_day run PARTS --commit COMMIT --seconds 570; cp .gpuday/* $OUT/
 
-    call  PARTS                                                      expected s
-    1     facts tests attention hand-over shared-memory nccl memory  440
-    2     demo demo-0.6b learner-0.6b                                460
-    3     none: 1.7B, three ways of 8B, and what the others left     510
+    call  PARTS                                                              expected s
+    1     facts tests attention hand-over shared-memory nccl memory experts  465
+    2     demo demo-0.6b learner-0.6b                                        460
+    3     none: 1.7B, three ways of 8B, and what the others left             510
 
 After each call copy what came back into `.gpuday`: then a machine that is lost costs no part that was done. Should a part
 hang, its limit ends it, and the next ones go on. Last, here:
@@ -99,6 +99,7 @@ PARTS = [
     _own("shared-memory", "gpu_weights shared-memory", 40, 150),
     _own("nccl", "gpu_weights nccl", 60, 150),
     _own("memory", "gpu_memory", 110, 400),
+    _own("experts", "gpu_experts", 25, 150),
     _card("memory-1.7b", "gpu_memory --shape 1.7b", 100, 300),
     _own("demo", "gpu_demo", 120, 300),
     _card("demo-0.6b", "gpu_demo --shape 0.6b", 120, 300),

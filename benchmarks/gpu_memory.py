@@ -36,7 +36,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "reference on the host": {"algorithm": {"kl_coef": 0.01}, "learner": {"offload_reference": True}},
     "LoRA of rank 16": {"model": {"lora": {"rank": 16}}, "learner": {"lr": 1e-4}},
 }
-"""Settings beside those of `_config`."""
+"""Settings beside those of `config_of`."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
             _give_back(arguments.device)
             about = {"what": "memory of a step", "way": way, "shape": name, "budget": budget}
             try:
-                show(about | measure(_config(folder, arguments.device, budget, settings), groups, arguments.device))
+                show(about | measure(config_of(folder, arguments.device, budget, settings), groups, arguments.device))
             except (ImportError, RuntimeError) as error:  # out of memory is a RuntimeError
                 show(about | {"error": " ".join(str(error).split())[:300]})
 
@@ -97,7 +97,8 @@ def gib(num_bytes: float) -> float:
     return rounded(num_bytes / 2**30)
 
 
-def _config(folder: str, device: str, budget: int, settings: dict[str, dict[str, Any]]) -> Config:
+def config_of(folder: str, device: str, budget: int, settings: dict[str, dict[str, Any]]) -> Config:
+    """Return a learner's configuration, with `settings` beside its own."""
     config: dict[str, dict[str, Any]] = {
         "model": {"path": folder, "dtype": "bfloat16"},
         "data": {"train": "unused", "max_prompt_tokens": 256},

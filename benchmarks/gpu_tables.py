@@ -206,6 +206,7 @@ MAKERS: dict[str, Callable[[list[Line]], str]] = {
     "nccl": _nccl,
     "memory": _memory,
     "memory-1.7b": _memory,
+    "experts": _memory,
     "demo": _demo,
     "demo-0.6b": _demo,
 }

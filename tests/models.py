@@ -11,6 +11,8 @@ import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PretrainedConfig,
@@ -53,17 +55,30 @@ def make_tiny_deepseek_v3(
     `experts` in two groups; a token uses two experts of one group, and a shared one. The biases that correct the choice
     of experts are drawn too, wide enough to decide it often: a model saved without them is another model.
     """
-    mixture = {"n_routed_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden // 2}
-    mixture |= {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
     latent = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24}
     shape = _shape(layers, hidden, vocab, False) | {"num_key_value_heads": 4, "num_nextn_predict_layers": 0}
+    config = DeepseekV3Config(**shape, **_grouped_experts(hidden, experts), **latent)
+    return _save(DeepseekV3ForCausalLM, config, path, seed, _draw_biases)
 
-    def draw_biases(model: PreTrainedModel) -> None:
-        for name, bias in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                bias.normal_(std=0.3)
 
-    return _save(DeepseekV3ForCausalLM, DeepseekV3Config(**shape, **mixture, **latent), path, seed, draw_biases)
+def make_tiny_glm4_moe(
+    path: str | Path, *, layers: int = 2, hidden: int = 64, vocab: int = 260, seed: int = 0, experts: int = 8
+) -> Path:
+    """Save a random GLM4-MoE with the mixture of `make_tiny_deepseek_v3` into `path`, and return it."""
+    shape = _shape(layers, hidden, vocab, False) | {"head_dim": hidden // 4, "num_nextn_predict_layers": 0}
+    config = Glm4MoeConfig(**shape, **_grouped_experts(hidden, experts))
+    return _save(Glm4MoeForCausalLM, config, path, seed, _draw_biases)
+
+
+def _grouped_experts(hidden: int, experts: int) -> dict:
+    mixture = {"n_routed_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": hidden // 2}
+    return mixture | {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+
+
+def _draw_biases(model: PreTrainedModel) -> None:
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.normal_(std=0.3)
 
 
 def _shape(layers: int, hidden: int, vocab: int, tie: bool) -> dict:

@@ -331,19 +331,39 @@ def verl_prompts_in_all(_: Any, given: Given, ours: str) -> Translated:
     return verl_steps(max(1, _count(given, "rollout.total_rollout_steps") // _fetch(given)[0]), given, ours)
 
 
+def verl_parallel(value: Any, given: Given, ours: str) -> Translated:
+    """The learner may have fewer ranks than verl's actor, whose GPUs generate too."""
+    size, ranks = _count({"its value": value}, "its value"), _learner_ranks(given)
+    if ranks % size == 0:
+        return {ours: size}
+    return {ours: math.gcd(size, ranks)}, f"the learner has {ranks} ranks, which {size} does not divide"
+
+
 def verl_tokens(value: Any, given: Given, ours: str) -> Translated:
-    """Sequence parallelism lets a sequence be longer than one GPU holds; without learner.parallel.context one GPU holds it."""
+    """Sequence parallelism lets a sequence be longer than one GPU holds, as far as learner.parallel.context can have it."""
     named = (
         "ulysses_sequence_parallel_size",
         "fsdp_config.ulysses_sequence_parallel_size",
         "veomni.ulysses_parallel_size",
+        "megatron.context_parallel_size",
     )
     try:
         parts = max(_count(given, f"{_ACTOR}{name}", 1) for name in named)
         longest = sum(_count(given, f"data.max_{part}_length", _LENGTH) for part in ("prompt", "response"))
     except Odd:
         return {ours: value}
-    return {ours: max(value, min(value * parts, longest)) if _is_number(value) else value}
+    context = math.gcd(parts, _learner_ranks(given))
+    return {ours: max(value, -(-min(value * parts, longest) // context)) if _is_number(value) else value}
+
+
+def _learner_ranks(given: Given) -> int:
+    """Return the ranks of the learner; 0, which everything divides, where verl's GPUs are not given."""
+    try:
+        found = verl_gpus(None, given, "")
+    except Odd:
+        return 0
+    assert isinstance(found, dict)
+    return int(found.get("learner.ranks", 1))
 
 
 def verl_warmup_steps(value: Any, given: Given, ours: str) -> Translated:

@@ -36,6 +36,8 @@ STREAMED_MOMENTS = GIB
 """Moments on the GPU at once, where `learner.offload_optimizer` streams them through the update, or one parameter's."""
 GRADIENTS = 3
 """Gradients of the size of a layer's widest activation that exist at once in its backward pass."""
+OFFLOADED_LAYERS = 2
+"""Layer inputs on the GPU at once, with `learner.activation_checkpointing: offload`."""
 GATHERED_LAYERS = 3
 """Layers that FSDP2 has in whole at once: the one that runs, the next one, and the buffer that it is copied out of."""
 TILE_LOGITS = 2**27
@@ -126,6 +128,13 @@ class _Rank:
         """The shard of a reference, on the GPU or on the host."""
         return self.of_each(self.item * self.reference_size.parameters) if self.has_reference_copy else 0
 
+    @property
+    def offloaded_activations(self) -> int:
+        """Layer inputs on the host, of one micro-batch."""
+        if self.config.learner.activation_checkpointing != "offload":
+            return 0
+        return self.config.learner.tokens_per_microbatch * self.item * self.size.hidden * len(self.size.layers)
+
     def always(self) -> dict[str, int]:
         """Held in every phase, moments and the gathered part of a reference aside."""
         frozen = (self.size.parameters if self.adapters else 0) * max(self.item, self.size.stored_bytes)
@@ -146,6 +155,8 @@ class _Rank:
         kept = [layer.bytes_kept(item, adapters=self.adapters) for layer in size.layers]
         recomputes = config.learner.activation_checkpointing is not False  # the least, where that is left open
         waiting = tokens * (item * size.hidden * len(kept) if recomputes else sum(kept))
+        if self.offloaded_activations:
+            waiting = tokens * item * size.hidden * OFFLOADED_LAYERS
         recomputed = tokens * max(kept) if recomputes else 0
         last = tokens * size.hidden * (4 + 3 * item)  # of the last norm, and what the head reads, with its gradient
         gradients = tokens * (item * GRADIENTS * max(layer.trained.widest for layer in size.layers) + 8 * size.hidden)
@@ -320,6 +331,7 @@ def _host(size: ModelSize, config: Config, ranks: int, generators: int) -> Holdi
             "moments": rank.moments if config.learner.offload_optimizer else 0,
             "reference": rank.reference if config.learner.offload_reference else 0,
         }
+    of_rank["activations"] = rank.offloaded_activations
     has_far = generators < config.generators.count or _staged(config, ranks, generators)
     makes_deltas = config.weights.deltas and has_far and ranks == config.learner.ranks
     arenas = ARENAS + makes_deltas if ranks else 0

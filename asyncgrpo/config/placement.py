@@ -6,7 +6,7 @@ before anything starts, `choose` and `share_one_gpu` choose settings, `report` i
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from math import ceil, lcm
+from math import ceil
 from typing import Any
 
 from asyncgrpo.config.explain import value_in_words
@@ -126,11 +126,23 @@ def _remedies(size: ModelSize, config: Config, card: Card, side: str) -> Iterato
         yield from ({"generators.gpus_each": n} for n in (2, 4, 8) if n > engine.gpus_each and size.heads % n == 0)
     else:
         smaller = [{"learner.tokens_per_microbatch": tokens} for tokens in _token_budgets(config)[1:]]
-        yield from [] if learner.activation_checkpointing else [{"learner.activation_checkpointing": True}]
+        for recompute in () if learner.activation_checkpointing == "offload" else (True, "offload"):
+            yield {"learner.activation_checkpointing": recompute}
         yield from smaller
+        yield from _layouts(size, config)
         yield from [] if learner.offload_optimizer else [{"learner.offload_optimizer": True}]
         yield from ({"learner.ranks": count} for count in range(ranks + 1, 8 * ranks + 1))
         yield from (adapters | change for change in ({}, *smaller) if adapters)
+
+
+def _layouts(size: ModelSize, config: Config) -> Iterator[Changes]:
+    """Ways to divide the experts of a mixture or long rows over more of the ranks that there are."""
+    ways = [n for n in (2, 4, 8) if config.learner.ranks % n == 0]
+    if any(layer.expert_parameters for layer in size.layers):
+        yield from ({"learner.parallel.expert": n} for n in ways if n > config.learner.parallel.expert)
+    for n in (n for n in ways if n > config.learner.parallel.context and size.heads % n == 0):
+        divided: Changes = {"learner.parallel.context": n}
+        yield divided | {"learner.tokens_per_microbatch": _token_budgets(changed(config, divided))[-1]}
 
 
 def refuse_host(size: ModelSize, config: Config, host: Host) -> None:
@@ -178,7 +190,7 @@ def choose(size: ModelSize, config: Config, card: Card, n_gpus: int, decided: Ma
     given = decided.get("generators.gpus_each")
     engines = [given] if given else engine_gpus(size, config, card, n_gpus)
     possible = [each for each in engines if (count or 1) * each + (ranks or 1) <= n_gpus]
-    multiple = lcm(config.learner.parallel.context, config.learner.parallel.expert)
+    multiple = config.learner.parallel.multiple
     placements = [_placements(n_gpus, each, count, ranks, multiple) for each in possible or engines]
     for placed in (placed for of_engine in placements for placed in of_engine):
         for saving in _savings(config, decided):
@@ -295,6 +307,11 @@ def report(size: ModelSize, config: Config, card: Card, host: Host | None = None
     if runs_on_gpu(config):
         rank = learner_rank(size, config)
         rows.append(("learner rank", _gib(rank.total), of, _in_words(rank)))
+        ranks, parallel = config.learner.ranks, config.learner.parallel
+        if parallel.multiple > 1:
+            lines = f"{ranks} ranks: {ranks // parallel.context} rows at once, each on {parallel.context}"
+            copies = f"{ranks // parallel.expert} copies of the experts, each on {parallel.expert}"
+            rows.append(("", "", "", f"{lines}; {copies}"))
     if engine is not None:
         rows.append(("engine GPU", _gib(engine.gpu.total), of, _in_words(engine.gpu)))
         cache = f"KV cache: {engine.completions:,} completions of {engine.longest:,} tokens at once, {engine.wanted:,} wanted"

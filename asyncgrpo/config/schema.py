@@ -7,6 +7,7 @@ times in seconds, lag in optimizer steps. `asyncgrpo config explain KEY` prints 
 import re
 from collections import Counter
 from collections.abc import Mapping
+from math import lcm
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -405,6 +406,11 @@ class AlgorithmConfig(Section, frozen=True):
     """Weight of a k2 penalty to the policy that sampled the tokens."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus; unsolved groups lower it (docs/stability.md)."""
+    router_aux_coef: NonNegativeFloat | None = None
+    """Weight of the load-balancing loss of a mixture of experts; null: router_aux_loss_coef of the model if its
+    config sets output_router_logits."""
+    router_bias_rate: NonNegativeFloat = 0.0
+    """Change per update of the biases that balance the experts of DeepSeek-V3 (0.001 there)."""
     truncated: Literal["keep", "mask", "zero"] = "keep"
     """Completions cut at sampling.max_tokens: keep trains them, mask uses them only as a baseline, zero sets
     their reward to 0."""
@@ -493,6 +499,11 @@ class ParallelConfig(Section, frozen=True):
     expert: PositiveInt = 1
     """Learner ranks that hold the experts of a mixture together, each some of them whole."""
 
+    @property
+    def multiple(self) -> int:
+        """The number of ranks is a multiple of this."""
+        return lcm(self.context, self.expert)
+
 
 class LearnerConfig(Section, frozen=True):
     """Training."""
@@ -535,8 +546,9 @@ class LearnerConfig(Section, frozen=True):
     compile: bool | None = None
     """Compile decoder layers and head loss with torch.compile, from the second step on; null: on a CPU, if run
     and model are large enough."""
-    activation_checkpointing: bool | None = None
-    """Recompute activations in the backward pass; null: on a GPU that cannot hold them (docs/memory.md)."""
+    activation_checkpointing: bool | Literal["offload"] | None = None
+    """Recompute activations in the backward pass; offload: from layer inputs in host memory; null: on a GPU that
+    cannot hold them (docs/memory.md)."""
     offload_reference: bool = True
     """Keep the reference model on the CPU between uses."""
     offload_optimizer: bool = False

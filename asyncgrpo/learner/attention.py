@@ -334,10 +334,11 @@ def _sees(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def _cpu(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Flash attention on the CPU; `_sdpa` if values are narrower than keys."""
-    if query.shape[-1] != value.shape[-1]:
+    """Flash attention on the CPU; `_sdpa` if values are wider than keys."""
+    width = value.shape[-1]
+    if width > key.shape[-1]:
         return _sdpa(query, key, value, segments, scale)
-    return attend(query, key, value, segments.families, scale)
+    return attend(query, key, _as_wide(value, key), segments.families, scale)[..., :width]
 
 
 KERNELS: dict[str, Kernel] = {"flash_attention_2": _flash, "varlen": _varlen, "sdpa": _sdpa, "cpu": _cpu}

@@ -38,7 +38,7 @@ class Kept(NamedTuple):
     ids: Tensor
     """[M] int64, those of the first token, then those of the second, and so on."""
     ends: Tensor
-    """[n] int64, end of each token's part of `ids`; an empty part: the whole vocabulary."""
+    """[n] int64 on the CPU, end of each token's part of `ids`; an empty part: the whole vocabulary."""
 
     def at(self, where: slice) -> "Kept":
         """Return those of a slice of the tokens."""
@@ -48,9 +48,9 @@ class Kept(NamedTuple):
 
     def dropped(self, size: int) -> Tensor:
         """Return [n, size] bool, true for tokens of a vocabulary of `size` that could not be sampled."""
-        counts = self.ends.diff(prepend=self.ends.new_zeros(1))
-        dropped = (counts > 0)[:, None].repeat(1, size)
-        rows = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        counts, device = self.ends.diff(prepend=self.ends.new_zeros(1)), self.ids.device
+        rows = torch.arange(len(counts)).repeat_interleave(counts).to(device, non_blocking=True)
+        dropped = (counts > 0).to(device, non_blocking=True)[:, None].repeat(1, size)
         return dropped.index_put_((rows, self.ids), dropped.new_zeros(()))
 
 

@@ -4,6 +4,7 @@
 trains its share. The shares add up to the step of a single process, for any number of ranks and micro-batches.
 """
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from asyncgrpo.algorithms.critic import value_loss
-from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, merge
+from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, gap_sums, merge
 from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import CRITIC, Config
@@ -44,6 +45,9 @@ from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_repor
 from asyncgrpo.learner.snapshot import Snapshot
 from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 from asyncgrpo.weights.publication import CheckSequences
+
+LIVE_GAP_EVERY = 10
+"""Steps between two measurements of what routing replay closes."""
 
 
 class Learner:
@@ -109,9 +113,11 @@ class Learner:
         clock = PhaseClock(self.device)
         updates: list[Update] = []
         totals: list[Sums] = []
+        loads: list[Tensor] = []
         with clock("pack"):
             packed = [self._pack(part, version) for part in self._minibatches(groups)]
         with clock("forward_backward"):
+            live = self._live_gap(packed[0].trained[0], version)
             ahead = [self._precompute(batch) for batch in packed]
         batches = [batch for batch, _ in ahead]
         for number in self._order(len(ahead), version):
@@ -123,6 +129,8 @@ class Learner:
             with clock("optimizer"):
                 lr = learning_rate(self.steps, self.config, signal_share=batch.signal_share)
                 updates.append(self._update(lr, sums))
+                load = self.model.routers.end_update(is_made=updates[-1].skipped is None)
+                loads += [] if load is None else [load]
             totals.append(sums if self._precomputes else of_start(sums, len(updates), len(ahead)))
         return build_report(
             totals,
@@ -130,7 +138,7 @@ class Learner:
             updates,
             group_size=self.config.algorithm.group_size,
             seconds=clock.seconds,
-            more_diagnostics=self._expert_load(),
+            more_diagnostics=live | ({"expert_load": _largest_share(torch.stack(loads).sum(0))} if loads else {}),
         )
 
     def compile(self) -> None:
@@ -217,6 +225,22 @@ class Learner:
         return objective.precompute(batch, self._score_proximal, self.config.algorithm, is_counted=is_counted)
 
     @torch.no_grad()
+    def _live_gap(self, batch: PackedBatch, version: PolicyVersion) -> dict[str, float]:
+        """Return the largest log-prob gap of the first micro-batches where routers choose by themselves. Collective.
+
+        A forward pass more, so only every `LIVE_GAP_EVERY` steps, and only with routing replay.
+        """
+        if self.config.model.routing_replay == "off" or version.number % LIVE_GAP_EVERY:
+            return {}
+        batch = dataclasses.replace(batch, routes=None).to(self.device)
+        with torch.compiler.set_stance("force_eager"):
+            logprobs = self.model(batch).scores.logprobs
+        reshard(self.model)
+        largest = gap_sums(logprobs, batch.behaviour_logprobs, batch.is_current)["gap_max"]
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return {"live_gap_max": largest.item()}
+
+    @torch.no_grad()
     def _score_proximal(self, batch: PackedBatch) -> objective.Scored:
         """Score a micro-batch under the weights at the start of the step."""
         batch = batch.to(self.device)
@@ -228,6 +252,7 @@ class Learner:
     def _accumulate(self, batch: StepBatch, precomputed: Sequence[Precomputed], version: PolicyVersion) -> Sums:
         """Run forward and backward of a minibatch. The gradients of this rank's share stay in the parameters."""
         sums = []
+        self.model.routers.begin_update(batch.num_tokens - int(batch.not_run.mask.sum()))
         keep_gathered(self.model, self._keeps_gathered)
         for number, microbatch in enumerate(batch.trained):
             if number == len(batch.trained) - 1:
@@ -303,20 +328,17 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
         return Update(grad_norm=norm.item(), lr=lr, skipped=skipped)
 
-    def _expert_load(self) -> dict[str, float]:
-        """Return the largest number of tokens of an expert, as a multiple of its layer's mean. Collective with a mixture."""
-        loads = self.model.routers.take_loads()
-        if loads is None:
-            return {}
-        dist.all_reduce(loads)
-        return {"expert_load": float((loads.amax(1) / loads.double().mean(1)).max())}
-
     def _reduce(self, sums: Sums) -> Sums:
         """Merge the sums of all rows in one all-gather; on the CPU. Ranks that run a row together have equal sums."""
         mine = torch.stack(list(sums.values()))
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine)
         return merge(dict(zip(sums, theirs.cpu(), strict=True)) for theirs in everyone[:: self._ranks.row.size])
+
+
+def _largest_share(loads: Tensor) -> float:
+    """Return the largest number of tokens of an expert as a multiple of its layer's mean, of [routers, E]."""
+    return float((loads.amax(1) / loads.double().mean(1).clamp(min=1e-9)).max())
 
 
 def has_only_policy_gradient(config: Config) -> bool:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -35,7 +36,7 @@ from asyncgrpo.learner.loading import ShardReader
 from asyncgrpo.learner.objective import MicrobatchObjective
 from asyncgrpo.learner.packing import PackedBatch
 from asyncgrpo.learner.parallel import ALONE, Ranks, Row, distribute_experts, refuse_layout
-from asyncgrpo.learner.routing import Routers, routers_of
+from asyncgrpo.learner.routing import UNBALANCED, Balance, Routers, routers_of
 from asyncgrpo.weights.files import disk_tensors
 
 log = logging.getLogger(__name__)
@@ -61,14 +62,22 @@ class TokenScorer(nn.Module):
     language_model: PreTrainedModel
 
     def __init__(
-        self, language_model: PreTrainedModel, row: Row = ALONE, *, temperature: float, has_critic: bool = False
+        self,
+        language_model: PreTrainedModel,
+        row: Row = ALONE,
+        balance: Balance = UNBALANCED,
+        *,
+        temperature: float,
+        has_critic: bool = False,
     ) -> None:
         super().__init__()
         self.language_model, self.row = language_model, row
-        self.routers = Routers(language_model)
+        self.routers = Routers(language_model, balance)
         self.temperature = temperature
         self.is_compiled = False
         """True if the head's loss is compiled."""
+        self.offloads = False
+        """True if what the decoder saves for its backward pass waits in host memory."""
         self.value_head: nn.Linear | None = None
         if has_critic:  # zeros, so that all values are equal before the first update
             self.value_head = nn.Linear(self.head.in_features, 1)
@@ -125,13 +134,16 @@ class TokenScorer(nn.Module):
     def _read(self, batch: PackedBatch) -> Tensor:
         """Return [n, D] last hidden states of the positions before this rank's share of the sampled tokens."""
         mine = self.row.own(len(batch.token_ids))
-        self.routers.replay(None if batch.routes is None else batch.routes[mine])
-        output = self.language_model.get_decoder()(
-            input_ids=batch.token_ids[None, mine],
-            position_ids=batch.position_ids[None, mine],
-            use_cache=False,
-            segments=batch.segments,
-        )
+        weights = torch.zeros_like(batch.token_ids).index_add_(0, batch.read_at, batch.mask.long())
+        self.routers.replay(None if batch.routes is None else batch.routes[mine], weights[mine])
+        offload = save_on_cpu(pin_memory=batch.token_ids.is_cuda) if self.offloads else contextlib.nullcontext()
+        with offload:
+            output = self.language_model.get_decoder()(
+                input_ids=batch.token_ids[None, mine],
+                position_ids=batch.position_ids[None, mine],
+                use_cache=False,
+                segments=batch.segments,
+            )
         return self.row.read(output.last_hidden_state[0], batch.read_at)
 
     def _scored(self, loss: Tensor | None, scores: TokenScores, hidden: Tensor, batch: PackedBatch) -> Scored:
@@ -194,9 +206,11 @@ def build_model(
     scorer = TokenScorer(
         language_model,
         ranks.row,
+        Balance.of(language_model, path, config.algorithm) if trainable else UNBALANCED,
         temperature=config.sampling.temperature,
         has_critic=trainable and config.algorithm.advantage == CRITIC,
     )
+    scorer.offloads = trainable and config.learner.activation_checkpointing == "offload"
     layers = _layers(language_model, path)
     experts = distribute_experts(language_model, ranks.experts["expert"]) if ranks.experts else []
     offload = not trainable and config.learner.offload_reference and device.type == "cuda"
@@ -297,6 +311,7 @@ def check_language_model(path: str, config: Config, device: torch.device) -> Pre
         _refuse_what_differs(model, path, config.data.max_prompt_tokens + config.sampling.max_tokens)
         _layers(model, path)
         refuse_layout(model, path, config.learner.parallel)
+        Balance.of(model, path, config.algorithm)
         if config.model.routing_replay == "rollout" and not any(True for _ in routers_of(model)):
             raise ConfigError(f"model.routing_replay is rollout, but model.path ({path}) has no experts to choose from")
         return add_adapters(model, config.model.lora, seed=config.run.seed) if config.model.lora.rank else model
@@ -330,6 +345,11 @@ def _loading(path: str) -> Iterator[None]:
 def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> None:
     """Raise ConfigError for a model whose attention or head the learner does not support, or that cannot be published."""
     settings = model.config
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    if has_sinks or getattr(settings, "attn_logit_softcapping", None):
+        raise ConfigError(
+            f"model.path ({path}) is a {settings.model_type}, whose attention{' sinks' * has_sinks} the learner does not support"
+        )
     window = getattr(settings, "sliding_window", None)
     kinds = getattr(settings, "layer_types", None) or ["sliding_attention"]
     if others := set(kinds) - {"full_attention", "sliding_attention"}:
@@ -341,12 +361,6 @@ def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> Non
         raise ConfigError(
             f"model.path ({path}) attends to {window} tokens in some layers, but prompt and completion may have "
             f"{longest} (data.max_prompt_tokens + sampling.max_tokens), and the learner does not support sliding windows"
-        )
-    if getattr(settings, "attn_logit_softcapping", None) or any(
-        n.endswith(".sinks") for n, _ in model.named_parameters()
-    ):
-        raise ConfigError(
-            f"model.path ({path}) is a {settings.model_type}, whose attention the learner does not support"
         )
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"model.path ({path}) has a head with a bias, which the learner does not support")

@@ -359,7 +359,7 @@ class PackedBatch:
 
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Kept):
-        return Kept(*(part.to(device, non_blocking=True) for part in value))
+        return value._replace(ids=value.ids.to(device, non_blocking=True))
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     return value if value is None else value.to(device)

@@ -6,7 +6,7 @@ there are more ranks, the copies of an expert are sharded over them. With `learn
 run each row of tokens together, a `Row`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import apply_expert_parallelism, replace_layer_number_by_wildcard
 
@@ -27,6 +28,9 @@ DISPATCH = "ep_dispatch_experts"
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 """Names of the number of experts in model configs."""
+
+SKEW = 2
+"""Tokens that a rank takes at once for its experts, as a multiple of an equal share."""
 
 
 class Row:
@@ -188,7 +192,38 @@ def distribute_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Modu
     plan = model.ep_plan
     apply_expert_parallelism(model, mesh, None, plan)  # type: ignore[arg-type]  # no tensor parallelism
     named = ((replace_layer_number_by_wildcard(name), module) for name, module in model.named_modules())
-    return [module for name, module in named if plan.get(name) == DISPATCH]
+    experts = [module for name, module in named if plan.get(name) == DISPATCH]
+    for module in experts:
+        module.forward = _bounded(module.forward, module.num_experts, mesh)
+    return experts
+
+
+def _bounded(forward: Callable[..., Tensor], experts: int, mesh: DeviceMesh) -> Callable[..., Tensor]:
+    """Bound the memory that a skewed router takes, without a change of the result.
+
+    If a rank would get more than `SKEW` times an equal share of the tokens, all ranks send theirs in pieces that are no more
+    than that together. The backward pass recomputes each piece.
+
+    Args:
+        forward: sends tokens [T, D] with their experts and weights, both [T, K]. Collective.
+        experts: of each rank.
+        mesh: of the ranks that hold the experts of a layer together.
+    """
+    group, ways = mesh.get_group(), mesh.size()
+
+    @torch.compiler.disable
+    def bounded(*args: Tensor) -> Tensor:
+        if ways <= SKEW:
+            return forward(*args)
+        _, chosen, _ = args
+        received = (chosen.flatten() // experts).bincount(minlength=ways)
+        dist.all_reduce(received, group=group)
+        if ways * received.max() <= SKEW * received.sum():
+            return forward(*args)
+        pieces = zip(*(x.tensor_split(-(-ways // SKEW)) for x in args), strict=True)
+        return torch.cat([checkpoint(forward, *piece, use_reentrant=False) for piece in pieces])
+
+    return bounded
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

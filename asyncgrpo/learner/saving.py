@@ -1,9 +1,9 @@
 """Contents of a checkpoint: the sharded state of a bitwise resume, and a Hugging Face folder.
 
 The state holds the trained parameters, both AdamW moments, the update counts of AdamW and of the schedule, the coefficient
-of the KL, and the norms of the gradient guard, in torch's distributed format. Every rank writes its shard; any number of
-ranks can read it. `.metadata` is written last and marks it complete. Frozen weights (a LoRA base) are not stored; they are
-loaded from `model.path`.
+of the KL, the norms of the gradient guard, and load and biases of balanced experts, in torch's distributed format. Every
+rank writes its shard; any number of ranks can read it. `.metadata` is written last and marks it complete. Frozen weights (a
+LoRA base) are not stored; they are loaded from `model.path`.
 
 Both are copied to host memory between two steps and written by threads beside the next steps. The tensors of the folder are
 gathered one by one. Adapters are merged, so the folder loads with plain transformers, SGLang or vLLM.
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
@@ -50,7 +50,7 @@ class Saver:
         self._group: dist.ProcessGroup | None = None
         self._writing: Future[None] | None = None
 
-    def begin(self, folder: str, model: nn.Module, optimizer: AdamW, steps: int, guard: Tensor) -> Callable[[], None]:
+    def begin(self, folder: str, model: TokenScorer, optimizer: AdamW, steps: int, guard: Tensor) -> Callable[[], None]:
         """Copy the state and begin to write it. Collective.
 
         Args:
@@ -92,11 +92,11 @@ def _write(folder: str, state: dict[str, Tensor], group: dist.ProcessGroup) -> N
         raise CheckpointError(f"checkpoint {folder} cannot be written: {_cause(error)}") from error
 
 
-def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tuple[int, Tensor]:
+def load(folder: str, model: TokenScorer, optimizer: AdamW, guard: Tensor) -> tuple[int, Tensor]:
     """Read a checkpoint into model and optimizer. Return its updates and the guard's memory. Collective.
 
     A checkpoint of version 0.1 has no guard memory; then `guard` is returned. Without `made`, AdamW has made every update
-    that the schedule counted.
+    that the schedule counted. The state of routers is missing where the run did not balance experts.
 
     Raises CheckpointError. If the checkpoint is of another model, some weights may have been overwritten by then.
     """
@@ -105,7 +105,7 @@ def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tupl
     state = _state(model, optimizer, 0, guard)
     try:
         known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        for name in {"guard", "made"} - known.keys():
+        for name in {"guard", "made", *model.routers.state()} - known.keys():
             del state[name]
         dcp.load(state, checkpoint_id=folder)
     except (Exception, CheckpointException) as error:
@@ -116,9 +116,9 @@ def load(folder: str, model: nn.Module, optimizer: AdamW, guard: Tensor) -> tupl
     return steps, state.get("guard", guard)
 
 
-def _state(model: nn.Module, optimizer: AdamW, steps: int, guard: Tensor) -> dict[str, Tensor]:
+def _state(model: TokenScorer, optimizer: AdamW, steps: int, guard: Tensor) -> dict[str, Tensor]:
     """Return tensors by name. Tensors are the memory of model and optimizer, so loading in place restores them."""
-    state = {"steps": torch.tensor(steps), "guard": guard}
+    state = {"steps": torch.tensor(steps), "guard": guard} | model.routers.state()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue

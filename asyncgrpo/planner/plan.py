@@ -499,10 +499,18 @@ def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Spli
         raise ConfigError(
             f"{gpus} {profile.units} are too few: an engine takes {each}, and the learner at least one more"
         )
-    in_flight = groups_in_flight(profile)
+    in_flight, multiple = groups_in_flight(profile), ranks_multiple(profile)
     counts = range(1, (gpus - 1) // each + 1)
-    found = [Split(count, gpus - count * each, in_flight, 0, profile.policy) for count in counts]
+    ranks = {count: (gpus - count * each) // multiple * multiple for count in counts}
+    found = [Split(count, some, in_flight, 0, profile.policy) for count, some in ranks.items() if some]
+    if not found:
+        raise ConfigError(f"{gpus} {profile.units} are too few: learner.parallel takes a multiple of {multiple} ranks")
     return [replace(split, max_lag=best_max_lag(profile, split) if max_lag is None else max_lag) for split in found]
+
+
+def ranks_multiple(profile: Profile) -> int:
+    """Return the number that `learner.parallel` of the profile's run makes ranks a multiple of."""
+    return recorded(profile.config, "the profile").learner.parallel.multiple if profile.config else 1
 
 
 def groups_in_flight(profile: Profile) -> int:

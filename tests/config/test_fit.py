@@ -34,6 +34,7 @@ from asyncgrpo.host import Host
 from asyncgrpo.learner import head, optimizer
 from benchmarks import memory_table
 from benchmarks.memory_table import PUBLISHED
+from benchmarks.parallel_arithmetic import MODELS as MIXTURES
 
 
 def size(name: str) -> ModelSize:
@@ -152,6 +153,26 @@ def test_a_rank_that_does_not_fit_is_refused_with_what_would():
     for choice in offered:
         config = run("learner.ranks=2", "learner.tokens_per_microbatch=65536", *choice)
         assert learner_rank(size("Qwen3-8B"), config).total <= COMFORTABLE * Card.of(config).num_bytes
+
+
+@pytest.mark.parametrize(
+    ("settings_of_model", "key", "settings", "gb"),
+    [
+        (MIXTURES["Qwen3-30B-A3B"].settings, "learner.parallel.expert", ["learner.ranks=4"], 76),
+        (PUBLISHED["Qwen3-8B"], "learner.parallel.context", ["learner.ranks=8", "sampling.max_tokens=200000"], 80),
+    ],
+)
+def test_a_layout_over_the_ranks_that_there_are_is_offered_where_it_fits(settings_of_model, key, settings, gb):
+    settings = [*settings, "learner.activation_checkpointing=offload", "learner.offload_optimizer=true"]
+    settings.append("learner.tokens_per_microbatch=" + ("210000" if len(settings) == 4 else "16384"))
+    model, config = size_of(settings_of_model), run(*settings, gb=gb)
+    with pytest.raises(ConfigError) as error:
+        refuse(model, config, Card.of(config))
+    offers = str(error.value).partition("it fits with ")[2].split(" or with ")
+    (offer,) = (one.split() for one in offers if one.startswith(key))
+    divided = run(*settings, *offer, gb=gb)
+    assert learner_rank(model, divided).total < Card.of(divided).num_bytes
+    assert f"each on {offer[0].partition('=')[2]}" in report(model, divided, Card.of(divided))
 
 
 def test_an_engine_without_room_for_one_completion_is_refused():

@@ -20,6 +20,8 @@ from asyncgrpo.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
+LONG = {"data.max_prompt_length": 2000, "data.max_response_length": 8000}
+OUR_LONG = {"data.max_prompt_tokens": 2000, "sampling.max_tokens": 8000}
 
 EXAMPLE: dict[str, tuple] = {
     "algorithm.adv_estimator": ("grpo", {"algorithm.advantage": "grpo"}),
@@ -167,14 +169,15 @@ class TestTranslation:
                 {"data.train_batch_size": 0, f"{ACTOR}.ppo_mini_batch_size": 32, "async_training.require_batches": 4},
                 {"buffer.prompts_per_step": 128, "learner.minibatches": 4},
             ),
-            (  # one GPU holds a whole sequence, and no more than it holds in verl where that is enough
-                {
-                    f"{ACTOR}.ppo_max_token_len_per_gpu": 3000,
-                    f"{ACTOR}.ulysses_sequence_parallel_size": 4,
-                    "data.max_prompt_length": 2000,
-                    "data.max_response_length": 8000,
-                },
-                {"learner.tokens_per_microbatch": 10000, "data.max_prompt_tokens": 2000, "sampling.max_tokens": 8000},
+            (
+                {f"{ACTOR}.ppo_max_token_len_per_gpu": 3000, f"{ACTOR}.ulysses_sequence_parallel_size": 4} | LONG,
+                {"learner.tokens_per_microbatch": 3000, "learner.parallel.context": 4} | OUR_LONG,
+            ),
+            (  # two of verl's four GPUs generate, so each of the other two holds half of a sequence
+                {f"{ACTOR}.ppo_max_token_len_per_gpu": 3000, f"{ACTOR}.megatron.context_parallel_size": 4} | LONG
+                | {"trainer.n_gpus_per_node": 4, f"{ACTOR}.megatron.expert_model_parallel_size": 2},
+                {"learner.tokens_per_microbatch": 5000, "learner.parallel.context": 2, "learner.parallel.expert": 2,
+                 "generators.count": 2, "learner.ranks": 2} | OUR_LONG,
             ),
             ({f"{ACTOR}.optim.lr_warmup_steps": -1}, {"learner.warmup_steps": 0}),
             (  # verl's rate moves once a step, ours at every update

@@ -167,11 +167,6 @@ def disturb(learner: Learner, scale: float = 0.03) -> None:
             parameter.add_(distribute_tensor(noise, parameter.device_mesh, parameter.placements, src_data_rank=None))
 
 
-def diagnostics_of(report: dict) -> dict[str, float]:
-    """Those that are the same on all layouts: tokens that fill a row up, and prompts that are run again, load experts."""
-    return {name: value for name, value in report["diagnostics"].items() if name != "expert_load"}
-
-
 def assert_same_gradient(found: dict, expected: dict, tolerance: float) -> None:
     """Relative to the norm of each tensor, or where that is next to nothing, of the whole gradient."""
     assert found.keys() == expected.keys()

@@ -6,12 +6,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM, PhiConfig, PhiForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen3NextConfig,
+)
 
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner import attention
 from asyncgrpo.learner import model as learner_model
-from asyncgrpo.learner.model import choose_kernel, load_language_model, recomputes
+from asyncgrpo.learner.model import check_language_model, choose_kernel, load_language_model, recomputes
 from tests.learner.helpers import (
     VERSION,
     assert_same_gradient,
@@ -54,6 +63,22 @@ def test_a_model_with_other_attention_or_another_head_is_refused_by_name(tmp_pat
     PhiForCausalLM(PhiConfig(**SHAPE)).save_pretrained(tmp_path / "bias")
     with pytest.raises(ConfigError, match="has a head with a bias"):
         load_language_model(str(tmp_path / "bias"), longest=100)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (GptOssConfig(num_hidden_layers=2), "is a gpt_oss, whose attention sinks the learner does not support"),
+        (
+            Qwen3NextConfig(num_hidden_layers=4),
+            "has layers of linear_attention, in which packed completions would not be separate",
+        ),
+    ],
+)
+def test_a_mixture_whose_layers_the_learner_cannot_run_is_refused_in_one_sentence(tmp_path, settings, message):
+    settings.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=rf"^model.path \({tmp_path}\) {message}$"):
+        check_language_model(str(tmp_path), config(tmp_path, learner={"parallel": {"expert": 2}}), CPU)
 
 
 def test_a_full_disk_is_no_fault_of_the_model(path, monkeypatch):

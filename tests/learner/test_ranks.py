@@ -14,7 +14,6 @@ from tests.learner.helpers import (
     VERSION,
     assert_equal_but_for_rounding,
     config,
-    diagnostics_of,
     disturb,
     load,
     make_group,
@@ -129,7 +128,7 @@ def test_several_ranks_step_as_one(folder, name):
         numbers, expected = ({f: r[f] for f in FIELDS if r[f] is not None} for r in (several["report"], one["report"]))
         assert numbers == pytest.approx(expected, rel=1e-4, abs=1e-6)
         assert several["report"]["advantages"] == pytest.approx(one["report"]["advantages"], rel=1e-4, abs=1e-5)
-        found, expected = (diagnostics_of(each["report"]) for each in (several, one))
+        found, expected = (each["report"]["diagnostics"] for each in (several, one))
         assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
         assert_equal_but_for_rounding(several["gradient"], one["gradient"])
         assert several["sent"].keys() == one["sent"].keys()

@@ -12,7 +12,7 @@ from asyncgrpo.learner.head import Kept, LossGradients, Reference, fused_loss, s
 from asyncgrpo.learner.model import check_language_model
 from asyncgrpo.learner.packing import pack
 from asyncgrpo.learner.routing import Routers
-from asyncgrpo.types import Completion, KeptTokens, Observation, VersionSpan
+from asyncgrpo.types import Completion, KeptTokens, Observation, PolicyVersion, VersionSpan
 from tests.learner.helpers import VERSION, config, cut_head, learner, load, make_group, random_groups, step_and_gradient
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 
@@ -195,6 +195,20 @@ def test_replayed_experts_close_the_gap_and_any_other_experts_open_it(tmp_path, 
     )
 
 
+def test_the_gap_without_replay_is_measured_beside_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncgrpo.learner.learner.LIVE_GAP_EVERY", VERSION.number)
+    path = MIXTURES["qwen3_moe"](tmp_path / "model")
+    groups = as_sampled(path, [changed_version(group) for group in random_groups(6, 4, answer=(3, 30))])
+
+    def step(version=VERSION, **model):
+        return learner(path, model={"path": str(path), "dtype": "float32"} | model).step(groups, version)
+
+    replayed, later = step(routing_replay="rollout"), PolicyVersion(VERSION.lineage, VERSION.number + 1)
+    live = learner(path).step(with_routes(groups, lambda routes: None), VERSION).logprob_gap_max
+    assert replayed.logprob_gap_max <= 1e-4 < live == pytest.approx(replayed.diagnostics["live_gap_max"], rel=1e-4)
+    assert not any("live_gap_max" in one.diagnostics for one in (step(), step(later, routing_replay="rollout")))
+
+
 def changed_version(group):
     return make_group(
         group.prompt_index,
@@ -216,16 +230,6 @@ def test_replayed_experts_have_the_gradients_of_their_choice(tmp_path):
     assert any(not plain[name].equal(replayed[name]) for name in plain)
     for name in replayed:
         torch.testing.assert_close(replayed[name], recomputed[name], rtol=1e-5, atol=1e-7)
-
-
-def test_loads_count_the_tokens_of_each_expert(tmp_path):
-    model = load(MIXTURES["qwen3_moe"](tmp_path / "model"))
-    routers = Routers(model)
-    model(torch.arange(20)[None])
-    loads = routers.take_loads()
-    assert loads.shape == (2, 8) and loads.sum(1).tolist() == [40.0, 40.0]
-    assert routers.take_loads() is None
-    assert Routers(load(make_tiny_qwen3(tmp_path / "dense"))).take_loads() is None
 
 
 def test_a_dense_model_has_no_experts_to_replay(tmp_path):

@@ -24,6 +24,16 @@ def test_engines_of_several_gpus_leave_the_rest_to_the_learner():
         splits(profile(gpus_each=2), 2)
 
 
+def test_ranks_are_a_multiple_of_what_the_measured_layout_needs():
+    parts = {"context": 2, "expert": 3}
+    config = {"model": {"path": "m"}, "data": {"train": "d"}, "learner": {"ranks": 6, "parallel": parts}}
+    assert [(s.generators, s.ranks) for s in splits(profile(config=config), 14)] == [
+        (1, 12), (2, 12), *((n, 6) for n in range(3, 9))
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"6 GPUs are too few: learner.parallel takes a multiple of 6 ranks"):
+        splits(profile(config=config), 6)
+
+
 def test_an_engine_is_filled_to_its_knee_where_the_knee_was_measured():
     assert groups_in_flight(TASK) == pytest.approx(60 * TASK.lengths.spread(4) / 4, abs=0.5)
     one_load = profile(decode=DecodeCurve.fit([(10.0, 0.03)]))

@@ -1,0 +1,113 @@
+"""Experts are balanced by a loss or by biases, from the load of the update before."""
+
+import pytest
+import torch
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from asyncgrpo.errors import ConfigError
+from asyncgrpo.learner.model import check_language_model
+from asyncgrpo.learner.routing import Routers
+from tests.learner.helpers import (
+    VERSION,
+    assert_same_gradient,
+    config,
+    learner,
+    load,
+    random_groups,
+    step_and_gradient,
+    weights,
+    with_true_logprobs,
+)
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
+
+COEF, RATE, EXPERTS = 0.5, 0.01, 8
+GROUPS = [group for group in random_groups(8, 4) if len({r.score.value for r in group.rollouts}) > 1]
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def test_the_loss_is_that_of_transformers_over_the_trained_tokens(tmp_path):
+    """With weights that do not move, the update before has the same load."""
+    path = make_tiny_qwen3_moe(tmp_path, layers=1, experts=EXPERTS)
+    for tokens in (4096, 40):
+        ours = learner(
+            path, algorithm={"router_aux_coef": COEF}, learner={"lr": 1e-30, "tokens_per_microbatch": tokens}
+        )
+        (_, plain), (report, found) = (step_and_gradient(ours, GROUPS) for _ in range(2))
+        model, logits = load(path), []
+        for group in GROUPS:
+            for rollout in group.rollouts:
+                ids = [*group.prompt.token_ids, *rollout.completion.token_ids]
+                (one,) = model(torch.tensor([ids]), output_router_logits=True).router_logits
+                logits.append(one[len(group.prompt.token_ids) - 1 : -1])
+        (COEF * load_balancing_loss_func((torch.cat(logits),), EXPERTS, 2)).backward()
+        added = {name: found[name] - plain[name] for name in found}
+        expected = {
+            name: torch.zeros_like(added[name]) if p.grad is None else p.grad for name, p in model.named_parameters()
+        }
+        assert expected["model.layers.0.mlp.gate.weight"].norm() > 1e-3
+        assert_same_gradient(added, expected, 2e-4)  # of a difference of two gradients that are larger
+        chosen = torch.cat(logits).topk(2).indices.flatten().bincount(minlength=EXPERTS)
+        assert report.diagnostics["expert_load"] == pytest.approx(float(chosen.max() / chosen.double().mean()))
+
+
+@pytest.mark.parametrize(
+    ("asks", "given", "is_balanced"), [(True, None, True), (True, 0.0, False), (False, None, False)]
+)
+def test_the_model_asks_and_the_run_decides(tmp_path, asks, given, is_balanced):
+    path = make_tiny_qwen3_moe(tmp_path, layers=1, experts=EXPERTS)
+    settings = load(path).config
+    settings.output_router_logits, settings.router_aux_loss_coef = asks, COEF
+    settings.save_pretrained(path)
+    ours = learner(path, algorithm={"router_aux_coef": given}, learner={"lr": 1e-30})
+    (_, before), (_, after) = (step_and_gradient(ours, GROUPS) for _ in range(2))
+    assert before["lm_head.weight"].equal(after["lm_head.weight"])
+    assert before["model.layers.0.mlp.gate.weight"].equal(after["model.layers.0.mlp.gate.weight"]) != is_balanced
+
+
+def test_a_bias_moves_towards_an_equal_load_and_is_published(tmp_path):
+    path = make_tiny_deepseek_v3(tmp_path, experts=EXPERTS)
+    ours = learner(path, algorithm={"router_bias_rate": RATE}, learner={"lr": 1e-30})
+    loads, end = [], Routers.end_update
+    ours.model.routers.end_update = lambda is_made: loads.append(end(ours.model.routers, is_made=is_made)) or loads[-1]
+    before = weights(ours)[BIAS]
+    ours.step(GROUPS, VERSION)
+    moved, ((load_of_layer,),) = weights(ours)[BIAS] - before, loads
+    torch.testing.assert_close(moved, RATE * (load_of_layer.double().mean() - load_of_layer).sign().float())
+    assert len(moved.round(decimals=4).unique()) > 1
+    # Engines get the biases, so scores at lag 0 are those of an engine that has loaded them.
+    ours.export(str(tmp_path / "exported"))
+    assert ours.step(with_true_logprobs(tmp_path / "exported", GROUPS), VERSION).logprob_gap_max < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("make", "algorithm"),
+    [(make_tiny_qwen3_moe, {"router_aux_coef": COEF}), (make_tiny_deepseek_v3, {"router_bias_rate": RATE})],
+)
+def test_a_resumed_run_balances_as_if_it_had_not_stopped(tmp_path, make, algorithm):
+    path = make(tmp_path / "model", experts=EXPERTS)
+    ours, again, plain = (learner(path, algorithm=some) for some in (algorithm, algorithm, {}))
+    ours.step(GROUPS, VERSION)
+    ours.save(str(tmp_path / "checkpoint"))
+    again.load(str(tmp_path / "checkpoint"))
+    for _ in range(2):
+        for one in (ours, again):
+            one.step(GROUPS, VERSION)
+    there = weights(again)
+    assert all(there[name].equal(tensor) for name, tensor in weights(ours).items())
+    # A checkpoint of a run that does not balance has no load.
+    plain.save(str(tmp_path / "plain"))
+    again.load(str(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize(
+    ("make", "algorithm", "message"),
+    [
+        (make_tiny_deepseek_v3, {"router_aux_coef": 0.1}, "algorithm.router_aux_coef is 0.1, but .* no router_aux_loss_coef"),
+        (make_tiny_qwen3_moe, {"router_bias_rate": 0.1}, "algorithm.router_bias_rate is 0.1, but .* e_score_correction_bias"),
+        (make_tiny_qwen3, {"router_bias_rate": 0.1}, "algorithm.router_bias_rate is 0.1, but"),
+    ],
+)  # fmt: skip
+def test_a_model_without_such_a_loss_or_bias_is_refused(tmp_path, make, algorithm, message):
+    path = make(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        check_language_model(str(path), config(path, algorithm=algorithm), torch.device("cpu"))
