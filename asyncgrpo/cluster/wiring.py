@@ -28,6 +28,7 @@ from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, s
 from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config
+from asyncgrpo.data.images import Images
 from asyncgrpo.data.loading import Prompts, prepare
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
@@ -216,7 +217,7 @@ class BufferActor:
         )
         self._lock = hold(setup.run_dir / "buffer.lock", LOCK_TIMEOUT_S)
         self._eval_samples = EvalSamples(setup.run_dir / "evals", config.run.keep_samples)
-        prompts = prepare(config)
+        prompts = prepare(config, setup.run_dir)
         train, stops = prompts.train, prompts.stop_token_ids
         buffer, recovered = _recovered_buffer(setup, train, sampling_of(config, stops, evaluation=False))
         evaluations = Evaluations(
@@ -416,7 +417,8 @@ class GeneratorActor:
             from asyncgrpo.generators.service import GeneratorService
             from asyncgrpo.generators.turns import build_sampler
 
-            engine = build_engine(config, seed=seed)  # imports the engine
+            images = Images.of(config, self._setup.run_dir)
+            engine = build_engine(config, seed=seed, images=images)  # imports the engine
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
         decode = decoder(tokenizer, keep_special=False)
         _limit_gpu_memory(config, is_learner=False)
@@ -533,7 +535,8 @@ class LearnerActor:
         if self._device.type == "cuda":
             _limit_gpu_memory(config, is_learner=True)
         with joined_ranks(store, rank, world, self._device.type, ranks_timeout_s(config)):
-            learner = Learner(config, rank=rank, world=world, device=self._device)
+            images = Images.of(config, self._setup.run_dir)
+            learner = Learner(config, rank=rank, world=world, device=self._device, images=images)
             if self._setup.checkpoint is not None:
                 learner.load(str(self._setup.checkpoint / "resume"))
             team = Team(rank, world)

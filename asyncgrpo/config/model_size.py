@@ -157,21 +157,34 @@ def _stored_bytes(settings: Mapping[str, Any]) -> int:
 # -- counting ----------------------------------------------------------------------------------------------------------
 
 
+VISION = "visual"
+"""Name of the vision tower in the models that have one."""
+
+
+def model_class(config: Any) -> Any:
+    """Return transformers' class that builds models of this config: with a vision tower where the config has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(config, "vision_config")
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+
+
 @cache
 def _counted(config_json: str) -> ModelSize:
     with importing():
         import torch
         from torch import nn
-        from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
     settings = json.loads(config_json)
     config = AutoConfig.for_model(**settings)
     AttentionInterface.register("counted", _flash())
     AttentionMaskInterface.register("counted", lambda *args, **named: None)
     with torch.device("meta"), torch.enable_grad():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="counted").eval()
+        model = model_class(config).from_config(config, dtype=torch.bfloat16, attn_implementation="counted").eval()
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        decoder = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+        decoder = [m for m in model.get_decoder().modules() if type(m).__name__ in (model._no_split_modules or ())]
         args, named = _inputs(model, decoder[0])
         kinds: dict[Any, Layer] = {}
         layers = []

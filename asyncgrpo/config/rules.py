@@ -152,6 +152,21 @@ def _engine_and_environment(config: Config) -> Iterator[str]:
         yield "environment.agent excludes environment.name and environment.tools: a completion has one environment"
 
 
+def refuse_images(config: Config) -> None:
+    """Raise ConfigError for the first setting that does not fit prompts with images."""
+    environment = config.environment
+    refused = {
+        "generators.engine=torch samples from text alone; use sglang": config.generators.engine == "torch",
+        "environments and agents give text alone (environment.*); leave them out": bool(
+            environment.name or environment.tools or environment.agent
+        ),
+        "learner.parallel.context above 1 divides rows of text alone; use 1": config.learner.parallel.context > 1,
+    }
+    why = next((why for why, is_set in refused.items() if is_set), None)
+    if why is not None:
+        raise ConfigError(f"{', '.join(config.data.sources)}: prompts have images, but {why}")
+
+
 _RULES: tuple[Rule, ...] = (_sizes, _data, _placement, _engine_and_environment)
 
 # -- the model ---------------------------------------------------------------------------------------------------------
