@@ -30,12 +30,17 @@ TEMPLATE = (
 SMALLEST, LARGEST = 32 * 32, 256 * 256
 
 
-def make_tiny_vl(path: str | Path, *, family: str = "qwen3_vl", seed: int = 0, layers: int = 3, width: float = 0.1) -> Path:
+def make_tiny_vl(
+    path: str | Path, *, family: str = "qwen3_vl", seed: int = 0, layers: int = 3, width: float = 0.1
+) -> Path:
     """Save a random model with a vision tower and its processor into `path`, and return it. Float32."""
     tokenizer: PreTrainedTokenizerFast = _byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL, "eos_token": "<|im_end|>"})
     tokenizer.chat_template, tokenizer.model_max_length = TEMPLATE, 2048
-    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        for name in ("image_pad", "video_pad", "vision_start", "vision_end")
+    }
     is_3, patch = family == "qwen3_vl", 16 if family == "qwen3_vl" else 14
     size = {"shortest_edge": SMALLEST, "longest_edge": LARGEST}
     reads = Qwen2VLImageProcessor(patch_size=patch, temporal_patch_size=2, merge_size=2, size=size)

@@ -211,6 +211,8 @@ def samples(
         return
     for row in chosen:
         texts = {"prompt": row["prompt"], "completion": _marked(row), "ground truth": row["ground_truth"]}
+        if files := json.loads(row.get("images") or "[]"):  # older releases wrote none
+            texts |= {"images": " ".join(str(run / file) for file in files)}
         _print_card(_headline(row), _style(row), texts, length)
     shown = sum(row["count"] for row in chosen)
     different = f" ({len(chosen)} different)" if shown > len(chosen) else ""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import xxhash
 
 from asyncgrpo.config.reach import find_model
+from asyncgrpo.config.rules import VISION_MODELS
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.sources import kind, one_line
 from asyncgrpo.errors import ConfigError, DataError
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = "<image>"
 """Place of an image in the text of a prompt, as in verl's files."""
-VISION_MODELS = ("qwen3_vl", "qwen2_5_vl")
-"""Values of `model_type` in `config.json` whose vision tower is supported."""
 FOLDER = "images"
 """Name of the folder in the run folder."""
 
@@ -63,7 +62,9 @@ def taken_from(row: Mapping[str, Any], column: str | None, root: Path) -> tuple[
     own: list[Any] = []
     """Images of parts, in order; None: one of the column."""
     flat = {
-        name: [turn | {"content": _text_of_parts(turn["content"], own)} for turn in value] if _has_parts(value) else value
+        name: [turn | {"content": _text_of_parts(turn["content"], own)} for turn in value]
+        if _has_parts(value)
+        else value
         for name, value in row.items()
         if name != column
     }
@@ -170,9 +171,13 @@ class Images:
             self._processor: Any = AutoImageProcessor.from_pretrained(model_path, backend="pil")
             least, most = self._processor.size["shortest_edge"], self._processor.size["longest_edge"]
         except Exception as error:  # of many kinds
-            raise ConfigError(f"model.path ({model_path}): its image processor cannot be loaded: {one_line(error)}") from error
+            raise ConfigError(
+                f"model.path ({model_path}): its image processor cannot be loaded: {one_line(error)}"
+            ) from error
         if max_pixels is not None and max_pixels < least:
-            raise ConfigError(f"data.max_pixels is {max_pixels}, but the processor of {model_path} makes at least {least}")
+            raise ConfigError(
+                f"data.max_pixels is {max_pixels}, but the processor of {model_path} makes at least {least}"
+            )
         self._processor.size = {"shortest_edge": least, "longest_edge": min(most, max_pixels or most)}
         self._folder = folder
         self.pixels = lru_cache(maxsize=16)(self._pixels)
@@ -224,7 +229,9 @@ class Images:
         """
         written = sum(token == self.token_id for token in token_ids)
         if written != len(images):
-            raise Misplaced(f"{len(images)} images, but its prompt has {written} image tokens as the chat template writes it")
+            raise Misplaced(
+                f"{len(images)} images, but its prompt has {written} image tokens as the chat template writes it"
+            )
         counts = iter([self.tokens_of(image) for image in images])
         return tuple(x for t in token_ids for x in ([t] * next(counts) if t == self.token_id else [t]))
 
@@ -274,3 +281,26 @@ def opened(content: bytes) -> "Image":
         over = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
     return image.convert("RGB")
+
+
+def described(content: bytes) -> str:
+    """Return format, size and bytes of an image, in words."""
+    from PIL import Image
+
+    try:
+        image: Image.Image = Image.open(io.BytesIO(content))
+    except Exception:  # of many kinds
+        return f"no image that can be read ({len(content):,} bytes)"
+    return f"{image.format} {image.width} x {image.height} ({len(content):,} bytes)"
+
+
+def preview(file: Path, most: int = 512) -> str:
+    """Return an image as the data URL of a PNG of at most `most` x `most` pixels. Raises DataError: it cannot be shown."""
+    try:
+        image = opened(file.read_bytes())
+    except (OSError, Misplaced) as error:
+        raise DataError(f"{file} cannot be shown: {error}") from None
+    image.thumbnail((most, most))
+    shown = io.BytesIO()
+    image.save(shown, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(shown.getvalue()).decode()}"

@@ -23,7 +23,7 @@ from asyncgrpo.config.rules import refuse_images
 from asyncgrpo.config.schema import Config, DataConfig, is_file
 from asyncgrpo.data.images import PLACEHOLDER, Images, Misplaced, in_parts, taken_from
 from asyncgrpo.data.sources import DataRows, digest_of, kind, read_source
-from asyncgrpo.data.tokenizer import load_tokenizer, render, stop_token_ids, vocabulary_size
+from asyncgrpo.data.tokenizer import Rendered, load_tokenizer, render, stop_token_ids, vocabulary_size
 from asyncgrpo.errors import ConfigError, DataError
 from asyncgrpo.types import Prompt
 from asyncgrpo.wire.rollouts import PROMPT_BYTES
@@ -125,9 +125,7 @@ _COLUMNS = {"prompt": "prompt", "answer": "ground_truth", "source": "data_source
 """Column of the schema `plain` for each field of `data.columns`."""
 
 
-def recognise(
-    rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "data", **of_images: Any
-) -> Schema:
+def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "data", **of_images: Any) -> Schema:
     """Return the schema of a file, determined by its first row.
 
     Args:
@@ -338,7 +336,7 @@ class Prompts(Sequence[Prompt]):
         source, schema, rows = self._sources[place]
         row = at - (self._ends[place] - self.sizes[place])
         record = schema.to_record(rows[row], row)
-        token_ids = token_ids_of(source, row, record, self._tokenizer, self._config, self._images)
+        token_ids = rendered(source, row, record, self._tokenizer, self._config, self._images).token_ids
         if len(token_ids) > self._config.max_prompt_tokens:
             return prompt_of(f"{self._split}/{at}", record)
         images = () if self._images is None else tuple(map(self._images.keep, record.images))
@@ -360,22 +358,22 @@ def open_source(source: str | Path, config: DataConfig) -> tuple[Schema, DataRow
     return recognise(rows, columns, str(source), image_column=config.image_column, image_root=root), rows
 
 
-def token_ids_of(
+def rendered(
     source: str | Path,
     index: int,
     record: Record,
     tokenizer: "PreTrainedTokenizerBase",
     config: DataConfig,
     images: Images | None,
-) -> tuple[int, ...]:
-    """Return the token ids of a row. Raises ConfigError, DataError: its images cannot be used."""
+) -> Rendered:
+    """Return the text and the token ids of a row. Raises ConfigError, DataError: its images cannot be used."""
     where, messages = f"{source}, row {index}", record.messages
     if record.images:
         _check_images(where, record, images)
         messages = [turn | {"content": in_parts(turn["content"])} for turn in messages]
-    token_ids = render(tokenizer, messages, config.system_prompt, where=where).token_ids
+    text, token_ids = render(tokenizer, messages, config.system_prompt, where=where)
     try:
-        return token_ids if images is None else images.expanded(token_ids, record.images)
+        return Rendered(text, token_ids if images is None else images.expanded(token_ids, record.images))
     except Misplaced as error:
         raise DataError(f"{where}: {error}") from None
 
@@ -394,9 +392,7 @@ def _check_images(where: str, record: Record, images: Images | None) -> None:
         raise DataError(f"{where}: {error}") from None
 
 
-def prompt_of(
-    prompt_id: str, record: Record, token_ids: tuple[int, ...] = (), images: tuple[str, ...] = ()
-) -> Prompt:
+def prompt_of(prompt_id: str, record: Record, token_ids: tuple[int, ...] = (), images: tuple[str, ...] = ()) -> Prompt:
     """Return the prompt of a row."""
     text, turns = (record.prompt, ()) if isinstance(record.prompt, str) else ("", tuple(record.prompt))
     return Prompt(
@@ -478,7 +474,7 @@ def check_source(
         ConfigError: the tokenizer produces tokens that the model does not have.
     """
     schema, rows = open_source(source, config)
-    rendered, sources = set[str | tuple[str, ...]](), set[str]()
+    seen, sources = set[str | tuple[str, ...]](), set[str]()
     longest, fits, index, unanswered, has_images = 0, False, -1, list[int](), False
     reported_s = time.monotonic()
     for index, row in enumerate(itertools.islice(rows, limit)):
@@ -491,12 +487,12 @@ def check_source(
             unanswered.append(index)
         roles = "user" if isinstance(record.prompt, str) else tuple(turn["role"] for turn in record.prompt)
         has_images |= bool(record.images)
-        if fits and roles in rendered:
+        if fits and roles in seen:
             if record.images:
                 _check_images(f"{source}, row {index}", record, images)
             continue
-        rendered.add(roles)
-        token_ids = token_ids_of(source, index, record, tokenizer, config, images)
+        seen.add(roles)
+        token_ids = rendered(source, index, record, tokenizer, config, images).token_ids
         if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
             raise ConfigError(
                 f"{source}, row {index}: the tokenizer of model.path produces token {max(token_ids)}, but the vocabulary of "
