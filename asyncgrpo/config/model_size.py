@@ -85,6 +85,12 @@ class ModelSize:
     """Numbers that the KV cache keeps of a token, in one layer and head."""
     stored_bytes: int = 2
     """Bytes of a number in the files."""
+    vision_parameters: int = 0
+    """Of `root_parameters`, those of a vision tower, which are frozen."""
+    pixels: int = 0
+    """Numbers of the pixels of one image token."""
+    vision_numbers: int = 0
+    """Numbers that the tower holds at once for one image token, pixels aside."""
 
     @cached_property
     def parameters(self) -> int:
@@ -150,8 +156,9 @@ def _downloaded(hub_id: str) -> Path | None:
 
 
 def _stored_bytes(settings: Mapping[str, Any]) -> int:
-    settings = settings.get("text_config") or settings
-    return 4 if str(settings.get("dtype") or settings.get("torch_dtype")) == "float32" else 2
+    text = settings.get("text_config") or {}
+    dtypes = (part.get(key) for part in (text, settings) for key in ("dtype", "torch_dtype"))
+    return 4 if next(filter(None, dtypes), None) == "float32" else 2
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
@@ -200,6 +207,8 @@ def _counted(config_json: str) -> ModelSize:
                     expert_parameters=sum(shape.numel() for name, shape in kind if ".experts." in name),
                 )
             layers.append(kinds[kind])
+    tower, seen = getattr(model.base_model, VISION, None), getattr(config, "vision_config", None)
+    patches = seen.spatial_merge_size**2 if tower is not None else 0
     config = config.get_text_config()
     cache_heads, cache_width = _cache_of(config)
     return ModelSize(
@@ -211,6 +220,10 @@ def _counted(config_json: str) -> ModelSize:
         cache_heads=cache_heads,
         cache_width=cache_width,
         stored_bytes=_stored_bytes(settings),
+        vision_parameters=sum(p.numel() for p in tower.parameters()) if tower is not None else 0,
+        pixels=patches and patches * 3 * seen.temporal_patch_size * seen.patch_size**2,
+        # Residual, norm, and the wider of queries, keys, values and output and of the MLP before and after its activation.
+        vision_numbers=patches and patches * (2 * seen.hidden_size + max(4 * seen.hidden_size, 2 * seen.intermediate_size)),
     )
 
 
