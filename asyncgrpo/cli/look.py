@@ -224,7 +224,7 @@ def samples(
 
 def _distinct(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge rows with the same prompt, completion and reward; `count` is how many there were."""
-    keys = [(row["prompt"], row["completion"], row["reward"]) for row in rows]
+    keys = [(row["prompt"], row.get("images"), row["completion"], row["reward"]) for row in rows]
     counts = Counter(keys)
     return [row | {"count": counts.pop(key)} for key, row in zip(keys, rows, strict=True) if key in counts]
 

@@ -219,7 +219,8 @@ class BufferActor:
         self._eval_samples = EvalSamples(setup.run_dir / "evals", config.run.keep_samples)
         prompts = prepare(config, setup.run_dir)
         train, stops = prompts.train, prompts.stop_token_ids
-        buffer, recovered = _recovered_buffer(setup, train, sampling_of(config, stops, evaluation=False))
+        sampling = sampling_of(config, stops, evaluation=False)
+        buffer, recovered = _recovered_buffer(setup, train, sampling, prompts.images)
         evaluations = Evaluations(
             prompts.held_out,
             sampling_of(config, stops, evaluation=True),
@@ -257,7 +258,9 @@ class BufferActor:
             self._eval_samples.close()
 
 
-def _recovered_buffer(setup: Setup, prompts: Prompts, sampling: Sampling) -> tuple[Buffer, dict[str, int]]:
+def _recovered_buffer(
+    setup: Setup, prompts: Prompts, sampling: Sampling, images: Images | None
+) -> tuple[Buffer, dict[str, int]]:
     """Restore the buffer from checkpoint and journal; return it with the counts of recovered groups (`BufferReady`)."""
     config, state = setup.config, read_state(setup.checkpoint) if setup.checkpoint is not None else None
     source = PromptSource(
@@ -300,7 +303,7 @@ def _recovered_buffer(setup: Setup, prompts: Prompts, sampling: Sampling) -> tup
         max_lag=reopened.max_lag,
     )
     metrics.bias_threshold.set(BIAS_THRESHOLD)
-    return buffer, bring_back(buffer, reopened)
+    return buffer, bring_back(buffer, reopened, images)
 
 
 def _steps_at_most(config: Config, prompts: int) -> int | None:

@@ -24,6 +24,7 @@ from asyncgrpo.config.rules import VISION_MODELS
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.sources import kind, one_line
 from asyncgrpo.errors import ConfigError, DataError
+from asyncgrpo.types import Prompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -209,6 +210,11 @@ class Images:
             what = "was altered since it was written" if content else "is missing or empty"
             raise DataError(f"{file}, an image {of}, {what}; restore the file, or begin a new run")
         return content
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise DataError if a file of the prompt's images is missing or was altered."""
+        for digest in prompt.images:
+            self.read(digest, f"of prompt {prompt.prompt_id}")
 
     def tokens_of(self, content: bytes) -> int:
         """Return the number of tokens of an image. Raises Misplaced: it cannot be read."""

@@ -526,6 +526,8 @@ class Prepared(NamedTuple):
     held_out: list[Prompt]
     """Prompts of all suites in order; their ids name the suite."""
     stop_token_ids: tuple[int, ...]
+    images: Images | None
+    """None: the model reads none."""
 
 
 def prepare(config: Config, run_dir: Path | None = None) -> Prepared:
@@ -539,6 +541,7 @@ def prepare(config: Config, run_dir: Path | None = None) -> Prepared:
         Prompts(config.data.sources, "train", tokenizer, config.data, images=images),
         [prompt for suite in held_out(config, tokenizer, images).values() for prompt in suite],
         stop_token_ids(tokenizer, config.model.path, config.sampling.stop),
+        images,
     )
 
 
