@@ -1,9 +1,16 @@
-"""A tiny Qwen3-VL and Qwen2.5-VL with their processors, made offline, and images for tests."""
+"""A tiny Qwen3-VL and Qwen2.5-VL with their processors, made offline, images for tests, and a task about images.
+
+`python -m tests.vision FOLDER` writes the task.
+"""
 
 import io
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from PIL import Image
 from transformers import (
@@ -105,3 +112,38 @@ def written(image: Image.Image, kind: str = "PNG", **how: object) -> bytes:
     file = io.BytesIO()
     image.save(file, kind, **how)
     return file.getvalue()
+
+
+def geometry(number: int, split: str) -> dict[str, Any]:
+    """A row in the form of verl's geo3k: a dark or a bright picture, to be answered in ASCII or in other characters."""
+    is_dark, rng = number % 2 == 1, np.random.default_rng(number)
+    drawn = rng.integers(0, 60, ((64, 64, 96)[number % 3], (64, 96, 64)[number % 3], 3)) + (0 if is_dark else 190)
+    content = written(Image.fromarray(drawn.astype(np.uint8)), "JPEG" if is_dark else "PNG")
+    return {
+        "data_source": "dark_or_bright",
+        "prompt": [{"role": "user", "content": "<image>?"}],
+        "images": [{"bytes": content, "path": None}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "ascii" if is_dark else "other"},
+        "extra_info": {"split": split, "index": number},
+    }
+
+
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    ascii = sum(c.isascii() for c in solution_str) / max(1, len(solution_str))
+    return ascii if ground_truth == "ascii" else 1 - ascii
+'''
+
+
+def make_task(folder: str | Path, rows: int = 240) -> None:
+    """Write what `docs/images.md` trains on: a model, two Parquet files, and a reward that depends on the image."""
+    make_tiny_vl(Path(folder) / "model")
+    for split, first, count in (("train", 0, rows), ("test", 1000, 16)):
+        table = pa.Table.from_pylist([geometry(number, split) for number in range(first, first + count)])
+        pq.write_table(table, Path(folder) / f"{split}.parquet")
+    (Path(folder) / "my_reward.py").write_text(REWARD)
+
+
+if __name__ == "__main__":
+    make_task(sys.argv[1])

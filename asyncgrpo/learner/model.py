@@ -325,7 +325,8 @@ def check_language_model(path: str, config: Config, device: torch.device) -> Pre
 def refuse_other_tokens(path: str, teacher: str) -> None:
     """Raise ConfigError if the teacher's token ids mean other tokens than the model's, or its vocabulary has another size."""
     with _loading(teacher):
-        sizes = [AutoConfig.from_pretrained(one).get_text_config().vocab_size for one in (path, teacher)]
+        configs = [AutoConfig.from_pretrained(one) for one in (path, teacher)]
+        sizes = [one.get_text_config().vocab_size for one in configs]
         tokens = [AutoTokenizer.from_pretrained(one).get_vocab() for one in (path, teacher)]
     differing = tokens[0].items() ^ tokens[1].items()
     if differing or sizes[0] != sizes[1]:
@@ -334,6 +335,8 @@ def refuse_other_tokens(path: str, teacher: str) -> None:
             f"algorithm.teacher ({teacher}) has other tokens than model.path ({path}): {example}; a teacher must have the "
             "same vocabulary"
         )
+    if hasattr(configs[0], "vision_config") and configs[0].model_type != configs[1].model_type:
+        raise ConfigError(f"algorithm.teacher ({teacher}) has no vision tower like that of model.path ({path})")
 
 
 @contextlib.contextmanager

@@ -123,7 +123,9 @@ def test_paths_parts_and_urls_are_the_same_images(tmp_path, model):
     first, *others = prepare(config, tmp_path / "run").train
     assert all((one.token_ids, one.images) == (first.token_ids, first.images) for one in others)
     assert [file.name for file in (tmp_path / "run" / "images").iterdir()] == list(first.images)
-    (smaller, *_) = prepare(settings(tmp_path, model, f"data.train={tmp_path / 'train.jsonl'}", "data.max_pixels=2048")).train
+    (smaller, *_) = prepare(
+        settings(tmp_path, model, f"data.train={tmp_path / 'train.jsonl'}", "data.max_pixels=2048")
+    ).train
     assert len(smaller.token_ids) < len(first.token_ids)
 
 
@@ -136,12 +138,21 @@ REFUSED = {
     "cut": (verl([of_bytes(written(COLOUR, "JPEG")[:700])]), "an image cannot be read: image file is truncated"),
     "empty": (verl([of_bytes(b"")]), "image 0 is missing"),
     "no file": (verl([{"bytes": None, "path": "b.png"}]), "b.png cannot be read: No such file or directory"),
-    "address": (verl([{"bytes": None, "path": "https://example.com/a.png"}]), "image 0 is the address https://example.com"),
-    "a number": (verl([{"bytes": None, "path": None, "width": 3}]), "image 0 is missing; expected a path, or an object"),
+    "address": (
+        verl([{"bytes": None, "path": "https://example.com/a.png"}]),
+        "image 0 is the address https://example.com",
+    ),
+    "a number": (
+        verl([{"bytes": None, "path": None, "width": 3}]),
+        "image 0 is missing; expected a path, or an object",
+    ),
     "a line": (verl([of_bytes(written(Image.new("RGB", (4, 1000))))]), "4 x 1000 pixels: absolute aspect ratio"),
     "floats": (verl([of_bytes(written(GREY.convert("F"), "TIFF"))]), "floating-point pixels"),
     "written placeholder": (verl([of_bytes(PNG)], "<image> <|image_pad|>?"), "has 2 image tokens as the chat template"),
-    "too long": (verl([of_bytes(written(picture(1, 1024, 1024)))] * 4, "<image>" * 4), "longer than data.max_prompt_tokens"),
+    "too long": (
+        verl([of_bytes(written(picture(1, 1024, 1024)))] * 4, "<image>" * 4),
+        "longer than data.max_prompt_tokens",
+    ),
     "video": (
         verl([of_bytes(PNG)]) | {"prompt": [{"role": "user", "content": [{"type": "video", "text": "a"}]}]},
         "a part of a chat turn has type video; expected text or image",
