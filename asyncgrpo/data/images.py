@@ -55,7 +55,7 @@ def taken_from(row: Mapping[str, Any], column: str | None, root: Path) -> tuple[
         Misplaced: an image cannot be read, or a part is neither text nor image.
     """
     found = row.get(column) if column else None
-    if column and found in (None, [], ""):
+    if column in row and not found:
         row = {name: value for name, value in row.items() if name != column}
     rest = list(found) if isinstance(found, list | tuple) else [found] if found else []
     if not rest and not any(map(_has_parts, row.values())):
@@ -99,11 +99,14 @@ def _text_of_parts(content: Any, images: list[Any]) -> Any:
 
 
 def _bytes_of(image: Any, number: int, root: Path) -> bytes:
-    """Return the bytes of an image: of an object with `bytes` or `path`, of a path, or of a data URL."""
+    """Return the bytes of an image: of an object with `bytes` or `path`, a path, a data URL, or an image of Pillow."""
     if isinstance(image, dict):
         image = _decoded(image["bytes"]) if image.get("bytes") else image.get("path")
     if isinstance(image, bytes):
         return image
+    if hasattr(image, "save"):  # as `datasets` gives it
+        image.save(file := io.BytesIO(), "PNG")
+        return file.getvalue()
     if not isinstance(image, str) or not image:
         what = "missing" if image in (None, "") else kind(image)
         raise Misplaced(f"image {number} is {what}; expected a path, or an object with bytes or path")

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -11,7 +12,7 @@ from PIL import Image
 
 from asyncgrpo.config.load import load_config
 from asyncgrpo.data.demo import make_demo_model
-from asyncgrpo.data.images import Images, opened, preview
+from asyncgrpo.data.images import Images, opened, preview, taken_from
 from asyncgrpo.data.loading import check, prepare
 from asyncgrpo.errors import AsyncGRPOError, ConfigError, DataError
 from tests.vision import make_tiny_vl, picture, written
@@ -182,6 +183,11 @@ def test_settings_that_do_not_fit_images_are_refused(tmp_path, model, more, mess
     write(tmp_path, [verl([of_bytes(PNG)])])
     with pytest.raises(ConfigError, match=message):
         check(settings(tmp_path, model, *more))
+
+
+def test_an_image_that_datasets_decoded_is_one_of_the_same_pixels():
+    row, (content,) = taken_from({"prompt": "<image>?", "images": [COLOUR]}, "images", Path())
+    assert row == {"prompt": "<image>?"} and opened(content).tobytes() == COLOUR.tobytes()
 
 
 def test_a_text_model_refuses_images_unless_the_column_is_like_any_other(tmp_path):

@@ -3,14 +3,20 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+from asyncgrpo.config.memory import learner_tensors
+from asyncgrpo.config.model_size import size_at
+from asyncgrpo.config.rules import check_model
 from asyncgrpo.data.images import Images
+from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner.head import LossGradients
 from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.model import check_language_model, refuse_other_tokens
 from asyncgrpo.learner.packing import pack
 from asyncgrpo.types import Prompt
 from tests.learner.helpers import VERSION, config, make_group, replace
+from tests.models import make_tiny_qwen3
 from tests.vision import make_tiny_vl, picture, written
 
 SHAPES = [[(96, 64), (160, 128)], [(64, 192)], []]
@@ -106,4 +112,31 @@ def test_rows_with_images_are_those_of_plain_transformers(tmp_path, family):
         assert found.keys() == gradient.keys()
         for name, one in found.items():
             assert (one - gradient[name]).norm() <= 1e-5 * gradient[name].norm(), name
-            print(name, ((one - gradient[name]).norm() / gradient[name].norm()).item()) if "q_proj" in name else 0
+
+
+def test_what_a_vision_tower_does_not_take_is_refused(tmp_path):
+    path, text = make_tiny_vl(tmp_path / "model"), tmp_path / "text"
+    with pytest.raises(ConfigError, match=r"generators.engine is torch, which has no vision towers"):
+        check_model(config(path, generators={"engine": "torch"}))
+    with pytest.raises(ConfigError, match="match the vision tower, which is not trained"):
+        check_language_model(str(path), config(path, model={"lora": {"rank": 2, "targets": ["qkv"]}}), "cpu")
+    adapted = check_language_model(str(path), config(path, model={"lora": {"rank": 2}}), "cpu")
+    assert not [n for n, p in adapted.named_parameters() if ".visual." in n and ".lora_" in n]
+    make_tiny_qwen3(text, vocab=size_at(str(path)).vocabulary)
+    AutoTokenizer.from_pretrained(path).save_pretrained(text)
+    with pytest.raises(ConfigError, match=r"has no vision tower like that of model.path"):
+        refuse_other_tokens(str(path), str(text))
+
+
+def test_the_memory_of_a_tower_is_counted_as_frozen(tmp_path):
+    path = make_tiny_vl(tmp_path / "model")
+    size = size_at(str(path))
+    model = AutoModelForImageTextToText.from_pretrained(path)
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    assert size.vision_parameters == sum(p.numel() for p in model.model.visual.parameters())
+    images = Images(str(path), folder=None)
+    assert size.pixels == images._processor([picture(0)], return_tensors="pt")["pixel_values"].numel() // 4
+    settings = config(path)
+    held = learner_tensors(size, settings).parts
+    assert held["weights"] == 4 * size.parameters, "float32: the frozen tower too"
+    assert held["gradients"] == 4 * (size.parameters - size.vision_parameters)
