@@ -1,4 +1,4 @@
-"""A whole run on prompts with images: killed, refused while an image is missing, resumed, and read afterwards."""
+"""A whole run on prompts with images: killed, resumed, and read afterwards."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ TRAIN = [
 ]
 
 
-def test_a_run_with_images_is_killed_and_resumes_with_the_images_of_its_journal(tmp_path: Path):
+def test_a_run_with_images_is_killed_resumed_and_read(tmp_path: Path):
     make_task(tmp_path, rows=32)
     run = tmp_path / "run"
     process = start(*TRAIN, "run.steps=500", cwd=tmp_path)
@@ -27,18 +27,7 @@ def test_a_run_with_images_is_killed_and_resumes_with_the_images_of_its_journal(
     process.wait()
     wait_until(lambda: bool(list(run.glob("checkpoints/step_*/state.json"))), "checkpoint", 5.0)
 
-    images, away = run / "images", tmp_path / "away"
-    kept = {file.name: file.read_bytes() for file in images.iterdir()}
-    images.rename(away)
-    images.mkdir()
-    refused = asyncgrpo(*TRAIN, "run.steps=20", cwd=tmp_path)
-    assert refused.returncode == 1
-    (line,) = [line for line in refused.stderr.splitlines() if line.startswith("error")]
-    assert str(images) in line and "an image of prompt train/" in line and "is missing" in line
-
-    for name, content in kept.items():
-        (images / name).write_bytes(content)
-    resumed = asyncgrpo(*TRAIN, "run.steps=20", cwd=tmp_path)
+    resumed = asyncgrpo(*TRAIN, "run.steps=12", cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert events(run, "end")[-1]["status"] == "done"
     assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0

@@ -3,6 +3,7 @@
 import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from asyncgrpo.buffer.recovery import Reopened, Verdict, bring_back
 from asyncgrpo.config.load import load_config
 from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.data.images import Images, opened, preview, taken_from
@@ -205,5 +207,12 @@ def test_a_file_of_the_run_that_is_not_what_it_was_is_named_with_its_prompt(tmp_
     (prompt,) = prompts_of(tmp_path, model, [verl([of_bytes(PNG)])])
     file = tmp_path / "run" / "images" / prompt.images[0]
     file.unlink() if change == "missing" else file.write_bytes(written(GREY))
+    images = Images(str(model), folder=file.parent)
     with pytest.raises(AsyncGRPOError, match=f"{file}, an image of prompt train/0, .*{change}"):
-        Images(str(model), folder=file.parent).pixels(prompt.images, f"of prompt {prompt.prompt_id}")
+        images.pixels(prompt.images, f"of prompt {prompt.prompt_id}")
+    # At a resume a group of the journal is not trained on, and the run ends.
+    verdict = Verdict(None, SimpleNamespace(lease_id="1.0", prompt_index=0, tokens=3), None, 0)  # type: ignore[arg-type]
+    history = SimpleNamespace(group=lambda found: (SimpleNamespace(prompt=prompt), b""))
+    buffer = SimpleNamespace(restore_failures=lambda failures: None)
+    with pytest.raises(AsyncGRPOError, match=f"{file}, an image of prompt train/0, .*{change}"):
+        bring_back(buffer, Reopened(None, history, [verdict], None), images)  # type: ignore[arg-type]
