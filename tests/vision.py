@@ -129,11 +129,11 @@ def geometry(number: int, split: str) -> dict[str, Any]:
     }
 
 
-REWARD = '''
+REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     ascii = sum(c.isascii() for c in solution_str) / max(1, len(solution_str))
     return ascii if ground_truth == "ascii" else 1 - ascii
-'''
+"""
 
 
 def make_task(folder: str | Path, rows: int = 240) -> None:

@@ -129,7 +129,8 @@ class _Rank:
 
     def always(self) -> dict[str, int]:
         """Held in every phase, moments and the gathered part of a reference aside."""
-        frozen = (self.size.parameters if self.adapters else self.size.vision_parameters) * max(self.item, self.size.stored_bytes)
+        frozen_numbers = self.size.parameters if self.adapters else self.size.vision_parameters
+        frozen = frozen_numbers * max(self.item, self.size.stored_bytes)
         return {
             "weights": self.of_each(4 * self.trained_numbers + frozen),
             "gradients": self.of_each(4 * self.trained_numbers),

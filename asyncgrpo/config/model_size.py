@@ -207,8 +207,7 @@ def _counted(config_json: str) -> ModelSize:
                     expert_parameters=sum(shape.numel() for name, shape in kind if ".experts." in name),
                 )
             layers.append(kinds[kind])
-    tower, seen = getattr(model.base_model, VISION, None), getattr(config, "vision_config", None)
-    patches = seen.spatial_merge_size**2 if tower is not None else 0
+    vision = _vision_of(model, config)
     config = config.get_text_config()
     cache_heads, cache_width = _cache_of(config)
     return ModelSize(
@@ -220,11 +219,24 @@ def _counted(config_json: str) -> ModelSize:
         cache_heads=cache_heads,
         cache_width=cache_width,
         stored_bytes=_stored_bytes(settings),
-        vision_parameters=sum(p.numel() for p in tower.parameters()) if tower is not None else 0,
-        pixels=patches and patches * 3 * seen.temporal_patch_size * seen.patch_size**2,
-        # Residual, norm, and the wider of queries, keys, values and output and of the MLP before and after its activation.
-        vision_numbers=patches and patches * (2 * seen.hidden_size + max(4 * seen.hidden_size, 2 * seen.intermediate_size)),
+        **vision,
     )
+
+
+def _vision_of(model: Any, config: Any) -> dict[str, int]:
+    """Return the fields of `ModelSize` about a vision tower; none without one."""
+    tower = getattr(model.base_model, VISION, None)
+    if tower is None:
+        return {}
+    seen = config.vision_config
+    patches = seen.spatial_merge_size**2
+    # Residual, norm, and the wider of queries, keys, values and output and of the MLP before and after its activation.
+    numbers = 2 * seen.hidden_size + max(4 * seen.hidden_size, 2 * seen.intermediate_size)
+    return {
+        "vision_parameters": sum(parameter.numel() for parameter in tower.parameters()),
+        "pixels": patches * 3 * seen.temporal_patch_size * seen.patch_size**2,
+        "vision_numbers": patches * numbers,
+    }
 
 
 @cache

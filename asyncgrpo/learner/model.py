@@ -405,7 +405,9 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> PreT
         except ValueError as error:
             raise ConfigError(f"model.lora.targets ({', '.join(lora.targets)}) match no layer: {error}") from error
     if (tower := tower_of(model)) is not None and any(".lora_" in f".{name}" for name, _ in tower.named_parameters()):
-        raise ConfigError(f"model.lora.targets ({', '.join(lora.targets)}) match the vision tower, which is not trained")
+        raise ConfigError(
+            f"model.lora.targets ({', '.join(lora.targets)}) match the vision tower, which is not trained"
+        )
     return model
 
 
