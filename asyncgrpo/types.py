@@ -80,6 +80,8 @@ class Prompt(Frozen):
     """`data_source` of the row; it chooses the rule when rewards are rule-based."""
     info: dict[str, Any] = {}
     """`extra_info` of the row, or its other columns."""
+    images: tuple[str, ...] = ()
+    """Digests of its images, whose files are in `RUN/images`. `token_ids` has an image token for each token of an image."""
 
 
 class Lease(Frozen):

@@ -36,6 +36,7 @@ OWNERS = {
     "omegaconf": ("config",),
     "aiohttp": ("control", "rewards.http", "environments.chat", "environments.openenv"),
     "datasets": ("data.sources",),
+    "PIL": ("data.images",),
     "reasoning_gym": ("data.sources", "rewards.maths"),
 }
 

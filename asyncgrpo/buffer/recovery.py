@@ -18,6 +18,7 @@ from asyncgrpo.buffer.admission import AutoLag
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import BLAMED, EarlierFailures
 from asyncgrpo.config.schema import BufferConfig
+from asyncgrpo.data.images import Images
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.journal.history import (
     BatchIssued,
@@ -104,11 +105,15 @@ def reopen(
     return Reopened(journal, history, verdicts, earlier_failures(history, prompts), run_started.max_lag)
 
 
-def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
+def bring_back(buffer: Buffer, reopened: Reopened, images: Images | None = None) -> dict[str, int]:
     """Restore the trainable groups and the failures of prompts that earlier starts left, and drop all other groups.
 
+    Args:
+        images: of the run, which are looked at before they are trained on.
     Returns:
         Number of groups by `ready` or the reason of the drop.
+    Raises:
+        DataError: an image of a trainable group is missing or was altered.
     """
     buffer.restore_failures(reopened.failures)
     counts: Counter[str] = Counter()
@@ -116,6 +121,8 @@ def bring_back(buffer: Buffer, reopened: Reopened) -> dict[str, int]:
         record, reason = verdict.record, verdict.reason
         group = reopened.history.group(verdict.found) if reason is None else None
         if group is not None:
+            if images is not None:
+                images.check(group[0].prompt)
             buffer.restore(*group, verdict.max_lag)
         else:
             buffer.drop_recovered(record.lease_id, record.prompt_index, record.tokens, reason or "damaged")

@@ -211,6 +211,8 @@ def samples(
         return
     for row in chosen:
         texts = {"prompt": row["prompt"], "completion": _marked(row), "ground truth": row["ground_truth"]}
+        if files := json.loads(row.get("images") or "[]"):  # older releases wrote none
+            texts |= {"images": " ".join(str(run / file) for file in files)}
         _print_card(_headline(row), _style(row), texts, length)
     shown = sum(row["count"] for row in chosen)
     different = f" ({len(chosen)} different)" if shown > len(chosen) else ""
@@ -222,7 +224,7 @@ def samples(
 
 def _distinct(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge rows with the same prompt, completion and reward; `count` is how many there were."""
-    keys = [(row["prompt"], row["completion"], row["reward"]) for row in rows]
+    keys = [(row["prompt"], row.get("images"), row["completion"], row["reward"]) for row in rows]
     counts = Counter(keys)
     return [row | {"count": counts.pop(key)} for key, row in zip(keys, rows, strict=True) if key in counts]
 

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +29,7 @@ from asyncgrpo.logs import visible
 if TYPE_CHECKING:  # each imports numpy, torch or transformers
     from transformers import PreTrainedTokenizerBase
 
+    from asyncgrpo.data.images import Images
     from asyncgrpo.data.loading import Record
     from asyncgrpo.rewards.base import Reward
     from asyncgrpo.types import Prompt, Rollout, Score
@@ -143,12 +145,16 @@ def _estimate(estimate: Sequence[float | None] | None) -> str:
 async def _evaluate(config: Config) -> dict[str, Any]:
     """Sample and score all suites. Return the metrics of each and those of all completions."""
     from asyncgrpo.buffer.evaluation import Scored, Suite
+    from asyncgrpo.data.images import Images
     from asyncgrpo.data.loading import held_out
     from asyncgrpo.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
-    prompts_of = held_out(config, tokenizer)
-    rollouts = iter(await _rollouts(config, tokenizer, [one for prompts in prompts_of.values() for one in prompts]))
+    with TemporaryDirectory() as folder:
+        images = Images.of(config, Path(folder))
+        prompts_of = held_out(config, tokenizer, images)
+        every = [one for prompts in prompts_of.values() for one in prompts]
+        rollouts = iter(await _rollouts(config, tokenizer, every, images))
     suites = {name: Suite(config.reward.success) for name in prompts_of}
     for name, prompts in prompts_of.items():
         for prompt in prompts:
@@ -166,7 +172,7 @@ async def _evaluate(config: Config) -> dict[str, Any]:
 
 
 async def _rollouts(
-    config: Config, tokenizer: "PreTrainedTokenizerBase", prompts: "Sequence[Prompt]"
+    config: Config, tokenizer: "PreTrainedTokenizerBase", prompts: "Sequence[Prompt]", images: "Images | None"
 ) -> "list[tuple[Rollout, ...]]":
     """Return the rollouts of each prompt. At most `generators.groups_in_flight` prompts are in flight."""
     from asyncgrpo.data.tokenizer import decoder, stop_token_ids
@@ -184,7 +190,7 @@ async def _rollouts(
         stop_token_ids=stop_token_ids(tokenizer, config.model.path, config.sampling.stop),
     )
     completions = config.sampling.eval_completions
-    engine = build_engine(config, seed=config.run.seed)
+    engine = build_engine(config, seed=config.run.seed, images=images)
     reward = build_reward(config.reward)
     turns = build_sampler(config, engine, tokenizer)
     await engine.start(UNPUBLISHED)
@@ -235,6 +241,7 @@ def check(
     """
     from asyncgrpo.cli.running import REWARD_IMPORT_S
     from asyncgrpo.config.load import load_config
+    from asyncgrpo.data.images import described
     from asyncgrpo.data.loading import all_too_long, prompt_of
     from asyncgrpo.rewards.build import build_reward
     from asyncgrpo.rewards.rules import reference_of
@@ -244,20 +251,22 @@ def check(
     config = load_config(None, overrides or (), base=base)
     reward = build_reward(config.reward, import_timeout_s=REWARD_IMPORT_S)
     schema, records = _records(file, model, config.data)
-    first, lengths, sources, missing = None, list[int](), Counter[str](), list[int]()
+    first, lengths, sources, missing, pictures = None, list[int](), Counter[str](), list[int](), Counter[int]()
     for record, text, token_ids in records:
-        first = first or (prompt_of("check/0", record, token_ids), text)
+        first = first or (prompt_of("check/0", record, token_ids), text, [described(one) for one in record.images])
+        pictures[len(record.images)] += 1
         if record.answer in (None, ""):
             missing.append(len(lengths))
         lengths.append(len(text if model is None else token_ids))
         sources[record.source] += 1
     assert first is not None, "a source has a row"
-    (prompt, prompt_text), last, limit = first, len(lengths) - 1, config.data.max_prompt_tokens
+    (prompt, prompt_text, shown), last, limit = first, len(lengths) - 1, config.data.max_prompt_tokens
     lengths.sort()
     quantiles = [f"p{p} {lengths[-(-p * last // 100)]:,}" for p in (50, 90, 99)] + [f"max {lengths[-1]:,}"]
     over_long = sum(length > limit for length in lengths)
     dropped = "" if model is None else f"; a run drops {over_long:,} above {limit:,}"
     rows = f": {', '.join(map(str, missing[:_SHOWN_ROWS]))}{', ...' * (len(missing) > _SHOWN_ROWS)}" if missing else ""
+    counted = ", ".join(f"{count:,} rows with {number}" for number, count in sorted(pictures.items()))
     facts = {
         "file": file,
         "rows": f"{len(lengths):,}",
@@ -265,8 +274,10 @@ def check(
         "data_source": ", ".join(f"{source or '(none)'} {count:,}" for source, count in sources.most_common()),
         "prompt lengths": f"{'characters' if model is None else 'tokens'}: {', '.join(quantiles)}{dropped}",
         "without answer": f"{len(missing):,} rows{rows}",
+        **({"images": counted} if pictures.keys() - {0} else {}),
         "reward": reward.about,
         "row 0, prompt": shorten(prompt_text, 2000),
+        **({"row 0, images": ", ".join(shown) or "none"} if pictures.keys() - {0} else {}),
         "row 0, answer": shorten("" if prompt.answer is None else str(prompt.answer), 600),
     }
     reference, scored_as = reference_of(prompt)
@@ -306,16 +317,17 @@ def _records(
     path: str, model_path: str | None, config: DataConfig
 ) -> "tuple[str, Iterator[tuple[Record, str, tuple[int, ...]]]]":
     """Return the schema of a file and its records, each with its prompt as text and, with a model, as token ids."""
-    from asyncgrpo.data.loading import open_source
-    from asyncgrpo.data.tokenizer import load_tokenizer, render
+    from asyncgrpo.data.images import Images, has_vision
+    from asyncgrpo.data.loading import open_source, rendered
+    from asyncgrpo.data.tokenizer import load_tokenizer
 
     schema, rows = open_source(path, config)
     records = (schema.to_record(row, index) for index, row in enumerate(rows))
     if model_path is not None:
         tokenizer = load_tokenizer(model_path, config.chat_template_kwargs)
+        images = Images(model_path, folder=None, max_pixels=config.max_pixels) if has_vision(model_path) else None
         return schema.name, (
-            (record, *render(tokenizer, record.messages, config.system_prompt, where=f"{path}, row {index}"))
-            for index, record in enumerate(records)
+            (record, *rendered(path, index, record, tokenizer, config, images)) for index, record in enumerate(records)
         )
 
     def contents(record: "Record") -> str:

@@ -161,6 +161,8 @@ REFUSED: dict[str, str] = {
     "data.train": "the checkpoint counts its prompts by their place in that file",
     "data.weights": "the checkpoint counts prompts in the order of those shares",
     "data.columns": "the checkpoint counts prompts that were read so",
+    "data.image_column": "it decides which images the prompts have that the checkpoint counts",
+    "data.max_pixels": "it decides how many tokens an image has in the prompts that the checkpoint counts",
     "data.max_prompt_tokens": "it decides which prompts there are, and the checkpoint counts them",
     "data.shuffle": "the checkpoint counts prompts in that order",
     "data.system_prompt": "it is part of every prompt that the checkpoint counts",

@@ -28,6 +28,7 @@ from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, s
 from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config
+from asyncgrpo.data.images import Images
 from asyncgrpo.data.loading import Prompts, prepare
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
@@ -216,9 +217,10 @@ class BufferActor:
         )
         self._lock = hold(setup.run_dir / "buffer.lock", LOCK_TIMEOUT_S)
         self._eval_samples = EvalSamples(setup.run_dir / "evals", config.run.keep_samples)
-        prompts = prepare(config)
+        prompts = prepare(config, setup.run_dir)
         train, stops = prompts.train, prompts.stop_token_ids
-        buffer, recovered = _recovered_buffer(setup, train, sampling_of(config, stops, evaluation=False))
+        sampling = sampling_of(config, stops, evaluation=False)
+        buffer, recovered = _recovered_buffer(setup, train, sampling, prompts.images)
         evaluations = Evaluations(
             prompts.held_out,
             sampling_of(config, stops, evaluation=True),
@@ -256,7 +258,9 @@ class BufferActor:
             self._eval_samples.close()
 
 
-def _recovered_buffer(setup: Setup, prompts: Prompts, sampling: Sampling) -> tuple[Buffer, dict[str, int]]:
+def _recovered_buffer(
+    setup: Setup, prompts: Prompts, sampling: Sampling, images: Images | None
+) -> tuple[Buffer, dict[str, int]]:
     """Restore the buffer from checkpoint and journal; return it with the counts of recovered groups (`BufferReady`)."""
     config, state = setup.config, read_state(setup.checkpoint) if setup.checkpoint is not None else None
     source = PromptSource(
@@ -299,7 +303,7 @@ def _recovered_buffer(setup: Setup, prompts: Prompts, sampling: Sampling) -> tup
         max_lag=reopened.max_lag,
     )
     metrics.bias_threshold.set(BIAS_THRESHOLD)
-    return buffer, bring_back(buffer, reopened)
+    return buffer, bring_back(buffer, reopened, images)
 
 
 def _steps_at_most(config: Config, prompts: int) -> int | None:
@@ -416,7 +420,8 @@ class GeneratorActor:
             from asyncgrpo.generators.service import GeneratorService
             from asyncgrpo.generators.turns import build_sampler
 
-            engine = build_engine(config, seed=seed)  # imports the engine
+            images = Images.of(config, self._setup.run_dir)
+            engine = build_engine(config, seed=seed, images=images)  # imports the engine
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
         decode = decoder(tokenizer, keep_special=False)
         _limit_gpu_memory(config, is_learner=False)
@@ -533,7 +538,8 @@ class LearnerActor:
         if self._device.type == "cuda":
             _limit_gpu_memory(config, is_learner=True)
         with joined_ranks(store, rank, world, self._device.type, ranks_timeout_s(config)):
-            learner = Learner(config, rank=rank, world=world, device=self._device)
+            images = Images.of(config, self._setup.run_dir)
+            learner = Learner(config, rank=rank, world=world, device=self._device, images=images)
             if self._setup.checkpoint is not None:
                 learner.load(str(self._setup.checkpoint / "resume"))
             team = Team(rank, world)

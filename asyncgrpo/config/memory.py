@@ -107,7 +107,8 @@ class _Rank:
     def __init__(self, size: ModelSize, config: Config) -> None:
         self.size, self.config, self.item = size, config, itemsize(config)
         self.adapters = config.model.lora.rank
-        self.trained_numbers = size.adapter_parameters(self.adapters) if self.adapters else size.parameters
+        all_numbers = size.parameters - size.vision_parameters
+        self.trained_numbers = size.adapter_parameters(self.adapters) if self.adapters else all_numbers
         algorithm = config.algorithm
         has_reference = algorithm.kl_coef > 0 or bool(algorithm.loss_args.get("reference"))
         self.has_reference_copy = has_reference and (algorithm.teacher is not None or not self.adapters)
@@ -137,7 +138,8 @@ class _Rank:
 
     def always(self) -> dict[str, int]:
         """Held in every phase, moments and the gathered part of a reference aside."""
-        frozen = (self.size.parameters if self.adapters else 0) * max(self.item, self.size.stored_bytes)
+        frozen_numbers = self.size.parameters if self.adapters else self.size.vision_parameters
+        frozen = frozen_numbers * max(self.item, self.size.stored_bytes)
         return {
             "weights": self.of_each(4 * self.trained_numbers + frozen),
             "gradients": self.of_each(4 * self.trained_numbers),
@@ -165,7 +167,7 @@ class _Rank:
         gathered = item * root + window
         if config.learner.ranks == 1 and not self.adapters and not config.cluster.share_gpu:
             gathered = item * size.parameters  # kept between micro-batches
-        of_head, of_root = (0, 0) if self.adapters else (head, root)
+        of_head, of_root = (0, 0) if self.adapters else (head, root - size.vision_parameters)
         of_layer = max(added if self.adapters else whole)
         moments = 0 if config.learner.offload_optimizer else self.moments
         always = self.always()
@@ -175,6 +177,8 @@ class _Rank:
             )  # gathered, and not dropped after its forward pass
         running = always | {"moments": moments, "gathered": gathered}
 
+        # The vision tower reads a row that is all images, in pixels of float32 and of the model's dtype.
+        yield running | {"images": tokens * ((4 + item) * size.pixels + item * size.vision_numbers)}
         # Embedding and head are copied out of the buffer that they were gathered in.
         yield running | {"gathered": max(2 * item * root + window, gathered)}
         # The loss: the head's gradient is summed in float32, beside two copies in the model's dtype.

@@ -85,6 +85,12 @@ class ModelSize:
     """Numbers that the KV cache keeps of a token, in one layer and head."""
     stored_bytes: int = 2
     """Bytes of a number in the files."""
+    vision_parameters: int = 0
+    """Of `root_parameters`, those of a vision tower, which are frozen."""
+    pixels: int = 0
+    """Numbers of the pixels of one image token."""
+    vision_numbers: int = 0
+    """Numbers that the tower holds at once for one image token, pixels aside."""
 
     @cached_property
     def parameters(self) -> int:
@@ -150,11 +156,25 @@ def _downloaded(hub_id: str) -> Path | None:
 
 
 def _stored_bytes(settings: Mapping[str, Any]) -> int:
-    settings = settings.get("text_config") or settings
-    return 4 if str(settings.get("dtype") or settings.get("torch_dtype")) == "float32" else 2
+    text = settings.get("text_config") or {}
+    dtypes = (part.get(key) for part in (text, settings) for key in ("dtype", "torch_dtype"))
+    return 4 if next(filter(None, dtypes), None) == "float32" else 2
 
 
 # -- counting ----------------------------------------------------------------------------------------------------------
+
+
+VISION = "visual"
+"""Name of the vision tower in the models that have one."""
+
+
+def model_class(config: Any) -> Any:
+    """Return transformers' class that builds models of this config: with a vision tower where the config has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(config, "vision_config")
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
 @cache
@@ -162,16 +182,16 @@ def _counted(config_json: str) -> ModelSize:
     with importing():
         import torch
         from torch import nn
-        from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+        from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
     settings = json.loads(config_json)
     config = AutoConfig.for_model(**settings)
     AttentionInterface.register("counted", _flash())
     AttentionMaskInterface.register("counted", lambda *args, **named: None)
     with torch.device("meta"), torch.enable_grad():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="counted").eval()
+        model = model_class(config).from_config(config, dtype=torch.bfloat16, attn_implementation="counted").eval()
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        decoder = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+        decoder = [m for m in model.get_decoder().modules() if type(m).__name__ in (model._no_split_modules or ())]
         args, named = _inputs(model, decoder[0])
         kinds: dict[Any, Layer] = {}
         layers = []
@@ -187,6 +207,7 @@ def _counted(config_json: str) -> ModelSize:
                     expert_parameters=sum(shape.numel() for name, shape in kind if ".experts." in name),
                 )
             layers.append(kinds[kind])
+    vision = _vision_of(model, config)
     config = config.get_text_config()
     cache_heads, cache_width = _cache_of(config)
     return ModelSize(
@@ -198,7 +219,24 @@ def _counted(config_json: str) -> ModelSize:
         cache_heads=cache_heads,
         cache_width=cache_width,
         stored_bytes=_stored_bytes(settings),
+        **vision,
     )
+
+
+def _vision_of(model: Any, config: Any) -> dict[str, int]:
+    """Return the fields of `ModelSize` about a vision tower; none without one."""
+    tower = getattr(model.base_model, VISION, None)
+    if tower is None:
+        return {}
+    seen = config.vision_config
+    patches = seen.spatial_merge_size**2
+    # Residual, norm, and the wider of queries, keys, values and output and of the MLP before and after its activation.
+    numbers = 2 * seen.hidden_size + max(4 * seen.hidden_size, 2 * seen.intermediate_size)
+    return {
+        "vision_parameters": sum(parameter.numel() for parameter in tower.parameters()),
+        "pixels": patches * 3 * seen.temporal_patch_size * seen.patch_size**2,
+        "vision_numbers": patches * numbers,
+    }
 
 
 @cache

@@ -152,13 +152,31 @@ def _engine_and_environment(config: Config) -> Iterator[str]:
         yield "environment.agent excludes environment.name and environment.tools: a completion has one environment"
 
 
+def refuse_images(config: Config) -> None:
+    """Raise ConfigError for the first setting that does not fit prompts with images."""
+    environment = config.environment
+    refused = {
+        "environments and agents give text alone (environment.*); leave them out": bool(
+            environment.name or environment.tools or environment.agent
+        ),
+        "learner.parallel.context above 1 divides rows of text alone; use 1": config.learner.parallel.context > 1,
+    }
+    why = next((why for why, is_set in refused.items() if is_set), None)
+    if why is not None:
+        raise ConfigError(f"{', '.join(config.data.sources)}: prompts have images, but {why}")
+
+
 _RULES: tuple[Rule, ...] = (_sizes, _data, _placement, _engine_and_environment)
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
+VISION_MODELS = ("qwen3_vl", "qwen2_5_vl")
+"""Values of `model_type` in a `config.json` whose vision tower is supported."""
+
+
 def check_model(config: Config) -> None:
-    """Raise ConfigError if `model.path` is not a usable folder, or its heads or context do not fit the settings.
+    """Raise ConfigError if `model.path` is not a usable folder, or its kind, heads or context do not fit the settings.
 
     It reads `config.json` only. A hub id is looked up in the local cache; one that is not cached passes, unless the hub is
     switched off.
@@ -178,6 +196,11 @@ def check_model(config: Config) -> None:
         raise ConfigError(f"model.path: {file} cannot be read as JSON ({error})") from error
     except AttributeError as error:
         raise ConfigError(f"model.path: {file} has no JSON object that describes a model") from error
+    if settings.get("model_type") in VISION_MODELS and config.generators.engine == "torch":
+        raise ConfigError(
+            f"generators.engine is torch, which has no vision towers, and {config.model.path} is a {settings['model_type']}; "
+            "use generators.engine=sglang"
+        )
     gpus = config.generators.gpus_each
     if config.generators.engine == "sglang" and gpus > 1 and isinstance(heads, int) and heads % gpus:
         fitting = ", ".join(str(number) for number in range(1, heads + 1) if heads % number == 0)

@@ -109,6 +109,12 @@ class DataConfig(Section, frozen=True):
     """Held-out prompts: a source as in data.train, a list, or a mapping from names to sources; null: no evaluation."""
     columns: dict[str, str] = {}
     """Mapping from our fields (prompt, answer, source) to columns of the file; for files of no known schema."""
+    image_column: str | None = "images"
+    """Column with the images of a prompt; null: the column is like any other."""
+    image_root: str | None = None
+    """Folder of relative paths of images; null: the folder of the data file."""
+    max_pixels: PositiveInt | None = None
+    """Most pixels of an image, which is made smaller if it has more; null: the limit of the model's processor."""
     max_prompt_tokens: PositiveInt = 512
     """Longest prompt, tokens; longer prompts are dropped and counted."""
     curriculum: Literal["none", "success"] = "none"

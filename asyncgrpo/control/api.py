@@ -30,6 +30,8 @@ from msgspec.structs import asdict
 
 from asyncgrpo.config.schema import ControlConfig
 from asyncgrpo.control.client import FILE, Address, Command, Done, Operator, Problems, Status, write_address
+from asyncgrpo.data.images import FOLDER as IMAGES
+from asyncgrpo.data.images import preview
 from asyncgrpo.errors import CommandRefused, ConfigError, DataError
 from asyncgrpo.recording.events import read_tail
 from asyncgrpo.recording.health import Problem, View, problems_in
@@ -249,6 +251,10 @@ class _OfSamples(Struct, frozen=True, forbid_unknown_fields=True, rename={"text"
     limit: Annotated[int, Meta(ge=1, le=200)] = 20
 
 
+class _OfImage(Struct, frozen=True, forbid_unknown_fields=True):
+    digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
+
+
 class _OfRunbook(Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1, max_length=100)]
 
@@ -338,10 +344,14 @@ class Api:
         async def runbook(asked: _OfRunbook) -> dict[str, str]:
             return {"text": await reads(partial(read_runbook, asked.name))}
 
+        async def image(asked: _OfImage) -> dict[str, str]:
+            return {"url": await reads(partial(preview, run_dir / IMAGES / asked.digest))}
+
         return {
             "/api/status": (_Nothing, lambda _: status()),
             "/api/events": (_OfEvents, lambda asked: reads(partial(read_tail, file, **asdict(asked)))),
             "/api/samples": (_OfSamples, lambda asked: reads(partial(search, run_dir, **asdict(asked)))),
+            "/api/image": (_OfImage, image),
             "/api/alerts": (_Nothing, alerts),
             "/api/runbook": (_OfRunbook, runbook),
         }

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import xxhash
 
-from asyncgrpo.config.schema import Config, DataConfig
+from asyncgrpo.config.rules import refuse_images
+from asyncgrpo.config.schema import Config, DataConfig, is_file
+from asyncgrpo.data.images import PLACEHOLDER, Images, Misplaced, in_parts, taken_from
 from asyncgrpo.data.sources import DataRows, digest_of, kind, read_source
-from asyncgrpo.data.tokenizer import load_tokenizer, render, stop_token_ids, vocabulary_size
+from asyncgrpo.data.tokenizer import Rendered, load_tokenizer, render, stop_token_ids, vocabulary_size
 from asyncgrpo.errors import ConfigError, DataError
 from asyncgrpo.types import Prompt
 from asyncgrpo.wire.rollouts import PROMPT_BYTES
@@ -57,6 +59,8 @@ class Record(msgspec.Struct, frozen=True):
     """Origin of the row, which selects the rule of rule-based rewards; empty without one."""
     info: dict[str, Any]
     """Other columns, for the reward."""
+    images: tuple[bytes, ...] = ()
+    """Contents of its images, in the order of their placeholders in the prompt."""
 
     @property
     def messages(self) -> list[Message]:
@@ -71,15 +75,21 @@ class Schema:
     name: str
     file: str
     convert: Callable[[DataRow], Record]
+    image_column: str | None = None
+    image_root: Path = Path()
 
     def to_record(self, row: DataRow, index: int) -> Record:
         """Convert row `index` (from 0). Raises DataError, which names file, row and the accepted names."""
         try:
-            record = self.convert(row)
+            without, images = taken_from(row, self.image_column, self.image_root)
+            record = self.convert(without)
             _check_values(record)
             _check_size(record)
-            return record
-        except _Misfit as misfit:
+            places = sum(turn["content"].count(PLACEHOLDER) for turn in record.messages)
+            if places != len(images) and (images or self.image_column in row):
+                raise _Misfit(f"{len(images)} images, but {places} {PLACEHOLDER} in its prompt")
+            return msgspec.structs.replace(record, images=images) if images else record
+        except (_Misfit, Misplaced) as misfit:
             raise DataError(f"{self.file}, row {index}: {misfit} (schema {self.name}, from row 0)") from None
 
 
@@ -115,7 +125,7 @@ _COLUMNS = {"prompt": "prompt", "answer": "ground_truth", "source": "data_source
 """Column of the schema `plain` for each field of `data.columns`."""
 
 
-def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "data") -> Schema:
+def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "data", **of_images: Any) -> Schema:
     """Return the schema of a file, determined by its first row.
 
     Args:
@@ -123,6 +133,7 @@ def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "
         columns: maps fields (`prompt`, `answer`, `source`) to columns of the file, which are renamed before a schema is
             recognised. With `answer` it is `plain`.
         file: name for error messages.
+        of_images: further fields of the schema.
     Raises:
         ConfigError: `columns` has an unknown field.
         DataError: the first row matches no schema, or a mapped column does not exist.
@@ -144,8 +155,9 @@ def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "
     for name, (fits, convert) in _SCHEMAS.items():
         if name == "plain" if "answer" in columns else fits(first):
             if not columns:
-                return Schema(name, file, convert)
-            return Schema(f"{name}, with data.columns", file, lambda row, convert=convert: convert(renamed(row)))
+                return Schema(name, file, convert, **of_images)
+            mapped = f"{name}, with data.columns"
+            return Schema(mapped, file, lambda row, convert=convert: convert(renamed(row)), **of_images)
     raise DataError(
         f"{file}, row 0: no prompt among the columns {there}; expected {' or '.join(PROMPT_SPELLINGS)}, or a data.columns "
         "map such as {prompt: input, answer: label}"
@@ -230,7 +242,7 @@ def _prompt(row: DataRow, column: str) -> str | list[Message]:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise _Misfit(f"turn {turn} of {column} is not an object with role and content")
         if not isinstance(message.get("content"), str):
-            raise _Misfit(f"the content of turn {turn} of {column} is not text (images and parts are not supported)")
+            raise _Misfit(f"the content of turn {turn} of {column} is neither text nor a list of parts")
     # Parquet fills every turn with every key, so remove keys without a value.
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
@@ -296,15 +308,17 @@ class Prompts(Sequence[Prompt]):
         tokenizer: "PreTrainedTokenizerBase",
         config: DataConfig,
         limit: int | None = None,
+        images: Images | None = None,
     ) -> None:
         """
         Args:
             sources: files or other sources of `data/sources.py`.
+            images: of the run; None: the model reads none.
             limit: rows of each source to use, from its start; None: all.
         Raises:
             ConfigError, DataError: a source cannot be read.
         """
-        self._split, self._tokenizer, self._config = split, tokenizer, config
+        self._split, self._tokenizer, self._config, self._images = split, tokenizer, config, images
         self._sources = [(source, *open_source(source, config)) for source in sources]
         self.sizes = tuple(min(len(rows), limit or len(rows)) for _, _, rows in self._sources)
         """Prompts of each source."""
@@ -322,8 +336,11 @@ class Prompts(Sequence[Prompt]):
         source, schema, rows = self._sources[place]
         row = at - (self._ends[place] - self.sizes[place])
         record = schema.to_record(rows[row], row)
-        token_ids = token_ids_of(source, row, record, self._tokenizer, self._config)
-        return prompt_of(f"{self._split}/{at}", record, token_ids * (len(token_ids) <= self._config.max_prompt_tokens))
+        token_ids = rendered(source, row, record, self._tokenizer, self._config, self._images).token_ids
+        if len(token_ids) > self._config.max_prompt_tokens:
+            return prompt_of(f"{self._split}/{at}", record)
+        images = () if self._images is None else tuple(map(self._images.keep, record.images))
+        return prompt_of(f"{self._split}/{at}", record, token_ids, images)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -336,17 +353,46 @@ class Prompts(Sequence[Prompt]):
 def open_source(source: str | Path, config: DataConfig) -> tuple[Schema, DataRows]:
     """Return the schema of a source and its rows. Raises ConfigError, DataError."""
     rows, columns = read_source(str(source), config.columns)
-    return recognise(rows, columns, str(source)), rows
+    beside = Path(source).parent if is_file(str(source)) else Path()
+    root = beside if config.image_root is None else Path(config.image_root)
+    return recognise(rows, columns, str(source), image_column=config.image_column, image_root=root), rows
 
 
-def token_ids_of(
-    source: str | Path, index: int, record: Record, tokenizer: "PreTrainedTokenizerBase", config: DataConfig
-) -> tuple[int, ...]:
-    """Return the token ids of a row."""
-    return render(tokenizer, record.messages, config.system_prompt, where=f"{source}, row {index}").token_ids
+def rendered(
+    source: str | Path,
+    index: int,
+    record: Record,
+    tokenizer: "PreTrainedTokenizerBase",
+    config: DataConfig,
+    images: Images | None,
+) -> Rendered:
+    """Return the text and the token ids of a row. Raises ConfigError, DataError: its images cannot be used."""
+    where, messages = f"{source}, row {index}", record.messages
+    if record.images:
+        _check_images(where, record, images)
+        messages = [turn | {"content": in_parts(turn["content"])} for turn in messages]
+    text, token_ids = render(tokenizer, messages, config.system_prompt, where=where)
+    try:
+        return Rendered(text, token_ids if images is None else images.expanded(token_ids, record.images))
+    except Misplaced as error:
+        raise DataError(f"{where}: {error}") from None
 
 
-def prompt_of(prompt_id: str, record: Record, token_ids: tuple[int, ...] = ()) -> Prompt:
+def _check_images(where: str, record: Record, images: Images | None) -> None:
+    """Raise ConfigError if the model reads no images, DataError if one cannot be read."""
+    if images is None:
+        raise ConfigError(
+            f"{where}: it has images, and model.path has no vision tower that is supported; use a Qwen3-VL or Qwen2.5-VL, "
+            "or data.image_column=null for the text alone"
+        )
+    try:
+        for image in record.images:
+            images.tokens_of(image)
+    except Misplaced as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def prompt_of(prompt_id: str, record: Record, token_ids: tuple[int, ...] = (), images: tuple[str, ...] = ()) -> Prompt:
     """Return the prompt of a row."""
     text, turns = (record.prompt, ()) if isinstance(record.prompt, str) else ("", tuple(record.prompt))
     return Prompt(
@@ -357,6 +403,7 @@ def prompt_of(prompt_id: str, record: Record, token_ids: tuple[int, ...] = ()) -
         answer=record.answer,
         source=record.source,
         info=record.info,
+        images=images,
     )
 
 
@@ -364,7 +411,7 @@ def fingerprint_of(prompts: Iterable[Prompt], of_sources: str = "") -> str:
     """Return a digest of the prompts' ids and tokens."""
     digest = xxhash.xxh3_128(of_sources.encode())
     for prompt in prompts:
-        digest.update(f"{prompt.prompt_id} {prompt.token_ids}".encode())
+        digest.update(f"{prompt.prompt_id} {prompt.token_ids}{''.join(prompt.images)}".encode())
     return digest.hexdigest()
 
 
@@ -377,6 +424,7 @@ class Checked(NamedTuple):
     rows: int
     sources: set[str]
     """All values of `data_source`."""
+    has_images: bool
 
 
 def check(config: Config, on_progress: Callable[[str], object] = log.info) -> dict[str, Checked]:
@@ -390,12 +438,16 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
     vocabulary, found = vocabulary_size(config.model.path), dict[str, Checked]()
+    images = Images.of(config)
     for name, sources, limit in [
         ("train", config.data.sources, None),
         *((name, (source,), config.data.eval_rows) for name, source in config.data.suites.items()),
     ]:
-        read = [check_source(one, tokenizer, config.data, vocabulary, limit, on_progress) for one in sources]
-        found[name] = Checked(sum(one.rows for one in read), set().union(*(one.sources for one in read)))
+        read = [check_source(one, tokenizer, config.data, vocabulary, limit, on_progress, images) for one in sources]
+        has_images = any(one.has_images for one in read)
+        if has_images:
+            refuse_images(config)
+        found[name] = Checked(sum(one.rows for one in read), set().union(*(one.sources for one in read)), has_images)
     return found
 
 
@@ -406,8 +458,9 @@ def check_source(
     vocabulary: int | None = None,
     limit: int | None = None,
     on_progress: Callable[[str], object] = log.info,
+    images: Images | None = None,
 ) -> Checked:
-    """Check the rows of one source. All are read, and few are tokenised.
+    """Check the rows of one source. All are read, with their images, and few are tokenised.
 
     Renders one prompt per sequence of roles, because a chat template may refuse a sequence, and more until one is not too
     long. Logs a warning if only some rows lack an answer.
@@ -415,13 +468,14 @@ def check_source(
     Args:
         vocabulary: size of the model's vocabulary, if known.
         limit: rows to use, from the start; None: all.
+        images: of the run; None: the model reads none.
     Raises:
         DataError: a row cannot be used, or all are longer than `config.max_prompt_tokens`.
         ConfigError: the tokenizer produces tokens that the model does not have.
     """
     schema, rows = open_source(source, config)
-    rendered, sources = set[str | tuple[str, ...]](), set[str]()
-    longest, fits, index, unanswered = 0, False, -1, list[int]()
+    seen, sources = set[str | tuple[str, ...]](), set[str]()
+    longest, fits, index, unanswered, has_images = 0, False, -1, list[int](), False
     reported_s = time.monotonic()
     for index, row in enumerate(itertools.islice(rows, limit)):
         if time.monotonic() > reported_s + PROGRESS_EVERY_S:
@@ -432,10 +486,13 @@ def check_source(
         if record.answer in (None, ""):
             unanswered.append(index)
         roles = "user" if isinstance(record.prompt, str) else tuple(turn["role"] for turn in record.prompt)
-        if fits and roles in rendered:
+        has_images |= bool(record.images)
+        if fits and roles in seen:
+            if record.images:
+                _check_images(f"{source}, row {index}", record, images)
             continue
-        rendered.add(roles)
-        token_ids = token_ids_of(source, index, record, tokenizer, config)
+        seen.add(roles)
+        token_ids = rendered(source, index, record, tokenizer, config, images).token_ids
         if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
             raise ConfigError(
                 f"{source}, row {index}: the tokenizer of model.path produces token {max(token_ids)}, but the vocabulary of "
@@ -448,7 +505,7 @@ def check_source(
     if 0 < len(unanswered) <= index:
         which = ", ".join(map(str, unanswered[:10])) + ", ..." * (len(unanswered) > 10)
         log.warning("%s: %d of %d rows have no answer: %s", source, len(unanswered), index + 1, which)
-    return Checked(index + 1, sources)
+    return Checked(index + 1, sources, has_images)
 
 
 def all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:
@@ -469,21 +526,31 @@ class Prepared(NamedTuple):
     held_out: list[Prompt]
     """Prompts of all suites in order; their ids name the suite."""
     stop_token_ids: tuple[int, ...]
+    images: Images | None
+    """None: the model reads none."""
 
 
-def prepare(config: Config) -> Prepared:
-    """Open the prompts of a run, and tokenise the held-out ones. Raises ConfigError, DataError."""
+def prepare(config: Config, run_dir: Path | None = None) -> Prepared:
+    """Open the prompts of a run, and tokenise the held-out ones. Images are written into `run_dir` if it is given.
+
+    Raises ConfigError, DataError.
+    """
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
+    images = Images.of(config, run_dir)
     return Prepared(
-        Prompts(config.data.sources, "train", tokenizer, config.data),
-        [prompt for suite in held_out(config, tokenizer).values() for prompt in suite],
+        Prompts(config.data.sources, "train", tokenizer, config.data, images=images),
+        [prompt for suite in held_out(config, tokenizer, images).values() for prompt in suite],
         stop_token_ids(tokenizer, config.model.path, config.sampling.stop),
+        images,
     )
 
 
-def held_out(config: Config, tokenizer: "PreTrainedTokenizerBase") -> dict[str, list[Prompt]]:
+def held_out(
+    config: Config, tokenizer: "PreTrainedTokenizerBase", images: Images | None = None
+) -> dict[str, list[Prompt]]:
     """Return the prompts of each held-out suite that are not too long."""
+    limit = config.data.eval_rows
     return {
-        name: [p for p in Prompts((source,), name, tokenizer, config.data, config.data.eval_rows) if p.token_ids]
+        name: [p for p in Prompts((source,), name, tokenizer, config.data, limit, images) if p.token_ids]
         for name, source in config.data.suites.items()
     }

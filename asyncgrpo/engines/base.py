@@ -54,9 +54,17 @@ class Engine(Protocol):
         """Load the model from its folder. Its weights count as `version`. Raises EngineError."""
 
     def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        num_completions: int,
+        sampling: Sampling,
+        seed: int,
+        images: tuple[str, ...] = (),
     ) -> AsyncIterator[Completion]:
         """Sample `num_completions` completions of `prompt` (token ids); yield each as soon as it is complete, in any order.
+
+        `images` are digests as in `types.Prompt`.
 
         No request that starts after `load_weights` reuses keys and values computed under older weights. `torch` and `fake`
         seed completion i by `seed + i`; SGLang uses seeds of its own.
@@ -115,9 +123,17 @@ class Engine(Protocol):
 class Request:
     """A prompt and its completions, which a caller awaits."""
 
-    def __init__(self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int):
+    def __init__(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        num_completions: int,
+        sampling: Sampling,
+        seed: int,
+        images: tuple[str, ...] = (),
+    ):
         self.request_id = request_id
-        self.prompt = prompt
+        self.prompt, self.images = prompt, images
         self.sampling = sampling
         self.pending = [PendingCompletion(self, index, seed + index) for index in range(num_completions)]
         # It holds at most `num_completions` completions, or a failure.
@@ -234,14 +250,20 @@ class EngineBase(Generic[R]):
         self._version, self._failure, self._is_running = version, None, True
 
     async def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        num_completions: int,
+        sampling: Sampling,
+        seed: int,
+        images: tuple[str, ...] = (),
     ) -> AsyncIterator[Completion]:
         self._require_running()
         if self._failure:
             raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
         if request_id in self._requests:
             raise EngineError(f"request {request_id} is already in flight")
-        request = self.request_type(request_id, prompt, num_completions, sampling, seed)
+        request = self.request_type(request_id, prompt, num_completions, sampling, seed, images)
         check_request(request, vocab_size=self.vocab_size, max_context=self.max_context)
         self._requests[request_id] = request
         self._begin(request)

@@ -10,6 +10,7 @@ from asyncgrpo.config.explain import near
 from asyncgrpo.config.memory import Card, engine_gpu
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.schema import Config, GeneratorConfig
+from asyncgrpo.data.images import Images
 from asyncgrpo.errors import ConfigError, EngineError
 from asyncgrpo.host import has_gpu
 
@@ -64,10 +65,11 @@ def check_extra(generators: GeneratorConfig) -> None:
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 
-def build_engine(config: Config, *, seed: int) -> "Engine":
+def build_engine(config: Config, *, seed: int, images: Images | None = None) -> "Engine":
     """Build the engine of `config` without starting it.
 
     Args:
+        images: of the run, if the model reads any.
         seed: for engines with a random stream of their own. It must differ between the engines and the starts of a run,
             because equal streams would sample the same completions.
     Raises:
@@ -95,6 +97,7 @@ def build_engine(config: Config, *, seed: int) -> "Engine":
             prefix_cache=generators.prefix_cache,
             random_seed=seed,
             records_routes=config.model.routing_replay == "rollout",
+            images=images,
             extra=_beside_a_learner(config) | generators.extra,
         )
     if generators.engine == "torch":

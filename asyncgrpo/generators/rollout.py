@@ -33,7 +33,13 @@ class CompletionSource(Protocol):
     """Samples completions: an engine, or `turns.Turns` if a completion has several turns."""
 
     def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        num_completions: int,
+        sampling: Sampling,
+        seed: int,
+        images: tuple[str, ...] = (),
     ) -> AsyncIterator[Completion]:
         """See `Engine.generate`."""
 
@@ -399,10 +405,12 @@ class GroupInFlight:
         if launched == self._baseline:
             sampling = msgspec.structs.replace(sampling, temperature=0.0, top_p=1.0, top_k=-1)
         owed = dict(enumerate(launched))
-        token_ids = self._lease.prompt.token_ids
+        prompt, count = self._lease.prompt, len(launched)
         self._activities.begin("generate", len(owed))
         try:
-            async for completion in self._engine.generate(request_id, token_ids, len(launched), sampling, seed):
+            async for completion in self._engine.generate(
+                request_id, prompt.token_ids, count, sampling, seed, prompt.images
+            ):
                 self._activities.end("generate")
                 self._sampled(owed.pop(completion.index), completion, seed + completion.index, "the engine ended it")
         except RequestError as error:

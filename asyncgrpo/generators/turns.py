@@ -207,9 +207,15 @@ class Turns:
         self._playing: dict[str, list[Play]] = {}
 
     async def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        num_completions: int,
+        sampling: Sampling,
+        seed: int,
+        images: tuple[str, ...] = (),
     ) -> AsyncIterator[Completion]:
-        """See `Engine.generate`. `max_tokens` bounds all turns and observations of a completion together.
+        """See `Engine.generate`. There are no images. `max_tokens` bounds all turns and observations of a completion together.
 
         Completions that their environment scored, or that failed there, are `Played`.
         """

@@ -222,7 +222,8 @@ def install(model: PreTrainedModel, kernel: str, row: Row = ALONE) -> None:
     name = f"asyncgrpo_{kernel}"
     AttentionInterface.register(name, _for_transformers(KERNELS[kernel], row))
     AttentionMaskInterface.register(name, _no_mask)
-    model.set_attn_implementation(name)
+    parts = model.config.sub_configs  # a vision tower keeps its own attention
+    model.set_attn_implementation({"text_config": name} if "vision_config" in parts else name)
 
 
 def _for_transformers(kernel: Kernel, row: Row) -> Callable[..., tuple[Tensor, None]]:

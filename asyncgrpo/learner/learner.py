@@ -20,6 +20,7 @@ from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, gap_s
 from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import CRITIC, Config
+from asyncgrpo.data.images import Images
 from asyncgrpo.learner import objective, saving
 from asyncgrpo.learner.head import Reference
 from asyncgrpo.learner.model import (
@@ -54,7 +55,14 @@ class Learner:
     """The model, its optimizer and the reference, sharded over the ranks."""
 
     def __init__(
-        self, config: Config, *, rank: int, world: int, device: torch.device | str, has_stepped: bool = False
+        self,
+        config: Config,
+        *,
+        rank: int,
+        world: int,
+        device: torch.device | str,
+        has_stepped: bool = False,
+        images: Images | None = None,
     ) -> None:
         """Load the model. Collective.
 
@@ -62,6 +70,7 @@ class Learner:
             config: of the whole run.
             rank, world: of the default process group, which is created here for world 1 if it does not exist.
             device: of this rank, `cpu` or `cuda:N`.
+            images: of the run, if the model reads any.
             has_stepped: True to compile in the first step already, as a process does that has made a step (replay).
         Raises:
             ConfigError: the model cannot be loaded or trained here, or the algorithm's settings conflict.
@@ -76,7 +85,7 @@ class Learner:
         self._precomputes = objective.needs_precompute(config.algorithm, config.learner.updates_per_step)
         self._ranks = ranks = _ranks(self.device, rank, world, config)
         dtype = getattr(torch, config.model.dtype)
-        self.model = build_model(config.model.path, dtype, self.device, ranks, config)
+        self.model = build_model(config.model.path, dtype, self.device, ranks, config, images=images)
         self.has_reference = config.algorithm.kl_coef > 0 or bool(config.algorithm.loss_args.get("reference"))
         self._reference = None
         teacher = config.algorithm.teacher
@@ -84,7 +93,7 @@ class Learner:
             refuse_other_tokens(config.model.path, teacher)
         if self.has_reference and (teacher or not config.model.lora.rank):  # with adapters: the model without them
             path = teacher or config.model.path
-            self._reference = build_model(path, dtype, self.device, ranks, config, trainable=False)
+            self._reference = build_model(path, dtype, self.device, ranks, config, trainable=False, images=images)
         pays = compiling_pays(config, decoder_layers(self.model), self.model.head.out_features, self.device)
         self._compiles = pays if config.learner.compile is None else config.learner.compile
         self._has_stepped = has_stepped

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
+from asyncgrpo.config.model_size import model_class
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.weights.files import disk_pieces, open_tensors, saved_tensors
 
@@ -29,7 +30,8 @@ from asyncgrpo.weights.files import disk_pieces, open_tensors, saved_tensors
 def without_memory(path: str) -> PreTrainedModel:
     """Build the model of a folder or hub id in float32 and evaluation mode, with parameters (not buffers) on `meta`."""
     with _parameters_on_meta():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+        config = AutoConfig.from_pretrained(path)
+        model: PreTrainedModel = model_class(config).from_config(config, dtype=torch.float32)
     if model.can_generate():
         with suppress(OSError):  # no generation config
             model.generation_config = GenerationConfig.from_pretrained(path)

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from asyncgrpo.config.memory import Card
-from asyncgrpo.config.model_size import size_at
+from asyncgrpo.config.model_size import model_class, size_at
 from asyncgrpo.config.placement import keeps_activations
 from asyncgrpo.config.schema import CRITIC, Config, LoraConfig
+from asyncgrpo.data.images import Images
 from asyncgrpo.errors import ConfigError, WeightsError
 from asyncgrpo.learner import attention, loading
 from asyncgrpo.learner.head import LossGradients, Reference, TokenScores, fused_loss, score
@@ -37,6 +38,7 @@ from asyncgrpo.learner.objective import MicrobatchObjective
 from asyncgrpo.learner.packing import PackedBatch
 from asyncgrpo.learner.parallel import ALONE, Ranks, Row, distribute_experts, refuse_layout
 from asyncgrpo.learner.routing import UNBALANCED, Balance, Routers, routers_of
+from asyncgrpo.learner.vision import Vision, tower_of
 from asyncgrpo.weights.files import disk_tensors
 
 log = logging.getLogger(__name__)
@@ -69,9 +71,11 @@ class TokenScorer(nn.Module):
         *,
         temperature: float,
         has_critic: bool = False,
+        images: Images | None = None,
     ) -> None:
         super().__init__()
         self.language_model, self.row = language_model, row
+        self.vision = Vision(language_model, images) if tower_of(language_model) is not None else None
         self.routers = Routers(language_model, balance)
         self.temperature = temperature
         self.is_compiled = False
@@ -136,14 +140,12 @@ class TokenScorer(nn.Module):
         mine = self.row.own(len(batch.token_ids))
         weights = torch.zeros_like(batch.token_ids).index_add_(0, batch.read_at, batch.mask.long())
         self.routers.replay(None if batch.routes is None else batch.routes[mine], weights[mine])
-        offload = save_on_cpu(pin_memory=batch.token_ids.is_cuda) if self.offloads else contextlib.nullcontext()
-        with offload:
-            output = self.language_model.get_decoder()(
-                input_ids=batch.token_ids[None, mine],
-                position_ids=batch.position_ids[None, mine],
-                use_cache=False,
-                segments=batch.segments,
-            )
+        if self.vision is None:
+            inputs = {"input_ids": batch.token_ids[None, mine], "position_ids": batch.position_ids[None, mine]}
+        else:
+            inputs = self.vision.inputs(batch)
+        with save_on_cpu(pin_memory=batch.token_ids.is_cuda) if self.offloads else contextlib.nullcontext():
+            output = self.language_model.get_decoder()(**inputs, use_cache=False, segments=batch.segments)
         return self.row.read(output.last_hidden_state[0], batch.read_at)
 
     def _scored(self, loss: Tensor | None, scores: TokenScores, hidden: Tensor, batch: PackedBatch) -> Scored:
@@ -175,7 +177,14 @@ LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def build_model(
-    path: str, dtype: torch.dtype, device: torch.device, ranks: Ranks, config: Config, *, trainable: bool = True
+    path: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks: Ranks,
+    config: Config,
+    *,
+    trainable: bool = True,
+    images: Images | None = None,
 ) -> TokenScorer:
     """Load, adapt and shard a causal language model. Collective.
 
@@ -186,6 +195,7 @@ def build_model(
         ranks: that share the weights.
         config: for LoRA, attention, activation checkpointing, reference offload and the sampling temperature.
         trainable: False for the reference: frozen, without adapters, offloaded if configured.
+        images: of the run, if the model reads any.
     Raises:
         ConfigError: the model cannot be loaded or trained here.
     """
@@ -195,6 +205,8 @@ def build_model(
     )
     refuse_layout(language_model, path, config.learner.parallel)
     attention.install(language_model, kernel, ranks.row)
+    if (tower := tower_of(language_model)) is not None:
+        tower.requires_grad_(False)
     if not trainable:
         language_model.requires_grad_(False)
     elif config.model.lora.rank:
@@ -209,6 +221,7 @@ def build_model(
         Balance.of(language_model, path, config.algorithm) if trainable else UNBALANCED,
         temperature=config.sampling.temperature,
         has_critic=trainable and config.algorithm.advantage == CRITIC,
+        images=images,
     )
     scorer.offloads = trainable and config.learner.activation_checkpointing == "offload"
     layers = _layers(language_model, path)
@@ -289,7 +302,7 @@ def load_language_model(path: str, *, longest: int) -> PreTrainedModel:
     Raises ConfigError.
     """
     with _loading(path):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        model = model_class(AutoConfig.from_pretrained(path)).from_pretrained(path, dtype=torch.float32)
     _refuse_what_differs(model, path, longest)
     return model.eval()
 
@@ -307,7 +320,8 @@ def check_language_model(path: str, config: Config, device: torch.device) -> Pre
     """
     with torch.device("meta"):
         with _loading(path):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+            settings = AutoConfig.from_pretrained(path)
+            model = model_class(settings).from_config(settings)
         _refuse_what_differs(model, path, config.data.max_prompt_tokens + config.sampling.max_tokens)
         _layers(model, path)
         refuse_layout(model, path, config.learner.parallel)
@@ -320,7 +334,8 @@ def check_language_model(path: str, config: Config, device: torch.device) -> Pre
 def refuse_other_tokens(path: str, teacher: str) -> None:
     """Raise ConfigError if the teacher's token ids mean other tokens than the model's, or its vocabulary has another size."""
     with _loading(teacher):
-        sizes = [AutoConfig.from_pretrained(one).get_text_config().vocab_size for one in (path, teacher)]
+        configs = [AutoConfig.from_pretrained(one) for one in (path, teacher)]
+        sizes = [one.get_text_config().vocab_size for one in configs]
         tokens = [AutoTokenizer.from_pretrained(one).get_vocab() for one in (path, teacher)]
     differing = tokens[0].items() ^ tokens[1].items()
     if differing or sizes[0] != sizes[1]:
@@ -329,6 +344,8 @@ def refuse_other_tokens(path: str, teacher: str) -> None:
             f"algorithm.teacher ({teacher}) has other tokens than model.path ({path}): {example}; a teacher must have the "
             "same vocabulary"
         )
+    if hasattr(configs[0], "vision_config") and configs[0].model_type != configs[1].model_type:
+        raise ConfigError(f"algorithm.teacher ({teacher}) has no vision tower like that of model.path ({path})")
 
 
 @contextlib.contextmanager
@@ -344,7 +361,7 @@ def _loading(path: str) -> Iterator[None]:
 
 def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> None:
     """Raise ConfigError for a model whose attention or head the learner does not support, or that cannot be published."""
-    settings = model.config
+    settings = model.config.get_text_config()
     has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     if has_sinks or getattr(settings, "attn_logit_softcapping", None):
         raise ConfigError(
@@ -395,13 +412,17 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> PreT
             peft.inject_adapter_in_model(adapters, nn.ModuleList([model]))
         except ValueError as error:
             raise ConfigError(f"model.lora.targets ({', '.join(lora.targets)}) match no layer: {error}") from error
+    if (tower := tower_of(model)) is not None and any(".lora_" in f".{name}" for name, _ in tower.named_parameters()):
+        raise ConfigError(
+            f"model.lora.targets ({', '.join(lora.targets)}) match the vision tower, which is not trained"
+        )
     return model
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of all linear layers except the head. Fused experts and routers are not linear layers."""
-    head = model.get_output_embeddings()
-    return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear) and layer is not head]
+    """Return the names of all linear layers of the decoder. Fused experts and routers are not linear layers."""
+    linear = {layer for layer in model.get_decoder().modules() if isinstance(layer, nn.Linear)}
+    return [name for name, layer in model.named_modules() if layer in linear]
 
 
 @contextlib.contextmanager
@@ -423,7 +444,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def _layers(model: PreTrainedModel, path: str) -> list[nn.Module]:
     """Return the decoder layers, by the class names in `_no_split_modules`."""
     names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layers = [module for module in model.get_decoder().modules() if type(module).__name__ in names]
     if not layers:
         raise ConfigError(f"model.path ({path}): {type(model).__name__} does not name its decoder layers to shard")
     return layers

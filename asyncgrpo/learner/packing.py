@@ -294,6 +294,18 @@ def _cost(row: PackedRow, prompts: Sequence[int], rollouts: Sequence[Sequence[in
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 
+class Pictured(NamedTuple):
+    """Tokens of a row that are of one prompt with images: the prompt and its completions."""
+
+    start: int
+    stop: int
+    token_ids: tuple[int, ...]
+    """Of the prompt."""
+    images: tuple[str, ...]
+    """Digests."""
+    prompt_id: str
+
+
 @dataclass(frozen=True)
 class SampledTokens:
     """N tokens of S completions that the model does not run on; fields as in `PackedBatch`."""
@@ -346,6 +358,8 @@ class PackedBatch:
     """Tokens that each of the N could be sampled from; None: the whole vocabulary."""
     routes: Tensor | None = None
     """[T, layers, K] int16, experts that the generator's routers chose, -1 where that is unknown; None: not replayed."""
+    pictured: tuple[Pictured, ...] = ()
+    """Of each prompt with images. Pixels are built where the row is run."""
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Return the batch on another device."""
@@ -362,7 +376,7 @@ def _moved(value: Any, device: torch.device) -> Any:
         return value._replace(ids=value.ids.to(device, non_blocking=True))
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
-    return value if value is None else value.to(device)
+    return value.to(device) if isinstance(value, Segments) else value
 
 
 @dataclass(frozen=True)
@@ -473,6 +487,7 @@ class _Rows:
     ) -> None:
         self.multiple = multiple
         self.prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups]
+        self.groups = groups
         self.rollouts, self.advantages, self.tokens_in_group = rollouts, advantages, tokens_in_group
         self.version, self.share_prompts = version, share_prompts
 
@@ -494,10 +509,14 @@ class _Rows:
 
     def build(self, pieces: list[list[int]]) -> PackedBatch:
         """Build one micro-batch. Dummy tokens fill it up to a multiple, and give the model something to run without pieces."""
-        layout = _Layout()
+        layout, pictured = _Layout(), []
         for piece in pieces:
-            prompt = self.prompts[int(self.rollouts.groups[piece[0]])]
-            layout.add(prompt, [self.rollouts.completions[rollout] for rollout in piece], self.share_prompts)
+            group, start = int(self.rollouts.groups[piece[0]]), layout.size
+            completions = [self.rollouts.completions[rollout] for rollout in piece]
+            layout.add(self.prompts[group], completions, self.share_prompts)
+            prompt = self.groups[group].prompt
+            if prompt.images:
+                pictured.append(Pictured(start, layout.size, prompt.token_ids, prompt.images, prompt.prompt_id))
         if missing := -layout.size % self.multiple or (0 if pieces else self.multiple):
             layout.add(np.zeros(missing, np.int64), [], True)
         chosen = [rollout for piece in pieces for rollout in piece]
@@ -522,6 +541,7 @@ class _Rows:
             tokens_in_group=self.tokens_in_group[index],
             kept=_kept(completions),
             routes=_routes(layout.sources),
+            pictured=tuple(pictured),
         )
 
     def sampled(self, index: Tensor) -> SampledTokens:

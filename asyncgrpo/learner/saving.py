@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import snapshot_download
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 from transformers import AutoTokenizer, PreTrainedModel
 
+from asyncgrpo.data.images import has_vision
 from asyncgrpo.errors import CheckpointError
 from asyncgrpo.learner.model import TokenScorer
 from asyncgrpo.learner.optimizer import sharded_like
@@ -155,6 +157,7 @@ TOKENIZER_FILES = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
+    "*processor_config.json",
 )
 
 
@@ -185,10 +188,12 @@ def begin_export(
 
 
 def copy_tokenizer(source: str, folder: Path) -> None:
-    """Copy the files of a tokenizer. A tokenizer of a hub id is loaded and saved by transformers."""
+    """Copy the files of a tokenizer, and of an image processor. A text model's tokenizer of a hub id is saved by transformers."""
     if not Path(source).is_dir():
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-        return
+        if not has_vision(source):
+            AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+            return
+        source = snapshot_download(source, allow_patterns=list(TOKENIZER_FILES))
     for path in {path for pattern in TOKENIZER_FILES for path in Path(source).glob(pattern)}:
         if path.is_dir():
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True)

@@ -235,7 +235,13 @@ class VirtualEngine:
         self.version = version
 
     async def generate(
-        self, request_id: str, prompt: tuple[int, ...], num_completions: int, sampling: Sampling, seed: int
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        num_completions: int,
+        sampling: Sampling,
+        seed: int,
+        *images: Any,
     ) -> AsyncIterator[Completion]:
         self._advance()
         request = Request(request_id, prompt, num_completions, sampling, seed)

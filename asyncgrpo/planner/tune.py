@@ -23,6 +23,7 @@ from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.memory import Card, engine_gpu
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.schema import Config, changed
+from asyncgrpo.data.images import Images
 from asyncgrpo.data.loading import Prompts
 from asyncgrpo.data.tokenizer import load_tokenizer
 from asyncgrpo.engines.base import Engine
@@ -228,7 +229,7 @@ async def _reward_seconds(config: Config, tokenizer: "Tokenizer", rows: Rows) ->
 
 
 def _prompts(config: Config, tokenizer: "Tokenizer") -> Sequence[Prompt]:
-    return Prompts(config.data.sources, "train", tokenizer, config.data)
+    return Prompts(config.data.sources, "train", tokenizer, config.data, images=Images.of(config))
 
 
 # -- the decode sweep --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, reduce
@@ -56,6 +57,8 @@ class Sample:
     """Sampled tokens."""
     parts: str
     """Named parts of the reward as JSON."""
+    images: str = "[]"
+    """Files of the prompt's images in the run folder, as JSON."""
     observed: str = "[]"
     """Observations from an environment: `[start, end]` of each in the characters of `completion`, as JSON. Empty in
     evaluations, where they are not recorded."""
@@ -87,7 +90,8 @@ def samples_of(
         advantages: one per rollout, in order; None for a rollout that took no part in the loss.
         decode: converts token ids to text and keeps special tokens.
     """
-    prompt, samples = decode(group.prompt.token_ids), []
+    # An image is one of its tokens here.
+    prompt, samples = re.sub(r"(<\|\w+\|>)\1+", r"\1", decode(group.prompt.token_ids)), []
     for rollout, advantage in zip(group.rollouts, advantages, strict=True):
         completion = rollout.completion
         text, observed = _text_of(completion, decode)
@@ -119,6 +123,7 @@ def _columns(group: Group | Deliver, prompt: str, spans: Sequence[VersionSpan], 
         "reward": score.value,
         "failure": score.failure,
         "parts": json.dumps(score.parts, ensure_ascii=False),
+        "images": json.dumps([f"images/{digest}" for digest in group.prompt.images]),
     }
 
 

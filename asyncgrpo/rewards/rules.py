@@ -202,6 +202,7 @@ MATHS_SOURCES = (
     "HuggingFaceH4/MATH-500",
     "aime",
     "numina",
+    "hiyouga/geometry3k",
 )
 CODE_SOURCES = ("code", "code_generation", "codecontests", "apps", "codeforces", "taco")
 

@@ -31,6 +31,7 @@ from asyncgrpo.config.explain import algorithm_in_words
 from asyncgrpo.config.load import recorded, to_yaml, with_overrides
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
+from asyncgrpo.data.images import Images
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, JournalError, TrainingError
 from asyncgrpo.journal.history import (
     BatchIssued,
@@ -301,13 +302,14 @@ RANK_TIMEOUT = timedelta(minutes=10)
 
 @contextmanager
 def learner_ranks(
-    config: Config, checkpoint: str | None, *, has_stepped: bool = False
+    config: Config, checkpoint: str | None, *, has_stepped: bool = False, run: Path | None = None
 ) -> Iterator[tuple[Learner, Team]]:
     """Run the ranks of a learner inside the block. Yields the learner of rank 0 and its team.
 
     Args:
         checkpoint: folder of `Learner.save` to load; None: begin with the model's folder.
         has_stepped: True if the processes of the run had made a step before.
+        run: folder of the run, which has the images of its prompts.
     Raises:
         ConfigError: the machine has too few GPUs, or the learner cannot be built.
         CheckpointError: the checkpoint cannot be loaded.
@@ -318,13 +320,13 @@ def learner_ranks(
     store = serve_store("127.0.0.1", RANK_TIMEOUT.total_seconds())
     spawn = multiprocessing.get_context("spawn")
     others = [
-        spawn.Process(target=_follow, args=(config, rank, store.port, checkpoint, has_stepped), daemon=True)
+        spawn.Process(target=_follow, args=(config, rank, store.port, checkpoint, has_stepped, run), daemon=True)
         for rank in range(1, world)
     ]
     for process in others:
         process.start()
     try:
-        learner, team = _join(config, 0, store, checkpoint, has_stepped), Team(0, world)
+        learner, team = _join(config, 0, store, checkpoint, has_stepped, run), Team(0, world)
         yield learner, team
         team.broadcast(RankCommand(what="end"))
         for process in others:
@@ -341,23 +343,26 @@ def learner_ranks(
             dist.destroy_process_group()
 
 
-def _follow(config: Config, rank: int, port: int, checkpoint: str | None, has_stepped: bool) -> None:
+def _follow(config: Config, rank: int, port: int, checkpoint: str | None, has_stepped: bool, run: Path | None) -> None:
     """Run another rank, until rank 0 commands its end or disconnects."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     store = visit_store("127.0.0.1", port, RANK_TIMEOUT.total_seconds())
     with suppress(AsyncGRPOError):  # rank 0 raises and reports the same error
-        follow(_join(config, rank, store, checkpoint, has_stepped), Team(rank, config.learner.ranks))
+        follow(_join(config, rank, store, checkpoint, has_stepped, run), Team(rank, config.learner.ranks))
         dist.destroy_process_group()
 
 
-def _join(config: Config, rank: int, store: dist.Store, checkpoint: str | None, has_stepped: bool) -> Learner:
+def _join(
+    config: Config, rank: int, store: dist.Store, checkpoint: str | None, has_stepped: bool, run: Path | None
+) -> Learner:
     transformers_logging.disable_progress_bar()
     device = _device(config, rank)
     if device.type == "cpu":
         torch.set_num_threads(1)  # as in a run, because sums depend on the number of threads
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=config.learner.ranks, timeout=RANK_TIMEOUT)
-    learner = Learner(config, rank=rank, world=config.learner.ranks, device=device, has_stepped=has_stepped)
+    images, world = Images.of(config, run), config.learner.ranks
+    learner = Learner(config, rank=rank, world=world, device=device, has_stepped=has_stepped, images=images)
     if checkpoint is not None:
         learner.load(checkpoint)
     return learner
@@ -470,7 +475,8 @@ class Replay:
     def _leg(
         self, leg: Leg, config: Config, begin: str | None, save: str | None, on_step: Callable[[Pair], None]
     ) -> None:
-        with learner_ranks(config, begin, has_stepped=not leg.is_from_start) as (learner, team):
+        run = self._timeline.run
+        with learner_ranks(config, begin, has_stepped=not leg.is_from_start, run=run) as (learner, team):
             self._compare_weights(leg.steps[0].version, learner, team, config)
             clock = PhaseClock()
             for planned in leg.steps:

@@ -1,6 +1,8 @@
 """The admin API: what it tells, what it takes, and that it takes nothing else."""
 
 import asyncio
+import base64
+import io
 import json
 import socket
 import threading
@@ -12,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from PIL import Image
 
 from asyncgrpo.config.schema import ControlConfig
 from asyncgrpo.control import api
@@ -239,3 +242,16 @@ def test_a_port_that_is_taken_is_named(operator: FakeOperator):
 
 def test_a_token_is_shown_nowhere():
     assert "secret" not in repr(Address.of_this_process("http://127.0.0.1:1", "secret"))
+
+
+def test_an_image_of_a_prompt_is_shown_as_a_png_to_who_has_the_token(url: str, operator: FakeOperator):
+    folder, digest = operator.run_dir / "images", "0" * 32
+    folder.mkdir()
+    Image.new("RGB", (900, 600), "red").save(folder / digest, "TIFF")
+    code, reply = ask(url, f"/api/image?digest={digest}")
+    assert code == 200
+    shown = Image.open(io.BytesIO(base64.b64decode(reply["url"].removeprefix("data:image/png;base64,"))))
+    assert (shown.format, shown.size) == ("PNG", (512, 341))
+    assert ask(url, f"/api/image?digest={digest}", token=None)[0] == 401
+    assert ask(url, f"/api/image?digest={'1' * 32}")[0] == 404
+    assert ask(url, "/api/image?digest=../metrics.jsonl")[0] == 400

@@ -1,5 +1,6 @@
 """The page of a run in a real browser: what it shows, what its buttons do, and that what a model wrote is only text."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from asyncgrpo.control.client import ChangeSettings, Pause, Scale
 from asyncgrpo.errors import CommandRefused
@@ -156,6 +158,21 @@ def test_what_an_environment_said_is_set_apart(tab: Page, url: str, operator: Fa
     tab.click(".sample summary")
     assert tab.text(".sample .observed") == "seven."
     assert tab.value("document.querySelector('.sample').innerText").count("look up 7seven.is it") == 2
+
+
+def test_the_images_of_a_prompt_are_shown_where_its_card_is_opened(tab: Page, url: str, operator: FakeOperator):
+    folder, there, gone = operator.run_dir / "images", "a" * 32, "b" * 32
+    folder.mkdir()
+    Image.new("RGB", (40, 30), "red").save(folder / there, "BMP")
+    rows = [sample(images=json.dumps([f"images/{there}", f"images/{gone}"]))]
+    table = pa.Table.from_pylist(rows, schema=schema())
+    pq.write_table(table, operator.run_dir / "samples" / "step_000012.parquet")
+    tab.open(f"{url}/#token={TOKEN}")
+    tab.wait("document.querySelectorAll('.sample').length === 1")
+    assert tab.value("document.querySelectorAll('.sample img').length") == 0
+    tab.value("document.querySelector('.sample').open = true")
+    tab.wait("document.querySelector('.sample img')?.naturalWidth === 40")
+    assert "cannot be shown" in tab.text(".sample .bad")
 
 
 def test_a_wrong_token_is_said_with_the_way_out(tab: Page, url: str):

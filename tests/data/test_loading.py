@@ -63,13 +63,13 @@ def test_a_prompt_has_the_turns_of_its_row_where_that_has_turns(tmp_path, tokeni
 
 def test_only_rows_that_are_due_are_tokenised(config, monkeypatch):
     tokenised = []
-    token_ids_of = loading.token_ids_of
+    rendered = loading.rendered
 
     def noting(source, index, *rest):
         tokenised.append(index)
-        return token_ids_of(source, index, *rest)
+        return rendered(source, index, *rest)
 
-    monkeypatch.setattr(loading, "token_ids_of", noting)
+    monkeypatch.setattr(loading, "rendered", noting)
     source = source_of(config)
     assert len(set(tokenised)) == len(tokenised) == loading.PROBES
     issued = [source.next()[1].prompt_id for _ in range(5)]
@@ -109,7 +109,7 @@ def test_rows_of_several_sources_are_counted_through(config, tmp_path):
     write_rows(tmp_path / "more.jsonl", [{"prompt": "2", "ground_truth": "2", "data_source": "c"}] * 3)
     config = configured(tmp_path, f"data.train=[{tmp_path / 'train.jsonl'}, {tmp_path / 'more.jsonl'}]")
     train, checked = prepare(config).train, check(config)["train"]
-    assert train.sizes == (200, 3) and checked == (203, {"a", "b", "c"})
+    assert train.sizes == (200, 3) and checked == (203, {"a", "b", "c"}, False)
     assert [train[i].text for i in (199, 200, 202)] == ["1111", "2", "2"] and train[200].prompt_id == "train/200"
 
 

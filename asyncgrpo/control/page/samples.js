@@ -90,7 +90,18 @@ function sample(row, searched) {
   const parts = [["prompt", row.prompt], ["completion", row.completion], ["answer", row.ground_truth], ["parts", row.parts],
     ["weights", row.version_oldest === row.version_newest ? row.version_newest : `${row.version_oldest} to ${row.version_newest}`]];
   const shown = list(parts.map(([name, text]) => [name, name === "completion" ? withObserved(row, searched) : marked(text, searched)]));
-  return make("details", {class: "card sample"}, summary, shown);
+  const card = make("details", {class: "card sample"}, summary, shown);
+  card.addEventListener("toggle", () => showImages(row, shown), {once: true});
+  return card;
+}
+
+/** The images of the prompt, asked for when the card is first opened. A file of an older release names none. */
+async function showImages(row, shown) {
+  const images = await Promise.all(JSON.parse(row.images ?? "[]").map(async (file) => {
+    const found = await get("/api/image", {digest: file.replace("images/", "")}).catch((error) => error);
+    return found.url ? make("img", {src: found.url, alt: file, title: file}) : make("span", {class: "bad"}, found.message);
+  }));
+  if (images.length) shown.prepend(make("dt", {}, "images"), make("dd", {}, ...images));
 }
 
 /** The completion, with what an environment said set apart. A file of an older release does not say what that was. */

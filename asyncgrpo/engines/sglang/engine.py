@@ -21,12 +21,14 @@ import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asyncgrpo.data.images import Images
 from asyncgrpo.engines.base import EngineBase, EngineOccupancy, Request
 from asyncgrpo.engines.sglang.proof import Given, Proof, listed, question
 from asyncgrpo.errors import EngineError, RequestError
@@ -69,6 +71,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         prefix_cache: bool = True,
         random_seed: int = 0,
         records_routes: bool = False,
+        images: Images | None = None,
         extra: dict[str, Any] | None = None,
     ):
         """
@@ -83,6 +86,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             prefix_cache: completions share the keys and values of common prefixes, never across policy versions.
             random_seed: seed of SGLang's sampling; equal seeds and equal requests in equal batches give equal tokens.
             records_routes: completions have the experts of each token.
+            images: of the run, if the model reads any.
             extra: further arguments of `sglang.Engine`, which override all others.
         """
         super().__init__()
@@ -91,7 +95,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         self.tensor_parallel = tensor_parallel
         self.max_completions = max_completions
         self.memory_fraction, self.prefix_cache = memory_fraction, prefix_cache
-        self.random_seed, self.records_routes = random_seed, records_routes
+        self.random_seed, self.records_routes, self.images = random_seed, records_routes, images
         self.extra = extra or {}
         self._serial = itertools.count()
         self._engine: Any = None
@@ -263,6 +267,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         manager = self._manager
+        seen = await self._seen(request) if request.images else None
         await self._may_submit.wait()
         if request.is_aborted:
             for completion in request.pending:
@@ -285,9 +290,31 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         call.normalize_batch_and_arguments()
         manager._init_req_state(call)
         request.rids = call.rid
-        await manager._send_batch_request(await manager._batch_tokenize_and_process(num_completions, call))
+        sent = await manager._batch_tokenize_and_process(num_completions, call)
+        for one in sent:
+            one.mm_inputs = seen
+        await manager._send_batch_request(sent)
         for index in range(num_completions):
             self._spawn(request, self._receive(request, index, manager._wait_one_response(call[index])))
+
+    async def _seen(self, request: SGLangRequest) -> Any:
+        """Return the images of a request as SGLang sends them to a scheduler.
+
+        SGLang gets the pixels that the learner builds, not files, which it would decode and resize on its own. So the prompt
+        stays as it is, with an image token for each token of an image.
+        """
+        if self.images is None:
+            raise RequestError("its prompt has images, and the engine was started without them")
+        pixels = await asyncio.to_thread(self.images.pixels, request.images, f"of request {request.request_id}")
+        image = {"format": "processor_output", "pixel_values": pixels.values, "image_grid_thw": pixels.grid}
+        without = SimpleNamespace(rid=request.request_id, video_data=None, audio_data=None)
+        return await self._manager.mm_processor.process_mm_data_async(
+            image_data=[image],
+            audio_data=None,
+            input_text=list(request.prompt),
+            request_obj=without,
+            max_req_input_len=self.max_context,
+        )
 
     async def _receive(self, request: Request, index: int, outputs: AsyncIterator[dict[str, Any]]) -> None:
         async for output in outputs:  # exactly one, because streaming is off
