@@ -30,7 +30,7 @@ from asyncgrpo.algorithms.advantages import (
 )
 from asyncgrpo.config.schema import CRITIC, Config
 from asyncgrpo.learner.attention import Family, Segments
-from asyncgrpo.learner.head import Kept
+from asyncgrpo.learner.head import Kept, Teacher
 from asyncgrpo.types import Completion, Group, PolicyVersion, Rollout
 
 # -- completions and their rewards -------------------------------------------------------------------------------------
@@ -346,6 +346,8 @@ class PackedBatch:
     """Tokens that each of the N could be sampled from; None: the whole vocabulary."""
     routes: Tensor | None = None
     """[T, layers, K] int16, experts that the generator's routers chose, -1 where that is unknown; None: not replayed."""
+    teacher: Teacher | None = None
+    """Log-probs of a served teacher for each of the N; None: there is none."""
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Return the batch on another device."""
@@ -358,8 +360,8 @@ class PackedBatch:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Kept):
-        return Kept(*(part.to(device, non_blocking=True) for part in value))
+    if isinstance(value, Kept | Teacher):
+        return type(value)(*(part.to(device, non_blocking=True) for part in value))
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     return value if value is None else value.to(device)
@@ -382,7 +384,7 @@ class StepBatch:
     num_groups: int
     """Groups with a trained token."""
     zero_signal_groups: int
-    """Groups with equal rewards on all usable completions, or with fewer than two."""
+    """Groups with equal rewards on all usable completions, or with fewer than two; 0 with a teacher."""
     signal_share: float
     """Share of groups with a signal among groups that are solved or have a signal (`advantages.Signal`); 1 with a critic or
     a teacher."""
@@ -409,7 +411,7 @@ def pack(
     group_size: int | None = None,
     shaping: Shaping = UNSHAPED,
     success: float = 1.0,
-    has_other_signal: bool = False,
+    has_teacher: bool = False,
     share_prompts: bool = True,
     pair_cost: float = 0.0,
     skip_zero_advantage: bool = False,
@@ -426,7 +428,7 @@ def pack(
         group_size: completions from this index on are greedy baselines; None: no baselines.
         shaping: of the rewards.
         success: reward before shaping from which a completion is right.
-        has_other_signal: True if groups with equal rewards teach as well, by a critic or a teacher.
+        has_teacher: True if groups with equal rewards have a signal as well, by a teacher.
         share_prompts: compute a prompt once for its completions in one micro-batch.
         pair_cost: cost of a query-key pair of attention, in tokens, to balance micro-batches over ranks.
         skip_zero_advantage: leave completions with advantage 0 out of the micro-batches, because they have no gradient.
@@ -443,6 +445,7 @@ def pack(
     dealt = rows.deal(has_tokens & ~is_skipped, world, tokens_per_microbatch, pair_cost)
     with_signal = groups_with_signal(rollouts.rewards, rollouts.groups)
     teaches = (advantages != 0) & rollouts.is_trained & has_tokens
+    has_other_signal = has_teacher or advantage == CRITIC
     signal = signal_of(rollouts.scores, rollouts.groups, teaches, success=success)
     return StepBatch(
         trained=tuple(rows.build(row) for row in dealt[rank]) or (rows.build([]),),
@@ -451,7 +454,7 @@ def pack(
         num_tokens=int(in_group.sum()),
         num_completions=int(rollouts.is_trained.sum()),
         num_groups=int((in_group > 0).sum()),
-        zero_signal_groups=len(groups) - rollouts.groups[with_signal].unique().numel(),
+        zero_signal_groups=0 if has_teacher else len(groups) - rollouts.groups[with_signal].unique().numel(),
         signal_share=1.0 if has_other_signal else signal.share,
         bonus_share=1.0 if has_other_signal else signal.not_hopeless,
         advantages=advantages,
@@ -475,6 +478,7 @@ class _Rows:
         self.prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups]
         self.rollouts, self.advantages, self.tokens_in_group = rollouts, advantages, tokens_in_group
         self.version, self.share_prompts = version, share_prompts
+        self.is_taught = all(one.teacher is not None for one in rollouts.completions)  # the same on all ranks
 
     def deal(self, wanted: Tensor, world: int, budget: int, pair_cost: float) -> list[list[list[list[int]]]]:
         """Return `[world][micro-batch][piece]` lists of completions. Completions of a piece share their prompt."""
@@ -522,6 +526,7 @@ class _Rows:
             tokens_in_group=self.tokens_in_group[index],
             kept=_kept(completions),
             routes=_routes(layout.sources),
+            teacher=_teacher(completions) if self.is_taught else None,
         )
 
     def sampled(self, index: Tensor) -> SampledTokens:
@@ -591,6 +596,14 @@ def _kept(completions: Sequence[Completion]) -> Kept | None:
     ids = [nothing if c.kept is None else c.kept.ids for c in completions]
     counts = [np.zeros(len(c.token_ids), np.int64) if c.kept is None else c.kept.counts for c in completions]
     return Kept(_joined(ids, np.int64), _joined(counts, np.int64).cumsum(0))
+
+
+def _teacher(completions: Sequence[Completion]) -> Teacher:
+    taught = [completion.teacher for completion in completions if completion.teacher is not None]
+    if not taught:
+        return Teacher(torch.zeros(0), torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0))
+    sampled, ids, values = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*taught, strict=True))
+    return Teacher(sampled, ids.long(), values)
 
 
 def _routes(sources: Sequence[tuple[np.ndarray | None, int, int]]) -> Tensor | None:
