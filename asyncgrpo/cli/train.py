@@ -167,7 +167,9 @@ def demo(
         algorithm = algorithm or "distill"
         settings = [*ONLY_DISTILLED, f"algorithm.teacher={(folder / 'teacher').absolute()}", *settings]
     settings += [f"model.path={(folder / 'model').absolute()}"]
-    settings += [f"data.{split}={folder / 'data' / split}.jsonl" for split in ("train", "eval")]
+    settings += [
+        f"data.{split}={folder / 'data' / split}.jsonl" for split in (["train"] if teacher else ["train", "eval"])
+    ]
     config = load_config("quickstart", [*settings, *(overrides or [])], algorithm=algorithm)
     is_made = (folder / "model" / "config.json").exists()
     if not is_made:

@@ -246,10 +246,8 @@ def _of_steps(progress: Progress) -> Rows:
         means = f"{number(fmean(first))} -> {number(fmean(last))}"
         yield "reward", f"{means} (means of {len(first)} first and last steps)"
     if progress.first_kl is not None:
-        yield (
-            "kl",
-            f"{number(progress.first_kl)} -> {number(progress.last.get('kl_reference'))} nats per token (first and last step)",
-        )
+        values = f"{number(progress.first_kl)} -> {number(progress.last.get('kl_reference'))}"
+        yield "kl", f"{values} nats per token (first and last step)"
     if progress.first_eval is not None and progress.last_eval is not None:
         both = progress.first_eval, progress.last_eval
         scores = [number(event["reward_mean"]) for event in both if event.get("reward_mean") is not None]
