@@ -18,9 +18,8 @@ DEMO += ["reward.weights=[0]", "teacher.top_k=8", "teacher.timeout_s=1"]
 
 def wait_for_outage(run: Path, number: int) -> None:
     wait_until(lambda: len(events(run, "rewards_paused")) >= number, "pause", 60.0)
-    assert (
-        "teacher" in events(run, "rewards_paused")[-1]["last"] or "timeout" in events(run, "rewards_paused")[-1]["last"]
-    )
+    reason = events(run, "rewards_paused")[-1]["reason"]
+    assert reason.startswith(("teacher: ", "timeout: ")), reason
 
 
 def wait_for_steps(run: Path) -> None:

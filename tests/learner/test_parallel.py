@@ -25,6 +25,7 @@ from tests.learner.helpers import (
     random_groups,
     watch_updates,
     weights,
+    with_teacher,
 )
 from tests.learner.ranks import run_on_ranks
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
@@ -39,6 +40,10 @@ MIXED = {
     "deepseek_v3": ({}, GROUPS),
     "few": ({}, FEW),
     "no shared prompts": ({"learner": {"share_prompts": False, "tokens_per_microbatch": 60}}, GROUPS),
+    "served teacher": (
+        {"algorithm": {"kl_coef": 1.0, "kl_kind": "full"}, "teacher": {"url": "http://unused", "top_k": 3}},
+        with_teacher(GROUPS, top_k=3),
+    ),
     "lora": ({"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1, "kl_kind": "full"}}, GROUPS),
 }
 STEP_WIDE = {
