@@ -152,7 +152,10 @@ class Teacher:
         async with self._turn:
             found = await (self._by_sglang(row, len(prompt)) if is_sglang else self._by_vllm(row, len(prompt), card))
         metrics.teacher_seconds.observe(time.perf_counter() - asked_s)
-        if [token for token, *_ in found] != row[len(prompt) :]:
+        wanted = row[len(prompt) :]
+        if is_sglang:  # it writes 0 for the last id of the vocabulary
+            wanted = [0 if token == self._vocabulary - 1 else token for token in wanted]
+        if [token for token, *_ in found] != wanted:
             raise ServiceError(f"{self.url}: the reply has other tokens than the request")
         return self._logprobs([found[place] for place in completion.sampled_at.tolist()])
 

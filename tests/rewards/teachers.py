@@ -22,7 +22,12 @@ def as_sglang(asked: dict) -> dict:
     if start is None:
         return {"text": "", "meta_info": {}}
     pairs = list(zip(ids[start:], ids[start + 1 :], strict=False))
-    meta = {"input_token_logprobs": [[None, ids[start], None], *([float(LOG_Q[a, b]), b, None] for a, b in pairs)]}
+    meta = {
+        "input_token_logprobs": [
+            [None, ids[start], None],
+            *([float(LOG_Q[a, b]), b if b < VOCABULARY - 1 else 0, None] for a, b in pairs),
+        ]
+    }
     if count:
         top = [[[float(LOG_Q[a, b]), b, None] for b in top_of(a, count)] for a, _ in pairs]
         meta["input_top_logprobs"] = [None, *top]

@@ -79,13 +79,13 @@ def scores(config, asked: Prompt, *completions: Completion, texts=None) -> list[
 @pytest.mark.parametrize("kind", ["sglang", "vllm"])
 @pytest.mark.parametrize("top_k", [0, TOP_K])
 def test_each_sampled_token_has_its_log_prob_and_those_of_the_most_likely_ones(model, kind, top_k):
-    tokens, observed = [50, 51, 52], [60, 61]
+    tokens, observed = [50, VOCABULARY - 1, 52], [60, 61]
     with TeacherServer(model, kind) as server:
         config = config_of(model, f"{server.url}/v1/", top_k=top_k)
         first, second = scores(config, prompt(), completion(tokens), completion(tokens, observed))
         assert {*server.paths} == {"/generate" if kind == "sglang" else "/v1/completions"}
         assert len(server.requests) == 2, "a short prompt is not sent alone"
-    for score, before in ((first, [10, 50, 51]), (second, [10, 61, 51])):
+    for score, before in ((first, [10, 50, VOCABULARY - 1]), (second, [10, 61, VOCABULARY - 1])):
         assert isinstance(score, TaughtScore) and score.plain == Score(value=1.0, parts={"a": 2.0})
         assert score.teacher is not None
         assert score.teacher.sampled == pytest.approx(LOG_Q[before, tokens])
