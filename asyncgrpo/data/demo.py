@@ -85,6 +85,7 @@ def make_demo_teacher(path: str | Path, *, seed: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more only wait for each other at this size
     make_demo_model(path, seed=seed, layers=2)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), _byte_tokenizer()
@@ -103,6 +104,7 @@ def make_demo_teacher(path: str | Path, *, seed: int) -> None:
         model(input_ids=batch, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+    torch.set_num_threads(threads)
     model.save_pretrained(path)
 
 
