@@ -374,6 +374,7 @@ def _kl(config: Config) -> Iterator[str]:
         yield f"{teacher} is set, but algorithm.kl_coef is 0, so nothing is learned from it; set kl_coef=1"
     if config.has_teacher and a.filter_zero_signal:
         yield f"algorithm.filter_zero_signal replaces groups whose rewards are all equal, but {teacher} teaches with them, too"
+    yield from _served_teacher(config)
     if a.kl_coef == 0:
         return
     if a.kl_in == "loss" and a.kl_kind == "k1":
@@ -454,13 +455,4 @@ def _served_teacher(config: Config) -> Iterator[str]:
         yield "teacher.top_k is for algorithm.kl_kind=full; the other kinds compare the sampled token only"
 
 
-_ALGORITHM_RULES: tuple[Rule, ...] = (
-    _arguments,
-    _corrections,
-    _kl,
-    _served_teacher,
-    _rewards,
-    _estimators,
-    _updates,
-    _schedule,
-)
+_ALGORITHM_RULES: tuple[Rule, ...] = (_arguments, _corrections, _kl, _rewards, _estimators, _updates, _schedule)

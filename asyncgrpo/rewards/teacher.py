@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from asyncgrpo import metrics
 from asyncgrpo.config.reach import check_service, find_model
 from asyncgrpo.config.schema import Config, TeacherConfig
-from asyncgrpo.errors import ConfigError
+from asyncgrpo.errors import AsyncGRPOError, ConfigError
 from asyncgrpo.host import importing
 from asyncgrpo.rewards.base import Reward, Sampled, failed, is_training
 from asyncgrpo.rewards.http import Service, ServiceError
@@ -39,51 +39,24 @@ class TaughtScore(Score):  # type: ignore[misc]  # mypy does not see that it is 
         return Score(**{name: getattr(self, name) for name in Score.__struct_fields__})
 
 
-# -- replies of the servers --------------------------------------------------------------------------------------------
-
-
-class _Card(msgspec.Struct):
-    id: str
-    owned_by: str = ""
-    root: str | None = None
-    max_model_len: int | None = None
-
-
-class _Cards(msgspec.Struct):
-    data: Annotated[list[_Card], msgspec.Meta(min_length=1)]
-
-
-_Entry = tuple[float | None, int, Any]
-"""Log-prob, token id and text."""
-
-
-class _Meta(msgspec.Struct):
-    input_token_logprobs: list[_Entry]
-    input_top_logprobs: list[list[_Entry] | None] = []
-
-
-class _OfSGLang(msgspec.Struct):
-    meta_info: _Meta
-
-
-class _Logprob(msgspec.Struct):
-    logprob: float
-
-
-class _Choice(msgspec.Struct):
-    prompt_logprobs: list[dict[int, _Logprob] | None]
-
-
-class _OfVLLM(msgspec.Struct):
-    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
-
-
-T = TypeVar("T")
-Position = tuple[int, float | None, list[tuple[int, Any]]]
-"""Token id and its log-prob, and the most likely tokens with theirs."""
-
-
 # -- one server --------------------------------------------------------------------------------------------------------
+
+
+class _Model(msgspec.Struct):
+    """The model of a server, of its reply to `/v1/models`."""
+
+    id: str
+    owned_by: str
+    max_model_len: int | None = None
+    root: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_Entry = tuple[float | None, Sequence[tuple[float | None, int]]]
+"""Log-prob of a token, and the most likely tokens at its place, with theirs."""
 
 
 class Teacher:
@@ -95,40 +68,31 @@ class Teacher:
             path: folder or hub id of the model; None: as the server names it.
         """
         self.url = url.strip().rstrip("/").removesuffix("/v1")
-        self._path, self._top_k, deadline_s = path, settings.top_k, settings.timeout_s
-        self._cards, self._sglang, self._vllm = (
-            Service(f"{self.url}/{one}", deadline_s=deadline_s) for one in ("v1/models", "generate", "v1/completions")
+        self._path, self._top_k = path, settings.top_k
+        self._models, self._sglang, self._vllm = (
+            Service(f"{self.url}/{one}", deadline_s=settings.timeout_s)
+            for one in ("v1/models", "generate", "v1/completions")
         )
         self._turn = asyncio.Semaphore(settings.max_concurrent)
-        self._card: _Card | None = None
+        self._model: _Model | None = None
         self._vocabulary = 0
         self._sent: OrderedDict[tuple[int, ...], asyncio.Future[bytes]] = OrderedDict()
 
-    def check(self, config: Config) -> None:
-        """Raise ConfigError if the server cannot be reached, or cannot score completions of this run."""
-        check_service(self.url, "teacher.url")
-
-        async def ask() -> _Card:
-            try:
-                return await self._ask()
-            finally:
-                await self.close()
-
+    async def check(self, config: Config) -> None:
+        """Raise ConfigError if the server cannot score completions of this run."""
         try:
-            card = asyncio.run(ask())
+            model = await self._ask()
         except ServiceError as error:
             raise ConfigError(f"teacher.url: {error}") from error
         longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-        if card.max_model_len is not None and longest >= card.max_model_len:  # servers keep room for a token
+        if model.max_model_len is not None and longest >= model.max_model_len:  # servers keep room for a token
             raise ConfigError(
-                f"teacher.url: the context of {self.url} is {card.max_model_len} tokens, too short for data.max_prompt_tokens + "
-                f"sampling.max_tokens = {longest} and one more; lower one of the two, or start the server with a longer context"
+                f"teacher.url: the context of {self.url} is {model.max_model_len} tokens, too short for "
+                f"data.max_prompt_tokens + sampling.max_tokens = {longest} and one more; lower one of the two, or start the "
+                "server with a longer context"
             )
-        with importing():
-            from transformers import AutoTokenizer
-
-        path = self._path or card.root or card.id
-        own, theirs = (_load(AutoTokenizer, one).get_vocab() for one in (config.model.path, path))
+        path = self._path or model.root or model.id
+        own, theirs = (_load("AutoTokenizer", one).get_vocab() for one in (config.model.path, path))
         if differing := own.items() ^ theirs.items():
             raise ConfigError(
                 f"teacher.path ({path}) has other tokens than model.path ({config.model.path}): token "
@@ -140,40 +104,42 @@ class Teacher:
                 "at the first id above them"
             )
 
-    async def score(self, prompt: Sequence[int], completion: Completion) -> TeacherLogprobs:
-        """Return the log-probs of the sampled tokens. Raises ServiceError."""
-        row = [*prompt, *completion.all_token_ids.tolist()]
-        card, asked_s = self._card or await self._ask(), time.perf_counter()
+    async def score(self, prompt: tuple[int, ...], completion: Completion) -> TeacherLogprobs:
+        """Return the log-probs of the sampled tokens. Raises ServiceError, or ConfigError if its model is not found."""
+        row, asked_s = [*prompt, *completion.all_token_ids.tolist()], time.perf_counter()
+        model = self._model or await self._ask()
         if max(row) >= self._vocabulary:
             raise ServiceError(f"{self.url}: token id {max(row)} is not in a vocabulary of {self._vocabulary}")
-        is_sglang = card.owned_by == "sglang"
+        is_sglang = model.owned_by == "sglang"
         if is_sglang and len(prompt) >= LONG_PROMPT:
-            await self._send_once(tuple(prompt))
-        async with self._turn:
-            found = await (self._by_sglang(row, len(prompt)) if is_sglang else self._by_vllm(row, len(prompt), card))
+            await self._send_once(prompt)
+        try:
+            async with self._turn:
+                entries = await (self._by_sglang if is_sglang else self._by_vllm)(row, len(prompt), model)
+            some = [entries[place] for place in completion.sampled_at.tolist()]
+            likely = np.array([top for _, top in some], np.float64).reshape(len(some), self._top_k, 2)
+            sampled = np.array([value for value, _ in some], np.float32)  # NaN for None
+            if not (np.isfinite(sampled).all() and np.isfinite(likely).all()):
+                raise ValueError("a log-prob is not finite")
+        except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+            raise ServiceError(f"{self.url}: the reply has no log-probs of the request: {error!r}") from error
         metrics.teacher_seconds.observe(time.perf_counter() - asked_s)
-        wanted = row[len(prompt) :]
-        if is_sglang:  # it writes 0 for the last id of the vocabulary
-            wanted = [0 if token == self._vocabulary - 1 else token for token in wanted]
-        if [token for token, *_ in found] != wanted:
-            raise ServiceError(f"{self.url}: the reply has other tokens than the request")
-        return self._logprobs([found[place] for place in completion.sampled_at.tolist()])
+        return TeacherLogprobs(sampled, likely[..., 1].astype(np.int32), likely[..., 0].astype(np.float32))
 
     async def close(self) -> None:
         """Close the connections."""
-        for one in (self._cards, self._sglang, self._vllm):
+        for one in (self._models, self._sglang, self._vllm):
             await one.close()
 
-    async def _ask(self) -> _Card:
-        """Ask the server for its model, and look up the size of the vocabulary. Raises ServiceError."""
-        card = _decoded(await self._cards.get(), _Cards, self.url).data[0]
-        with importing():
-            from transformers import AutoConfig
-
-        model = await asyncio.to_thread(_load, AutoConfig, self._path or card.root or card.id)
-        self._vocabulary = model.get_text_config().vocab_size
-        self._card = card
-        return card
+    async def _ask(self) -> _Model:
+        """Ask the server for its model, and look up the size of the vocabulary. Raises ServiceError or ConfigError."""
+        try:
+            model = msgspec.json.decode(await self._models.get(), type=_Models).data[0]
+        except (msgspec.MsgspecError, LookupError) as error:
+            raise ServiceError(f"{self.url}: the server is neither SGLang's nor vLLM's: {error}") from error
+        config = await asyncio.to_thread(_load, "AutoConfig", self._path or model.root or model.id)
+        self._vocabulary, self._model = config.get_text_config().vocab_size, model
+        return model
 
     async def _send_once(self, prompt: tuple[int, ...]) -> None:
         """Have the server compute a prompt before the first of its completions, which then find it in the prefix cache."""
@@ -185,7 +151,7 @@ class Teacher:
                 self._sent.popitem(last=False)
         await asyncio.shield(sent)
 
-    async def _by_sglang(self, row: list[int], start: int) -> list[Position]:
+    async def _by_sglang(self, row: list[int], start: int, model: _Model) -> list[_Entry]:
         body = {
             "input_ids": row,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -193,48 +159,31 @@ class Teacher:
             "logprob_start_len": start - 1,  # the prefix cache is read up to here; the first entry has no log-prob
             "top_logprobs_num": self._top_k,
         }
-        meta = _decoded(await self._sglang.post(msgspec.json.encode(body)), _OfSGLang, self.url).meta_info
-        top = meta.input_top_logprobs or [None] * len(meta.input_token_logprobs)
-        pairs = zip(meta.input_token_logprobs, top, strict=False)
-        return [(token, value, [(id, x) for x, id, _ in likely or ()]) for (value, token, _), likely in pairs][1:]
+        meta = msgspec.json.decode(await self._sglang.post(msgspec.json.encode(body)))["meta_info"]
+        entries = meta["input_token_logprobs"][1:]
+        last = self._vocabulary - 1  # written as 0
+        if [token for _, token, _ in entries] != [0 if token == last else token for token in row[start:]]:
+            raise ValueError("it is for other tokens")
+        tops = meta["input_top_logprobs"][1:] if self._top_k else [[]] * len(entries)
+        return [(one[0], [other[:2] for other in top]) for one, top in zip(entries, tops, strict=True)]
 
-    async def _by_vllm(self, row: list[int], start: int, card: _Card) -> list[Position]:
-        body = {"model": card.id, "prompt": row, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self._top_k}
-        reply = _decoded(await self._vllm.post(msgspec.json.encode(body)), _OfVLLM, self.url)
-        found: list[Position] = []
-        for token, given in zip(row[start:], reply.choices[0].prompt_logprobs[start:], strict=False):
-            values = {id: one.logprob for id, one in (given or {}).items()}
-            likely = sorted(values.items(), key=lambda one: -one[1])[: self._top_k]
-            found.append((token, values.get(token), likely))
+    async def _by_vllm(self, row: list[int], start: int, model: _Model) -> list[_Entry]:
+        body = {"model": model.id, "prompt": row, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self._top_k}
+        reply = msgspec.json.decode(await self._vllm.post(msgspec.json.encode(body)))
+        found: list[_Entry] = []
+        for token, given in zip(row[start:], reply["choices"][0]["prompt_logprobs"][start:], strict=True):
+            values = sorted(((one["logprob"], int(name)) for name, one in given.items()), reverse=True)
+            found.append((given[str(token)]["logprob"], values[: self._top_k]))
         return found
 
-    def _logprobs(self, found: list[Position]) -> TeacherLogprobs:
-        likely = [one for *_, one in found]
-        if any(len(one) < self._top_k for one in likely):
-            raise ServiceError(f"{self.url}: the reply has fewer than teacher.top_k ({self._top_k}) tokens")
-        shape = len(found), self._top_k
-        made = TeacherLogprobs(
-            np.array([value for _, value, _ in found], np.float32),  # NaN for null
-            np.array([[id for id, _ in one] for one in likely], np.int32).reshape(shape),
-            np.array([[value for _, value in one] for one in likely], np.float32).reshape(shape),
-        )
-        if not (np.isfinite(made.sampled).all() and np.isfinite(made.values).all()):
-            raise ServiceError(f"{self.url}: a log-prob is not finite")
-        return made
 
-
-def _decoded(reply: bytes, kind: type[T], url: str) -> T:
-    try:
-        return msgspec.json.decode(reply, type=kind)
-    except msgspec.MsgspecError as error:
-        raise ServiceError(f"{url}: the reply is neither SGLang's nor vLLM's: {error}") from error
-
-
-def _load(kind: Any, path: str) -> Any:
-    """Load a tokenizer or a configuration of transformers. Raises ConfigError."""
+def _load(kind: str, path: str) -> Any:
+    """Load a class of transformers. Raises ConfigError."""
     find_model(path, "teacher.path")
+    with importing():
+        import transformers
     try:
-        return kind.from_pretrained(path)
+        return getattr(transformers, kind).from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"teacher.path: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
 
@@ -256,8 +205,16 @@ def check_teachers(config: Config, sources: set[str]) -> None:
     teachers = build_teachers(config)
     if missing := sorted(source for source in sources if teachers and not {"", source} & teachers.keys()):
         raise ConfigError(f"teacher.url has no URL for data_source {', '.join(map(repr, missing))}; give one for each")
+
+    async def check(teacher: Teacher) -> None:
+        try:
+            await teacher.check(config)
+        finally:
+            await teacher.close()
+
     for teacher in teachers.values():
-        teacher.check(config)
+        check_service(teacher.url, "teacher.url")
+        asyncio.run(check(teacher))
 
 
 class TaughtReward(Reward):
@@ -270,20 +227,23 @@ class TaughtReward(Reward):
 
     def __init__(self, reward: Reward, teachers: dict[str, Teacher]) -> None:
         self._reward, self._teachers, self.takes_groups = reward, teachers, reward.takes_groups
-        self.about = reward.about
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
-        scores: list[Score | None] = [getattr(one.completion, "score", None) for one in completions]
-        rest = [one for one, score in zip(completions, scores, strict=True) if score is None]
-        teaching = completions if is_training(prompt) else []
+        given: list[Score | None] = [getattr(one.completion, "score", None) for one in completions]
+        rest = [one for one, score in zip(completions, given, strict=True) if score is None]
         found, *taught = await asyncio.gather(
-            self._reward.score(prompt, rest) if rest else _nothing(),
-            *(self._teach(prompt, one.completion) for one in teaching),
+            self._reward.score(prompt, rest) if rest else asyncio.sleep(0, result=[]),
+            *(self._teach(prompt, one.completion) for one in completions if is_training(prompt)),
         )
         left = iter(found)
-        whole = [score or next(left) for score in scores]
-        return [_joined(*pair) for pair in zip(whole, taught, strict=True)] if taught else whole
+        scores = [score or next(left) for score in given]
+        for index, (score, teacher) in enumerate(zip(scores, taught, strict=False)):
+            if isinstance(teacher, Score):
+                scores[index] = teacher if score.failure is None else score
+            elif score.failure is None:
+                scores[index] = TaughtScore(**msgspec.structs.asdict(score), teacher=teacher)
+        return scores
 
     async def close(self) -> None:
         """End every worker process, and close the connections."""
@@ -296,26 +256,11 @@ class TaughtReward(Reward):
         assert completion is not None
         teacher = self._teachers.get(prompt.source) or self._teachers[""]
         opening = getattr(completion, "opening", ()) or prompt.token_ids
-        outcome = "failed"
+        found: TeacherLogprobs | Score
         try:
             found = await teacher.score(opening, completion)
-            outcome = "scored"
-            return found
-        except ServiceError as error:
-            return failed("timeout" if error.is_late else "teacher", str(error))
-        except ConfigError as error:
-            return failed("teacher", str(error))
-        finally:
-            metrics.teacher_tokens_total.labels(outcome=outcome).inc(len(completion.token_ids))
-
-
-async def _nothing() -> list[Score]:
-    return []
-
-
-def _joined(score: Score, taught: TeacherLogprobs | Score) -> Score:
-    if score.failure is not None:
-        return score
-    if isinstance(taught, Score):
-        return msgspec.structs.replace(taught, seconds=score.seconds, waited=score.waited)
-    return TaughtScore(**{name: getattr(score, name) for name in Score.__struct_fields__}, teacher=taught)
+        except AsyncGRPOError as error:
+            found = failed("timeout" if getattr(error, "is_late", False) else "teacher", str(error))
+        outcome = "failed" if isinstance(found, Score) else "scored"
+        metrics.teacher_tokens_total.labels(outcome=outcome).inc(len(completion.token_ids))
+        return found

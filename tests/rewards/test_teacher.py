@@ -156,12 +156,12 @@ def entries(*tokens, value=-1.0, top=((-1.0, 1, None),) * TOP_K) -> str:
     ("reply", "failure", "detail"),
     [
         ((400, "too long"), "teacher", "HTTP 400: too long"),
-        ((200, "<html>"), "teacher", "the reply is neither SGLang's nor vLLM's"),
-        ((200, entries(50, 52)), "teacher", "other tokens than the request"),
-        ((200, entries(50)), "teacher", "other tokens than the request"),
+        ((200, "<html>"), "teacher", "the reply has no log-probs of the request"),
+        ((200, entries(50, 52)), "teacher", "it is for other tokens"),
+        ((200, entries(50)), "teacher", "it is for other tokens"),
         ((200, entries(50, 51, value=None)), "teacher", "a log-prob is not finite"),
         ((200, entries(50, 51, top=((None, 1, None),) * TOP_K)), "teacher", "a log-prob is not finite"),
-        ((200, entries(50, 51, top=((-1.0, 1, None),))), "teacher", "fewer than teacher.top_k"),
+        ((200, entries(50, 51, top=((-1.0, 1, None),))), "teacher", "the reply has no log-probs"),
         ("slow", "timeout", "did not reply within 1 s"),
         ("down", "teacher", "HTTP 500"),
     ],
@@ -222,7 +222,7 @@ async def test_an_evaluation_does_not_end_an_outage_of_the_teacher():
         ({"tokens": "<extra>"}, "has other tokens than model.path .*: token '<extra>' differs"),
         ({"vocabulary": 200}, "has 200 rows for 261 tokens; its server would end"),
         ({"path": "/nowhere/model"}, "teacher.path: the folder /nowhere/model does not exist"),
-        ({"kind": "other"}, "teacher.url: .*the reply is neither SGLang's nor vLLM's"),
+        ({"kind": "other"}, "teacher.url: .*the server is neither SGLang's nor vLLM's"),
     ],
 )
 def test_what_cannot_teach_is_refused_at_the_start(model, tmp_path, change, complaint):
