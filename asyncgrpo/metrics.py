@@ -212,7 +212,12 @@ reward_failures_total = _counter(
     "reward_failures_total", "Reward calls without a score, and aborted completions, by failure.",
     "generator",
     failure=("timeout", "crash", "exception", "not_finite", "too_large", "bad_type", "unknown_source",
-        "not_applicable", "sandbox", "judge", "no_score", "model", "aborted"))
+        "not_applicable", "sandbox", "judge", "no_score", "model", "teacher", "aborted"))
+teacher_seconds = _histogram(
+    "teacher_seconds", "Time of a served teacher for one completion, the queue for its places included.",
+    "generator", buckets=SECONDS)
+teacher_tokens_total = _counter(
+    "teacher_tokens_total", "Sampled tokens sent to a served teacher, by outcome.", "generator", outcome=("scored", "failed"))
 
 # ------------------------------------------------------------------------------------------------------------- learner
 
@@ -267,7 +272,8 @@ signal_ratio = _gauge(
 )
 entropy = _gauge("entropy", "Mean entropy of the policy on trained tokens, nats.", "learner")
 clip_ratio = _gauge("clip_ratio", "Share of trained tokens whose ratio was clipped, 0 to 1.", "learner")
-kl_reference = _gauge("kl_reference", "Mean KL to the reference on trained tokens, nats; 0 without one.", "learner")
+kl_reference = _gauge(
+    "kl_reference", "Mean KL to the reference or the teacher on trained tokens, nats; 0 without one.", "learner")
 importance_weight_mean = _gauge(
     "importance_weight_mean", "Mean ratio proximal / behaviour policy on trained tokens, before the cap.", "learner")
 importance_ratio_max = _gauge(

@@ -180,6 +180,17 @@ class KeptTokens(NamedTuple):
     """[L] int32, number of them for each sampled token; they add up to M."""
 
 
+class TeacherLogprobs(NamedTuple):
+    """Log-probs of a served teacher at each sampled token, over its whole vocabulary at temperature 1, nats."""
+
+    sampled: np.ndarray
+    """[L] float32, of the sampled token."""
+    ids: np.ndarray
+    """[L, k] int32, the most likely tokens; k is `teacher.top_k`."""
+    values: np.ndarray
+    """[L, k] float32, theirs."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """One completion as sampled by an engine; with an environment, all turns of one answer."""
@@ -201,6 +212,8 @@ class Completion:
     routes: np.ndarray | None = None
     """[positions, layers, K] int16, the experts of each token of prompt and completion, in reading order, from the first on;
     -1 where a choice is unknown. None: not recorded."""
+    teacher: TeacherLogprobs | None = None
+    """Log-probs of a served teacher; None: there is none."""
 
     @property
     def all_token_ids(self) -> np.ndarray:

@@ -142,11 +142,13 @@ def _trial(config: Config) -> "Prompt | None":
 
 def _check_prompts(config: Config, reward: "Reward | None") -> None:
     from asyncgrpo.data.loading import check
+    from asyncgrpo.rewards.teacher import check_teachers
 
     found = check(config, lambda line: typer.echo(line, err=True))
     for checked in found.values():
         if reward is not None:
             reward.check_sources(checked.sources)
+    check_teachers(config, found["train"].sources)
     wanted, rows, epochs = config.buffer.prompts_per_step, found["train"].rows, config.run.epochs
     if wanted > rows:
         is_one = epochs is not None and epochs * rows <= wanted

@@ -23,6 +23,13 @@ UNDER_CHAOS = [
     "run.eval_every=50",
 ]
 
+ONLY_DISTILLED = [
+    "reward.weights=[0]",  # the reward is a part of the score with no weight: it is measured, and not trained on
+    "algorithm.entropy_coef=0",
+    "data.eval=null",
+    "run.steps=60",
+]
+
 
 @app.command(
     "train", epilog=example("train --model Qwen/Qwen3-8B --data gsm8k.parquet --reward-func my_reward.py --n-gpus 8")
@@ -120,6 +127,9 @@ def demo(
     steps: options.StepsOption = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the model, the task and the sampling.")] = 0,
     out: options.OutOption = None,
+    teacher: Annotated[
+        bool, typer.Option("--teacher", help="Distil from a teacher that solves the task; the reward is only measured.")
+    ] = False,
     chaos: Annotated[
         float | None,
         typer.Option(
@@ -153,20 +163,26 @@ def demo(
         *options.train_overrides(engine=engine or _best_engine(), max_lag=max_lag, steps=steps, out=str(folder)),
         *(UNDER_CHAOS if chaos is not None else []),
     ]
-
+    if teacher:
+        algorithm = algorithm or "distill"
+        settings = [*ONLY_DISTILLED, f"algorithm.teacher={(folder / 'teacher').absolute()}", *settings]
     settings += [f"model.path={(folder / 'model').absolute()}"]
-    settings += [f"data.{split}={folder / 'data' / split}.jsonl" for split in ("train", "eval")]
+    settings += [
+        f"data.{split}={folder / 'data' / split}.jsonl" for split in (["train"] if teacher else ["train", "eval"])
+    ]
     config = load_config("quickstart", [*settings, *(overrides or [])], algorithm=algorithm)
     is_made = (folder / "model" / "config.json").exists()
     if not is_made:
         seconds = 15 if config.generators.engine == "sglang" else 10
         typer.echo(f"creating a small random Qwen3 and its task in {folder}; the first step takes about {seconds} s")
+        if teacher:
+            typer.echo("its teacher is a larger model, which is trained on all answers first, for some seconds")
     plan = None
     if chaos is not None:
         from asyncgrpo.tools.chaos import Plan  # imports ray
 
         plan = Plan(per_hour=chaos, seed=seed, faults=tuple(faults.split(",")) if faults else ())
-    make = None if is_made else partial(_make, folder, seed)
+    make = None if is_made else partial(_make, folder, seed, has_teacher=teacher)
     outcome = execute(config, algorithm=algorithm, make=make, chaos=plan)
     if chaos is not None:
         audit(outcome.run_dir)
@@ -184,13 +200,15 @@ def _best_engine() -> str:
     return "torch"
 
 
-def _make(folder: Path, seed: int) -> None:
-    """Create the model and the task of the demo."""
-    from asyncgrpo.data.demo import make_demo_model, write_demo_task
+def _make(folder: Path, seed: int, *, has_teacher: bool) -> None:
+    """Create the model and the task of the demo, and its teacher."""
+    from asyncgrpo.data.demo import make_demo_model, make_demo_teacher, write_demo_task
 
     data = folder / "data"
     folder.mkdir(0o700, parents=True, exist_ok=True)
     data.mkdir(exist_ok=True)
     with importing():
         make_demo_model(folder / "model", seed=seed)
+        if has_teacher:
+            make_demo_teacher(folder / "teacher", seed=seed + 1)
     write_demo_task(data / "train.jsonl", data / "eval.jsonl", seed=seed)

@@ -117,6 +117,9 @@ def with_absolute_paths(config: Config) -> Config:
             "reward.function": _each(spec, reward.function),
             "reward.judge.template": _each(absolute, reward.judge.file) or reward.judge.template,
             "reward.model.path": _each(folder, reward.model.path),
+            "teacher.path": {source: folder(one) for source, one in teacher.items()}
+            if isinstance(teacher := config.teacher.path, dict)
+            else _each(folder, teacher),
             "environment.name": _each(spec, environment.name),
             "environment.tools": _each(spec, environment.tools),
             "environment.agent": _each(spec, environment.agent),

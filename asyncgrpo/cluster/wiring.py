@@ -40,6 +40,7 @@ from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.rewards.build import build_reward
+from asyncgrpo.rewards.teacher import TaughtReward, build_teachers
 from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.weights.publication import GapLimit, SyncCheck
 from asyncgrpo.wire.sockets import Client, Keys, Server
@@ -339,6 +340,7 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
     more = f" {reward.judge}" if "judge" in reward.functions else ""
     more += f" {reward.model.path}" if "model" in reward.functions else ""
     more += f" {reward.kwargs}" if reward.kwargs else ""
+    more += f" {config.teacher.path or config.teacher.url} {config.teacher.top_k}" if config.teacher.url else ""
     more += "" if reward.combine == "sum" else f" {reward.combine}"
     return {
         "prompts": prompts + ("" if config.data.curriculum == "none" else f" {config.data.curriculum}"),
@@ -358,9 +360,10 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
 def _reward_name(config: Config) -> str:
     """Return the name of the reward in messages about its failures."""
     names = [os.path.basename(spec) for spec in config.reward.functions]
+    taught = " or the teacher" if config.teacher.url is not None else ""
     if config.reward.files:
-        return f"reward function {', '.join(names)}"
-    return "the judge" if "judge" in names else "the rules of rewards"
+        return f"reward function {', '.join(names)}{taught}"
+    return ("the judge" if "judge" in names else "the rules of rewards") + taught
 
 
 # -- a generator -------------------------------------------------------------------------------------------------------
@@ -425,11 +428,14 @@ class GeneratorActor:
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
         decode = decoder(tokenizer, keep_special=False)
         _limit_gpu_memory(config, is_learner=False)
+        reward, at_once = build_reward(config.reward), config.reward.at_once
+        if teachers := build_teachers(config):
+            reward, at_once = TaughtReward(reward, teachers), max(at_once, config.teacher.max_concurrent)
         service = self._service = GeneratorService(
             f"generator-{self._index}",
             self._incarnation,
             engine,
-            Breaker(build_reward(config.reward), at_once=config.reward.at_once),
+            Breaker(reward, at_once=at_once),
             decode,
             turns=build_sampler(config, engine, tokenizer),
             window=config.generators.groups_in_flight,

@@ -111,7 +111,8 @@ class _Rank:
         self.trained_numbers = size.adapter_parameters(self.adapters) if self.adapters else all_numbers
         algorithm = config.algorithm
         has_reference = algorithm.kl_coef > 0 or bool(algorithm.loss_args.get("reference"))
-        self.has_reference_copy = has_reference and (algorithm.teacher is not None or not self.adapters)
+        is_here = algorithm.teacher is not None or (config.teacher.url is None and not self.adapters)
+        self.has_reference_copy = has_reference and is_here
         """True if there is a reference beside the model. With adapters it is the model without them."""
         self.reference_size = (size_at(algorithm.teacher) if algorithm.teacher else None) or size
 

@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from asyncgrpo import algorithms
 from asyncgrpo.config.explain import knobs, near, type_in_words, value_in_words
-from asyncgrpo.config.schema import CRITIC, PAIRWISE, AlgorithmConfig, Config, CorrectionConfig
+from asyncgrpo.config.schema import CRITIC, PAIRWISE, AlgorithmConfig, Config, CorrectionConfig, TeacherConfig
 from asyncgrpo.errors import ConfigError
 
 Rule = Callable[[Config], Iterator[str]]
@@ -392,13 +392,12 @@ def _place(one: CorrectionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _kl(config: Config) -> Iterator[str]:
     a = config.algorithm
-    if a.teacher is not None and a.kl_coef == 0:
-        yield "algorithm.teacher is set, but algorithm.kl_coef is 0, so nothing is learned from it; set kl_coef=1"
-    if a.teacher is not None and a.filter_zero_signal:
-        yield (
-            "algorithm.filter_zero_signal replaces groups whose rewards are all equal, but algorithm.teacher teaches with "
-            "them, too"
-        )
+    teacher = "algorithm.teacher" if a.teacher is not None else "teacher.url"
+    if config.has_teacher and a.kl_coef == 0:
+        yield f"{teacher} is set, but algorithm.kl_coef is 0, so nothing is learned from it; set kl_coef=1"
+    if config.has_teacher and a.filter_zero_signal:
+        yield f"algorithm.filter_zero_signal replaces groups whose rewards are all equal, but {teacher} teaches with them, too"
+    yield from _served_teacher(config)
     if a.kl_coef == 0:
         return
     if a.kl_in == "loss" and a.kl_kind == "k1":
@@ -452,6 +451,31 @@ def _schedule(config: Config) -> Iterator[str]:
         yield f"learner.lr_schedule={learner.lr_schedule} falls until the last step, which run.epochs does not fix; set run.steps"
     elif learner.warmup_steps >= steps * learner.updates_per_step:
         yield f"learner.warmup_steps leaves none of the {steps * learner.updates_per_step} updates of the run; lower it"
+
+
+def _served_teacher(config: Config) -> Iterator[str]:
+    teacher, sampling, algorithm = config.teacher, config.sampling, config.algorithm
+    is_full = algorithm.kl_kind == "full"
+    if teacher.url is None:
+        if teacher != TeacherConfig():
+            yield "teacher.* is set, but teacher.url names no server; start one of SGLang or vLLM, and give its URL"
+        return
+    if algorithm.teacher is not None:
+        yield "algorithm.teacher and teacher.url are two teachers for the same tokens; leave one of them out"
+    if not teacher.urls or not all(map(str.strip, teacher.urls.values())):
+        yield "teacher.url has no URL for a data_source; give one for each"
+    if isinstance(teacher.path, dict) and teacher.path.keys() != teacher.urls.keys():
+        yield "teacher.path and teacher.url name different data_sources; give both for each, or one teacher.path for all"
+    for key, plain in {"temperature": 1.0, "top_p": 1.0, "top_k": -1}.items():
+        if getattr(sampling, key) != plain:
+            yield (
+                f"teacher.url: a server gives log-probs at temperature 1 over the whole vocabulary, which does not fit "
+                f"sampling.{key}; set it to {plain:g}, or use algorithm.teacher"
+            )
+    if is_full and not teacher.top_k:
+        yield "algorithm.kl_kind=full compares teacher.top_k tokens of teacher.url, which are none; set it to 32, or use k1+"
+    if teacher.top_k and not is_full:
+        yield "teacher.top_k is for algorithm.kl_kind=full; the other kinds compare the sampled token only"
 
 
 _ALGORITHM_RULES: tuple[Rule, ...] = (_arguments, _corrections, _kl, _rewards, _estimators, _updates, _schedule)

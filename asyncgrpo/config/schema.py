@@ -401,7 +401,7 @@ class AlgorithmConfig(Section, frozen=True):
     teacher: str | None = None
     """Folder or hub id of a model with the same tokens; the KL is to it, not to the initial model."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the initial model, or to algorithm.teacher; 0: no reference model."""
+    """Weight of the KL to the initial model, or to a teacher; 0: no reference model."""
     kl_kind: Literal[
         "k1", "abs", "k2", "k3", "low_var_kl", "full", "k1+", "abs+", "k3+", "low_var_kl+", "k3_reweighted"
     ] = "low_var_kl"
@@ -425,6 +425,28 @@ class AlgorithmConfig(Section, frozen=True):
     overlong_factor: NonNegativeFloat = 1.0
     """Length penalty at sampling.max_tokens."""
     critic: CriticConfig = CriticConfig()
+
+
+class TeacherConfig(Section, frozen=True):
+    """Teacher behind a URL (docs/distillation.md); algorithm.teacher is one inside the learner."""
+
+    url: str | dict[str, str] | None = None
+    """URL of an SGLang or vLLM server, or a mapping from data_source to such URLs; null: no served teacher."""
+    path: str | dict[str, str] | None = None
+    """Folder or hub id of the served model, for its tokenizer, or a mapping from data_source; null: the name that
+    the server gives it."""
+    timeout_s: PositiveFloat = 60.0
+    """Deadline of one completion with all of its retries, seconds."""
+    max_concurrent: PositiveInt = 16
+    """Requests to each teacher at once, per generator."""
+    top_k: NonNegativeInt = 0
+    """Most likely tokens of the teacher to compare at each sampled token, for algorithm.kl_kind: full; 0: the
+    sampled token only."""
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """URLs by data_source; a single one for all sources is under ""."""
+        return self.url if isinstance(self.url, dict) else {} if self.url is None else {"": self.url}
 
 
 class AutoLagConfig(Section, frozen=True):
@@ -619,12 +641,18 @@ class Config(Section, frozen=True):
     environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    teacher: TeacherConfig = TeacherConfig()
     buffer: BufferConfig = BufferConfig()
     generators: GeneratorConfig = GeneratorConfig()
     learner: LearnerConfig = LearnerConfig()
     weights: WeightsConfig = WeightsConfig()
     cluster: ClusterConfig = ClusterConfig()
     control: ControlConfig = ControlConfig()
+
+    @property
+    def has_teacher(self) -> bool:
+        """True if the KL is to a teacher, in the learner or served."""
+        return self.algorithm.teacher is not None or self.teacher.url is not None
 
 
 def changed(config: Config, values: Mapping[str, Any]) -> Config:

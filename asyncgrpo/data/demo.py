@@ -77,6 +77,37 @@ def make_demo_model(path: str | Path, *, seed: int, layers: int = 1, hidden: int
     model.save_pretrained(path)
 
 
+TEACHER_UPDATES, TEACHER_BATCH, TEACHER_LR = 200, 50, 1e-2
+
+
+def make_demo_teacher(path: str | Path, *, seed: int) -> None:
+    """Write a model that solves the task into a folder: a larger one, trained on the answers of all prompts."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more only wait for each other at this size
+    make_demo_model(path, seed=seed, layers=2)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), _byte_tokenizer()
+    turns = [
+        [{"role": "user", "content": digits}, {"role": "assistant", "content": incremented(digits)}]
+        for digits in (f"{number:03}" for number in range(1000))
+    ]
+    tokens = torch.tensor(tokenizer.apply_chat_template(turns, return_dict=False))
+    drawn = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=TEACHER_LR)
+    for update in range(TEACHER_UPDATES):
+        for group in optimizer.param_groups:
+            group["lr"] = TEACHER_LR * min(1.0, 2 - 2 * update / TEACHER_UPDATES)
+        batch = tokens[torch.randint(len(tokens), (TEACHER_BATCH,), generator=drawn)]
+        labels = torch.where(torch.arange(batch.shape[1]) < 5, -100, batch)  # not the prompt
+        model(input_ids=batch, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.set_num_threads(threads)
+    model.save_pretrained(path)
+
+
 def _byte_tokenizer() -> "PreTrainedTokenizerFast":
     """Return a tokenizer whose token ids are byte values, followed by the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

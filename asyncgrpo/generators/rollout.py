@@ -24,6 +24,7 @@ from asyncgrpo.errors import RequestError
 from asyncgrpo.host import CoreClock
 from asyncgrpo.rewards.base import Reward, Sampled
 from asyncgrpo.rewards.breaker import RewardsPaused
+from asyncgrpo.rewards.teacher import TaughtScore
 from asyncgrpo.types import Completion, Discarded, GeneratorSeconds, Group, Lease, Observation, Rollout, Sampling, Score
 
 # -- completions of one or several turns -------------------------------------------------------------------------------
@@ -427,8 +428,9 @@ class GroupInFlight:
         if self._is_over:
             return
         self._sampled_s = asyncio.get_running_loop().time()
-        if isinstance(completion, Played) and completion.score is not None:
-            one.score = completion.score
+        given = completion.score if isinstance(completion, Played) else None
+        if given is not None and (given.failure is not None or not self._reward.teaches):
+            one.score = given
         elif completion.finish_reason == "abort":
             one.score = Score(failure="aborted", detail=why[:500])
         elif self._reward.takes_groups:
@@ -454,11 +456,16 @@ class GroupInFlight:
     async def _rewards_of(self, some: list[Launched]) -> list[Score]:
         sampled = [one.completion for one in some if one.completion is not None]
         completions = [
-            Sampled("\n".join(self._decode(turn.tolist()) for turn in one.turns), one.token_ids.tolist())
+            Sampled("\n".join(self._decode(turn.tolist()) for turn in one.turns), one.token_ids.tolist(), one)
             for one in sampled
         ]
         with self._activities.during("reward", len(some)):
-            return await self._reward.score(self._lease.prompt, completions)
+            scores = await self._reward.score(self._lease.prompt, completions)
+        for index, (one, score) in enumerate(zip(some, scores, strict=True)):
+            if isinstance(score, TaughtScore):
+                assert one.completion is not None
+                one.completion, scores[index] = replace(one.completion, teacher=score.teacher), score.plain
+        return scores
 
     def _text_of(self, one: Launched) -> str:
         return "" if one.completion is None else self._decode(one.completion.all_token_ids.tolist())

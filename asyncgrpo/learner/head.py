@@ -97,6 +97,33 @@ class Reference(NamedTuple):
     """[V, D] head of the reference."""
 
 
+class Teacher(NamedTuple):
+    """A served teacher's log-probs of n tokens, at temperature 1, nats."""
+
+    sampled: Tensor
+    """[n] float32, of the sampled tokens."""
+    ids: Tensor
+    """[n, k] int64, the teacher's most likely tokens."""
+    values: Tensor
+    """[n, k] float32, theirs."""
+
+    def at(self, where: slice) -> "Teacher":
+        """Return those of a slice of the tokens."""
+        return Teacher(*(part[where] for part in self))
+
+    def gap(self, log_p: Tensor, p: Tensor) -> Tensor:
+        """Return [n, V] log P - log Q of the part of the vocabulary that a token is in.
+
+        The parts are each of the teacher's k tokens, and all other tokens together. So Σ p gap is the KL between the two
+        distributions over these k + 1 parts, which is at most the KL over the vocabulary, and equal to it for k = V.
+        """
+        values, smallest = self.values.to(p.dtype), torch.finfo(torch.float32).eps
+        rest = p.scatter(-1, self.ids, 0.0).sum(-1, keepdim=True).clamp(min=smallest)
+        rest_of_teacher = (1 - values.exp().sum(-1, keepdim=True)).clamp(min=smallest)
+        gap = (rest.log() - rest_of_teacher.log()).repeat(1, p.shape[-1])
+        return gap.scatter_(-1, self.ids, log_p.gather(-1, self.ids) - values)
+
+
 @torch.no_grad()
 def score(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float, kept: Kept | None = None
@@ -130,7 +157,7 @@ def fused_loss(
     *,
     temperature: float,
     kept: Kept | None = None,
-    reference: Reference | None = None,
+    reference: Reference | Teacher | None = None,
     is_compiled: bool = False,
 ) -> tuple[Tensor, TokenScores]:
     """Return a scalar whose gradient is that of the loss, and the scores. Arguments as in `score`.
@@ -153,7 +180,7 @@ class _FusedLoss(torch.autograd.Function):
         objective: Objective,
         temperature: float,
         kept_tokens: Kept | None,
-        reference: Reference | None,
+        reference: Reference | Teacher | None,
         is_compiled: bool,
     ) -> tuple[Tensor, ...]:
         rows = _Rows(weight, sums_gradient=weight.requires_grad, is_whole=is_compiled)
@@ -166,7 +193,7 @@ class _FusedLoss(torch.autograd.Function):
         add = _compiled(_add) if is_compiled else _add
         for tile in rows.tiles(len(targets)):
             logits, there = rows.logits(hidden[tile], weight), None
-            if reference is not None:
+            if isinstance(reference, Reference):
                 there = rows.of_reference().logits(reference.hidden[tile], reference.weight)
             grad_logits = logits if logits.dtype == hidden.dtype else torch.empty_like(logits, dtype=hidden.dtype)
             for block in rows.blocks(len(logits)):
@@ -181,6 +208,9 @@ class _FusedLoss(torch.autograd.Function):
                     gap = None
                     if there is not None:
                         gap = log_p - _log_softmax(rows.exact(there[block], temperature), dropped)
+                    elif isinstance(reference, Teacher):
+                        gap = reference.at(here).gap(log_p, p)
+                    if gap is not None:
                         found = found._replace(reference_kl=_dot(p, gap))
                     gradients = objective(here, found)
                     grad_logits[block] = _grad_logits(gradients, found, log_p, p, gap, targets[here], temperature)

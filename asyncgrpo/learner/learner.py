@@ -19,10 +19,11 @@ from asyncgrpo.algorithms.critic import value_loss
 from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, gap_sums, merge
 from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
 from asyncgrpo.config.rules import check_algorithm
-from asyncgrpo.config.schema import CRITIC, Config
+from asyncgrpo.config.schema import Config
 from asyncgrpo.data.images import Images
+from asyncgrpo.errors import TrainingError
 from asyncgrpo.learner import objective, saving
-from asyncgrpo.learner.head import Reference
+from asyncgrpo.learner.head import Reference, Teacher
 from asyncgrpo.learner.model import (
     Scored,
     TokenScorer,
@@ -91,7 +92,9 @@ class Learner:
         teacher = config.algorithm.teacher
         if teacher is not None:
             refuse_other_tokens(config.model.path, teacher)
-        if self.has_reference and (teacher or not config.model.lora.rank):  # with adapters: the model without them
+        # With adapters the reference is the model without them; a served teacher is no model here.
+        has_copy = teacher is not None or (config.teacher.url is None and not config.model.lora.rank)
+        if self.has_reference and has_copy:
             path = teacher or config.model.path
             self._reference = build_model(path, dtype, self.device, ranks, config, trainable=False, images=images)
         pays = compiling_pays(config, decoder_layers(self.model), self.model.head.out_features, self.device)
@@ -219,7 +222,7 @@ class Learner:
             group_size=algorithm.group_size,
             shaping=Shaping.of(self.config),
             success=self.config.reward.success,
-            has_other_signal=algorithm.advantage == CRITIC or algorithm.teacher is not None,
+            has_teacher=self.config.has_teacher,
             share_prompts=learner.share_prompts,
             pair_cost=1 / (6 * self.model.head.in_features),
             skip_zero_advantage=has_only_policy_gradient(self.config),
@@ -255,8 +258,19 @@ class Learner:
         batch = batch.to(self.device)
         scored: Scored = self.model(batch)
         reshard(self.model)
-        reference = self._score_reference(batch).scores.logprobs if self.has_reference else None
+        reference = None
+        if self.has_reference:
+            teacher = self._teacher_of(batch)
+            reference = teacher.sampled if teacher else self._score_reference(batch).scores.logprobs
         return objective.Scored(scored.scores.logprobs, reference, scored.values)
+
+    def _teacher_of(self, batch: PackedBatch) -> Teacher | None:
+        """Return the log-probs of the served teacher, which take the place of the reference; None: no teacher is served."""
+        if self.config.teacher.url is None:
+            return None
+        if batch.teacher is None:
+            raise TrainingError("teacher.url is set, but completions of this step have no log-probs of a teacher")
+        return batch.teacher
 
     def _accumulate(self, batch: StepBatch, precomputed: Sequence[Precomputed], version: PolicyVersion) -> Sums:
         """Run forward and backward of a minibatch. The gradients of this rank's share stay in the parameters."""
@@ -279,8 +293,11 @@ class Learner:
     ) -> tuple[Tensor, Sums]:
         """Return the root of this micro-batch's share of the step's loss, and its sums for the report."""
         settings = self.config.algorithm
-        reference = None
-        if self.has_reference and (precomputed.reference is None or settings.kl_kind == "full"):
+        reference: Reference | Teacher | None = None
+        if (teacher := self._teacher_of(batch)) is not None:
+            precomputed = precomputed._replace(reference=teacher.sampled)
+            reference = teacher if settings.kl_kind == "full" else None
+        elif self.has_reference and (precomputed.reference is None or settings.kl_kind == "full"):
             scored = self._score_reference(batch)
             precomputed = precomputed._replace(reference=scored.scores.logprobs)
             if settings.kl_kind == "full":

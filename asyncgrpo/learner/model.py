@@ -32,7 +32,7 @@ from asyncgrpo.config.schema import CRITIC, Config, LoraConfig
 from asyncgrpo.data.images import Images
 from asyncgrpo.errors import ConfigError, WeightsError
 from asyncgrpo.learner import attention, loading
-from asyncgrpo.learner.head import LossGradients, Reference, TokenScores, fused_loss, score
+from asyncgrpo.learner.head import LossGradients, Reference, Teacher, TokenScores, fused_loss, score
 from asyncgrpo.learner.loading import ShardReader
 from asyncgrpo.learner.objective import MicrobatchObjective
 from asyncgrpo.learner.packing import PackedBatch
@@ -98,7 +98,7 @@ class TokenScorer(nn.Module):
         batch: PackedBatch,
         objective: MicrobatchObjective | None = None,
         *,
-        reference: Reference | None = None,
+        reference: Reference | Teacher | None = None,
         is_elementwise: bool = True,
         temperature: float | None = None,
     ) -> Scored:
@@ -130,7 +130,7 @@ class TokenScorer(nn.Module):
             of_share,
             temperature=self.temperature,
             kept=kept,
-            reference=reference,
+            reference=reference.at(share) if isinstance(reference, Teacher) else reference,
             is_compiled=self.is_compiled,
         )
         return self._scored(loss, scores, hidden, batch)

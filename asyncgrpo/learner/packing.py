@@ -30,7 +30,7 @@ from asyncgrpo.algorithms.advantages import (
 )
 from asyncgrpo.config.schema import CRITIC, Config
 from asyncgrpo.learner.attention import Family, Segments
-from asyncgrpo.learner.head import Kept
+from asyncgrpo.learner.head import Kept, Teacher
 from asyncgrpo.types import Completion, Group, PolicyVersion, Rollout
 
 # -- completions and their rewards -------------------------------------------------------------------------------------
@@ -360,6 +360,8 @@ class PackedBatch:
     """[T, layers, K] int16, experts that the generator's routers chose, -1 where that is unknown; None: not replayed."""
     pictured: tuple[Pictured, ...] = ()
     """Of each prompt with images. Pixels are built where the row is run."""
+    teacher: Teacher | None = None
+    """Log-probs of a served teacher for each of the N; None: there is none."""
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Return the batch on another device."""
@@ -374,6 +376,8 @@ class PackedBatch:
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Kept):
         return value._replace(ids=value.ids.to(device, non_blocking=True))
+    if isinstance(value, Teacher):
+        return Teacher(*(part.to(device, non_blocking=True) for part in value))
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     return value.to(device) if isinstance(value, Segments) else value
@@ -396,7 +400,7 @@ class StepBatch:
     num_groups: int
     """Groups with a trained token."""
     zero_signal_groups: int
-    """Groups with equal rewards on all usable completions, or with fewer than two."""
+    """Groups with equal rewards on all usable completions, or with fewer than two; 0 with a teacher."""
     signal_share: float
     """Share of groups with a signal among groups that are solved or have a signal (`advantages.Signal`); 1 with a critic or
     a teacher."""
@@ -423,7 +427,7 @@ def pack(
     group_size: int | None = None,
     shaping: Shaping = UNSHAPED,
     success: float = 1.0,
-    has_other_signal: bool = False,
+    has_teacher: bool = False,
     share_prompts: bool = True,
     pair_cost: float = 0.0,
     skip_zero_advantage: bool = False,
@@ -440,7 +444,7 @@ def pack(
         group_size: completions from this index on are greedy baselines; None: no baselines.
         shaping: of the rewards.
         success: reward before shaping from which a completion is right.
-        has_other_signal: True if groups with equal rewards teach as well, by a critic or a teacher.
+        has_teacher: True if groups with equal rewards have a signal as well, by a teacher.
         share_prompts: compute a prompt once for its completions in one micro-batch.
         pair_cost: cost of a query-key pair of attention, in tokens, to balance micro-batches over ranks.
         skip_zero_advantage: leave completions with advantage 0 out of the micro-batches, because they have no gradient.
@@ -457,6 +461,7 @@ def pack(
     dealt = rows.deal(has_tokens & ~is_skipped, world, tokens_per_microbatch, pair_cost)
     with_signal = groups_with_signal(rollouts.rewards, rollouts.groups)
     teaches = (advantages != 0) & rollouts.is_trained & has_tokens
+    has_other_signal = has_teacher or advantage == CRITIC
     signal = signal_of(rollouts.scores, rollouts.groups, teaches, success=success)
     return StepBatch(
         trained=tuple(rows.build(row) for row in dealt[rank]) or (rows.build([]),),
@@ -465,7 +470,7 @@ def pack(
         num_tokens=int(in_group.sum()),
         num_completions=int(rollouts.is_trained.sum()),
         num_groups=int((in_group > 0).sum()),
-        zero_signal_groups=len(groups) - rollouts.groups[with_signal].unique().numel(),
+        zero_signal_groups=0 if has_teacher else len(groups) - rollouts.groups[with_signal].unique().numel(),
         signal_share=1.0 if has_other_signal else signal.share,
         bonus_share=1.0 if has_other_signal else signal.not_hopeless,
         advantages=advantages,
@@ -490,6 +495,7 @@ class _Rows:
         self.groups = groups
         self.rollouts, self.advantages, self.tokens_in_group = rollouts, advantages, tokens_in_group
         self.version, self.share_prompts = version, share_prompts
+        self.is_taught = all(one.teacher is not None for one in rollouts.completions)  # the same on all ranks
 
     def deal(self, wanted: Tensor, world: int, budget: int, pair_cost: float) -> list[list[list[list[int]]]]:
         """Return `[world][micro-batch][piece]` lists of completions. Completions of a piece share their prompt."""
@@ -542,6 +548,7 @@ class _Rows:
             kept=_kept(completions),
             routes=_routes(layout.sources),
             pictured=tuple(pictured),
+            teacher=_teacher(completions) if self.is_taught else None,
         )
 
     def sampled(self, index: Tensor) -> SampledTokens:
@@ -611,6 +618,14 @@ def _kept(completions: Sequence[Completion]) -> Kept | None:
     ids = [nothing if c.kept is None else c.kept.ids for c in completions]
     counts = [np.zeros(len(c.token_ids), np.int64) if c.kept is None else c.kept.counts for c in completions]
     return Kept(_joined(ids, np.int64), _joined(counts, np.int64).cumsum(0))
+
+
+def _teacher(completions: Sequence[Completion]) -> Teacher:
+    taught = [completion.teacher for completion in completions if completion.teacher is not None]
+    if not taught:
+        return Teacher(torch.zeros(0), torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0))
+    sampled, ids, values = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*taught, strict=True))
+    return Teacher(sampled, ids.long(), values)
 
 
 def _routes(sources: Sequence[tuple[np.ndarray | None, int, int]]) -> Tensor | None:

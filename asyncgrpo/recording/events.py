@@ -95,7 +95,7 @@ _STEP = {
     "clip_ratio": _may(float | None, "share of the trained tokens that the surrogate clipped"),
     "importance_mean": _may(float | None, "mean ratio proximal / behaviour policy, over the tokens that are run"),
     "importance_capped": _may(float | None, "share of the tokens that are run above the ratio's upper bound"),
-    "kl_reference": _may(float | None, "mean KL to the reference model, nats; null without one"),
+    "kl_reference": _may(float | None, "mean KL to the reference model or the teacher, nats per token; null without one"),
     "value_loss": _may(float | None, "mean loss of the critic; null without one"),
     "diagnostics": _may(dict[str, float | None], "ratios, updates, rejections and lags ([names](#diagnostics))"),
     "logprob_gap_mean": _may(float | None, "mean abs(learner - engine) log-prob, nats, of completions of the current version "
@@ -114,7 +114,8 @@ _STEP = {
     "cores": _may(_Numbers, "core-seconds of the learner's machine since the previous step: available (cores), of these idle "
         "(spare) and used by rank 0 (cpu); measured once a second"),
     "completions": _may(int, "completions in the trained groups"),
-    "zero_signal_groups": _may(int, "trained groups whose advantages are all 0, for example because their rewards are equal"),
+    "zero_signal_groups": _may(int, "trained groups whose advantages are all 0, for example because their rewards are equal; "
+        "0 with a teacher"),
     "signal_share": _may(float, "share of groups with a signal among those solved or with a signal; it scales the learning rate"),
     "completion_length_mean": _may(float, "tokens"),
     "turns_mean": _may(float, "turns of a completion, where an [environment](environments.md) replies"),

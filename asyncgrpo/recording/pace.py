@@ -273,6 +273,8 @@ def scoring_setting(config: Config) -> tuple[int, str] | None:
 
     An environment scores by itself. Only a user's own environment has processes here whose number can change.
     """
+    if config.teacher.url is not None:
+        return config.teacher.max_concurrent, "teacher.max_concurrent"
     environment = config.environment
     if environment.name is None and environment.agent is None and not environment.tools:
         return config.reward.at_once, config.reward.at_once_key

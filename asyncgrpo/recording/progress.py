@@ -78,6 +78,8 @@ class Progress:
     """Steps and their mean rewards, the newest."""
     first_rewards: list[float] = field(default_factory=list)
     """Mean rewards of the first five steps."""
+    first_kl: float | None = None
+    """KL to the reference or the teacher in the first step, nats per token."""
     tokens_trained: int = 0
     first_eval: Event | None = None
     last_eval: Event | None = None
@@ -174,6 +176,8 @@ class Progress:
             self.rewards.append((event["step"], reward))
             if len(self.first_rewards) < _ENDS:
                 self.first_rewards.append(reward)
+        if self.first_kl is None:
+            self.first_kl = event.get("kl_reference")
 
     def _count_untrained(self, event: Event) -> None:
         _add(self.dropped, event.get("dropped"))

@@ -71,10 +71,11 @@ def _step_line(step: Event, progress: Progress) -> str:
     waited = shares(seconds_by_activity(step)).get("wait_data", 0.0)
     width = len(str(progress.total_steps or 0))
     of = f"/{progress.total_steps}" if progress.total_steps else ""
+    kl = "" if step.get("kl_reference") is None else f"  kl {number(step['kl_reference'])}"
     line = (
         f"step {step['step']:>{max(3, width)}}{of}  reward {number(step.get('reward_mean'))}"
         f"  lag {mean_lag(lags):.1f} (max {max(lags, default=0)})  loss {number(step.get('loss'), 4)}"
-        f"  tok/s {thousands(generated)} gen {thousands(trained)} train  wait {waited:3.0%}"
+        f"{kl}  tok/s {thousands(generated)} gen {thousands(trained)} train  wait {waited:3.0%}"
     )
     if progress.syncs:
         sync = progress.syncs[-1]
@@ -165,7 +166,9 @@ def figures(progress: Progress) -> Rows:
     gap = last.get("logprob_gap_max") if gap is None else gap
     yield (
         "policy",
-        f"loss {number(last.get('loss'), 4)}, length {number(last.get('completion_length_mean'), 1)}"
+        f"loss {number(last.get('loss'), 4)}"
+        + ("" if last.get("kl_reference") is None else f", kl {number(last['kl_reference'])}")
+        + f", length {number(last.get('completion_length_mean'), 1)}"
         + ("" if gap is None else f", log-prob gap {gap:.1e}"),
     )
     if progress.syncs:
@@ -242,6 +245,9 @@ def _of_steps(progress: Progress) -> Rows:
     if first:
         means = f"{number(fmean(first))} -> {number(fmean(last))}"
         yield "reward", f"{means} (means of {len(first)} first and last steps)"
+    if progress.first_kl is not None:
+        values = f"{number(progress.first_kl)} -> {number(progress.last.get('kl_reference'))}"
+        yield "kl", f"{values} nats per token (first and last step)"
     if progress.first_eval is not None and progress.last_eval is not None:
         both = progress.first_eval, progress.last_eval
         scores = [number(event["reward_mean"]) for event in both if event.get("reward_mean") is not None]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError
-from asyncgrpo.types import Prompt, Score
+from asyncgrpo.types import Completion, Prompt, Score
 
 # -- the base -----------------------------------------------------------------------------------------------------------
 
@@ -27,6 +27,13 @@ class Sampled(NamedTuple):
 
     text: str
     token_ids: Sequence[int] = ()
+    completion: Completion | None = None
+    """As the engine sampled it, for a teacher."""
+
+
+def is_training(prompt: Prompt) -> bool:
+    """Return True for a prompt of the training data, False for one of an evaluation."""
+    return prompt.prompt_id.startswith("train/")
 
 
 class Reward:
@@ -34,6 +41,8 @@ class Reward:
 
     takes_groups: bool = False
     """True if one call scores all completions of a group. Otherwise each is scored as soon as it is sampled."""
+    teaches: bool = False
+    """True if scores of training prompts have a teacher's log-probs, also of completions that their environment scored."""
     about: str = ""
     """Name and form of what it calls."""
 

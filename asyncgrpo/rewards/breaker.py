@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from asyncgrpo import metrics
-from asyncgrpo.rewards.base import Reward, Sampled, kind_of
+from asyncgrpo.rewards.base import Reward, Sampled, is_training, kind_of
 from asyncgrpo.types import Prompt, RewardHealth, Score
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Breaker(Reward):
         Args:
             at_once: calls made at the same time; the others wait here, so that no call is made while the circuit is open.
         """
-        self._reward, self.takes_groups = reward, reward.takes_groups
+        self._reward, self.takes_groups, self.teaches = reward, reward.takes_groups, reward.teaches
         self._turn = asyncio.Semaphore(at_once)
         self._closed = asyncio.Event()
         self._closed.set()
@@ -147,6 +147,8 @@ class Breaker(Reward):
         failures = [score for score in scores if score.failure is not None]
         for score in failures:
             self._report(call, score)
+        if self.teaches and not is_training(call.prompt):
+            return scores  # without its teacher a call proves nothing
         if len(failures) < len(scores):
             self._worked += 1
             self._good = call
@@ -176,6 +178,8 @@ class Breaker(Reward):
             self._begin_check()
 
     def _keep(self, call: _Call) -> None:
+        if self.teaches and not is_training(call.prompt):
+            return
         self._probes.setdefault(call.prompt.prompt_id, call)
         if len(self._probes) > KEPT:
             self._probes.popitem(last=False)

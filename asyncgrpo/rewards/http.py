@@ -1,4 +1,4 @@
-"""The HTTP client of judge, served reward model and Sandbox Fusion: POST of JSON with retries and one deadline.
+"""The HTTP client of judge, served reward model, teacher and Sandbox Fusion: JSON with retries and one deadline.
 
 A request is retried where the service was not reached, was too busy (429) or failed (5xx), with exponential backoff. Every
 other reply is final.
@@ -44,12 +44,19 @@ class Service:
 
     async def post(self, body: bytes) -> bytes:
         """Return the reply to `body`. Raises ServiceError."""
+        return await self._ask("POST", body)
+
+    async def get(self) -> bytes:
+        """Return the reply to a GET. Raises ServiceError."""
+        return await self._ask("GET", None)
+
+    async def _ask(self, method: str, body: bytes | None) -> bytes:
         tried, problem = 0, ""
         try:
             async with asyncio.timeout(self._deadline_s):
                 while True:
                     try:
-                        return await self._post(body)
+                        return await self._send(method, body)
                     except _Unavailable as error:
                         tried, problem = tried + 1, str(error)
                     wait_s = min(FIRST_WAIT_S * 2 ** (tried - 1), LAST_WAIT_S)
@@ -64,7 +71,7 @@ class Service:
         if self._session is not None:
             await self._session.close()
 
-    async def _post(self, body: bytes) -> bytes:
+    async def _send(self, method: str, body: bytes | None) -> bytes:
         import aiohttp
 
         if self._session is None:  # here, because it belongs to the event loop
@@ -72,7 +79,7 @@ class Service:
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
             )
         try:
-            async with self._session.post(self.url, data=body, headers=self._headers) as response:
+            async with self._session.request(method, self.url, data=body, headers=self._headers) as response:
                 if response.status == 429 or response.status >= 500:
                     raise _Unavailable(f"HTTP {response.status}")
                 if response.status != 200:

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from asyncgrpo.errors import RefusedError, WireError
-from asyncgrpo.types import Completion, Group, KeptTokens, Lease, Observation, PolicyVersion, Rollout
+from asyncgrpo.types import Completion, Group, KeptTokens, Lease, Observation, PolicyVersion, Rollout, TeacherLogprobs
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.rollouts import Batch, Deliver, OfGenerator, OfLearner, RolloutHeader, ToGenerator, ToLearner
 from asyncgrpo.wire.supervision import OfDriver, ToDriver, ToEveryone
@@ -129,6 +129,9 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
             chosen += [
                 np.ascontiguousarray(part, dtype="<i4") for part in (completion.kept.counts, completion.kept.ids)
             ]
+        if completion.teacher is not None:
+            for part, kind in zip(completion.teacher, ("<f4", "<i4", "<f4"), strict=True):
+                chosen.append(np.ascontiguousarray(part, dtype=kind))
         chosen.append(routes)
         parts.append(np.ascontiguousarray(completion.token_ids, dtype="<i4"))
         parts.append(np.ascontiguousarray(completion.logprobs, dtype="<f4"))
@@ -146,6 +149,7 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
                 kept=0 if completion.kept is None else len(completion.kept.ids),
                 routes=shape,
                 routes_bytes=len(routes),
+                teacher=0 if completion.teacher is None else 1 + completion.teacher.ids.shape[1],
             )
         )
     shared = {name: getattr(group, name) for name in SHARED_FIELDS}
@@ -170,20 +174,32 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
         for at, size in header.observed:
             observations.append(Observation(at, token_ids[observed : observed + size]))
             observed += size
-        kept, routes = None, None
+        kept, routes, teacher = None, None, None
         if header.kept:
             ids = at + header.num_tokens
             kept = KeptTokens(token_ids[ids : ids + header.kept], token_ids[at:ids])
             at = ids + header.kept
+        if header.teacher:
+            teacher = _teacher(header, token_ids, logprobs, at)
+            at += header.num_taught
         if header.routes_bytes:
             routes = _routes(message, header, payload[4 * at : 4 * at + header.routes_bytes])
             at += header.routes_bytes // 4
         completion = Completion(
-            header.index, tokens, values, header.spans, header.finish_reason, tuple(observations), kept, routes
+            header.index, tokens, values, header.spans, header.finish_reason, tuple(observations), kept, routes, teacher
         )
         rollouts.append(Rollout(completion, header.score, header.seed, header.text))
         start = end
     return Group(rollouts=tuple(rollouts), **{name: getattr(message, name) for name in SHARED_FIELDS})
+
+
+def _teacher(header: RolloutHeader, as_ids: np.ndarray, as_values: np.ndarray, at: int) -> TeacherLogprobs:
+    """Return views of the numbers that begin at `at`."""
+    shape = header.num_tokens, header.teacher - 1
+    ids = at + header.num_tokens
+    values = ids + shape[0] * shape[1]
+    end = at + header.num_taught
+    return TeacherLogprobs(as_values[at:ids], as_ids[ids:values].reshape(shape), as_values[values:end].reshape(shape))
 
 
 def _routes(message: Deliver, header: RolloutHeader, compressed: Buffer) -> np.ndarray:
@@ -278,6 +294,14 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31, *, r
                 raise _refused("schema", message, index, "the counts of its kept tokens do not add up")
             if token_ids[at - header.kept : at].max() >= vocabulary:
                 raise _refused("vocabulary", message, index, f"a kept token is not in [0, {vocabulary})")
+        if header.teacher:
+            teacher = _teacher(header, token_ids, logprobs, at)
+            at += header.num_taught
+            of_teacher = np.concatenate([teacher.sampled, teacher.values.reshape(-1)])
+            if not ((of_teacher > -np.inf) & (of_teacher <= LARGEST_LOGPROB)).all():  # False if one is NaN
+                raise _refused("not_finite", message, index, "a log-prob of the teacher is not finite, or positive")
+            if teacher.ids.max(initial=0) >= vocabulary:
+                raise _refused("vocabulary", message, index, f"a token of the teacher is not in [0, {vocabulary})")
         if header.routes_bytes:
             if reads_routes:
                 _routes(message, header, payload[4 * at : 4 * at + header.routes_bytes])

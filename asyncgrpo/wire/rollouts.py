@@ -75,6 +75,8 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Shape of `Completion.routes`; zeros: they are not recorded."""
     routes_bytes: Count = 0
     """Their size in the payload, compressed, a multiple of 4."""
+    teacher: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
+    """Log-probs of a served teacher per sampled token: its own and those of the most likely tokens; 0: there is none."""
 
     @property
     def num_observed(self) -> int:
@@ -85,15 +87,20 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def num_bytes(self) -> int:
         """Size of its arrays in the payload, bytes."""
         kept = self.num_tokens + self.kept if self.kept else 0
-        return 8 * self.num_tokens + 4 * (self.num_observed + kept) + self.routes_bytes
+        return 8 * self.num_tokens + 4 * (self.num_observed + kept + self.num_taught) + self.routes_bytes
+
+    @property
+    def num_taught(self) -> int:
+        """Numbers of `TeacherLogprobs`, ids included."""
+        return self.num_tokens * (2 * self.teacher - 1) if self.teacher else 0
 
 
 class Deliver(Message):
     """A complete group.
 
     The payload holds for each completion the token ids (int32), then the log-probs (float32). The token ids of all
-    observations (int32) follow, then for each completion the counts and ids of its kept tokens (int32), and its routes
-    (int16, zlib).
+    observations (int32) follow, then for each completion the counts and ids of its kept tokens (int32), the teacher's
+    log-probs (float32, with ids as int32 between both kinds), and its routes (int16, zlib).
     """
 
     max_header_bytes: ClassVar[int] = TEXTS_BYTES

@@ -857,6 +857,22 @@ REWARDS = Board(
                 width=12,
                 decimals=0,
             ),
+            Panel(
+                "Time of a served teacher",
+                "For one completion, by quantile; nothing without teacher.url.",
+                "Near teacher.timeout_s: a larger server, or fewer requests at once (teacher.max_concurrent).",
+                "s",
+                quantiles("asyncgrpo_teacher_seconds", 0.5, 0.99),
+                width=12,
+            ),
+            Panel(
+                "Tokens scored by a served teacher",
+                "Sampled tokens per second, by outcome.",
+                "failed: the panel Completions without a score has the failure; docs/distillation.md.",
+                "suffix: /s",
+                {"{{outcome}}": "sum by (outcome) (rate(asyncgrpo_teacher_tokens_total[$__rate_interval]))"},
+                width=12,
+            ),
         ],
     },
 )

@@ -161,3 +161,21 @@ def test_the_command_to_go_on_goes_on_as_printed(asyncgrpo, started, files, type
     assert again.code == 0, again
     assert "resuming from step 2" in again.out and "changed" not in again.out
     assert len(started) == 2 and started[0] == started[1]
+
+
+def test_the_demo_distils_from_a_teacher_that_solves_the_task_and_only_measures_the_reward(
+    asyncgrpo, started, tmp_path
+):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ended = asyncgrpo("demo", "--teacher", "--engine", "torch", "--steps", 7, "--out", tmp_path / "run")
+    assert "its teacher is a larger model" in ended.out, ended.err
+    (config,), path = started, tmp_path / "run" / "teacher"
+    assert (config.algorithm.teacher, config.algorithm.kl_kind, config.algorithm.kl_coef) == (str(path), "full", 1.0)
+    assert (config.reward.weights, config.data.eval, config.run.steps) == ((0.0,), None, 7)
+    tokenizer, teacher = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    prompts = [[{"role": "user", "content": digits}] for digits in ("735", "999", "018")]
+    tokens = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
+    answers = teacher.generate(torch.tensor(tokens), max_new_tokens=4, do_sample=False)[:, 5:]
+    assert tokenizer.batch_decode(answers, skip_special_tokens=True) == ["846", "000", "129"]

@@ -8,10 +8,11 @@ import pytest
 
 from asyncgrpo.cluster import processes as module
 from asyncgrpo.cluster.processes import Budget, Core
-from asyncgrpo.cluster.wiring import Setup
+from asyncgrpo.cluster.wiring import Setup, compatibility_key_of
 from asyncgrpo.config.load import load_config
 from asyncgrpo.errors import AsyncGRPOError, StalledError
 from asyncgrpo.liveness import RESTART_WINDOW_S
+from asyncgrpo.types import Sampling
 
 
 @pytest.fixture
@@ -77,3 +78,17 @@ def test_a_budget_is_spent_within_an_hour_and_comes_back():
     now[0] += RESTART_WINDOW_S / 2 + 1.0
     assert slow.spent == 0.25
     assert Budget("generator-0", 0).spent == 0.0, "nothing to spend: the first end ends the run"
+
+
+def test_groups_of_another_teacher_are_not_trained_and_those_of_the_same_at_another_url_are():
+    def key(*settings: str) -> dict[str, str]:
+        needed = ["model.path=m", "data.train=t", "algorithm.kl_coef=1", *settings]
+        return compatibility_key_of(load_config(None, needed), Sampling(), "prompts")
+
+    here = key("teacher.url=http://a:1", "teacher.path=t")
+    assert here == key("teacher.url=http://b:2", "teacher.path=t")
+    others = [
+        key("teacher.url=http://a:1", "teacher.path=u"),
+        key("teacher.url=http://a:1", "teacher.path=t", "teacher.top_k=8"),
+    ]
+    assert here not in [*others, key()] and "t" not in key()["reward"].split()

@@ -173,3 +173,37 @@ def test_a_learner_refuses_them_before_it_loads_a_model():
 
     with pytest.raises(ConfigError, match="not an argument of ppo_clip"):
         Learner(config("nowhere", algorithm={"loss_args": {"beta": 1.0}}), rank=0, world=1, device="cpu")
+
+
+SERVED = ("teacher.url=http://t:1", "algorithm.kl_coef=1", "algorithm.kl_kind=k2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["algorithm.teacher=t"], "algorithm.teacher (t) is set, but algorithm.kl_coef (0.0) is 0"),
+        (["teacher.url=http://t:1"], "teacher.url (http://t:1) is set, but algorithm.kl_coef"),
+        ([*SERVED, "algorithm.filter_zero_signal=true"], "whose rewards are all equal, but teacher.url"),
+        ([*SERVED, "algorithm.teacher=t"], "are two teachers for the same tokens"),
+        (
+            [*SERVED, "sampling.temperature=0.7"],
+            "does not fit sampling.temperature (0.7); set it to 1, or use algorithm.teacher",
+        ),
+        ([*SERVED, "sampling.top_p=0.9"], "does not fit sampling.top_p (0.9); set it to 1"),
+        ([*SERVED, "sampling.top_k=20"], "does not fit sampling.top_k (20); set it to -1"),
+        ([*SERVED, "algorithm.kl_kind=full"], "algorithm.kl_kind=full compares teacher.top_k (0) tokens"),
+        ([*SERVED, "teacher.top_k=8"], "teacher.top_k (8) is for algorithm.kl_kind=full"),
+        (["teacher.path=t"], "teacher.url (null) names no server"),
+        ([*SERVED, "teacher.url={}"], "has no URL for a data_source"),
+        ([*SERVED, "teacher.url={a: ' '}"], "has no URL for a data_source"),
+        ([*SERVED, "teacher.url={a: http://t:1}", "teacher.path={b: t}"], "name different data_sources"),
+    ],
+)
+def test_a_teacher_that_cannot_teach_is_refused(overrides, sentence):
+    assert sentence in message_of(*overrides)
+
+
+def test_a_teacher_can_be_served_for_each_source():
+    accepts(*SERVED)
+    accepts(*SERVED, "teacher.url={a: http://t:1, b: http://t:2}", "teacher.path=t")
+    accepts(*SERVED, "algorithm.kl_kind=full", "teacher.top_k=8")

@@ -3,15 +3,18 @@
 import asyncio
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError, RequestError
-from asyncgrpo.generators.rollout import GivenUp, GroupInFlight, TooFewCompletions
+from asyncgrpo.generators.rollout import GivenUp, GroupInFlight, Played, TooFewCompletions
 from asyncgrpo.planner.stand_ins import VirtualLoop
 from asyncgrpo.rewards.base import Reward
-from asyncgrpo.types import Discarded, Group, Lease, PolicyVersion, Prompt, Sampling, Score
+from asyncgrpo.rewards.teacher import TaughtScore
+from asyncgrpo.types import Discarded, Group, Lease, PolicyVersion, Prompt, Sampling, Score, TeacherLogprobs
+from asyncgrpo.wire.codec import pack_group, unpack_group
 from tests.rewards.stubs import OneByOne
 
 SEED = 7000
@@ -30,10 +33,10 @@ class LengthReward(OneByOne):
         return Score(value=float(len(text)))
 
 
-def generated(lease: Lease, reward: Reward | None = None, **engine) -> Group:
+def generated(lease: Lease, reward: Reward | None = None, kind: type[FakeEngine] = FakeEngine, **engine) -> Group:
     """The group of a lease, on a virtual clock, by the fake engine at a token a second."""
     loop = VirtualLoop()  # type: ignore[abstract]
-    fake = FakeEngine(seconds_per_token=1.0, **engine)
+    fake = kind(seconds_per_token=1.0, **engine)
 
     async def works() -> None:
         """The reward works by then."""
@@ -134,6 +137,45 @@ def test_a_group_without_its_greedy_baseline_is_given_back():
 
     with pytest.raises(TooFewCompletions, match="not the greedy one"):
         generated(make_lease(4, cut_after_s=50.0, min_completions=3, with_greedy=True), injected_fault=greedy_hangs)
+
+
+# -- a teacher ---------------------------------------------------------------------------------------------------------
+
+
+class Taught(Reward):
+    """Log-probs of a teacher that are the lengths, and the score that the environment gave, or the length."""
+
+    teaches = True
+
+    async def score(self, prompt, completions):
+        scores = [getattr(one.completion, "score", None) or Score(value=float(len(one.text))) for one in completions]
+        lengths = [np.full(len(one.token_ids), -len(one.token_ids), np.float32) for one in completions]
+        nothing = np.zeros((0, 0))
+        taught = [TeacherLogprobs(one, nothing, nothing) for one in lengths]
+        return [TaughtScore(value=one.value, teacher=teacher) for one, teacher in zip(scores, taught, strict=True)]
+
+
+class ScoredByItsEnvironment(FakeEngine):
+    """Completions have a score, the first one a failure."""
+
+    async def generate(self, *request):
+        async for one in super().generate(*request):
+            yield Played(**vars(one), score=Score(value=7.0) if one.index else Score(failure="environment"))
+
+
+@pytest.mark.parametrize("engine", [FakeEngine, ScoredByItsEnvironment])
+def test_completions_keep_the_log_probs_of_the_teacher_also_those_that_their_environment_scored(engine):
+    group = generated(make_lease(), Taught(), kind=engine)
+    for rollout in group.rollouts:
+        completion, score = rollout.completion, rollout.score
+        assert type(score) is Score, "it is sent as any other"
+        if engine is not FakeEngine and completion.index == 0:
+            assert score.failure == "environment" and completion.teacher is None
+        else:
+            assert score.value == (len(str(completion.token_ids.tolist())) if engine is FakeEngine else 7.0)
+            assert completion.teacher.sampled.tolist() == [-len(completion.token_ids)] * len(completion.token_ids)
+    message, payload = pack_group(group)
+    assert unpack_group(message, payload).rollouts[-1].completion.teacher is not None
 
 
 # -- a reward that takes groups ----------------------------------------------------------------------------------------

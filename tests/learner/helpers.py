@@ -14,7 +14,7 @@ from asyncgrpo.config.schema import Config
 from asyncgrpo.learner import head
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.report import StepReport
-from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, VersionSpan
+from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, TeacherLogprobs, VersionSpan
 
 VERSION = PolicyVersion(7, 3)
 OLDER = PolicyVersion(7, 2)
@@ -82,6 +82,23 @@ def random_groups(
             )
         )
     return groups
+
+
+def with_teacher(groups: list[Group], *, top_k: int, vocab: int = 260, seed: int = 0) -> list[Group]:
+    """The same groups with log-probs of a served teacher, which knows nothing."""
+    rng = np.random.default_rng(seed)
+    taught = []
+    for group in groups:
+        for index, rollout in enumerate(group.rollouts):
+            length = len(rollout.completion.token_ids)
+            ids = np.array([rng.choice(vocab, top_k, replace=False) for _ in range(length)], np.int32).reshape(
+                -1, top_k
+            )
+            values = np.log(rng.dirichlet(np.ones(top_k + 1), length)[:, :top_k]).astype(np.float32)
+            sampled = rng.normal(-5.5, 0.5, length).astype(np.float32)
+            group = changed(group, index, teacher=TeacherLogprobs(sampled, ids, values))
+        taught.append(group)
+    return taught
 
 
 def plain_logprobs(path, prompt, completion, *, temperature: float = 1.0) -> np.ndarray:

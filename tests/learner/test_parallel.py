@@ -28,6 +28,7 @@ from tests.learner.helpers import (
     random_groups,
     watch_updates,
     weights,
+    with_teacher,
 )
 from tests.learner.ranks import run_on_ranks
 from tests.models import make_tiny_deepseek_v3, make_tiny_glm4_moe, make_tiny_qwen3, make_tiny_qwen3_moe
@@ -59,6 +60,10 @@ MIXED = {
     "few": ({}, FEW),
     "skewed": ({"algorithm": {"router_aux_coef": 0.1}}, SKEWED),
     "no shared prompts": ({"learner": {"share_prompts": False, "tokens_per_microbatch": 60}}, GROUPS),
+    "served teacher": (
+        {"algorithm": {"kl_coef": 1.0, "kl_kind": "full"}, "teacher": {"url": "http://unused", "top_k": 3}},
+        with_teacher(GROUPS, top_k=3),
+    ),
     "lora": ({"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1, "kl_kind": "full"}}, GROUPS),
 }
 STEP_WIDE = {

@@ -5,11 +5,22 @@ import pytest
 import torch
 
 from asyncgrpo.data.demo import make_demo_model
-from asyncgrpo.errors import ConfigError
-from asyncgrpo.types import PolicyVersion
-from tests.learner.helpers import learner, load, make_group, step_and_gradient, weights
+from asyncgrpo.errors import ConfigError, TrainingError
+from asyncgrpo.types import PolicyVersion, TeacherLogprobs
+from tests.learner.helpers import (
+    assert_equal_but_for_rounding,
+    assert_same_gradient,
+    changed,
+    learner,
+    load,
+    make_group,
+    step_and_gradient,
+    weights,
+)
 
 PROMPTS, COMPLETIONS, LENGTH = 6, 4, 8
+VOCABULARY = 261
+SERVED = {"url": "http://unused"}
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +32,8 @@ def folders(tmp_path_factory):
 
 
 @torch.no_grad()
-def sample(student, seed: int):
-    """Groups with constant reward, and [N, LENGTH] sequences with their prompts of 5 tokens."""
+def sample(student, seed: int, rewards=lambda tokens: 1.0):
+    """Groups with constant reward, or with one by the tokens, and [N, LENGTH] sequences with their prompts of 5 tokens."""
     generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(48, 58, (PROMPTS, 5), generator=generator)
     tokens, logprobs = prompts.repeat_interleave(COMPLETIONS, 0), []
@@ -34,7 +45,7 @@ def sample(student, seed: int):
     sampled, logprobs = tokens[:, 5:].view(PROMPTS, COMPLETIONS, LENGTH), torch.cat(logprobs, 1)
     version = PolicyVersion(7, seed)
     groups = [
-        make_group(n, [1.0] * COMPLETIONS, sampled[n].tolist(), prompt=prompts[n].tolist(), version=version,
+        make_group(n, [rewards(one) for one in sampled[n]], sampled[n].tolist(), prompt=prompts[n].tolist(), version=version,
                    logprobs=logprobs.view(PROMPTS, COMPLETIONS, LENGTH)[n].numpy())
         for n in range(PROMPTS)
     ]  # fmt: skip
@@ -47,25 +58,69 @@ def divergence(student, teacher, tokens: torch.Tensor) -> torch.Tensor:
     return (a.exp() * (a - b)).sum(-1)
 
 
-@pytest.mark.parametrize(("kind", "falls_to"), [("full", 0.6), ("k1+", 0.7)])
-def test_the_divergence_falls_with_a_constant_reward(folders, kind, falls_to):
+@torch.no_grad()
+def taught(groups, teacher, tokens: torch.Tensor, top_k: int = 0):
+    """The same groups with log-probs as a server of the teacher gives them, in the order of the sequences."""
+    log_q = teacher(tokens).logits[:, 4:-1].double().log_softmax(-1)
+    sampled = log_q.gather(-1, tokens[:, 5:, None])[..., 0]
+    values, ids = log_q.topk(top_k)
+    parts = (sampled.float().numpy(), ids.int().numpy(), values.float().numpy())
+    for row in range(len(tokens)):
+        group, index = divmod(row, COMPLETIONS)
+        groups[group] = changed(groups[group], index, teacher=TeacherLogprobs(*(part[row] for part in parts)))
+    return groups
+
+
+def make_learner(folders, kind: str, top_k: int | None = None):
+    """With the teacher in the learner, or served."""
+    algorithm = {"kl_coef": 1.0, "kl_kind": kind, "group_size": COMPLETIONS}
+    if top_k is None:
+        return learner(
+            folders / "student", algorithm=algorithm | {"teacher": str(folders / "teacher")}, learner={"lr": 3e-3}
+        )
+    return learner(folders / "student", algorithm=algorithm, teacher=SERVED | {"top_k": top_k}, learner={"lr": 3e-3})
+
+
+@pytest.mark.parametrize(
+    ("kind", "top_k", "reward", "falls_to"),
+    [
+        ("full", None, "constant", 0.6),
+        ("k1+", None, "constant", 0.7),
+        ("k1+", 0, "constant", 0.7),
+        ("full", 16, "constant", 0.6),
+        ("full", 16, "zeros", 0.85),
+    ],
+)
+def test_the_divergence_falls(folders, kind, top_k, reward, falls_to):
+    """With a constant reward, and beside one for the digit 0, which the student earns more often."""
     student, teacher = load(folders / "student"), load(folders / "teacher")
-    ours = learner(
-        folders / "student",
-        algorithm={"teacher": str(folders / "teacher"), "kl_coef": 1.0, "kl_kind": kind, "group_size": COMPLETIONS},
-        learner={"lr": 3e-3},
-    )
-    found = []
+    ours = make_learner(folders, kind, top_k)
+    found, zeros = [], []
     for step in range(25):
         student.load_state_dict(weights(ours), strict=False)
-        groups, tokens, version = sample(student, step)
+        rewards = {"constant": lambda tokens: 1.0, "zeros": lambda tokens: float((tokens == 48).float().mean())}
+        groups, tokens, version = sample(student, step, rewards[reward])
+        zeros.append((tokens[:, 5:] == 48).double().mean().item())
         with torch.no_grad():
             found.append(divergence(student, teacher, tokens).mean().item())
-        report = ours.step(groups, version)
-        assert report.lr == pytest.approx(3e-3) and report.zero_signal_groups == PROMPTS
-        if kind == "full":
+        report = ours.step(groups if top_k is None else taught(groups, teacher, tokens, top_k), version)
+        assert report.lr == pytest.approx(3e-3) and report.zero_signal_groups == 0, "every group has a signal"
+        if kind == "full" and top_k is None:
             assert report.kl_reference == pytest.approx(found[-1], rel=1e-4)
+    print("KL", found[0], np.mean(found[-3:]), zeros[:2], zeros[-2:])
     assert np.mean(found[-3:]) < falls_to * found[0]
+    assert reward == "constant" or np.mean(zeros[-5:]) > np.mean(zeros[:5])
+
+
+@pytest.mark.parametrize(("kind", "top_k"), [("k1+", 0), ("k2", 0), ("low_var_kl", 0), ("full", VOCABULARY)])
+def test_a_step_is_the_same_with_a_teacher_in_the_learner_and_a_served_one(folders, kind, top_k):
+    groups, tokens, version = sample(load(folders / "student"), 0, lambda tokens: float(tokens[0] % 2))
+    here, there = make_learner(folders, kind), make_learner(folders, kind, top_k)
+    expected = step_and_gradient(here, groups, version)[1]
+    found = step_and_gradient(there, taught(groups, load(folders / "teacher"), tokens, top_k), version)[1]
+    assert_equal_but_for_rounding(found, expected)
+    with pytest.raises(TrainingError, match="no log-probs of a teacher"):
+        there.step(sample(load(folders / "student"), 1)[0], version)
 
 
 def test_the_gradient_is_that_of_the_divergence(folders):
@@ -81,6 +136,25 @@ def test_the_gradient_is_that_of_the_divergence(folders):
         if parameter.grad is not None:
             error = (found[name].double() - parameter.grad).norm()
             assert error <= 1e-5 * parameter.grad.norm(), name
+
+
+def test_the_gradient_of_a_served_teacher_is_that_of_the_divergence_over_its_top_tokens_and_the_rest(folders):
+    top_k = 5
+    student, teacher = load(folders / "student").double(), load(folders / "teacher").double()
+    groups, tokens, version = sample(student, 0)
+    log_p, log_q = (model(tokens).logits[:, 4:-1].log_softmax(-1) for model in (student, teacher))
+    ids = log_q.topk(top_k).indices
+    p, q = (
+        torch.cat([x.exp().gather(-1, ids), x.exp().scatter(-1, ids, 0.0).sum(-1, True)], -1) for x in (log_p, log_q)
+    )
+    expected = (p * (p / q.detach()).log()).sum(-1).mean()
+    expected.backward()
+    report, found = step_and_gradient(
+        make_learner(folders, "full", top_k), taught(groups, teacher, tokens, top_k), version
+    )
+    assert report.kl_reference == pytest.approx(expected.item(), rel=1e-5)
+    assert expected.item() <= divergence(student, teacher, tokens).mean().item()
+    assert_same_gradient(found, {n: p.grad for n, p in student.named_parameters() if p.grad is not None}, 1e-5)
 
 
 def test_a_teacher_with_other_tokens_is_refused(folders, tmp_path):

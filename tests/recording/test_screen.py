@@ -426,3 +426,12 @@ def test_sums_and_ends_of_a_long_run_are_exact():
     assert progress.totals.mean("under_way") == 9
     assert progress.totals.generators == {"generate": 15_000.0, "idle": 5_000.0}
     assert (progress.num_faults, progress.num_recoveries, progress.slowest_recovery_s) == (100, 100, 2.0)
+
+
+def test_the_kl_is_in_the_line_of_a_step_on_the_page_and_in_the_summary():
+    progress = Progress.of([START, step(1, kl_reference=2.0), step(2, kl_reference=0.25), END])
+    assert "  kl 0.250  tok/s" in line_of(step(2, kl_reference=0.25), progress)
+    assert ", kl 0.250, length" in page([START, step(2, kl_reference=0.25)])
+    assert "kl            2.000 -> 0.250 nats per token" in summary(progress)
+    without = [START, step(1), END]
+    assert "kl " not in summary(Progress.of(without)) + page(without) + line_of(step(1), Progress.of(without))

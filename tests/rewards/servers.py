@@ -18,8 +18,8 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, answer: Callable[[dict], Reply]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, answer: Callable[[dict], Reply], port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.answer = answer
         self.replies: list[Reply] = []
         self.may_reply = threading.Event()
@@ -27,6 +27,8 @@ class Server(ThreadingHTTPServer):
         self.requests: list[dict] = []
         self.paths: list[str] = []
         self.keys: list[str | None] = []
+        self.card: dict = {}
+        """Reply to each GET."""
         self.lock = threading.Lock()
         self.running = self.most = 0
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -52,6 +54,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_) -> None:
         """A request is no news."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(self.server.card).encode())
 
     def do_POST(self) -> None:
         server, asked = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))

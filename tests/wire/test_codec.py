@@ -17,6 +17,7 @@ from asyncgrpo.types import (
     Prompt,
     Rollout,
     Score,
+    TeacherLogprobs,
     VersionSpan,
 )
 from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_group
@@ -65,14 +66,16 @@ def test_a_group_comes_back_as_it_was_sent():
 
 
 def with_choices(group: Group) -> Group:
-    """The same group; completions with tokens have kept tokens, and all but the last have routes."""
+    """The same group; completions with tokens have kept tokens, all but the last have routes, all but the first a teacher."""
     rollouts = []
     for rollout in group.rollouts:
         completion, length = rollout.completion, len(rollout.completion.token_ids)
         counts = np.arange(1, length + 1, dtype=np.int32)
         kept = KeptTokens(np.arange(counts.sum(), dtype=np.int32), counts) if length else None
         routes = np.arange(-1, (3 + length) * 6 - 1, dtype=np.int16).reshape(-1, 2, 3) if completion.index < 2 else None
-        rollouts.append(replace(rollout, completion=replace(completion, kept=kept, routes=routes)))
+        ids = np.arange(2 * length, dtype=np.int32).reshape(length, 2)
+        teacher = TeacherLogprobs(completion.logprobs - 1, ids, -ids.astype(np.float32)) if completion.index else None
+        rollouts.append(replace(rollout, completion=replace(completion, kept=kept, routes=routes, teacher=teacher)))
     return replace(group, rollouts=tuple(rollouts))
 
 
@@ -87,6 +90,10 @@ def test_choices_come_back_as_they_were_sent():
         if mine.routes is not None:
             assert np.array_equal(mine.routes, theirs.routes)
         assert np.array_equal(mine.logprobs, theirs.logprobs)
+        assert (mine.teacher is None) == (theirs.teacher is None)
+        if mine.teacher is not None:
+            pairs = list(zip(mine.teacher, theirs.teacher, strict=True))
+            assert all(np.array_equal(a, b) and a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
 
 
 @pytest.mark.parametrize(
@@ -99,10 +106,15 @@ def test_choices_come_back_as_they_were_sent():
         ({}, 4 * 16, "do not add up"),
         ({}, 4 * 19, "a kept token is not in"),
         ({}, 4 * 25, "its routes cannot be read"),
+        ({"teacher": 3}, None, "payload has"),
+        ({}, -4 * 25, "a log-prob of the teacher is not finite"),
+        ({}, -4 * 20, "a token of the teacher is not in"),
+        ({}, -4 * 10, "a log-prob of the teacher is not finite"),
     ],
 )
 def test_malformed_choices_are_refused(fields, at, complaint):
-    """Of the first completion: 3 tokens, whose counts begin after 16 numbers; 6 kept tokens; then its routes."""
+    """Of the first completion: 3 tokens, whose counts begin after 16 numbers; 6 kept tokens; then its routes. At the end,
+    of the last one: 5 log-probs of the teacher, 10 ids, and 10 log-probs."""
     message, payload = pack_group(with_choices(make_group()))
     payload = bytearray(payload)
     if at is not None:

@@ -1,0 +1,266 @@
+"""Teachers behind URLs: the log-probs that a server of SGLang or vLLM gives the sampled tokens, beside their reward.
+
+A teacher that does not reply fails the score of a completion, so that an outage pauses, retries and is reported as one of the
+reward. Both servers give log-probs of given tokens at temperature 1, whatever a request asks for.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from asyncgrpo import metrics
+from asyncgrpo.config.reach import check_service, find_model
+from asyncgrpo.config.schema import Config, TeacherConfig
+from asyncgrpo.errors import AsyncGRPOError, ConfigError
+from asyncgrpo.host import importing
+from asyncgrpo.rewards.base import Reward, Sampled, failed, is_training
+from asyncgrpo.rewards.http import Service, ServiceError
+from asyncgrpo.types import Completion, Prompt, Score, TeacherLogprobs
+
+LONG_PROMPT = 64
+"""Tokens from which a prompt is sent once before its completions. A shorter one costs less than the request."""
+PROMPTS_KEPT = 256
+"""Prompts that are known to have been sent."""
+
+
+class TaughtScore(Score):  # type: ignore[misc]  # mypy does not see that it is frozen, too
+    """Score of a completion, with its teacher's log-probs."""
+
+    teacher: TeacherLogprobs | None = None
+
+    @property
+    def plain(self) -> Score:
+        """The score alone, as it is sent."""
+        return Score(**{name: getattr(self, name) for name in Score.__struct_fields__})
+
+
+# -- one server --------------------------------------------------------------------------------------------------------
+
+
+class _Model(msgspec.Struct):
+    """The model of a server, of its reply to `/v1/models`."""
+
+    id: str
+    owned_by: str
+    max_model_len: int | None = None
+    root: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_Entry = tuple[float | None, Sequence[tuple[float | None, int]]]
+"""Log-prob of a token, and the most likely tokens at its place, with theirs."""
+
+
+class Teacher:
+    """The model of one server. Use it from one event loop."""
+
+    def __init__(self, url: str, path: str | None, settings: TeacherConfig) -> None:
+        """
+        Args:
+            path: folder or hub id of the model; None: as the server names it.
+        """
+        self.url = url.strip().rstrip("/").removesuffix("/v1")
+        self._path, self._top_k = path, settings.top_k
+        self._models, self._sglang, self._vllm = (
+            Service(f"{self.url}/{one}", deadline_s=settings.timeout_s)
+            for one in ("v1/models", "generate", "v1/completions")
+        )
+        self._turn = asyncio.Semaphore(settings.max_concurrent)
+        self._model: _Model | None = None
+        self._vocabulary = 0
+        self._sent: OrderedDict[tuple[int, ...], asyncio.Future[bytes]] = OrderedDict()
+
+    async def check(self, config: Config) -> None:
+        """Raise ConfigError if the server cannot score completions of this run."""
+        try:
+            model = await self._ask()
+        except ServiceError as error:
+            raise ConfigError(f"teacher.url: {error}") from error
+        longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+        if model.max_model_len is not None and longest >= model.max_model_len:  # servers keep room for a token
+            raise ConfigError(
+                f"teacher.url: the context of {self.url} is {model.max_model_len} tokens, too short for "
+                f"data.max_prompt_tokens + sampling.max_tokens = {longest} and one more; lower one of the two, or start the "
+                "server with a longer context"
+            )
+        path = self._path or model.root or model.id
+        own, theirs = (_load("AutoTokenizer", one).get_vocab() for one in (config.model.path, path))
+        if differing := own.items() ^ theirs.items():
+            raise ConfigError(
+                f"teacher.path ({path}) has other tokens than model.path ({config.model.path}): token "
+                f"{min(differing)[0]!r} differs; a teacher must have the same vocabulary"
+            )
+        if max(own.values()) >= self._vocabulary:
+            raise ConfigError(
+                f"teacher.path ({path}) has {self._vocabulary} rows for {max(own.values()) + 1} tokens; its server would end "
+                "at the first id above them"
+            )
+
+    async def score(self, prompt: tuple[int, ...], completion: Completion) -> TeacherLogprobs:
+        """Return the log-probs of the sampled tokens. Raises ServiceError, or ConfigError if its model is not found."""
+        row, asked_s = [*prompt, *completion.all_token_ids.tolist()], time.perf_counter()
+        model = self._model or await self._ask()
+        if max(row) >= self._vocabulary:
+            raise ServiceError(f"{self.url}: token id {max(row)} is not in a vocabulary of {self._vocabulary}")
+        is_sglang = model.owned_by == "sglang"
+        if is_sglang and len(prompt) >= LONG_PROMPT:
+            await self._send_once(prompt)
+        try:
+            async with self._turn:
+                entries = await (self._by_sglang if is_sglang else self._by_vllm)(row, len(prompt), model)
+            some = [entries[place] for place in completion.sampled_at.tolist()]
+            likely = np.array([top for _, top in some], np.float64).reshape(len(some), self._top_k, 2)
+            sampled = np.array([value for value, _ in some], np.float32)  # NaN for None
+            if not (np.isfinite(sampled).all() and np.isfinite(likely).all()):
+                raise ValueError("a log-prob is not finite")
+        except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+            raise ServiceError(f"{self.url}: the reply has no log-probs of the request: {error!r}") from error
+        metrics.teacher_seconds.observe(time.perf_counter() - asked_s)
+        return TeacherLogprobs(sampled, likely[..., 1].astype(np.int32), likely[..., 0].astype(np.float32))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for one in (self._models, self._sglang, self._vllm):
+            await one.close()
+
+    async def _ask(self) -> _Model:
+        """Ask the server for its model, and look up the size of the vocabulary. Raises ServiceError or ConfigError."""
+        try:
+            model = msgspec.json.decode(await self._models.get(), type=_Models).data[0]
+        except (msgspec.MsgspecError, LookupError) as error:
+            raise ServiceError(f"{self.url}: the server is neither SGLang's nor vLLM's: {error}") from error
+        config = await asyncio.to_thread(_load, "AutoConfig", self._path or model.root or model.id)
+        self._vocabulary, self._model = config.get_text_config().vocab_size, model
+        return model
+
+    async def _send_once(self, prompt: tuple[int, ...]) -> None:
+        """Have the server compute a prompt before the first of its completions, which then find it in the prefix cache."""
+        sent = self._sent.get(prompt)
+        if sent is None or (sent.done() and (sent.cancelled() or sent.exception() is not None)):
+            body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}}
+            sent = self._sent[prompt] = asyncio.ensure_future(self._sglang.post(msgspec.json.encode(body)))
+            if len(self._sent) > PROMPTS_KEPT:
+                self._sent.popitem(last=False)
+        await asyncio.shield(sent)
+
+    async def _by_sglang(self, row: list[int], start: int, model: _Model) -> list[_Entry]:
+        body = {
+            "input_ids": row,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": start - 1,  # the prefix cache is read up to here; the first entry has no log-prob
+            "top_logprobs_num": self._top_k,
+        }
+        meta = msgspec.json.decode(await self._sglang.post(msgspec.json.encode(body)))["meta_info"]
+        entries = meta["input_token_logprobs"][1:]
+        last = self._vocabulary - 1  # written as 0
+        if [token for _, token, _ in entries] != [0 if token == last else token for token in row[start:]]:
+            raise ValueError("it is for other tokens")
+        tops = meta["input_top_logprobs"][1:] if self._top_k else [[]] * len(entries)
+        return [(one[0], [other[:2] for other in top]) for one, top in zip(entries, tops, strict=True)]
+
+    async def _by_vllm(self, row: list[int], start: int, model: _Model) -> list[_Entry]:
+        body = {"model": model.id, "prompt": row, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self._top_k}
+        reply = msgspec.json.decode(await self._vllm.post(msgspec.json.encode(body)))
+        found: list[_Entry] = []
+        for token, given in zip(row[start:], reply["choices"][0]["prompt_logprobs"][start:], strict=True):
+            values = sorted(((one["logprob"], int(name)) for name, one in given.items()), reverse=True)
+            found.append((given[str(token)]["logprob"], values[: self._top_k]))
+        return found
+
+
+def _load(kind: str, path: str) -> Any:
+    """Load a class of transformers. Raises ConfigError."""
+    find_model(path, "teacher.path")
+    with importing():
+        import transformers
+    try:
+        return getattr(transformers, kind).from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"teacher.path: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+# -- beside a reward ---------------------------------------------------------------------------------------------------
+
+
+def build_teachers(config: Config) -> dict[str, Teacher]:
+    """Return the teachers by data_source; one for all sources is under ""."""
+    paths, settings = config.teacher.path, config.teacher
+    return {
+        source: Teacher(url, paths.get(source) if isinstance(paths, dict) else paths, settings)
+        for source, url in settings.urls.items()
+    }
+
+
+def check_teachers(config: Config, sources: set[str]) -> None:
+    """Raise ConfigError if training rows of one of these sources have no teacher, or a teacher cannot be used."""
+    teachers = build_teachers(config)
+    if missing := sorted(source for source in sources if teachers and not {"", source} & teachers.keys()):
+        raise ConfigError(f"teacher.url has no URL for data_source {', '.join(map(repr, missing))}; give one for each")
+
+    async def check(teacher: Teacher) -> None:
+        try:
+            await teacher.check(config)
+        finally:
+            await teacher.close()
+
+    for teacher in teachers.values():
+        check_service(teacher.url, "teacher.url")
+        asyncio.run(check(teacher))
+
+
+class TaughtReward(Reward):
+    """A reward that adds the teacher's log-probs to the scores of training prompts.
+
+    A completion with a score of its environment is taught only.
+    """
+
+    teaches = True
+
+    def __init__(self, reward: Reward, teachers: dict[str, Teacher]) -> None:
+        self._reward, self._teachers, self.takes_groups = reward, teachers, reward.takes_groups
+
+    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+        """Score completions. See `rewards.base.Reward`."""
+        given: list[Score | None] = [getattr(one.completion, "score", None) for one in completions]
+        rest = [one for one, score in zip(completions, given, strict=True) if score is None]
+        found, *taught = await asyncio.gather(
+            self._reward.score(prompt, rest) if rest else asyncio.sleep(0, result=[]),
+            *(self._teach(prompt, one.completion) for one in completions if is_training(prompt)),
+        )
+        left = iter(found)
+        scores = [score or next(left) for score in given]
+        for index, (score, teacher) in enumerate(zip(scores, taught, strict=False)):
+            if isinstance(teacher, Score):
+                scores[index] = teacher if score.failure is None else score
+            elif score.failure is None:
+                scores[index] = TaughtScore(**msgspec.structs.asdict(score), teacher=teacher)
+        return scores
+
+    async def close(self) -> None:
+        """End every worker process, and close the connections."""
+        await self._reward.close()
+        for teacher in self._teachers.values():
+            await teacher.close()
+
+    async def _teach(self, prompt: Prompt, completion: Completion | None) -> TeacherLogprobs | Score:
+        """Return the teacher's log-probs, or a failure."""
+        assert completion is not None
+        teacher = self._teachers.get(prompt.source) or self._teachers[""]
+        opening = getattr(completion, "opening", ()) or prompt.token_ids
+        found: TeacherLogprobs | Score
+        try:
+            found = await teacher.score(opening, completion)
+        except AsyncGRPOError as error:
+            found = failed("timeout" if getattr(error, "is_late", False) else "teacher", str(error))
+        outcome = "failed" if isinstance(found, Score) else "scored"
+        metrics.teacher_tokens_total.labels(outcome=outcome).inc(len(completion.token_ids))
+        return found

@@ -1,0 +1,53 @@
+"""A whole run whose served teacher dies, returns and freezes."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from asyncgrpo.data.demo import make_demo_model
+from tests.rewards.teachers import TeacherServer
+from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+DEMO = ["demo", "--engine", "fake", "--max-lag", "1", "--out", "run", "--algorithm", "distill"]
+DEMO += ["buffer.prompts_per_step=8", "algorithm.group_size=8", "data.eval=null", "run.checkpoint_every=1000"]
+DEMO += ["reward.weights=[0]", "teacher.top_k=8", "teacher.timeout_s=1"]
+
+
+def wait_for_outage(run: Path, number: int) -> None:
+    wait_until(lambda: len(events(run, "rewards_paused")) >= number, "pause", 60.0)
+    reason = events(run, "rewards_paused")[-1]["reason"]
+    assert reason.startswith(("teacher: ", "timeout: ")), reason
+
+
+def wait_for_steps(run: Path) -> None:
+    trained = len(events(run, "step"))
+    wait_until(lambda: len(events(run, "step")) > trained + 3, "step", 120.0)
+
+
+def test_an_outage_of_the_teacher_pauses_the_run_and_loses_nothing(tmp_path: Path):
+    make_demo_model(tmp_path / "teacher", seed=5)
+    run = tmp_path / "run"
+    with TeacherServer(tmp_path / "teacher") as first:
+        process = start(*DEMO, "--steps", "10000", f"teacher.url={first.url}", cwd=tmp_path)
+        wait_for_steps(run)
+    wait_for_outage(run, 1)
+    with TeacherServer(tmp_path / "teacher", port=first.server_port) as second:
+        wait_for_steps(run)
+        paused = len(events(run, "rewards_paused"))
+        second.may_reply.clear()  # frozen
+        wait_for_outage(run, paused + 1)
+        second.may_reply.set()
+        wait_for_steps(run)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=90) == 0, (tmp_path / "output.txt").read_text()
+    steps = events(run, "step")
+    assert all(step["kl_reference"] > 0 and step["zero_signal_groups"] == 0 for step in steps)
+    assert all(step["reward_mean"] == 0 and step["reward_parts"] for step in steps), "the reward is measured alone"
+    dropped = [event["dropped"] for event in [*steps, *events(run, "end")] if event.get("dropped")]
+    assert dropped == [], "no prompt pays for the outage"
+    audit = asyncgrpo("audit", "run", cwd=tmp_path)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert_nothing_left(tmp_path)
