@@ -36,8 +36,6 @@ STREAMED_MOMENTS = GIB
 """Moments on the GPU at once, where `learner.offload_optimizer` streams them through the update, or one parameter's."""
 GRADIENTS = 3
 """Gradients of the size of a layer's widest activation that exist at once in its backward pass."""
-OFFLOADED_LAYERS = 2
-"""Layer inputs on the GPU at once, with `learner.activation_checkpointing: offload`."""
 GATHERED_LAYERS = 3
 """Layers that FSDP2 has in whole at once: the one that runs, the next one, and the buffer that it is copied out of."""
 TILE_LOGITS = 2**27
@@ -157,9 +155,8 @@ class _Rank:
         whole = [layer.parameters - less + more for layer, less, more in zip(size.layers, away, added, strict=True)]
         kept = [layer.bytes_kept(item, adapters=self.adapters) for layer in size.layers]
         recomputes = config.learner.activation_checkpointing is not False  # the least, where that is left open
-        waiting = tokens * (item * size.hidden * len(kept) if recomputes else sum(kept))
-        if self.offloaded_activations:
-            waiting = tokens * item * size.hidden * OFFLOADED_LAYERS
+        inputs = 1 if self.offloaded_activations else len(kept)
+        waiting = tokens * (item * size.hidden * inputs if recomputes else sum(kept))
         recomputed = tokens * max(kept) if recomputes else 0
         last = tokens * size.hidden * (4 + 3 * item)  # of the last norm, and what the head reads, with its gradient
         gradients = tokens * (item * GRADIENTS * max(layer.trained.widest for layer in size.layers) + 8 * size.hidden)

@@ -66,7 +66,7 @@ def test_the_peak_of_a_step_is_as_predicted(path, monkeypatch, ranks, settings):
 @pytest.mark.parametrize("recompute", [True, "offload"])
 def test_context_divides_the_activations_of_a_long_row(tmp_path, monkeypatch, recompute):
     """Of one row of 32,768 tokens. Attention saves what it saves, and computes nothing; host memory is not counted."""
-    path, length = make_tiny_qwen3(tmp_path, hidden=64, layers=4), 32_768
+    path, length = make_tiny_qwen3(tmp_path, hidden=128, layers=2), 32_768
     monkeypatch.setitem(attention.KERNELS, "cpu", lambda q, k, v, *_: _SavesAttention.apply(q, k, v))
     monkeypatch.setattr(model, "save_on_cpu", _uncounted)
     for where, name in ((head.TILE_LOGITS, "cpu"), (head.BLOCK_LOGITS, "cpu")):
@@ -91,7 +91,7 @@ def test_context_divides_the_activations_of_a_long_row(tmp_path, monkeypatch, re
             held = peak_bytes(learner, lambda: learner.step(groups(tokens), VERSION))
         if tokens == length:
             predicted = memory.learner_tensors(size_at(str(path)), run).total
-            assert 0.94 * held < predicted < 1.12 * held
+            assert 0.94 * held < predicted < 1.15 * held
         return held
 
     whole, *parts = (peak(context, length) - peak(context, 64) for context in (1, 2, 4))
@@ -111,8 +111,8 @@ class _SavesAttention(torch.autograd.Function):
 
 
 def _uncounted(pin_memory: bool) -> saved_tensors_hooks:
-    """Keeps saved tensors outside torch."""
-    return saved_tensors_hooks(lambda x: x.detach().numpy().copy(), torch.tensor)
+    """Keep saved tensors outside torch."""
+    return saved_tensors_hooks(lambda x: x.detach().clone().numpy().copy(), torch.tensor)
 
 
 def test_expert_divides_the_experts_that_are_gathered(tmp_path):
