@@ -135,7 +135,7 @@ class TokenScorer(nn.Module):
         """Return [n, D] last hidden states of the positions before this rank's share of the sampled tokens."""
         mine = self.row.own(len(batch.token_ids))
         self.routers.replay(None if batch.routes is None else batch.routes[mine])
-        if self.vision is None:
+        if self.vision is None or not batch.pictured:
             inputs = {"input_ids": batch.token_ids[None, mine], "position_ids": batch.position_ids[None, mine]}
         else:
             inputs = self.vision.inputs(batch)
