@@ -140,7 +140,7 @@ class TokenScorer(nn.Module):
         mine = self.row.own(len(batch.token_ids))
         weights = torch.zeros_like(batch.token_ids).index_add_(0, batch.read_at, batch.mask.long())
         self.routers.replay(None if batch.routes is None else batch.routes[mine], weights[mine])
-        if self.vision is None:
+        if self.vision is None or not batch.pictured:
             inputs = {"input_ids": batch.token_ids[None, mine], "position_ids": batch.position_ids[None, mine]}
         else:
             inputs = self.vision.inputs(batch)

@@ -42,13 +42,11 @@ class Vision:
         self._model, self._images = model, images
 
     def inputs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Return the arguments of the decoder for a row: embeddings with images in them, and positions along three axes."""
+        """Return the arguments of the decoder for a row with images: embeddings, and positions along three axes."""
         device = batch.token_ids.device
         embeddings = self._model.get_input_embeddings()(batch.token_ids)
-        positions = batch.position_ids.expand(3, -1)
-        if not batch.pictured:
-            return {"inputs_embeds": embeddings[None], "position_ids": positions[:, None]}
-        positions, is_image = positions.clone(), torch.zeros_like(batch.token_ids, dtype=torch.bool)
+        positions = batch.position_ids.repeat(3, 1)
+        is_image = torch.zeros_like(batch.token_ids, dtype=torch.bool)
         features, deeper = [], []
         for one in batch.pictured:
             seen, row = self._of(one.token_ids, one.images, one.prompt_id, device), slice(one.start, one.stop)

@@ -77,7 +77,7 @@ FORMATS = {
     "cmyk": (written(COLOUR.convert("CMYK"), "JPEG", quality=95), COLOUR, 12),
     "transparent": (written(CLEAR), Image.new("RGB", COLOUR.size, "white"), 0),
     "turned": (written(COLOUR, "PNG", exif=TURNED), COLOUR.rotate(-90, expand=True), 0),
-    "black bmp, valid UTF-8": (written(Image.new("RGB", (32, 32)), "BMP"), Image.new("RGB", (32, 32)), 0),
+    "black, valid UTF-8": (written(Image.new("RGB", (32, 32)), "PPM"), Image.new("RGB", (32, 32)), 0),
 }
 
 

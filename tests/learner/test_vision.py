@@ -84,8 +84,9 @@ def test_rows_with_images_are_those_of_plain_transformers(tmp_path, family):
     sum((number % 3 + 1) * logprobs.sum() for number, logprobs in enumerate(wanted)).backward()
     gradient = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and ".visual." not in name}
 
-    runs = []
-    learner.model.vision._model.base_model.visual.register_forward_hook(lambda *_: runs.append(1))
+    runs, tower = [], learner.model.language_model.base_model.visual
+    assert not any(p.requires_grad for p in tower.parameters())
+    tower.register_forward_hook(lambda *_: runs.append(1))
     for share, budget in [(True, 4096), (True, 150), (False, 4096)]:
         runs.clear()
         learner.optimizer.zero_grad()

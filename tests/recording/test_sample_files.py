@@ -50,7 +50,7 @@ def test_a_row_says_what_was_asked_answered_and_scored(group, tmp_path):
     assert first == {
         "step": 18, "version_oldest": "1.16", "version_newest": "1.17", "lag": 2, "group_id": "g1",
         "prompt_id": "train/17", "source": "reverse", "prompt": "hi", "completion": "abc", "reward": 1.0,
-        "advantage": 0.7, "failure": None, "finish_reason": "stop", "num_tokens": 3, "observed": "[]",
+        "advantage": 0.7, "failure": None, "finish_reason": "stop", "num_tokens": 3, "observed": "[]", "images": "[]",
     }  # fmt: skip
     assert (second["reward"], second["advantage"], second["failure"]) == (None, None, "timeout")
     assert (second["completion"], second["version_oldest"], second["num_tokens"]) == ("", "", 0)
