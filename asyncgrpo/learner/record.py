@@ -144,7 +144,7 @@ class TrainingWatch:
         if not (entropies and rewards and best and before) or fmean(entropies) >= 2 * NARROW * before:
             return False
         way, half = max(best) - first, WINDOW // 2
-        if max(best) - fmean(rewards) < SHORT * way:
+        if max(best) - fmean(rewards) <= SHORT * way:  # equal where all rewards are
             return False
         if fmean(entropies) >= NARROW * before or fmean(rewards[half:]) - fmean(rewards[:half]) > RISES * way:
             return True

@@ -86,3 +86,9 @@ def test_updates_that_are_too_large_are_said_before_anything_else():
 
 def test_a_task_that_is_learnt_says_no_more_than_that_its_prompts_are_solved():
     assert [about for _, about, _ in warnings_of("copy, parts")] == ["signal"]
+
+
+def test_a_student_that_becomes_as_certain_as_its_teacher_is_no_warning_where_no_reward_is_trained():
+    taught = {"zero_signal_groups": 0, "reward_mean": 0.0, "reward_max": 0.0}
+    steps = [step(1.0) | taught | {"entropy": 4.0 if n < WINDOW else 0.01} for n in range(4 * WINDOW)]
+    assert told(TrainingWatch(), steps) == []
