@@ -66,14 +66,6 @@ def test_whether_a_quick_group_may_overtake_an_old_one_at_its_deadline(policy, t
     balance(buffer)
 
 
-def test_train_takes_a_group_of_any_age():
-    buffer, (slow, _) = started("train")
-    buffer.trained(v(9))
-    assert buffer.cancelled() == []
-    buffer.accept(spanning(slow, 0), b"")
-    assert step(buffer, 9) == [slow.prompt_index]
-
-
 class AnyPolicy(RuleBasedStateMachine):
     """Leases, groups of one or two versions, failures, losses and steps in any order, under any policy."""
 
@@ -111,7 +103,6 @@ class AnyPolicy(RuleBasedStateMachine):
     @precondition(lambda self: self.is_auto)
     @rule(data=st.data())
     def change_the_bound(self, data):
-        """A step that says so: the share of its lag alone, or a wait, in whatever order."""
         low, waited = data.draw(st.booleans()), data.draw(st.sampled_from([0.0, 0.5]))
         for _ in range(AutoLag.STEPS):
             self.buffer.step_ended(v(self.version), {0: 1.0, self.buffer.max_lag: 0.1 if low else 1.0}, waited)
@@ -263,14 +254,6 @@ def test_the_learner_waits_for_a_twentieth_of_its_time_whatever_number_that_take
     assert sum(waited[-100:]) / 100 == pytest.approx(0.05, abs=0.02)
 
 
-def test_groups_that_wait_ready_are_not_wanted():
-    admission = begun(10, 110)
-    for second in range(2, 20):
-        wanted = admission.wanted(SLOTS)
-        see_step(admission, second, 10, ready=wanted - 10)
-    assert 48 <= admission.wanted(SLOTS) <= 70
-
-
 # -- buffer.max_lag: auto ----------------------------------------------------------------------------------------------
 
 WELL, LOW = 0.9, 0.3
@@ -318,15 +301,6 @@ def test_one_outlier_and_steps_of_groups_of_an_earlier_bound_say_nothing():
     assert run(auto, 1, {2: WELL, 16: LOW}) == [2]
     assert run(auto, 10, {0: LOW, 12: LOW}, start=1) == [2] * 10
     assert run(auto, 1, {0: WELL, 2: LOW}, start=11) == [1]
-
-
-def test_it_settles_under_a_share_that_falls_with_the_lag():
-    """A world where lag 8 is the last that is fine, and any bound is used up: it stays near it and does not swing."""
-    auto, seen = controller(1), []
-    for version in range(400):
-        shares = {auto.max_lag: 1.0 - 0.06 * auto.max_lag}
-        seen.append(auto.step_ended(version, shares, waited=0.3))
-    assert set(seen[100:]) <= {6, 7, 8, 9} and len(set(seen[200:])) == 1
 
 
 # -- in the buffer -----------------------------------------------------------------------------------------------------
