@@ -52,10 +52,7 @@ def test_every_loss_has_arguments_of_known_kinds(loss):
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (
-            ["loss_args.clip_hihg=0.3"],
-            "loss_args.clip_hihg (value 0.3) is not an argument of ppo_clip: did you mean `clip_high`?",
-        ),
+        (["loss_args.clip_hihg=0.3"], "(value 0.3) is not an argument of ppo_clip: did you mean `clip_high`?"),
         (["loss=dppo_tv", "loss_args.high=0.3"], "not an argument of dppo_tv: did you mean `high_prob`?"),
         (["loss=topr", "loss_args.clip_low=0.3"], "is not an argument of topr: it takes none"),
         (["loss_args.clip_low=wide"], "algorithm.loss_args.clip_low must be a number, at least 0; it is wide"),
@@ -107,32 +104,21 @@ def test_a_ratio_is_never_counted_twice(loss):
     [
         (["algorithm.kl_kind=k1", "algorithm.kl_coef=1"], "kl_kind=k1 has no gradient in expectation"),
         (["algorithm.kl_kind=full", "algorithm.kl_coef=1", "algorithm.kl_in=reward"], "kl_kind=full"),
-        (["algorithm.kl_kind=k3_reweighted", "algorithm.kl_coef=1", "algorithm.kl_in=reward"], "k3_reweighted"),
         (
             ["algorithm.loss=pairwise", "algorithm.loss_args.beta=1", "algorithm.kl_coef=1", "algorithm.kl_in=reward"],
             "no part in algorithm.loss=pairwise",
         ),
         (["algorithm.overlong_buffer=1025"], "overlong_buffer (1025) is more than sampling.max_tokens (1024)"),
-        (
-            ["algorithm.overlong_buffer=9", "algorithm.truncated=zero"],
-            "rewards a cut completion above one with the penalty",
-        ),
+        (["algorithm.overlong_buffer=9", "algorithm.truncated=zero"], "rewards a cut completion above one"),
         (["algorithm.overlong_buffer=9", "algorithm.advantage=max_rl"], "algorithm.overlong_buffer (9)"),
         (["algorithm.kl_coef=1", "algorithm.kl_in=reward", "algorithm.advantage=max_rl"], "algorithm.kl_in (reward)"),
         (["algorithm.critic.lam=1"], "algorithm.critic.* is set, but algorithm.advantage (grpo)"),
         (["algorithm.advantage=gae", "algorithm.filter_zero_signal=true"], "are always or never solved"),
         (
             ["algorithm.advantage=gae", "algorithm.corrections=[{kind: opsm, max_nats: 1}]"],
-            "advantage=gae has one for each token",
+            "gae has one for each token",
         ),
-        (
-            ["algorithm.anchor=interpolated", "algorithm.corrections=[{kind: opsm, max_nats: 1}]"],
-            "corrections[0] judges anchor",
-        ),
-        (
-            ["algorithm.anchor=interpolated", "algorithm.corrections=[{action: reject, high_ratio: 2}]"],
-            "corrections[0] judges anchor",
-        ),
+        (["algorithm.anchor=interpolated", "algorithm.corrections=[{action: reject, high_ratio: 2}]"], "judges anchor"),
         (["learner.lr_min_ratio=0.1"], "learner.lr_min_ratio (0.1) has no effect"),
         (["learner.lr_schedule=cosine", "run.steps=null"], "learner.lr_schedule=cosine"),
         (
@@ -149,18 +135,11 @@ def test_settings_that_do_not_fit_each_other_are_refused(overrides, sentence):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.corrections=[{}]"],
-        ["algorithm.corrections=[{level: sequence, action: clip, low_ratio: 0.1}]"],
-        ["algorithm.corrections=[{level: geometric, action: reject, low_ratio: 0.99, high_ratio: 1.01}]"],
-        ["algorithm.corrections=[{kind: veto, low_ratio: 1e-4}]"],
-        ["algorithm.corrections=[{kind: m2po}]"],
         ["algorithm.corrections=[{kind: divergence, level: sequence, max_nats: 0.01, estimator: k2}]"],
         ["algorithm.kl_kind=k1", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
-        ["algorithm.kl_kind=full", "algorithm.kl_coef=0.1"],
         ["algorithm.overlong_buffer=1024", "algorithm.truncated=mask"],
         ["algorithm.advantage=gae", "algorithm.critic.lam=1", "algorithm.critic.value_clip=null"],
         ["learner.minibatches=64", "algorithm.loss=gspo"],
-        ["learner.ess_lr=true", "algorithm.anchor=behaviour", "algorithm.loss=reinforce"],
         ["learner.ess_lr=true", "algorithm.anchor=interpolated"],
     ],
 )
