@@ -136,7 +136,7 @@ class TestTheMap:
 def cases(table: str) -> list[tuple[str, str]]:
     """Words of theirs and of ours, of each line of a table."""
     lines = table.strip().replace("\n    ", " ").splitlines()
-    return [(theirs, ours) for theirs, _, ours in (line.partition(" ->") for line in lines if line[0] != "#")]
+    return [(theirs, ours.strip()) for theirs, _, ours in (line.partition(" ->") for line in lines if line[0] != "#")]
 
 
 TRANSLATED = """
