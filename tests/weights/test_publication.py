@@ -217,6 +217,22 @@ def test_whoever_is_given_up_is_not_waited_for(plane, monkeypatch):
     frozen.let_go.set()
 
 
+@pytest.mark.parametrize("plane", ["gloo"], indirect=True)
+@pytest.mark.usefixtures("impatient")
+def test_when_all_are_gone_the_next_that_comes_gets_the_version(plane):
+    gone = [plane.add("generator-0", Engine()), plane.add("generator-1", Engine())]
+    plane.wait_for(2)
+    plane.publish(0)
+    for receiver in gone:
+        receiver.stop()
+    plane.wait_for(0)
+    plane.offer(1)
+    replacement = Engine()
+    plane.add("generator-0", replacement, "1")
+    assert plane.publication(1).generators == ("generator-0",)
+    assert_holds(replacement, weights(1))
+
+
 def test_versions_that_come_faster_than_they_travel_are_skipped(plane):
     """And none is torn: the engine never holds a mixture, whatever was written to the arenas meanwhile."""
     versions: list[PolicyVersion] = []
