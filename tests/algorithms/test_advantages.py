@@ -43,9 +43,9 @@ def test_every_estimator_follows_its_formula(name, dtype, tolerance):
 
 
 def constant_groups():
-    """12,663 groups: each size from 2 to 64 with each reward of c/100."""
+    """Each size from 2 to 64 with each third reward of c/100."""
     rewards, groups = [], []
-    for size, cents in itertools.product(range(2, 65), range(-100, 101)):
+    for size, cents in itertools.product(range(2, 65), range(-100, 101, 3)):
         rewards += [cents / 100] * size
         groups += [size * 1000 + cents] * size
     return rewards, torch.tensor(groups)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from asyncgrpo.algorithms.corrections import importance, veto
+from asyncgrpo.algorithms.corrections import veto
 from asyncgrpo.algorithms.diagnostics import (
     effective_sample_share,
     gap_sums,
@@ -96,12 +96,6 @@ def test_a_large_gap_is_cut_in_the_exponential_alone(x):
         assert report["kl_k3"] == pytest.approx(report["kl_k1"], rel=0.03)
 
 
-def test_sequences_without_trained_tokens_are_in_no_mean():
-    log_rho, mask = torch.tensor([-0.5, -0.5, math.nan]), torch.tensor([True, True, False])
-    report = ratio_report(numbers(ratio_sums(log_rho, mask, torch.tensor([0, 2, 2, 3]))))
-    assert (report["kl_k1"], report["ess_sequence"]) == (0.5, 1.0)
-
-
 def test_of_nothing_the_report_is_that_of_agreement():
     b = batch()
     nothing = ratio_report(
@@ -125,20 +119,6 @@ def test_bounds_are_counted_on_each_side_in_tokens_and_sequences():
     assert shares("y", numbers(sequence)) == pytest.approx(
         {"y_below": 0.0, "y_above": 1 / 6, "y_sequences_below": 0.0, "y_sequences_above": 1 / 3}
     )
-
-
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_outside_the_bounds_is_what_rejection_drops(level):
-    b = batch()
-    log_rho, mask = tensor(b.log_rho), torch.tensor(b.mask)
-    bounds = {"level": level, "low_ratio": 0.7, "high_ratio": 1.4}
-    keep = importance(log_rho, mask, b.cu_seqlens, action="reject", **bounds).keep
-    outside = shares("x", numbers(outside_sums("x", log_rho, mask, b.cu_seqlens, **bounds)))
-    dropped = shares("x", numbers(kept_sums("x", keep, mask, b.cu_seqlens)))
-    assert 0 < dropped["x_dropped"] == pytest.approx(outside["x_below"] + outside["x_above"])
-    if level != "token":
-        both = outside["x_sequences_below"] + outside["x_sequences_above"]
-        assert dropped["x_sequences_dropped"] == pytest.approx(both)
 
 
 def test_clipped_tokens_are_told_apart_by_side():

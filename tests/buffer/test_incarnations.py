@@ -19,7 +19,6 @@ from asyncgrpo.wire.rollouts import (
     RequestEval,
     Reregister,
     Serving,
-    Shutdown,
     Trained,
     Waiting,
     Welcome,
@@ -115,32 +114,6 @@ def serving(version: int | None) -> Serving:
     return Serving(generator_id="g", version=None if version is None else v(version))
 
 
-def test_an_incarnation_that_was_replaced_cannot_come_back_and_earns_its_successor_no_lease():
-    served = Served()
-    served.hear("learner", Trained(version=v(0)))
-    served.hear("g-old", register("g-old"))
-    served.hear("g-new", register("g-new"))
-    for late in (serving(0), register("g-old")):
-        assert served.hear("g-old", late) == [("g-old", Shutdown.__name__)]
-    assert served.buffer.held_by("g") == 0 and served.hear("g-new", serving(None)) == []
-    assert served.hear("g-new", serving(0)) == [("g-new", Grant.__name__)] * 2
-
-
-def test_who_works_on_a_lease_that_would_be_too_old_is_told_and_gets_exactly_one_other():
-    served = Served(per_step=1, max_lag=0, policy="drop")
-    served.hear("learner", Trained(version=v(0)))
-    served.hear("g-a", register("g-a"))
-    served.hear("g-a", serving(0))
-    lease = served.oldest_lease()
-    served.hear("g-a", serving(1))
-    sent = served.hear("learner", Trained(version=v(1)))
-    assert sent == [("g-a", Cancel.__name__), ("g-a", Grant.__name__)]
-    (_, cancel), (_, grant) = served.lines.sent
-    assert cancel.lease_ids == (lease.lease_id,) and cancel.reason == "stale"
-    assert (grant.lease.prompt_index, grant.lease.attempt) == (lease.prompt_index, 1)
-    assert served.hear("g-a", deliver(lease, 0), PAYLOAD) == [("g-a", Nack.__name__)]
-
-
 def test_a_generator_that_was_asked_twice_for_its_first_word_keeps_its_leases():
     """Two heartbeats may come before the first one's request is heard: it registers for each."""
     served = Served()
@@ -222,21 +195,6 @@ def test_what_was_not_read_while_the_buffer_stood_still_is_no_silence():
     assert served.buffer.held_by("g-2") == 1
     served.pass_time(1.0, "g-1")
     assert served.buffer.held_by("g-2") == 0
-
-
-def test_a_generator_that_is_behind_may_begin_fewer_groups_and_one_that_is_far_behind_none():
-    served = Served(per_step=2, max_lag=2, count=20)
-    for name, number in (("behind", 4), ("old", 3), ("new", 5)):
-        served.join(name, version=number, window=100)
-    served.hear("learner", Trained(version=v(5)))
-    assert max(map(served.buffer.held_by, ("new", "behind"))) == 2, "just after the version came, each gets its part"
-    served.now_s += 1.0
-    served.hear("new", Serving(generator_id="new", version=v(5)))
-    held = {name: served.buffer.held_by(name) for name in ("new", "behind", "old")}
-    assert sum(held.values()) == 6 and held["old"] == 0
-    assert 0 < held["behind"] <= 4, "while four hold a slot, it may begin no more"
-    assert {e.deadline for e in served.buffer._entries.values() if e.holder == "behind"} == {6}
-    assert {e.deadline for e in served.buffer._entries.values() if e.holder == "new"} == {7}
 
 
 def test_a_group_that_only_awaits_its_scores_takes_a_slot_and_no_place():

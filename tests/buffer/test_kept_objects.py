@@ -29,7 +29,7 @@ from tests.journal.journals import Clock, journal
 PER_STEP = 4
 FILLED = 5 * BIAS_WINDOW // 4 // PER_STEP
 """Steps after which what is kept of the last groups is full."""
-STEPS = 300
+STEPS = 120
 
 
 class EndlessRun(Served):

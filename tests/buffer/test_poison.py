@@ -2,24 +2,21 @@
 
 import json
 import random
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.buffer import Buffer, State
+from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import ISOLATE_AFTER, QUARANTINE_FILE, Case, Quarantine
-from asyncgrpo.buffer.recovery import earlier_failures
-from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import DataError
 from asyncgrpo.journal.history import Dropped, Interrupted, read_history
 from asyncgrpo.types import Lease, PolicyVersion
 from asyncgrpo.wire.rollouts import Finished, LeaseFailed, NoMore, Snapshot, Take, TakeSnapshot, Trained
 from asyncgrpo.wire.supervision import GeneratorLost
-from tests.buffer.test_buffer import deliver, lease_all, make_buffer, prompts, v
+from tests.buffer.test_buffer import deliver, make_buffer, v
 from tests.buffer.test_incarnations import PAYLOAD, Served
+from tests.buffer.test_policies import balance
 from tests.buffer.test_recovery import start
-from tests.journal.journals import delivered, group, journal
 
 
 def begun(count=8, per_step=4, **settings) -> Buffer:
@@ -33,12 +30,6 @@ def served_in_order(**settings) -> Served:
     served = Served(**{"count": 8, "per_step": 8, "max_lag": 0, "shuffle": False} | settings)
     served.hear("learner", Trained(version=v(0)))
     return served
-
-
-def balanced(buffer: Buffer) -> bool:
-    out = buffer.outcomes
-    gone = out["trained"] + out["requeued"] + sum(n for name, n in out.items() if name.startswith("dropped"))
-    return out["leased"] == gone + sum(buffer.count(state) for state in State)
 
 
 def run(buffer: Buffer, killer: str, holders="ab", window=4) -> tuple[list[Lease], int]:
@@ -59,7 +50,7 @@ def run(buffer: Buffer, killer: str, holders="ab", window=4) -> tuple[list[Lease
             elif held[holder]:
                 lease = held[holder].pop(rng.randrange(len(held[holder])))
                 assert buffer.accept(deliver(lease, version), b"") is None
-            assert balanced(buffer)
+            balance(buffer)
             charged = [prompt_index for prompt_index, count in buffer._attempts.items() if count]
             assert all(f"train/{prompt_index % 8}" == killer for prompt_index in charged), "nobody else is charged"
         if buffer.take(v(version)) is not None:
@@ -78,20 +69,6 @@ def test_a_prompt_that_ends_every_generator_is_dropped_in_all_epochs_and_all_oth
     assert all(lease.prompt_index < 8 for lease in leases if lease.prompt.prompt_id == "train/2")
     assert buffer.outcomes["dropped_poison"] == 1 and buffer.outcomes["dropped_quarantined"] == 2
     assert buffer.outcomes["trained"] == 3 * 7 and buffer.prompts_done == 3 * 8
-
-
-def test_the_end_of_a_generator_costs_a_prompt_nothing_until_it_is_a_suspect_and_an_answer_clears_it():
-    buffer = begun()
-    for _ in range(ISOLATE_AFTER - 1):
-        assert len(lease_all(buffer, "a")) == 4
-        buffer.release("a")
-    again = lease_all(buffer, "a")
-    assert [lease.prompt_index for lease in again] == [0, 1, 2, 3] and not buffer._attempts.total()
-    assert buffer.accept(deliver(again[0], 0), b"") is None
-    buffer.release("a")
-    assert not buffer._isolated.is_isolated(0) and all(map(buffer._isolated.is_isolated, (1, 2, 3)))
-    assert [lease.prompt_index for lease in lease_all(buffer, "a")] == [1], "an isolated prompt, alone"
-    assert [lease.prompt_index for lease in lease_all(buffer, "b")] == [4, 5], "the others go on"
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -243,20 +220,3 @@ def test_a_run_whose_every_prompt_is_in_quarantine_ends_once_the_learner_has_sav
     served.hear("learner", Finished())
     with pytest.raises(DataError, match="is in quarantine"):
         served.service.run()
-
-
-def test_what_is_read_of_a_prompt_s_past_ends_with_its_last_completion(tmp_path: Path):
-    written = journal(tmp_path)
-    for record in (
-        Interrupted(generator_id="a", prompt_indices=(1, 2)),
-        Interrupted(generator_id="a", prompt_indices=(1, 3)),
-    ):
-        written.append(record)
-        written.append(*delivered(*group(1)))
-    written.append(Interrupted(generator_id="a", prompt_indices=(1,)))
-    written.append(Dropped(lease_id="1.2.0", prompt_index=2, reason="lease_timeout", is_final=False))
-    written.append(Dropped(lease_id="1.3.0", prompt_index=3, reason="failed", is_final=False))
-    written.append(Dropped(lease_id="1.4.0", prompt_index=4, reason="ahead", is_final=False))
-    past = earlier_failures(read_history(tmp_path), PromptSource(prompts(12), seed=0, shuffle=False, epochs=1))
-    assert past.interruptions == {1: 1, 2: 1, 3: 1}
-    assert past.attempts == Counter({2: 1, 3: 1}) and past.blamed == Counter({3: 1})

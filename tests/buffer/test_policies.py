@@ -4,17 +4,13 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from asyncgrpo.buffer.admission import AutoLag, JustInTime
 from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.config.schema import AutoLagConfig
 from asyncgrpo.journal.history import BoundChanged
 from asyncgrpo.types import Lease, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver
-from tests.buffer.test_buffer import POLICIES, deliver, lease_all, make_buffer, v
+from tests.buffer.test_buffer import deliver, lease_all, make_buffer, v
 
 TOKENS = 4
 
@@ -63,151 +59,12 @@ def test_whether_a_quick_group_may_overtake_an_old_one_at_its_deadline(policy, t
         assert step(buffer, 1) == [slow.prompt_index]
     else:
         assert step(buffer, 0) == taken
+        buffer.trained(v(9))
+        assert [entry.lease for entry in buffer.cancelled()] == ([slow] if policy == "drop" else [])
+        if policy == "train":
+            buffer.accept(spanning(slow, 0), b"")
+            assert step(buffer, 9) == [slow.prompt_index], "of any age"
     balance(buffer)
-
-
-def test_train_takes_a_group_of_any_age():
-    buffer, (slow, _) = started("train")
-    buffer.trained(v(9))
-    assert buffer.cancelled() == []
-    buffer.accept(spanning(slow, 0), b"")
-    assert step(buffer, 9) == [slow.prompt_index]
-
-
-class AnyPolicy(RuleBasedStateMachine):
-    """Leases, groups of one or two versions, failures, losses and steps in any order, under any policy."""
-
-    @initialize(
-        policy=st.sampled_from(POLICIES),
-        is_eager=st.booleans(),
-        per_step=st.integers(1, 3),
-        max_lag=st.integers(0, 3),
-        is_auto=st.booleans(),
-        filters=st.booleans(),
-        too_long=st.sets(st.integers(0, 13), max_size=6),
-        max_attempts=st.sampled_from([3, 100]),
-    )
-    def start(self, policy, is_eager, per_step, max_lag, is_auto, filters, too_long, max_attempts):
-        self.policy, self.per_step, self.count, self.max_attempts = policy, per_step, 14, max_attempts
-        self.is_eager = is_eager
-        self.is_auto = is_auto and policy in ("wait", "drop")
-        self.max_lag = max(1, max_lag) if self.is_auto else max_lag
-        chosen = {"max_lag": "auto", "auto_lag": AutoLagConfig(max=self.max_lag)} if self.is_auto else {}
-        settings = {"max_lag": max_lag, "policy": policy, "is_eager": is_eager, "max_attempts": max_attempts} | chosen
-        self.buffer = make_buffer(self.count, per_step, too_long=too_long, filters=filters, **settings)
-        self.bounds: dict[str, int] = {}  # of every lease
-        self.version = 0
-        self.buffer.trained(v(0))
-        self.leases: dict[str, tuple[Lease, int]] = {}
-        self.trained: list[int] = []
-
-    @rule(holder=st.sampled_from("ab"))
-    def lease(self, holder):
-        if (lease := self.buffer.lease(holder, 0.0)) is not None:
-            assert self.buffer._attempts[lease.prompt_index] < self.max_attempts
-            self.leases[lease.lease_id] = lease, self.version
-            self.bounds[lease.lease_id] = self.buffer.max_lag
-
-    @precondition(lambda self: self.is_auto)
-    @rule(data=st.data())
-    def change_the_bound(self, data):
-        """A step that says so: the share of its lag alone, or a wait, in whatever order."""
-        low, waited = data.draw(st.booleans()), data.draw(st.sampled_from([0.0, 0.5]))
-        for _ in range(AutoLag.STEPS):
-            self.buffer.step_ended(v(self.version), {0: 1.0, self.buffer.max_lag: 0.1 if low else 1.0}, waited)
-        assert 1 <= self.buffer.max_lag <= self.max_lag
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data(), scores=st.sampled_from([(0.0, 1.0), (1.0, 1.0), (1.0, None)]), twice=st.booleans())
-    def deliver(self, data, scores, twice):
-        lease, version = self.leases.pop(data.draw(st.sampled_from(sorted(self.leases))))
-        newest = data.draw(st.integers(version, self.version))
-        versions = (version, newest) if newest > version else (version,)
-        known = self.buffer._leased(lease.lease_id) is not None
-        if scores[1] is None and not self.buffer._filters:
-            scores = (0.0, 1.0)
-        group = spanning(lease, *versions, scores=scores)
-        assert (self.buffer.accept(group, b"") is None) == known
-        assert not twice or self.buffer.accept(group, b"") == ("duplicate" if known else "no_such_lease")
-
-    @precondition(lambda self: self.leases)
-    @rule(data=st.data())
-    def fail(self, data):
-        self.buffer.fail(self.leases.pop(data.draw(st.sampled_from(sorted(self.leases))))[0].lease_id, "failed")
-
-    @rule(holder=st.sampled_from("ab"))
-    def lose(self, holder):
-        for lease_id in self.buffer.release(holder):
-            del self.leases[lease_id]
-
-    @rule()
-    def step(self):
-        batch = self.buffer.take(v(self.version))
-        for entry in self.buffer.cancelled():
-            assert self.policy == "drop"
-            del self.leases[entry.lease.lease_id]
-        if batch is None:
-            return
-        lags = [self.version - entry.oldest.number for entry in batch]
-        if self.policy != "train":
-            bounds = [self.bounds[entry.lease.lease_id] for entry in batch]
-            assert all(lag <= bound <= self.max_lag for lag, bound in zip(lags, bounds, strict=True))
-        left = self.buffer.count(State.READY) + self.buffer.count(State.LEASED) + self.buffer._prompts.has_next
-        assert len(batch) == self.per_step or not left
-        self.trained += [entry.prompt_index for entry in batch]
-        self.version += 1
-        self.buffer.trained(v(self.version))
-        for entry in self.buffer.cancelled():
-            del self.leases[entry.lease.lease_id]
-
-    @invariant()
-    def everything_is_accounted_for(self):
-        if hasattr(self, "buffer"):
-            balance(self.buffer)
-            entries = list(self.buffer._entries.values())
-            assert len(entries) <= (self.max_lag + 1) * self.per_step
-            assert all(self.buffer.count(state) == sum(e.state is state for e in entries) for state in State)
-            for holder in "ab":
-                held = sum(e.holder == holder and e.state is State.LEASED for e in entries)
-                assert self.buffer.held_by(holder) == held
-            if self.policy == "wait":
-                assert not self.buffer.outcomes["dropped_stale"], "it drops nothing for its age"
-
-    @rule()
-    def fill(self):
-        """No slot is lost: if all slots are wanted, what no group holds can be leased as long as there are prompts."""
-        free = (self.buffer.max_lag + 1) * self.per_step - sum(self.buffer.count(state) for state in State)
-        before = len(self.leases)
-        for _ in range(free + 1):
-            self.lease("a")
-        granted = len(self.leases) - before
-        assert granted <= max(free, 0)
-        one_works_alone = (
-            self.buffer._prompts.next_isolated_index is not None or self.buffer._isolated._alone is not None
-        )
-        if self.is_eager:
-            assert granted == max(free, 0) or one_works_alone or not self.buffer._prompts.has_next
-
-    def teardown(self):
-        """From wherever we are, every prompt is trained once, filtered, or counted, in the end."""
-        if not hasattr(self, "buffer"):
-            return
-        self.lose("a")
-        self.lose("b")
-        for _ in range(100):
-            while (lease := self.buffer.lease("a", 0.0)) is not None:
-                self.bounds[lease.lease_id] = self.buffer.max_lag
-                assert self.buffer.accept(spanning(lease, self.version), b"") is None
-            self.step()
-        assert self.buffer.exhausted
-        reasons = ("failed", "always_stale", "poison", "quarantined", "too_long")
-        done = sum(self.buffer.outcomes[f"dropped_{reason}"] for reason in reasons)
-        done += self.buffer.outcomes["filtered_zero_signal"]
-        assert len(self.trained) == len(set(self.trained)) == self.count - done
-
-
-TestAnyPolicy = AnyPolicy.TestCase
-TestAnyPolicy.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
 # -- admission just in time --------------------------------------------------------------------------------------------
@@ -263,14 +120,6 @@ def test_the_learner_waits_for_a_twentieth_of_its_time_whatever_number_that_take
     assert sum(waited[-100:]) / 100 == pytest.approx(0.05, abs=0.02)
 
 
-def test_groups_that_wait_ready_are_not_wanted():
-    admission = begun(10, 110)
-    for second in range(2, 20):
-        wanted = admission.wanted(SLOTS)
-        see_step(admission, second, 10, ready=wanted - 10)
-    assert 48 <= admission.wanted(SLOTS) <= 70
-
-
 # -- buffer.max_lag: auto ----------------------------------------------------------------------------------------------
 
 WELL, LOW = 0.9, 0.3
@@ -318,15 +167,6 @@ def test_one_outlier_and_steps_of_groups_of_an_earlier_bound_say_nothing():
     assert run(auto, 1, {2: WELL, 16: LOW}) == [2]
     assert run(auto, 10, {0: LOW, 12: LOW}, start=1) == [2] * 10
     assert run(auto, 1, {0: WELL, 2: LOW}, start=11) == [1]
-
-
-def test_it_settles_under_a_share_that_falls_with_the_lag():
-    """A world where lag 8 is the last that is fine, and any bound is used up: it stays near it and does not swing."""
-    auto, seen = controller(1), []
-    for version in range(400):
-        shares = {auto.max_lag: 1.0 - 0.06 * auto.max_lag}
-        seen.append(auto.step_ended(version, shares, waited=0.3))
-    assert set(seen[100:]) <= {6, 7, 8, 9} and len(set(seen[200:])) == 1
 
 
 # -- in the buffer -----------------------------------------------------------------------------------------------------

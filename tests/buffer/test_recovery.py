@@ -6,7 +6,7 @@ import pytest
 
 from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.buffer.recovery import bring_back, reopen
-from asyncgrpo.config.schema import AlgorithmConfig, AutoLagConfig, BufferConfig
+from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.journal.history import FORMAT, Committed, Dropped, RunStarted, read_history, read_rest
 from asyncgrpo.journal.log import SEGMENT_BYTES
@@ -111,66 +111,19 @@ def test_with_a_smaller_lag_only_what_can_be_trained_in_time_is_kept(one_step_do
     assert [e.prompt_index for e in buffer.take(PolicyVersion(2, 1))] == taken
 
 
-# -- buffer.max_lag: auto ----------------------------------------------------------------------------------------------
-
-AUTO = {"max_lag": "auto", "auto_lag": AutoLagConfig(max=8)}
-
-
-def test_a_start_goes_on_with_the_bound_in_force_at_its_checkpoint(tmp_path):
-    buffer, _ = start(tmp_path, 1, **AUTO)
-    buffer.trained(PolicyVersion(1, 0))
-    assert buffer.max_lag == 4
-    for version, bound in ((1, 3), (2, 2), (3, 1)):  # every completion as old as the bound, and too old
-        for _ in range(2):
-            accept(buffer, lease(buffer), version - 1)
-        buffer.take(PolicyVersion(1, version - 1))
-        buffer.trained(PolicyVersion(1, version))
-        buffer.step_ended(PolicyVersion(1, version), {buffer.max_lag: 0.1}, 0.0)
-        assert buffer.max_lag == bound
-        if version == 2:
-            kept = buffer.snapshot()
-    again, _ = start(tmp_path, 2, checkpoint=(PolicyVersion(1, 2), kept), **AUTO)
-    assert again.max_lag == 2, "the last change is gone with its step"
-    again, _ = start(tmp_path, 3, checkpoint=(PolicyVersion(1, 2), kept), **AUTO)
-    assert again.max_lag == 2, "and the start between changed nothing"
-    again, _ = start(tmp_path, 4, checkpoint=(PolicyVersion(1, 2), kept), max_lag=5)
-    assert again.max_lag == 5
-
-
-@pytest.mark.parametrize(("configured", "bound"), [(4, 1), (1, 1), (0, 0)])
-def test_a_person_s_smaller_bound_holds_for_the_groups_leased_under_it_also_after_a_resume(tmp_path, configured, bound):
-    buffer, _ = start(tmp_path, 1, max_lag=4)
-    buffer.trained(PolicyVersion(1, 0))
-    buffer.change_max_lag(1)
-    accept(buffer, lease(buffer), 0)
-    again, _ = start(tmp_path, 2, max_lag=configured)
-    assert again.max_lag == configured
-    assert [entry.max_lag for entry in again._entries.values()] == [bound]
-
-
-# -- a journal of months -----------------------------------------------------------------------------------------------
-
-
-def months(folder: Path, steps: int, *, lineage=1, checkpoint=None, **config):
-    """Train and save `steps` steps with tiny segments. Returns the buffer and the checkpoint of the last one."""
-    buffer, _ = start(folder, lineage, checkpoint=checkpoint, count=1000, segment_bytes=500, **config)
-    first = checkpoint[0].number if checkpoint is not None else 0
-    buffer.trained(PolicyVersion(lineage, first))
-    for step in range(first, first + steps):
-        while buffer.count(State.READY) < 2:
-            accept(buffer, lease(buffer), step, lineage=lineage)
-        assert buffer.take(PolicyVersion(lineage, step)) is not None
-        buffer.trained(PolicyVersion(lineage, step + 1))
-        state = buffer.snapshot()
-        buffer.journal.append(Committed(step=step + 1, prompts=state))
-    for _ in range(2):
-        accept(buffer, lease(buffer), first + steps, lineage=lineage)
-    return buffer, (PolicyVersion(lineage, first + steps), state)
-
-
 def test_a_start_keeps_only_the_records_that_matter(tmp_path: Path):
     folder = tmp_path / "journal"
-    buffer, checkpoint = months(folder, 30)
+    buffer, _ = start(folder, 1, count=1000, segment_bytes=500)
+    buffer.trained(PolicyVersion(1, 0))
+    for step in range(30):
+        while buffer.count(State.READY) < 2:
+            accept(buffer, lease(buffer), step)
+        assert buffer.take(PolicyVersion(1, step)) is not None
+        buffer.trained(PolicyVersion(1, step + 1))
+        buffer.journal.append(Committed(step=step + 1, prompts=buffer.snapshot()))
+    checkpoint = PolicyVersion(1, 30), buffer.snapshot()
+    for _ in range(2):
+        accept(buffer, lease(buffer), 30)
     buffer.journal.close()
     rest = read_rest(folder, checkpoint[0], lambda index: index < checkpoint[1].frontier)
     assert len(list(folder.glob("*.journal"))) > 30 and len(rest.found) == 4

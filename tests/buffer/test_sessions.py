@@ -47,13 +47,6 @@ def test_where_nothing_is_known_the_emptiest_window_is_first_and_a_new_one_count
     assert speeds.seconds_per_token("slow", 0.0) == speeds.seconds_per_token("quick", 0.0), "it has started again"
 
 
-def test_a_generator_that_becomes_quicker_is_known_as_quick_after_some_heartbeats():
-    speeds = measured(was_slow=3.0, steady=1.0)
-    for second in range(8):
-        speeds.heard("was_slow", 0.5, 8, 0.0, second)
-    assert order(speeds, steady=0.0, was_slow=0.0) == ["was_slow", "steady"]
-
-
 def test_who_is_late_gets_what_no_other_has_room_for_until_it_delivers():
     speeds = measured(quick=1.0, slow=3.0)
     speeds.late("quick")

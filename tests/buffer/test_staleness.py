@@ -8,21 +8,6 @@ from hypothesis import strategies as st
 from asyncgrpo.buffer.admission import deadlines_are_kept
 
 
-def test_what_remains_must_fit_into_the_steps_that_are_left():
-    # At version 10 with 3 groups a step: a group with deadline 10 must be trained now, with 11 in the next step.
-    assert deadlines_are_kept([], 10, 3)
-    assert not deadlines_are_kept([10], 10, 3)
-    assert deadlines_are_kept([11, 11, 11], 10, 3)
-    assert not deadlines_are_kept([11, 11, 11, 11], 10, 3)
-    assert deadlines_are_kept([11, 11, 11, 12, 12, 12], 10, 3)
-    assert not deadlines_are_kept([11, 11, 11, 12, 12, 12, 12], 10, 3)
-
-
-def test_at_lag_zero_nothing_may_remain():
-    assert deadlines_are_kept([], 4, 8)
-    assert not deadlines_are_kept([4], 4, 8)
-
-
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 4), st.booleans(), st.integers(1, 5), st.floats(0, 0.9), st.integers(0, 2**32))
 def test_any_order_of_arrival_keeps_the_bound_and_never_stands_still(max_lag, changes, per_step, filtered, seed):

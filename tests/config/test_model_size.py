@@ -21,7 +21,6 @@ from asyncgrpo.config.model_size import size_at, size_of, size_on_disk
 from asyncgrpo.learner import attention
 from asyncgrpo.learner.attention import Family, Segments
 from asyncgrpo.learner.model import add_adapters
-from benchmarks.memory_table import PUBLISHED
 from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
 
 SMALL = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3, "vocab_size": 500}
@@ -88,9 +87,7 @@ def test_parameters_and_adapters_are_those_of_the_model(name):
     assert size.adapter_parameters(RANK) == sum(p.numel() for p in trained)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "has_adapters"), [(torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)]
-)
+@pytest.mark.parametrize(("dtype", "has_adapters"), [(torch.float32, False), (torch.bfloat16, True)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_activations_are_what_a_pass_on_the_cpu_saves(name, dtype, has_adapters):
     size = size_of(CONFIGS[name].to_dict())
@@ -107,15 +104,6 @@ def test_files_on_disk_have_as_many_parameters(make, tmp_path):
     exact, rough = size_at(str(path)), size_on_disk(str(path))
     assert exact is not None and rough is not None
     assert rough.parameters == pytest.approx(exact.parameters, rel=0.05), "the header of the file is counted too"
-
-
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [("Qwen3-0.6B", 596_049_920), ("Qwen3-1.7B", 1_720_574_976), ("Qwen2.5-3B", 3_085_938_688),
-     ("Qwen3-8B", 8_190_735_360), ("Qwen3-32B", 32_762_123_264), ("Llama-3.1-70B", 70_553_706_496)],
-)  # fmt: skip
-def test_published_models_have_their_published_size(name, published):
-    assert size_of(PUBLISHED[name]).parameters == published
 
 
 def test_a_config_that_describes_no_model_has_no_size(tmp_path):

@@ -132,25 +132,19 @@ class TestMistakes:
         ("override", "sentence"),
         [
             ("algorithm.group_sise=8", "`algorithm.group_sise` (value 8): did you mean `algorithm.group_size`?"),
-            ("algorithm.max_lag=8", "did you mean `buffer.max_lag`?"),
             ("actor_rollout_ref.rollout.n=5", "(value 5): that is verl's name for `algorithm.group_size`"),
             ("+learner.lr=1e-6", "write it as `learner.lr`"),
             ("data.truncation=error", "that is verl's: longer prompts are dropped, never cut"),
-            ("critic.a.b=1", "asyncgrpo config from-verl FILE|KEY=VALUE...` translates keys and values of verl"),
-            ("buffer.max_steps=2", "(value 2): `asyncgrpo config explain` lists all keys"),
-            ("algorithm.group_size=1", "algorithm.group_size must be at least 2; it is 1"),
             ("algorithm.group_size=8.5", "algorithm.group_size must be a whole number, at least 2; it is 8.5"),
             ("model.dtype=fp16", "model.dtype must be one of bfloat16, float32; it is fp16"),
             ("run.loggers=wandb", "run.loggers must be a list"),
             ("learner.betas=[0.9]", "learner.betas must be a list of 2, each a number, at least 0 and below 1; it is [0.9]"),
             ("learner.lr=nan", "learner.lr must be above 0; it is nan"),
-            ("learner.lr=inf", "learner.lr must be finite; it is inf"),
             ("reward.timeout_s=.inf", "reward.timeout_s must be finite; it is inf"),
             ("learner.lr", "`learner.lr` is not of the form key=value, for example learner.lr=1e-6"),
             ("learner.betas=[[", "the value of learner.betas, `[[`, is not valid YAML"),
             ("algorithm=grpo", "`algorithm` is a section; set one of its keys"),
             ("algorithm.clip_low=0.1", "it was removed; use algorithm.loss_args.clip_low, an argument of algorithm.loss"),
-            ("algorithm.loss=ppo", "algorithm.loss must be one of "),
             ("algorithm.loss=gpso", "topr, vespo; it is gpso: did you mean `gspo`?"),
             ("algorithm.loss_args.clip_low=[1]", "algorithm.loss_args must be a mapping, each value a number or text"),
             ("algorithm.corrections=[{high_ratio: 2}, {kidn: veto}]", "corrections[1]: Object contains unknown field `kidn`"),
@@ -176,11 +170,9 @@ class TestMistakes:
             ("model: {path: m}\n", "{file}: data.train is missing"),
             ("model:\n  path: m\n  - oops\n", "{file}, line 3: this is not valid YAML"),
             ("model: {path: m}\nmodel: {path: n}\n", "duplicate key model"),
-            ("- a\n- b\n", "mapping"),
             ("just words\n", "unknown configuration key `just words`"),
             ("extends: mine.yaml\n", "leads back to this file"),
             ("extends: other.yaml\n", "names other.yaml, but {folder}/other.yaml does not exist"),
-            ("extends: [quickstart, other.yaml]\n", "names other.yaml, but {folder}/other.yaml does not exist"),
             ("extends: algorithms/grop\n", "unknown algorithm `algorithms/grop`; did you mean "),
         ],
     )
@@ -226,10 +218,7 @@ class TestCrossChecks:
             (["weights.backend=nccl", "generators.gpus_each=0"], "learner.device (auto) and generators.gpus_each (0)"),
             (["weights.backend=nccl", "learner.device=cpu"], "on both sides: learner.device (cpu)"),
             (["cluster.share_gpu=true", "learner.ranks=2", "generators.count=1"], "learner.ranks (2); use learner.ranks=1"),
-            (
-                ["cluster.share_gpu=true", "generators.count=1", "weights.backend=nccl"],
-                "does not fit weights.backend (nccl); use weights.backend=shared_memory",
-            ),
+            (["cluster.share_gpu=true", "generators.count=1", "weights.backend=nccl"], "use weights.backend=shared_memory"),
             (["generators.extra.dp_size=2"], "generators.extra.dp_size is 2, but an engine is one group of tensor-parallel"),
             (["generators.extra.pp_size=2"], "raise generators.gpus_each"),
             (["generators.extra.enable_dp_attention=true"], "generators.extra.enable_dp_attention is true, but"),
@@ -315,8 +304,7 @@ class TestWords:
         ("key", "sentences"),
         [
             ("algorithm.group_size", ["Completions per prompt", "a whole number, at least 2", "default  8", "section  Obj"]),
-            ("algorithm.corrections", ["a list, each a mapping of kind, level, action", 'default  [{"high_ratio": 2.0}]',
-                                       "algorithm.corrections[].max_nats (null): Largest estimate"]),
+            ("algorithm.corrections", ["a list, each a mapping", "algorithm.corrections[].max_nats (null): Largest estimate"]),
             ("algorithm.corrections.action", ["one of clip, mask, reject, truncate"]),
         ],
     )  # fmt: skip
@@ -329,15 +317,6 @@ class TestWords:
         assert "lag at most 4 steps; up to 320 groups in flight" in text
         assert "3 generators (sglang, 1 GPU each) + 1 learner rank = 4 GPUs" in text
         assert "ends after 10 steps or 1 epoch, whichever is first; checkpoint every 20 steps, no evaluation" in text
-
-    def test_a_policy_says_what_its_bound_is(self):
-        said = {
-            p: sizes_in_words(load_config(None, [*NEEDED, f"buffer.policy={p}"])) for p in ("wait", "drop", "train")
-        }
-        assert "lag at most 4 steps" in said["wait"] and "dropped" not in said["wait"]
-        assert "lag at most 4 steps, older groups are dropped" in said["drop"]
-        assert "synchronous (lag 0)" in sizes_in_words(load_config(None, [*NEEDED, "buffer.max_lag=0"]))
-        assert "lag without bound" in said["train"] and "lag at most" not in said["train"]
 
 
 def test_held_out_files_are_suites_with_names():

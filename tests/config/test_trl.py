@@ -16,6 +16,7 @@ from asyncgrpo.config.foreign_rules import TRL, merged
 from asyncgrpo.config.load import flat, load_config
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.errors import ConfigError
+from tests.config.test_verl import cases, keys_of
 
 
 def training_arguments() -> list[str]:
@@ -33,7 +34,7 @@ def read(words):
     return read_any(words, TRL)
 
 
-def ours(**given) -> dict:
+def ours(given: dict) -> dict:
     return merged(TRL.translate(given))
 
 
@@ -41,103 +42,54 @@ def test_every_field_of_transformers_is_accounted_for():
     assert [name for name in training_arguments() if name not in TRL.keys] == []
 
 
+TRANSLATED = """
+# 16 x 4 x 8 = 512 completions, 64 prompts
+per_device_train_batch_size=16 gradient_accumulation_steps=4 num_processes=8
+    -> buffer.prompts_per_step=64 generators.count=4 learner.ranks=4
+# 4 updates of 32 completions to each generation batch of 128, twice: a step is 8 of TRL's updates
+per_device_train_batch_size=32 steps_per_generation=4 num_iterations=2 max_steps=80 save_steps=40 eval_steps=12
+    -> buffer.prompts_per_step=16 learner.minibatches=4 learner.ppo_epochs=2 run.steps=10 run.epochs=null
+    run.checkpoint_every=5
+generation_batch_size=64 num_generations=4 -> buffer.prompts_per_step=16 learner.minibatches=8 algorithm.group_size=4
+num_train_epochs=3.0 max_steps=-1 -> run.epochs=3
+warmup_ratio=0.1 max_steps=50 -> learner.warmup_steps=5 run.steps=50 run.epochs=null
+dataset_name=openai/gsm8k dataset_config=main dataset_train_split=train[:9]
+    -> data.train=hf:openai/gsm8k?name=main&split=train[:9]
+dataset_name=a/b dataset_test_split=dev eval_strategy=steps -> data.train=hf:a/b data.eval=hf:a/b?split=dev
+train_dataset=make() eval_dataset=hf:a/b?split=test -> data.eval=hf:a/b?split=test
+beta=0.04 -> algorithm.kl_coef=0.04 algorithm.kl_kind=k3_reweighted
+epsilon_high=0.28 -> algorithm.loss_args.clip_low=0.2 algorithm.loss_args.clip_high=0.28
+# TRL's bound of CISPO is the largest ratio, ours a distance from 1
+loss_type=cispo epsilon_high=5.0
+    -> algorithm.loss=cispo algorithm.aggregation=token-mean algorithm.loss_args.clip_low=1.0
+    algorithm.loss_args.clip_high=4.0
+delta=4.0 -> algorithm.loss_args.dual_ratio=4.0
+importance_sampling_level=sequence loss_type=grpo -> algorithm.loss=gspo algorithm.aggregation=seq-mean-token-mean
+loss_type=dr_grpo -> algorithm.loss=ppo_clip algorithm.aggregation=seq-mean-token-sum-norm
+loss_type=sapo sapo_temperature_neg=1.1 epsilon=0.1
+    -> algorithm.loss=sapo algorithm.aggregation=seq-mean-token-mean algorithm.loss_args.tau_negative=1.1
+scale_rewards=false -> algorithm.advantage=dr_grpo
+scale_rewards=batch -> algorithm.advantage=lite
+mask_truncated_completions=true -> algorithm.truncated=mask
+use_vllm=true vllm_importance_sampling_mode=token_truncate vllm_importance_sampling_cap=2.0
+    -> generators.engine=sglang 'algorithm.corrections=[{level: token, action: truncate, high_ratio: 2.0}]'
+num_processes=1 vllm_gpu_memory_utilization=0.3 -> cluster.share_gpu=true generators.memory_fraction=0.3
+adam_beta2=0.95 -> 'learner.betas=[0.9, 0.95]'
+use_peft=true lora_alpha=64 -> model.lora.rank=16 model.lora.alpha=64
+'report_to=[wandb, none]' -> run.loggers=[wandb]
+'lr_scheduler_kwargs={min_lr_rate: 0.1}' -> learner.lr_min_ratio=0.1
+'reward_funcs=[accuracy_reward, r.py:correct]' 'reward_weights=[1.0, 0.5]'
+    -> 'reward.function=[math, r.py:correct]' 'reward.weights=[1.0, 0.5]'
+'data_files={train: a.jsonl, test: b.jsonl}' -> data.train=a.jsonl
+"""
+"""TRL's fields -> our keys."""
+
+
 class TestTranslation:
-    @pytest.mark.parametrize(
-        ("given", "expected"),
-        [
-            # 16 x 4 x 8 = 512 completions, 64 prompts
-            (
-                {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4, "num_processes": 8},
-                {"buffer.prompts_per_step": 64, "generators.count": 4, "learner.ranks": 4},
-            ),
-            # 4 updates of 32 completions to each generation batch of 128, twice: a step is 8 of TRL's updates
-            (
-                {
-                    "per_device_train_batch_size": 32,
-                    "steps_per_generation": 4,
-                    "num_iterations": 2,
-                    "max_steps": 80,
-                    "save_steps": 40,
-                    "eval_steps": 12,
-                },
-                {
-                    "buffer.prompts_per_step": 16,
-                    "learner.minibatches": 4,
-                    "learner.ppo_epochs": 2,
-                    "run.steps": 10,
-                    "run.epochs": None,
-                    "run.checkpoint_every": 5,
-                },
-            ),
-            (
-                {"generation_batch_size": 64, "num_generations": 4},
-                {"buffer.prompts_per_step": 16, "learner.minibatches": 8, "algorithm.group_size": 4},
-            ),
-            ({"num_train_epochs": 3.0, "max_steps": -1}, {"run.epochs": 3}),
-            ({"warmup_ratio": 0.1, "max_steps": 50}, {"learner.warmup_steps": 5, "run.steps": 50, "run.epochs": None}),
-            (
-                {"dataset_name": "openai/gsm8k", "dataset_config": "main", "dataset_train_split": "train[:9]"},
-                {"data.train": "hf:openai/gsm8k?name=main&split=train[:9]"},
-            ),
-            (
-                {"dataset_name": "a/b", "dataset_test_split": "dev", "eval_strategy": "steps"},
-                {"data.train": "hf:a/b", "data.eval": "hf:a/b?split=dev"},
-            ),
-            ({"train_dataset": "make()", "eval_dataset": "hf:a/b?split=test"}, {"data.eval": "hf:a/b?split=test"}),
-            ({"beta": 0.04}, {"algorithm.kl_coef": 0.04, "algorithm.kl_kind": "k3_reweighted"}),
-            ({"epsilon_high": 0.28}, {"algorithm.loss_args.clip_low": 0.2, "algorithm.loss_args.clip_high": 0.28}),
-            # TRL's bound of CISPO is the largest ratio, ours a distance from 1
-            (
-                {"loss_type": "cispo", "epsilon_high": 5.0},
-                {
-                    "algorithm.loss": "cispo",
-                    "algorithm.aggregation": "token-mean",
-                    "algorithm.loss_args.clip_low": 1.0,
-                    "algorithm.loss_args.clip_high": 4.0,
-                },
-            ),
-            ({"delta": 4.0}, {"algorithm.loss_args.dual_ratio": 4.0}),
-            (
-                {"importance_sampling_level": "sequence", "loss_type": "grpo"},
-                {"algorithm.loss": "gspo", "algorithm.aggregation": "seq-mean-token-mean"},
-            ),
-            ({"loss_type": "dr_grpo"}, {"algorithm.loss": "ppo_clip", "algorithm.aggregation": "seq-mean-token-sum-norm"}),
-            (
-                {"loss_type": "sapo", "sapo_temperature_neg": 1.1, "epsilon": 0.1},
-                {
-                    "algorithm.loss": "sapo",
-                    "algorithm.aggregation": "seq-mean-token-mean",
-                    "algorithm.loss_args.tau_negative": 1.1,
-                },
-            ),
-            ({"scale_rewards": False}, {"algorithm.advantage": "dr_grpo"}),
-            ({"scale_rewards": "batch"}, {"algorithm.advantage": "lite"}),
-            ({"mask_truncated_completions": True}, {"algorithm.truncated": "mask"}),
-            (
-                {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_cap": 2.0},
-                {
-                    "generators.engine": "sglang",
-                    "algorithm.corrections": [{"level": "token", "action": "truncate", "high_ratio": 2.0}],
-                },
-            ),
-            (
-                {"num_processes": 1, "vllm_gpu_memory_utilization": 0.3},
-                {"cluster.share_gpu": True, "generators.memory_fraction": 0.3},
-            ),
-            ({"adam_beta2": 0.95}, {"learner.betas": [0.9, 0.95]}),
-            ({"use_peft": True, "lora_alpha": 64}, {"model.lora.rank": 16, "model.lora.alpha": 64}),
-            ({"report_to": ["wandb", "none"]}, {"run.loggers": ["wandb"]}),
-            ({"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, {"learner.lr_min_ratio": 0.1}),
-            (
-                {"reward_funcs": ["accuracy_reward", "r.py:correct"], "reward_weights": [1.0, 0.5]},
-                {"reward.function": ["math", "r.py:correct"], "reward.weights": [1.0, 0.5]},
-            ),
-            ({"data_files": {"train": "a.jsonl", "test": "b.jsonl"}}, {"data.train": "a.jsonl"}),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("given", "expected"), cases(TRANSLATED))
     def test_values_are_translated_where_they_differ(self, given, expected):
-        assert ours(**given) == expected
-        assert all(row.ours or row.words for row in TRL.translate(given))
+        assert ours(keys_of(given)) == keys_of(expected)
+        assert all(row.ours or row.words for row in TRL.translate(keys_of(given)))
 
     def test_what_trl_does_unasked_is_told_where_ours_is_another(self):
         unasked = read(["learning_rate=1e-5"]).unwritten
@@ -244,4 +196,4 @@ def test_the_two_runs_of_the_page_are_the_same():
     assert command is not None and file is not None
     given, unread = from_commands([shlex.split(command[1].replace("\\\n", ""))], TRL)
     assert unread == []
-    assert ours(**given) == flat(msgspec.yaml.decode(file[1]))
+    assert ours(given) == flat(msgspec.yaml.decode(file[1]))

@@ -101,18 +101,6 @@ def test_whatever_the_shares_become_a_round_is_full_and_no_prompt_is_left_out_of
         assert np.any(seen[begin : begin + SOLVED_EVERY], axis=0).all()
 
 
-def test_solved_prompts_come_every_second_round_and_mixed_ones_have_their_places():
-    shares = np.array([ALL_RIGHT] * 40 + [0] * 20 + [127] * 10 + [30] * 30, np.uint8)
-    rounds = [places_of(shares, number, drawn(100, number), drawn(100, 0)) for number in range(1, 9)]
-    for two in map(np.add, rounds, rounds[1:]):
-        assert (two[:40] == 1).all() and (two[40:60] == 2).all()
-    for counts in rounds:
-        assert counts.sum() == 100 and abs(counts[:40].sum() - 20) <= 6
-        assert counts[60:70].min() >= counts[70:].max(), (
-            "what does not divide goes to those that are right half of the time"
-        )
-
-
 @pytest.mark.parametrize("kind", [0, ALL_RIGHT, 127, UNKNOWN])
 def test_where_all_prompts_are_of_one_kind_the_order_is_that_without_a_curriculum(kind):
     counts = places_of(np.full(30, kind, np.uint8), 5, drawn(30, 5), drawn(30, 0))

@@ -104,12 +104,9 @@ def test_parquet_values_become_what_json_can_hold(tmp_path):
     [
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": }\n', ", line 2: Expecting value"),
         ("a.jsonl", '{"prompt": "a"}\n[1]\n', ", line 2: expected a JSON object, got a list"),
-        ("a.json", '[\n{"prompt": "a"},\n{"prompt" "b"}]', "line 3 column 11"),
         ("a.json", '{"prompt": "a"}\n{"prompt": "b"}', "name the file .jsonl"),
-        ("a.json", '[{"prompt": "a"}, 3]', 'expected a list of objects or {"data": [...]}'),
         ("a.json", '{"rows": []}', 'expected a list of objects or {"data": [...]}'),
         ("a.json", "[]", "holds no rows"),
-        ("a.jsonl", "", "holds no rows"),
         ("a.jsonl", b'{"prompt": "\xff"}', "line 1: 'utf-8' codec can't decode byte 0xff"),
         ("a.jsonl", '{"prompt": ' + "[" * 99999, "line 1: maximum recursion depth exceeded"),
         ("a.json", '[{"prompt": ' + "1" * 5000 + "}]", "Exceeds the limit (4300 digits)"),

@@ -45,8 +45,14 @@ def rigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], R
         rig.stop()
 
 
-@pytest.fixture(params=["fake", *MODELS])
+@pytest.fixture(params=["fake", "torch-qwen3", SGLANG])
 def rig(rigs: Callable[[str], Rig], request: pytest.FixtureRequest) -> Rig:
+    """Each engine, with one architecture."""
+    return rigs(request.param)
+
+
+@pytest.fixture(params=["fake", *MODELS])
+def every_rig(rigs: Callable[[str], Rig], request: pytest.FixtureRequest) -> Rig:
     return rigs(request.param)
 
 
@@ -183,7 +189,7 @@ def test_it_reports_how_full_it_is_and_how_long_its_steps_took(rig: Rig) -> None
         assert before.kv == after.kv == 0 < midway.kv < 1
 
 
-def test_many_requests_at_once_are_each_right(rig: Rig) -> None:
+def test_many_requests_at_once_are_each_right(every_rig: Rig) -> None:
     """Each of its own prompt, number of completions, length, stop tokens and temperature."""
     requests = [
         {
@@ -197,22 +203,22 @@ def test_many_requests_at_once_are_each_right(rig: Rig) -> None:
     ]
 
     async def all_at_once() -> list[list[Completion]]:
-        return await asyncio.gather(*(rig.sample(**request) for request in requests))
+        return await asyncio.gather(*(every_rig.sample(**request) for request in requests))
 
-    for request, completions in zip(requests, rig.run(all_at_once()), strict=True):
+    for request, completions in zip(requests, every_rig.run(all_at_once()), strict=True):
         assert sorted(completion.index for completion in completions) == list(range(request["num_completions"]))
         assert len(set(texts(completions))) == len(completions) or request["max_tokens"] < 5, "they differ"
         for completion in completions:
             assert_spans_partition(completion)
-            assert [span.version for span in completion.spans] == [rig.engine.version]
+            assert [span.version for span in completion.spans] == [every_rig.engine.version]
             assert completion.token_ids.dtype == np.int32 and completion.logprobs.dtype == np.float32
             assert (completion.logprobs <= 0).all()
             stops = [token in request["stop_token_ids"] for token in completion.token_ids.tolist()]
             assert not any(stops[:-1])
             assert completion.finish_reason == ("stop" if stops[-1] else "length")
             assert stops[-1] or len(stops) == request["max_tokens"]
-            if rig.reference_model is not None:
-                rig.assert_logprobs(request["prompt"], completion, request["temperature"])
+            if every_rig.reference_model is not None:
+                every_rig.assert_logprobs(request["prompt"], completion, request["temperature"])
 
 
 # --- log-probs and sampling, against transformers
@@ -251,28 +257,28 @@ def test_top_k_and_top_p_restrict_what_is_sampled(model_rig: Rig, top_k: int, to
 
 
 @pytest.mark.parametrize("keep_kv", [True, False])
-def test_each_span_is_sampled_by_its_version(rig: Rig, keep_kv: bool) -> None:
+def test_each_span_is_sampled_by_its_version(every_rig: Rig, keep_kv: bool) -> None:
     """Three long completions whose weights change while they run, between two tokens."""
 
     async def change_midway() -> tuple[list[Completion], list[PolicyVersion]]:
-        old = rig.engine.version
-        long = asyncio.create_task(rig.sample(PROMPT, 3, max_tokens=LONG))
-        await rig.sample(PROMPT[:2], max_tokens=6)  # when this is back, the long ones are on their way
-        new = await rig.load(1, keep_kv=keep_kv)
+        old = every_rig.engine.version
+        long = asyncio.create_task(every_rig.sample(PROMPT, 3, max_tokens=LONG))
+        await every_rig.sample(PROMPT[:2], max_tokens=6)  # when this is back, the long ones are on their way
+        new = await every_rig.load(1, keep_kv=keep_kv)
         return await long, [old, new]
 
-    completions, versions = rig.run(change_midway())
-    assert rig.engine.version == versions[1]
+    completions, versions = every_rig.run(change_midway())
+    assert every_rig.engine.version == versions[1]
     for completion in completions:
         assert_spans_partition(completion)
         assert len(completion.token_ids) == LONG
         assert [span.version for span in completion.spans] == versions
-        if rig.reference_model is not None:
-            kept = rig.expected_logprobs_kept(PROMPT, completion)
-            recomputed = rig.expected_logprobs(PROMPT, completion)
+        if every_rig.reference_model is not None:
+            kept = every_rig.expected_logprobs_kept(PROMPT, completion)
+            recomputed = every_rig.expected_logprobs(PROMPT, completion)
             expected, other = (kept, recomputed) if keep_kv else (recomputed, kept)
-            np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=rig.tolerance)
-            assert np.abs(other - completion.logprobs).max() > 100 * rig.tolerance, "the oracle can tell"
+            np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=every_rig.tolerance)
+            assert np.abs(other - completion.logprobs).max() > 100 * every_rig.tolerance, "the oracle can tell"
 
 
 def test_a_completion_may_live_through_many_changes(rig: Rig) -> None:
@@ -343,16 +349,16 @@ def test_requests_submitted_just_before_a_change_are_right(rig: Rig, turns: int)
     assert {span.version for completion in after for span in completion.spans} == {rig.engine.version}
 
 
-def test_the_checksum_follows_the_weights(rig: Rig) -> None:
+def test_the_checksum_follows_the_weights(every_rig: Rig) -> None:
     async def checksums() -> list[str]:
         sums = []
         for change in (0, 1, 1, 2, 0):
-            await rig.load(change)
-            sums.append(await rig.engine.checksum())
-            assert not getattr(rig.engine, "does_not_follow", "")
+            await every_rig.load(change)
+            sums.append(await every_rig.engine.checksum())
+            assert not getattr(every_rig.engine, "does_not_follow", "")
         return sums
 
-    zero, one, one_again, two, zero_again = rig.run(checksums())
+    zero, one, one_again, two, zero_again = every_rig.run(checksums())
     assert one == one_again and zero == zero_again
     assert len({zero, one, two}) == 3
 

@@ -83,15 +83,6 @@ def test_a_request_id_in_flight_is_refused(rig: Rig) -> None:
     rig.run(twice())
 
 
-def test_a_prompt_is_prefilled_once_for_all_its_completions(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = []
-    rig.engine._model.base_model.register_forward_pre_hook(  # type: ignore[attr-defined]
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    rig.run(rig.sample(PROMPT, 4, max_tokens=3))
-    assert shapes == [(1, len(PROMPT) - 1), (4, 1), (4, 1), (4, 1)]
-
-
 def test_prefill_in_many_forwards_gives_the_same(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder, "PREFILL_TOKENS", 16)
 
@@ -187,15 +178,6 @@ def test_a_folder_without_a_model_and_a_window_smaller_than_the_context_are_refu
         asyncio.run(new_engine(tmp_path, max_context=window + 1).start(PolicyVersion(0, 0)))
     with pytest.raises(EngineError, match=str(tmp_path / "nothing")):
         asyncio.run(new_engine(tmp_path / "nothing").start(PolicyVersion(0, 0)))
-
-
-def test_before_start_everything_is_refused(model_path: Path) -> None:
-    engine = new_engine(model_path)
-    with pytest.raises(EngineError, match="not started"):
-        asyncio.run(engine.load_weights([], PolicyVersion(0, 1)))
-    with pytest.raises(EngineError, match="not started"):
-        asyncio.run(engine.checksum())
-    asyncio.run(engine.close())
 
 
 def test_close_tells_whoever_still_waits(model_path: Path) -> None:

@@ -5,10 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import HrmTextConfig, HrmTextForCausalLM
 
 from asyncgrpo.engines.torch.engine import TorchEngine
-from asyncgrpo.errors import EngineError
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from tests.learner.helpers import VERSION, config, make_group, random_groups
@@ -55,10 +53,3 @@ def test_the_learner_agrees_with_what_the_engine_samples(path, trained):
         logprobs=[completion.logprobs for completion in completions],
     )
     assert trained.step([group], VERSION).logprob_gap_max < 1e-4
-
-
-def test_a_model_whose_weights_could_not_be_replaced_does_not_start(tmp_path):
-    shape = {"hidden_size": 32, "intermediate_size": 16, "num_layers_per_stack": 1, "num_attention_heads": 2}
-    HrmTextForCausalLM(HrmTextConfig(**shape, head_dim=16, vocab_size=40)).save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match=r"cannot start with the model .*gqkv_proj\.weight on disk is made of"):
-        asyncio.run(engine_of(tmp_path).start(PolicyVersion(0, 0)))

@@ -162,7 +162,6 @@ SAID = {"role": "assistant", "content": "ab"}
     ("messages", "why"),
     [
         ([user("hello"), SAID, user("?")], r"messages\[0\] is not what it was"),
-        ([*ROW, {"role": "assistant", "content": "AB"}, user("?")], r"messages\[1\] is not what it was"),
         ([*ROW, user("?")], r"messages\[1\] is not what it was"),
         (ROW, "1 messages came after 2"),
         ([*ROW, SAID], "2 messages came after 2, and at least one must be new"),
@@ -197,17 +196,10 @@ async def test_two_calls_at_once_fail_the_completion_by_name():
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
-        (
-            {"temperature": 0.7},
-            "temperature 0.7 is refused: the run samples with 1; leave it out, or set sampling.temp",
-        ),
+        ({"temperature": 0.7}, "temperature 0.7 is refused: the run samples with 1; .* set sampling.temp"),
         ({"n": 2}, "n is refused: the run decides"),
         ({"stop": ["x"]}, "stop is refused"),
-        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice is refused"),
-        ({"response_format": {"type": "json_object"}}, "response_format is refused"),
-        ({"presence_penalty": 1.0}, "presence_penalty is refused"),
         ({"stream": True}, "stream is refused"),
-        ({"logprobs": True}, "logprobs is refused"),
         ({"extra_body": {"top_k": 3}}, "unknown field `top_k`"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, r"messages\[0\] has no role"),
@@ -382,6 +374,3 @@ async def test_an_agent_is_given_the_messages_of_the_row_and_if_it_sends_them_th
     (one,) = await play(Scripted("ab", "cd"), agent, system_prompt="be kind")
     assert tasks[-1].turns == ({"role": "system", "content": "be kind"}, *ROW)
     assert isinstance(one, Played) and one.opening == render(tasks[-1].turns)
-
-
-# -- a real model ------------------------------------------------------------------------------------------------------

@@ -2,13 +2,11 @@
 
 import itertools
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from asyncgrpo.algorithms.advantages import ESTIMATORS
 from asyncgrpo.learner.packing import Shaping, pack
 from asyncgrpo.types import Observation, PolicyVersion, VersionSpan
 from tests.algorithms import oracle_advantages
@@ -248,31 +246,6 @@ def test_a_number_that_cannot_be_leaves_its_completion_out_and_is_counted(reward
     for odd in (0.0, 1e-3, -700.0):  # by rounding or by chance
         step = packed([changed(make_group(0, [1.0, 0.0], [[1], [2]]), 1, logprobs=np.float32([odd]))])
         assert (step.num_completions, step.rollouts.num_malformed) == (2, 0)
-
-
-@pytest.mark.parametrize("estimator", sorted(ESTIMATORS))
-def test_a_group_that_lost_completions_is_compared_with_those_it_has(estimator):
-    """Groups of 4, 2 and 3 sampled completions in one batch, each with its greedy one."""
-    rewards = [[1.0, 0.0, 0.5, 0.25], [1.0, 0.5], [0.0, 0.75, 1.0]]
-    greedy = [0.5, 0.25, 1.0]
-    lengths = [[1, 2, 3, 1], [4, 1], [2, 2, 5]]
-    groups = []
-    for n, found in enumerate(rewards):
-        group = make_group(n, [*found, greedy[n]], [[n] * length for length in (*lengths[n], 1)])
-        *sampled, last = group.rollouts
-        last = replace(last, completion=replace(last.completion, index=4))
-        groups.append(replace(group, rollouts=(*sampled, last)))
-    step = packed(groups, group_size=4, advantage=estimator)
-    flat = [reward for found in rewards for reward in found]
-    owner = [n for n, found in enumerate(rewards) for _ in found]
-    expected = oracle_advantages.estimate(
-        estimator, flat, owner, [n for found in lengths for n in found], [greedy[n] for n in owner]
-    )
-    assert step.advantages.tolist() == pytest.approx(expected, abs=1e-9)
-    assert (step.num_tokens, step.num_completions, step.num_groups) == (21, 9, 3)
-    assert step.rollouts.keys == tuple((f"g{n}", i) for n, found in enumerate(rewards) for i in range(len(found)))
-    in_group = {key[0]: count for key, (_, count) in read(step).items()}
-    assert in_group == {"g0": 7, "g1": 5, "g2": 9}, "what `prompt-mean` divides by"
 
 
 def test_a_batch_is_moved_whole():

@@ -42,24 +42,6 @@ def assert_balanced(tokens: dict[str, int]) -> None:
     assert min(tokens.values()) >= 0, tokens
 
 
-def test_what_came_back_from_the_journal_was_generated_once_and_what_did_not_is_undone_by_name():
-    first = Tokens()
-    first.generate(100)
-    first.settle("trained", 60)
-    saved = Ledger().totals(first.counters())  # 40 wait
-    tokens = Ledger(saved, seen=150).tokens(Tokens(recovered=70).counters())  # 20 were dropped, and that was undone
-    assert_balanced(tokens)
-    assert (tokens["generated"], tokens["trained"], tokens["undone"], tokens["waiting"]) == (150, 60, 20, 70)
-    first.generate(50)
-    first.settle("trained", 30)  # undone by the crash, and in the journal: 90 come back
-    second = Tokens(recovered=90)
-    second.generate(10)
-    second.settle("trained", 100)
-    tokens = Ledger(saved, seen=150).tokens(second.counters())
-    assert_balanced(tokens)
-    assert (tokens["generated"], tokens["trained"], tokens["undone"]) == (160, 160, 0)
-
-
 def test_any_history_of_crashes_adds_up():
     rng = random.Random(0)
     for _ in range(200):

@@ -98,8 +98,8 @@ def snapshots_on_a_rank(rank: int, world: int, folder: str) -> None:
 def test_ranks_write_what_one_would_have_gathered(tmp_path):
     for name, make in MAKE.items():
         make(tmp_path / name)
-    run_on_ranks(snapshots_on_a_rank, str(tmp_path), 1, 2, 3)
-    assert all((tmp_path / f"done-{world}.json").exists() for world in (1, 2, 3))
+    run_on_ranks(snapshots_on_a_rank, str(tmp_path), 1, 3)
+    assert all((tmp_path / f"done-{world}.json").exists() for world in (1, 3))
 
 
 def test_a_rank_that_does_not_write_is_not_waited_for_forever(tmp_path, monkeypatch):

@@ -36,9 +36,7 @@ async def hasty():
     [
         ("number 0.25", 0.25),
         ("whole_number", 3.0),
-        ("true", 1.0),
         ("numpy_scalar", 0.5),
-        ("numpy_bool", 1.0),
         ("slow_but_sure", 0.75),
         ("noisy", 1.0),
         ("forks", 1.0),
@@ -61,11 +59,9 @@ async def test_named_numbers_beside_the_score_become_parts(reward):
     ("behaviour", "failure", "detail"),
     [
         ("number nan", "not_finite", "nan"),
-        ("number inf", "not_finite", "inf"),
         ("too_large_whole_number", "not_finite", "inf"),
         ("number 1e308", "too_large", "1e+308, and rewards reach from -1e+06 to 1e+06"),
         ("nothing", "bad_type", "NoneType"),
-        ("text", "bad_type", "str '1.0'"),
         ("numpy_array", "bad_type", "ndarray"),
         ("dict_without_score", "bad_type", "['reward']"),
         ("dict_with_text_score", "bad_type", "'high'"),
@@ -75,7 +71,6 @@ async def test_named_numbers_beside_the_score_become_parts(reward):
         ("unprintable", "exception", "Unprintable"),
         ("exits", "crash", "exited with code 7"),
         ("segfaults", "crash", "SIGSEGV"),
-        ("killed", "crash", "SIGKILL"),
     ],
 )
 async def test_what_is_no_number_has_a_name_and_the_next_call_works(reward, behaviour, failure, detail):

@@ -68,7 +68,6 @@ async def test_code_is_run_in_the_service(service, path):
     ("text", "answer", "value", "detail"),
     [
         ("print(4)", SQUARES, 0.5, "wrong output"),
-        ("print(", SQUARES, 0.0, "SyntaxError"),
         ("while True: pass", SQUARES, 0.0, "test 1: timeout"),
         ("def f(x): return x * x", {"inputs": [[3]], "outputs": [[9]], "fn_name": "f"}, 1.0, ""),
         ("def f(x): return x * x", ["assert f(3) == 9", "assert f(3) == 8"], 0.5, "AssertionError"),
@@ -106,7 +105,6 @@ async def test_a_service_that_fails_or_hangs_is_asked_until_the_deadline(service
     [
         ((422, "unknown language"), "HTTP 422: unknown language"),
         ((200, "<html>"), "not one of Sandbox Fusion"),
-        ((200, "[]"), "not one of Sandbox Fusion"),
         ((200, '{"status": "SandboxError", "message": "disk full"}'), "SandboxError: disk full"),
         ((200, '{"status": "Success"}'), "no run_result"),
     ],

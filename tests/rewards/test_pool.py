@@ -153,12 +153,3 @@ def test_no_worker_survives_the_kill_of_its_parent():
         parent.kill()
     gone, alive = psutil.wait_procs(workers, timeout=30)
     assert (len(gone), alive) == (3, [])
-
-
-async def test_a_call_that_hangs_does_not_keep_others_from_a_worker_of_their_own():
-    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=2)
-    hangs = asyncio.create_task(score_one(reward, prompt(), "hang"))
-    assert [score.value for score in await asyncio.gather(*together(reward, "one", "one", "one"))] == [1.0] * 3
-    assert not hangs.done()
-    await reward.close()
-    assert (await hangs).failure == "aborted"

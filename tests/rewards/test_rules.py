@@ -46,13 +46,6 @@ async def test_mathematics_runs_in_a_worker_and_the_rest_does_not():
     assert workers_of() == []
 
 
-async def test_a_tower_of_powers_is_a_timeout_and_not_a_wrong_answer():
-    rules = RuleReward(RewardConfig(timeout_s=0.5))
-    score = await score_one(rules, prompt(source="math"), r"\boxed{9^{9^{9^{9}}}}")
-    assert (score.value, score.failure) == (None, "timeout")
-    await rules.close()
-
-
 @pytest.mark.parametrize(
     ("rule", "completion_text", "ground_truth", "value"),
     [
@@ -63,25 +56,19 @@ async def test_a_tower_of_powers_is_a_timeout_and_not_a_wrong_answer():
         (text_match, "**Answer:** Paris.", "Paris", 1.0),
         (text_match, "Answer: not Paris", "Paris", 0.0),
         (text_match, "答案是巴黎。", "巴黎", 1.0),
-        (text_match, "我认为首都是巴黎市", "巴黎", 1.0),
         (text_match, "Parisian", "Paris", 0.0),
-        (text_match, "", "Paris", 0.0),
         (text_match, "Café", "cafe\u0301", 1.0),
-        (text_match, "1969", 1969, 1.0),
         (text_match, "Answer: Rome\nNo.\nAnswer: Paris\nDone.", "Paris", 1.0),
         (text_match, r"\boxed{Paris}, not Rome. Answer: Rome", "Paris", 1.0),
         (label_match, "positive", "Positive", 1.0),
         (label_match, "I read it.\n Positive.\n", "positive", 1.0),
-        (label_match, "Label: positive", "positive", 1.0),
         (label_match, "类别：体育", "体育", 1.0),
         (label_match, "not positive", "positive", 0.0),
         (exact_match, " a b\n", "a b", 1.0),
         (exact_match, "A b", "a b", 0.0),
-        (token_f1, "Paris", "Paris", 1.0),
         (token_f1, "I think so.\nThe city of Paris", "Paris, the city", 0.8),  # 2 of {city, of, paris} and of {paris, city}
         (token_f1, "<answer>New York</answer> Boston", ["Boston", "New York City"], 0.8),
         (token_f1, "paris paris", "Paris", 2 / 3),
-        (token_f1, "", "Paris", 0.0),
         (token_f1, "答案是北京", "北京市", 0.8),
     ],
 )  # fmt: skip
@@ -108,9 +95,7 @@ async def test_a_wrong_answer_of_gsm8k_in_the_right_format_has_the_score_of_the_
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "again", ["<answer>", "</answer>", r"\boxed{", "{", "answer: ", "answer", "*", "</think>", "是", "答案是"]
-)
+@pytest.mark.parametrize("again", ["<answer>", r"\boxed{", "{", "answer: ", "</think>", "答案是"])
 def test_rules_that_run_in_the_generator_take_a_moment_for_a_text_that_repeats_itself(again):
     """Minutes, if their time grew with the square of the length."""
     text = "answer" + again * (2**18 // len(again))
@@ -128,15 +113,12 @@ GOOD = "<think>15 + 27</think><answer>42</answer>"
         (f"\n{GOOD}\n".replace("</think>", "\n</think>\n\n"), {"format", "think_format"}),
         (GOOD.removeprefix("<think>"), {"format", "think_format"}),
         ("<think></think><answer>42</answer>", {"format", "think_format"}),
-        (GOOD + " as I said", {"think_format"}),
         ("<think>15 + 27</think> It is 42.", {"think_format"}),
         (r"<think>15 + 27</think> \boxed{42}", {"think_format", "boxed_format"}),
         (GOOD + GOOD, set()),
         ("<think><think>x</think><answer>42</answer>", set()),
         ("<think>x</think><answer> </answer>", {"think_format"}),
-        ("<think>x</think>", set()),
         ("<think>15 + 27 = 42", set()),
-        (r"\boxed{}", set()),
         ("", set()),
     ],
 )

@@ -35,26 +35,23 @@ def no_bwrap(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
+PROGRAMS = [
+    (SQUARES, GOOD, 1.0),
+    (SQUARES, "from __future__ import annotations\nimport numpy as np\nprint(np.int64(input()) ** 2)\nexit()", 1.0),
+    (SQUARES, "import multiprocessing as m\nwith m.Pool(2) as pool: print(pool.map(abs, [4, 9])[-2])", 0.5),
+    (FUNCTION, METHOD, 1.0),
+    (FUNCTION, "def add(xs, n):\n    print('hello')\n    return tuple(x + n for x in xs)", 1.0),
+    (["assert f(2) == 4", "assert f(3) == 9"], "def f(x):\n    return 4", 0.5),
+    (["assert f(2) == 4"], "import sys\nsys.modules['os'] = sys\nf = lambda x: 4", 0.0),
+]
+
+
 @needs_bwrap
-@pytest.mark.parametrize(
-    ("ground_truth", "text", "value"),
-    [
-        (SQUARES, GOOD, 1.0),
-        (SQUARES, "print(4)", 0.5),
-        (SQUARES, "```cpp\nint main() {}\n```", 0.0),
-        (SQUARES, "from __future__ import annotations\nimport numpy as np\nprint(np.int64(input()) ** 2)\nexit()", 1.0),
-        (SQUARES, "import multiprocessing as m\nwith m.Pool(2) as pool: print(pool.map(abs, [4, 9])[-2])", 0.5),
-        (FUNCTION, METHOD, 1.0),
-        (FUNCTION, "def add(xs, n):\n    print('hello')\n    return tuple(x + n for x in xs)", 1.0),
-        (["assert f(2) == 4", "assert f(3) == 9"], "def f(x):\n    return 4", 0.5),
-        (["assert f(2) == 4"], "import sys\nsys.modules['os'] = sys\nf = lambda x: 4", 0.0),
-    ],
-)
-async def test_code_is_run(ground_truth, text, value):
-    rules = reward()
-    score = await score_one(rules, prompt(source="code", answer=ground_truth), text)
+async def test_code_is_run():
+    rules = reward(workers=2)
+    found = [await score_one(rules, prompt(source="code", answer=tests), text) for tests, text, _ in PROGRAMS]
     await rules.close()
-    assert (score.value, score.failure) == (value, None)
+    assert [(score.value, score.failure) for score in found] == [(value, None) for *_, value in PROGRAMS]
 
 
 HOSTILE = {

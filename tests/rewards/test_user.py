@@ -24,10 +24,6 @@ VERL = ("math", "it is 42", "42", {"level": 3})
         ("*, ground_truth, solution_str", ("42", "it is 42")),
         ("prompt, completion, answer, info", ("6 * 7?", "it is 42", "42", {"level": 3})),
         ("completion, threshold=0.5", ("it is 42", 0.5)),
-        (
-            "**rest",
-            ({"data_source": "math", "solution_str": "it is 42", "ground_truth": "42", "extra_info": {"level": 3}},),
-        ),
         ("solution_str, ground_truth, **rest", ("it is 42", "42", {"data_source": "math", "extra_info": {"level": 3}})),
         ("completion, **rest", ("it is 42", {"prompt": "6 * 7?", "answer": "42", "info": {"level": 3}})),
     ],
@@ -43,11 +39,8 @@ def test_a_function_gets_what_its_parameters_name(reward_file, parameters, seen)
     "parameters",
     [
         "",
-        "solution, truth",
-        "completions, trainer_state",
         "solution_strs, ground_truths, tokenizer",
         "source, truth, solution, extra, /",
-        "*args",
         "solution_str, ground_truth, tokenizer",
     ],
 )
@@ -81,23 +74,13 @@ def test_a_file_may_be_named_like_a_module_that_is_there(reward_file):
     ("text", "spec", "sentence"),
     [
         (None, "nowhere.py", "reward file .*/nowhere.py does not exist"),
-        (
-            "def score(x): pass\ndef judge(x): pass",
-            "r.py",
-            "r.py has no function compute_score; name one with r.py:NAME, such as score, judge",
-        ),
-        ("from math import sqrt", "r.py", "r.py has no function compute_score; it has no function at all"),
-        (
-            "def compute_score(answer): return 1.0",
-            "r.py:judge",
-            "r.py has no function judge; name one with r.py:NAME, such as compute_score",
-        ),
-        ("compute_score = 1.0", "r.py", "r.py has no function compute_score; it has no function at all"),
+        ("def score(x): pass\ndef judge(x): pass", "r.py", "no function compute_score; .*NAME, such as score, judge"),
+        ("def compute_score(answer): return 1.0", "r.py:judge", "r.py has no function judge; .*such as compute_score"),
         ("x = 1\ndef compute_score(:\n", "r.py", r"r.py cannot be imported: .*SyntaxError: .*line 2"),
         (
             "import os\nimport no_such_module",
             "r.py",
-            "r.py cannot be imported: .*r.py:2: ModuleNotFoundError: .*no_such_module",
+            "cannot be imported: .*r.py:2: ModuleNotFoundError: .*no_such_module",
         ),
         ("x = '\0'", "r.py", "r.py cannot be imported: .*source code string cannot contain null bytes$"),
         ("just text", "r.txt", "r.txt is not a Python file"),

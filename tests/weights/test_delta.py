@@ -115,7 +115,7 @@ def test_any_sequence_of_updates(seed, shares):
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64])
-@pytest.mark.parametrize("share", [0.0, 1e-4, 0.01, 0.1, 0.3, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("share", [0.0, 1e-4, 0.1, 0.5, 1.0])
 def test_every_share_of_changes(dtype, share):
     elements = BLOCK + 4321
     spans = spans_of([(elements, dtype)])
@@ -129,14 +129,7 @@ def test_every_share_of_changes(dtype, share):
 
 @pytest.mark.parametrize(
     "positions",
-    [
-        [0],
-        [BLOCK - 1],
-        [BLOCK],
-        [0, 3 * BLOCK - 1],
-        [AT_ONCE - 1, AT_ONCE],
-        [5, 2 * AT_ONCE + BLOCK, 2 * AT_ONCE + BLOCK + 10],
-    ],
+    [[0, BLOCK - 1], [BLOCK], [AT_ONCE - 1, AT_ONCE], [5, 2 * AT_ONCE + BLOCK, 2 * AT_ONCE + BLOCK + 10]],
 )
 def test_positions_far_apart(positions):
     spans = spans_of([(2 * AT_ONCE + BLOCK + 11, torch.bfloat16), (7, torch.float32)])
@@ -153,15 +146,6 @@ def test_one_in_a_hundred_takes_45_times_fewer_bytes():
     for span in spans:
         new = changed(new, span, np.flatnonzero(random.random(span.num_bytes // 2) < 0.01))
     assert len(new) / len(sent(new, base, spans)) >= 45
-
-
-def test_a_run_with_few_changes_is_sparse_and_one_with_many_is_dense():
-    spans = spans_of([(AT_ONCE, torch.bfloat16)] * 3)
-    base = drawn(spans, 0)
-    new = changed(changed(base, spans[0], range(0, AT_ONCE, 5)), spans[2], range(0, AT_ONCE, 3))
-    *sparse, dense = pieces_of(new, base, spans)
-    assert len(sparse) == AT_ONCE // BLOCK and all(piece.positions for piece in sparse)
-    assert dense.start == spans[2].start and not dense.positions
 
 
 def test_a_delta_that_is_too_large_is_given_up():
@@ -262,8 +246,3 @@ def test_a_piece_that_does_not_fit_is_refused(piece):
     with pytest.raises(WeightsError):
         from_bytes(to_bytes(Delta(state(0), state(1), (piece,)))).apply(memory)
     assert not memory.any()
-
-
-def test_a_payload_at_an_odd_address_is_read():
-    spans, base, new = pair()
-    assert_makes(memoryview(b"x" + sent(new, base, spans))[1:], base, new)

@@ -41,8 +41,7 @@ def test_the_value_never_changes():
     assert digest(torch.full((3 * BLOCK + 8,), 255, dtype=torch.uint8), 8) == 0xF85C7F5DA73D5349
 
 
-@pytest.mark.parametrize("start", [0, 8, NEAR, BLOCK, 5 * BLOCK + NEAR, 2**40])
-@pytest.mark.parametrize("num_words", [1, 64, BLOCK // 8, BLOCK // 8 + 1])
+@pytest.mark.parametrize(("start", "num_words"), [(0, 1), (8, BLOCK // 8 + 1), (NEAR, 64), (2**40 + NEAR, BLOCK // 8)])
 def test_it_is_what_the_page_says(start, num_words):
     flat = drawn(num_words)
     assert digest(flat, start) == as_defined(flat, start)
@@ -83,16 +82,3 @@ def test_tensors_that_changed_places(size):
     tensors = list(flat.split(size))
     seen = {digest(torch.cat([*tensors[:k], tensors[k + 1], tensors[k], *tensors[k + 2 :]])) for k in range(7)}
     assert len(seen | {digest(flat)}) == 8
-
-
-def test_random_accidents():
-    """One to eight bytes on both sides of the end of a block are altered, ten thousand times."""
-    flat, random, start = drawn(1024), np.random.default_rng(1), BLOCK - 4096
-    contents, seen = {flat.numpy().tobytes()}, {digest(flat, start)}
-    for _ in range(10_000):
-        altered = flat.clone()
-        places = torch.from_numpy(random.choice(len(flat), random.integers(1, 9), replace=False))
-        altered[places] ^= torch.from_numpy(random.integers(1, 256, len(places), dtype=np.uint8))
-        contents.add(altered.numpy().tobytes())
-        seen.add(digest(altered, start))
-    assert len(seen) == len(contents) > 9_900

@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     HrmTextConfig,
     HrmTextForCausalLM,
     MixtralConfig,
@@ -30,12 +28,6 @@ def make_tiny_mixtral(path: Path) -> Path:
     return path
 
 
-def make_tiny_gpt_neox(path: Path) -> Path:
-    shape = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    GPTNeoXForCausalLM(GPTNeoXConfig(**shape, vocab_size=40)).save_pretrained(path)
-    return path
-
-
 MAKERS = {
     "qwen3": make_tiny_qwen3,
     "qwen3-tied": lambda path: make_tiny_qwen3(path, tie=True),
@@ -43,7 +35,6 @@ MAKERS = {
     "qwen3-moe": make_tiny_qwen3_moe,
     "deepseek-v3": make_tiny_deepseek_v3,
     "mixtral": make_tiny_mixtral,
-    "gpt-neox": make_tiny_gpt_neox,
 }
 
 

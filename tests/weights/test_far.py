@@ -137,16 +137,6 @@ def test_a_newcomer_gets_all_weights_alone_and_deltas_with_the_others(fleet):
     fleet.check(first, second)
 
 
-def test_the_others_go_on_by_deltas_when_one_leaves(fleet):
-    engine, leaves = fleet.add("generator-0"), fleet.add("generator-1", incarnation="7")
-    fleet.publish(0, 1.0)
-    fleet.publisher.dismiss(("generator-1-7",))
-    wait_until(lambda: fleet.publisher.generators == ["generator-0"], "end of the other")
-    assert fleet.publish(1, 0.01) < WHOLE / 10
-    assert fleet.publisher._lane.number == 2 and fleet.publisher._members["generator-0"].failures == 0
-    fleet.check(engine, leaves)
-
-
 def flip(payload: bytes, at: int) -> bytes:
     return payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :]
 
@@ -190,27 +180,6 @@ def test_the_copy_that_versions_are_compared_with_is_right_again_after_each(flee
     fleet.publisher._deltas._mirror.copy_(fleet.flat)  # so that what changed is not seen
     assert fleet.publish(2, 0.0) > WHOLE
     assert fleet.publish(3, 0.01) < WHOLE / 10
-    fleet.check(engine)
-
-
-def test_one_that_starts_again_under_its_name_is_sent_all_weights_at_once(fleet):
-    fleet.add("generator-0")
-    fleet.publish(0, 1.0)
-    fleet.publish(1, 0.01)
-    fleet.receivers[0].stop()
-    again = fleet.add("generator-0", incarnation="1")
-    wait_until(lambda: again.newest == PolicyVersion(1, 1), "its weights")
-    reports = []
-    wait_until(lambda: reports.extend(fleet.publisher.reports()) or reports, "report")
-    assert [(report.attempts, report.sent_bytes) for report in reports] == [(1, WHOLE)]
-    fleet.check(again)
-
-
-def test_a_receiver_without_the_base_says_so(fleet):
-    engine = fleet.add("generator-0")
-    fleet.publish(0, 1.0)
-    fleet.receivers[0]._stagings[0].holds = None  # as after memory that was lost
-    assert fleet.publish(1, 0.01) > WHOLE
     fleet.check(engine)
 
 
@@ -259,19 +228,6 @@ def test_whoever_wants_no_deltas_gets_none():
         fleet.check(engine)
     finally:
         fleet.close()
-
-
-def test_on_the_learners_machine_nothing_is_compared():
-    plane, engine = Plane(WeightsConfig(), maps=True), Engine()
-    publisher = plane.publisher
-    publisher.start(list(LAYOUT.tensors))
-    plane.join("g", apply=engine.apply)
-    try:
-        assert publisher.offer(PolicyVersion(1, 0), lambda layout, arena: None)
-        wait_until(lambda: engine.held and publisher.is_idle, "a version")
-        assert publisher._deltas._mirror is None and not publisher._deltas.is_busy
-    finally:
-        plane.close()
 
 
 def test_comparisons_that_take_longer_than_a_broadcast_or_find_too_much_end_the_chain():

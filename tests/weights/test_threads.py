@@ -7,14 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from asyncgrpo.config.schema import WeightsConfig
-from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights import arena, delta
+from asyncgrpo.weights import delta
 from asyncgrpo.weights import digest as hashing
-from asyncgrpo.weights.digest import digest, spread
-from tests.weights.publishing import Plane, publish, wait_until
-from tests.weights.test_publication import LAYOUT, Engine, weights
+from asyncgrpo.weights.digest import spread
 
 
 @pytest.fixture
@@ -80,20 +76,3 @@ def test_a_delta_by_three_threads_is_that_of_one(three, monkeypatch):
     monkeypatch.setattr(hashing, "num_threads", lambda: 1)
     by_one = delta.Delta(*states, delta.follow(base.clone(), new, spans, 2**18))
     assert delta.to_bytes(by_three) == delta.to_bytes(by_one) and len(by_one.pieces) > 20
-
-
-@pytest.mark.parametrize("way", ["mapped", "gloo"])
-def test_a_publication_by_three_threads_is_proved_as_by_one(three, monkeypatch, way: str):
-    monkeypatch.setattr(arena, "SHARE_BYTES", 2**20)
-    plane, engine = Plane(WeightsConfig(timeout_s=20.0), maps=way == "mapped"), Engine()
-    publisher = plane.publisher
-    publisher.start(LAYOUT)
-    plane.join("one", apply=engine.apply)
-    wait_until(lambda: publisher.generators == ["one"], "the generator")
-    for step in range(3):
-        publication = publish(publisher, PolicyVersion(1, step), weights(step))
-        flat = torch.zeros(publisher._layout.num_bytes, dtype=torch.uint8)
-        fill_arena(iter(weights(step)), publisher._layout, flat)
-        assert publication.digest == f"{digest(flat):016x}" and publication.attempts == 1
-        assert all(torch.equal(engine.held[info.name], tensor) for info, tensor in weights(step))
-    plane.close()
