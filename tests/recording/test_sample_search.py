@@ -17,13 +17,8 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 ROWS = [
     {"completion": "first"},
-    {
-        "completion": "Second, with a needle",
-        "reward": 0.0,
-        "advantage": -0.5,
-        "finish_reason": "length",
-        "num_tokens": 9,
-    },
+    {"completion": "Second, with a needle", "reward": 0.0, "advantage": -0.5, "finish_reason": "length"}
+    | {"num_tokens": 9},
     {"completion": "third", "reward": None, "failure": "timeout", "advantage": None, "lag": 4},
     {"completion": "fourth", "prompt": "a NEEDLE", "reward": 0.5, "advantage": 0.0},
 ]
@@ -58,7 +53,6 @@ def texts(found: Found) -> list[str]:
         ({"sort": "worst"}, ["second", "fourth", "first", "third"]),
         ({"sort": "longest", "limit": 1}, ["second"]),
         ({"sort": "oldest", "limit": 1}, ["third"]),
-        ({"text": "needle", "only": "worse"}, ["second"]),
         ({"offset": 1, "limit": 2}, ["second", "third"]),
         ({"offset": 9}, []),
     ],
