@@ -40,14 +40,12 @@ def test_status_tells_how_the_run_is(asyncgrpo, operator):
         "step       12/60, start number 1",
         "reward     0.120",
         "lag        mean 0.88, p50 1, p90 2, max 2 of 2",
-        "learner    waiting for data 12%",
         "engines    2 working, of 2",
         "generators sampling 75%, only scoring 6%, changing weights 6%, idle 12%",
         "1.8k steps/h",
         "learner.lr=0.001, buffer.max_lag=2",
         "a fifth nothing: asyncgrpo scale generators 3 runs/demo",
         "NoProgress: no optimizer step for",
-        "(docs/runbooks/NoProgress.md)",
     ):
         assert words in ended.out
     (told,) = json.loads(asyncgrpo("status", "runs/demo", "--json").out)
@@ -74,6 +72,9 @@ def test_several_runs_are_told_of(asyncgrpo, operator):
     assert (operator.commands, other.commands) == ([], [Pause()])
 
 
+CHANGED = {"learner.lr": 1e-6, "buffer.max_lag": 3}
+
+
 @pytest.mark.parametrize(
     ("typed", "command"),
     [
@@ -83,24 +84,13 @@ def test_several_runs_are_told_of(asyncgrpo, operator):
         (["checkpoint"], WriteCheckpoint()),
         (["evaluate"], Evaluate()),
         (["scale", "generators", 4], Scale(generators=4)),
-        (["scale", "generators", 4, "runs/demo"], Scale(generators=4)),
-        (
-            ["set", "learner.lr=1e-6", "buffer.max_lag=3"],
-            ChangeSettings(settings={"learner.lr": 1e-6, "buffer.max_lag": 3}),
-        ),
-        (["set", "buffer.max_lag=3", "runs/demo"], ChangeSettings(settings={"buffer.max_lag": 3})),
+        (["set", "learner.lr=1e-6", "buffer.max_lag=3", "runs/demo"], ChangeSettings(settings=CHANGED)),
     ],
 )
 def test_a_command_reaches_the_driver(asyncgrpo, operator, typed, command):
     ended = asyncgrpo(*typed)
     assert (ended.code, operator.commands) == (0, [command]), ended.err
     assert ended.out.strip().endswith("is done")
-
-
-def test_what_the_driver_refuses_is_said(asyncgrpo, operator):
-    ended = asyncgrpo("scale", "generators", 9)
-    assert (ended.code, ended.err.count("\n")) == (1, 1)
-    assert ended.err.startswith("error: runs/demo: ") and "generators.max is 8" in ended.err and "9" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -117,6 +107,11 @@ def test_a_mistake_ends_in_one_sentence(asyncgrpo, operator, typed, why):
     assert (ended.code, operator.commands) == (1, [])
     assert ended.err.startswith(f"error: {why}")
     assert ended.err.count("\n") == 1
+
+
+def test_what_the_driver_refuses_is_said(asyncgrpo, operator):
+    ended = asyncgrpo("scale", "generators", 9)
+    assert ended.code == 1 and ended.err.startswith("error: runs/demo: generators.max is 8")
 
 
 def test_a_run_that_has_ended_is_said_to_have(asyncgrpo, operator):
@@ -140,13 +135,8 @@ def test_a_driver_that_was_killed_is_told_from_one_that_hangs(asyncgrpo, operato
     assert "belongs to a run on head-node: give the command there" in asyncgrpo("pause", "runs/demo").err
 
 
-def test_page_prints_an_address_that_keeps_the_token_from_logs(asyncgrpo, operator):
+def test_page_prints_an_address_that_keeps_the_token_from_logs_and_top_one_look_without_a_terminal(asyncgrpo, operator):
     url, _, token = asyncgrpo("page").out.strip().partition("#")
     assert token == f"token={TOKEN}"
     assert url.startswith("http://127.0.0.1:")
-
-
-def test_top_prints_once_where_there_is_no_terminal(asyncgrpo, operator):
-    ended = asyncgrpo("top")
-    assert "demo  step 12/60  training" in ended.out
-    assert "a third generator would make steps 18 % shorter" in ended.out
+    assert "demo  step 12/60  training" in asyncgrpo("top").out

@@ -55,10 +55,10 @@ def test_config_show_says_what_a_run_holds(asyncgrpo, model, tmp_path):
     assert load_config(tmp_path / "copy.yaml").learner.ranks == 4
 
 
-@pytest.mark.parametrize("arguments", [["quickstart"], ["one_node_8gpu"], ["one_node_8gpu", "model.path=/no/model"]])
-def test_config_show_says_nothing_of_a_model_that_is_not_here_or_of_a_cpu(asyncgrpo, arguments):
-    ended = asyncgrpo("config", "show", *arguments)
-    assert ended.code == 0 and "learner rank  " not in ended.out
+def test_config_show_says_nothing_of_a_model_that_is_not_here_or_of_a_cpu(asyncgrpo):
+    for arguments in (["quickstart"], ["one_node_8gpu", "model.path=/no/model"]):
+        ended = asyncgrpo("config", "show", *arguments)
+        assert ended.code == 0 and "learner rank  " not in ended.out
 
 
 IN_A_DEFAULT_CONTAINER = ["bwrap", "--dev-bind", "/", "/", "--size", str(64 * 2**20), "--tmpfs", "/dev/shm"]
@@ -67,12 +67,11 @@ IN_A_DEFAULT_CONTAINER = ["bwrap", "--dev-bind", "/", "/", "--size", str(64 * 2*
 @pytest.mark.skipif(
     subprocess.run([*IN_A_DEFAULT_CONTAINER, "true"], check=False).returncode != 0, reason="bubblewrap cannot run here"
 )
-@pytest.mark.parametrize("dry", [True, False])
-def test_a_run_whose_weights_shared_memory_cannot_hold_is_refused_before_ray_starts(tmp_path, dry):
+def test_a_run_whose_weights_shared_memory_cannot_hold_is_refused_before_ray_starts(tmp_path):
     make_demo_model(tmp_path / "model", seed=0, layers=4, hidden=512, heads=8)
     write_demo_task(tmp_path / "train.jsonl", tmp_path / "eval.jsonl", seed=0)
     typed = command("train", "--model", "model", "--data", "train.jsonl", "--n-gpus", "0", "--engine", "torch")
-    typed += ["data.max_prompt_tokens=32", "sampling.max_tokens=4", *(["--dry-run"] if dry else [])]
+    typed += ["data.max_prompt_tokens=32", "sampling.max_tokens=4"]
     ended = subprocess.run(
         [*IN_A_DEFAULT_CONTAINER, *typed], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
     )

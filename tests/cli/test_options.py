@@ -37,9 +37,8 @@ def test_of_steps_and_epochs_the_one_given_alone_is_the_end():
 
 @pytest.mark.parametrize(
     ("n_gpus", "gpus_each", "split"),
-    [(2, 1, (1, 1)), (3, 1, (2, 1)), (4, 1, (2, 2)), (6, 1, (3, 3)), (8, 1, (4, 4)), (12, 1, (6, 6)), (64, 1, (32, 32)),
-     (8, 2, (2, 4)), (8, 4, (1, 4)), (5, 4, (1, 1)), (12, 4, (1, 8)), (64, 8, (4, 32))],
-)  # fmt: skip
+    [(2, 1, (1, 1)), (3, 1, (2, 1)), (8, 1, (4, 4)), (8, 2, (2, 4)), (8, 4, (1, 4)), (5, 4, (1, 1)), (12, 4, (1, 8))],
+)
 def test_gpus_are_split_by_the_rule(n_gpus, gpus_each, split):
     assert split_gpus(n_gpus, gpus_each) == split
 
@@ -58,15 +57,8 @@ def test_no_gpu_is_a_float32_run_on_the_cpu():
     assert (config.learner.device, config.model.dtype) == ("cpu", "float32")
 
 
-@pytest.mark.parametrize(
-    ("n_gpus", "gpus_each", "sentence"),
-    [(1, 1, "is too few to split"), (-1, 1, "is too few to split"), (4, 4, "cannot hold")],
-)
-def test_a_split_that_leaves_one_side_without_is_refused(n_gpus, gpus_each, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        split_gpus(n_gpus, gpus_each)
-
-
-def test_flags_may_be_written_with_dashes_or_underscores(asyncgrpo):
-    for flag in ("--rollout-n", "--rollout_n"):
-        assert "'five'" in asyncgrpo("train", flag, "five").err
+def test_a_split_that_leaves_one_side_without_is_refused():
+    with pytest.raises(ConfigError, match="is too few to split"):
+        split_gpus(1, 1)
+    with pytest.raises(ConfigError, match="cannot hold"):
+        split_gpus(4, 4)
