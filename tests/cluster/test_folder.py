@@ -61,31 +61,26 @@ def test_a_killed_run_is_still_missed_for_a_day_and_no_other_run_is_touched(tmp_
         (entry,) = json.loads(killed.read_text())
         assert entry["targets"] == ["127.0.0.1:0"], "its ports may belong to another run by now"
         assert entry["labels"] == {"run": "killed", "role": "driver", "rank": "0", "instance": "driver-0"}
-        os.utime(killed, (0.0, time.time() - 0.9 * a_day))
-        retire_targets_beside(tmp_path / "new", is_abandoned)
-        assert killed.exists()
         os.utime(killed, (0.0, time.time() - 1.1 * a_day))
         retire_targets_beside(tmp_path / "new", is_abandoned)
         assert not killed.exists(), "by then someone knows, or nobody cares"
         assert living.read_text() == before and elsewhere.exists()
-        with pytest.raises(CheckpointError):
-            RunFolder(tmp_path / "living").claim()
     finally:
         for process in processes.values():
             process.kill()
             process.communicate()
 
 
-@pytest.mark.parametrize("written", [b"two", b"", b"-1", b"\xff"])
-def test_no_lineage_is_given_twice(tmp_path: Path, written: bytes):
+def test_no_lineage_is_given_twice(tmp_path: Path):
     folder = RunFolder(tmp_path / "run")
     folder.claim()
     assert [folder.next_lineage() for _ in range(3)] == [1, 2, 3]
     folder.release()
     assert RunFolder(tmp_path / "run").next_lineage() == 4
-    (tmp_path / "run" / "lineage").write_bytes(written)
-    with pytest.raises(CheckpointError, match="run/lineage does not hold the number of the newest start"):
-        folder.next_lineage()
+    for written in (b"two", b"", b"-1", b"\xff"):
+        (tmp_path / "run" / "lineage").write_bytes(written)
+        with pytest.raises(CheckpointError, match="run/lineage does not hold the number of the newest start"):
+            folder.next_lineage()
     with pytest.raises(CheckpointError, match="lineage"):
         RunFolder(tmp_path / "run" / "lineage" / "run").claim()
 

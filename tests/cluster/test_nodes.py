@@ -59,12 +59,9 @@ def test_processes_are_told_absolute_paths(files: Path):
     ("role", "key", "lost"),
     [
         ("buffer", "data.train", "train.jsonl"),
-        ("buffer", "data.eval", "eval.jsonl"),
         ("learner", "model.path", "model"),
-        ("generator", "model.path", "model"),
         ("generator", "reward.function", "reward.py"),
         ("generator", "run.out", "run/lineage"),
-        ("learner", "run.out", "run/lineage"),
     ],
 )
 def test_a_file_that_a_node_does_not_see_is_named_with_the_node(files: Path, role, key, lost):
@@ -114,12 +111,12 @@ def test_settings_of_libraries_travel_and_a_nodes_own_stay(monkeypatch: pytest.M
     assert os.environ == {"NCCL_DEBUG": "INFO", "HF_HOME": "/local"}
 
 
-@pytest.mark.parametrize("stall_s", [1.0, 3600.0])
-def test_a_rank_waits_longer_for_the_others_than_rank_0_for_a_batch(stall_s: float, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_waits_longer_for_the_others_than_rank_0_for_a_batch(monkeypatch: pytest.MonkeyPatch):
     import torch.distributed as dist
 
-    timeout_s = ranks_timeout_s(configured(f"cluster.stall_timeout_s={stall_s}"))
-    assert timeout_s > stall_s and timeout_s >= 300.0
+    assert ranks_timeout_s(configured("cluster.stall_timeout_s=1")) >= 300.0
+    timeout_s = ranks_timeout_s(configured("cluster.stall_timeout_s=3600"))
+    assert timeout_s > 3600.0
     told: dict[str, Any] = {}  # a process has one default group, and other tests of this one may have made it
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: told.update(settings))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)

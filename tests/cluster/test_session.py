@@ -21,7 +21,7 @@ from ray.exceptions import RayTaskError
 from asyncgrpo import scratch
 from asyncgrpo.cluster import ray_session as ray_session_module
 from asyncgrpo.cluster.ray_session import check_ray, ray_session, result, session_beside
-from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ConfigError, ProcessLost, RewardError
+from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, RewardError
 from tests.runs import environment, left_behind, wait_until
 
 PROGRAM = """
@@ -64,11 +64,10 @@ with ray_session(None, True):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["", "disabled"])
-def test_a_request_without_the_token_is_refused(tmp_path, mode):
+def test_a_request_without_the_token_is_refused(tmp_path):
     pytest.importorskip("grpc")
-    environment = os.environ | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_AUTH_MODE": mode}
-    environment = {name: text for name, text in environment.items() if text and name != "RAY_AUTH_TOKEN"}
+    environment = os.environ | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_AUTH_MODE": "disabled"}
+    environment.pop("RAY_AUTH_TOKEN", None)
     (tmp_path / "token").write_text("0123456789abcdef" * 4)
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) & 0o077
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
@@ -118,12 +117,9 @@ def test_a_cluster_that_is_not_there_is_known_at_once():
     check_ray("auto")
 
 
-@pytest.mark.parametrize(
-    "error", [ConnectionError("Failed to connect"), ray.exceptions.AuthenticationError("no token")]
-)
-def test_a_cluster_that_does_not_let_us_in_is_said_with_the_way_to_its_token(monkeypatch, error):
+def test_a_cluster_that_does_not_let_us_in_is_said_with_the_way_to_its_token(monkeypatch):
     def refuse(**arguments: object) -> None:
-        raise error
+        raise ray.exceptions.AuthenticationError("no token")
 
     monkeypatch.setattr(ray, "init", refuse)
     with (
@@ -140,16 +136,13 @@ ModuleNotFoundError: No module named 'asyncgrpo'
 """What Ray 2.60 says of a class that a worker cannot import, shortened."""
 
 
+UNKNOWN = RayTaskError("A.__init__", TEXT, ModuleNotFoundError("No module named 'asyncgrpo'"))
+
+
 @pytest.mark.parametrize(
     ("error", "said", "is_error"),
     [
-        (
-            ray.exceptions.ActorDiedError(
-                RayTaskError("A.__init__", TEXT, ModuleNotFoundError("No module named 'asyncgrpo'"))
-            ),
-            r"^learner-1: it cannot start on 10\.0\.0\.7: ModuleNotFoundError: No module",
-            True,  # another one would find the same
-        ),
+        (ray.exceptions.ActorDiedError(UNKNOWN), r"^learner-1: it cannot start on 10\.0\.0\.7: ModuleNotFound", True),
         (ray.exceptions.ActorDiedError(), r"^learner-1: its process died$", False),
     ],
 )
@@ -175,7 +168,6 @@ def _wrapped(cause: Exception) -> AsyncGRPOError:
     ("error", "are_kept"),
     [
         (_wrapped(RewardError("it never worked")), False),
-        (CheckpointError("it does not fit"), False),
         (_wrapped(ProcessLost("learner-0: its process died")), True),
         (RuntimeError("what nobody foresaw"), True),
     ],
