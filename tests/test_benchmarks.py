@@ -3,7 +3,6 @@
 No figure is judged here; that takes a quiet machine.
 """
 
-import argparse
 import ast
 import json
 import subprocess
@@ -27,7 +26,6 @@ from benchmarks.new_user import CHANGES, FORMATS, TASKS, command, make
 from benchmarks.rollouts import VERSION, Lengths, make_groups
 from benchmarks.shapes import SHAPES, Work, qwen3, train_flops
 from benchmarks.trials import Ended, Fence
-from benchmarks.verl_scripts import judge, misfit, says_why
 
 SMALLEST = {
     "device": "cpu", "runs": 1, "seed": 1, "peak": None, "shape": "tiny", "layers": 2, "tokens": 256,
@@ -43,20 +41,6 @@ def lines(text: str) -> list[dict]:
         assert 0 <= low <= one["value"] <= high
         assert {"what", "unit", "runs", "seed", "machine", "commit", "versions"} <= set(one)
     return found
-
-
-class TestVerlScripts:
-    def test_a_key_that_is_not_in_the_output_is_lost(self):
-        script = "A=(\n  +data.seed=1\n  'data.seeds=2' # data.comment=3\n)\necho data.printed=4\nrun ${A[@]} x.y-z=5"
-        output = (
-            "asyncgrpo train run.seed=1\n\n# Translated:\n#   data.seed=1: run.seed=1\n\n# Absent:\n#   x.y-z=5: no\n"
-        )
-        assert judge(script, output) == {"data.seed": "right", "data.seeds": "lost", "x.y-z": "said"}
-
-    def test_a_command_that_does_not_load_is_told(self):
-        assert misfit("asyncgrpo train model.path=m \\\n    data.train=t\n\n# a comment") == ""
-        assert "data.train is missing" in misfit("asyncgrpo train model.path=m")
-        assert says_why("# It does not run yet:\n#   why") == "" and says_why("asyncgrpo train")
 
 
 @pytest.fixture
@@ -113,16 +97,6 @@ def test_operations_are_those_of_the_matrices():
     assert train_flops(shape, whole) == pytest.approx(3 * forward)
 
 
-def test_every_cell_is_planned_once():
-    asked = {"shapes": ["0.6b", "8b"], "budgets": [8192, 16384], "tokens": 65536, "parts": gpu_learner.PARTS}
-    asked |= {"device": "cuda", "runs": 1, "recompute": "auto", "lora": 0, "layers": None, "peak": None, "seed": 1}
-    arguments = argparse.Namespace(**asked)
-    cells = gpu_learner.plan(arguments)
-    assert len({json.dumps(cell) for cell in cells}) == len(cells) == 2 * (2 + 4)
-    settings = {(cell["shape"], cell["recompute"], cell["offload"]) for cell in cells}
-    assert settings == {("0.6b", False, False), ("8b", True, True)}
-
-
 @pytest.mark.slow
 def test_a_learner_step_beside_a_supervised_one(capsys):
     smallest = ["--rounds", "1", "--steps", "1", "--batch", "one group"]
@@ -166,7 +140,6 @@ def test_bad_inputs_are_judged():
     ended = Ended(exit=1, seconds=40.0, said_s=1.0, cpu_s=1.0, out="", err=sentence)
     assert why_bad(case, ended, [sentence], 10.0) == ""
     assert why_bad(case, replace(ended, said_s=11.0), [sentence], 10.0) == "late"
-    assert why_bad(case, replace(ended, exit=None), [sentence], 10.0) == "it has no end"
     assert why_bad(case, replace(ended, exit=0), [sentence], 10.0) == "it is taken"
     assert why_bad(case, replace(ended, out="Traceback (most recent call last)"), [sentence], 10.0) == "a traceback"
     assert why_bad(case, ended, ["Usage: x", sentence], 10.0) == "not one sentence"

@@ -123,8 +123,6 @@ def test_it_is_replayed_along_the_path_that_stands(killed: Killed):
     assert all(step["recorded"]["loss"] is not None for step in found["steps"])
     first, second = killed.checkpoints
     path = ["1.0", f"1.{first}", f"2.{first}", f"2.{second}", f"3.{second}", f"3.{STEPS}"]
-    landed = {
-        event["version"] for event in events(killed.run, "sync")
-    }  # not what landed after the checkpoint of a kill
+    landed = {event["version"] for event in events(killed.run, "sync")}  # not after the checkpoint of a kill
     assert found["weights"]["equal"] == [version for version in path if version in landed]
     assert len(landed & set(path)) >= 4

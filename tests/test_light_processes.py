@@ -73,7 +73,7 @@ def heavy_in(code: str, folder: Path) -> list[str]:
     return json.loads(said[-1].removeprefix("HEAVY "))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["status", "run"], ["samples", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["status", "run"]])
 def test_a_command_that_only_looks_imports_nothing_heavy(tmp_path, arguments):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")

@@ -85,7 +85,9 @@ def test_the_pythons_that_are_named_are_those_that_are_asked_for():
     assert default in pythons() and set(re.findall(r"Python (\d+\.\d+)", SETUP)) == {default}
 
 
-def test_setup_pins_what_the_package_asks_for():
+def test_extras_that_are_named_exist_and_setup_pins_what_the_package_asks_for():
+    named = {extra for file in TEXTS for extra in re.findall(r"asyncgrpo\[(\w+)\]", file.read_text(encoding="utf-8"))}
+    assert named and named <= set(EXTRAS)
     pinned = pins()
     assert [str(need) for need in DEPENDENCIES if canonicalize_name(need.name) not in pinned] == []
     needs = [*DEPENDENCIES, *(need for needs in EXTRAS.values() for need in needs)]
@@ -97,16 +99,6 @@ def test_what_the_package_needs_is_here_and_an_extra_is_here_or_not_installed():
     assert [line for requirement in DEPENDENCIES for line in wrong(requirement)] == []
     extras = [requirement for requirements in EXTRAS.values() for requirement in requirements]
     assert [line for requirement in filter(is_installed, extras) for line in wrong(requirement)] == []
-
-
-def test_extras_that_are_named_exist():
-    named = {extra for file in TEXTS for extra in re.findall(r"asyncgrpo\[(\w+)\]", file.read_text(encoding="utf-8"))}
-    assert named and named <= set(EXTRAS)
-
-
-def test_a_script_can_be_imported():
-    for target in PROJECT["scripts"].values():
-        assert callable(metadata.EntryPoint("", target, "console_scripts").load())
 
 
 def test_a_wheel_has_the_code_the_configurations_the_runbooks_and_the_command(tmp_path: Path):

@@ -72,9 +72,7 @@ def test_a_frozen_generator_is_left_out_named_and_replaced_as_soon_as_a_publicat
     wait_until(lambda: bool(left_out(run)), "publication that says whom it missed", 50.0)
     (frozen,) = left_out(run)
     (restart,) = events(run, "restart")
-    assert restart["actor"] == frozen and re.match(
-        r"no heartbeat for \d+ s, and \S+ has lost it too", restart["reason"]
-    )
+    assert restart["actor"] == frozen and re.match(r"no heartbeat for \d+ s, and \S+ has lost it", restart["reason"])
     assert all(event["engines"] == 1 for event in events(run, "sync") if "left_out" in event)
     wait_until(lambda: bool(reasons(run, frozen)), "word of it at the buffer", 10.0)
     (reason,) = reasons(run, frozen)
@@ -142,10 +140,8 @@ def test_a_run_that_gives_up_loses_no_step_of_a_learner_that_lives(tmp_path: Pat
     assert_nothing_left(tmp_path)
 
 
-FAULTS = [
-    *("kill generator", "pause buffer", "partition network", "freeze learner"),
-    *("full disk", "reset network", "kill buffer"),
-]
+FAULTS = ["kill generator", "pause buffer", "partition network", "freeze learner", "full disk", "reset network"]
+FAULTS.append("kill buffer")
 
 
 def test_chaos_is_survived_and_audited(tmp_path: Path):

@@ -38,11 +38,6 @@ def refuse() -> None:
     raise ConfigError("no")
 
 
-def test_without_a_warm_process_a_call_is_made_here():
-    assert not warm.is_on()
-    assert warm.call(os.getpid) == os.getpid()
-
-
 def test_a_fork_has_everything_imported_and_the_environment_of_who_asks(begun, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HELLO", "there")
     seen = warm.call(look)

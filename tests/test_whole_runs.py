@@ -103,12 +103,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         *["train", "--model", "demo/model", "--data", "train.json", "--reward-func", "my_reward.py"],
         *["--rollout-n", "8", "--epochs", "2", "--n-gpus", "0", "--lr", "0.01", "--kl-coef", "0.001"],
         *["--engine", "torch", "--out", "run", "buffer.prompts_per_step=40", "sampling.max_tokens=4"],
-        *[
-            "data.max_prompt_tokens=32",
-            "learner.tokens_per_microbatch=8192",
-            "generators.count=1",
-            "cluster.share_gpu=true",
-        ],
+        *["data.max_prompt_tokens=32", "learner.tokens_per_microbatch=8192", "generators.count=1"],
+        "cluster.share_gpu=true",
         cwd=tmp_path,
     )
     assert result.returncode == 0, result.stdout + result.stderr

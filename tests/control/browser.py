@@ -109,13 +109,8 @@ def browser() -> Iterator[Page]:
     """A browser of its own, with nothing remembered."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        flags = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--remote-debugging-port=0",
-        ]
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        flags.append("--remote-debugging-port=0")
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen([CHROMIUM, *flags, f"--user-data-dir={profile}", "about:blank"], **quiet)  # type: ignore[call-overload]
         page = None

@@ -80,9 +80,7 @@ class Attacker:
         return bytes(request) + b"\r\n\r\n"
 
     def _wrong_token(self) -> bytes:
-        token = self._random.choice(
-            ("", "Bearer", "Bearer ", "Bearer null", self._token, f"Basic {self._token}", "Bearer é")
-        )
+        token = self._random.choice(("", "Bearer", "Bearer null", self._token, f"Basic {self._token}", "Bearer é"))
         token = token or f"Bearer {self._token[:-1]}"
         return self._get(self._random.choice(PATHS), {"Authorization": token, "Content-Length": "0"})
 
@@ -92,15 +90,8 @@ class Attacker:
         return self._get(path, {"Content-Length": "0"}, method)
 
     def _wrong_path(self) -> bytes:
-        odd = (
-            "/api",
-            "/api/",
-            "/api/../api/status",
-            "//api/status",
-            "/%2e%2e/%2e%2e/etc/passwd",
-            "/page.js/../../api.py",
-        )
-        odd += ("/../client.py", "/control.json", "/index.html%00", "/vendor", "/" + "a" * 4000)
+        odd = ("/api/", "//api/status", "/%2e%2e/%2e%2e/etc/passwd", "/page.js/../../api.py", "/../client.py")
+        odd += ("/control.json", "/index.html%00", "/vendor", "/" + "a" * 4000)
         return self._get(self._random.choice(odd))
 
     def _wrong_query(self) -> bytes:

@@ -58,11 +58,6 @@ def test_boards_are_what_build_py_says():
     assert {path.stem for path in build.texts()} == set(BOARDS)
 
 
-def test_the_boards_that_there_are():
-    assert set(BOARDS) == {"overview", "rollouts", "learner", "weights", "rewards", "reliability", "ratio"}
-    assert {name: board["uid"] for name, board in BOARDS.items()} == {name: f"asyncgrpo-{name}" for name in BOARDS}
-
-
 @each_board
 def test_board_has_no_trace_of_the_grafana_it_was_made_in(board):
     assert board["id"] is None and board["schemaVersion"] == 41
@@ -74,13 +69,8 @@ def test_board_has_no_trace_of_the_grafana_it_was_made_in(board):
 
 
 @each_board
-def test_panel_ids_are_unique(board):
-    ids = [panel["id"] for panel in board["panels"]]
-    assert len(set(ids)) == len(ids)
-
-
-@each_board
 def test_no_two_panels_overlap_and_none_leaves_the_grid(board):
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
     taken: dict[tuple[int, int], str] = {}
     for panel in board["panels"]:
         place = panel["gridPos"]
@@ -133,17 +123,9 @@ def test_boards_show_every_metric_that_we_export():
     shown = {name for panel in PANELS for target in panel.values[0]["targets"] for name in metric_names(target["expr"])}
     families = {re.sub(r"_(bucket|sum|count)$", "", name) for name in shown}
     exported = {re.sub(r"_(bucket|sum|count)$", "", name) for name in metrics.names()}
-    same_number_as_the_published_version, of_alerts = (
-        "asyncgrpo_learner_step",
-        {"asyncgrpo_paused", "asyncgrpo_restarts_spent_ratio"},
-    )
+    same_number_as_the_published_version = "asyncgrpo_learner_step"
+    of_alerts = {"asyncgrpo_paused", "asyncgrpo_restarts_spent_ratio"}
     assert exported - families <= {same_number_as_the_published_version} | of_alerts
-
-
-def test_check_fills_in_grafanas_variables():
-    values = {"run": "demo", "__rate_interval": "20s", "__range": "300s"}
-    filled = check.fill_in('rate(x{run=~"$run"}[$__rate_interval]) + y[$__range]', values)
-    assert filled == 'rate(x{run=~"demo"}[20s]) + y[300s]'
 
 
 class Watched:
@@ -201,10 +183,8 @@ def watched(tmp_path):
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed")
     watched = Watched(tmp_path)
-    try:
-        yield watched
-    finally:
-        watched.end()
+    yield watched
+    watched.end()
 
 
 def wait_for(url: str, query: str, deadline_s: float = 60) -> None:
@@ -227,7 +207,7 @@ def wait_for_steps(url: str, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_every_panel_shows_something_and_each_line_once_also_after_a_restart(watched: Watched, capsys, monkeypatch):
+def test_every_panel_shows_something_and_each_line_once_also_after_a_restart(watched, capsys, monkeypatch, tmp_path):
     wait_for_steps(watched.url, 5)
     before = watched.series()
     watched.start_run()
@@ -239,14 +219,13 @@ def test_every_panel_shows_something_and_each_line_once_also_after_a_restart(wat
     monkeypatch.setattr(sys, "argv", ["check.py", watched.url, "--run", "sim", "--last", "60", "--rate", "10"])
     assert check.main() == 0
     assert "show something" in capsys.readouterr().out
+    assert len(check.check(watched.url, run="no-such-run", last_s=60)) > 30
+    names_the_panels_that_are_empty_or_refused_or_show_a_line_twice(watched, monkeypatch, tmp_path, capsys)
     write_targets(watched.run_dir, MISSED)
     wait_for(watched.url, 'up{run="sim", role="driver"} == 0')
 
 
-@pytest.mark.slow
-def test_check_names_the_panels_that_are_empty_or_refused_or_show_a_line_twice(watched, monkeypatch, tmp_path, capsys):
-    wait_for_steps(watched.url, 3)
-    assert len(check.check(watched.url, run="no-such-run", last_s=60)) > 30
+def names_the_panels_that_are_empty_or_refused_or_show_a_line_twice(watched, monkeypatch, tmp_path, capsys) -> None:
     asked = {
         "bad": ("x", "rate("),
         "gone": ("y", "asyncgrpo_gone_total"),

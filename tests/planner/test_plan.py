@@ -16,6 +16,10 @@ def test_every_split_of_the_gpus_is_there_and_the_shortest_step_is_first():
     assert {(o.split.generators, o.split.ranks) for o in made.options} == {(n, 6 - n) for n in range(1, 6)}
     steps = [option.expected.step_s for option in made.options]
     assert steps == sorted(steps)
+    assert made.options[0].flags[:2] == [
+        f"generators.count={made.options[0].split.generators}",
+        f"learner.ranks={made.options[0].split.ranks}",
+    ]
 
 
 def test_engines_of_several_gpus_leave_the_rest_to_the_learner():
@@ -37,13 +41,3 @@ def test_the_bound_is_the_smallest_that_costs_no_time():
     smaller = dataclasses.replace(best.split, max_lag=best.split.max_lag // 2)
     assert predict(TASK, smaller).step_s > 1.01 * best.expected.step_s
     assert {option.split.max_lag for option in make_plan(TASK, 6, max_lag=3).options} == {3}
-
-
-def test_the_flags_are_settings():
-    option = make_plan(TASK, 4, max_lag=2).options[0]
-    assert option.flags == [
-        f"generators.count={option.split.generators}",
-        f"learner.ranks={option.split.ranks}",
-        f"generators.groups_in_flight={option.split.groups_in_flight}",
-        "buffer.max_lag=2",
-    ]

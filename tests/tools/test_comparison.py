@@ -10,18 +10,10 @@ from asyncgrpo.recording.events import as_written
 from asyncgrpo.tools.replay import Pair, Replayed, means
 
 STEP: dict[str, Any] = {
-    "event": "step",
-    "time": 1.0,
-    "step": 3,
-    "version": "1.3",
-    "loss": 0.1,
-    "grad_norm": 2.0,
-    "diagnostics": {"kl_k3": 0.5, "ess_token": 0.9},
-    "lags": {"0": 4},
-    "kl_reference": None,
-    "seconds": {"optimizer": 1.0},
+    "event": "step", "time": 1.0, "step": 3, "version": "1.3", "loss": 0.1, "grad_norm": 2.0, "lags": {"0": 4},
+    "diagnostics": {"kl_k3": 0.5, "ess_token": 0.9}, "kl_reference": None, "seconds": {"optimizer": 1.0},
     "tokens_generated": 100,
-}
+}  # fmt: skip
 
 
 def differences(**changes: Any) -> list[str]:
@@ -44,7 +36,6 @@ def test_the_same_numbers_are_equal_whatever_time_it_took():
         ({"loss": math.nan, "grad_norm": 2.5}, ["loss", "grad_norm"]),
         ({"diagnostics": {"kl_k3": 0.5, "ess_token": 0.8}}, ["diagnostics.ess_token"]),
         ({"kl_reference": 0.0}, ["kl_reference"]),
-        ({"lags": {"0": 3, "1": 1}}, ["lags.0"]),
     ],
 )
 def test_one_bit_is_a_difference_and_is_named(changes: dict[str, Any], named: list[str]):

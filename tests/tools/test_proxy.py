@@ -1,8 +1,5 @@
 """The proxy of chaos: held data arrives later, data of a reset connection never, and new connections are accepted."""
 
-import threading
-
-import psutil
 import pytest
 
 from asyncgrpo.tools.chaos import Proxy
@@ -27,38 +24,18 @@ def heard(server: Server, timeout_s: float) -> str | None:
     return decode(received[1])[0].reason if received is not None else None  # type: ignore[attr-defined]
 
 
-def test_what_is_held_arrives_once_it_is_released(ends):
+def test_what_is_held_arrives_once_it_is_released_and_after_a_cut_the_client_connects_again(ends):
     server, proxy, client = ends
     client.send(Drain(reason="1"))
     assert heard(server, 5.0) == "1"
     proxy.hold()
     client.send(Drain(reason="2"))
-    assert heard(server, 0.5) is None
+    assert heard(server, 0.2) is None
     proxy.release()
     assert heard(server, 5.0) == "2"
-
-
-def test_after_a_cut_the_client_connects_again(ends):
-    server, proxy, client = ends
-    client.send(Drain(reason="1"))
-    assert heard(server, 5.0) == "1"
     proxy.cut()
     for _ in range(100):
         client.send(Drain(reason="again"))
         if heard(server, 0.1) == "again":
             return
     pytest.fail("nothing arrived over a new connection")
-
-
-def test_a_proxy_that_is_closed_leaves_nothing_open(ends):
-    server, _proxy, client = ends
-    client.send(Drain(reason="1"))
-    assert heard(server, 5.0) == "1"
-
-    def held() -> tuple[int, int]:
-        return psutil.Process().num_fds(), [thread.name for thread in threading.enumerate()].count("proxy")
-
-    before = held()
-    for _ in range(3):
-        Proxy(server.endpoint).close()
-    assert held() == before

@@ -39,9 +39,6 @@ def test_a_preset_leaves_alone_which_groups_were_trained(recorded: Config, is_fi
         "algorithm.group_size=4",
         "algorithm.filter_zero_signal=true",
         "sampling.temperature=0.5",
-        "data.train=other.jsonl",
-        "model.path=other",
-        "reward.function=r.py",
     ],
 )
 def test_a_setting_that_made_the_groups_is_refused(recorded: Config, override: str):

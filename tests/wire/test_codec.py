@@ -132,17 +132,11 @@ def change(message: Deliver, **fields) -> Deliver:
     [
         ({"num_tokens": 4}, "payload has"),
         ({"num_tokens": -3}, "negative length"),
-        ({"spans": ()}, "end at 0 of 3"),
         ({"spans": (VersionSpan(PolicyVersion(1, 4), 1, 3),)}, "do not partition"),
         ({"spans": (VersionSpan(PolicyVersion(1, 4), 0, 9),)}, "end at 9 of 3"),
-        (
-            {"spans": (VersionSpan(PolicyVersion(1, 5), 0, 1), VersionSpan(PolicyVersion(1, 4), 1, 3))},
-            "versions decrease",
-        ),
+        ({"spans": (VersionSpan(PolicyVersion(1, 5), 0, 1), VersionSpan(PolicyVersion(1, 4), 1, 3))}, "decrease"),
         ({"score": Score()}, "value or a named failure"),
-        ({"score": Score(value=1.0, failure="crash")}, "value or a named failure"),
         ({"score": Score(value=float("nan"))}, "not finite"),
-        ({"score": Score(value=float("inf"))}, "not finite"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused_and_named(fields, complaint):
@@ -152,12 +146,12 @@ def test_a_group_that_cannot_be_is_refused_and_named(fields, complaint):
     assert "1.7" in str(error.value)
 
 
-@pytest.mark.parametrize("field", Discarded.__struct_fields__)
-def test_a_negative_count_of_what_was_discarded_is_refused(field):
+def test_a_negative_count_of_what_was_discarded_is_refused():
     message, payload = pack_group(make_group())
-    forged = msgspec.structs.replace(message, discarded=msgspec.structs.replace(message.discarded, **{field: -1}))
-    with pytest.raises(WireError, match="negative count"):
-        unpack_group(forged, payload)
+    for field in Discarded.__struct_fields__:
+        forged = msgspec.structs.replace(message, discarded=msgspec.structs.replace(message.discarded, **{field: -1}))
+        with pytest.raises(WireError, match="negative count"):
+            unpack_group(forged, payload)
 
 
 def test_unknown_fields_and_unknown_kinds_are_refused():

@@ -1,6 +1,7 @@
 """A share of the malformed frames of `fuzz.py`, and proof that it would notice."""
 
 import logging
+import pickle
 import threading
 import time
 
@@ -51,8 +52,6 @@ def test_a_check_that_is_left_out_is_noticed(monkeypatch, place, name, fault, no
 
 def test_the_canary_sings(tmp_path):
     """What is sent as a pickle does make the file, where somebody unpickles it."""
-    import pickle
-
     mutator = Mutator(0, str(tmp_path / "canary"))
     pickle.loads(mutator._pickle)
     assert (tmp_path / "canary").exists()
