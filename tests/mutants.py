@@ -328,7 +328,6 @@ MUTANTS: dict[str, Mutant] = {
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """The product with this mistake in it."""
     function = _function(mutant.place)
     before = function.__code__
     function.__code__ = _mutated(function, mutant)

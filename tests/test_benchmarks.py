@@ -55,7 +55,6 @@ def hide(tmp_path, monkeypatch):
 
 
 def test_the_learner_on_a_card_needs_no_ray_no_engine_and_no_configuration_files(hide):
-    """The cell itself, on the CPU."""
     hide("ray", "sglang", "peft", "omegaconf")
     found = gpu_learner.attempt(SMALLEST, time.monotonic() + 200, retry=True)
     assert [one["what"] for one in found] == ["rl step", "supervised step", "rl speed of supervised"], found

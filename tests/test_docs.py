@@ -64,7 +64,6 @@ _DEFINED_IN = re.compile(r"`(\w+)` in\s+`([\w/]+\.py)`")
 
 
 def keys_table() -> str:
-    """Every setting by section, as Markdown."""
     lines: list[str] = []
     section = ""
     for knob in knobs().values():
@@ -83,7 +82,6 @@ def keys_table() -> str:
 
 
 def events_table() -> str:
-    """Every event of `metrics.jsonl` and its fields, as Markdown."""
     lines: list[str] = []
     for name, kind in KINDS.items():
         lines += ["", f"### {name}", "", kind.meaning, "", "| field | type | present | meaning |", "|---|---|---|---|"]
@@ -94,7 +92,6 @@ def events_table() -> str:
 
 
 def removed_table() -> str:
-    """Every removed key and feature, as Markdown."""
     lines: list[str] = []
     for what, rows in (("key", removed().keys), ("feature", removed().features)):
         lines += ["", f"| {what} | instead |", "|---|---|"]
@@ -106,7 +103,6 @@ TABLES = {CONFIGURATION: keys_table, EVENTS: events_table, REMOVED: removed_tabl
 
 
 def with_table(path: Path) -> str:
-    """The page, its table written anew."""
     before, first, rest = path.read_text(encoding="utf-8").partition(FIRST)
     _, last, after = rest.partition(LAST)
     assert first and last, f"{path} has no place for its table"
@@ -126,7 +122,6 @@ def typed_in(text: str) -> list[str]:
 
 
 def commands() -> dict[str, set[str]]:
-    """Each command, with its subcommands where it has some."""
     tree = typer.main.get_command(app)
     return {name: set(getattr(command, "commands", ())) for name, command in tree.commands.items()}
 
@@ -142,13 +137,11 @@ def unknown_commands(text: str) -> list[str]:
 
 
 def refused_commands(text: str) -> list[str]:
-    """Lines of a block that the command line would not take."""
     lines = [line.removeprefix(".venv/bin/") for line in typed_in(text)]
     return [line for line in lines if line.startswith("asyncgrpo ") and not is_taken(line)]
 
 
 def is_taken(line: str) -> bool:
-    """Whether the command line parses it. Nothing is run."""
     try:
         take(line)
     except Exception:  # of click, whatever it is: the line cannot be typed
@@ -244,7 +237,6 @@ def bound(node: ast.Module | ast.ClassDef) -> set[str]:
 
 
 def unknown_metrics(text: str) -> list[str]:
-    """Names of metrics in code that no process exports."""
     names = {name for code in code_of(text) for name in re.findall(r"\basyncgrpo_[a-z_]+\b", code)}
     exported = metrics.names() | {name.removesuffix("_count") for name in metrics.names()}  # a histogram has no sample
     return sorted(names - exported - {"asyncgrpo_cpu_shims"})
@@ -328,8 +320,6 @@ def test_a_name_that_nothing_defines_is_found():
 
 
 def nav() -> list[str]:
-    """Files in the order of `mkdocs.yml`."""
-
     def files(entry: object) -> list[str]:
         if isinstance(entry, str):
             return [entry]

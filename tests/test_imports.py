@@ -84,7 +84,6 @@ def imports_below(package: Path) -> Iterator[Import]:
 
 
 def is_owned(module: str, owners: tuple[str, ...]) -> bool:
-    """True in an owner and below it."""
     return any(module == owner or module.startswith(f"{owner}.") for owner in owners)
 
 

@@ -59,7 +59,6 @@ os._exit(0)
 
 
 def heavy_in(code: str, folder: Path) -> list[str]:
-    """Which heavy libraries a process has imported after it has run `code`."""
     ended = subprocess.run(
         [sys.executable, "-c", code + SAY.format(heavy=HEAVY)],
         cwd=folder,

@@ -47,14 +47,12 @@ def is_installed(requirement: Requirement) -> bool:
 
 
 def modules_of(distribution: str) -> list[str]:
-    """Top-level modules that a distribution brings."""
     wanted = canonicalize_name(distribution)
     everything = metadata.packages_distributions().items()
     return [module for module, owners in everything if wanted in map(canonicalize_name, owners)]
 
 
 def wrong(requirement: Requirement) -> Iterator[str]:
-    """What is wrong with a distribution that is installed here."""
     version = metadata.version(requirement.name)
     if not requirement.specifier.contains(version, prereleases=True):
         yield f"{requirement} is asked for, {version} is installed"

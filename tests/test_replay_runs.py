@@ -31,7 +31,6 @@ class Demo(NamedTuple):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    """What a newcomer runs."""
     folder = tmp_path_factory.mktemp("demo")
     result = asyncgrpo("demo", "--engine", "torch", "--out", "run", cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -90,7 +89,6 @@ def test_another_correction_meets_the_same_stream(demo: Demo):
 
 
 def change_one_reward(run: Path, step: int) -> None:
-    """Give the first completion of the first group of `step` another reward."""
     found = history.read_history(run / "journal").found
     lease_id = next(f.record.lease_ids[0] for f in found if isinstance(f.record, BatchIssued) and f.record.step == step)
 

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -104,11 +105,15 @@ def test_what_runs_code_is_found_and_what_does_not_is_let_be(line, count):
 # -- sockets and keys --------------------------------------------------------------------------------------------------
 
 
+@cache
+def calls() -> list[tuple[str, str, str]]:
+    trees = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text("utf-8")) for file in PACKAGE.rglob("*.py")}
+    nodes = [(file, node) for file, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [(file, ast.unparse(node.func), ast.unparse(node)) for file, node in nodes]
+
+
 def calls_of(name: str) -> Iterator[tuple[str, str]]:
-    for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == name:
-                yield file.relative_to(PACKAGE).as_posix(), ast.unparse(node)
+    return ((file, text) for file, function, text in calls() if function == name)
 
 
 def test_every_end_of_the_wire_is_given_the_keys_of_the_run():

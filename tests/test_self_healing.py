@@ -57,7 +57,6 @@ def test_learner_and_buffer_are_replaced_while_the_engines_live_on_and_then_a_ge
 
 
 def restarts(run: Path) -> list[tuple[str, str]]:
-    """Who was replaced, and why."""
     return [(event["actor"], event["reason"]) for event in events(run, "restart") if "count" in event]
 
 
@@ -85,7 +84,6 @@ def test_a_frozen_generator_is_left_out_named_and_replaced_as_soon_as_a_publicat
 
 
 def reasons(run: Path, generator: str) -> list[str]:
-    """Why the buffer took this generator for lost, by its log."""
     said = "".join(path.read_text() for path in (run / "logs").glob("buffer*.log"))
     return re.findall(rf"lost generator {generator} \((.+)\);", said)
 

@@ -39,7 +39,6 @@ async def train_in_one_process(config: Config) -> list[one_process.Step]:
 
 
 def run(folder: Path, *settings: str) -> Path:
-    """The whole system, to its end, in `folder`."""
     result = asyncgrpo("train", "--config", "quickstart", f"run.out={folder}", *settings, cwd=folder.parent)
     assert result.returncode == 0, result.stdout + result.stderr
     assert events(folder, "end")[-1]["status"] == "done"

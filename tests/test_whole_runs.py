@@ -116,7 +116,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def assert_same_model_as_the_checkpoint(run: Path) -> None:
-    """What a user loads is what the learner had."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -28,7 +28,6 @@ def good(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, good: Path) -> Path:
-    """A model, data files and a reward without a mistake."""
     shutil.copytree(good, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
@@ -125,7 +124,6 @@ def test_a_disk_with_too_little_room_for_a_checkpoint(folder: Path, start, monke
 
 
 def test_code_that_nothing_here_isolates(folder: Path, start, monkeypatch):
-    """Refused before anything is started, unless the person takes the risk."""
     code = {"prompt": "a", "data_source": "codecontests", "ground_truth": {"inputs": ["1"], "outputs": ["1"]}}
     write("train.json", json.dumps([code] * 8))(folder)
     monkeypatch.setenv("PATH", str(folder))

@@ -23,7 +23,6 @@ from tests.control.operators import TOKEN, FakeOperator, make_run, served
 
 @pytest.fixture
 def operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeOperator]:
-    """A run that is going on, the only one in `runs/`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     operator = FakeOperator(make_run(Path("runs/demo")))

@@ -20,8 +20,6 @@ from tests.runs import command, environment
 
 @pytest.fixture
 def model(tmp_path):
-    """Path of a folder with the `config.json` of a published model and nothing else."""
-
     def make(name: str) -> str:
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "config.json").write_text(json.dumps(PUBLISHED[name]))

@@ -38,7 +38,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two models and a task, in a folder whose name needs quotes."""
     folder = tmp_path / "my files"
     folder.mkdir()
     for number in (1, 2):
@@ -78,7 +77,6 @@ def test_a_resume_says_what_changed_and_a_dry_run_of_it_is_refused_as_the_run_wo
 
 
 def preview(asyncgrpo, *typed: str):
-    """A dry run, which must neither start anything nor touch a file."""
     before = contents(Path.cwd())
     folders = sorted(path for path in Path.cwd().rglob("*") if path.is_dir())
     ended = asyncgrpo(*typed, "--dry-run")
@@ -120,7 +118,6 @@ def test_a_dry_run_of_serve_finds_too_few_gpus_and_a_folder_that_is_taken(asyncg
 
 
 def retyped(out: str) -> list[str]:
-    """The arguments of the command that was printed last, as a shell reads it."""
     line = next(line for line in reversed(out.splitlines()) if ": asyncgrpo " in line)
     name, *arguments = shlex.split(line.partition(": ")[2])
     assert name == "asyncgrpo"

@@ -36,7 +36,6 @@ def listed(asyncgrpo, *arguments: object) -> list[dict]:
 
 
 def shown(asyncgrpo, *arguments: object) -> str:
-    """The printed text on one line."""
     return " ".join(asyncgrpo("samples", *arguments).out.split())
 
 

@@ -60,8 +60,6 @@ def test_neither_its_end_nor_its_silence_holds_up_the_end_of_the_run(tmp_path: P
 
 
 def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[[Run], str]) -> Run:
-    """A run in which everything but `keep_going` goes well, and that lists a process in between."""
-
     def listed(run: Run, placement: object, report: object) -> str:
         run._export_from("learner-0", ("127.0.0.1", 4711))
         return keep_going(run)

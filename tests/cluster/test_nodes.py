@@ -28,7 +28,6 @@ def configured(*overrides: str) -> Config:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with all the files that a run names."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "run").mkdir()

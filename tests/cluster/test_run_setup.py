@@ -18,7 +18,6 @@ class NoFurther(Exception):
 
 
 def setup_on(bind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
-    """What the driver tells the processes of a run."""
     told = []
 
     def core(setup: Setup, *_: object) -> None:

@@ -18,7 +18,6 @@ from tests.models import make_tiny_qwen3
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    """A model, another of the same shape, data and a reward."""
     for number in (1, 2):
         make_tiny_qwen3(tmp_path / f"model{number}", seed=number)
     (tmp_path / "train.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')

@@ -88,7 +88,6 @@ class Run:
         self.steering.reconcile(self.core, self.fleet, self.watch)  # type: ignore[arg-type]
 
     def ask(self, command: Command, turns: Callable[[], None] | None = None) -> str:
-        """The reply to a command, while the driver makes its turns."""
         with ThreadPoolExecutor(1) as pool:
             reply = pool.submit(self.steering.carry_out, command)
             while not reply.done():
@@ -253,7 +252,6 @@ def test_the_next_start_is_held_against_what_was_changed(tmp_path: Path, monkeyp
 
 
 def train(run: Run, steps: range) -> None:
-    """Steps of a run whose learner waits for its generators half of the time."""
     for number in steps:
         fields = {name: one for name, one in step(number, wait=0.5, full=1.0).items() if name not in ("event", "time")}
         run.events.write("step", version="1.1", reward_mean=0.0, loss=0.0, **fields)

@@ -58,11 +58,9 @@ class Page:
             self.complaints.append(json.dumps(said["params"]["exceptionDetails"])[:500])
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """One method of the debugging protocol."""
         return self._run(self._call(method, **parameters))
 
     def open(self, url: str, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
-        """Load a page, as a new tab would."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -70,7 +68,6 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def value(self, script: str) -> Any:
-        """What an expression is in the page."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -84,14 +81,12 @@ class Page:
         return value
 
     def text(self, selector: str) -> str:
-        """The text of an element, as a person sees it."""
         return self.wait(f"document.querySelector({json.dumps(selector)})?.innerText")
 
     def click(self, selector: str) -> None:
         self.wait(f"(e => e && !e.disabled && (e.click(), true))(document.querySelector({json.dumps(selector)}))")
 
     def type(self, selector: str, text: str) -> None:
-        """Put a text into a field, as typing does."""
         element = f"document.querySelector({json.dumps(selector)})"
         for name in ("input", "change"):
             self.value(

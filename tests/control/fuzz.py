@@ -37,7 +37,6 @@ class Attacker:
         self._random = random.Random(seed)
 
     def requests(self) -> Iterator[tuple[str, bytes]]:
-        """What is wrong with each request, and its bytes."""
         kinds: list[tuple[str, Callable[[], bytes]]] = [
             ("no HTTP", self._noise),
             ("flipped bytes", self._flipped),
@@ -185,7 +184,6 @@ def wrong_with(received: bytes) -> str | None:
 
 
 def attack(url: str, token: str, *, count: int, seed: int = 0) -> tuple[Counter[str], list[str]]:
-    """Send so many requests. Returns how many of each kind were sent, and what was wrong with replies."""
     sent: Counter[str] = Counter()
     wrong: list[str] = []
     for what, request in islice(Attacker(urlsplit(url).netloc, token, seed).requests(), count):

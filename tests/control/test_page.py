@@ -59,7 +59,6 @@ def url(operator: FakeOperator) -> Iterator[str]:
 
 @pytest.fixture
 def page(tab: Page, url: str) -> Iterator[Page]:
-    """The page of the run, loaded."""
     tab.complaints.clear()
     tab.open(f"{url}/#token={TOKEN}")
     tab.wait("document.querySelectorAll('.sample').length")

@@ -20,7 +20,6 @@ def status(**fields: Any) -> Status:
 
 
 def events(*more: dict[str, Any], last: float = NOW - 5, **fields: Any) -> list[dict[str, Any]]:
-    """Twelve healthy steps, a second apart, and what came in addition."""
     steps = [{"event": "step", "time": last - 12 + n, **step(n, **fields)} for n in range(1, 13)]
     return [{"event": "start", "time": last - 20, "run": "demo", "step": 0}, *steps, *more]
 

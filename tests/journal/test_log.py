@@ -29,7 +29,6 @@ from tests.journal.journals import Clock, FailingDisk, began, group, groups_in, 
 
 
 def records():
-    """One of each kind."""
     yield began(), ()
     for prompt_index in range(3):
         yield delivered(*group(prompt_index))
@@ -39,7 +38,6 @@ def records():
 
 
 def small_journal() -> tuple[bytes, list[int], list[object]]:
-    """Its bytes, where each record ends, and the records."""
     data, ends, written = b"", [], []
     for record, body in records():
         data += b"".join(map(bytes, pack(record, list(body))))

@@ -154,7 +154,6 @@ class Watched:
         )
 
     def start_run(self) -> None:
-        """Start the process, or another one in its place, on another port."""
         if self._processes:
             self._processes[0].kill()
         run = self._start(sys.executable, str(Path(__file__).with_name("simulated_run.py")), self._token)
@@ -188,7 +187,6 @@ def watched(tmp_path):
 
 
 def wait_for(url: str, query: str, deadline_s: float = 60) -> None:
-    """Wait until the query has a result."""
     until = time.monotonic() + deadline_s
     while time.monotonic() < until:
         try:

@@ -12,7 +12,6 @@ MADE_BY_RUNS = {"../runs/prometheus"}
 
 
 def mounts(service: str) -> dict[str, str]:
-    """Where each folder of the host, or volume, is inside."""
     return {source: inside for source, inside, *_ in (text.split(":") for text in SERVICES[service]["volumes"])}
 
 

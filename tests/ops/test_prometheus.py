@@ -148,7 +148,6 @@ STANDSTILLS = {"": "", "pause": "paused", "disk": "journal_blocked", "judge": "r
 def balance_alert(
     waits: float, scored: float, held: float, in_flight: float, dropped: float, stands: str
 ) -> str | None:
-    """The one that should fire."""
     if waits <= 0.5 or stands:
         return None
     if scored > 0.5:
@@ -205,7 +204,6 @@ def firing(alerts: str) -> str:
 
 
 def both(pair: dict[str, str]) -> str:
-    """The runs for which both alerts of a pair fire."""
     one, other = (
         f"count by (run) (ALERTS{{alertname='{pair[side]}', alertstate='firing'}})" for side in ("one", "other")
     )

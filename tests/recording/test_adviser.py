@@ -85,7 +85,6 @@ class Flight:
         self.pilot, self.there, self.now_s = Autopilot(fewest, most), there, 0.0
 
     def looks(self, count: int, advice: tuple[Advice, ...]) -> list[int]:
-        """What it changes to in so many looks."""
         changes = []
         for _ in range(count):
             self.now_s += 20.0

@@ -32,7 +32,6 @@ def sync(n: int, **more) -> Event:
 
 
 def of(kind: str, **fields) -> Event:
-    """An event of a process."""
     return {"event": kind, "time": 1.0, "actor": "generator-0"} | fields
 
 
@@ -52,7 +51,6 @@ def page(events: list[Event], width: int = 80, now: float | None = None) -> str:
 
 
 def watched(path: Path, width: int = 80, *, is_terminal: bool = False, **how) -> tuple[str, Progress]:
-    """What a person is shown of a file of events, and what is known of the run."""
     console = Console(file=io.StringIO(), width=width, height=30, force_terminal=is_terminal)
     progress = watch(path, console=console, **how)
     return console.file.getvalue(), progress
@@ -126,7 +124,6 @@ def test_lines_of_an_evaluation_without_scores_and_of_a_publication_that_missed_
 
 
 def test_large_numbers_are_printed_shortly(tmp_path):
-    """A mean of 1e308 is shortened, because its digits would fill the page."""
     events = [START, step(1, reward_mean=-2.5e300, loss=1e12), EVAL | {"reward_mean": 1e308}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     lines, _ = watched(tmp_path / "metrics.jsonl", 200, stop=stopped())

@@ -257,7 +257,6 @@ class Checker:
             self._life.shares.append(shares[max(shares)])
 
     def given_back(self, lease_id: str) -> None:
-        """Its prompt is not charged for it."""
         life = self._life
         if lease_id not in life.given_back and not lease_id.startswith("eval."):
             life.given_back.add(lease_id)
@@ -354,7 +353,6 @@ class Checker:
         return self.life
 
     def _keep(self, lease_id: str, group_id: str) -> None:
-        """The buffer has taken in this group."""
         life = self._life
         if lease_id not in life.promised:
             entry, versions = life.buffer._entries.get(group_id), set()
@@ -417,7 +415,6 @@ class Checker:
             raise Violation(f"P20 completions: {group.group_id} was cut after {took_s:.1f} s, before its time")
 
     def asked_for(self, max_lag: int) -> None:
-        """A person wants another bound."""
         self._asked_max_lags.add(max_lag)
         self._slots = max(self._slots, (max_lag + 1) * self._per_step)
 

@@ -91,7 +91,6 @@ class SimulatedDisk(Disk):
 
     @contextmanager
     def letting_go(self) -> Iterator[None]:
-        """Whoever is killed inside leaves no file open."""
         self._begun = None
         try:
             yield

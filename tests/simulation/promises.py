@@ -28,7 +28,6 @@ class Weights:
         self._ids[version] = self._path[-1]
 
     def stepped(self, version: PolicyVersion) -> None:
-        """The step that makes `version`."""
         self._made += 1
         self._ids[version] = self._made
         self._path.append(self._made)
@@ -37,7 +36,6 @@ class Weights:
         self._saved = self._path[: step + 1]
 
     def are_there(self, version: PolicyVersion) -> bool:
-        """Whether the present weights are these, or come from them."""
         made, path = self._ids.get(version), self._path
         return made is not None and version.number < len(path) and path[version.number] == made
 
@@ -70,7 +68,6 @@ class Promises:
             self._kept[group.lease_id] = group
 
     def gave_up(self, lease_id: str) -> None:
-        """A group was dropped or filtered, and counted."""
         self._kept.pop(lease_id, None)
 
     # -- what the disk is excused from ---------------------------------------------------------------------------------

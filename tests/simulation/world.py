@@ -187,7 +187,6 @@ class World:
         return self.loop.time()
 
     def run(self) -> None:
-        """From the first start to the end. Raises Violation."""
         self._schedule_faults()
         self.loop.call_later(TICK_S, self._tick)
         with (
@@ -342,17 +341,14 @@ class World:
     # -- what nodes call -----------------------------------------------------------------------------------------------
 
     def note(self, what: str, *details: Any) -> None:
-        """Remember an event for the report of a failing seed."""
         self.events.append((self.loop.time(), what, details))
         if what in ("drop", "copy", "cut", "corrupt") or what.startswith("fault"):
             self.fault_counts[what if what != "fault" else details[0]] += 1
 
     def violated(self, problem: str) -> None:
-        """A promise is broken, found where an exception would be caught."""
         self.loop.failure = self.loop.failure or Violation(problem)
 
     def spend(self, seconds: float) -> None:
-        """The learner works for so long, while the world goes on."""
         self.loop.run_until(self.now + seconds)
 
     def left_out(self, host: GeneratorHost) -> None:
@@ -361,7 +357,6 @@ class World:
         self._from_learner(lost, b"")
 
     def fate_of(self, completion: PendingCompletion) -> InjectedFault | None:
-        """What the seed has in store for one try of one completion."""
         drawn = random.Random(f"{self.seed} {completion.request.prompt} {completion.seed}").random()
         for what in ("abort", "hang"):
             drawn -= self.of_completions.get(f"answer_{what}s", 0.0)
@@ -370,7 +365,6 @@ class World:
         return None
 
     def rewards_are_down(self, generator: str) -> bool:
-        """Whether no reward works there now, where one is called."""
         strikes = [o for o in self.outages if o.since_s <= self.now < o.until_s and o.generator in ("", generator)]
         self._outage_calls.update((o.since_s, generator) for o in strikes)
         return bool(strikes)
@@ -414,7 +408,6 @@ class World:
             self.checker.turned(service._unacknowledged)
 
     def _abandon_buffer(self) -> None:
-        """The buffer's process is gone, without a word to its journal."""
         self._service = None
         if isinstance(self._buffer.journal, Journal):
             self._buffer.journal._close_file()
@@ -577,7 +570,6 @@ def _auto_lag(seed: int) -> AutoLagConfig:
 
 
 def _token_ids(index: int) -> tuple[int, ...]:
-    """Of the prompt with this index: no two are the same."""
     return index % VOCABULARY, 1, *([2] * (index // VOCABULARY))
 
 

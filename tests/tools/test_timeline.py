@@ -67,7 +67,6 @@ def run(tmp_path: Path) -> FakeRun:
 
 
 def steps_of(run: FakeRun, **arguments) -> dict[int, list[int]]:
-    """The steps of the timeline, by lineage."""
     return {leg.lineage: [s.number for s in leg.steps] for leg in read_timeline(run.folder, **arguments).legs}
 
 

@@ -105,7 +105,6 @@ class Plane:
     # -- the good ones -------------------------------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """A good generator delivers what it was granted; the learner takes a batch, and publishes."""
         version = PolicyVersion(1, self.step)
         if self.rng.random() < 0.1:  # one that claims a large window gets whatever is free
             self.end_the_others()
@@ -128,12 +127,10 @@ class Plane:
         self.hear(f"{name}-0", rollouts.Serving(generator_id=name, version=PolicyVersion(1, self.step)))
 
     def end_the_others(self) -> None:
-        """The supervisor does away with everyone but the good generator."""
         for name in set(self.service._sessions) - {"good"}:
             self.hear("driver", GeneratorLost(generator_id=name))
 
     def leases(self, peer: str) -> list[Lease]:
-        """Granted to `peer` and still under way."""
         granted = [m.lease for m, _ in self.net.sent.get(peer, ()) if isinstance(m, rollouts.Grant)]
         return [lease for lease in granted if self.buffer.lease_of(lease.lease_id) == lease]
 
@@ -156,7 +153,6 @@ class Plane:
         self.hear("learner", rollouts.Trained(version=PolicyVersion(1, self.step)))
 
     def check(self) -> None:
-        """The ledger balances, in groups and in tokens."""
         out, tokens, held = self.buffer.outcomes, self.buffer.tokens, sum(map(self.buffer.count, State))
         dropped = sum(count for name, count in out.items() if name.startswith("dropped_"))
         assert out["leased"] == held + out["trained"] + dropped + out["requeued"], out
@@ -166,7 +162,6 @@ class Plane:
     # -- the bad ones --------------------------------------------------------------------------------------------------
 
     def attack(self) -> None:
-        """One malformed message."""
         kind = self.rng.random()
         if kind < 0.05:
             self._register("bad")
@@ -213,7 +208,6 @@ class Plane:
 
 
 def delivery_of(lease: Lease, version: PolicyVersion) -> tuple[rollouts.Deliver, bytes]:
-    """A true group."""
     rng = np.random.default_rng(lease.seed)
     made = []
     for index in range(lease.num_completions):
@@ -280,7 +274,6 @@ class Readers:
         ]
 
     def attack(self) -> None:
-        """One malformed message to one of the three."""
         which = self._rng.randrange(3)
         if which == 0:
             self._frames = self._malformed(which, self._to_publisher)
@@ -313,12 +306,10 @@ class Readers:
             return None
 
     def receive(self, timeout_s: float) -> tuple[str, Frames] | None:
-        """The publisher's socket."""
         frames, self._frames = self._frames, None
         return None if frames is None else ("weights-g-a", frames)
 
     def send(self, *message: Any) -> bool:
-        """The publisher's socket, and the receiver's."""
         return True
 
     def close(self) -> None:

@@ -30,7 +30,6 @@ class _Canary:
 
 
 def sealed(header: bytes, payload: bytes = b"") -> Frames:
-    """Frames under a digest that is right."""
     hasher = xxhash.xxh3_64(header)
     hasher.update(payload)
     return [hasher.digest() + header, payload]
@@ -51,7 +50,6 @@ class Mutator:
         ]  # fmt: skip
 
     def of_bytes(self, message: Message, payload: bytes) -> Frames:
-        """The digest tells these apart from what was sent."""
         frames = [bytes(frame) for frame in encode(message, payload)]
         malformed = frames
         while malformed in (frames, self._before):
@@ -60,7 +58,6 @@ class Mutator:
         return malformed
 
     def sealed(self, message: Message, payload: bytes) -> Frames:
-        """The same and worse, by somebody who knows how to make a digest."""
         frames = [bytes(frame) for frame in encode(message, payload)]
         if self.rng.random() < 0.4:
             malformed = self.rng.choice(self._of_bytes)(frames)
@@ -165,7 +162,6 @@ class Mutator:
     # -- groups that lie -----------------------------------------------------------------------------------------------
 
     def lie(self, message: Deliver, payload: bytes) -> tuple[Deliver, bytes]:
-        """A group that can be read, and is not true in one respect."""
         return self.rng.choice((self._lie_about_completion, self._lie_about_group, self._lie_in_numbers))(
             message, payload
         )

@@ -65,7 +65,6 @@ def test_a_group_comes_back_as_it_was_sent():
 
 
 def with_choices(group: Group) -> Group:
-    """The same group; completions with tokens have kept tokens, and all but the last have routes."""
     rollouts = []
     for rollout in group.rollouts:
         completion, length = rollout.completion, len(rollout.completion.token_ids)
