@@ -3,29 +3,21 @@
 No figure is judged here; that takes a quiet machine.
 """
 
-import ast
 import json
 import subprocess
 import sys
 import time
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncgrpo.data.loading import recognise
-from asyncgrpo.data.sources import read_rows
 from asyncgrpo.learner.packing import pack
 from benchmarks import gpu_learner, learner_step
-from benchmarks.bad_input_cases import CASES, Case
-from benchmarks.bad_inputs import why_bad
 from benchmarks.gpu_tables import learner_table
-from benchmarks.new_user import CHANGES, FORMATS, TASKS, command, make
 from benchmarks.rollouts import VERSION, Lengths, make_groups
 from benchmarks.shapes import SHAPES, Work, qwen3, train_flops
-from benchmarks.trials import Ended, Fence
+from benchmarks.trials import Fence
 
 SMALLEST = {
     "device": "cpu", "runs": 1, "seed": 1, "peak": None, "shape": "tiny", "layers": 2, "tokens": 256,
@@ -105,17 +97,6 @@ def test_a_learner_step_beside_a_supervised_one(capsys):
     assert [(one["of"], one["to"]) for one in found[2:]] == [("supervised", "asyncgrpo")]
 
 
-def test_trls_cells_import_nothing_of_ours():
-    """They run in a Python that has TRL and not us."""
-    imported = set()
-    for name in ("trl_learner", "cells", "measuring"):
-        nodes = list(ast.walk(ast.parse((Path(learner_step.__file__).parent / f"{name}.py").read_text())))
-        imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-        imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    ours = {name for name in imported if name.partition(".")[0] in ("asyncgrpo", "benchmarks")}
-    assert ours == {"benchmarks.cells", "benchmarks.measuring"}
-
-
 def test_a_fence_finds_what_a_command_leaves():
     leave = "import tempfile, time; open(tempfile.gettempdir() + '/forgotten', 'w'); time.sleep(60)"
     with Fence() as fence:
@@ -131,27 +112,3 @@ def test_a_fence_finds_what_a_command_leaves():
         ended = fence.run("--version")
         assert (ended.exit, ended.has_traceback) == (0, False) and ended.out.startswith("asyncgrpo ")
     assert not fence.root.exists()
-
-
-def test_bad_inputs_are_judged():
-    assert len({case.name for case in CASES}) == len(CASES) > 150
-    case, sentence = Case("a", ()), "error: no such file"
-    ended = Ended(exit=1, seconds=40.0, said_s=1.0, cpu_s=1.0, out="", err=sentence)
-    assert why_bad(case, ended, [sentence], 10.0) == ""
-    assert why_bad(case, replace(ended, said_s=11.0), [sentence], 10.0) == "late"
-    assert why_bad(case, replace(ended, exit=0), [sentence], 10.0) == "it is taken"
-    assert why_bad(case, replace(ended, out="Traceback (most recent call last)"), [sentence], 10.0) == "a traceback"
-    assert why_bad(case, ended, ["Usage: x", sentence], 10.0) == "not one sentence"
-    assert why_bad(replace(case, is_table=True), ended, [sentence, "more"], 10.0) == ""
-
-
-def test_a_new_user_types_a_command_that_is_taken(tmp_path, monkeypatch):
-    assert len(CHANGES) == len(TASKS) * len(FORMATS)
-    monkeypatch.chdir(tmp_path)
-    make(tmp_path / "first", TASKS[1], "verl", seed=0)
-    monkeypatch.chdir(tmp_path / "first")
-    typed = command(tmp_path / "first", CHANGES[0].flags)
-    assert typed[0] == "train" and typed[typed.index("--data") + 1] == "train.parquet" and "2e-3" in typed
-    row = read_rows("train.parquet")[0]
-    assert recognise([row], {}).name == "verl"
-    assert row["reward_model"]["ground_truth"] == 3 * row["prompt"][0]["content"][0]

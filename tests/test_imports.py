@@ -111,13 +111,6 @@ def test_imports_only_go_down_the_layers():
     assert violations(PACKAGE) == []
 
 
-def test_every_package_has_a_layer():
-    packages = {
-        package_of(path.stem) for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    assert packages - {"__init__"} <= set(LAYERS)
-
-
 @pytest.mark.parametrize(
     ("file", "source", "complaint"),
     [

@@ -1,6 +1,7 @@
 """Names, roles and the few moving parts of the metrics module."""
 
 import importlib.util
+import json
 import re
 import shutil
 import stat
@@ -16,6 +17,7 @@ from prometheus_client import Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncgrpo import metrics
+from asyncgrpo.metrics import targets_path, write_targets
 
 DECLARED = {
     name: value for name, value in vars(metrics).items() if isinstance(value, (Counter, Gauge, Histogram, Info))
@@ -185,3 +187,22 @@ def test_the_median_of_equal_times_is_read_to_a_quarter():
         upper = next(bound for bound in bounds if bound >= seconds)
         lower = bounds[bounds.index(upper) - 1]
         assert abs((lower + upper) / 2 / seconds - 1) <= 0.25
+
+
+def test_the_targets_of_a_run(tmp_path):
+    other = write_targets(tmp_path / "other", {"learner-0": ("127.0.0.1", 1)})
+    write_targets(tmp_path / "demo", {"learner-0": ("127.0.0.1", 1)})
+    path = write_targets(tmp_path / "demo", {"generator-1": ("127.0.0.1", 9001), "buffer": ("::1", 9002)})
+    assert (
+        sorted(path.parent.iterdir())
+        == [path, other]
+        == [tmp_path / "prometheus" / f"{n}.json" for n in ("demo", "other")]
+    )
+    run, generator = {"run": "demo"}, {"role": "generator", "rank": "1", "instance": "generator-1"}
+    assert json.loads(path.read_text()) == [
+        {"targets": ["[::1]:9002"], "labels": run | {"role": "buffer", "rank": "0", "instance": "buffer-0"}},
+        {"targets": ["127.0.0.1:9001"], "labels": run | generator},
+    ]
+    for _ in range(2):  # a run that ended has none
+        write_targets(tmp_path / "demo", {})
+        assert not targets_path(tmp_path / "demo").exists() and other.exists()

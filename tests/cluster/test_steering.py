@@ -112,17 +112,6 @@ def run(tmp_path: Path):
     run.folder.release()
 
 
-def test_a_pause_reaches_the_buffer_and_ends_with_resume(run: Run):
-    assert run.ask(Pause()) == "paused: groups in flight are finished and kept"
-    assert run.watch.sent["buffer"].is_paused and run.status.state == "paused"
-    with pytest.raises(CommandRefused, match="the run is paused already"):
-        run.ask(Pause())
-    assert run.ask(Resume()) == "resumed"
-    assert not run.watch.sent["buffer"].is_paused and run.status.state == "training"
-    commands = [(command, refused) for command, _, refused in run.commands]
-    assert commands == [("pause", False), ("pause", True), ("resume", False)]
-
-
 def test_a_run_is_starting_until_an_engine_serves_and_says_what_it_waits_for(run: Run):
     run.fleet.is_up, run.core.steps_done = False, 0
     assert (run.status.state, run.status.waits_for) == ("starting", "generator-0")

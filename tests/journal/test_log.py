@@ -205,27 +205,6 @@ def test_bodies_of_trained_and_dropped_groups_are_given_up_and_the_ledger_stays(
     assert history.damage == []
 
 
-def test_segments_of_more_records_than_one_call_may_write_are_retired_at_every_checkpoint(tmp_path: Path, caplog):
-    """The kernel takes at most IOV_MAX parts in one call, and a segment of small groups has many times as many."""
-    per_segment = 3 * os.sysconf("SC_IOV_MAX") + 7
-    log = journal(tmp_path / "j", durability="written", segment_bytes=500 * per_segment)
-    shares, step = [], 0
-    for _ in range(4):
-        segment = log.path
-        while log.path == segment:
-            log.append(*delivered(*group(step, tokens=4)))
-            step += 1
-            log.append(BatchIssued(step=step, version=PolicyVersion(1, step - 1), lease_ids=(f"1.{step - 1}.0",)))
-        before = segment.read_bytes()
-        log.append(Committed(step=step, prompts=began().prompts))
-        assert sum(1 for _ in scan(before)) > per_segment
-        shares.append(segment.stat().st_size / len(before))
-    assert max(shares) < 0.5 and not caplog.records
-    history = read_history(tmp_path / "j")
-    assert history.damage == [] and set(groups_in(history)) <= {step - 1}
-    assert len([found for found in history.found if isinstance(found.record, Delivered)]) == step
-
-
 @pytest.mark.parametrize("at_most", [1, 10**9])
 def test_what_a_call_wrote_in_part_is_written_to_its_end(tmp_path: Path, monkeypatch, at_most: int):
     """A call may take less than it was given, and it is given no more parts than it takes."""

@@ -1,6 +1,5 @@
 """Advice names what holds a run back, from its own events alone."""
 
-import math
 from typing import Any
 
 import pytest
@@ -174,17 +173,6 @@ def test_a_bound_that_steers_itself_is_no_change_and_one_long_step_says_nothing_
     assert pace_of(bursts, BASE).wait > 0.15, "a median would say 0"
 
 
-def test_figures_are_finite_whatever_a_step_lacks():
-    bare = [
-        {"event": "step", "step": n, "lags": {}, "tokens_trained": 0, "max_lag": 1, "slots": 0, "under_way": 0}
-        | {"seconds": {"wait_data": 1.0}, "generators": {"in_touch": 1.0, "places": 4.0}}
-        for n in range(WINDOW)
-    ]
-    pace = pace_of(bare, BASE)
-    assert all(math.isfinite(value) for value in vars(pace).values() if isinstance(value, float))
-    assert advise([event | {"time": 1.0} for event in bare], BASE)
-
-
 # -- health first ------------------------------------------------------------------------------------------------------
 
 HUNGRY = run(wait=0.5, full=1.0)
@@ -253,15 +241,6 @@ def test_a_rank_without_a_free_core_is_not_advised():
     assert (found.bottleneck, found.gain, found.command) == ("cores", 0.0, "")
     assert found.sentence == "no core is free for another learner rank: 0.3 of 2 idle, and it needs 0.9"
     assert "learner.ranks=2 would make steps 20 % shorter" in first(on_cores(1.0, **SLOW_LEARNER)).sentence
-
-
-def test_no_more_generators_than_there_are_cores_for():
-    starved = {"wait": 0.6, "full": 1.0, "there": 1}
-    found = first(on_cores(0.1, generator=0.9, **starved))
-    assert found.sentence == "no core is free for another generator: 0.1 of 2 idle, and it needs 0.9"
-    found = first(on_cores(7.0, count=8, generator=6.9, **starved))
-    assert (found.command, found.gain) == ("scale generators 2", pytest.approx(0.5))
-    assert found.evidence.endswith("; the free cores allow 2")
 
 
 def test_a_step_is_no_shorter_than_the_work_of_the_cores():
