@@ -7,17 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.control.client import (
-    Address,
-    ChangeSettings,
-    DrainRun,
-    Evaluate,
-    Pause,
-    Resume,
-    Scale,
-    WriteCheckpoint,
-    write_address,
-)
+from asyncgrpo.control import client
 from tests.control.operators import TOKEN, FakeOperator, make_run, served
 
 
@@ -27,7 +17,7 @@ def operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeOp
     monkeypatch.setenv("COLUMNS", "200")
     operator = FakeOperator(make_run(Path("runs/demo")))
     with served(operator) as url:
-        write_address(operator.run_dir, Address.of_this_process(url, TOKEN))
+        client.write_address(operator.run_dir, client.Address.of_this_process(url, TOKEN))
         yield operator
 
 
@@ -62,13 +52,13 @@ def test_a_run_that_starts_says_what_it_waits_for_and_nothing_else(asyncgrpo, op
 def test_several_runs_are_told_of(asyncgrpo, operator):
     other = FakeOperator(make_run(Path("runs/other"), steps=3))
     with served(other) as url:
-        write_address(other.run_dir, Address.of_this_process(url, TOKEN))
+        client.write_address(other.run_dir, client.Address.of_this_process(url, TOKEN))
         ended = asyncgrpo("status")
         assert ended.out.index("demo: training") < ended.out.index("other: training")
         refused = asyncgrpo("pause")
         assert "several runs are going on, give one: runs/demo, runs/other" in refused.err
         assert asyncgrpo("pause", "runs/other").code == 0
-    assert (operator.commands, other.commands) == ([], [Pause()])
+    assert (operator.commands, other.commands) == ([], [client.Pause()])
 
 
 CHANGED = {"learner.lr": 1e-6, "buffer.max_lag": 3}
@@ -77,13 +67,13 @@ CHANGED = {"learner.lr": 1e-6, "buffer.max_lag": 3}
 @pytest.mark.parametrize(
     ("typed", "command"),
     [
-        (["pause"], Pause()),
-        (["resume", "runs/demo"], Resume()),
-        (["drain"], DrainRun()),
-        (["checkpoint"], WriteCheckpoint()),
-        (["evaluate"], Evaluate()),
-        (["scale", "generators", 4], Scale(generators=4)),
-        (["set", "learner.lr=1e-6", "buffer.max_lag=3", "runs/demo"], ChangeSettings(settings=CHANGED)),
+        (["pause"], client.Pause()),
+        (["resume", "runs/demo"], client.Resume()),
+        (["drain"], client.DrainRun()),
+        (["checkpoint"], client.WriteCheckpoint()),
+        (["evaluate"], client.Evaluate()),
+        (["scale", "generators", 4], client.Scale(generators=4)),
+        (["set", "learner.lr=1e-6", "buffer.max_lag=3", "runs/demo"], client.ChangeSettings(settings=CHANGED)),
     ],
 )
 def test_a_command_reaches_the_driver(asyncgrpo, operator, typed, command):
@@ -125,12 +115,14 @@ def test_a_run_that_has_ended_is_said_to_have(asyncgrpo, operator):
 
 def test_a_driver_that_was_killed_is_told_from_one_that_hangs(asyncgrpo, operator):
     url = "http://127.0.0.1:9"  # where nobody listens
-    write_address(operator.run_dir, Address(url=url, token="t", pid=2**22 + 1, host=os.uname().nodename))
+    client.write_address(operator.run_dir, client.Address(url=url, token="t", pid=2**22 + 1, host=os.uname().nodename))
     assert f"its driver, process {2**22 + 1}, is gone" in asyncgrpo("pause", "runs/demo").err
-    write_address(operator.run_dir, Address(url=url, token="t", pid=os.getpid(), host=os.uname().nodename))
+    client.write_address(
+        operator.run_dir, client.Address(url=url, token="t", pid=os.getpid(), host=os.uname().nodename)
+    )
     assert f"process {os.getpid()}, does not reply at {url}" in asyncgrpo("pause", "runs/demo").err
     assert "no run in runs/" in asyncgrpo("status").err, "the address of a killed driver does not count"
-    write_address(operator.run_dir, Address(url=url, token="t", pid=1, host="head-node"))
+    client.write_address(operator.run_dir, client.Address(url=url, token="t", pid=1, host="head-node"))
     assert "belongs to a run on head-node: give the command there" in asyncgrpo("pause", "runs/demo").err
 
 

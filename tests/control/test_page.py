@@ -79,21 +79,22 @@ def test_it_shows_how_the_run_is(page: Page, operator: FakeOperator):
 
 
 def test_buttons_ask_and_reach_the_driver(page: Page, operator: FakeOperator):
+    operator.failure = CommandRefused("the run is ending")
+    page.click("#checkpoint")
+    page.click("#yes")
+    assert page.text("#said") == "the run is ending"
+    operator.failure = None
     page.click("#pause")
     assert "Pause the run?" in page.text("#dialog") and operator.commands == []
     page.click("#yes")
-    assert page.text("#said") == "Pause is done"
+    page.wait("document.querySelector('#said').innerText === 'Pause is done'")
     page.wait("document.querySelector('#state').innerText === 'paused'")
     assert page.value("document.querySelector('#pause').disabled && !document.querySelector('#resume').disabled")
     page.type("#settings [name='buffer.max_lag']", "4")
     page.click("#settings button")
     assert "buffer.max_lag: 2 → 4?" in page.text("#dialog")
     page.click("#yes")
-    assert page.wait("document.querySelector('#said').innerText.startsWith('ChangeSettings')")
-    operator.failure = CommandRefused("the run is ending")
-    page.click("#checkpoint")
-    page.click("#yes")
-    page.wait("document.querySelector('#said').innerText === 'the run is ending'")
+    page.wait("document.querySelector('#said').innerText.startsWith('ChangeSettings')")
     assert operator.commands == [Pause(), ChangeSettings(settings={"buffer.max_lag": 4})]
 
 

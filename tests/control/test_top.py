@@ -102,4 +102,4 @@ def test_it_follows_the_events_and_a_run_that_ends_stays_on_the_page(operators: 
     (operators[0].run_dir / "control.json").unlink()
     top.refresh()
     page = shown(top)
-    assert "one  step 4/60  no reply" in page and "is not going on" in page
+    assert "one  step 12/60  no reply" in page and "is not going on" in page

@@ -84,8 +84,9 @@ def one_step(rng: random.Random, step: int) -> None:
 
 def main() -> None:
     rng = random.Random(0)
+    port = metrics.serve(*metrics.ROLES, token=sys.argv[1])
     start()
-    print(metrics.serve(*metrics.ROLES, token=sys.argv[1]), flush=True)
+    print(port, flush=True)
     for step in itertools.count(1):
         one_step(rng, step)
         time.sleep(0.2)

@@ -4,34 +4,22 @@ from typing import Any
 
 import pytest
 
-from asyncgrpo.config.schema import (
-    AlgorithmConfig,
-    BufferConfig,
-    CodeRewardConfig,
-    Config,
-    DataConfig,
-    EnvironmentConfig,
-    GeneratorConfig,
-    JudgeConfig,
-    LearnerConfig,
-    ModelConfig,
-    RewardConfig,
-)
+from asyncgrpo.config import schema
 from asyncgrpo.recording.advice import Advice, advise
 from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.pace import FEWEST, SETTLE, WINDOW, pace_of
 
-BASE = Config(
-    model=ModelConfig(path="m"),
-    data=DataConfig(train="t"),
-    buffer=BufferConfig(prompts_per_step=8, max_lag=4),
-    generators=GeneratorConfig(count=2, groups_in_flight=8, gpus_each=2),
+BASE = schema.Config(
+    model=schema.ModelConfig(path="m"),
+    data=schema.DataConfig(train="t"),
+    buffer=schema.BufferConfig(prompts_per_step=8, max_lag=4),
+    generators=schema.GeneratorConfig(count=2, groups_in_flight=8, gpus_each=2),
 )
 STEP_S = 10.0
 
 
-def config(**sections: Any) -> Config:
-    return Config(**{name: sections.get(name, getattr(BASE, name)) for name in BASE.__struct_fields__})
+def config(**sections: Any) -> schema.Config:
+    return schema.Config(**{name: sections.get(name, getattr(BASE, name)) for name in BASE.__struct_fields__})
 
 
 def step(n: int, *, wait: float = 0.0, full: float = 0.7, there: int = 2, places: int = 8, **more: Any) -> Event:
@@ -59,7 +47,7 @@ def run(count: int = 20, **how: Any) -> list[Event]:
     return [{"event": "start", "time": 1000.0}, *(step(n, **how) for n in range(1, count + 1))]
 
 
-def first(events: list[Event], config: Config = BASE, now: float | None = None) -> Advice:
+def first(events: list[Event], config: schema.Config = BASE, now: float | None = None) -> Advice:
     advice = advise(events, config, now)
     assert advice, "no advice"
     return advice[0]
@@ -85,15 +73,15 @@ PUBLISHES = {"wait": 0.02, "seconds": {"publish": 4.0, "forward_backward": 4.8}}
 
 
 def at_most(generators: int) -> dict[str, Any]:
-    return {"generators": GeneratorConfig(count=2, max=generators)}
+    return {"generators": schema.GeneratorConfig(count=2, max=generators)}
 
 
-SANDBOX = {"reward": RewardConfig(code=CodeRewardConfig(url="http://sandbox", max_concurrent=2))}
-JUDGE = {"reward": RewardConfig(function="judge", judge=JudgeConfig(url="http://j", max_concurrent=2))}
-PARALLEL = {"reward": RewardConfig(workers=64)}
-AUTO = {"buffer": BufferConfig(prompts_per_step=8, max_lag="auto")}
-FILTERING = {"algorithm": AlgorithmConfig(filter_zero_signal=True)}
-CALCULATOR, OWN = ({"environment": EnvironmentConfig(name=name)} for name in ("calculator", "guess.py"))
+SANDBOX = {"reward": schema.RewardConfig(code=schema.CodeRewardConfig(url="http://sandbox", max_concurrent=2))}
+JUDGE = {"reward": schema.RewardConfig(function="judge", judge=schema.JudgeConfig(url="http://j", max_concurrent=2))}
+PARALLEL = {"reward": schema.RewardConfig(workers=64)}
+AUTO = {"buffer": schema.BufferConfig(prompts_per_step=8, max_lag="auto")}
+FILTERING = {"algorithm": schema.AlgorithmConfig(filter_zero_signal=True)}
+CALCULATOR, OWN = ({"environment": schema.EnvironmentConfig(name=name)} for name in ("calculator", "guess.py"))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +91,7 @@ CALCULATOR, OWN = ({"environment": EnvironmentConfig(name=name)} for name in ("c
         (STARVED, at_most(3), "generators", "scale generators 3", 1 / 3, "a third generator"),
         (STARVED, at_most(2), "generators", "", 0, "38 % shorter, but generators.max=2 allows no more"),
         (MANY, {}, "generators", "scale generators 2", 0, "2 of 4 generators would do: steps would be no longer"),
-        (MANY, {"generators": GeneratorConfig(min=3)}, "generators", "scale generators 3", 0, "3 of 4"),
+        (MANY, {"generators": schema.GeneratorConfig(min=3)}, "generators", "scale generators 3", 0, "3 of 4"),
         (SLOW_LEARNER, {}, "learner", "", 0.2, "learner.ranks=2 would make steps 20 % shorter"),
         (SLOW_LEARNER | {"wait": 0.0, "seconds": OFTEN}, {}, "learner", "", None, "run.checkpoint_every=40"),
         (SLOW_LEARNER | {"generators": SCORING}, {}, "learner", "", None, ""),  # it does not wait for the slow reward
@@ -165,7 +153,7 @@ def test_what_was_before_a_change_does_not_count(change):
 def test_a_bound_that_steers_itself_is_no_change_and_one_long_step_says_nothing_but_bursts_do():
     events = [step(n, max_lag=n % 3) for n in range(WINDOW)]
     assert pace_of(events, BASE) is None
-    assert pace_of(events, config(buffer=BufferConfig(max_lag="auto"))) is not None
+    assert pace_of(events, config(buffer=schema.BufferConfig(max_lag="auto"))) is not None
     calm = run(wait=0.01, full=0.8, there=1)
     calm[12]["seconds"] = {"wait_data": 500.0, "forward_backward": 9.0}
     assert pace_of(calm, BASE).wait < 0.05
@@ -256,8 +244,8 @@ def test_a_step_is_no_shorter_than_the_work_of_the_cores():
 
 
 def test_a_gpu_that_is_not_free_is_not_advised():
-    gpus = GeneratorConfig(count=2, groups_in_flight=8, gpus_each=2)
-    four = config(generators=gpus, learner=LearnerConfig(ranks=4))
+    gpus = schema.GeneratorConfig(count=2, groups_in_flight=8, gpus_each=2)
+    four = config(generators=gpus, learner=schema.LearnerConfig(ranks=4))
     starved = run(wait=0.7, full=1.0)
     (found,) = advise(starved, four, gpus=8)
     assert (found.command, found.gain) == ("", pytest.approx(1 / 3))
@@ -269,7 +257,7 @@ def test_a_gpu_that_is_not_free_is_not_advised():
 
 def test_cores_are_not_to_blame_where_gpus_or_a_setting_are():
     idle = {"count": 64, "rank": 1.0, "generator": 1.0, "idle": 50.0}
-    four = config(learner=LearnerConfig(ranks=4))
+    four = config(learner=schema.LearnerConfig(ranks=4))
     (found,) = advise(on_cores(wait=0.7, full=1.0, **idle), four, gpus=8)
     assert found.sentence.startswith("no GPU is free, but another split")
     advice = advise(on_cores(wait=0.01, full=0.8, **idle), four, gpus=8)

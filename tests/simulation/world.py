@@ -15,16 +15,7 @@ from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import Quarantine
 from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config.schema import (
-    AlgorithmConfig,
-    AutoLagConfig,
-    BufferConfig,
-    Config,
-    DataConfig,
-    GeneratorConfig,
-    ModelConfig,
-    RunConfig,
-)
+from asyncgrpo.config import schema
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
@@ -108,12 +99,14 @@ class World:
         self.resend_after_s = 6.0
         per_step, epochs = rng.choice((1, 1, 2, 3)), rng.randint(1, 2)
         count = per_step * rng.randint(4, 8) + rng.randint(0, 1)
-        self.config = Config(
-            model=ModelConfig(path="simulated"),
-            data=DataConfig(train="simulated", eval="simulated" if rng.random() < 0.5 else None),
-            run=RunConfig(seed=seed, epochs=epochs, checkpoint_every=rng.randint(1, 3), eval_every=rng.randint(1, 4)),
-            algorithm=AlgorithmConfig(group_size=2, filter_zero_signal=rng.random() < 0.3),
-            buffer=BufferConfig(
+        self.config = schema.Config(
+            model=schema.ModelConfig(path="simulated"),
+            data=schema.DataConfig(train="simulated", eval="simulated" if rng.random() < 0.5 else None),
+            run=schema.RunConfig(
+                seed=seed, epochs=epochs, checkpoint_every=rng.randint(1, 3), eval_every=rng.randint(1, 4)
+            ),
+            algorithm=schema.AlgorithmConfig(group_size=2, filter_zero_signal=rng.random() < 0.3),
+            buffer=schema.BufferConfig(
                 prompts_per_step=per_step,
                 max_lag=self.max_lag,  # type: ignore[arg-type]
                 auto_lag=_auto_lag(seed),
@@ -121,7 +114,7 @@ class World:
                 lease_timeout_s=rng.choice((8.0, 20.0, 40.0)),
                 durability=rng.choice(DURABILITIES),
             ),
-            generators=GeneratorConfig(engine="fake", count=rng.randint(1, 3)),
+            generators=schema.GeneratorConfig(engine="fake", count=rng.randint(1, 3)),
         )
         self.of_completions = draw_of_completions(seed) if of_completions is None else of_completions
         self._outage_calls: Counter[tuple[float, str]] = Counter()
@@ -167,7 +160,7 @@ class World:
         self._all_hosts: list[GeneratorHost] = []
         self._service: BufferService | None = None
 
-    def _with_failures(self) -> Config:
+    def _with_failures(self) -> schema.Config:
         """Return the settings: where completions fail or hang, with one of several ways to tolerate it."""
         config, rng = self.config, random.Random(f"redundancy {self.seed}")
         if not self.of_completions:
@@ -564,9 +557,9 @@ class World:
             self.loop.failure = self.loop.failure or Crash(why)
 
 
-def _auto_lag(seed: int) -> AutoLagConfig:
+def _auto_lag(seed: int) -> schema.AutoLagConfig:
     rng = random.Random(f"auto {seed}")
-    return AutoLagConfig(max=rng.choice((2, 4, 8)))
+    return schema.AutoLagConfig(max=rng.choice((2, 4, 8)))
 
 
 def _token_ids(index: int) -> tuple[int, ...]:
