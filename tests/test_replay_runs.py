@@ -21,12 +21,8 @@ class Demo(NamedTuple):
     """A demo that ran to its end; for reading only."""
 
     folder: Path
-    """It was run in."""
+    run: Path
     output: str
-
-    @property
-    def run(self) -> Path:
-        return self.folder / "run"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +31,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
     result = asyncgrpo("demo", "--engine", "torch", "--out", "run", cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert_nothing_left(folder)
-    return Demo(folder, result.stdout)
+    return Demo(folder, folder / "run", result.stdout)
 
 
 def test_it_learns_and_leaves_what_it_promises(demo: Demo):

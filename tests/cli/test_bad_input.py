@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncgrpo.cli import main, running
+from asyncgrpo.cli import running
 from asyncgrpo.recording.events import EventLog
 from benchmarks.bad_input_cases import CASES, GOOD, ROWS, Case, let_go, rows, train, write
 from benchmarks.bad_inputs import make
@@ -72,7 +72,7 @@ class Started(Exception):
 
 
 @pytest.fixture
-def start(folder: Path, monkeypatch, capsys):
+def start(folder: Path, monkeypatch, asyncgrpo):
     """`start("train", "--out", "run")` -> (exit code, lines of stderr), of a machine without a GPU and without wandb."""
 
     def begin(*args: object) -> None:
@@ -88,11 +88,8 @@ def start(folder: Path, monkeypatch, capsys):
     monkeypatch.chdir(folder)
 
     def run(*arguments: str) -> tuple[int, list[str]]:
-        monkeypatch.setattr(sys, "argv", ["asyncgrpo", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        return exit_.value.code, capsys.readouterr().err.strip().splitlines()
+        ended = asyncgrpo(*arguments)
+        return ended.code, ended.err.strip().splitlines()
 
     return run
 

@@ -7,14 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.recording.test_sample_search import FIELDS
+
 
 def row(index: int, step: int, **changes: object) -> dict[str, object]:
-    return {
-        "step": step, "version_oldest": "1.3", "version_newest": "1.4", "lag": 2, "group_id": f"g{index // 2}",
-        "prompt_id": f"train/{index}", "prompt": f"question {index}", "completion": f"answer {index}",
-        "ground_truth": f'"{index}"', "reward": index / 10, "advantage": index - 3.0, "failure": None,
-        "finish_reason": "stop", "num_tokens": 5,
-    } | changes  # fmt: skip
+    own = {"version_oldest": "1.3", "version_newest": "1.4", "lag": 2, "group_id": f"g{index // 2}", "num_tokens": 5}
+    own |= {"prompt_id": f"train/{index}", "prompt": f"question {index}", "completion": f"answer {index}"}
+    return FIELDS | own | {"step": step, "reward": index / 10, "advantage": index - 3.0} | changes
 
 
 @pytest.fixture

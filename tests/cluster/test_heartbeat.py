@@ -8,13 +8,7 @@ import pytest
 
 from asyncgrpo.cluster.heartbeat import Heart, Watch
 from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.journal.journals import Clock
 
 
 @pytest.fixture
@@ -45,8 +39,8 @@ def test_a_process_that_is_silent_or_stands_still_is_found(watch: Watch, clock: 
     assert not watch.has_begun("buffer", "1")
     first.stop()
     watch.listen()
-    for second in range(1, 7):
-        clock.now_s = second
+    for _ in range(6):
+        clock.now_s += 1.0
         watch.listen()
     assert "no heartbeat for 6 s" in (watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) or "")
     assert watch.unhealthy_reason("buffer", "2", silent_s=5.0, still_s=5.0) is None, "of another start nothing is known"
@@ -66,7 +60,7 @@ def test_time_in_which_nobody_listened_is_no_silence(watch: Watch, clock: Clock,
     def is_silent() -> bool:
         return watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) is not None
 
-    clock.now_s = 600.0
+    clock.now_s += 600.0
     assert not is_silent(), "nobody has listened since"
     watch.listen()
     assert not is_silent()

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -118,10 +119,7 @@ def test_a_cluster_that_is_not_there_is_known_at_once():
 
 
 def test_a_cluster_that_does_not_let_us_in_is_said_with_the_way_to_its_token(monkeypatch):
-    def refuse(**arguments: object) -> None:
-        raise ray.exceptions.AuthenticationError("no token")
-
-    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setattr(ray, "init", Mock(side_effect=ray.exceptions.AuthenticationError("no token")))
     with (
         pytest.raises(ConfigError, match=r"cluster\.ray_address auto: .* set RAY_AUTH_MODE=token"),
         ray_session("auto", False),
@@ -139,39 +137,20 @@ ModuleNotFoundError: No module named 'asyncgrpo'
 UNKNOWN = RayTaskError("A.__init__", TEXT, ModuleNotFoundError("No module named 'asyncgrpo'"))
 
 
-@pytest.mark.parametrize(
-    ("error", "said", "is_error"),
-    [
-        (ray.exceptions.ActorDiedError(UNKNOWN), r"^learner-1: it cannot start on 10\.0\.0\.7: ModuleNotFound", True),
-        (ray.exceptions.ActorDiedError(), r"^learner-1: its process died$", False),
-    ],
-)
-def test_a_process_that_was_killed_may_be_replaced_and_one_without_our_package_is_named(
-    monkeypatch, error, said, is_error
-):
-    def get(reference: object) -> None:
-        raise error
-
+def test_a_process_that_was_killed_may_be_replaced_and_one_without_our_package_is_named(monkeypatch):
+    get = Mock(side_effect=[ray.exceptions.ActorDiedError(UNKNOWN), ray.exceptions.ActorDiedError()])
     monkeypatch.setattr(ray, "get", get)
-    with pytest.raises(ProcessLost, match=said) as loss:
-        result(object(), "learner-1")
-    assert loss.value.is_error is is_error
+    for said, is_error in ((r"it cannot start on 10\.0\.0\.7: ModuleNotFound", True), ("its process died$", False)):
+        with pytest.raises(ProcessLost, match=rf"^learner-1: {said}") as loss:
+            result(object(), "learner-1")
+        assert loss.value.is_error is is_error
 
 
-def _wrapped(cause: Exception) -> AsyncGRPOError:
-    error = AsyncGRPOError(f"{cause}; checkpoint of step 0 written")
-    error.__cause__ = cause
-    return error
+LOST, NO_REWARD = AsyncGRPOError("checkpoint of step 0 written"), AsyncGRPOError("checkpoint of step 0 written")
+LOST.__cause__, NO_REWARD.__cause__ = ProcessLost("learner-0: its process died"), RewardError("it never worked")
 
 
-@pytest.mark.parametrize(
-    ("error", "are_kept"),
-    [
-        (_wrapped(RewardError("it never worked")), False),
-        (_wrapped(ProcessLost("learner-0: its process died")), True),
-        (RuntimeError("what nobody foresaw"), True),
-    ],
-)
+@pytest.mark.parametrize(("error", "are_kept"), [(NO_REWARD, False), (LOST, True), (RuntimeError("unforeseen"), True)])
 def test_rays_logs_are_kept_where_no_process_reported_what_is_wrong(monkeypatch, error, are_kept):
     kept = []
     for name, made in (("init", None), ("shutdown", None), ("is_initialized", False)):
@@ -201,9 +180,7 @@ def test_work_is_done_while_the_session_starts_and_if_it_fails_the_session_ends(
         seen.append("worked")
         return "made"
 
-    def fail() -> None:
-        raise ConfigError("no place for a model")
-
+    fail = Mock(side_effect=ConfigError("no place for a model"))
     monkeypatch.setattr(ray_session_module, "ray_session_of", session)
     monkeypatch.setattr(ray_session_module.warm, "is_on", lambda: True)
     with session_beside(work, None) as made:  # type: ignore[arg-type]

@@ -287,23 +287,16 @@ def command(name: str, **more) -> Event:
     return {"event": "command", "time": 1035.0, "command": name, "by": "person", "reply": "", "refused": False, **more}
 
 
-def test_a_paused_run_is_shown_as_paused_and_gets_no_advice():
-    running = [*RUN[:31], ADVICE]
-    paused = page([*running, command("pause")])
-    assert "15/20  paused" in paused and ADVICE["sentence"] not in paused
-    for again in (command("resume"), START):
-        assert "15/20  training" in page([*running, command("pause"), again])
-    assert "training" in page([*running, command("pause", refused=True)])
-
-
-def test_the_advice_is_on_the_page_in_the_log_and_in_the_summary():
+def test_the_advice_is_on_the_page_in_the_log_and_in_the_summary_unless_something_is_more_urgent():
     events = [START, *(flow(n) for n in range(1, 4)), ADVICE]
     assert "advice      1 of 4 generators would do" in page(events)
     assert "advice        1 of 4 generators would do (the learner waits 5 %)" in summary(Progress.of(events))
     assert line_of(ADVICE, Progress.of(events)) == "advice  1 of 4 generators would do"
-    paused = of("rewards_paused", reason="no", probe_in_s=2.0)
-    assert "would do" not in page([*events, paused]), "first what is urgent"
-    assert "would do" not in page([*events, START | {"lineage": 2}]), "it was about the start before"
+    for urgent in (of("rewards_paused", reason="no", probe_in_s=2.0), command("pause"), START | {"lineage": 2}):
+        assert "would do" not in page([*events, urgent])
+    assert "3/20  paused" in page([*events, command("pause")])
+    assert "3/20  training" in page([*events, command("pause"), command("resume")])
+    assert "training" in page([*events, command("pause", refused=True)])
 
 
 def test_the_summary_counts_what_was_filtered_to_the_end_of_the_run_bad_syncs_and_restarts():

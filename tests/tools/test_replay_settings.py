@@ -13,12 +13,8 @@ def recorded() -> Config:
     return load_config("quickstart", ["algorithm.loss_args.clip_low=0.1", r"data.system_prompt=\${plain}"])
 
 
-def test_nothing_changed_is_the_same(recorded: Config):
-    assert replay_config(recorded, ()) == recorded
-    assert replay_config(recorded, ["sampling.max_tokens=4"]) == recorded
-
-
 def test_objective_and_learner_can_be_changed(recorded: Config):
+    assert replay_config(recorded, ()) == replay_config(recorded, ["sampling.max_tokens=4"]) == recorded
     config = replay_config(recorded, ["algorithm.corrections=[]", "learner.lr=1e-4", "algorithm.loss=gspo"])
     assert config.algorithm.corrections == () and config.learner.lr == 1e-4
     assert config.algorithm.loss == "gspo" and config.algorithm.loss_args == {}, "PPO's bounds are not GSPO's"
@@ -46,13 +42,6 @@ def test_a_setting_that_made_the_groups_is_refused(recorded: Config, override: s
         replay_config(recorded, [override])
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("algorithm.advantage=remax", "greedy completion"),
-        ("algorithm.loss_args.gears=3", "not an argument of ppo_clip"),
-    ],
-)
-def test_an_objective_that_the_groups_or_the_loss_do_not_allow_is_refused(recorded: Config, override: str, words: str):
-    with pytest.raises(ConfigError, match=words):
-        replay_config(recorded, [override])
+def test_an_objective_that_the_groups_do_not_allow_is_refused(recorded: Config):
+    with pytest.raises(ConfigError, match="greedy completion"):
+        replay_config(recorded, ["algorithm.advantage=remax"])
