@@ -1,8 +1,7 @@
 """Mistakes planted in the product's own text, each with the few tests that must notice it.
 
-`tests/simulation/mutants.py` does so for the rollout plane. Here is the code outside: what learns, what publishes, what
-reads and writes, what scores. A mistake is a line of a function that reads otherwise. The function stays the object
-that it is and only its code changes, so whoever imported it by name has the mistake too.
+`tests/simulation/mutants.py` does so for the rollout plane. A mistake is a line of a function that reads otherwise. The
+function stays the object that it is and only its code changes, so whoever imported it by name has the mistake too.
 """
 
 import ast

@@ -1,7 +1,4 @@
-"""Whatever a person gets wrong ends in one clear sentence and exit code 1, before anything is started.
-
-Most cases are those of `benchmarks.bad_inputs`, which runs them as processes; here the words of the sentence are compared.
-"""
+"""Whatever a person gets wrong ends in one clear sentence and exit code 1, before anything is started."""
 
 import json
 import shutil

@@ -47,11 +47,9 @@ def test_without_a_step_the_newest_is_shown_in_its_own_order(asyncgrpo, run):
     assert drawn == listed(asyncgrpo, run, "--random") != rows
 
 
-def test_best_and_worst_order_by_reward_and_put_failures_last_and_exclude_each_other(asyncgrpo, run):
+def test_best_and_worst_order_by_reward_and_exclude_each_other(asyncgrpo, run):
     assert [r["reward"] for r in listed(asyncgrpo, run, "--best", "--limit", 2)] == [0.8, 0.6]
-    rewards = [r["reward"] for r in listed(asyncgrpo, run, "--worst", "--limit", 9)]
-    assert rewards[:2] == [0.0, 0.1]
-    assert rewards[-1] is None
+    assert [r["reward"] for r in listed(asyncgrpo, run, "--worst", "--limit", 2)] == [0.0, 0.1]
     assert asyncgrpo("samples", run, "--best", "--worst").code == 2
 
 

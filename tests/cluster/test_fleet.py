@@ -253,15 +253,6 @@ def test_one_that_leaves_and_is_wanted_again_still_ends_and_one_whose_engine_loa
     assert states(fleet) == {"generator-0": "working"} and written == []
 
 
-def test_the_end_of_a_run_waits_for_those_that_serve_and_for_none_that_loads_its_engine(plane, monkeypatch):
-    fleet, watch, _, _ = plane
-    waited: list[object] = []
-    monkeypatch.setattr(module.ray, "wait", lambda references, **limits: waited.extend(references), raising=False)
-    watch.loading = {"generator-0"}
-    fleet.shut_down(20.0)
-    assert waited == [fleet._running[1].running]
-
-
 def test_generators_start_beside_the_first_core_and_are_told_where_it_is(plane):
     fleet, watch, core, _ = plane
     beside = Fleet(fleet._setup, fleet._placement, watch, fleet._events, on_address=lambda name, address: None)

@@ -1,7 +1,4 @@
-"""The Ray that we start asks for a token, whatever the environment says, and only this user can read the token.
-
-It listens on loopback alone, nobody else can look into its session, and no process of it keeps the logs of the dead open.
-"""
+"""The Ray that we start listens on loopback alone and asks for a token, and only this user can look into its session."""
 
 import os
 import shutil

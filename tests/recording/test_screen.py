@@ -133,15 +133,10 @@ def test_large_numbers_are_printed_shortly(tmp_path):
 
 
 def test_the_page_warns_of_restarts_reward_failures_stalls_and_bad_syncs():
-    events = [
-        START,
-        of("restart", reason="signal 9"),
-        {"event": "stall", "time": 1.0, "what": "batch", "seconds": 61.2},
-        sync(3, checksum="mismatch"),
-    ]
-    assert "restarted generator-0: signal 9" in page(events)
-    assert "waiting for batch for 61 s" in page(events)
-    assert "v3 -> 2 engines, 12 ms, checksum mismatch" in page(events)
+    stall = of("stall", what="batch", seconds=61.2)
+    text = page([START, of("restart", reason="signal 9"), stall, sync(3, checksum="mismatch")])
+    assert "restarted generator-0: signal 9" in text and "waiting for batch for 61 s" in text
+    assert "v3 -> 2 engines, 12 ms, checksum mismatch" in text
     assert "step 1: reward failures: crash 1, timeout 2" in page([START, step(1, failures={"timeout": 2, "crash": 1})])
 
 
@@ -187,13 +182,13 @@ def test_the_cursor_stays_in_sight_as_a_killed_run_could_not_bring_it_back(tmp_p
     assert shown and all(text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l") for text in shown)
 
 
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_reason_from_outside_moves_no_cursor(tmp_path, is_terminal):
+def test_a_reason_from_outside_moves_no_cursor(tmp_path):
     log = EventLog(tmp_path / "metrics.jsonl")
     log.write("restart", actor="generator-0", reason="said \x1b[2Jgone", count=1)
     log.write("end", status="failed", step=0, reason="\x1b[2J")
-    text, _ = watched(tmp_path / "metrics.jsonl", is_terminal=is_terminal)
-    assert "\x1b[2J" not in text and "said" in text
+    for is_terminal in (True, False):
+        text, _ = watched(tmp_path / "metrics.jsonl", is_terminal=is_terminal)
+        assert "\x1b[2J" not in text and "said" in text
 
 
 def test_a_resumed_run_neither_ends_with_its_old_end_nor_shows_its_past_again(tmp_path):

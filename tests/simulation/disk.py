@@ -1,8 +1,4 @@
-"""A disk that forgets: below the product's journal, on real files, with the faults of disks drawn from the seed.
-
-What was written is there for every process; what was synced is there after the machine has ended as well. In between
-lies what `power_cut` takes: the end of a file from some byte on, a hole in it, or a file whose name was never synced.
-"""
+"""A disk that forgets: below the product's journal, on real files, with the faults of disks drawn from the seed."""
 
 import os
 import random

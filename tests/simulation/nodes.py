@@ -1,8 +1,6 @@
 """The processes of a simulated run: each is the product's class, with stand-ins for what is not the rollout plane.
 
-Real: `GeneratorService`, `FakeEngine`, `LearnerService`, `Inbox`, `BufferService`, `Buffer`, `Evaluations`, `PromptSource`,
-the codec. Stand-ins: the weight plane (a swap that may fail or be late, and the proof that ends a publication), the
-training step (time passes), checkpoints (in memory, whole or not at all), rewards and the supervisor's restarts.
+Stand-ins are the weight plane, the training step, checkpoints, rewards and the supervisor's restarts.
 """
 
 import asyncio

@@ -2,9 +2,8 @@
 
     python -m tests.wire.fuzz --frames 1000000 --seed 0
 
-Most go through the product's `BufferService.turn`, with only the socket replaced, from generators, from strangers, and in
-the learner's and the driver's name; the others through the publisher, and through a generator and its receiver of
-weights, as far as they read messages. Between them a good generator and the learner go on with the run.
+Most go through `BufferService.turn`, from generators, strangers, learner and driver; the others through the publisher, a
+generator and its receiver of weights. Between them a good generator and the learner go on with the run.
 """
 
 import argparse
