@@ -20,10 +20,8 @@ from tests.models import make_tiny_qwen3_moe
 from tests.runs import (
     assert_nothing_left,
     asyncgrpo,
-    command_of,
     events,
     left_behind,
-    marked,
     replay,
     start,
     wait_until,
@@ -114,29 +112,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert_nothing_left(tmp_path)
 
 
-def test_a_killed_generator_is_replaced_sigterm_drains_and_two_ranks_are_replayed_in_the_same_order(tmp_path: Path):
+def test_sigterm_drains_and_two_ranks_are_replayed_in_the_same_order(tmp_path: Path):
     arguments = ["demo", *SHORT, "--out", "run", "--steps", "500", "run.eval_every=100", "learner.ranks=2"]
     run = tmp_path / "run"
     process = start(*arguments, cwd=tmp_path)
-    wait_until(lambda: len(events(run, "step")) >= 2, "second step", 200.0)
-    generators = [p for p in marked(tmp_path) if "GeneratorActor" in command_of(p)]
-    assert len(generators) == 2
-    before = len(events(run, "sync"))
-    generators[0].kill()
-
-    def is_replaced() -> bool:
-        engines = [event["engines"] for event in events(run, "sync")[before:]]
-        return 1 in engines and engines[-1] == 2
-
-    wait_until(is_replaced, "publication to one, and then to two", 200.0)
+    wait_until(lambda: len(events(run, "step")) >= 6, "sixth step", 200.0)
     drain(process, run, signal.SIGTERM)
     assert_steps_are_gapless(run, events(run, "step")[-1]["step"])
-    restarts = events(run, "restart")
-    assert any(event["actor"].startswith("generator-") and event.get("count") == 1 for event in restarts), restarts
-    # What the dead generator worked on was generated again: every prompt of the run is there once.
     assert max(int(lag) for event in events(run, "step") for lag in event["lags"]) <= 1
     assert_nothing_left(tmp_path)
-    # Two ranks add up in the same order again.
     code, found = replay(tmp_path, "--to-step", "6")
     assert code == 0 and found["equal"] and len(found["steps"]) == 6
     assert found["weights"]["equal"] == ["1.0", "1.6"]

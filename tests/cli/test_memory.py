@@ -1,8 +1,6 @@
 """Commands say what a run holds of its GPUs, refuse what cannot fit, and choose a split that does."""
 
 import json
-import re
-import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +10,8 @@ from asyncgrpo.cli import options, running
 from asyncgrpo.config import model_size, reach
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import GIB
-from asyncgrpo.data.demo import make_demo_model, write_demo_task
 from asyncgrpo.host import Host
 from benchmarks.memory_table import PUBLISHED
-from tests.runs import command, environment
 
 
 @pytest.fixture
@@ -57,27 +53,6 @@ def test_config_show_says_nothing_of_a_model_that_is_not_here_or_of_a_cpu(asyncg
     for arguments in (["quickstart"], ["one_node_8gpu", "model.path=/no/model"]):
         ended = asyncgrpo("config", "show", *arguments)
         assert ended.code == 0 and "learner rank  " not in ended.out
-
-
-IN_A_DEFAULT_CONTAINER = ["bwrap", "--dev-bind", "/", "/", "--size", str(64 * 2**20), "--tmpfs", "/dev/shm"]
-
-
-@pytest.mark.skipif(
-    subprocess.run([*IN_A_DEFAULT_CONTAINER, "true"], check=False).returncode != 0, reason="bubblewrap cannot run here"
-)
-def test_a_run_whose_weights_shared_memory_cannot_hold_is_refused_before_ray_starts(tmp_path):
-    make_demo_model(tmp_path / "model", seed=0, layers=4, hidden=512, heads=8)
-    write_demo_task(tmp_path / "train.jsonl", tmp_path / "eval.jsonl", seed=0)
-    typed = command("train", "--model", "model", "--data", "train.jsonl", "--n-gpus", "0", "--engine", "torch")
-    typed += ["data.max_prompt_tokens=32", "sampling.max_tokens=4"]
-    ended = subprocess.run(
-        [*IN_A_DEFAULT_CONTAINER, *typed], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
-    )
-    assert ended.returncode == 1 and "starting Ray" not in ended.stdout
-    assert re.search(
-        r"error: the weights do not fit /dev/shm: 74 MiB \(arenas 74\.\d\), and 64 of its 64 MiB", ended.stderr
-    ), ended.stderr
-    assert not (tmp_path / "runs").exists()
 
 
 def test_gpus_are_split_by_the_size_of_the_model(model, cards):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.cluster.heartbeat import Heart, Watch
-from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
+from asyncgrpo.wire.supervision import EndpointsChanged
 from tests.journal.journals import Clock
 
 
@@ -86,21 +86,6 @@ def test_a_process_is_told_and_writes_its_stacks(watch: Watch, tmp_path: Path):
     listen_until(watch, lambda: stacks.exists() and "test_a_process_is_told" in stacks.read_text())
     assert moved == [EndpointsChanged(buffer_endpoint="a", weights_endpoint="b")]
     assert stacks.read_text().startswith("nothing moves, process ")
-
-
-def test_what_one_process_knows_of_a_generator_the_driver_knows_and_tells(watch: Watch, tmp_path: Path):
-    lost: list[GeneratorLost] = []
-    missing = ["generator-1"]
-    on_message = {GeneratorLost: lost.append}
-    Heart(
-        watch.endpoint, "learner-0", "1", None, run_dir=tmp_path, on_message=on_message, missing=lambda: tuple(missing)
-    )
-    listen_until(watch, lambda: watch.missing() == {"generator-1": "learner-0"})
-    message = GeneratorLost(generator_id="generator-1", incarnation="1.0")
-    watch.send("learner-0", message)
-    listen_until(watch, lambda: lost == [message])
-    missing.clear()
-    listen_until(watch, lambda: not watch.missing())
 
 
 def test_what_is_awaited_for_long_is_said_again_and_again(watch: Watch, tmp_path: Path, caplog, monkeypatch):

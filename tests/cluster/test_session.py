@@ -1,26 +1,20 @@
 """The Ray that we start listens on loopback alone and asks for a token, and only this user can look into its session."""
 
 import os
-import shutil
-import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import ray
 from ray.exceptions import RayTaskError
 
-from asyncgrpo import scratch
 from asyncgrpo.cluster import ray_session as ray_session_module
 from asyncgrpo.cluster.ray_session import check_ray, ray_session, result, session_beside
 from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, RewardError
-from tests.runs import environment, left_behind, wait_until
 
 PROGRAM = """
 import contextlib, os, pathlib, stat, time
@@ -71,42 +65,6 @@ def test_a_request_without_the_token_is_refused(tmp_path):
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["UNAUTHENTICATED", "UNAUTHENTICATED", "True"]
-
-
-HOLD = """
-import time
-from asyncgrpo.cluster.ray_session import ray_session
-
-with ray_session(None, True):
-    print("up", flush=True)
-    time.sleep(1000)
-"""
-
-
-@pytest.fixture
-def short_temporary(monkeypatch):
-    """A temporary folder whose path is short enough for the sockets of Ray."""
-    folder = tempfile.mkdtemp(dir="/tmp")
-    monkeypatch.setenv("TMPDIR", folder)
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(scratch, "_own", None)
-    yield Path(folder)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.mark.slow
-def test_a_killed_driver_leaves_no_process_and_no_session(tmp_path, short_temporary):
-    """Ray's agents would try for 60 s to report to a GCS that is gone."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD], env=environment(tmp_path), stdout=subprocess.PIPE, text=True
-    ) as driver:
-        assert driver.stdout.readline() == "up\n"
-        sessions = list(short_temporary.glob("asyncgrpo-*/*/session_*"))
-        driver.send_signal(signal.SIGKILL)
-    assert sessions, "it was below our folder"
-    wait_until(lambda: not left_behind(tmp_path), lambda: f"end of {left_behind(tmp_path)}", 20.0)
-    (root,) = short_temporary.iterdir()
-    wait_until(lambda: [path.name for path in root.iterdir()] == [".lock"], "removal of the session", 10.0)
 
 
 def test_a_cluster_that_is_not_there_is_known_at_once():

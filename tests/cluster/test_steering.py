@@ -120,17 +120,6 @@ def test_a_learner_that_has_not_heard_is_told_again(run: Run):
     assert run.watch.sent["learner-0"].checkpoints == 2
 
 
-def test_settings_reach_buffer_and_learner_and_are_kept_for_those_that_start_again(run: Run):
-    settings = {"learner.lr": 1e-5, "buffer.max_lag": 8}
-    assert run.ask(client.ChangeSettings(settings=settings)) == "learner.lr 1e-06 -> 1e-05, buffer.max_lag 4 -> 8"
-    assert run.watch.sent["learner-0"].lr == 1e-5 and run.watch.sent["buffer"].max_lag == 8
-    assert run.steering.config.learner.lr == 1e-5 and run.steering.config.buffer.max_lag == 8
-    assert run.status.settings == {"learner.lr": 1e-5, "buffer.max_lag": 8, "generators.groups_in_flight": 32}
-    assert run.ask(client.ChangeSettings(settings={"generators.groups_in_flight": 4})).endswith("32 -> 4")
-    assert run.watch.sent["buffer"] == run.watch.sent["learner-0"], "each is told everything"
-    assert run.watch.sent["buffer"].max_lag == 8 and run.watch.sent["buffer"].groups_in_flight == 4
-
-
 def test_settings_that_make_no_sense_change_nothing(run: Run):
     run.turn()
     before = run.watch.sent

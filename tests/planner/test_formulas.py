@@ -35,11 +35,8 @@ def test_a_slow_reward_gives_its_places_back():
     sampled_s = 100 * (0.02 + 0.001 * running)
     assert running == pytest.approx(16 * sampled_s / (sampled_s + SCORED_AT_ONCE_S))
     assert seconds == pytest.approx(8 * (sampled_s + SCORED_AT_ONCE_S) / 8 + 0.2), "Little's law"
-
-
-def test_few_reward_workers_set_the_pace():
     seconds, _ = generate_seconds(profile(reward_s=1.0, reward_workers=1), generators=2, in_flight=8)
-    assert seconds == pytest.approx(32 / 2 + 0.2)
+    assert seconds == pytest.approx(32 / 2 + 0.2), "few workers set the pace"
 
 
 def test_filtered_groups_are_generated_too_and_the_cache_limits_what_runs():

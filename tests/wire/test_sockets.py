@@ -52,12 +52,8 @@ async def test_the_asyncio_client_speaks_the_same(server):
     client = AsyncClient(server.endpoint, "g")
     message, payload = pack_group(make_group())
     await client.send(message, payload)
-    received = server.receive(5.0)
-    assert received is not None
-    arrived, raw = decode(received[1])
+    arrived, raw = decode(server.receive(5.0)[1])
     assert (arrived, bytes(raw)) == (message, payload)
-    server.send("g", Welcome(protocol=1))
-    assert (await client.receive())[0] == Welcome(protocol=1)
     client.close()
 
 
