@@ -92,13 +92,3 @@ def test_a_script_without_a_key_is_refused(asyncgrpo, tmp_path):
     for command, system in (("from-verl", "verl"), ("from-trl", "TRL")):
         ended = asyncgrpo("config", command, tmp_path / "run.sh")
         assert ended.code == 1 and f"run.sh: it has no key of {system}'s\n" in ended.err
-
-
-def test_a_command_is_taken_as_it_is_typed(asyncgrpo):
-    verl = ("python3", "-m", "verl.trainer.main_ppo", "data.seed=3", "+data.shuffle=False")
-    assert asyncgrpo("config", "from-verl", *verl).out.startswith(
-        "asyncgrpo train \\\n    run.seed=3 \\\n    data.shuffle=false\n"
-    )
-    trl = ("torchrun", "--nproc_per_node", "2", "grpo.py", "--seed=3", "--use_vllm")
-    written = " ".join(asyncgrpo("config", "from-trl", *trl).out.partition("\n\n")[0].split())
-    assert written.endswith("generators.count=1 \\ learner.ranks=1 \\ run.seed=3 \\ generators.engine=sglang")

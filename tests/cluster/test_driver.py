@@ -47,20 +47,14 @@ def give_up(core: Core, folder: Path) -> list[bool]:
     return looks
 
 
-def test_the_learner_is_asked_and_waited_for_and_no_generator_starts_meanwhile(tmp_path: Path, caplog):
-    core = Core(None, None, "failed")
-    assert give_up(core, tmp_path) == [False, False]
-    assert core.asked == [("generator-1 ended too often", True)]
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
-    core = Core(None, can_save=False)
-    assert give_up(core, tmp_path) == [] and core.asked == [], "no learner lives"
-
-
 def test_neither_its_end_nor_its_silence_holds_up_the_end_of_the_run(tmp_path: Path, caplog):
-    give_up(Core(None, ProcessLost("learner-0: its process died")), tmp_path)
+    core = Core(None, None, ProcessLost("learner-0: its process died"))
+    assert give_up(core, tmp_path) == [False, False], "no generator starts meanwhile"
+    assert core.asked == [("generator-1 ended too often", True)]
     assert "no last checkpoint: learner-0: its process died" in caplog.text
     give_up(Core(None), tmp_path)
     assert "no last checkpoint: the learner did not end within 1 s" in caplog.text
+    assert give_up(Core(None, can_save=False), tmp_path) == [], "no learner lives"
 
 
 def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[[Run], str]) -> Run:

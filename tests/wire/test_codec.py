@@ -1,6 +1,5 @@
 """Messages survive the wire exactly, and whatever was altered on it is refused by name."""
 
-import random
 from dataclasses import replace
 
 import msgspec
@@ -20,8 +19,7 @@ from asyncgrpo.types import (
     VersionSpan,
 )
 from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_group
-from asyncgrpo.wire.rollouts import Deliver, Register, RolloutHeader
-from tests.wire.mutations import sealed
+from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 
 
 def make_group(lengths=(3, 0, 5), group_id="1.7") -> Group:
@@ -110,17 +108,6 @@ def test_malformed_choices_are_refused(fields, at, complaint):
         unpack_group(change(message, **fields), bytes(payload))
 
 
-def test_every_flipped_bit_is_refused():
-    frames = [bytes(frame) for frame in encode(*pack_group(make_group()))]
-    rng = random.Random(0)
-    for _ in range(500):
-        which = rng.randrange(2)
-        altered = bytearray(frames[which])
-        altered[rng.randrange(len(altered))] ^= 1 << rng.randrange(8)
-        with pytest.raises(WireError, match=r"digest|no known message"):
-            decode([altered, frames[1]] if which == 0 else [frames[0], altered])
-
-
 def change(message: Deliver, **fields) -> Deliver:
     first: RolloutHeader = msgspec.structs.replace(message.rollouts[0], **fields)
     return msgspec.structs.replace(message, rollouts=(first, *message.rollouts[1:]))
@@ -151,12 +138,3 @@ def test_a_negative_count_of_what_was_discarded_is_refused():
         forged = msgspec.structs.replace(message, discarded=msgspec.structs.replace(message.discarded, **{field: -1}))
         with pytest.raises(WireError, match="negative count"):
             unpack_group(forged, payload)
-
-
-def test_unknown_fields_and_unknown_kinds_are_refused():
-    good = {"kind": "Register", "protocol": 1, "generator_id": "g", "incarnation": "a", "window": 2}
-    for bad in ({**good, "more": 1}, {**good, "kind": "Nonsense"}, {**good, "window": "2"}):
-        with pytest.raises(WireError, match="header matches no"):
-            decode(sealed(msgspec.msgpack.encode(bad)))
-    message, _ = decode(encode(Register(protocol=1, generator_id="g", incarnation="a", window=2)))
-    assert message == Register(protocol=1, generator_id="g", incarnation="a", window=2)
