@@ -100,19 +100,6 @@ def plane(monkeypatch):
     return fleet, watch, core, written
 
 
-def test_one_that_another_process_misses_may_be_silent_for_five_signs_of_life_only(plane):
-    fleet, watch, core, _ = plane
-    watch.silent_s = {"generator-0 1.0": 6.0, "generator-1 1.0": 4.0}
-    fleet.reconcile()
-    assert core.lost == [], "nobody misses them, and the limit of the configuration is far away"
-    watch.missed = {"generator-0-1.0": "learner-0", "generator-1-1.0": "learner-0"}
-    fleet.reconcile()
-    assert core.lost == [("generator-0", "1.0")]
-    watch.silent_s = {"generator-0 1.1": 6.0}  # it is still importing
-    fleet.reconcile()
-    assert core.lost == [("generator-0", "1.0")], "its successor is not missed by anyone"
-
-
 def test_one_that_speaks_and_is_missed_by_another_process_for_long_is_replaced(plane, monkeypatch):
     fleet, watch, core, written = plane
     now_s = [time.monotonic()]

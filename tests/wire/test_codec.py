@@ -1,5 +1,6 @@
 """Messages survive the wire exactly, and whatever was altered on it is refused by name."""
 
+import random
 from dataclasses import replace
 
 import msgspec
@@ -106,6 +107,17 @@ def test_malformed_choices_are_refused(fields, at, complaint):
         payload[at : at + 4] = b"\xff" * 4
     with pytest.raises(WireError, match=complaint):
         unpack_group(change(message, **fields), bytes(payload))
+
+
+def test_every_flipped_bit_is_refused():
+    frames = [bytes(frame) for frame in encode(*pack_group(make_group()))]
+    rng = random.Random(0)
+    for _ in range(500):
+        which = rng.randrange(2)
+        altered = bytearray(frames[which])
+        altered[rng.randrange(len(altered))] ^= 1 << rng.randrange(8)
+        with pytest.raises(WireError, match=r"digest|no known message"):
+            decode([altered, frames[1]] if which == 0 else [frames[0], altered])
 
 
 def change(message: Deliver, **fields) -> Deliver:

@@ -79,6 +79,9 @@ def test_a_broken_message_does_not_hide_those_beside_it(server):
     client.send(REGISTER)
     server.receive(5.0)
     good, broken = encode(Welcome(protocol=1)), encode(Welcome(protocol=2))
+    client._socket.send_multipart([b"half"])
+    with pytest.raises(WireError):
+        decode(server.receive(5.0)[1])
     server._socket.send_multipart([b"g", *good, broken[0][:-1], broken[1], *good, b"half"])
     assert client.receive(5.0)[0] == Welcome(protocol=1)
     for is_good in (False, True, False):
