@@ -97,11 +97,7 @@ def command_of(process: psutil.Process) -> str:
 
 
 def left_behind(mark: Path) -> list[str]:
-    lines = []
-    for process in marked(mark):
-        with contextlib.suppress(psutil.Error):
-            lines.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
-    return lines
+    return [f"{process.pid} {command_of(process)[:150]}" for process in marked(mark)]
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> list[Path]:

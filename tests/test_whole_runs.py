@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from asyncgrpo import scratch
@@ -164,13 +163,6 @@ def test_a_resume_goes_round_mixed_sources_with_what_may_change_and_samples_anew
     assert abs(groups["demo_copy"] - 72) <= 2 and groups["reasoning-gym:aiw"] == 96 - groups["demo_copy"]
     audited = asyncgrpo("audit", "run", cwd=tmp_path)
     assert audited.returncode == 0, audited.stdout
-    seen: Counter[str] = Counter()
-    for file in sorted((run / "samples").rglob("step_*.parquet")):
-        rows_of_step = Counter(pq.read_table(file, columns=["prompt_id"])["prompt_id"].to_pylist())
-        size = 8 if int(file.stem.removeprefix("step_")) <= 3 else 4
-        seen.update({prompt: rows // size for prompt, rows in rows_of_step.items()})
-    of_file = [seen[f"train/{row}"] for row in range(60)]
-    assert max(of_file) <= 2 and min(of_file) >= 1, "a prompt came a third time, or never, in the round and a fifth"
     assert_nothing_left(tmp_path)
 
 

@@ -57,8 +57,6 @@ WORDS = {
     "adapters for no layer": ["model.lora.targets", "qproj"],
     "a stop of several tokens": ["sampling.stop", "'end'", "3 tokens"],
     "a slow import": ["reward.py", "0.5 s", "reward.timeout_s"],
-    "a judge that is not there": ["reward.judge.url", "http://127.0.0.1:1/v1/chat/completions", "Connection refused"],
-    "a reward model that is not there": ["reward.model.path", "./modle"],
     "an environment that is not there": ["environment.name", "http://127.0.0.1:1", "Connection refused"],
 }
 """Cases and words of their sentences."""

@@ -29,10 +29,7 @@ def test_status_tells_how_the_run_is(asyncgrpo, operator):
         "step       12/60, start number 1",
         "reward     0.120",
         "lag        mean 0.88, p50 1, p90 2, max 2 of 2",
-        "engines    2 working, of 2",
         "generators sampling 75%, only scoring 6%, changing weights 6%, idle 12%",
-        "1.8k steps/h",
-        "learner.lr=0.001, buffer.max_lag=2",
         "a fifth nothing: asyncgrpo scale generators 3 runs/demo",
         "NoProgress: no optimizer step for",
     ):

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.recording.test_sample_search import FIELDS
+from tests.recording.test_sample_files import FIELDS
 
 
 def row(index: int, step: int, **changes: object) -> dict[str, object]:

@@ -1,7 +1,6 @@
 """Heartbeats over a real socket: silent and hanging processes, waits, messages to a process, and stacks on demand."""
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from asyncgrpo.cluster.heartbeat import Heart, Watch
 from asyncgrpo.wire.supervision import EndpointsChanged
 from tests.journal.journals import Clock
+from tests.runs import wait_until
 
 
 @pytest.fixture
@@ -23,12 +23,8 @@ def watch(clock: Clock) -> Iterator[Watch]:
     watch.close()
 
 
-def listen_until(watch: Watch, condition) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline
-        watch.listen()
-        time.sleep(0.02)
+def listen_until(watch: Watch, condition: Callable[[], object]) -> None:
+    wait_until(lambda: bool(watch.listen() or condition()), "heartbeat", 20.0)
 
 
 def test_a_process_that_is_silent_or_stands_still_is_found(watch: Watch, clock: Clock, tmp_path: Path):

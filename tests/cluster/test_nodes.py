@@ -67,19 +67,13 @@ def test_a_file_that_a_node_does_not_see_is_named_with_the_node(files: Path, rol
     config = with_absolute_paths(configured("data.eval=eval.jsonl", "reward.function=reward.py:judge", "run.out=run"))
     check_files(config, role, files / "run", "10.0.0.7")
     (files / lost).rename(files / "elsewhere")
+    if key == "data.train":
+        check_files(config, "generator", files / "run", "10.0.0.7")
     named = files / "run" if key == "run.out" else files / lost
     with pytest.raises(
         ConfigError, match=rf"^{key}: {named}.* does not exist on the node 10\.0\.0\.7, where a {role} runs"
     ):
         check_files(config, role, files / "run", "10.0.0.7")
-
-
-def test_a_role_needs_only_what_it_reads(files: Path):
-    config = with_absolute_paths(configured("reward.function=reward.py", "run.out=run"))
-    (files / "train.jsonl").unlink()
-    check_files(config, "generator", files / "run", "10.0.0.7")
-    (files / "reward.py").unlink()
-    check_files(config, "learner", files / "run", "10.0.0.7")
 
 
 # -- addresses and the environment -------------------------------------------------------------------------------------

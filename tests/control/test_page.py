@@ -15,7 +15,7 @@ from asyncgrpo.recording.events import EventLog
 from asyncgrpo.recording.samples import Sample, schema
 from tests.control.browser import CHROMIUM, Page, browser
 from tests.control.operators import TOKEN, FakeOperator, make_run, served, step
-from tests.recording.test_sample_search import FIELDS
+from tests.recording.test_sample_files import FIELDS
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 

@@ -77,14 +77,3 @@ def test_formulas_agree_with_the_product_on_the_virtual_clock(split: Split, base
     formula, product = predict(task, split), simulate(task, split, steps=60)
     assert formula.step_s == pytest.approx(product.step_s, rel=within)
     assert formula.lag_mean == pytest.approx(product.lag_mean, rel=0.25, abs=0.05)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"filtered": 0.5}, {"reward_s": 1.0, "reward_workers": 64}],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_formulas_agree_about_what_holds_generators_up(changes: dict[str, float]):
-    task = profile(lengths=long_tail(0.5), learner=LearnerTimes(base_s=0.2, rank_s_per_token=0.0002), **changes)
-    split = Split(2, 2, 4, 8)
-    assert predict(task, split).step_s == pytest.approx(simulate(task, split, steps=60).step_s, rel=0.12)
