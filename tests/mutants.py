@@ -17,8 +17,6 @@ from types import FunctionType
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake."""
-
     place: str
     """`module:function`, below `asyncgrpo`."""
     right: str

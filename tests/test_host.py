@@ -68,8 +68,6 @@ def test_no_more_cores_than_the_quota_of_a_container(container, files, quota):
 
 
 class Machine:
-    """A clock, and what the machine and this process have worked."""
-
     def __init__(self, monkeypatch) -> None:
         self.now_s = self.busy_s = self.own_s = 100.0
         monkeypatch.setattr(host, "cores", lambda: 4)

@@ -44,8 +44,6 @@ WITHOUT_TORCH = {"buffer", "wire", "rewards", "config", "types", "cli", "control
 
 
 class Import(NamedTuple):
-    """One import statement."""
-
     module: str
     """Where it stands, dotted, without `asyncgrpo.`."""
     target: str

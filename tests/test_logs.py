@@ -77,8 +77,6 @@ def test_a_log_does_not_grow_without_end_and_its_newest_lines_are_kept(tmp_path,
 
 
 class Full(io.StringIO):
-    """Refuses what is written."""
-
     def write(self, text: str) -> int:
         raise OSError(errno.EFBIG, "File too large")
 

@@ -18,8 +18,6 @@ STEPS = 8
 
 
 class Demo(NamedTuple):
-    """A demo that ran to its end; for reading only."""
-
     folder: Path
     run: Path
     output: str

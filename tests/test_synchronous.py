@@ -48,8 +48,6 @@ def settings(tmp_path: Path) -> list[str]:
 
 
 class Step(NamedTuple):
-    """One optimizer step."""
-
     reward_mean: float
     report: StepReport
 

@@ -59,7 +59,6 @@ WORDS = {
     "a slow import": ["reward.py", "0.5 s", "reward.timeout_s"],
     "an environment that is not there": ["environment.name", "http://127.0.0.1:1", "Connection refused"],
 }
-"""Cases and words of their sentences."""
 
 
 class Started(Exception):
@@ -138,14 +137,6 @@ def test_a_finished_run_is_not_begun_again_by_mistake(folder: Path, start):
     code, (said,) = start("train", *GOOD, "--steps", "3")
     assert code == 1
     assert "3 steps done" in said and "run.steps" in said
-
-
-def test_rows_without_an_answer_among_others_are_named_in_a_warning(folder: Path, start, caplog):
-    some = [ROWS[0], ROWS[1] | {"ground_truth": None}, ROWS[2], ROWS[3] | {"ground_truth": ""}]
-    write("train.json", json.dumps(some))(folder)
-    with pytest.raises(Started):
-        start("train", *GOOD)
-    assert "train.json: 2 of 4 rows have no answer: 1, 3" in caplog.text
 
 
 def test_what_works_and_is_hardly_meant_is_a_warning(folder: Path, start, caplog):

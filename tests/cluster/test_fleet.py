@@ -1,5 +1,6 @@
 """The processes of a run without Ray: which generators the fleet ends, tells and starts again, and the start of a core."""
 
+import itertools
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,14 +23,10 @@ ENDPOINTS = EndpointsChanged(buffer_endpoint="b", weights_endpoint="w")
 
 
 class Ray:
-    """Starts actors whose methods end when a test says so."""
-
     def __init__(self) -> None:
         self.killed: list[Any] = []
         self.started: list[object] = []
-        """What `start` of each actor returned."""
         self.endpoints: list[EndpointsChanged] = []
-        """What each actor was told of the core when it started."""
         self.kill = self.killed.append
 
     def remote(self, kind: type) -> Any:
@@ -170,24 +167,20 @@ def test_one_that_cannot_start_ends_by_its_own_reason_and_one_whose_start_return
     plane, monkeypatch
 ):
     fleet, _, core, written = plane
-    failed, started = module.ray.started[1], module.ray.started[0]
-    looks: list[object] = []
-
-    def has_ended(reference: object) -> bool:
-        looks.append(reference)
-        return reference is failed or (reference is started and looks.count(started) > 1)
+    started, failed = module.ray.started
+    looks = itertools.count()
+    monkeypatch.setattr(module, "has_ended", lambda of: of is failed or (of is started and next(looks) > 0))
+    why = "model.path: /models/a does not exist on the node 10.0.0.7"
 
     def result(reference: object, name: str) -> tuple[str, int]:
         if reference is failed:
-            raise ConfigError("model.path: /models/a does not exist on the node 10.0.0.7")
+            raise ConfigError(why)
         return "127.0.0.1", 1
 
     monkeypatch.setattr(module, "result", result)
-    monkeypatch.setattr(module, "has_ended", has_ended)
     for _ in range(3):
         fleet.reconcile()
-    assert core.lost == [("generator-1", "1.0")] and looks.count(started) > 1
-    assert written[-1]["reason"] == "model.path: /models/a does not exist on the node 10.0.0.7"
+    assert core.lost == [("generator-1", "1.0")] and written[-1]["reason"] == why and next(looks) > 1
 
 
 def test_a_run_may_lose_a_generator_that_serves_or_whose_start_may_fail_once_more(plane):

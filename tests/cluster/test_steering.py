@@ -42,8 +42,6 @@ class Watch:
 
 
 class Fleet:
-    """Of as many generators as it was scaled to."""
-
     def __init__(self, wanted: int) -> None:
         self.wanted, self.leaving = wanted, ()
         self.is_up = True

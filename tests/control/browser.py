@@ -20,8 +20,6 @@ WITHIN_S = 20.0
 
 
 class Page:
-    """One tab."""
-
     def __init__(self, port: int) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()

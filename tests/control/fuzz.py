@@ -30,8 +30,6 @@ ODD: tuple[object, ...] = (
 
 
 class Attacker:
-    """Makes up one request after another, each of which must be refused."""
-
     def __init__(self, host: str, token: str, seed: int) -> None:
         self._host, self._token = host, token
         self._random = random.Random(seed)

@@ -71,8 +71,6 @@ def groups_in(history: History) -> dict[int, bytes]:
 
 
 class Clock:
-    """Time that a test moves."""
-
     def __init__(self) -> None:
         self.now_s = 100.0
 

@@ -34,8 +34,6 @@ def step(number: int, *, tokens: int = 80) -> dict:
 
 
 class Words:
-    """A tokenizer of words."""
-
     def encode(self, text: str, **how: object) -> list[int]:
         return [0] * len(text.split())
 

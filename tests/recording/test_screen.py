@@ -216,8 +216,6 @@ def test_lines_are_not_told_again_when_a_resume_replaces_the_file(tmp_path):
         log.write("step", **{key: value for key, value in step(n).items() if key not in ("event", "time")})
 
     class Stop(threading.Event):
-        """Let the learner die and resume between the first look and the second."""
-
         def wait(self, timeout: float | None = None) -> bool:
             log.resume_at(1)
             write_step(2)

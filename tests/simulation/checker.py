@@ -41,7 +41,6 @@ class Life:
     buffer: Buffer
     source: PromptSource
     steps: list[tuple[int, ...]] = field(default_factory=list)
-    """Orders trained, step by step."""
     trained: set[int] = field(default_factory=set)
     kept: dict[str, Kept] = field(default_factory=dict)
     """Groups in the buffer's keeping that are not done, by lease id."""
@@ -51,13 +50,11 @@ class Life:
     num_told: int = 0
     """Leases that a generator was told to stop because they would be too old."""
     ended: set[str] = field(default_factory=set)
-    """Leases that were cancelled, or that failed."""
     untrained: Counter[str] = field(default_factory=Counter)
     """Prompts done without training, by reason, when the buffer last gave a snapshot."""
     checkpointed: Counter[str] = field(default_factory=Counter)
     """The same, as far as checkpoints hold it."""
     grants: Counter[int] = field(default_factory=Counter)
-    """Leases by order."""
     losses: Counter[int] = field(default_factory=Counter)
     """Those of them that ended because their generator did, or was silent."""
     given_away: Counter[int] = field(default_factory=Counter)
@@ -71,8 +68,6 @@ class Life:
 
 
 class Checker:
-    """Checks one simulated run from its first start to its end."""
-
     def __init__(
         self,
         *,

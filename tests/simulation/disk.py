@@ -16,13 +16,10 @@ class Killed(Exception):
 
 
 class SimulatedDisk(Disk):
-    """The product's disk, with a life of its own."""
-
     def __init__(self, folder: Path, rng: random.Random, clock: Callable[[], float]) -> None:
         self.folder = folder
         self.full_until = 0.0
         self.fails_until = 0.0
-        """Until then no sync succeeds."""
         self.calls_to_live: int | None = None
         """Whoever makes the last of these calls dies in it. None: nobody."""
         self.on_loss: Callable[[], None] = lambda: None

@@ -53,8 +53,6 @@ class Reward(OneByOne):
 
 
 class SimulatedGenerator(GeneratorService):
-    """The product's generator, whose lines end in the world."""
-
     def __init__(self, owner: "GeneratorHost", **settings: Any) -> None:
         super().__init__(**settings)
         self.owner = owner
@@ -288,8 +286,6 @@ class Trainer:
 
 
 class AtOnce(Executor):
-    """Runs what is submitted at once, in this thread."""
-
     def submit(self, fn: Callable, /, *arguments: Any, **named: Any) -> Future:
         done: Future = Future()
         done.set_result(fn(*arguments, **named))

@@ -42,8 +42,6 @@ class Weights:
 
 @dataclass(frozen=True)
 class Kept:
-    """A group that the buffer took in."""
-
     lease_id: str
     prompt_index: int
     versions: tuple[PolicyVersion, ...]
@@ -52,8 +50,6 @@ class Kept:
 
 
 class Promises:
-    """What was acknowledged, and may not be lost."""
-
     def __init__(self, *, durability: str) -> None:
         self._durability = durability
         self._kept: dict[str, Kept] = {}  # acknowledged, by lease id

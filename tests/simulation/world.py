@@ -67,8 +67,6 @@ class Crash(Exception):
 
 
 class World:
-    """A simulated run."""
-
     def __init__(
         self,
         seed: int,

@@ -24,8 +24,6 @@ def state(frontier: int, *beyond: int) -> PromptState:
 
 
 class FakeRun:
-    """The files of a run, step by step."""
-
     def __init__(self, folder: Path, policy: str = "wait", *, is_auto: bool = False) -> None:
         self.folder = folder
         self.events = EventLog(folder / "metrics.jsonl")

@@ -20,8 +20,6 @@ Frames = list[bytes]
 
 
 class _Canary:
-    """Makes a file when it is unpickled."""
-
     def __init__(self, path: str) -> None:
         self._path = path
 
@@ -36,8 +34,6 @@ def sealed(header: bytes, payload: bytes = b"") -> Frames:
 
 
 class Mutator:
-    """Spoils the messages of one conversation as a seed says."""
-
     def __init__(self, seed: int, canary: str) -> None:
         self.rng = random.Random(seed)
         self._pickle = pickle.dumps(_Canary(canary))
