@@ -76,9 +76,6 @@ def kill_the_environment(folder: Path) -> None:
     psutil.wait_procs(found, timeout=30)
 
 
-# -- an agent ----------------------------------------------------------------------------------------------------------
-
-
 AGENT = """
 from openai import AsyncOpenAI
 

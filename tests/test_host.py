@@ -34,7 +34,6 @@ def container(tmp_path, monkeypatch):
         ({"memory.max": "67108864\n"}, 2**26),
         ({"memory.max": "max\n"}, ALL),
         ({"memory/memory.limit_in_bytes": "134217728\n"}, 2**27),
-        ({"memory/memory.limit_in_bytes": "9223372036854771712\n"}, ALL),
         ({}, ALL),
     ],
 )
@@ -47,9 +46,6 @@ def test_shared_memory_is_what_its_file_system_has(tmp_path):
     there = os.statvfs(tmp_path)
     assert Host.here(tmp_path).shared == there.f_blocks * there.f_frsize
     assert Host.here(tmp_path / "nothing") == Host(Host.here(tmp_path).memory, 0, 0)
-
-
-# -- cores -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -109,9 +105,6 @@ OLD = {"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n", 
 def test_a_container_with_a_quota_counts_its_own_work_alone(container, files):
     container(files)
     assert host._busy_seconds() == 7.0
-
-
-# -- imports without the garbage collector -----------------------------------------------------------------------------
 
 
 def test_the_collector_is_off_in_a_block_of_imports_and_afterwards_as_it_was(request):

@@ -102,9 +102,6 @@ def test_what_runs_code_is_found_and_what_does_not_is_let_be(line, count):
     assert len(list(dangers(line))) == count
 
 
-# -- sockets and keys --------------------------------------------------------------------------------------------------
-
-
 @cache
 def calls() -> list[tuple[str, str, str]]:
     trees = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text("utf-8")) for file in PACKAGE.rglob("*.py")}
@@ -192,9 +189,6 @@ def test_the_meeting_place_of_a_group_listens_at_its_address_alone():
         socket.create_connection(("127.0.0.2", store.port), timeout=5.0)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
@@ -226,9 +220,6 @@ def test_only_its_user_can_look_into_a_folder_of_a_run(make, tmp_path, monkeypat
     (tmp_path / "runs" / "one").chmod(0o750)
     claimed(tmp_path / "runs" / "one", monkeypatch)
     assert mode(tmp_path / "runs" / "one") == 0o750, "one that was opened to others stays so"
-
-
-# -- secrets -----------------------------------------------------------------------------------------------------------
 
 
 def test_no_secret_is_shown():

@@ -73,9 +73,6 @@ def test_a_split_that_leaves_one_side_without_is_refused():
         split_gpus(4, 4)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def model(tmp_path):
     def make(name: str) -> str:

@@ -97,9 +97,6 @@ def test_a_run_that_ends_as_it_should_is_not_missed(tmp_path: Path, monkeypatch,
     assert not targets_path(tmp_path / "run").exists()
 
 
-# -- what the driver makes before it starts any process ----------------------------------------------------------------
-
-
 class NoFurther(Exception):
     pass
 

@@ -256,9 +256,6 @@ def test_generators_start_beside_the_first_core_and_are_told_where_it_is(plane):
     assert ray.endpoints[-1].buffer_endpoint == "new", "one that starts then is not told of the lost core"
 
 
-# -- the core ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch):
     """Starts a core of two ranks; `looks` says for each look after how many seconds, and which processes live then."""

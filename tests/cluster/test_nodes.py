@@ -36,9 +36,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# -- paths -------------------------------------------------------------------------------------------------------------
-
-
 def test_processes_are_told_absolute_paths(files: Path):
     config = configured("data.eval=[eval.jsonl, other/eval.jsonl]", "reward.function=reward.py:judge", "run.out=run")
     told = Run(config, RunFolder(files / "run"), "")._config
@@ -74,9 +71,6 @@ def test_a_file_that_a_node_does_not_see_is_named_with_the_node(files: Path, rol
         ConfigError, match=rf"^{key}: {named}.* does not exist on the node 10\.0\.0\.7, where a {role} runs"
     ):
         check_files(config, role, files / "run", "10.0.0.7")
-
-
-# -- addresses and the environment -------------------------------------------------------------------------------------
 
 
 def test_loopback_is_refused_where_ray_places_the_run_on_several_nodes():

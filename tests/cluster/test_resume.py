@@ -120,9 +120,6 @@ def test_a_knob_that_an_older_release_did_not_know_had_its_default():
     assert effects(before, settings()) == {}
 
 
-# -- whole starts ------------------------------------------------------------------------------------------------------
-
-
 ROW = '{"prompt": "1", "answer": "1"}\n'
 
 

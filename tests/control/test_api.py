@@ -91,9 +91,6 @@ def test_a_command_that_hangs_holds_up_no_look(operator: FakeOperator, monkeypat
     assert operator.commands == [Pause(), Resume()], "the second pause was given up before its turn"
 
 
-# -- who may ask -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("token", [None, TOKEN[:-1], TOKEN + "x", "é"])
 def test_without_the_token_there_is_nothing(url: str, operator: FakeOperator, token: str | None):
     code, reply = ask(url, "/api/status", token=token)
@@ -110,9 +107,6 @@ def test_the_page_and_its_health_are_open_and_a_page_elsewhere_gets_no_leave_to_
     assert b"Access-Control" not in head
     assert b"default-src 'none'; script-src 'self'" in head
     assert b"unsafe" not in head
-
-
-# -- who takes their time, and who comes in crowds ---------------------------------------------------------------------
 
 
 def test_who_is_slow_is_shown_out(operator: FakeOperator, monkeypatch: pytest.MonkeyPatch):
@@ -165,9 +159,6 @@ def test_thousands_of_wrong_requests_change_nothing(url: str, operator: FakeOper
     assert (wrong, operator.commands, len(sent)) == ([], [], 13)
 
 
-# -- what it reads -----------------------------------------------------------------------------------------------------
-
-
 def test_events_are_followed_by_their_place_in_the_file(url: str, operator: FakeOperator):
     first = ask(url, "/api/events?limit=10")[1]
     assert len(first["events"]) == 10
@@ -186,9 +177,6 @@ def test_the_end_of_a_long_file_is_read_first_and_without_samples_it_says_so(url
     assert last["events"][-1]["step"] == 12 and 1 <= len(last["events"]) <= 4
     code, reply = ask(url, "/api/samples")
     assert code == 404 and "holds no samples" in reply["error"]
-
-
-# -- where it is found -------------------------------------------------------------------------------------------------
 
 
 def test_the_address_is_there_while_it_serves_and_only_for_its_user(operator: FakeOperator):

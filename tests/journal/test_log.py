@@ -16,12 +16,10 @@ from asyncgrpo.journal.history import (
     Damage,
     Delivered,
     Dropped,
-    Whole,
     delivered,
     pack,
     read_history,
     repair,
-    scan,
 )
 from asyncgrpo.journal.log import Disk
 from asyncgrpo.types import PolicyVersion
@@ -93,19 +91,6 @@ def test_a_torn_end_in_a_segment_that_is_not_the_last_is_damage(tmp_path: Path):
     assert history.segments[0].damage == [Damage(ends[-2], len(data) - 1)]
     repair(history)
     assert (tmp_path / "00000001.journal").stat().st_size == len(data) - 1, "damage is evidence and stays"
-
-
-def test_random_bytes_are_damage_and_nothing_else():
-    rng = random.Random(0)
-    data, _, _ = small_journal()
-    for _ in range(300):
-        noise = bytearray(data)
-        for _ in range(rng.randrange(1, 30)):
-            at = rng.randrange(len(noise))
-            noise[at : at + rng.randrange(9)] = rng.randbytes(rng.randrange(9))
-        items = list(scan(bytes(noise)))
-        assert all(isinstance(item, Whole | Damage) for item in items)
-        assert [item.offset for item in items[1:]] == [item.end for item in items[:-1]], "no byte is left out"
 
 
 @pytest.mark.parametrize("durability", ["written", "fsync_interval", "fsync_each"])

@@ -71,9 +71,6 @@ def test_the_gain_is_a_metric_of_the_driver(tmp_path):
     assert all(gain(bottleneck) is not None for bottleneck in get_args(Bottleneck))
 
 
-# -- the autopilot -----------------------------------------------------------------------------------------------------
-
-
 def asking(generators: int | None) -> tuple[Advice, ...]:
     return (Advice(bottleneck="generators", sentence="", evidence="", generators=generators),)
 

@@ -86,9 +86,6 @@ def test_a_file_is_whole_or_absent(group, tmp_path, monkeypatch):
     assert files_in(tmp_path) == []
 
 
-# -- how many are kept -------------------------------------------------------------------------------------------------
-
-
 def steps(folder) -> list[int]:
     return sorted(int(path.stem[5:]) for path in folder.rglob("step_*.parquet"))
 
@@ -127,18 +124,12 @@ def test_without_limits_everything_is_kept_and_no_other_file_is_ever_removed(tmp
     assert {path.name for path in files_in(tmp_path)} == {"step_000004.parquet"} | left
 
 
-# -- many files --------------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_holds_the_files_of_a_thousand_steps_at_most(tmp_path):
     write(tmp_path, 999, 1_000, 260_017)
     paths = ["000/step_000999.parquet", "001/step_001000.parquet", "260/step_260017.parquet"]
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.parquet"))] == paths
     write(tmp_path, 260_018, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["260"], "a folder goes with its last file"
-
-
-# -- search ------------------------------------------------------------------------------------------------------------
 
 
 FIELDS: dict[str, Any] = {

@@ -309,9 +309,6 @@ def test_curves_are_drawn_whatever_there_is(tmp_path):
         assert [p.name for p in Path(tmp_path).iterdir()] == ["curves.png"]
 
 
-# -- a run of months ---------------------------------------------------------------------------------------------------
-
-
 def month_of(steps: int) -> Iterator[Event]:
     yield START
     for n in range(1, steps + 1):

@@ -59,9 +59,6 @@ def test_no_generator_is_struck_whose_loss_would_end_the_run(may_lose: bool):
     assert ("kill generator-0" in faults) == may_lose
 
 
-# -- the proxy ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def ends():
     server = Server("127.0.0.1")

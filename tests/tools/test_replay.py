@@ -10,7 +10,7 @@ from asyncgrpo.config.load import load_config, with_overrides
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.recording.events import as_written
-from asyncgrpo.tools.replay import Pair, Replayed, means, replay_config
+from asyncgrpo.tools.replay import Pair, Replayed, replay_config
 
 
 @pytest.fixture
@@ -52,9 +52,6 @@ def test_an_objective_that_the_groups_do_not_allow_is_refused(recorded: Config):
         replay_config(recorded, ["algorithm.advantage=remax"])
 
 
-# -- the comparison ----------------------------------------------------------------------------------------------------
-
-
 STEP: dict[str, Any] = {
     "event": "step", "time": 1.0, "step": 3, "version": "1.3", "loss": 0.1, "grad_norm": 2.0, "lags": {"0": 4},
     "diagnostics": {"kl_k3": 0.5, "ess_token": 0.9}, "kl_reference": None, "seconds": {"optimizer": 1.0},
@@ -87,12 +84,6 @@ def test_the_same_numbers_are_equal_whatever_time_it_took():
 def test_one_bit_is_a_difference_and_is_named(changes: dict[str, Any], named: list[str]):
     assert differences(**changes) == named
     assert Pair(3, STEP | {"loss": 0.0}, STEP | {"loss": -0.0}).differences == ["loss"], "a zero has a sign"
-
-
-def test_means_are_over_the_steps_that_have_the_field():
-    pairs = [Pair(1, None, STEP | {"loss": 1.0}), Pair(2, STEP | {"loss": 4.0}, STEP | {"loss": 3.0})]
-    assert means(pairs, "loss") == (4.0, 2.0)
-    assert means(pairs, "kl_reference") == (None, None)
 
 
 def test_the_verdict_names_the_first_step_that_differs():
