@@ -116,18 +116,15 @@ def setup_on(bind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
 
 
 @pytest.mark.parametrize("bind", ["127.0.0.1", "0.0.0.0"])
-def test_every_run_has_keys_and_metrics_leave_loopback_with_a_token_only(bind, tmp_path, monkeypatch):
+def test_every_run_has_keys_a_metric_of_its_disk_and_metrics_leave_loopback_with_a_token_only(
+    bind, tmp_path, monkeypatch
+):
+    usage = SimpleNamespace(free=123_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage if path == tmp_path else None)
     monkeypatch.setattr(run_module, "host_of", lambda config: "127.0.0.1")
     setup, again = (setup_on(bind, tmp_path, monkeypatch) for _ in range(2))
     assert setup.keys != again.keys, "each start makes its own"
     assert (setup.metrics_token is None) == (bind == "127.0.0.1")
     Server(bind, setup.keys).close()
-
-
-def test_the_driver_says_how_much_room_the_disk_of_the_run_has(tmp_path, monkeypatch):
-    usage = SimpleNamespace(free=123_000_000)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage if path == tmp_path else None)
-    setup_on("127.0.0.1", tmp_path, monkeypatch)
-    assert "asyncgrpo_disk_free_bytes 1.23e+08\n" in metrics.exposition("driver")
     usage.free = 7
     assert "asyncgrpo_disk_free_bytes 7.0\n" in metrics.exposition("driver"), "as it is at each scrape"

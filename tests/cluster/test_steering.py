@@ -108,16 +108,6 @@ def test_a_run_is_starting_until_an_engine_serves_and_says_what_it_waits_for(run
     assert run.status.state == "training", "it has trained, so generators that are replaced do not start it anew"
 
 
-def test_a_learner_that_has_not_heard_is_told_again(run: Run):
-    run.watch.deaf = {"learner-0"}
-    assert run.ask(client.WriteCheckpoint()) == "a checkpoint is written after the current step"
-    run.watch.deaf = set()
-    run.turn()
-    assert run.watch.sent["learner-0"].checkpoints == 1
-    run.ask(client.WriteCheckpoint())
-    assert run.watch.sent["learner-0"].checkpoints == 2
-
-
 def test_settings_that_make_no_sense_change_nothing(run: Run):
     run.turn()
     before = run.watch.sent
