@@ -27,8 +27,6 @@ def assert_is_a_run_on_several_nodes(command: str) -> None:
     assert cluster.ray_address is not None and cluster.bind == "0.0.0.0"
 
 
-# -- Slurm -------------------------------------------------------------------------------------------------------------
-
 STUBS = {
     "scontrol": "printf 'node1\\nnode2\\n'",
     "getent": "printf '127.0.1.1 STREAM node1\\n10.0.0.7 STREAM node1\\n'",
@@ -84,9 +82,6 @@ def test_a_slurm_job_starts_ray_on_every_node_and_the_end_of_its_time_drains_the
     assert other == "ray token start --block --address=10.0.0.7:6379"
 
 
-# -- Ray's launcher ----------------------------------------------------------------------------------------------------
-
-
 def test_ray_takes_the_file_of_its_launcher():
     text = (LAUNCH / "ray-cluster.yaml").read_text(encoding="utf-8")
     check = "import sys, yaml; from ray.autoscaler._private.util import prepare_config, validate_config; "
@@ -98,9 +93,6 @@ def test_ray_takes_the_file_of_its_launcher():
         assert "RAY_AUTH_MODE=token" in command
     (typed,) = re.findall(r"'RAY_AUTH_MODE=token (asyncgrpo serve .*?)'", text.replace("\n#", " "), re.DOTALL)
     assert_is_a_run_on_several_nodes(typed)
-
-
-# -- Kubernetes --------------------------------------------------------------------------------------------------------
 
 
 def test_the_manifest_is_a_ray_job_whose_pods_only_the_run_reaches():
@@ -131,9 +123,6 @@ def test_the_pods_have_the_memory_that_the_run_needs():
     larger = memory_table.sized(manifest.replace("generators.count=4", "generators.count=8 generators.gpus_each=1"))
     sizes = [[int(gib) for gib in re.findall(r"(?:memory|sizeLimit): (\d+)Gi", text)] for text in (manifest, larger)]
     assert all(more > some for some, more in zip(*sizes, strict=True))
-
-
-# -- compose and Grafana -----------------------------------------------------------------------------------------------
 
 
 OPS = Path(__file__).parents[2] / "ops"

@@ -53,8 +53,6 @@ def first(events: list[Event], config: schema.Config = BASE, now: float | None =
     return advice[0]
 
 
-# -- one bottleneck each -----------------------------------------------------------------------------------------------
-
 STARVED = {"wait": 0.38, "full": 1.0}
 MANY = {"wait": 0.02, "full": 0.2, "there": 4}
 SLOW_LEARNER = {"wait": 0.01, "full": 0.8, "there": 1}
@@ -130,9 +128,6 @@ def test_the_evidence_and_what_stands_beside_the_most_urgent():
     assert none.evidence.endswith("; the mean reward is 0.98") and [other.bottleneck for other in others] == ["learner"]
 
 
-# -- not before it is known --------------------------------------------------------------------------------------------
-
-
 def test_few_steps_say_nothing():
     assert advise(run(SETTLE + FEWEST - 1), BASE) == ()
     assert advise(run(SETTLE + FEWEST), BASE) != ()
@@ -160,8 +155,6 @@ def test_a_bound_that_steers_itself_is_no_change_and_one_long_step_says_nothing_
     bursts = [step(n, seconds={"wait_data": 12.0 if n % 5 == 0 else 0.0}) for n in range(WINDOW + 2)]
     assert pace_of(bursts, BASE).wait > 0.15, "a median would say 0"
 
-
-# -- health first ------------------------------------------------------------------------------------------------------
 
 HUNGRY = run(wait=0.5, full=1.0)
 """20 steps, the last at 1,200 s, of a run that would else be told to have more generators."""
@@ -210,9 +203,6 @@ def test_without_steps_since_a_start_a_restart_or_a_pause_nothing_is_known():
     assert advise(run(0), BASE, 1500.0) == (), "engines load"
     assert advise(run(0), BASE, 1700.0)[0].bottleneck == "health", "for more than ten minutes"
     assert advise([*run(), {"event": "end", "time": 1201.0}], BASE, 9000.0)[0].bottleneck != "health"
-
-
-# -- only what is free ---------------------------------------------------------------------------------------------------
 
 
 def on_cores(idle: float, *, count: int = 2, rank: float = 0.9, generator: float = 0.5, **how: Any) -> list[Event]:
