@@ -54,6 +54,8 @@ async def test_the_asyncio_client_speaks_the_same(server):
     await client.send(message, payload)
     arrived, raw = decode(server.receive(5.0)[1])
     assert (arrived, bytes(raw)) == (message, payload)
+    assert server.send("g", Welcome(protocol=1))
+    assert (await client.receive())[0] == Welcome(protocol=1)
     client.close()
 
 
