@@ -2,7 +2,7 @@
 
 python -m benchmarks.policies --policies wait drop --lags 1 4 --sigmas 1.0
 
-The product's services run on a virtual clock (`tests/simulation/scheduler.py`), with engines of continuous batching. Lengths are
+The product's services run on a virtual clock (`benchmarks/scheduler.py`), with engines of continuous batching. Lengths are
 log-normal with median 600 tokens; half of the variance is the prompt's, so a prompt that was slow once is likely to be slow
 again, and long completions have lower rewards. The learner stops after `--steps`, and prompts do not run out.
 
@@ -25,7 +25,7 @@ import numpy as np
 
 from asyncgrpo.buffer.group_health import ks_distance
 from benchmarks.measuring import line, rounded, show
-from tests.simulation.scheduler import Case, Product
+from benchmarks.scheduler import Case, Product
 
 MEDIAN, LONGEST = 600, 16384
 SLOWEST = "how many times as long as the others one generator takes for a token"

@@ -66,9 +66,5 @@ def no_run_outlives_its_test() -> Generator[None]:
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """What a test logged is made text that a worker can send: half a surrogate pair is none."""
     report = yield
-    report.sections = [(name, _sendable(text)) for name, text in report.sections]
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
     return report
-
-
-def _sendable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()

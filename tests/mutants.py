@@ -1,8 +1,7 @@
 """Mistakes planted in the product's own text, each with the few tests that must notice it.
 
-`tests/simulation/mutants.py` does so for the rollout plane. Here is the code outside: what learns, what publishes, what
-reads and writes, what scores. A mistake is a line of a function that reads otherwise. The function stays the object
-that it is and only its code changes, so whoever imported it by name has the mistake too.
+`tests/simulation/mutants.py` does so for the rollout plane. A mistake is a line of a function that reads otherwise. The
+function stays the object that it is and only its code changes, so whoever imported it by name has the mistake too.
 """
 
 import ast
@@ -18,8 +17,6 @@ from types import FunctionType
 
 @dataclass(frozen=True)
 class Mutant:
-    """One mistake."""
-
     place: str
     """`module:function`, below `asyncgrpo`."""
     right: str
@@ -328,7 +325,6 @@ MUTANTS: dict[str, Mutant] = {
 
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
-    """The product with this mistake in it."""
     function = _function(mutant.place)
     before = function.__code__
     function.__code__ = _mutated(function, mutant)

@@ -76,14 +76,12 @@ def events(run: Path, kind: str) -> list[dict]:
 
 
 def assert_declared(event: dict) -> None:
-    """Its fields are those of its kind, with values of their types."""
     fields = KINDS[event["event"]].fields
     for name in event.keys() - {"event", "time"}:
         msgspec.convert(event[name], fields[name].type)  # raises what does not fit
 
 
 def marked(mark: Path) -> list[psutil.Process]:
-    """Living processes with this mark in their environment."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -93,19 +91,13 @@ def marked(mark: Path) -> list[psutil.Process]:
 
 
 def command_of(process: psutil.Process) -> str:
-    """Its command line; empty once it has ended."""
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
 
 
 def left_behind(mark: Path) -> list[str]:
-    """The marked processes as text."""
-    lines = []
-    for process in marked(mark):
-        with contextlib.suppress(psutil.Error):
-            lines.append(f"{process.pid} {' '.join(process.cmdline())[:150]}")
-    return lines
+    return [f"{process.pid} {command_of(process)[:150]}" for process in marked(mark)]
 
 
 def shared_memory(processes: Iterable[psutil.Process]) -> list[Path]:

@@ -18,7 +18,6 @@ PAGE = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("algorit
 
 
 def rows(heading: str) -> dict[str, list[str]]:
-    """First cell, without backticks, to the others: all tables of a section."""
     section = PAGE.split(f"\n{heading}\n", 1)[1].split("\n## ", 1)[0]
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in lines]

@@ -1,33 +1,17 @@
-"""The benchmarks run: the smallest cell of each says in JSON what it measured, and counts what it should.
+"""The benchmarks run: the smallest cell of each says in JSON what it measured. No figure is judged here."""
 
-No figure is judged here; that takes a quiet machine.
-"""
-
-import argparse
-import ast
 import json
-import subprocess
-import sys
 import time
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncgrpo.data.loading import recognise
-from asyncgrpo.data.sources import read_rows
 from asyncgrpo.learner.packing import pack
 from benchmarks import gpu_learner, learner_step
-from benchmarks.bad_input_cases import CASES, Case
-from benchmarks.bad_inputs import why_bad
 from benchmarks.gpu_tables import learner_table
-from benchmarks.new_user import CHANGES, FORMATS, TASKS, command, make
 from benchmarks.rollouts import VERSION, Lengths, make_groups
 from benchmarks.shapes import SHAPES, Work, qwen3, train_flops
-from benchmarks.trials import Ended, Fence
-from benchmarks.verl_scripts import judge, misfit, says_why
 
 SMALLEST = {
     "device": "cpu", "runs": 1, "seed": 1, "peak": None, "shape": "tiny", "layers": 2, "tokens": 256,
@@ -45,20 +29,6 @@ def lines(text: str) -> list[dict]:
     return found
 
 
-class TestVerlScripts:
-    def test_a_key_that_is_not_in_the_output_is_lost(self):
-        script = "A=(\n  +data.seed=1\n  'data.seeds=2' # data.comment=3\n)\necho data.printed=4\nrun ${A[@]} x.y-z=5"
-        output = (
-            "asyncgrpo train run.seed=1\n\n# Translated:\n#   data.seed=1: run.seed=1\n\n# Absent:\n#   x.y-z=5: no\n"
-        )
-        assert judge(script, output) == {"data.seed": "right", "data.seeds": "lost", "x.y-z": "said"}
-
-    def test_a_command_that_does_not_load_is_told(self):
-        assert misfit("asyncgrpo train model.path=m \\\n    data.train=t\n\n# a comment") == ""
-        assert "data.train is missing" in misfit("asyncgrpo train model.path=m")
-        assert says_why("# It does not run yet:\n#   why") == "" and says_why("asyncgrpo train")
-
-
 @pytest.fixture
 def hide(tmp_path, monkeypatch):
     """Modules that processes started from now on cannot import."""
@@ -71,7 +41,6 @@ def hide(tmp_path, monkeypatch):
 
 
 def test_the_learner_on_a_card_needs_no_ray_no_engine_and_no_configuration_files(hide):
-    """The cell itself, on the CPU."""
     hide("ray", "sglang", "peft", "omegaconf")
     found = gpu_learner.attempt(SMALLEST, time.monotonic() + 200, retry=True)
     assert [one["what"] for one in found] == ["rl step", "supervised step", "rl speed of supervised"], found
@@ -80,16 +49,6 @@ def test_the_learner_on_a_card_needs_no_ray_no_engine_and_no_configuration_files
     table = learner_table([*found, gpu_learner.failed(SMALLEST, "no time")])
     assert table.count("\n| tiny |") == 1
     assert table.endswith("no time")
-
-
-def test_a_cell_that_fails_is_a_line(hide):
-    hide("torch")
-    (line,) = gpu_learner.attempt(SMALLEST, time.monotonic() + 200, retry=True)
-    assert (line["what"], line["cell"]) == ("failed", SMALLEST)
-    assert "torch" in line["error"]
-    assert gpu_learner.attempt(SMALLEST, time.monotonic(), retry=True) == [
-        gpu_learner.failed(SMALLEST, "left out: no time")
-    ]
 
 
 def test_operations_are_those_of_the_matrices():
@@ -113,16 +72,6 @@ def test_operations_are_those_of_the_matrices():
     assert train_flops(shape, whole) == pytest.approx(3 * forward)
 
 
-def test_every_cell_is_planned_once():
-    asked = {"shapes": ["0.6b", "8b"], "budgets": [8192, 16384], "tokens": 65536, "parts": gpu_learner.PARTS}
-    asked |= {"device": "cuda", "runs": 1, "recompute": "auto", "lora": 0, "layers": None, "peak": None, "seed": 1}
-    arguments = argparse.Namespace(**asked)
-    cells = gpu_learner.plan(arguments)
-    assert len({json.dumps(cell) for cell in cells}) == len(cells) == 2 * (2 + 4)
-    settings = {(cell["shape"], cell["recompute"], cell["offload"]) for cell in cells}
-    assert settings == {("0.6b", False, False), ("8b", True, True)}
-
-
 @pytest.mark.slow
 def test_a_learner_step_beside_a_supervised_one(capsys):
     smallest = ["--rounds", "1", "--steps", "1", "--batch", "one group"]
@@ -130,56 +79,3 @@ def test_a_learner_step_beside_a_supervised_one(capsys):
     found = lines(capsys.readouterr().out)
     assert [one["cell"] for one in found[:2]] == ["asyncgrpo", "supervised"]
     assert [(one["of"], one["to"]) for one in found[2:]] == [("supervised", "asyncgrpo")]
-
-
-def test_trls_cells_import_nothing_of_ours():
-    """They run in a Python that has TRL and not us."""
-    imported = set()
-    for name in ("trl_learner", "cells", "measuring"):
-        nodes = list(ast.walk(ast.parse((Path(learner_step.__file__).parent / f"{name}.py").read_text())))
-        imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-        imported |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    ours = {name for name in imported if name.partition(".")[0] in ("asyncgrpo", "benchmarks")}
-    assert ours == {"benchmarks.cells", "benchmarks.measuring"}
-
-
-def test_a_fence_finds_what_a_command_leaves():
-    leave = "import tempfile, time; open(tempfile.gettempdir() + '/forgotten', 'w'); time.sleep(60)"
-    with Fence() as fence:
-        process = subprocess.Popen([sys.executable, "-c", leave], env=fence.environment())
-        while not (fence.root / "tmp" / "forgotten").exists():
-            time.sleep(0.05)
-        found = fence.left(within_s=0.1, clear=False)
-        assert fence.left(within_s=0.1) == found
-        assert [line.split()[0] for line in found["processes"]] == [str(process.pid)]
-        assert found["files"] == ["tmp/forgotten"]
-        process.wait(timeout=10)
-        assert not any(fence.left(within_s=0.1).values())
-        ended = fence.run("--version")
-        assert (ended.exit, ended.has_traceback) == (0, False) and ended.out.startswith("asyncgrpo ")
-    assert not fence.root.exists()
-
-
-def test_bad_inputs_are_judged():
-    assert len({case.name for case in CASES}) == len(CASES) > 150
-    case, sentence = Case("a", ()), "error: no such file"
-    ended = Ended(exit=1, seconds=40.0, said_s=1.0, cpu_s=1.0, out="", err=sentence)
-    assert why_bad(case, ended, [sentence], 10.0) == ""
-    assert why_bad(case, replace(ended, said_s=11.0), [sentence], 10.0) == "late"
-    assert why_bad(case, replace(ended, exit=None), [sentence], 10.0) == "it has no end"
-    assert why_bad(case, replace(ended, exit=0), [sentence], 10.0) == "it is taken"
-    assert why_bad(case, replace(ended, out="Traceback (most recent call last)"), [sentence], 10.0) == "a traceback"
-    assert why_bad(case, ended, ["Usage: x", sentence], 10.0) == "not one sentence"
-    assert why_bad(replace(case, is_table=True), ended, [sentence, "more"], 10.0) == ""
-
-
-def test_a_new_user_types_a_command_that_is_taken(tmp_path, monkeypatch):
-    assert len(CHANGES) == len(TASKS) * len(FORMATS)
-    monkeypatch.chdir(tmp_path)
-    make(tmp_path / "first", TASKS[1], "verl", seed=0)
-    monkeypatch.chdir(tmp_path / "first")
-    typed = command(tmp_path / "first", CHANGES[0].flags)
-    assert typed[0] == "train" and typed[typed.index("--data") + 1] == "train.parquet" and "2e-3" in typed
-    row = read_rows("train.parquet")[0]
-    assert recognise([row], {}).name == "verl"
-    assert row["reward_model"]["ground_truth"] == 3 * row["prompt"][0]["content"][0]

@@ -64,7 +64,6 @@ def test_a_run_with_a_curriculum_goes_on_in_its_order_after_a_kill(tmp_path: Pat
 
 
 def orders(run: Path) -> dict[int, list[int]]:
-    """The rows of the prompts of each epoch, as the files have them."""
     rounds = [msgspec.msgpack.decode(path.read_bytes()[8:], type=Round) for path in (run / "curriculum").iterdir()]
     return {one.number: np.frombuffer(one.order, np.int32).tolist() for one in sorted(rounds, key=lambda r: r.number)}
 

@@ -1,6 +1,5 @@
 """Every extra of the package can be installed, as `packaging/check_extras.py` finds out where an index is reachable."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,51 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOLVED = "echo torch==2.14.1; echo numpy==2.3.5"
-
-
-def check(**environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "packaging" / "check_extras.py")]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-
-
-@pytest.fixture
-def with_uv(tmp_path):
-    """Runs the script with a program `uv` of these lines of shell."""
-
-    def run(lines: str) -> subprocess.CompletedProcess[str]:
-        program = tmp_path / "uv"
-        program.write_text(f"#!/bin/sh\n{lines}\n")
-        program.chmod(0o755)
-        return check(PATH=f"{tmp_path}:{os.environ['PATH']}")
-
-    return run
-
-
-def test_one_torch_is_well_several_are_an_error_and_so_is_an_extra_without_a_solution(with_uv):
-    result = with_uv(SOLVED)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "Python 3.12  [sglang]  2 packages: torch 2.14.1, numpy 2.3.5" in result.stdout.splitlines()
-    result = with_uv(f'case "$*" in *"3.12"*"--extra wandb"*) echo torch==2.15.0;; *) {SOLVED};; esac')
-    assert result.returncode == 1
-    assert "there are several: 2.14.1 on Python 3.11 with [sglang]" in result.stderr
-    assert "2.15.0 on Python 3.12 with [all]" in result.stderr
-    unsolved = f'case "$*" in *"--extra lora"*) echo "error: No solution found: peft" >&2; exit 1;; *) {SOLVED};; esac'
-    result = with_uv(unsolved)
-    assert result.returncode == 1
-    assert "error: Python 3.12, [lora]: error: No solution found: peft" in result.stderr.splitlines()
-    assert "[docs]" not in result.stderr
-
-
-def test_an_index_that_does_not_answer_is_no_error_of_the_package(with_uv):
-    result = with_uv('echo "error: Failed to fetch" >&2; exit 2')
-    assert (result.returncode, result.stdout) == (3, "no package index is reachable: error: Failed to fetch\n")
 
 
 @pytest.mark.slow
 def test_every_extra_resolves():
-    result = check()
+    script = ROOT / "packaging" / "check_extras.py"
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     if result.returncode == 3:
         pytest.skip(result.stdout.strip())
     assert result.returncode == 0, result.stderr
-    print(result.stdout)

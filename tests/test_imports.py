@@ -45,8 +45,6 @@ WITHOUT_TORCH = {"buffer", "wire", "rewards", "config", "types", "cli", "control
 
 
 class Import(NamedTuple):
-    """One import statement."""
-
     module: str
     """Where it stands, dotted, without `asyncgrpo.`."""
     target: str
@@ -85,7 +83,6 @@ def imports_below(package: Path) -> Iterator[Import]:
 
 
 def is_owned(module: str, owners: tuple[str, ...]) -> bool:
-    """True in an owner and below it."""
     return any(module == owner or module.startswith(f"{owner}.") for owner in owners)
 
 
@@ -113,59 +110,22 @@ def test_imports_only_go_down_the_layers():
     assert violations(PACKAGE) == []
 
 
-def test_every_package_has_a_layer():
-    packages = {
-        package_of(path.stem) for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
-    assert packages - {"__init__"} <= set(LAYERS)
-
-
 @pytest.mark.parametrize(
     ("file", "source", "complaint"),
     [
-        (
-            "buffer/buffer.py",
-            "from asyncgrpo.learner.step import Step",
-            "buffer imports learner, which is not below it",
-        ),
-        ("buffer/buffer.py", "from asyncgrpo import learner", "buffer imports learner, which is not below it"),
         ("buffer/buffer.py", "from ..learner import step", "buffer imports learner, which is not below it"),
-        ("buffer/buffer.py", "def f():\n    import asyncgrpo.learner", "buffer imports learner, which is not below it"),
+        ("buffer/buffer.py", "def f():\n    from asyncgrpo import learner", "imports learner, which is not below it"),
         ("wire/codec.py", "from asyncgrpo.algorithms import losses", "wire imports algorithms, which is not below it"),
-        ("types.py", "from asyncgrpo.config.explain import explain", "types imports config, which is not below it"),
         ("__init__.py", "from asyncgrpo.types import Group", "the package imports types, which is not below it"),
         ("attic/box.py", "from asyncgrpo.types import Group", "attic has no layer"),
         ("learner/step.py", "import ray", "ray belongs to cluster"),
-        ("cli/doctor.py", "def f():\n    from ray import init", "ray belongs to cluster"),
-        ("buffer/service.py", "import zmq.asyncio", "zmq belongs to wire"),
         ("generators/service.py", "import sglang as sgl", "sglang belongs to engines.sglang"),
-        ("buffer/buffer.py", "from prometheus_client import Counter", "prometheus_client belongs to metrics"),
-        ("cli/config.py", "from omegaconf import OmegaConf", "omegaconf belongs to config"),
         ("rewards/pool.py", "import torch", "rewards must start without torch"),
-        ("config/load.py", "from torch.nn import Module", "config must start without torch"),
         ("buffer/buffer.py", "try:\n    import torch\nexcept ImportError: ...", "buffer must start without torch"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, file, source, complaint):
     (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / file).write_text(source)
-    found = violations(tmp_path)
-    assert len(found) == 1
-    assert complaint in found[0]
-
-
-@pytest.mark.parametrize(
-    ("file", "source"),
-    [
-        ("cluster/serve.py", "import ray\nfrom asyncgrpo.learner import step\nfrom asyncgrpo.cluster import place"),
-        ("config/load.py", "from omegaconf import OmegaConf\nfrom asyncgrpo.config.schema import Config"),
-        ("engines/sglang/engine.py", "import sglang\nimport torch"),
-        ("cli/doctor.py", "def check():\n    import torch"),
-        ("buffer/buffer.py", "if TYPE_CHECKING:\n    from torch import Tensor"),
-        ("cli/run.py", "from asyncgrpo import __version__"),
-    ],
-)
-def test_what_is_allowed_is_not_complained_about(tmp_path, file, source):
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).write_text(source)
-    assert violations(tmp_path) == []
+    (found,) = violations(tmp_path)
+    assert complaint in found

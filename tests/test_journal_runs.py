@@ -29,20 +29,16 @@ class Killed(NamedTuple):
     """A run that was killed twice and then ran to its end; for reading only."""
 
     folder: Path
+    run: Path
     audit: subprocess.CompletedProcess[str]
-    """After the first kill."""
+    """After the first kill, as the replay."""
     replayed: int
-    """Exit code of the replay after the first kill."""
     checkpoints: tuple[int, int]
     """The step of the newest one at each kill."""
     undone: tuple[int, int]
-    """Steps after it, at each kill."""
+    """Steps after it."""
     output: str
     """By the start that ran to the end."""
-
-    @property
-    def run(self) -> Path:
-        return self.folder / "run"
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +52,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     assert result.returncode == 0, result.stdout + result.stderr
     assert_nothing_left(folder)
     checkpoints, undone = zip(first, second, strict=True)
-    return Killed(folder, audit, replayed, checkpoints, undone, result.stdout)
+    return Killed(folder, folder / "run", audit, replayed, checkpoints, undone, result.stdout)
 
 
 def kill_after_checkpoint(folder: Path, rng: random.Random) -> tuple[int, int]:
@@ -123,8 +119,6 @@ def test_it_is_replayed_along_the_path_that_stands(killed: Killed):
     assert all(step["recorded"]["loss"] is not None for step in found["steps"])
     first, second = killed.checkpoints
     path = ["1.0", f"1.{first}", f"2.{first}", f"2.{second}", f"3.{second}", f"3.{STEPS}"]
-    landed = {
-        event["version"] for event in events(killed.run, "sync")
-    }  # not what landed after the checkpoint of a kill
+    landed = {event["version"] for event in events(killed.run, "sync")}  # not after the checkpoint of a kill
     assert found["weights"]["equal"] == [version for version in path if version in landed]
     assert len(landed & set(path)) >= 4

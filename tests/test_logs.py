@@ -25,25 +25,18 @@ def leave_no_handlers():
     logging.getLogger("asyncgrpo").setLevel(before[1])
 
 
-def test_a_line_has_time_level_role_and_rank(tmp_path):
+def test_a_line_has_time_level_role_and_rank_and_only_events_start_a_line(tmp_path):
     path = logs.setup("learner", 0, tmp_path)
     logging.getLogger("asyncgrpo.learner").info("step %d done", 17)
     assert path == tmp_path / "logs" / "learner-0.log"
-    line = path.read_text()
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO learner-0 asyncgrpo\.learner: step 17 done\n", line
-    )
-
-
-def test_only_events_start_a_line(tmp_path):
-    path = logs.setup("buffer", None, tmp_path)
+    line = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO learner-0 asyncgrpo\.learner: step 17 done\n"
+    assert re.fullmatch(line, path.read_text())
     try:
         raise ValueError("two\nlines")
     except ValueError:
         logging.getLogger("asyncgrpo.buffer").exception("it broke")
-    first, *rest = path.read_text().splitlines()
-    assert path.name == "buffer.log" and first.endswith("it broke")
-    assert rest and all(line.startswith("    ") for line in rest)
+    _, first, *rest = path.read_text().splitlines()
+    assert first.endswith("it broke") and rest and all(line.startswith("    ") for line in rest)
 
 
 def test_warnings_reach_stderr_and_news_does_not_unless_there_is_no_folder(tmp_path, capsys):
@@ -84,8 +77,6 @@ def test_a_log_does_not_grow_without_end_and_its_newest_lines_are_kept(tmp_path,
 
 
 class Full(io.StringIO):
-    """Refuses what is written."""
-
     def write(self, text: str) -> int:
         raise OSError(errno.EFBIG, "File too large")
 

@@ -1,6 +1,7 @@
 """Names, roles and the few moving parts of the metrics module."""
 
 import importlib.util
+import json
 import re
 import shutil
 import stat
@@ -16,6 +17,7 @@ from prometheus_client import Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncgrpo import metrics
+from asyncgrpo.metrics import targets_path, write_targets
 
 DECLARED = {
     name: value for name, value in vars(metrics).items() if isinstance(value, (Counter, Gauge, Histogram, Info))
@@ -54,16 +56,9 @@ def test_every_metric_is_exported_by_some_role_and_by_its_own_only():
         family = next(iter(metric.collect())).name
         assert any(family in names for names in exported.values()), name
     shared = exported["buffer"] & exported["generator"] & exported["learner"] & exported["driver"]
-    assert exported["rank"] == shared | {"asyncgrpo_devices"}, (
-        "a rank above 0 would export zeros, and the time of a last step that never changes"
-    )
-    assert shared == {
-        "asyncgrpo_build",
-        "asyncgrpo_waiting_seconds",
-        "asyncgrpo_resident_bytes",
-        "asyncgrpo_open_files",
-        "asyncgrpo_processes",
-    }
+    assert exported["rank"] == shared | {"asyncgrpo_devices"}, "a rank above 0 would export zeros"
+    of_all = ("build", "waiting_seconds", "resident_bytes", "open_files", "processes")
+    assert shared == {f"asyncgrpo_{name}" for name in of_all}
     assert "_created" not in metrics.exposition(*metrics.ROLES)
     for role, others in (("learner", "buffer"), ("generator", "learner"), ("buffer", "generator")):
         assert exported[role] & exported[others] <= shared | {"asyncgrpo_devices"}
@@ -113,34 +108,17 @@ def test_the_runs_of_a_folder_share_a_token_that_only_we_can_read(tmp_path: Path
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and [*path.parent.iterdir()] == [path]
 
 
-def test_a_learner_that_has_not_stepped_yet_counts_from_its_start():
-    metrics.serve("learner")
-    assert value("last_step_timestamp_seconds") > 1e9
-    assert value("checkpoint_last_success_timestamp_seconds") > 1e9
-
-
 def test_a_step_event_moves_the_learners_metrics():
+    metrics.serve("learner")
+    assert value("last_step_timestamp_seconds") > 1e9, "one that has not stepped yet counts from its start"
     before = value("tokens_trained_total"), value("learner_seconds_total", activity="optimizer")
-    without_signal = value("zero_signal_groups_total")
-    observed = value("step_seconds_count")
+    without_signal, observed = value("zero_signal_groups_total"), value("step_seconds_count")
     metrics.kl_reference.set(0.25)
-    metrics.observe_step(
-        {
-            "step": 17,
-            "reward_mean": 0.5,
-            "lr": 1e-3,
-            "importance_capped": 0.125,
-            "kl_reference": None,
-            "tokens_trained": 640,
-            "zero_signal_groups": 3,
-            "seconds": {"optimizer": 2.0, "wait_data": 1.0},
-        }
-    )
-    assert value("learner_step") == 17
-    assert value("reward_mean") == 0.5
-    assert value("learning_rate") == 1e-3
-    assert value("importance_capped_ratio") == 0.125
-    assert value("kl_reference") == 0.25
+    numbers = {"step": 17, "reward_mean": 0.5, "lr": 1e-3, "importance_capped": 0.125, "kl_reference": None}
+    counts = {"tokens_trained": 640, "zero_signal_groups": 3, "seconds": {"optimizer": 2.0, "wait_data": 1.0}}
+    metrics.observe_step(numbers | counts)
+    assert (value("learner_step"), value("reward_mean"), value("learning_rate")) == (17, 0.5, 1e-3)
+    assert (value("importance_capped_ratio"), value("kl_reference")) == (0.125, 0.25)
     assert value("tokens_trained_total") - before[0] == 640
     assert value("learner_seconds_total", activity="optimizer") - before[1] == 2.0
     assert value("step_seconds_count") - observed == 1
@@ -202,10 +180,29 @@ def test_every_process_exports_its_memory_and_open_files_and_those_of_what_it_st
     assert value("processes", of="below") == children
 
 
-@pytest.mark.parametrize("seconds", [0.0012, 0.004, 0.04, 0.17, 0.65, 2.6, 14, 45, 250, 1300])
-def test_the_median_of_equal_times_is_read_to_a_quarter(seconds):
-    """As Prometheus does it: the middle of the bucket that they fall into. 40 ms once read as 65."""
+def test_the_median_of_equal_times_is_read_to_a_quarter():
+    """As Prometheus does it: the middle of the bucket that they fall into."""
     bounds = [0.0, *metrics.SECONDS]
-    upper = next(bound for bound in bounds if bound >= seconds)
-    lower = bounds[bounds.index(upper) - 1]
-    assert abs((lower + upper) / 2 / seconds - 1) <= 0.25
+    for seconds in (0.0012, 0.004, 0.04, 0.17, 0.65, 2.6, 14, 45, 250, 1300):
+        upper = next(bound for bound in bounds if bound >= seconds)
+        lower = bounds[bounds.index(upper) - 1]
+        assert abs((lower + upper) / 2 / seconds - 1) <= 0.25
+
+
+def test_the_targets_of_a_run(tmp_path):
+    other = write_targets(tmp_path / "other", {"learner-0": ("127.0.0.1", 1)})
+    write_targets(tmp_path / "demo", {"learner-0": ("127.0.0.1", 1)})
+    path = write_targets(tmp_path / "demo", {"generator-1": ("127.0.0.1", 9001), "buffer": ("::1", 9002)})
+    assert (
+        sorted(path.parent.iterdir())
+        == [path, other]
+        == [tmp_path / "prometheus" / f"{n}.json" for n in ("demo", "other")]
+    )
+    run, generator = {"run": "demo"}, {"role": "generator", "rank": "1", "instance": "generator-1"}
+    assert json.loads(path.read_text()) == [
+        {"targets": ["[::1]:9002"], "labels": run | {"role": "buffer", "rank": "0", "instance": "buffer-0"}},
+        {"targets": ["127.0.0.1:9001"], "labels": run | generator},
+    ]
+    for _ in range(2):  # a run that ended has none
+        write_targets(tmp_path / "demo", {})
+        assert not targets_path(tmp_path / "demo").exists() and other.exists()

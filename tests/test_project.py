@@ -5,9 +5,6 @@ import re
 import shlex
 import tomllib
 import zipfile
-from collections.abc import Iterator
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,30 +36,6 @@ def pins() -> dict[str, str]:
     return {canonicalize_name(name): version for name, version in pinned}
 
 
-def is_installed(requirement: Requirement) -> bool:
-    try:
-        return bool(metadata.version(requirement.name))
-    except metadata.PackageNotFoundError:
-        return False
-
-
-def modules_of(distribution: str) -> list[str]:
-    """Top-level modules that a distribution brings."""
-    wanted = canonicalize_name(distribution)
-    everything = metadata.packages_distributions().items()
-    return [module for module, owners in everything if wanted in map(canonicalize_name, owners)]
-
-
-def wrong(requirement: Requirement) -> Iterator[str]:
-    """What is wrong with a distribution that is installed here."""
-    version = metadata.version(requirement.name)
-    if not requirement.specifier.contains(version, prereleases=True):
-        yield f"{requirement} is asked for, {version} is installed"
-    modules = [module for module in modules_of(requirement.name) if module.isidentifier()]
-    if not any(find_spec(module) for module in modules):
-        yield f"{requirement.name} brings no module that can be found: {modules}"
-
-
 def test_files_and_urls_that_are_named_exist_and_classifiers_are_sorted_and_known():
     named = [PROJECT["readme"], *PROJECT.get("license-files", [])]
     assert [name for name in named if not any(ROOT.glob(name))] == []
@@ -85,28 +58,14 @@ def test_the_pythons_that_are_named_are_those_that_are_asked_for():
     assert default in pythons() and set(re.findall(r"Python (\d+\.\d+)", SETUP)) == {default}
 
 
-def test_setup_pins_what_the_package_asks_for():
+def test_extras_that_are_named_exist_and_setup_pins_what_the_package_asks_for():
+    named = {extra for file in TEXTS for extra in re.findall(r"asyncgrpo\[(\w+)\]", file.read_text(encoding="utf-8"))}
+    assert named and named <= set(EXTRAS)
     pinned = pins()
     assert [str(need) for need in DEPENDENCIES if canonicalize_name(need.name) not in pinned] == []
     needs = [*DEPENDENCIES, *(need for needs in EXTRAS.values() for need in needs)]
     kept = [(need, pinned.get(canonicalize_name(need.name))) for need in needs]
     assert [f"{need}: {pin}" for need, pin in kept if pin and not need.specifier.contains(pin)] == []
-
-
-def test_what_the_package_needs_is_here_and_an_extra_is_here_or_not_installed():
-    assert [line for requirement in DEPENDENCIES for line in wrong(requirement)] == []
-    extras = [requirement for requirements in EXTRAS.values() for requirement in requirements]
-    assert [line for requirement in filter(is_installed, extras) for line in wrong(requirement)] == []
-
-
-def test_extras_that_are_named_exist():
-    named = {extra for file in TEXTS for extra in re.findall(r"asyncgrpo\[(\w+)\]", file.read_text(encoding="utf-8"))}
-    assert named and named <= set(EXTRAS)
-
-
-def test_a_script_can_be_imported():
-    for target in PROJECT["scripts"].values():
-        assert callable(metadata.EntryPoint("", target, "console_scripts").load())
 
 
 def test_a_wheel_has_the_code_the_configurations_the_runbooks_and_the_command(tmp_path: Path):

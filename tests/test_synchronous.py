@@ -1,15 +1,28 @@
 """At `max_lag: 0` a whole run is bitwise identical to a synchronous loop in one process."""
 
 import asyncio
+import statistics
+from collections import deque
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
+from asyncgrpo.buffer.buffer import group_seed
+from asyncgrpo.cluster.wiring import sampling_of
 from asyncgrpo.config.load import load_config, shipped
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
-from tests import one_process
+from asyncgrpo.data.loading import Prompts
+from asyncgrpo.data.prompts import PromptSource
+from asyncgrpo.data.tokenizer import decoder, load_tokenizer, stop_token_ids
+from asyncgrpo.engines.build import build_engine
+from asyncgrpo.generators.rollout import GroupInFlight
+from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.report import StepReport
+from asyncgrpo.rewards.build import build_reward
+from asyncgrpo.types import Group, Lease, PolicyVersion, Prompt
 from tests.runs import asyncgrpo, events
 
 STEPS = 4
@@ -34,12 +47,62 @@ def settings(tmp_path: Path) -> list[str]:
     ]
 
 
-async def train_in_one_process(config: Config) -> list[one_process.Step]:
-    return [step async for step in one_process.train(config)]
+class Step(NamedTuple):
+    reward_mean: float
+    report: StepReport
+
+
+async def train(config: Config) -> list[Step]:
+    """Train the `run.steps` steps in this process. At most `generators.groups_in_flight` groups are sampled at once."""
+    tokenizer = load_tokenizer(config.model.path)
+    stops = stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
+    prompts = Prompts(config.data.sources, "train", tokenizer, config.data)
+    source = PromptSource(prompts, seed=config.run.seed, shuffle=config.data.shuffle, epochs=None)
+    engine, reward = build_engine(config, seed=config.run.seed), build_reward(config.reward)
+    learner = Learner(config, rank=0, world=1, device="cpu")
+    decode = decoder(tokenizer, keep_special=False)
+    sampling = sampling_of(config, stops, evaluation=False)
+    slots = asyncio.Semaphore(config.generators.groups_in_flight)
+
+    async def sample(number: int, prompt: Prompt) -> Group:
+        lease = Lease(
+            lease_id=f"train.{number}.0",
+            group_id=f"train.{number}",
+            attempt=0,
+            prompt_index=number,
+            purpose="train",
+            prompt=prompt,
+            num_completions=config.algorithm.group_size,
+            with_greedy=config.algorithm.advantage == "remax",
+            sampling=sampling,
+            seed=group_seed(config.run.seed, number, 0),
+        )
+        async with slots:
+            return await GroupInFlight(lease, engine, reward, decode).generate("one")
+
+    async def sample_step() -> list[Group]:
+        wanted = [source.next() or (0, prompts[0]) for _ in range(config.buffer.prompts_per_step)]
+        return list(await asyncio.gather(*(sample(number, prompt) for number, prompt in wanted)))
+
+    waiting: deque[list[Group]] = deque()
+    steps: list[Step] = []
+    await engine.start(PolicyVersion(1, 0))
+    try:
+        for step in range(config.run.steps or 0):
+            version = PolicyVersion(1, step)
+            await engine.load_weights([(info.name, tensor) for info, tensor in learner.weights()], version)
+            for _ in range(config.buffer.max_lag + 1 if step == 0 else 1):
+                waiting.append(await sample_step())
+            groups = waiting.popleft()
+            rewards = [r.score.value for group in groups for r in group.rollouts if r.score.value is not None]
+            steps.append(Step(statistics.fmean(rewards), learner.step(groups, version)))
+        return steps
+    finally:
+        await engine.close()
+        await reward.close()
 
 
 def run(folder: Path, *settings: str) -> Path:
-    """The whole system, to its end, in `folder`."""
     result = asyncgrpo("train", "--config", "quickstart", f"run.out={folder}", *settings, cwd=folder.parent)
     assert result.returncode == 0, result.stdout + result.stderr
     assert events(folder, "end")[-1]["status"] == "done"
@@ -56,7 +119,7 @@ def test_a_run_at_lag_zero_is_bitwise_identical_to_a_synchronous_loop(rank: int,
 
     torch.set_num_threads(1)
     config = load_config(shipped("quickstart"), settings)
-    plain = asyncio.run(train_in_one_process(config))
+    plain = asyncio.run(train(config))
 
     assert len(ours) == len(plain) == STEPS
     for step, (mine, theirs) in enumerate(zip(ours, plain, strict=True), start=1):

@@ -1,6 +1,5 @@
 """The warm process: a fork of it does what was asked, and where it is missing everything goes on without it."""
 
-import json
 import os
 import signal
 import subprocess
@@ -38,11 +37,6 @@ def refuse() -> None:
     raise ConfigError("no")
 
 
-def test_without_a_warm_process_a_call_is_made_here():
-    assert not warm.is_on()
-    assert warm.call(os.getpid) == os.getpid()
-
-
 def test_a_fork_has_everything_imported_and_the_environment_of_who_asks(begun, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HELLO", "there")
     seen = warm.call(look)
@@ -71,18 +65,6 @@ def test_a_call_is_made_here_if_the_warm_process_was_killed(gone: bool, tmp_path
         "assert warm.call(os.getpid) == os.getpid() and not warm.is_on()"
     )
     subprocess.run([sys.executable, "-c", script], env=environment(), check=True)
-
-
-def test_a_worker_of_ray_starts_without_the_warm_process_if_it_is_lost(tmp_path: Path):
-    """The script beside the worker's is what Ray runs by itself."""
-    (tmp_path / "setup_worker.py").write_text(
-        "import json, os, sys; print(json.dumps([sys.argv[1:], sorted(os.environ)]))"
-    )
-    given = [str(tmp_path / "default_worker.py"), "--language=PYTHON", "--serialized-runtime-env-context={}", "--x=1"]
-    lost = environment() | {warm.ADDRESS: str(tmp_path / "nobody")}
-    said = subprocess.run([sys.executable, warm.__file__, *given], env=lost, capture_output=True, text=True)
-    arguments, variables = json.loads(said.stdout)
-    assert arguments == given and warm.ADDRESS not in variables, said.stderr
 
 
 def test_a_run_goes_on_if_its_warm_process_is_killed_and_processes_that_start_later_do_without(tmp_path: Path):

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from asyncgrpo import scratch
@@ -20,10 +19,8 @@ from tests.models import make_tiny_qwen3_moe
 from tests.runs import (
     assert_nothing_left,
     asyncgrpo,
-    command_of,
     events,
     left_behind,
-    marked,
     replay,
     start,
     wait_until,
@@ -103,64 +100,26 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         *["train", "--model", "demo/model", "--data", "train.json", "--reward-func", "my_reward.py"],
         *["--rollout-n", "8", "--epochs", "2", "--n-gpus", "0", "--lr", "0.01", "--kl-coef", "0.001"],
         *["--engine", "torch", "--out", "run", "buffer.prompts_per_step=40", "sampling.max_tokens=4"],
-        *[
-            "data.max_prompt_tokens=32",
-            "learner.tokens_per_microbatch=8192",
-            "generators.count=1",
-            "cluster.share_gpu=true",
-        ],
+        *["data.max_prompt_tokens=32", "learner.tokens_per_microbatch=8192", "generators.count=1"],
+        "cluster.share_gpu=true",
         cwd=tmp_path,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     curve = rewards(tmp_path / "run")
     assert len(curve) == 30 and curve[0] < 0.3 and statistics.mean(curve[-5:]) > 0.9
     assert all(event["engines"] == 1 and event["checksum"] == "ok" for event in events(tmp_path / "run", "sync"))
-    assert_same_model_as_the_checkpoint(tmp_path / "run")
     assert_nothing_left(tmp_path)
 
 
-def assert_same_model_as_the_checkpoint(run: Path) -> None:
-    """What a user loads is what the learner had."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from asyncgrpo.config.load import load_config
-    from asyncgrpo.learner.learner import Learner
-
-    final = AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float32)
-    config = load_config(run / "config.yaml", [f"model.path={run.parent / 'demo' / 'model'}"])
-    learner = Learner(config, rank=0, world=1, device="cpu")
-    learner.load(str(max((run / "checkpoints").glob("step_*")) / "resume"))
-    held = {info.name: tensor.clone() for info, tensor in learner.weights()}
-    loaded = dict(final.named_parameters())
-    assert held.keys() <= loaded.keys()
-    for name, tensor in held.items():
-        assert torch.equal(loaded[name], tensor), name
-
-
-def test_a_killed_generator_is_replaced_sigterm_drains_and_two_ranks_are_replayed_in_the_same_order(tmp_path: Path):
+def test_sigterm_drains_and_two_ranks_are_replayed_in_the_same_order(tmp_path: Path):
     arguments = ["demo", *SHORT, "--out", "run", "--steps", "500", "run.eval_every=100", "learner.ranks=2"]
     run = tmp_path / "run"
     process = start(*arguments, cwd=tmp_path)
-    wait_until(lambda: len(events(run, "step")) >= 2, "second step", 200.0)
-    generators = [p for p in marked(tmp_path) if "GeneratorActor" in command_of(p)]
-    assert len(generators) == 2
-    before = len(events(run, "sync"))
-    generators[0].kill()
-
-    def is_replaced() -> bool:
-        engines = [event["engines"] for event in events(run, "sync")[before:]]
-        return 1 in engines and engines[-1] == 2
-
-    wait_until(is_replaced, "publication to one, and then to two", 200.0)
+    wait_until(lambda: len(events(run, "step")) >= 6, "sixth step", 200.0)
     drain(process, run, signal.SIGTERM)
     assert_steps_are_gapless(run, events(run, "step")[-1]["step"])
-    restarts = events(run, "restart")
-    assert any(event["actor"].startswith("generator-") and event.get("count") == 1 for event in restarts), restarts
-    # What the dead generator worked on was generated again: every prompt of the run is there once.
     assert max(int(lag) for event in events(run, "step") for lag in event["lags"]) <= 1
     assert_nothing_left(tmp_path)
-    # Two ranks add up in the same order again.
     code, found = replay(tmp_path, "--to-step", "6")
     assert code == 0 and found["equal"] and len(found["steps"]) == 6
     assert found["weights"]["equal"] == ["1.0", "1.6"]
@@ -204,13 +163,6 @@ def test_a_resume_goes_round_mixed_sources_with_what_may_change_and_samples_anew
     assert abs(groups["demo_copy"] - 72) <= 2 and groups["reasoning-gym:aiw"] == 96 - groups["demo_copy"]
     audited = asyncgrpo("audit", "run", cwd=tmp_path)
     assert audited.returncode == 0, audited.stdout
-    seen: Counter[str] = Counter()
-    for file in sorted((run / "samples").rglob("step_*.parquet")):
-        rows_of_step = Counter(pq.read_table(file, columns=["prompt_id"])["prompt_id"].to_pylist())
-        size = 8 if int(file.stem.removeprefix("step_")) <= 3 else 4
-        seen.update({prompt: rows // size for prompt, rows in rows_of_step.items()})
-    of_file = [seen[f"train/{row}"] for row in range(60)]
-    assert max(of_file) <= 2 and min(of_file) >= 1, "a prompt came a third time, or never, in the round and a fifth"
     assert_nothing_left(tmp_path)
 
 

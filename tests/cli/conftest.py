@@ -10,8 +10,6 @@ from asyncgrpo import cli
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
-
     code: int
     out: str
     err: str

@@ -26,21 +26,11 @@ def test_show_prints_what_load_config_reads_back_and_json_for_scripts(asyncgrpo,
     assert json.loads(asyncgrpo("config", "show", "quickstart", "--json").out)["generators"]["count"] == 2
 
 
-def test_algorithms_are_listed_with_a_line_each(asyncgrpo):
+def test_algorithms_are_listed_and_show_lays_one_over_the_file(asyncgrpo):
     lines = asyncgrpo("config", "algorithms").out.splitlines()
-    assert [line.split()[0] for line in lines] == algorithm_names()
-    assert "one ratio for a whole completion" in next(line for line in lines if line.startswith("gspo "))
-
-
-def test_show_lays_an_algorithm_over_the_file_and_says_so(asyncgrpo):
+    assert [line.split()[0] for line in lines] == algorithm_names() and min(map(len, lines)) > 30
     shown = asyncgrpo("config", "show", "one_node_8gpu", "--algorithm", "icepop", "algorithm.kl_coef=0").out
     assert "\n# algorithm icepop: grpo advantages, reinforce around behaviour, corrections [{" in shown
-
-
-def test_show_refuses_an_algorithm_that_does_not_fit(asyncgrpo):
-    ended = asyncgrpo("config", "show", "one_node_8gpu", "--algorithm", "pairwise", "learner.minibatches=2")
-    assert ended.code == 1
-    assert "algorithm.loss=pairwise compares completions" in ended.err
 
 
 def test_an_unknown_algorithm_is_answered_with_all_of_them(asyncgrpo, tmp_path, monkeypatch):
@@ -77,51 +67,28 @@ def test_from_verl_prints_a_file_that_load_config_reads(asyncgrpo, tmp_path):
     assert load_config(tmp_path / "ours.yaml").algorithm.group_size == 4
 
 
+SCRIPTS = {
+    "verl": "python3 -m x \\\n data.seed=3 data.truncation=left no.such_key=1",
+    "trl": "trl grpo --seed 3 --min_p 0.1 --num_generation 4",
+}
+
+
 @pytest.mark.parametrize(
-    ("system", "script", "parts"),
+    ("system", "parts"),
     [
-        (
-            "verl",
-            "python3 -m x \\\n data.seed=3 data.truncation=left no.such_key=1",
-            ["run.seed=3\n", "#   data.truncation=left: ", "#   no.such_key: asyncgrpo knows no such key of verl\n"],
-        ),
-        (
-            "trl",
-            "trl grpo --seed 3 --min_p 0.1 --num_generation 4",
-            [
-                "run.seed=3\n",
-                "#   min_p=0.1: ",
-                "such key of TRL; did you mean `num_generations`?\n",
-                "buffer.max_lag=0 (4)",
-            ],
-        ),
+        ("verl", ["run.seed=3\n", "#   data.truncation=left: ", "#   no.such_key: "]),
+        ("trl", ["run.seed=3\n", "#   min_p=0.1: ", "did you mean `num_generations`?\n", "buffer.max_lag=0 (4)"]),
     ],
 )
-def test_a_script_from_stdin_is_translated_and_says_why_it_does_not_run(asyncgrpo, monkeypatch, system, script, parts):
-    monkeypatch.setattr("sys.stdin", io.StringIO(script))
+def test_a_script_from_stdin_is_translated_and_says_why_it_does_not_run(asyncgrpo, monkeypatch, system, parts):
+    monkeypatch.setattr("sys.stdin", io.StringIO(SCRIPTS[system]))
     ended = asyncgrpo("config", f"from-{system}", "-")
     assert ended.code == 1 and "# It does not run yet:\n#   model.path is missing" in ended.out
     assert [part for part in parts if part not in ended.out] == []
 
 
-def test_from_verl_says_what_a_run_would_refuse(asyncgrpo):
-    ended = asyncgrpo("config", "from-verl", *VERL, "algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=full")
-    assert "# It does not run yet:\n#   algorithm.kl_kind=full is for the loss" in ended.out
-    assert ended.code == 1
-
-
-@pytest.mark.parametrize(("command", "system"), [("from-verl", "verl"), ("from-trl", "TRL")])
-def test_a_script_without_a_key_is_refused(asyncgrpo, tmp_path, command, system):
+def test_a_script_without_a_key_is_refused(asyncgrpo, tmp_path):
     (tmp_path / "run.sh").write_text("echo hello\n")
-    ended = asyncgrpo("config", command, tmp_path / "run.sh")
-    assert (ended.code, ended.err) == (1, f"error: {tmp_path}/run.sh: it has no key of {system}'s\n")
-
-
-def test_a_command_is_taken_as_it_is_typed(asyncgrpo):
-    verl = ("python3", "-m", "verl.trainer.main_ppo", "data.seed=3", "+data.shuffle=False")
-    assert asyncgrpo("config", "from-verl", *verl).out.startswith(
-        "asyncgrpo train \\\n    run.seed=3 \\\n    data.shuffle=false\n"
-    )
-    trl = ("torchrun", "--nproc_per_node", "2", "grpo.py", "--seed=3", "--use_vllm")
-    written = " ".join(asyncgrpo("config", "from-trl", *trl).out.partition("\n\n")[0].split())
-    assert written.endswith("generators.count=1 \\ learner.ranks=1 \\ run.seed=3 \\ generators.engine=sglang")
+    for command, system in (("from-verl", "verl"), ("from-trl", "TRL")):
+        ended = asyncgrpo("config", command, tmp_path / "run.sh")
+        assert ended.code == 1 and f"run.sh: it has no key of {system}'s\n" in ended.err

@@ -52,67 +52,41 @@ TESTS = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
 RIGHT, HALF = "print(sum(map(int, input().split())))", "print(3)"
 
 
+CODE = {"prompt": "Add!", "ground_truth": TESTS, "data_source": "code"}
+SEVERAL = {"prompt": "Where?", "ground_truth": ["Rome", "Roma"], "data_source": "qa"}
+
+
 @pytest.mark.parametrize(
-    ("beside", "said"),
+    ("row", "said"),
     [
-        (
-            {"solution": RIGHT},
-            "1 for ````python↵print(sum(map(int, input().split())))↵```` as the completion: the row's solution",
-        ),
-        ({"extra_info": {"solutions": json.dumps([HALF, RIGHT])}}, "0.5 for `"),
-        ({}, "0 for `pass` as the completion: the ground truth is tests, and the row has no solution, solutions,"),
+        (CODE | {"solution": RIGHT}, f"1 for ````python↵{RIGHT}↵```` as the completion: the row's solution"),
+        (CODE | {"extra_info": {"solutions": json.dumps([HALF, RIGHT])}}, "0.5 for `"),
+        (CODE, "0 for `pass` as the completion: the ground truth is tests, and the row has no solution, solutions,"),
+        (SEVERAL, "1 for `Rome` as the completion: the first of 2 right answers"),
     ],
 )
-def test_a_row_of_code_is_scored_by_its_solution(asyncgrpo, file, beside, said):
-    file.write_text(json.dumps({"prompt": "Add!", "ground_truth": TESTS, "data_source": "code"} | beside) + "\n")
+def test_a_row_is_scored_by_its_solution_or_its_answer(asyncgrpo, file, row, said):
+    file.write_text(json.dumps(row) + "\n")
     ended = asyncgrpo("data", "check", file, "reward.code.unsafe=true")
     assert ended.code == 0, ended.err
     assert said in ended.out.partition("row 0, reward    ")[2].replace("\n" + " " * 17, "↵")
 
 
-def test_of_several_right_answers_the_first_is_scored(asyncgrpo, file):
-    file.write_text(json.dumps({"prompt": "Where?", "ground_truth": ["Rome", "Roma"], "data_source": "qa"}) + "\n")
-    ended = asyncgrpo("data", "check", file)
-    assert "row 0, reward    1 for `Rome` as the completion: the first of 2 right answers" in ended.out
-
-
-def test_columns_are_given_as_for_a_run(asyncgrpo, file, reward):
-    file.write_text(json.dumps({"question": "Why?", "reply": "because"}) + "\n")
-    columns = ("data.columns.prompt=question", "data.columns.answer=reply")
-    ended = asyncgrpo("data", "check", file, *columns, "--reward-func", reward)
-    assert "row 0, answer    because" in ended.out
-
-
 def test_a_reward_that_cannot_score_is_an_error_after_the_report(asyncgrpo, file, reward):
-    reward.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1 / 0\n"
-    )
-    ended = asyncgrpo("data", "check", file, "--reward-func", reward)
-    assert ended.code == 1
-    assert "rows             8" in ended.out
-    assert "could not be scored (exception: " in ended.err
-
-
-def test_the_rows_without_an_answer_are_named(asyncgrpo, file, reward):
-    rows = [{"prompt": "Why?", "ground_truth": None if n % 2 else "because"} for n in range(30)]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ended = asyncgrpo("data", "check", file, "--reward-func", reward)
-    assert "without answer   15 rows: 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, ...\n" in ended.out
-
-
-def test_an_unreachable_judge_is_one_sentence_after_the_report(asyncgrpo, file):
-    judge = ("reward.function=judge", "reward.judge.url=http://127.0.0.1:1")
-    ended = asyncgrpo("data", "check", file, *judge, "reward.judge.timeout_s=2")
-    assert ended.code == 1
-    assert "rows             8" in ended.out
-    assert ended.err.startswith("error: reward.judge.url: http://127.0.0.1:1/v1/chat/completions cannot be reached (")
-    assert ended.err.count("\n") == 1
-
-
-def test_a_source_without_a_rule_in_any_row_is_an_error_as_in_a_run(asyncgrpo, file):
-    with file.open("a") as rows:
-        rows.write(json.dumps({"prompt": "Rhyme!", "ground_truth": "", "data_source": "poetry"}) + "\n")
-    ended = asyncgrpo("data", "check", file)
-    assert ended.code == 1
-    assert "rows             9" in ended.out
-    assert "no reward rule for data_source 'poetry'" in ended.err and ended.err.count("\n") == 1
+    judge = ("reward.function=judge", "reward.judge.url=http://127.0.0.1:1", "reward.judge.timeout_s=2")
+    reward.write_text(reward.read_text().replace("0.25", "1 / 0"))
+    for how, said in (
+        (("--reward-func", reward), "could not be scored (exception: "),
+        (judge, "reward.judge.url: http://127.0.0.1:1/v1/chat/completions cannot be reached ("),
+        ((), "no reward rule for data_source 'poetry'"),
+    ):
+        if not how:
+            rows = [
+                {"question": "Why?", "reply": None if n % 2 else "because", "data_source": "poetry"} for n in range(8)
+            ]
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            how = ("data.columns.prompt=question", "data.columns.answer=reply")
+        ended = asyncgrpo("data", "check", file, *how)
+        assert ended.code == 1 and "rows             8" in ended.out
+        assert said in ended.err and ended.err.count("\n") == 1
+    assert "without answer   4 rows: 1, 3, 5, 7\n" in ended.out and "row 0, answer    because" in ended.out

@@ -1,11 +1,20 @@
-"""The flags of `train`: the settings that they make, and which of them wins."""
+"""The flags of `train`, and what a run holds of its GPUs: what cannot fit is refused, and a split is chosen that does."""
+
+import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from asyncgrpo.cli import options, running
 from asyncgrpo.cli.options import train_overrides
+from asyncgrpo.config import model_size, reach
 from asyncgrpo.config.foreign_rules import split_gpus
 from asyncgrpo.config.load import load_config
+from asyncgrpo.config.memory import GIB
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.host import Host
+from benchmarks.memory_table import PUBLISHED
 
 
 def test_every_flag_reaches_its_knob():
@@ -37,9 +46,8 @@ def test_of_steps_and_epochs_the_one_given_alone_is_the_end():
 
 @pytest.mark.parametrize(
     ("n_gpus", "gpus_each", "split"),
-    [(2, 1, (1, 1)), (3, 1, (2, 1)), (4, 1, (2, 2)), (6, 1, (3, 3)), (8, 1, (4, 4)), (12, 1, (6, 6)), (64, 1, (32, 32)),
-     (8, 2, (2, 4)), (8, 4, (1, 4)), (5, 4, (1, 1)), (12, 4, (1, 8)), (64, 8, (4, 32))],
-)  # fmt: skip
+    [(2, 1, (1, 1)), (3, 1, (2, 1)), (8, 1, (4, 4)), (8, 2, (2, 4)), (8, 4, (1, 4)), (5, 4, (1, 1)), (12, 4, (1, 8))],
+)
 def test_gpus_are_split_by_the_rule(n_gpus, gpus_each, split):
     assert split_gpus(n_gpus, gpus_each) == split
 
@@ -58,15 +66,79 @@ def test_no_gpu_is_a_float32_run_on_the_cpu():
     assert (config.learner.device, config.model.dtype) == ("cpu", "float32")
 
 
-@pytest.mark.parametrize(
-    ("n_gpus", "gpus_each", "sentence"),
-    [(1, 1, "is too few to split"), (-1, 1, "is too few to split"), (4, 4, "cannot hold")],
-)
-def test_a_split_that_leaves_one_side_without_is_refused(n_gpus, gpus_each, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        split_gpus(n_gpus, gpus_each)
+def test_a_split_that_leaves_one_side_without_is_refused():
+    with pytest.raises(ConfigError, match="is too few to split"):
+        split_gpus(1, 1)
+    with pytest.raises(ConfigError, match="cannot hold"):
+        split_gpus(4, 4)
 
 
-def test_flags_may_be_written_with_dashes_or_underscores(asyncgrpo):
-    for flag in ("--rollout-n", "--rollout_n"):
-        assert "'five'" in asyncgrpo("train", flag, "five").err
+@pytest.fixture
+def model(tmp_path):
+    def make(name: str) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(PUBLISHED[name]))
+        return str(tmp_path / name)
+
+    return make
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Makes torch see so many GPUs of so many GiB, in a machine with room for all else."""
+
+    def see(count: int, gib: float) -> None:
+        roomy = Host(memory=2048 * GIB, shared=1024 * GIB, shared_free=1024 * GIB)
+        monkeypatch.setattr(running.Host, "here", lambda shared_memory: roomy)
+        properties = SimpleNamespace(name="Card", total_memory=int(gib * GIB))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+
+    return see
+
+
+def test_config_show_says_what_a_run_holds(asyncgrpo, model, tmp_path):
+    typed = ("config", "show", "one_node_8gpu", f"model.path={model('Qwen3-8B')}")
+    said = asyncgrpo(*typed).out
+    assert "# learner rank" in said and "# engine GPU" in said and "KV cache:" in said
+    assert "for cards of 80 GB" in said
+    assert "for cards of" not in asyncgrpo(*typed, "cluster.gpu_memory_gb=141").out
+    (tmp_path / "copy.yaml").write_text(said)
+    assert load_config(tmp_path / "copy.yaml").learner.ranks == 4
+
+
+def test_config_show_says_nothing_of_a_model_that_is_not_here_or_of_a_cpu(asyncgrpo):
+    for arguments in (["quickstart"], ["one_node_8gpu", "model.path=/no/model"]):
+        ended = asyncgrpo("config", "show", *arguments)
+        assert ended.code == 0 and "learner rank  " not in ended.out
+
+
+def test_gpus_are_split_by_the_size_of_the_model(model, cards):
+    def placed(name: str, n_gpus: int, *explicit: str):
+        flags = options.train_overrides(model=model(name), data="d", n_gpus=n_gpus, explicit=explicit)
+        chosen = options.fitted(load_config(None, flags), n_gpus, explicit)
+        return load_config(None, [*flags, *chosen])
+
+    cards(8, 79)
+    for name, count, each, ranks in (("Qwen3-8B", 4, 1, 4), ("Qwen3-32B", 1, 2, 6)):
+        config = placed(name, 8)
+        assert (config.generators.count, config.generators.gpus_each, config.learner.ranks) == (count, each, ranks)
+        running.check_fit(config)
+    assert placed("Qwen3-32B", 8, "learner.ranks=5").learner.ranks == 5
+    cards(1, 23.5)
+    config = placed("Qwen3-0.6B", 1)
+    assert config.cluster.share_gpu and config.generators.groups_in_flight < 32
+    running.check_fit(config)
+    assert placed("Qwen3-0.6B", 1, "generators.memory_fraction=0.2").generators.memory_fraction == 0.2
+
+
+def test_a_model_that_is_not_here_is_looked_up_and_else_split_in_halves(monkeypatch, model, cards):
+    cards(8, 79)
+    monkeypatch.setattr(reach, "why_no_hub", lambda: None)
+    flags = options.train_overrides(model="Qwen/Qwen3-32B", data="d", n_gpus=8)
+    config = load_config(None, flags)
+    monkeypatch.setattr(model_size, "_downloaded", lambda hub_id: None)
+    assert options.fitted(config, 8, ()) == []
+    monkeypatch.setattr(model_size, "_downloaded", lambda hub_id: model_size.Path(model("Qwen3-32B")))
+    assert "learner.ranks=6" in options.fitted(config, 8, ())

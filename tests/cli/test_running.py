@@ -38,7 +38,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two models and a task, in a folder whose name needs quotes."""
     folder = tmp_path / "my files"
     folder.mkdir()
     for number in (1, 2):
@@ -57,28 +56,27 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_resume_with_another_model_is_refused_and_touches_nothing(asyncgrpo, started, files):
-    assert asyncgrpo("train", "--model", "model1", *TRAIN).code == 0
-    before = contents(files / "a run")
-    ended = asyncgrpo("train", "--model", "model2", *TRAIN)
-    assert (ended.code, len(started)) == (1, 1), ended
-    assert "model.path" in ended.err and "model1" in ended.err and "--out" in ended.err
-    assert contents(files / "a run") == before
-
-
-def test_a_resume_says_what_changed(asyncgrpo, started, files):
+def test_a_resume_says_what_changed_and_a_dry_run_of_it_is_refused_as_the_run_would_be(asyncgrpo, started, files):
     first = asyncgrpo("train", "--model", "model1", *TRAIN).out
     assert "changed" not in first and first.count("sequences per step") == 1
-    ended = asyncgrpo("train", "--model", "model1", *TRAIN, "--lr", "2e-6", "--rollout-n", "4")
-    assert ended.code == 0 and len(started) == 2
-    assert "changed: learner.lr 1e-06 -> 2e-06" in ended.out
-    assert "changed: algorithm.group_size 8 -> 4" in ended.out
+    before = contents(files / "a run")
+    for wrong, named in (
+        (["--model", "model2"], "model.path"),
+        (["--model", "model1", "learner.betas=[1, 1]"], "betas"),
+    ):
+        refused, dry = asyncgrpo("train", *TRAIN, *wrong), preview(asyncgrpo, "train", *TRAIN, *wrong)
+        assert (refused.code, refused.err) == (dry.code, dry.err) and dry.code == 1 and named in dry.err
+    assert contents(files / "a run") == before and len(started) == 1
+    typed = ["train", "--model", "model1", *TRAIN, "--lr", "2e-6", "--rollout-n", "4"]
+    for ended in (preview(asyncgrpo, *typed), asyncgrpo(*typed)):
+        assert ended.code == 0 and "resuming from step 2" in ended.out
+        assert "changed: learner.lr 1e-06 -> 2e-06" in ended.out
+        assert "changed: algorithm.group_size 8 -> 4" in ended.out
     events = [json.loads(line) for line in (files / "a run" / "metrics.jsonl").read_text().splitlines()]
     assert {event["key"] for event in events if event["event"] == "changed"} == {"learner.lr", "algorithm.group_size"}
 
 
 def preview(asyncgrpo, *typed: str):
-    """A dry run, which must neither start anything nor touch a file."""
     before = contents(Path.cwd())
     folders = sorted(path for path in Path.cwd().rglob("*") if path.is_dir())
     ended = asyncgrpo(*typed, "--dry-run")
@@ -92,13 +90,7 @@ def test_a_dry_run_says_what_a_run_would_do_and_need(asyncgrpo, started, files):
     assert ended.code == 0 and not started, ended
     rows = len((files / "train.jsonl").read_text().splitlines())
     assert f"data.train: train.jsonl, {rows:,} rows\n" in ended.out and "data.eval: eval.jsonl, " in ended.out
-    for part in (
-        "sequences per step",
-        "1 generator (torch, on CPU) + 1 learner rank",
-        "model: model1\n",
-        "new, starts at",
-    ):
-        assert part in ended.out
+    assert "1 generator (torch, on CPU) + 1 learner rank" in ended.out and "new, starts at" in ended.out
 
 
 def test_a_dry_run_for_gpus_says_what_they_would_hold(asyncgrpo, started, files, monkeypatch):
@@ -115,17 +107,6 @@ def test_a_dry_run_for_gpus_says_what_they_would_hold(asyncgrpo, started, files,
     assert asyncgrpo("train", "--model", "model1", *gpus).out.count("learner rank  ") == 1 and len(started) == 1
 
 
-def test_a_dry_run_of_a_resume_says_what_changed_or_is_refused_as_the_run_would_be(asyncgrpo, started, files):
-    asyncgrpo("train", "--model", "model1", *TRAIN)
-    ended = preview(asyncgrpo, "train", "--model", "model1", *TRAIN, "--lr", "2e-6")
-    assert ended.code == 0 and "resuming from step 2" in ended.out
-    assert "changed: learner.lr 1e-06 -> 2e-06" in ended.out
-    for wrong in (["--model", "model2"], ["--model", "model1", "learner.betas=[1, 1]"]):
-        refused, dry = asyncgrpo("train", *TRAIN, *wrong), preview(asyncgrpo, "train", *TRAIN, *wrong)
-        assert (refused.code, refused.err) == (dry.code, dry.err) and dry.code == 1
-    assert len(started) == 1
-
-
 def test_a_dry_run_of_serve_finds_too_few_gpus_and_a_folder_that_is_taken(asyncgrpo, started, files):
     typed = ["serve", *SERVED, "run.out=served"]
     assert preview(asyncgrpo, *typed).code == 0
@@ -137,7 +118,6 @@ def test_a_dry_run_of_serve_finds_too_few_gpus_and_a_folder_that_is_taken(asyncg
 
 
 def retyped(out: str) -> list[str]:
-    """The arguments of the command that was printed last, as a shell reads it."""
     line = next(line for line in reversed(out.splitlines()) if ": asyncgrpo " in line)
     name, *arguments = shlex.split(line.partition(": ")[2])
     assert name == "asyncgrpo"

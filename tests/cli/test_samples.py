@@ -7,14 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.recording.test_sample_files import FIELDS
+
 
 def row(index: int, step: int, **changes: object) -> dict[str, object]:
-    return {
-        "step": step, "version_oldest": "1.3", "version_newest": "1.4", "lag": 2, "group_id": f"g{index // 2}",
-        "prompt_id": f"train/{index}", "prompt": f"question {index}", "completion": f"answer {index}",
-        "ground_truth": f'"{index}"', "reward": index / 10, "advantage": index - 3.0, "failure": None,
-        "finish_reason": "stop", "num_tokens": 5,
-    } | changes  # fmt: skip
+    own = {"version_oldest": "1.3", "version_newest": "1.4", "lag": 2, "group_id": f"g{index // 2}", "num_tokens": 5}
+    own |= {"prompt_id": f"train/{index}", "prompt": f"question {index}", "completion": f"answer {index}"}
+    return FIELDS | own | {"step": step, "reward": index / 10, "advantage": index - 3.0} | changes
 
 
 @pytest.fixture
@@ -36,7 +35,6 @@ def listed(asyncgrpo, *arguments: object) -> list[dict]:
 
 
 def shown(asyncgrpo, *arguments: object) -> str:
-    """The printed text on one line."""
     return " ".join(asyncgrpo("samples", *arguments).out.split())
 
 
@@ -45,20 +43,14 @@ def test_without_a_step_the_newest_is_shown_in_its_own_order(asyncgrpo, run):
     assert [r["prompt_id"] for r in rows] == [f"train/{index}" for index in range(5)]
     assert {r["step"] for r in rows} == {2}
     assert {r["step"] for r in listed(asyncgrpo, run, "--step", 1)} == {1}
+    drawn = listed(asyncgrpo, run, "--random")
+    assert drawn == listed(asyncgrpo, run, "--random") != rows
 
 
-def test_best_and_worst_order_by_reward_and_put_failures_last_and_exclude_each_other(asyncgrpo, run):
+def test_best_and_worst_order_by_reward_and_exclude_each_other(asyncgrpo, run):
     assert [r["reward"] for r in listed(asyncgrpo, run, "--best", "--limit", 2)] == [0.8, 0.6]
-    rewards = [r["reward"] for r in listed(asyncgrpo, run, "--worst", "--limit", 9)]
-    assert rewards[:2] == [0.0, 0.1]
-    assert rewards[-1] is None
+    assert [r["reward"] for r in listed(asyncgrpo, run, "--worst", "--limit", 2)] == [0.0, 0.1]
     assert asyncgrpo("samples", run, "--best", "--worst").code == 2
-
-
-def test_a_random_choice_is_the_same_each_time(asyncgrpo, run):
-    first = listed(asyncgrpo, run, "--random")
-    assert first == listed(asyncgrpo, run, "--random")
-    assert first != listed(asyncgrpo, run)
 
 
 def test_a_person_sees_reward_lag_and_weights_of_each_completion(asyncgrpo, run):
@@ -76,55 +68,32 @@ def test_what_a_model_wrote_cannot_move_the_cursor_and_is_no_markup(asyncgrpo, r
     assert "characters left out" not in shown(asyncgrpo, run, "--best", "--limit", 1, "--full")
 
 
-@pytest.fixture
-def without_signal(tmp_path: Path) -> Path:
-    """Two prompts, the same four completions to the first and a last one to the second, all rewarded with 0."""
-    same = {"reward": 0.0, "advantage": 0.0, "prompt": "question", "prompt_id": "train/0", "completion": "the same"}
+def test_the_same_completion_is_shown_once_with_its_count_and_what_an_environment_said_is_marked(asyncgrpo, tmp_path):
+    same = {"reward": 0.0, "advantage": 0.0, "prompt": "question", "completion": "look up 7seven.is it"}
+    same |= {"prompt_id": "train/0", "observed": "[[9, 15]]"}
     rows = [row(index, 1, **same) for index in range(4)]
     rows.append(row(4, 1, **(same | {"prompt": "another question", "prompt_id": "train/1"})))
     (tmp_path / "samples").mkdir()
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples" / "step_000001.parquet")
-    return tmp_path
-
-
-def test_what_an_environment_said_is_marked(asyncgrpo, tmp_path):
-    (tmp_path / "samples").mkdir()
-    rows = [
-        row(0, 1, completion="look up 7seven.is it", observed="[[9, 15]]"),
-        row(1, 1, completion="seven", observed="[]"),
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "samples" / "step_000001.parquet")
-    text = shown(asyncgrpo, tmp_path)
-    assert "look up 7[environment: seven.]is it" in text and text.count("[environment") == 1
-
-
-def test_the_same_completion_is_shown_once_with_its_count(asyncgrpo, without_signal):
-    out = shown(asyncgrpo, without_signal, "--best", "--limit", 1)
-    assert out.count("the same") == 1
+    out = shown(asyncgrpo, tmp_path, "--best", "--limit", 1)
+    assert out.count("look up 7[environment: seven.]is it") == 1
     assert "train/0 x4 reward 0" in out
     assert "4 of the 5 completions of step 1 (1 different)" in out
     assert "all completions of this step have reward 0" in out
-    assert [(r["prompt_id"], r["count"]) for r in listed(asyncgrpo, without_signal, "--best")] == [
+    assert [(r["prompt_id"], r["count"]) for r in listed(asyncgrpo, tmp_path, "--best")] == [
         ("train/0", 4),
         ("train/1", 1),
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["{run}", "--step", "9"], "has no samples of step 9; there are steps 1 to 2"),
-        (["{run}/samples"], "holds no samples/step_*.parquet: it writes them after its first step"),
-        (["{run}/nowhere"], "no such folder"),
-    ],
-)
-def test_what_is_not_there_is_said_in_one_sentence(asyncgrpo, run, arguments, sentence):
-    ended = asyncgrpo("samples", *(argument.format(run=run) for argument in arguments))
-    assert ended.code == 1
-    assert sentence in ended.err
-
-
-def test_a_broken_file_is_named(asyncgrpo, run):
+def test_what_is_not_there_or_broken_is_named(asyncgrpo, run):
+    for arguments, sentence in (
+        ([run, "--step", "9"], "has no samples of step 9; there are steps 1 to 2"),
+        ([run / "samples"], "holds no samples/step_*.parquet"),
+        ([run / "nowhere"], "no such folder"),
+    ):
+        ended = asyncgrpo("samples", *arguments)
+        assert ended.code == 1 and sentence in ended.err
     (run / "samples" / "step_000007.parquet").write_text("not Parquet")
     assert "step_000007.parquet cannot be read as Parquet" in asyncgrpo("samples", run).err
 

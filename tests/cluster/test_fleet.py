@@ -1,5 +1,6 @@
-"""The fleet without Ray: which generators it ends, tells and starts again."""
+"""The processes of a run without Ray: which generators the fleet ends, tells and starts again, and the start of a core."""
 
+import itertools
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,24 +11,22 @@ import pytest
 
 from asyncgrpo import liveness
 from asyncgrpo.cluster import processes as module
-from asyncgrpo.cluster.processes import Budget, Fleet
+from asyncgrpo.cluster.processes import Budget, Core, Fleet
 from asyncgrpo.cluster.wiring import Setup
+from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config, DataConfig, GeneratorConfig, ModelConfig
-from asyncgrpo.errors import AsyncGRPOError, ConfigError
+from asyncgrpo.errors import AsyncGRPOError, ConfigError, StalledError
+from asyncgrpo.liveness import RESTART_WINDOW_S
 from asyncgrpo.wire.supervision import EndpointsChanged
 
 ENDPOINTS = EndpointsChanged(buffer_endpoint="b", weights_endpoint="w")
 
 
 class Ray:
-    """Starts actors whose methods end when a test says so."""
-
     def __init__(self) -> None:
         self.killed: list[Any] = []
         self.started: list[object] = []
-        """What `start` of each actor returned."""
         self.endpoints: list[EndpointsChanged] = []
-        """What each actor was told of the core when it started."""
         self.kill = self.killed.append
 
     def remote(self, kind: type) -> Any:
@@ -100,19 +99,6 @@ def plane(monkeypatch):
     return fleet, watch, core, written
 
 
-def test_one_that_another_process_misses_may_be_silent_for_five_signs_of_life_only(plane):
-    fleet, watch, core, _ = plane
-    watch.silent_s = {"generator-0 1.0": 6.0, "generator-1 1.0": 4.0}
-    fleet.reconcile()
-    assert core.lost == [], "nobody misses them, and the limit of the configuration is far away"
-    watch.missed = {"generator-0-1.0": "learner-0", "generator-1-1.0": "learner-0"}
-    fleet.reconcile()
-    assert core.lost == [("generator-0", "1.0")]
-    watch.silent_s = {"generator-0 1.1": 6.0}  # it is still importing
-    fleet.reconcile()
-    assert core.lost == [("generator-0", "1.0")], "its successor is not missed by anyone"
-
-
 def test_one_that_speaks_and_is_missed_by_another_process_for_long_is_replaced(plane, monkeypatch):
     fleet, watch, core, written = plane
     now_s = [time.monotonic()]
@@ -152,11 +138,11 @@ def test_a_restart_is_an_event_once_something_has_started(plane):
 
 def test_one_that_may_not_start_again_is_no_restart_and_nothing_starts_while_the_run_ends(plane):
     fleet, watch, _, written = plane
-    watch.silent_s = {"generator-0 1.0": 500.0}
+    watch.silent_s = {"generator-0 1.0": 500.0, "generator-0 1.1": 500.0}
     fleet.reconcile()
-    watch.silent_s = {"generator-0 1.1": 500.0, "generator-1 1.0": 500.0}
     with pytest.raises(AsyncGRPOError, match="generator-0 ended 2 times within an hour"):
         fleet.reconcile()
+    watch.silent_s |= {"generator-1 1.0": 500.0}
     fleet.reconcile(may_restart=False)
     assert [event["actor"] for event in written] == ["generator-0"] and not fleet._running
 
@@ -173,36 +159,28 @@ def test_one_that_ray_finds_no_place_for_is_said_once_and_the_others_go_on(plane
     for _ in range(3):
         now_s[0] += module.NO_PLACE_S
         fleet.reconcile()
-    assert caplog.text.count("generator-1 waits since 60 s for 1 GPU; the others go on") == 1
-    assert "generator-0 waits" not in caplog.text
+    assert caplog.text.count("waits since") == 1 and "generator-1 waits since 60 s for 1 GPU" in caplog.text
     assert len(ray.started) == 3 and core.lost == [("generator-1", "1.0")], "it is not given up"
-    monkeypatch.setattr(module, "has_ended", lambda reference: reference in (ray.started[0], ray.started[2]))
-    fleet.reconcile()
-    assert len(ray.started) == 3, "a node has joined"
 
 
 def test_one_that_cannot_start_ends_by_its_own_reason_and_one_whose_start_returns_between_two_looks_does_not(
     plane, monkeypatch
 ):
     fleet, _, core, written = plane
-    failed, started = module.ray.started[1], module.ray.started[0]
-    looks: list[object] = []
-
-    def has_ended(reference: object) -> bool:
-        looks.append(reference)
-        return reference is failed or (reference is started and looks.count(started) > 1)
+    started, failed = module.ray.started
+    looks = itertools.count()
+    monkeypatch.setattr(module, "has_ended", lambda of: of is failed or (of is started and next(looks) > 0))
+    why = "model.path: /models/a does not exist on the node 10.0.0.7"
 
     def result(reference: object, name: str) -> tuple[str, int]:
         if reference is failed:
-            raise ConfigError("model.path: /models/a does not exist on the node 10.0.0.7")
+            raise ConfigError(why)
         return "127.0.0.1", 1
 
     monkeypatch.setattr(module, "result", result)
-    monkeypatch.setattr(module, "has_ended", has_ended)
     for _ in range(3):
         fleet.reconcile()
-    assert core.lost == [("generator-1", "1.0")] and looks.count(started) > 1
-    assert written[-1]["reason"] == "model.path: /models/a does not exist on the node 10.0.0.7"
+    assert core.lost == [("generator-1", "1.0")] and written[-1]["reason"] == why and next(looks) > 1
 
 
 def test_a_run_may_lose_a_generator_that_serves_or_whose_start_may_fail_once_more(plane):
@@ -219,15 +197,6 @@ def states(fleet: Fleet) -> dict[str, str]:
     return {process.name: process.state for process in fleet.processes()}
 
 
-def test_a_larger_fleet_starts_those_that_are_missing_at_once(plane):
-    fleet, _, _, written = plane
-    fleet.scale(4)
-    assert states(fleet)["generator-3"] == "starting"
-    fleet.reconcile()
-    assert len(module.ray.started) == 4 and fleet.leaving == () and written == []
-    assert set(states(fleet).values()) == {"working"}
-
-
 def test_one_that_is_too_many_leaves_when_it_ends_by_itself_and_costs_no_restart(plane, monkeypatch):
     fleet, watch, core, written = plane
     fleet.scale(1)
@@ -239,39 +208,24 @@ def test_one_that_is_too_many_leaves_when_it_ends_by_itself_and_costs_no_restart
     assert core.lost == [("generator-1", "1.0")] and written == [] and fleet.leaving == ()
     assert states(fleet) == {"generator-0": "working"}
     fleet.scale(2)
+    assert states(fleet)["generator-1"] == "starting"
     fleet.reconcile()
     assert fleet._running[1].incarnation == "1.1", "no incarnation has two lives"
-    assert written == []
+    assert written == [] and fleet.leaving == ()
     watch.silent_s = {"generator-1 1.1": 500.0}
     fleet.reconcile()
     assert [(e["actor"], e["count"]) for e in written] == [("generator-1", 1)], "from here on it is wanted"
 
 
-def test_one_that_leaves_comes_back_if_it_is_wanted_again_and_is_gone_at_once_while_its_engine_loads(plane):
+def test_one_that_leaves_and_is_wanted_again_still_ends_and_one_whose_engine_loads_is_gone_at_once(plane):
     fleet, watch, _, written = plane
     fleet.scale(1)
     fleet.scale(2)
     assert fleet.leaving == ("generator-1-1.0",), "it has no part in publications any more"
-    watch.silent_s = {"generator-1 1.0": 500.0}  # the buffer had let it go by then
-    fleet.reconcile()
-    fleet.reconcile()
-    assert fleet._running[1].incarnation == "1.1" and written == []
     watch.loading = {"generator-1"}
     fleet.scale(1)
     fleet.reconcile()
     assert states(fleet) == {"generator-0": "working"} and written == []
-
-
-def test_the_end_of_a_run_waits_for_those_that_serve_and_for_none_that_loads_its_engine(plane, monkeypatch):
-    fleet, watch, _, _ = plane
-    waited: list[object] = []
-    monkeypatch.setattr(module.ray, "wait", lambda references, **limits: waited.extend(references), raising=False)
-    watch.loading = {"generator-0"}
-    fleet.shut_down(20.0)
-    assert waited == [fleet._running[1].running]
-    watch.loading = {"generator-0", "generator-1"}
-    fleet.shut_down(20.0)
-    assert len(waited) == 1
 
 
 def test_generators_start_beside_the_first_core_and_are_told_where_it_is(plane):
@@ -293,3 +247,56 @@ def test_generators_start_beside_the_first_core_and_are_told_where_it_is(plane):
     beside.work_for(core, EndpointsChanged(buffer_endpoint="new", weights_endpoint="w"))
     beside.reconcile()
     assert ray.endpoints[-1].buffer_endpoint == "new", "one that starts then is not told of the lost core"
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch):
+    """Starts a core of two ranks; `looks` says for each look after how many seconds, and which processes live then."""
+
+    def begin(looks: list[tuple[float, set[str]]]) -> None:
+        now_s, alive = [0.0], set[str]()
+        methods = SimpleNamespace(remote=lambda *arguments: None)
+        actor = SimpleNamespace(remote=lambda *arguments: SimpleNamespace(start=methods))
+        ray = SimpleNamespace(remote=lambda kind: SimpleNamespace(options=lambda **options: actor))
+        placement: Any = SimpleNamespace(
+            here=lambda: {}, learner=lambda rank: {}, waits=lambda name, seconds: f"{name} waits since {seconds:.0f} s"
+        )
+        watch: Any = SimpleNamespace(has_heard=lambda name, incarnation: name in alive)
+
+        def results(references: dict[str, object], while_waiting: Any) -> list[object]:
+            for now_s[0], alive_now in looks:
+                alive.update(alive_now)
+                while_waiting()
+            raise TimeoutError
+
+        monkeypatch.setattr(module, "ray", ray)
+        monkeypatch.setattr(module, "results", results)
+        monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
+        settings = ["model.path=m", "data.train=t", "learner.ranks=2", "cluster.stall_timeout_s=200"]
+        setup = Setup(load_config(None, settings), Path("run"), 1, None, None, "", 1)
+        Core(setup, placement, watch).start(lambda: None)
+
+    return begin
+
+
+def test_a_rank_that_ray_finds_no_place_for_is_said_once(start, caplog):
+    with pytest.raises(TimeoutError):
+        start([(5.0, {"buffer", "learner-0"}), (59.0, set()), (61.0, set()), (90.0, set()), (91.0, {"learner-1"})])
+    assert [record.getMessage() for record in caplog.records] == ["learner-1 waits since 61 s"]
+
+
+def test_a_rank_without_a_place_ends_the_run_after_its_limit_for_a_stall(start):
+    looks = [(5.0, {"buffer", "learner-0"}), (61.0, set()), (201.0, set())]
+    with pytest.raises(StalledError, match=r"learner-1 waits since 201 s \(cluster\.stall_timeout_s\)"):
+        start(looks)
+
+
+def test_a_budget_is_spent_within_an_hour_and_comes_back():
+    now = [0.0]
+    budget = Budget("generator-0", 2, clock=lambda: now[0])
+    assert [budget.spent, budget.spend("a"), budget.spend("b"), budget.spent] == [0.0, 1, 2, 1.0]
+    with pytest.raises(AsyncGRPOError, match=r"generator-0 ended 3 times within an hour \(2 .*the last time: c"):
+        budget.spend("c")
+    now[0] = RESTART_WINDOW_S + 1.0
+    assert budget.spend("d") == 3
+    assert Budget("generator-0", 0).spent == 0.0, "nothing to spend: the first end ends the run"

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -30,62 +28,37 @@ def test_one_owner_at_a_time(tmp_path: Path):
     second.release()
 
 
-CLAIM = """
-import pathlib, sys, time
-from asyncgrpo.cluster.folder import RunFolder
-from asyncgrpo.metrics import write_targets
-
-folder = RunFolder(pathlib.Path(sys.argv[1]))
-folder.claim()
-write_targets(folder.path, {"driver": ("127.0.0.1", 1)})
-print("claimed", flush=True)
-time.sleep(1000)
-"""
-
-
 def test_a_killed_run_is_still_missed_for_a_day_and_no_other_run_is_touched(tmp_path: Path):
-    processes = {}
-    for name in ("killed", "living"):
-        process = processes[name] = subprocess.Popen(
-            [sys.executable, "-c", CLAIM, str(tmp_path / name)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout.readline() == "claimed\n"
-    try:
-        processes["killed"].kill()
-        processes["killed"].wait()
-        elsewhere = write_targets(tmp_path / "folder-is-not-here", {"driver": ("127.0.0.1", 1)})
-        killed, living = targets_path(tmp_path / "killed"), targets_path(tmp_path / "living")
-        before, a_day = living.read_text(), 86400.0
-        os.utime(killed, (0.0, time.time() - 3 * a_day))  # it ran for days, and no process of it started meanwhile
-        retire_targets_beside(tmp_path / "new", is_abandoned)
-        (entry,) = json.loads(killed.read_text())
-        assert entry["targets"] == ["127.0.0.1:0"], "its ports may belong to another run by now"
-        assert entry["labels"] == {"run": "killed", "role": "driver", "rank": "0", "instance": "driver-0"}
-        os.utime(killed, (0.0, time.time() - 0.9 * a_day))
-        retire_targets_beside(tmp_path / "new", is_abandoned)
-        assert killed.exists()
-        os.utime(killed, (0.0, time.time() - 1.1 * a_day))
-        retire_targets_beside(tmp_path / "new", is_abandoned)
-        assert not killed.exists(), "by then someone knows, or nobody cares"
-        assert living.read_text() == before and elsewhere.exists()
-        with pytest.raises(CheckpointError):
-            RunFolder(tmp_path / "living").claim()
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.communicate()
+    runs = [RunFolder(tmp_path / name) for name in ("killed", "living")]
+    for run in runs:
+        run.claim()
+        write_targets(run.path, {"driver": ("127.0.0.1", 1)})
+    runs[0].release()  # as its end does
+    elsewhere = write_targets(tmp_path / "folder-is-not-here", {"driver": ("127.0.0.1", 1)})
+    killed, living = (targets_path(run.path) for run in runs)
+    before, a_day = living.read_text(), 86400.0
+    os.utime(killed, (0.0, time.time() - 3 * a_day))  # it ran for days, and no process of it started meanwhile
+    retire_targets_beside(tmp_path / "new", is_abandoned)
+    (entry,) = json.loads(killed.read_text())
+    assert entry["targets"] == ["127.0.0.1:0"], "its ports may belong to another run by now"
+    assert entry["labels"] == {"run": "killed", "role": "driver", "rank": "0", "instance": "driver-0"}
+    os.utime(killed, (0.0, time.time() - 1.1 * a_day))
+    retire_targets_beside(tmp_path / "new", is_abandoned)
+    assert not killed.exists(), "by then someone knows, or nobody cares"
+    assert living.read_text() == before and elsewhere.exists()
+    runs[1].release()
 
 
-@pytest.mark.parametrize("written", [b"two", b"", b"-1", b"\xff"])
-def test_no_lineage_is_given_twice(tmp_path: Path, written: bytes):
+def test_no_lineage_is_given_twice(tmp_path: Path):
     folder = RunFolder(tmp_path / "run")
     folder.claim()
     assert [folder.next_lineage() for _ in range(3)] == [1, 2, 3]
     folder.release()
     assert RunFolder(tmp_path / "run").next_lineage() == 4
-    (tmp_path / "run" / "lineage").write_bytes(written)
-    with pytest.raises(CheckpointError, match="run/lineage does not hold the number of the newest start"):
-        folder.next_lineage()
+    for written in (b"two", b"", b"-1", b"\xff"):
+        (tmp_path / "run" / "lineage").write_bytes(written)
+        with pytest.raises(CheckpointError, match="run/lineage does not hold the number of the newest start"):
+            folder.next_lineage()
     with pytest.raises(CheckpointError, match="lineage"):
         RunFolder(tmp_path / "run" / "lineage" / "run").claim()
 

@@ -1,20 +1,14 @@
 """Heartbeats over a real socket: silent and hanging processes, waits, messages to a process, and stacks on demand."""
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from asyncgrpo.cluster.heartbeat import Heart, Watch
-from asyncgrpo.wire.supervision import EndpointsChanged, GeneratorLost
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from asyncgrpo.wire.supervision import EndpointsChanged
+from tests.journal.journals import Clock
+from tests.runs import wait_until
 
 
 @pytest.fixture
@@ -29,12 +23,8 @@ def watch(clock: Clock) -> Iterator[Watch]:
     watch.close()
 
 
-def listen_until(watch: Watch, condition) -> None:
-    deadline = time.monotonic() + 20.0
-    while not condition():
-        assert time.monotonic() < deadline
-        watch.listen()
-        time.sleep(0.02)
+def listen_until(watch: Watch, condition: Callable[[], object]) -> None:
+    wait_until(lambda: bool(watch.listen() or condition()), "heartbeat", 20.0)
 
 
 def test_a_process_that_is_silent_or_stands_still_is_found(watch: Watch, clock: Clock, tmp_path: Path):
@@ -45,8 +35,8 @@ def test_a_process_that_is_silent_or_stands_still_is_found(watch: Watch, clock: 
     assert not watch.has_begun("buffer", "1")
     first.stop()
     watch.listen()
-    for second in range(1, 7):
-        clock.now_s = second
+    for _ in range(6):
+        clock.now_s += 1.0
         watch.listen()
     assert "no heartbeat for 6 s" in (watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) or "")
     assert watch.unhealthy_reason("buffer", "2", silent_s=5.0, still_s=5.0) is None, "of another start nothing is known"
@@ -66,7 +56,7 @@ def test_time_in_which_nobody_listened_is_no_silence(watch: Watch, clock: Clock,
     def is_silent() -> bool:
         return watch.unhealthy_reason("buffer", "1", silent_s=5.0, still_s=5.0) is not None
 
-    clock.now_s = 600.0
+    clock.now_s += 600.0
     assert not is_silent(), "nobody has listened since"
     watch.listen()
     assert not is_silent()
@@ -92,21 +82,6 @@ def test_a_process_is_told_and_writes_its_stacks(watch: Watch, tmp_path: Path):
     listen_until(watch, lambda: stacks.exists() and "test_a_process_is_told" in stacks.read_text())
     assert moved == [EndpointsChanged(buffer_endpoint="a", weights_endpoint="b")]
     assert stacks.read_text().startswith("nothing moves, process ")
-
-
-def test_what_one_process_knows_of_a_generator_the_driver_knows_and_tells(watch: Watch, tmp_path: Path):
-    lost: list[GeneratorLost] = []
-    missing = ["generator-1"]
-    on_message = {GeneratorLost: lost.append}
-    Heart(
-        watch.endpoint, "learner-0", "1", None, run_dir=tmp_path, on_message=on_message, missing=lambda: tuple(missing)
-    )
-    listen_until(watch, lambda: watch.missing() == {"generator-1": "learner-0"})
-    message = GeneratorLost(generator_id="generator-1", incarnation="1.0")
-    watch.send("learner-0", message)
-    listen_until(watch, lambda: lost == [message])
-    missing.clear()
-    listen_until(watch, lambda: not watch.missing())
 
 
 def test_what_is_awaited_for_long_is_said_again_and_again(watch: Watch, tmp_path: Path, caplog, monkeypatch):

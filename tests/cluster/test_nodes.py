@@ -28,16 +28,12 @@ def configured(*overrides: str) -> Config:
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with all the files that a run names."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "run").mkdir()
     for name in ("train.jsonl", "eval.jsonl", "reward.py", "run/lineage"):
         (tmp_path / name).write_text("")
     return tmp_path
-
-
-# -- paths -------------------------------------------------------------------------------------------------------------
 
 
 def test_processes_are_told_absolute_paths(files: Path):
@@ -59,34 +55,22 @@ def test_processes_are_told_absolute_paths(files: Path):
     ("role", "key", "lost"),
     [
         ("buffer", "data.train", "train.jsonl"),
-        ("buffer", "data.eval", "eval.jsonl"),
         ("learner", "model.path", "model"),
-        ("generator", "model.path", "model"),
         ("generator", "reward.function", "reward.py"),
         ("generator", "run.out", "run/lineage"),
-        ("learner", "run.out", "run/lineage"),
     ],
 )
 def test_a_file_that_a_node_does_not_see_is_named_with_the_node(files: Path, role, key, lost):
     config = with_absolute_paths(configured("data.eval=eval.jsonl", "reward.function=reward.py:judge", "run.out=run"))
     check_files(config, role, files / "run", "10.0.0.7")
     (files / lost).rename(files / "elsewhere")
+    if key == "data.train":
+        check_files(config, "generator", files / "run", "10.0.0.7")
     named = files / "run" if key == "run.out" else files / lost
     with pytest.raises(
         ConfigError, match=rf"^{key}: {named}.* does not exist on the node 10\.0\.0\.7, where a {role} runs"
     ):
         check_files(config, role, files / "run", "10.0.0.7")
-
-
-def test_a_role_needs_only_what_it_reads(files: Path):
-    config = with_absolute_paths(configured("reward.function=reward.py", "run.out=run"))
-    (files / "train.jsonl").unlink()
-    check_files(config, "generator", files / "run", "10.0.0.7")
-    (files / "reward.py").unlink()
-    check_files(config, "learner", files / "run", "10.0.0.7")
-
-
-# -- addresses and the environment -------------------------------------------------------------------------------------
 
 
 def test_loopback_is_refused_where_ray_places_the_run_on_several_nodes():
@@ -114,12 +98,12 @@ def test_settings_of_libraries_travel_and_a_nodes_own_stay(monkeypatch: pytest.M
     assert os.environ == {"NCCL_DEBUG": "INFO", "HF_HOME": "/local"}
 
 
-@pytest.mark.parametrize("stall_s", [1.0, 3600.0])
-def test_a_rank_waits_longer_for_the_others_than_rank_0_for_a_batch(stall_s: float, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_waits_longer_for_the_others_than_rank_0_for_a_batch(monkeypatch: pytest.MonkeyPatch):
     import torch.distributed as dist
 
-    timeout_s = ranks_timeout_s(configured(f"cluster.stall_timeout_s={stall_s}"))
-    assert timeout_s > stall_s and timeout_s >= 300.0
+    assert ranks_timeout_s(configured("cluster.stall_timeout_s=1")) >= 300.0
+    timeout_s = ranks_timeout_s(configured("cluster.stall_timeout_s=3600"))
+    assert timeout_s > 3600.0
     told: dict[str, Any] = {}  # a process has one default group, and other tests of this one may have made it
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: told.update(settings))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)

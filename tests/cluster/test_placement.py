@@ -118,22 +118,22 @@ def test_both_sides_of_nccl_get_the_same_settings_and_a_persons_own_stay(monkeyp
     assert os.environ["NCCL_NVLS_ENABLE"] == "1"
 
 
+OWN, OWN_FOR_CUDA = ({name: "max_split_size_mb:64"} for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+
+
 @pytest.mark.parametrize(
     ("device", "given", "expected"),
     [
         ("cuda", {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
         ("cpu", {}, {}),
-        (
-            "cuda",
-            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
-            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"},
-        ),
-        ("cuda", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+        ("cuda", OWN_FOR_CUDA, OWN_FOR_CUDA),
+        ("cuda", OWN, OWN),
     ],
 )
 def test_a_learner_on_a_gpu_has_expandable_segments_unless_its_allocator_is_configured(
     monkeypatch, device, given, expected
 ):
+    given = dict(given)
     monkeypatch.setattr(os, "environ", given)
     monkeypatch.setattr(wiring, "_begin", lambda *of, **more: ("127.0.0.1", 0))
     config = load_config(None, ["model.path=m", "data.train=d", f"learner.device={device}", "learner.ranks=2"])
@@ -141,15 +141,8 @@ def test_a_learner_on_a_gpu_has_expandable_segments_unless_its_allocator_is_conf
     assert {name: text for name, text in given.items() if "ALLOC" in name} == expected
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], False),
-        (["cluster.ray_address=10.0.0.1:6379"], True),
-        (["cluster.ray_address=10.0.0.1:6379", "learner.device=cpu"], False),
-        (["learner.device=cuda"], True),
-    ],
-)
-def test_a_cluster_that_is_not_connected_yet_is_taken_to_have_gpus(monkeypatch, overrides, expected):
+def test_a_cluster_that_is_not_connected_yet_is_taken_to_have_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert uses_cuda(load_config(None, ["model.path=m", "data.train=d", *overrides])) == expected
+    cluster = "cluster.ray_address=10.0.0.1:6379"
+    for overrides, expected in (([], False), ([cluster], True), ([cluster, "learner.device=cpu"], False)):
+        assert uses_cuda(load_config(None, ["model.path=m", "data.train=d", *overrides])) == expected

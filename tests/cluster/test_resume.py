@@ -1,16 +1,35 @@
-"""A resume refuses or applies each changed setting, and names it.
+"""A start goes on with the run in its folder: it refuses or applies each changed setting, and names it.
 
 `APPLIED` lists the keys that a resume may change, so that each new key needs a decision.
 """
 
 import functools
+import os
+import shutil
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from asyncgrpo.cluster.folder import NOT_COMPARED, REFUSED, Settings, Source, changes, values_in, values_of
+from asyncgrpo.cluster.folder import (
+    NOT_COMPARED,
+    REFUSED,
+    RunFolder,
+    Settings,
+    Source,
+    changes,
+    look,
+    record,
+    values_in,
+    values_of,
+)
 from asyncgrpo.config.explain import knobs, removed
 from asyncgrpo.config.load import load_config, recorded
+from asyncgrpo.config.schema import Config
+from asyncgrpo.errors import CheckpointError, ConfigError
+from asyncgrpo.learner.checkpoints import Checkpoints, RunState
+from asyncgrpo.recording.events import EventLog, read_events
+from tests.models import make_tiny_qwen3
 
 NEEDED = ["model.path=/models/a", "data.train=/data/train.jsonl"]
 
@@ -69,27 +88,12 @@ def test_every_knob_has_exactly_one_rule():
     assert sum(map(len, rules)) == len(knobs())
 
 
-def test_nothing_changed_is_nothing_said():
+def test_what_may_change_is_applied_and_named_and_what_the_run_is_made_of_is_refused_with_a_reason():
     assert changes(settings(), settings("run.out=elsewhere")) == []
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("learner.lr=2e-6", "learner.lr 1e-06 -> 2e-06"),
-        ("algorithm.group_size=4", "algorithm.group_size 8 -> 4"),
-        ("run.epochs=null", "run.epochs 1 -> null"),
-    ],
-)
-def test_what_may_change_is_applied_and_named(override, said):
-    (change,) = changes(settings(), settings(override))
-    assert (str(change), change.effect) == (said, "applied")
-
-
-@pytest.mark.parametrize("override", ["run.seed=1", "model.lora.rank=8", "algorithm.loss=gspo", "data.shuffle=false"])
-def test_what_the_run_is_made_of_is_refused_with_a_reason(override):
-    (change,) = changes(settings(), settings(override))
-    assert change.effect == "refused" and change.why
+    found = changes(settings(), settings("learner.lr=2e-6", "run.epochs=null", "algorithm.loss=gspo"))
+    effects = {str(change): change.effect for change in found}
+    assert effects["learner.lr 1e-06 -> 2e-06"] == effects["run.epochs 1 -> null"] == "applied"
+    assert [bool(change.why) for change in found if change.effect == "refused"] == [True]
 
 
 def test_a_model_is_known_by_what_it_holds():
@@ -115,3 +119,110 @@ def test_a_knob_that_an_older_release_did_not_know_had_its_default():
     del before.values["buffer.keep_journal"]
     assert effects(before, now) == {"buffer.keep_journal": "applied"}
     assert effects(before, settings()) == {}
+
+
+ROW = '{"prompt": "1", "answer": "1"}\n'
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    for number in (1, 2):
+        make_tiny_qwen3(tmp_path / f"model{number}", seed=number)
+    (tmp_path / "train.jsonl").write_text(ROW)
+    (tmp_path / "reward.py").write_text("def compute_score(*arguments): return 0.0\n")
+    return tmp_path
+
+
+def configured(files: Path, *overrides: str) -> Config:
+    settings = [f"run.out={files / 'run'}", f"model.path={files / 'model1'}", f"data.train={files / 'train.jsonl'}"]
+    return load_config(None, [*settings, f"reward.function={files / 'reward.py'}:compute_score", *overrides])
+
+
+def begin(config: Config, *, step: int | None = 4) -> None:
+    """Make a start that came as far as a checkpoint of `step`. None: as far as its first event."""
+    folder = RunFolder(Path(config.run.out))
+    folder.claim()
+    record(config, folder, look(config, folder))
+    lineage = folder.next_lineage()
+    EventLog(folder.path / "metrics.jsonl").write("start", run="run", lineage=1, version="1.0", step=0, sizes="")
+    if step is not None:
+        Checkpoints(folder.path, 2).write(RunState(step=step, lineage=lineage, prompts={}), lambda place: lambda: None)
+    folder.release()
+
+
+def found(config: Config) -> list[str]:
+    return look(config, RunFolder(Path(config.run.out))).lines(config.run.out)[1:]
+
+
+def test_the_same_again_goes_on_and_says_no_more(files: Path, monkeypatch: pytest.MonkeyPatch):
+    standing = look(configured(files), RunFolder(files / "run"))
+    assert standing.is_new and standing.lines("run") == [] and not (files / "run").exists()
+    begin(configured(files))
+    assert found(configured(files)) == []
+    monkeypatch.chdir(files)
+    settings = ["model.path=./model1", "data.train=train.jsonl", "reward.function=reward.py:compute_score"]
+    relative = configured(files, *settings)
+    assert found(relative) == [], "a relative path is no change"
+    assert look(relative, RunFolder(files / "run")).step == 4
+
+
+def test_other_contents_in_the_same_place_are_refused(files: Path):
+    begin(configured(files))
+    (files / "train.jsonl").write_text('{"prompt": "2", "answer": "2"}\n')
+    with pytest.raises(ConfigError, match=r"cannot change data.train .*other contents"):
+        look(configured(files), RunFolder(files / "run"))
+    (files / "train.jsonl").write_text(ROW)
+    os.replace(files / "model2" / "model.safetensors", files / "model1" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"run of 4 steps, and a resume cannot change model.path .*other contents"):
+        look(configured(files), RunFolder(files / "run"))
+
+
+def test_files_that_moved_are_the_same_files_and_a_reward_may_be_edited(files: Path):
+    begin(configured(files))
+    (files / "model1").rename(files / "moved")
+    (files / "reward.py").write_text("def compute_score(*arguments): return 1.0\n")
+    moved, edited = found(configured(files, f"model.path={files / 'moved'}"))
+    assert moved.startswith("changed: model.path ") and moved.endswith("moved")
+    assert edited.startswith("changed: reward.function ") and "other contents" in edited
+
+
+def test_what_changed_is_said_written_and_kept_for_each_start(files: Path):
+    begin(configured(files, "learner.lr=1e-6"))
+    again = configured(files, "learner.lr=2e-6", "algorithm.group_size=4")
+    assert found(again) == ["changed: algorithm.group_size 8 -> 4", "changed: learner.lr 1e-06 -> 2e-06"]
+    begin(again, step=8)
+    changed = [event for event in read_events(files / "run" / "metrics.jsonl") if event["event"] == "changed"]
+    assert [(e["before"], e["now"], e["effect"]) for e in changed] == [
+        ("8", "4", "applied"),
+        ("1e-06", "2e-06", "applied"),
+    ]
+    sources = msgspec.json.decode((files / "run" / "starts" / "0001" / "files.json").read_bytes())
+    assert sources.keys() == {"model.path", "data.train", "reward.function"}
+    assert sources["model.path"]["path"] == str(files / "model1") and all(one["digest"] for one in sources.values())
+    kept = [load_config(files / "run" / "starts" / number / "config.yaml") for number in ("0001", "0002")]
+    assert [config.learner.lr for config in kept] == [1e-6, 2e-6]
+    assert load_config(files / "run" / "config.yaml") == kept[1] == again
+    assert found(again) == []
+
+
+def test_before_the_first_checkpoint_everything_may_change_and_a_run_without_records_of_its_starts_goes_on(files: Path):
+    begin(configured(files), step=None)
+    lines = look(configured(files, f"model.path={files / 'model2'}"), RunFolder(files / "run")).lines("run")
+    assert lines[0] == "run has no checkpoint yet: starting again from step 0"
+    assert lines[1].startswith("changed: model.path ")
+    begin(configured(files))
+    shutil.rmtree(files / "run" / "starts")
+    (unknown,) = found(configured(files, f"model.path={files / 'model2'}"))
+    assert "no configuration of an earlier start" in unknown
+
+
+def test_a_record_that_cannot_be_written_or_read_is_named(files: Path):
+    begin(configured(files))
+    (files / "run" / "starts" / "0001" / "files.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"starts/0001/files\.json"):
+        look(configured(files), RunFolder(files / "run"))
+    (files / "other").mkdir()
+    (files / "other" / "starts").write_text("in the way")
+    config, folder = configured(files, f"run.out={files / 'other'}"), RunFolder(files / "other")
+    with pytest.raises(CheckpointError, match="other/starts/0001"):
+        record(config, folder, look(config, folder))

@@ -20,8 +20,6 @@ WITHIN_S = 20.0
 
 
 class Page:
-    """One tab."""
-
     def __init__(self, port: int) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
@@ -58,11 +56,9 @@ class Page:
             self.complaints.append(json.dumps(said["params"]["exceptionDetails"])[:500])
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """One method of the debugging protocol."""
         return self._run(self._call(method, **parameters))
 
     def open(self, url: str, *, width: int = 1280, height: int = 800, dark: bool = False) -> None:
-        """Load a page, as a new tab would."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -70,7 +66,6 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def value(self, script: str) -> Any:
-        """What an expression is in the page."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
@@ -84,14 +79,12 @@ class Page:
         return value
 
     def text(self, selector: str) -> str:
-        """The text of an element, as a person sees it."""
         return self.wait(f"document.querySelector({json.dumps(selector)})?.innerText")
 
     def click(self, selector: str) -> None:
         self.wait(f"(e => e && !e.disabled && (e.click(), true))(document.querySelector({json.dumps(selector)}))")
 
     def type(self, selector: str, text: str) -> None:
-        """Put a text into a field, as typing does."""
         element = f"document.querySelector({json.dumps(selector)})"
         for name in ("input", "change"):
             self.value(
@@ -109,13 +102,8 @@ def browser() -> Iterator[Page]:
     """A browser of its own, with nothing remembered."""
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        flags = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--remote-debugging-port=0",
-        ]
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        flags.append("--remote-debugging-port=0")
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen([CHROMIUM, *flags, f"--user-data-dir={profile}", "about:blank"], **quiet)  # type: ignore[call-overload]
         page = None

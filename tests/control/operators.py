@@ -78,7 +78,6 @@ class FakeOperator:
 
 @contextmanager
 def served(operator: FakeOperator, **settings: Any) -> Iterator[str]:
-    """The URL of an API of this operator."""
     api = Api(operator, operator.run_dir, **{"bind": "127.0.0.1", "port": 0, "token": TOKEN, **settings})
     try:
         yield api.start()
@@ -88,7 +87,6 @@ def served(operator: FakeOperator, **settings: Any) -> Iterator[str]:
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:
-    """The fields of a step event as a run writes them."""
     return {
         "step": number, "version": f"1.{number}", "reward_mean": number / 100, "reward_std": 0.2, "loss": -0.01,
         "lags": {"0": 2, "1": 5, "2": 1}, "max_lag": 2, "slots": 24, "wanted": None, "under_way": 20, "completions": 64,
@@ -102,7 +100,6 @@ def step(number: int, **fields: Any) -> dict[str, Any]:
 
 
 def make_run(folder: Path, steps: int = 12) -> Path:
-    """A run folder with the events of so many steps."""
     clock = iter(STARTED + i for i in range(10_000))
     log = EventLog(folder / "metrics.jsonl", clock=lambda: next(clock))
     log.write("start", run=folder.name, lineage=1, version="1.0", step=0, sizes="8 prompts x 8", steps=60)

@@ -13,12 +13,11 @@ from PIL import Image
 
 from asyncgrpo.control.client import ChangeSettings, Pause, Scale
 from asyncgrpo.errors import CommandRefused
-from asyncgrpo.recording.advice import Advice
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.recording.samples import Sample, schema
 from tests.control.browser import CHROMIUM, Page, browser
 from tests.control.operators import TOKEN, FakeOperator, make_run, served, step
-from tests.recording.test_sample_search import FIELDS
+from tests.recording.test_sample_files import FIELDS
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 
@@ -33,7 +32,9 @@ def sample(**fields: Any) -> dict[str, Any]:
 SAMPLES = [
     sample(),
     sample(prompt_id="train/2", completion=SCRIPT, reward=0.0, advantage=-0.5),
-    sample(prompt_id="train/3", completion="a needle in the hay", reward=None, failure="timeout", advantage=None),
+    sample(
+        prompt_id="train/3", completion="a needle in the hay", reward=None, failure="timeout", observed="[[16, 19]]"
+    ),
     *(sample(prompt_id=f"train/{n}") for n in range(10, 30)),
 ]
 
@@ -60,7 +61,6 @@ def url(operator: FakeOperator) -> Iterator[str]:
 
 @pytest.fixture
 def page(tab: Page, url: str) -> Iterator[Page]:
-    """The page of the run, loaded."""
     tab.complaints.clear()
     tab.open(f"{url}/#token={TOKEN}")
     tab.wait("document.querySelectorAll('.sample').length")
@@ -72,10 +72,7 @@ def test_it_shows_how_the_run_is(page: Page, operator: FakeOperator):
     assert page.text("#run") == "demo" and TOKEN not in page.value("location.href")
     assert page.text("#state") == "training"
     assert "step 12 of 60, reward 0.12, 1.8k steps/h" in page.text("#step")
-    flow = page.text("#flow").split()
-    assert flow[:2] == ["prompts", "0"]
-    assert "2 / 2" in page.text("#flow")
-    assert "v12" in page.text("#flow")
+    assert "2 / 2" in page.text("#flow") and "v12" in page.text("#flow")
     assert page.value("document.querySelectorAll('#curves canvas').length") == 6
     assert "wait for data 13 %" in page.text("#shares")
     assert "generator-1" in page.text("#processes")
@@ -83,21 +80,32 @@ def test_it_shows_how_the_run_is(page: Page, operator: FakeOperator):
     page.wait("document.querySelector('#step').innerText.includes('reward 0.875')")
 
 
-def test_a_button_asks_and_reaches_the_driver(page: Page, operator: FakeOperator):
-    page.click("#pause")
-    assert "Pause the run?" in page.text("#dialog")
-    assert operator.commands == []
+def test_buttons_ask_and_reach_the_driver(page: Page, operator: FakeOperator):
+    operator.failure = CommandRefused("the run is ending")
+    page.click("#checkpoint")
     page.click("#yes")
-    assert page.text("#said") == "Pause is done"
-    assert operator.commands == [Pause()]
+    assert page.text("#said") == "the run is ending"
+    operator.failure = None
+    page.click("#pause")
+    assert "Pause the run?" in page.text("#dialog") and operator.commands == []
+    page.click("#yes")
+    page.wait("document.querySelector('#said').innerText === 'Pause is done'")
     page.wait("document.querySelector('#state').innerText === 'paused'")
-    assert page.value("[document.querySelector('#pause').disabled, document.querySelector('#resume').disabled]") == [
-        True,
-        False,
-    ]
+    assert page.value("document.querySelector('#pause').disabled && !document.querySelector('#resume').disabled")
+    page.type("#settings [name='buffer.max_lag']", "4")
+    page.click("#settings button")
+    assert "buffer.max_lag: 2 → 4?" in page.text("#dialog")
+    page.click("#yes")
+    page.wait("document.querySelector('#said').innerText.startsWith('ChangeSettings')")
+    assert operator.commands == [Pause(), ChangeSettings(settings={"buffer.max_lag": 4})]
 
 
-def test_advice_is_followed_with_two_clicks(page: Page, operator: FakeOperator):
+def test_advice_is_followed_with_two_clicks_and_a_problem_leads_to_what_to_do(page: Page, operator: FakeOperator):
+    assert "no optimizer step for" in page.text("#notes .problem")
+    page.click("#notes .problem button")
+    assert "docs/runbooks/NoProgress.md" in page.text("#dialog small")
+    assert page.text("#dialog pre").startswith("asyncgrpo status RUN")
+    page.value("document.querySelector('#dialog').close()")
     assert "a third generator would make steps 18 % shorter" in page.text("#notes .advice")
     page.click("#notes .advice button")
     page.click("#yes")
@@ -105,59 +113,20 @@ def test_advice_is_followed_with_two_clicks(page: Page, operator: FakeOperator):
     assert operator.commands == [Scale(generators=3)]
 
 
-def test_a_problem_leads_to_what_to_do(page: Page):
-    assert "no optimizer step for" in page.text("#notes .problem")
-    page.click("#notes .problem button")
-    assert "docs/runbooks/NoProgress.md" in page.text("#dialog small")
-    assert page.text("#dialog h2") == "NoProgress"
-    assert page.text("#dialog pre").startswith("asyncgrpo status RUN")
-
-
-def test_settings_are_changed(page: Page, operator: FakeOperator):
-    page.type("#settings [name='buffer.max_lag']", "4")
-    page.click("#settings button")
-    assert "buffer.max_lag: 2 → 4?" in page.text("#dialog")
-    page.click("#yes")
-    page.text("#said")
-    assert operator.commands == [ChangeSettings(settings={"buffer.max_lag": 4})]
-
-
-def test_what_the_driver_refuses_is_shown(page: Page, operator: FakeOperator):
-    operator.failure = CommandRefused("the run is ending")
-    page.click("#checkpoint")
-    page.click("#yes")
-    assert page.text("#said") == "the run is ending"
-
-
-def test_samples_are_searched_and_filtered(page: Page):
+def test_samples_are_searched_and_filtered_and_what_a_model_wrote_is_only_text(page: Page):
     assert "1 to 10 of 23 found, 23 in all" in page.text("#found")
     page.type("#search [name=search]", "NEEDLE")
     page.wait("document.querySelector('#found').innerText.includes('1 to 1 of 1 found')")
     assert "failed: timeout" in page.text(".sample")
     page.value("document.querySelector('.sample').open = true")
-    assert page.text(".sample mark") == "needle"
+    assert page.text(".sample mark") == "needle" and page.text(".sample .observed") == "hay"
     page.type("#search [name=search]", "")
-    page.type("#search [name=only]", "worse")
-    page.wait("document.querySelector('#found').innerText.includes('1 to 1 of 1 found')")
-
-
-def test_what_a_model_wrote_is_only_text(page: Page):
     page.type("#search [name=only]", "worse")
     page.wait("document.querySelector('.sample')?.innerText.includes('<script>')")
     page.value("document.querySelector('.sample').open = true")
     assert SCRIPT in page.text(".sample dl")
     assert page.value("document.querySelectorAll('main script, main img').length") == 0
     assert page.value("document.title") != "taken"
-
-
-def test_what_an_environment_said_is_set_apart(tab: Page, url: str, operator: FakeOperator):
-    rows = [sample(completion="look up 7seven.is it", observed="[[9, 15]]")]
-    table = pa.Table.from_pylist(rows, schema=schema())
-    pq.write_table(table, operator.run_dir / "samples" / "step_000012.parquet")
-    tab.open(f"{url}/#token={TOKEN}")
-    tab.click(".sample summary")
-    assert tab.text(".sample .observed") == "seven."
-    assert tab.value("document.querySelector('.sample').innerText").count("look up 7seven.is it") == 2
 
 
 def test_the_images_of_a_prompt_are_shown_where_its_card_is_opened(tab: Page, url: str, operator: FakeOperator):
@@ -175,14 +144,11 @@ def test_the_images_of_a_prompt_are_shown_where_its_card_is_opened(tab: Page, ur
     assert "cannot be shown" in tab.text(".sample .bad")
 
 
-def test_a_wrong_token_is_said_with_the_way_out(tab: Page, url: str):
-    tab.open(f"{url}/#token=wrong")
-    assert "the token is not that of this run: `asyncgrpo page RUN` prints the address with it" in tab.text("#banner")
-    assert tab.text("#state") == "no access"
-
-
-def test_a_run_that_ends_is_said_to_be_silent(tab: Page, operator: FakeOperator):
+def test_a_wrong_token_and_a_run_that_has_ended_are_said(tab: Page, operator: FakeOperator):
     with served(operator) as url:
+        tab.open(f"{url}/#token=wrong")
+        assert "the token is not that of this run: `asyncgrpo page RUN`" in tab.text("#banner")
+        assert tab.text("#state") == "no access"
         tab.open(f"{url}/#token={TOKEN}")
         tab.wait("document.querySelectorAll('.sample').length")
     tab.wait("document.querySelector('#banner').innerText.includes('does not reply')")
@@ -197,19 +163,9 @@ def test_curves_fit_their_cards_where_the_window_tells_of_no_change(page: Page):
     assert page.value(f"{charts}.length") == 6
 
 
-def test_advice_says_each_thing_once(tab: Page, url: str, operator: FakeOperator):
-    why = "generator-0 was started again 9 s ago (it ended)"
-    operator.advice = (
-        Advice(bottleneck="health", sentence=f"{why}; tuning can wait until this is over", evidence=why),
-    )
-    tab.open(f"{url}/#token={TOKEN}", width=420)
-    assert tab.text(".note.advice").count(why) == 1
-
-
-@pytest.mark.parametrize(("width", "height"), [(1280, 800), (390, 800)])
-@pytest.mark.parametrize("dark", [False, True])
-def test_nothing_is_cut_at_the_side(page: Page, url: str, width: int, height: int, dark: bool):
-    page.open(f"{url}/#token={TOKEN}", width=width, height=height, dark=dark)
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_nothing_is_cut_at_the_side(page: Page, url: str, width: int, dark: bool):
+    page.open(f"{url}/#token={TOKEN}", width=width, dark=dark)
     page.wait("document.querySelectorAll('.sample').length")
     assert page.value("document.documentElement.scrollWidth") <= width
     first = page.value("document.querySelector('#curves').getBoundingClientRect().top")

@@ -56,14 +56,12 @@ def group(
 def journal(
     folder: Path, lineage: int = 1, durability="fsync_each", parent=None, policy="wait", is_auto=False, **arguments
 ) -> Journal:
-    """Another start's journal in `folder`."""
     history = read_history(folder)
     repair(history)
     return Journal(history, began(lineage, parent, policy=policy, max_lag_is_auto=is_auto), durability, **arguments)
 
 
 def groups_in(history: History) -> dict[int, bytes]:
-    """Payload by order, of the groups that can be read."""
     found = {}
     for item in history.found:
         if isinstance(item.record, Delivered) and (read := history.group(item)) is not None:
@@ -73,8 +71,6 @@ def groups_in(history: History) -> dict[int, bytes]:
 
 
 class Clock:
-    """Time that a test moves."""
-
     def __init__(self) -> None:
         self.now_s = 100.0
 

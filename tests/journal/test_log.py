@@ -16,12 +16,10 @@ from asyncgrpo.journal.history import (
     Damage,
     Delivered,
     Dropped,
-    Whole,
     delivered,
     pack,
     read_history,
     repair,
-    scan,
 )
 from asyncgrpo.journal.log import Disk
 from asyncgrpo.types import PolicyVersion
@@ -29,7 +27,6 @@ from tests.journal.journals import Clock, FailingDisk, began, group, groups_in, 
 
 
 def records():
-    """One of each kind."""
     yield began(), ()
     for prompt_index in range(3):
         yield delivered(*group(prompt_index))
@@ -39,7 +36,6 @@ def records():
 
 
 def small_journal() -> tuple[bytes, list[int], list[object]]:
-    """Its bytes, where each record ends, and the records."""
     data, ends, written = b"", [], []
     for record, body in records():
         data += b"".join(map(bytes, pack(record, list(body))))
@@ -97,19 +93,6 @@ def test_a_torn_end_in_a_segment_that_is_not_the_last_is_damage(tmp_path: Path):
     assert (tmp_path / "00000001.journal").stat().st_size == len(data) - 1, "damage is evidence and stays"
 
 
-def test_random_bytes_are_damage_and_nothing_else():
-    rng = random.Random(0)
-    data, _, _ = small_journal()
-    for _ in range(300):
-        noise = bytearray(data)
-        for _ in range(rng.randrange(1, 30)):
-            at = rng.randrange(len(noise))
-            noise[at : at + rng.randrange(9)] = rng.randbytes(rng.randrange(9))
-        items = list(scan(bytes(noise)))
-        assert all(isinstance(item, Whole | Damage) for item in items)
-        assert [item.offset for item in items[1:]] == [item.end for item in items[:-1]], "no byte is left out"
-
-
 @pytest.mark.parametrize("durability", ["written", "fsync_interval", "fsync_each"])
 def test_a_record_is_durable_when_its_mode_says_so(tmp_path: Path, durability):
     clock = Clock()
@@ -147,9 +130,7 @@ def test_a_full_disk_makes_nothing_durable_is_said_every_30_s_and_recovers_by_it
     assert log.is_durable(9)
     history = read_history(tmp_path / "j")
     assert history.damage == []
-    assert sorted(found.record.prompt_index for found in history.found if isinstance(found.record, Delivered)) == [
-        *range(9)
-    ]
+    assert sorted(groups_in(history)) == [*range(9)]
 
 
 def test_after_a_failed_sync_everything_since_the_last_good_one_is_written_again(tmp_path: Path):
@@ -209,64 +190,30 @@ def test_bodies_of_trained_and_dropped_groups_are_given_up_and_the_ledger_stays(
     assert history.damage == []
 
 
-def test_segments_of_more_records_than_one_call_may_write_are_retired_at_every_checkpoint(tmp_path: Path, caplog):
-    """The kernel takes at most IOV_MAX parts in one call, and a segment of small groups has many times as many."""
-    per_segment = 3 * os.sysconf("SC_IOV_MAX") + 7
-    log = journal(tmp_path / "j", durability="written", segment_bytes=500 * per_segment)
-    shares, step = [], 0
-    for _ in range(4):
-        segment = log.path
-        while log.path == segment:
-            log.append(*delivered(*group(step, tokens=4)))
-            step += 1
-            log.append(BatchIssued(step=step, version=PolicyVersion(1, step - 1), lease_ids=(f"1.{step - 1}.0",)))
-        before = segment.read_bytes()
-        log.append(Committed(step=step, prompts=began().prompts))
-        assert sum(1 for _ in scan(before)) > per_segment
-        shares.append(segment.stat().st_size / len(before))
-    assert max(shares) < 0.5 and not caplog.records
-    history = read_history(tmp_path / "j")
-    assert history.damage == [] and set(groups_in(history)) <= {step - 1}
-    assert len([found for found in history.found if isinstance(found.record, Delivered)]) == step
-
-
-@pytest.mark.parametrize("at_most", [1, 5, 10**9])
+@pytest.mark.parametrize("at_most", [1, 10**9])
 def test_what_a_call_wrote_in_part_is_written_to_its_end(tmp_path: Path, monkeypatch, at_most: int):
     """A call may take less than it was given, and it is given no more parts than it takes."""
     writev, limit = os.writev, os.sysconf("SC_IOV_MAX")
     monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [b"".join(parts)[:at_most]]))
     disk = Disk()
     descriptor = disk.create(tmp_path / "folder" / "file")
-    parts = [
-        b"",
-        b"ab",
-        b"c",
-        b"",
-        memoryview(b"defghij"),
-        *[b"%d" % i for i in range(2 * limit if at_most > 5 else 9)],
-    ]
+    many = [b"%d" % i for i in range(2 * limit if at_most > 5 else 9)]
+    parts = [b"", b"ab", b"c", b"", memoryview(b"defghij"), *many]
     disk.write(descriptor, parts)
     os.close(descriptor)
     assert (tmp_path / "folder" / "file").read_bytes() == b"".join(parts)
 
 
-def test_a_new_start_keeps_the_bodies_of_survivors_only(tmp_path: Path):
+def test_a_new_start_keeps_the_bodies_of_survivors_only_and_a_journal_that_is_kept_loses_none(tmp_path: Path):
     log = journal(tmp_path / "j", segment_bytes=1)
     for prompt_index in range(4):
         log.append(*delivered(*group(prompt_index)))
     log.close()
-    again = journal(tmp_path / "j", lineage=2, survivors={"1.2.0"})
-    again.append(Committed(step=1, prompts=began().prompts))
-    assert set(groups_in(read_history(tmp_path / "j"))) == {2}
-
-
-def test_a_journal_that_is_kept_loses_no_body(tmp_path: Path):
-    log = journal(tmp_path / "j", segment_bytes=1, keep=True)
-    for prompt_index in range(3):
-        log.append(*delivered(*group(prompt_index)))
-    log.append(BatchIssued(step=1, version=PolicyVersion(1, 0), lease_ids=("1.0.0", "1.1.0", "1.2.0")))
-    log.append(Committed(step=1, prompts=began().prompts))
-    assert set(groups_in(read_history(tmp_path / "j"))) == {0, 1, 2}
+    for arguments, left in (({"keep": True}, {0, 1, 2, 3}), ({"survivors": {"1.2.0"}}, {2})):
+        again = journal(tmp_path / "j", lineage=2, **arguments)
+        again.append(Committed(step=1, prompts=began().prompts))
+        again.close()
+        assert set(groups_in(read_history(tmp_path / "j"))) == left
 
 
 WRITER = """
@@ -288,7 +235,7 @@ while True:
 @pytest.mark.parametrize("durability", ["written", "fsync_interval", "fsync_each"])
 def test_a_writer_killed_at_any_moment_leaves_all_that_it_acknowledged(tmp_path: Path, durability: str):
     rng = random.Random(durability)
-    for lineage in range(1, 4):
+    for lineage in (1, 2):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, tmp_path / "j", durability, str(lineage)],
             stdout=subprocess.PIPE,

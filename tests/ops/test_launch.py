@@ -1,4 +1,4 @@
-"""The files that start a run on several nodes: read as Slurm, Ray and Kubernetes read them, as far as these are here."""
+"""The files that start a run on several nodes, and those that start its monitoring, read as their programs read them."""
 
 import os
 import re
@@ -27,8 +27,6 @@ def assert_is_a_run_on_several_nodes(command: str) -> None:
     assert cluster.ray_address is not None and cluster.bind == "0.0.0.0"
 
 
-# -- Slurm -------------------------------------------------------------------------------------------------------------
-
 STUBS = {
     "scontrol": "printf 'node1\\nnode2\\n'",
     "getent": "printf '127.0.1.1 STREAM node1\\n10.0.0.7 STREAM node1\\n'",
@@ -51,12 +49,8 @@ def job(tmp_path: Path):
         (tmp_path / name).chmod(0o755)
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("secret")
-    settings = {
-        "BIN": str(tmp_path),
-        "HOME": str(tmp_path),
-        "SAID": str(tmp_path / "said"),
-        "SLURM_JOB_NODELIST": "n[1-2]",
-    }
+    folder = str(tmp_path)
+    settings = {"BIN": folder, "HOME": folder, "SAID": f"{folder}/said", "SLURM_JOB_NODELIST": "n[1-2]"}
     started = []
 
     def start(**more: str) -> subprocess.Popen:
@@ -71,14 +65,13 @@ def job(tmp_path: Path):
         process.wait()
 
 
-@pytest.mark.parametrize("code", [0, 1])
-def test_a_slurm_job_starts_ray_on_every_node_and_the_end_of_its_time_drains_the_run(job, code):
+def test_a_slurm_job_starts_ray_on_every_node_and_the_end_of_its_time_drains_the_run(job):
     start, said = job
-    process = start(CODE=str(code))
+    process = start(CODE="3")
     wait_until(lambda: said.exists() and "asyncgrpo" in said.read_text(), "start of the driver", 20.0)
     wait_until(lambda: said.read_text().count("ray token") == 2, "Ray on two nodes", 20.0)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == code
+    assert process.wait(timeout=20) == 3
     lines = said.read_text().splitlines()
     assert lines[-1] == "drained"
     (driver,) = [line for line in lines if line.startswith("asyncgrpo")]
@@ -87,9 +80,6 @@ def test_a_slurm_job_starts_ray_on_every_node_and_the_end_of_its_time_drains_the
     first, other = sorted((line for line in lines if line.startswith("ray")), key=lambda line: "--head" not in line)
     assert first == "ray token start --block --head --node-ip-address=10.0.0.7 --port=6379 --include-dashboard=false"
     assert other == "ray token start --block --address=10.0.0.7:6379"
-
-
-# -- Ray's launcher ----------------------------------------------------------------------------------------------------
 
 
 def test_ray_takes_the_file_of_its_launcher():
@@ -103,9 +93,6 @@ def test_ray_takes_the_file_of_its_launcher():
         assert "RAY_AUTH_MODE=token" in command
     (typed,) = re.findall(r"'RAY_AUTH_MODE=token (asyncgrpo serve .*?)'", text.replace("\n#", " "), re.DOTALL)
     assert_is_a_run_on_several_nodes(typed)
-
-
-# -- Kubernetes --------------------------------------------------------------------------------------------------------
 
 
 def test_the_manifest_is_a_ray_job_whose_pods_only_the_run_reaches():
@@ -136,3 +123,47 @@ def test_the_pods_have_the_memory_that_the_run_needs():
     larger = memory_table.sized(manifest.replace("generators.count=4", "generators.count=8 generators.gpus_each=1"))
     sizes = [[int(gib) for gib in re.findall(r"(?:memory|sizeLimit): (\d+)Gi", text)] for text in (manifest, larger)]
     assert all(more > some for some, more in zip(*sizes, strict=True))
+
+
+OPS = Path(__file__).parents[2] / "ops"
+COMPOSE = yaml.safe_load((OPS / "compose.yaml").read_text(encoding="utf-8"))
+SERVICES = COMPOSE["services"]
+MADE_BY_RUNS = {"../runs/prometheus"}
+
+
+def mounts(service: str) -> dict[str, str]:
+    return {source: inside for source, inside, *_ in (text.split(":") for text in SERVICES[service]["volumes"])}
+
+
+def test_every_folder_that_is_mounted_is_there():
+    for name in SERVICES:
+        for source in mounts(name):
+            assert source in COMPOSE["volumes"] or source in MADE_BY_RUNS or (OPS / source).is_dir(), source
+
+
+def test_prometheus_finds_its_rules_and_the_targets_of_runs():
+    inside = mounts("prometheus")
+    config = yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+    assert f"--config.file={inside['./prometheus']}/prometheus.yml" in SERVICES["prometheus"]["command"]
+    assert all((OPS / "prometheus" / rules).is_file() for rules in config["rule_files"])
+    (files,) = config["scrape_configs"][0]["file_sd_configs"][0]["files"]
+    at_root = "/" + re.sub(r"^(\.\./)+", "", files)  # two folders up from /etc/prometheus
+    assert at_root == f"{inside['../runs/prometheus']}/*.json"
+
+
+def test_grafana_finds_prometheus_and_the_boards():
+    inside = mounts("grafana")
+    provisioned = OPS / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioned / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    address = source["url"].removeprefix("http://")
+    assert f"--web.listen-address={address}" in SERVICES["prometheus"]["command"]
+    (provider,) = yaml.safe_load((provisioned / "dashboards" / "boards.yaml").read_text())["providers"]
+    assert provider["options"]["path"] == inside["./grafana/boards"]
+    home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (OPS / "grafana" / "boards" / Path(home).name).is_file()
+
+
+def test_nothing_is_open_to_other_machines():
+    """Both share the network of the host, so each must be told to listen on loopback."""
+    assert all(service["network_mode"] == "host" for service in SERVICES.values())
+    assert SERVICES["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"

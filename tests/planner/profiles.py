@@ -6,7 +6,6 @@ import numpy as np
 from asyncgrpo.planner.plan import DecodeCurve, LearnerTimes, Lengths, Profile
 
 SAME = Lengths(groups=((100.0,) * 4,))
-"""All completions have the same length."""
 
 
 def profile(**changes: object) -> Profile:

@@ -1,11 +1,22 @@
-"""A profile is read as it was written, and its fits find what data was made with."""
+"""A profile is read as it was written, its fits find what data was made with, and its plan ranks all splits."""
+
+import dataclasses
 
 import msgspec
 import numpy as np
 import pytest
 
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.planner.plan import DecodeCurve, LearnerTimes, read_profile, write_profile
+from asyncgrpo.planner.plan import (
+    DecodeCurve,
+    LearnerTimes,
+    groups_in_flight,
+    make_plan,
+    predict,
+    read_profile,
+    splits,
+    write_profile,
+)
 from tests.planner.profiles import SAME, long_tail, profile
 
 
@@ -15,25 +26,14 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
     assert read_profile(tmp_path / "below" / "profile.json") == made
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"publish_s": -1}, r"publish_s"),
-        ({"generators": 0}, r"generators"),
-        ({"speed": 3}, r"speed"),
-        ({"format": 1}, r"format 1, this asyncgrpo reads 2"),
-    ],
-)
-def test_what_is_no_profile_is_refused_with_its_file_and_its_key(tmp_path, change, said):
+def test_what_is_no_profile_is_refused_with_its_file_and_its_key(tmp_path):
     path = tmp_path / "mine.json"
-    path.write_bytes(msgspec.json.encode(msgspec.to_builtins(profile()) | change))
-    with pytest.raises(ConfigError, match=f"mine.json.*{said}"):
+    with pytest.raises(ConfigError, match=r"mine.json cannot be read .*asyncgrpo tune"):
         read_profile(path)
-
-
-def test_a_profile_that_is_not_there_is_named_with_the_way_to_make_one(tmp_path):
-    with pytest.raises(ConfigError, match=r"gone.json cannot be read .*asyncgrpo tune"):
-        read_profile(tmp_path / "gone.json")
+    for change, said in (({"publish_s": -1}, "publish_s"), ({"speed": 3}, "speed"), ({"format": 1}, "format 1, this")):
+        path.write_bytes(msgspec.json.encode(msgspec.to_builtins(profile()) | change))
+        with pytest.raises(ConfigError, match=f"mine.json.*{said}"):
+            read_profile(path)
 
 
 def test_the_curve_is_the_line_through_the_points():
@@ -44,17 +44,13 @@ def test_the_curve_is_the_line_through_the_points():
     assert curve.rate(curve.knee) == pytest.approx(0.75 / 0.0005), "three quarters of the most there is"
 
 
-def test_neither_part_of_a_curve_is_negative():
+def test_neither_part_of_a_curve_is_negative_and_one_load_leaves_open_which_part_is_its_own():
+    curve = DecodeCurve.fit([(10.0, 0.04), (12.0, 0.04)])
+    assert (curve.token_seconds(11.0), curve.base_s) == pytest.approx((0.04, 0.02))
     falling = DecodeCurve.fit([(1.0, 0.03), (8.0, 0.02)])
     assert falling.per_completion_s == 0 and 0.02 < falling.base_s < 0.03
     through_less_than_nothing = DecodeCurve.fit([(1.0, 0.001), (8.0, 0.02)])
     assert through_less_than_nothing.base_s == 0 and through_less_than_nothing.per_completion_s > 0
-
-
-def test_one_load_leaves_open_which_part_is_the_load_s():
-    curve = DecodeCurve.fit([(10.0, 0.04), (12.0, 0.04)])
-    assert curve.token_seconds(11.0) == pytest.approx(0.04)
-    assert curve.base_s == pytest.approx(0.02)
 
 
 def test_the_learner_s_line_is_found_at_two_sizes_and_goes_through_zero_at_one():
@@ -73,3 +69,48 @@ def test_draws_have_the_mean_the_tail_and_the_likeness_of_the_measured_groups():
     drawn = lengths.sample(3, 4)
     assert all(sorted(row) in np.sort(measured, axis=1).tolist() for row in drawn.tolist()), "whole groups"
     assert SAME.spread(16) == pytest.approx(1.0)
+
+
+TASK = profile(lengths=long_tail(), decode=DecodeCurve.fit([(b, 0.02 + 0.001 * b) for b in (1.0, 16.0, 64.0)]))
+
+
+def test_every_split_of_the_gpus_is_there_and_the_shortest_step_is_first():
+    made = make_plan(TASK, 6)
+    assert {(o.split.generators, o.split.ranks) for o in made.options} == {(n, 6 - n) for n in range(1, 6)}
+    steps = [option.expected.step_s for option in made.options]
+    assert steps == sorted(steps)
+    assert made.options[0].flags[:2] == [
+        f"generators.count={made.options[0].split.generators}",
+        f"learner.ranks={made.options[0].split.ranks}",
+    ]
+
+
+def test_engines_of_several_gpus_leave_the_rest_to_the_learner():
+    assert [(s.generators, s.ranks) for s in splits(profile(gpus_each=2), 6)] == [(1, 4), (2, 2)]
+    with pytest.raises(ConfigError, match=r"2 GPUs are too few: an engine takes 2"):
+        splits(profile(gpus_each=2), 2)
+
+
+def test_ranks_are_a_multiple_of_what_the_measured_layout_needs():
+    parts = {"context": 2, "expert": 3}
+    config = {"model": {"path": "m"}, "data": {"train": "d"}, "learner": {"ranks": 6, "parallel": parts}}
+    assert [(s.generators, s.ranks) for s in splits(profile(config=config), 14)] == [
+        (1, 12), (2, 12), *((n, 6) for n in range(3, 9))
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"6 GPUs are too few: learner.parallel takes a multiple of 6 ranks"):
+        splits(profile(config=config), 6)
+
+
+def test_an_engine_is_filled_to_its_knee_where_the_knee_was_measured():
+    assert groups_in_flight(TASK) == pytest.approx(60 * TASK.lengths.spread(4) / 4, abs=0.5)
+    one_load = profile(decode=DecodeCurve.fit([(10.0, 0.03)]))
+    assert groups_in_flight(one_load) == one_load.groups_in_flight
+
+
+def test_the_bound_is_the_smallest_that_costs_no_time():
+    made = make_plan(TASK, 6)
+    best = made.options[0]
+    assert 0 < best.split.max_lag < 32
+    smaller = dataclasses.replace(best.split, max_lag=best.split.max_lag // 2)
+    assert predict(TASK, smaller).step_s > 1.01 * best.expected.step_s
+    assert {option.split.max_lag for option in make_plan(TASK, 6, max_lag=3).options} == {3}

@@ -34,8 +34,6 @@ def step(number: int, *, tokens: int = 80) -> dict:
 
 
 class Words:
-    """A tokenizer of words."""
-
     def encode(self, text: str, **how: object) -> list[int]:
         return [0] * len(text.split())
 
@@ -108,11 +106,8 @@ class Timed(Measure):
         return 1.0 + 0.5 * tokens
 
 
-async def test_the_start_of_a_completion_is_no_part_of_a_token():
+async def test_the_start_of_a_completion_is_no_part_of_a_token_unless_all_are_too_short_to_separate_it():
     assert await Timed(longest=100).token_seconds(1) == pytest.approx(0.5)
-
-
-async def test_completions_too_short_to_be_told_apart_count_whole():
     short = Timed(longest=10)
     assert await short.token_seconds(1) == pytest.approx(5.0 / 8)
     assert short.asked == [8, 8]

@@ -33,7 +33,6 @@ def calls() -> list[tuple[str, str, set[str], bool]]:
 
 
 def wrong(kind: str, fields: set[str], more: bool) -> str | None:
-    """How an event differs from the declaration of its kind."""
     if kind not in KINDS:
         return f"event {kind!r} is not declared"
     if undeclared := fields - KINDS[kind].fields.keys():

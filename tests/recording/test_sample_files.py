@@ -1,15 +1,18 @@
-"""Parquet files of samples are written atomically, have types, and agree with their groups."""
+"""Parquet files of samples are written atomically, agree with their groups, and are searched a page at a time."""
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from asyncgrpo.errors import DataError
-from asyncgrpo.recording.samples import SampleWriter, path_of, samples_of, schema, search
+from asyncgrpo.recording.samples import Found, Sample, SampleWriter, path_of, samples_of, schema, search
 from asyncgrpo.types import Completion, Group, Observation, PolicyVersion, Prompt, Rollout, Score, VersionSpan
 
 
@@ -54,14 +57,9 @@ def test_a_row_says_what_was_asked_answered_and_scored(group, tmp_path):
     }  # fmt: skip
     assert (second["reward"], second["advantage"], second["failure"]) == (None, None, "timeout")
     assert (second["completion"], second["version_oldest"], second["num_tokens"]) == ("", "", 0)
-    assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
-    writer = SampleWriter(tmp_path / "samples", None)
-    writer.write(18, samples(group)[:1])
-    writer.write(19, samples(group, 19))
-    assert pq.read_table(tmp_path / "samples")["step"].to_pylist() == [18, 19, 19], (
-        "trained again, it replaced its file"
-    )
-    empty = writer.write(20, [])
+    SampleWriter(tmp_path / "samples", None).write(18, samples(group)[:1])
+    assert pq.read_table(tmp_path / "samples").num_rows == 1, "trained again, it replaced its file"
+    empty = SampleWriter(tmp_path / "samples", None).write(20, [])
     assert pq.read_schema(empty) == schema() and pq.read_table(empty).num_rows == 0
 
 
@@ -72,7 +70,6 @@ def test_a_row_says_which_characters_an_environment_said(group):
     spoken = replace(first, completion=replace(first.completion, observations=said))
     row = samples(replace(group, rollouts=(spoken, group.rollouts[1])))[0]
     assert (row.completion, json.loads(row.observed), row.num_tokens) == ("ab.!c?", [[2, 4], [5, 6]], 3)
-    assert row.completion == "".join(map(chr, spoken.completion.all_token_ids))
 
 
 def test_a_file_is_whole_or_absent(group, tmp_path, monkeypatch):
@@ -87,9 +84,6 @@ def test_a_file_is_whole_or_absent(group, tmp_path, monkeypatch):
     (tmp_path / "000" / ".step_000018.parquet.tmp").touch()  # of a process that was killed
     SampleWriter(tmp_path, None)
     assert files_in(tmp_path) == []
-
-
-# -- how many are kept -------------------------------------------------------------------------------------------------
 
 
 def steps(folder) -> list[int]:
@@ -117,8 +111,6 @@ def test_after_a_resume_what_was_written_last_outlives_later_steps_that_are_undo
     write(tmp_path, 1, 2, 3, 4, 5)
     write(tmp_path, 3, 4, keep=3)
     assert steps(tmp_path) == [3, 4, 5]
-    write(tmp_path, 5, 6, keep=3)
-    assert steps(tmp_path) == [4, 5, 6]
 
 
 def test_without_limits_everything_is_kept_and_no_other_file_is_ever_removed(tmp_path):
@@ -126,22 +118,73 @@ def test_without_limits_everything_is_kept_and_no_other_file_is_ever_removed(tmp
     (tmp_path / "step_000001.csv").touch()
     write(tmp_path, 1, 2, 3)
     assert len(files_in(tmp_path)) == 5
+    path_of(tmp_path, 3).unlink()  # by a person
     write(tmp_path, 4, keep=1)
     left = {"step_best.parquet", "step_000001.csv"}
     assert {path.name for path in files_in(tmp_path)} == {"step_000004.parquet"} | left
-    path_of(tmp_path, 4).unlink()  # by a person
-    write(tmp_path, 5, keep=1)
-    assert {path.name for path in files_in(tmp_path)} == {"step_000005.parquet"} | left
-
-
-# -- many files --------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_holds_the_files_of_a_thousand_steps_at_most(tmp_path):
-    write(tmp_path, 1, 999, 1_000, 1_999, 260_017)
-    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.parquet"))] == [
-        "000/step_000001.parquet", "000/step_000999.parquet", "001/step_001000.parquet", "001/step_001999.parquet",
-        "260/step_260017.parquet",
-    ]  # fmt: skip
+    write(tmp_path, 999, 1_000, 260_017)
+    paths = ["000/step_000999.parquet", "001/step_001000.parquet", "260/step_260017.parquet"]
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*.parquet"))] == paths
     write(tmp_path, 260_018, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["260"], "a folder goes with its last file"
+
+
+FIELDS: dict[str, Any] = {
+    "step": 3, "version_oldest": "1.2", "version_newest": "1.2", "lag": 1, "group_id": "g", "prompt_id": "p", "source": "demo",
+    "prompt": "2 + 2", "completion": "4", "ground_truth": '"4"', "reward": 1.0, "advantage": 0.5, "failure": None,
+    "finish_reason": "stop", "num_tokens": 2, "parts": "{}",
+}  # fmt: skip
+ROWS = [
+    {"completion": "first"},
+    {"completion": "Second, with a needle", "reward": 0.0, "advantage": -0.5, "finish_reason": "length"}
+    | {"num_tokens": 9},
+    {"completion": "third", "reward": None, "failure": "timeout", "advantage": None, "lag": 4},
+    {"completion": "fourth", "prompt": "a NEEDLE", "reward": 0.5, "advantage": 0.0},
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "samples").mkdir()
+    for step in (1, 3, 7):
+        rows = [asdict(Sample(**{**FIELDS, "step": step, **row})) for row in ROWS]
+        table = pa.Table.from_pylist(rows, schema=schema())
+        pq.write_table(table, tmp_path / "samples" / f"step_{step:06d}.parquet")
+    return tmp_path
+
+
+def texts(found: Found) -> list[str]:
+    return [row["completion"].partition(",")[0].lower() for row in found.rows]
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, ["first", "second", "third", "fourth"]),
+        ({"text": "needle"}, ["second", "fourth"]),
+        ({"text": "(needle"}, []),
+        ({"only": "failed"}, ["third"]),
+        ({"only": "untrained"}, ["third"]),
+        ({"only": "truncated"}, ["second"]),
+        ({"only": "better"}, ["first"]),
+        ({"only": "worse"}, ["second"]),
+        ({"sort": "best"}, ["first", "fourth", "second", "third"]),
+        ({"sort": "worst"}, ["second", "fourth", "first", "third"]),
+        ({"sort": "longest", "limit": 1}, ["second"]),
+        ({"sort": "oldest", "limit": 1}, ["third"]),
+        ({"offset": 1, "limit": 2}, ["second", "third"]),
+        ({"offset": 9}, []),
+    ],
+)
+def test_completions_are_found(run: Path, asked: dict[str, Any], expected: list[str]):
+    assert texts(search(run, **asked)) == expected
+
+
+def test_it_counts_the_matches_and_the_kept_steps(run: Path):
+    found = search(run, 3, text="needle", limit=1)
+    assert (found.step, found.total, found.found, len(found.rows)) == (3, 4, 2, 1)
+    assert (found.first_step, found.last_step) == (1, 7)
+    assert search(run).step == 7, "the newest"

@@ -41,7 +41,6 @@ class Life:
     buffer: Buffer
     source: PromptSource
     steps: list[tuple[int, ...]] = field(default_factory=list)
-    """Orders trained, step by step."""
     trained: set[int] = field(default_factory=set)
     kept: dict[str, Kept] = field(default_factory=dict)
     """Groups in the buffer's keeping that are not done, by lease id."""
@@ -51,13 +50,11 @@ class Life:
     num_told: int = 0
     """Leases that a generator was told to stop because they would be too old."""
     ended: set[str] = field(default_factory=set)
-    """Leases that were cancelled, or that failed."""
     untrained: Counter[str] = field(default_factory=Counter)
     """Prompts done without training, by reason, when the buffer last gave a snapshot."""
     checkpointed: Counter[str] = field(default_factory=Counter)
     """The same, as far as checkpoints hold it."""
     grants: Counter[int] = field(default_factory=Counter)
-    """Leases by order."""
     losses: Counter[int] = field(default_factory=Counter)
     """Those of them that ended because their generator did, or was silent."""
     given_away: Counter[int] = field(default_factory=Counter)
@@ -71,8 +68,6 @@ class Life:
 
 
 class Checker:
-    """Checks one simulated run from its first start to its end."""
-
     def __init__(
         self,
         *,
@@ -154,11 +149,10 @@ class Checker:
         counts = life.untrained - life.checkpointed
         untrained = len(done - trained)
         total = sum(counts.values()) + sum(self._dropped.values())
-        self._require(
-            untrained == total,
-            "P5 no prompt skipped",
-            f"the checkpoint calls {untrained} prompts done that were not trained, and {total} are counted",
-        )
+        if untrained != total:
+            raise Violation(
+                f"P5 no prompt skipped: {untrained} prompts are done and were not trained, {total} are counted"
+            )
         self._history = [*self._history[: life.first_step], *life.steps[:so_far]]
         self._weights.saved(state.step)
         # What a resume finds in this checkpoint; the life goes on with its own counts.
@@ -190,16 +184,12 @@ class Checker:
         step = life.first_step + len(life.steps)
         self._require(version.number == step, "resume", f"step {step} starts at version {version}")
         prompt_indices = [group.prompt_index for group in groups]
-        self._require(
-            prompt_indices == sorted(prompt_indices), "P25 order of a batch", f"{version} trains {prompt_indices}"
-        )
+        if prompt_indices != sorted(prompt_indices):
+            raise Violation(f"P25 order of a batch: {version} trains {prompt_indices}")
         before = {prompt_index for prompt_indices in self._history for prompt_index in prompt_indices}
         for group in groups:
-            self._require(
-                group.prompt_index not in life.trained and group.prompt_index not in before,
-                "P2 none twice",
-                f"order {group.prompt_index} is trained twice in {version}",
-            )
+            if group.prompt_index in life.trained or group.prompt_index in before:
+                raise Violation(f"P2 none twice: order {group.prompt_index} is trained twice in {version}")
             life.trained.add(group.prompt_index)
             self._completions_are_in_order_of_launch(group)
             versions = self._true_versions(group, life.source)
@@ -235,20 +225,18 @@ class Checker:
                     self.counts["given_away"] += len(prompt_indices)
         elif isinstance(message, Ack) and not message.group_id.startswith("eval."):
             self.counts["acknowledged"] += 1
-            self._require(
-                message.lease_id not in life.ended, "P8 ended leases", f"{message.lease_id} had ended and is accepted"
-            )
+            if message.lease_id in life.ended:
+                raise Violation(f"P8 ended leases: {message.lease_id} had ended and is accepted")
             self._keep(message.lease_id, message.group_id)
             if (group := life.promised[message.lease_id]) is not None:
                 self.promises.acknowledged(group)
         elif isinstance(message, Snapshot):
             life.untrained = Counter({name: n for name, n in life.buffer.outcomes.items() if _is_untrained_end(name)})
         for result in getattr(message, "evals", ()):
-            self._require(
-                all(v is None or v.lineage == life.lineage for v in (result.oldest, result.newest)),
-                "P16 evaluations",
-                f"step {result.step} is judged by {result.oldest} to {result.newest} in lineage {life.lineage}",
-            )
+            if not all(v is None or v.lineage == life.lineage for v in (result.oldest, result.newest)):
+                raise Violation(
+                    f"P16 evaluations: step {result.step} is judged by {result.oldest} to {result.newest} in {life.lineage}"
+                )
 
     def ended_in_a_turn(self) -> None:
         """The disk ended the buffer while it handled an event: what it had filtered or dropped by then is promised no more."""
@@ -264,7 +252,6 @@ class Checker:
             self._life.shares.append(shares[max(shares)])
 
     def given_back(self, lease_id: str) -> None:
-        """Its prompt is not charged for it."""
         life = self._life
         if lease_id not in life.given_back and not lease_id.startswith("eval."):
             life.given_back.add(lease_id)
@@ -342,18 +329,14 @@ class Checker:
         self._cut_after_s[lease_id] = lease.cut_after_s or 0.0
         meant = self._prompt_of.setdefault(prompt_index, prompt.prompt_id)
         self._require(meant == prompt.prompt_id, "P28 one prompt", f"{prompt_index} was {meant}, is {prompt.prompt_id}")
-        self._require(
-            prompt.prompt_id not in self._quarantine.cases,
-            "P19 poison",
-            f"{prompt.prompt_id} is in quarantine and is leased",
-        )
+        if prompt.prompt_id in self._quarantine.cases:
+            raise Violation(f"P19 poison: {prompt.prompt_id} is in quarantine and is leased")
         free = sum(int(given_back.split(".")[1]) == prompt_index for given_back in life.given_back)
         free += life.given_away[prompt_index]
-        self._require(
-            prompt.token_ids not in self._killers or life.grants[prompt_index] - free <= self._killer_leases,
-            "P19 poison",
-            f"{prompt.prompt_id} ends generators and is leased {life.grants[prompt_index]} times",
-        )
+        if not (prompt.token_ids not in self._killers or life.grants[prompt_index] - free <= self._killer_leases):
+            raise Violation(
+                f"P19 poison: {prompt.prompt_id} ends generators and is leased {life.grants[prompt_index]} times"
+            )
         charged = life.grants[prompt_index] - life.losses[prompt_index]
         self._require(charged <= MAX_ATTEMPTS, "P22 attempts", f"{lease_id} is the {charged}th of {MAX_ATTEMPTS}")
 
@@ -365,7 +348,6 @@ class Checker:
         return self.life
 
     def _keep(self, lease_id: str, group_id: str) -> None:
-        """The buffer has taken in this group."""
         life = self._life
         if lease_id not in life.promised:
             entry, versions = life.buffer._entries.get(group_id), set()
@@ -395,13 +377,11 @@ class Checker:
         stale = life.buffer.outcomes["dropped_stale"]
         if self._policy == "wait":
             self._require(not gone, "P18 none for its age", f"{gone} groups were dropped as too old, and issued again")
-        self._require(
-            life.num_stale == stale, "P1 none lost", f"{life.num_stale} acknowledged groups gone, {stale} as stale"
-        )
+        if life.num_stale != stale:
+            raise Violation(f"P1 none lost: {life.num_stale} acknowledged groups gone, {stale} as stale")
         finished = life.buffer.outcomes["trained"]
-        self._require(
-            finished <= len(life.trained), "P1 none lost", f"{finished} count as trained, {len(life.trained)} were"
-        )
+        if finished > len(life.trained):
+            raise Violation(f"P1 none lost: {finished} count as trained, {len(life.trained)} were")
 
     def _completions_are_in_order_of_launch(self, group: Group) -> None:
         """By their seeds, which the tokens prove: each of one completion's tries, and none was left out for being long."""
@@ -410,31 +390,26 @@ class Checker:
         least = self._algorithm.min_completions or size
         fits = least <= len(sampled) <= size
         num_greedy = len(group.rollouts) - len(sampled)
-        self._require(
-            fits and num_greedy == (self._algorithm.advantage == "remax"),
-            "P20 completions",
-            f"{group.group_id} has {len(sampled)} completions and {num_greedy} greedy ones",
-        )
+        if not (fits and num_greedy == (self._algorithm.advantage == "remax")):
+            raise Violation(
+                f"P20 completions: {group.group_id} has {len(sampled)} completions and {num_greedy} greedy ones"
+            )
         num_censored = group.discarded.censored
         base = group_seed(self._seed, group.prompt_index, group.attempt)
         launched = [rollout.seed - base for rollout in sampled]
-        self._require(
-            len(set(launched)) == len(sampled) == size - num_censored and all(0 <= index < size for index in launched),
-            "P20 completions",
-            f"{group.group_id} has the completions {launched}, and says that {num_censored} were cut",
-        )
+        if not (
+            len(set(launched)) == len(sampled) == size - num_censored and all(0 <= index < size for index in launched)
+        ):
+            raise Violation(
+                f"P20 completions: {group.group_id} has the completions {launched}, and says that {num_censored} were cut"
+            )
         self.counts["completions_censored"] += num_censored
         self.counts["groups_short"] += len(sampled) < size
         took_s = sum(group.timings.values())
-        if num_censored:
-            self._require(
-                took_s >= self._cut_after_s.get(group.lease_id, 0.0) - 1e-6,
-                "P20 completions",
-                f"{group.group_id} was cut after {took_s:.1f} s, before its time",
-            )
+        if num_censored and took_s < self._cut_after_s.get(group.lease_id, 0.0) - 1e-6:
+            raise Violation(f"P20 completions: {group.group_id} was cut after {took_s:.1f} s, before its time")
 
     def asked_for(self, max_lag: int) -> None:
-        """A person wants another bound."""
         self._asked_max_lags.add(max_lag)
         self._slots = max(self._slots, (max_lag + 1) * self._per_step)
 
@@ -462,9 +437,8 @@ class Checker:
     def _true_versions(self, group: Group, source: PromptSource) -> list[PolicyVersion]:
         """The versions that sampled in `group`, oldest first, after every token proved which one sampled it."""
         prompt = source.prompt(group.prompt_index)
-        self._require(
-            prompt == group.prompt, "P5 no prompt skipped", f"order {group.prompt_index} came with another prompt"
-        )
+        if prompt != group.prompt:
+            raise Violation(f"P5 no prompt skipped: order {group.prompt_index} came with another prompt")
         versions = []
         for rollout in group.rollouts:
             completion = rollout.completion

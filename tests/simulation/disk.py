@@ -1,8 +1,4 @@
-"""A disk that forgets: below the product's journal, on real files, with the faults of disks drawn from the seed.
-
-What was written is there for every process; what was synced is there after the machine has ended as well. In between
-lies what `power_cut` takes: the end of a file from some byte on, a hole in it, or a file whose name was never synced.
-"""
+"""A disk that forgets: below the product's journal, on real files, with the faults of disks drawn from the seed."""
 
 import os
 import random
@@ -20,13 +16,10 @@ class Killed(Exception):
 
 
 class SimulatedDisk(Disk):
-    """The product's disk, with a life of its own."""
-
     def __init__(self, folder: Path, rng: random.Random, clock: Callable[[], float]) -> None:
         self.folder = folder
         self.full_until = 0.0
         self.fails_until = 0.0
-        """Until then no sync succeeds."""
         self.calls_to_live: int | None = None
         """Whoever makes the last of these calls dies in it. None: nobody."""
         self.on_loss: Callable[[], None] = lambda: None
@@ -91,7 +84,6 @@ class SimulatedDisk(Disk):
 
     @contextmanager
     def letting_go(self) -> Iterator[None]:
-        """Whoever is killed inside leaves no file open."""
         self._begun = None
         try:
             yield

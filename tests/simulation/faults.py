@@ -36,8 +36,6 @@ def draw_of_completions(seed: int) -> dict[str, float]:
 
 
 class Outage(NamedTuple):
-    """No reward works for a while."""
-
     since_s: float
     until_s: float
     generator: str
@@ -58,8 +56,6 @@ def draw_of_rewards(seed: int, until_s: float) -> tuple[Outage, ...]:
 
 
 class Command(NamedTuple):
-    """What a person asks of the run, at some time."""
-
     at_s: float
     what: str
     """`pause`, `resume`, `bound`, `window`, `leave` or `checkpoint`."""

@@ -1,8 +1,8 @@
 """Faulty variants of the product's classes, each a mistake that the field has made. The simulation must find every one.
 
 A simulator that finds no planted bug proves nothing; so each promise has a mutant that breaks it. A mutant stands in the
-place of one function of the product for as long as a `with` block, and is given that function first (docs/simulation.md
-has the table of what finds each).
+place of one function of the product for as long as a `with` block, and is given that function first. docs/simulation.md
+lists the mistakes and what finds each.
 """
 
 import asyncio
@@ -99,14 +99,12 @@ for name, owner, attribute, answer in (
 
 @mutant(Buffer, "accept")
 def ack_before_keep(accept, self: Buffer, *delivery: Any) -> str | None:
-    """A group is acknowledged although the buffer does not keep it (its lease had ended)."""
     refusal = accept(self, *delivery)
     return None if refusal == "no_such_lease" else refusal
 
 
 @mutant(Buffer, "accept")
 def forget_dedup(accept, self: Buffer, message: Deliver, payload: bytes, *rest: Any) -> str | None:
-    """A group that comes twice is kept twice."""
     refusal = accept(self, message, payload, *rest)
     if refusal != "duplicate" or message.group_id in self._entries:
         return refusal
@@ -124,14 +122,12 @@ def forget_dedup(accept, self: Buffer, message: Deliver, payload: bytes, *rest: 
 
 @mutant(Buffer, "fail")
 def slot_leak_on_failure(fail, self: Buffer, lease_id: str, reason: str) -> None:
-    """The slot of a lease that failed is never free again."""
     if self._leased(lease_id) is None or self.outcomes["requeued"] % 2:
         fail(self, lease_id, reason)
 
 
 @mutant(Buffer, "accept")
 def lag_from_newest_token(accept, self: Buffer, message: Deliver, *rest: Any) -> str | None:
-    """A group's age is counted from its last token."""
     refusal = accept(self, message, *rest)
     if refusal is None and (entry := self._entries.get(message.group_id)) is not None:
         entry.oldest = max(span.version for rollout in message.rollouts for span in rollout.spans)
@@ -140,7 +136,6 @@ def lag_from_newest_token(accept, self: Buffer, message: Deliver, *rest: Any) ->
 
 @mutant(Buffer, "accept")
 def cancelled_lease_accepted(accept, self: Buffer, message: Deliver, *rest: Any) -> str | None:
-    """A result is kept although its lease was cancelled, because another of the same group is out."""
     entry = self._entries.get(message.group_id)
     if entry is not None and entry.state is State.LEASED:
         entry.lease = msgspec.structs.replace(entry.lease, lease_id=message.lease_id, attempt=message.attempt)
@@ -149,7 +144,6 @@ def cancelled_lease_accepted(accept, self: Buffer, message: Deliver, *rest: Any)
 
 @mutant(Buffer, "fail")
 def requeue_forgets_attempt(fail, self: Buffer, lease_id: str, reason: str) -> None:
-    """A lease that failed is granted again under the same name, and for ever."""
     if (entry := self._leased(lease_id)) is not None:
         self._requeue(entry)
         self._ended[entry.prompt_index] = entry.attempt
@@ -157,7 +151,6 @@ def requeue_forgets_attempt(fail, self: Buffer, lease_id: str, reason: str) -> N
 
 @mutant(Buffer, "release")
 def released_lease_delivers(release, self: Buffer, holder: str) -> list[str]:
-    """A lease that was taken from a silent generator is granted to another under the same name."""
     held = [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
     released = release(self, holder)
     self._ended.update({e.prompt_index: e.attempt - self._ended[e.prompt_index] for e in held})
@@ -166,7 +159,6 @@ def released_lease_delivers(release, self: Buffer, holder: str) -> list[str]:
 
 @mutant(Buffer, "free_leases_of")
 def silent_one_delivers(free_leases_of, self: Buffer, holder: str, **why: bool) -> list[str]:
-    """A lease that others go on with is granted under the name that the silent generator delivers it by."""
     freed = free_leases_of(self, holder, **why)
     self._ended.subtract(int(lease_id.split(".")[1]) for lease_id in freed)
     return freed
@@ -174,7 +166,6 @@ def silent_one_delivers(free_leases_of, self: Buffer, holder: str, **why: bool) 
 
 @mutant(Buffer, "_give_up")
 def stale_dropped_in_silence(give_up, self: Buffer, entry: GroupEntry, reason: str) -> None:
-    """What is too old disappears without a count."""
     before = self.outcomes[f"dropped_{reason}"]
     give_up(self, entry, reason)
     self.outcomes[f"dropped_{reason}"] = before
@@ -182,7 +173,6 @@ def stale_dropped_in_silence(give_up, self: Buffer, entry: GroupEntry, reason: s
 
 @mutant(Buffer, "_give_up")
 def evicted_without_refill(give_up, self: Buffer, *dropped: Any) -> None:
-    """What is too old is dropped and counted, and its prompt is never issued again."""
     give_back, self._prompts.give_back = self._prompts.give_back, lambda prompt_index: None  # type: ignore[method-assign]
     try:
         give_up(self, *dropped)
@@ -192,7 +182,6 @@ def evicted_without_refill(give_up, self: Buffer, *dropped: Any) -> None:
 
 @mutant(Buffer, "_give_up")
 def stale_for_ever(give_up, self: Buffer, *dropped: Any) -> None:
-    """A prompt whose groups are always too old is generated again and again."""
     self._max_attempts, limit = 10**6, self._max_attempts
     try:
         give_up(self, *dropped)
@@ -207,13 +196,11 @@ class _Unsorted(list):
 
 @mutant(Buffer, "_choose")
 def batch_by_age(choose, self: Buffer, version: PolicyVersion) -> list:
-    """A batch is in the order in which its groups were chosen, which depends on who finished first."""
     return _Unsorted(choose(self, version))
 
 
 @mutant(BufferService, "_grant")
 def pause_is_for_the_learner(grant, self: BufferService, now_s: float) -> None:
-    """A pause stops batches, and leases go on."""
     steer, self._steer = self._steer, msgspec.structs.replace(self._steer, is_paused=False)
     grant(self, now_s)
     self._steer = steer
@@ -221,7 +208,6 @@ def pause_is_for_the_learner(grant, self: BufferService, now_s: float) -> None:
 
 @mutant(Buffer, "step_ended")
 def bound_of_now(step_ended, self: Buffer, *arguments: Any) -> None:
-    """Another bound applies to groups that were leased before it as well."""
     step_ended(self, *arguments)
     for entry in self._entries.values():
         entry.max_lag = self.max_lag
@@ -229,19 +215,16 @@ def bound_of_now(step_ended, self: Buffer, *arguments: Any) -> None:
 
 @mutant(Buffer, "_has_slot")
 def slots_of_the_largest_bound(has_slot, self: Buffer, behind: int = 0) -> bool:
-    """A smaller bound takes no slots away."""
     return len(self._entries) < self._config.num_slots
 
 
 @mutant(AutoLag, "step_ended")
 def raised_whatever_it_does(step_ended, self: AutoLag, version: int, shares: Mapping[int, float], waited: float) -> int:
-    """The bound is raised because the learner waits, though old tokens already do harm."""
     return step_ended(self, version, dict.fromkeys(shares, 1.0), waited)
 
 
 @mutant(Buffer, "trained")
 def step_trains_all(trained, self: Buffer, version: PolicyVersion) -> None:
-    """A step counts every group in the buffer as trained, ready ones too."""
     for entry in self._entries.values():
         if entry.state is State.READY:
             self._set_state(entry, State.TAKEN)
@@ -250,20 +233,17 @@ def step_trains_all(trained, self: Buffer, version: PolicyVersion) -> None:
 
 @mutant(PromptSource, "state")
 def cursor_at_issue(state, self: PromptSource) -> PromptState:
-    """A checkpoint holds which prompts were handed out, not which were trained."""
     honest = state(self)
     return msgspec.structs.replace(honest, frontier=max(self._next, honest.frontier), done_beyond=())
 
 
 @mutant(Curriculum, "_read")
 def order_decided_anew(read, self: Curriculum, path: Path) -> None:
-    """A restart asks the shares of its checkpoint how often prompts come, not the file of the round."""
     self._must_be_there = False
 
 
 @mutant(BufferService, "_handle")
 def no_fencing(handle, self: BufferService, peer: str, message: Message, *rest: Any) -> None:
-    """A late word of an incarnation that was replaced counts as its successor's."""
     if isinstance(message, Serving) and message.generator_id in self._sessions:
         self._sessions[message.generator_id].version = message.version
     else:
@@ -272,25 +252,21 @@ def no_fencing(handle, self: BufferService, peer: str, message: Message, *rest: 
 
 @mutant(Buffer, "give_back")
 def given_back_is_charged(give_back, self: Buffer, lease_id: str) -> None:
-    """What is given back because all rewards are down costs its prompt an attempt."""
     self.fail(lease_id, "unscored")
 
 
 @mutant(Buffer, "lease")
 def behind_counts_as_current(lease, self: Buffer, holder: str, now_s: float, serves: Any = None) -> Lease | None:
-    """A lease to a generator whose weights are behind counts from the learner's version."""
     return lease(self, holder, now_s)
 
 
 @mutant(Buffer, "_has_slot")
 def slots_whatever_is_served(has_slot, self: Buffer, behind: int = 0) -> bool:
-    """A generator whose weights are behind may begin as many groups as any other."""
     return has_slot(self)
 
 
 @mutant(JustInTime, "wanted")
 def fewer_than_a_batch(wanted, self: JustInTime, slots: int) -> int:
-    """So few groups are wanted under way that a batch is never complete, and the learner waits for ever."""
     return self._per_step - 1
 
 
@@ -299,14 +275,12 @@ def fewer_than_a_batch(wanted, self: JustInTime, slots: int) -> int:
 
 @mutant(PendingCompletion, "complete")
 def version_at_completion(complete, self: PendingCompletion, *arguments: Any) -> None:
-    """A completion is labelled with the version that ended it."""
     self._starts = [(self._starts[-1][0], 0)] if self._starts else []
     complete(self, *arguments)
 
 
 @mutant(GroupInFlight, "_decided")
 async def first_finished(decided, self: GroupInFlight) -> list[Launched]:
-    """A group is complete as soon as it may be trained: with the short completions."""
     whole = asyncio.ensure_future(decided(self))
     while not whole.done():
         done = [one for one in self._launched if one.is_good]
@@ -324,13 +298,11 @@ class _Overdue(generator_service.Unacknowledged):
 
 @mutant(generator_service, "Unacknowledged")
 def unbounded_resend(right, *arguments: Any, **named: Any) -> _Overdue:
-    """What is not acknowledged is sent again at every heartbeat."""
     return _Overdue(*arguments, **named)
 
 
 @mutant(GeneratorService, "_send")
 async def fire_and_forget(send, self: GeneratorService, message: Message) -> None:
-    """A group is forgotten once it is sent."""
     if isinstance(message, Serving):
         self._unacknowledged.clear()
     await send(self, message)
@@ -338,7 +310,6 @@ async def fire_and_forget(send, self: GeneratorService, message: Message) -> Non
 
 @mutant(GeneratorService, "_handle")
 async def granted_twice_worked_twice(handle, self: GeneratorService, message: Message) -> None:
-    """A lease that comes again while it is worked on is begun again."""
     if isinstance(message, Grant):
         self._working.pop(message.lease.lease_id, None)
     await handle(self, message)
@@ -359,14 +330,12 @@ MUTANTS["outage_charges_prompts"] = [  # a group that no call of a reward could 
 
 @mutant(LearnerService, "resume")
 def version_restarts(resume, self: LearnerService, checkpoint: Any) -> None:
-    """After a resume the version counter begins at 0 again."""
     resume(self, checkpoint)
     self.version = PolicyVersion(self.version.lineage, 0)
 
 
 @mutant(LearnerService, "_checkpoint")
 def checkpoint_names_no_step(checkpoint, self: LearnerService) -> Any:
-    """A checkpoint calls itself of the step before: what that step trained is trained again."""
     after = self.version
     self.version = PolicyVersion(after.lineage, max(0, after.number - 1))
     try:
@@ -380,7 +349,6 @@ def checkpoint_names_no_step(checkpoint, self: LearnerService) -> Any:
 
 @mutant(BufferService, "_acknowledge")
 def ack_before_durable(acknowledge, self: BufferService) -> None:
-    """A group is acknowledged once it is in memory."""
     for _, peer, ack in self._unacknowledged.values():
         self._server.send(peer, ack)
     self._unacknowledged.clear()
@@ -388,7 +356,6 @@ def ack_before_durable(acknowledge, self: BufferService) -> None:
 
 @mutant(Journal, "append")
 def manifest_after_step(append, self: Journal, record: JournalRecord, body: Any = ()) -> None:
-    """The manifest of a batch is written down once its step is in a checkpoint."""
     held = self.__dict__.setdefault("held", [])
     if isinstance(record, BatchIssued):
         held.append(record)
@@ -400,7 +367,6 @@ def manifest_after_step(append, self: Journal, record: JournalRecord, body: Any 
 
 @mutant(Journal, "_retire")
 def retired_too_early(retire, self: Journal) -> None:
-    """A checkpoint takes the bodies out of every segment but the last."""
     unsettled, self._unsettled = self._unsettled, {}
     retire(self)
     self._unsettled = unsettled
@@ -408,7 +374,6 @@ def retired_too_early(retire, self: Journal) -> None:
 
 @mutant(journal_module, "_remove_bodies")
 def retired_without_sync(remove_bodies, path: Path, disk: Any) -> None:
-    """The old segment is replaced by one that is not on the disk yet."""
     sync = disk.sync
     disk.sync = lambda descriptor: None
     try:
@@ -419,7 +384,6 @@ def retired_without_sync(remove_bodies, path: Path, disk: Any) -> None:
 
 @mutant(Journal, "_begin_again")
 def failed_sync_forgotten(begin_again, self: Journal) -> None:
-    """After a sync that failed, the next one is believed to cover what the failed one lost."""
     self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
     self._disk._paths[self._descriptor] = self.path  # type: ignore[attr-defined]
     self._num_written = len(self._waiting)
@@ -428,27 +392,23 @@ def failed_sync_forgotten(begin_again, self: Journal) -> None:
 
 @mutant(Journal, "_begin_segment")
 def inherited_without_sync(begin_segment, self: Journal) -> None:
-    """A start goes on from a segment that only its dead writer's machine remembers."""
     self._inherited = None
     begin_segment(self)
 
 
 @mutant(Journal, "append")
 def bound_not_written(append, self: Journal, record: JournalRecord, body: Any = ()) -> None:
-    """The journal is not told that the bound has changed."""
     if not isinstance(record, BoundChanged):
         append(self, record, body)
 
 
 @mutant(recovery, "bound_of")
 def recovered_under_the_bound_of_now(bound_of, lease_id: str, max_lag: Any, start: Any) -> int:
-    """A group that came back gets the bound in force, whatever it was leased under."""
     return start.max_lag
 
 
 @mutant(Buffer, "restore")
 def recovered_is_issued_too(restore, self: Buffer, *group: Any) -> None:
-    """A prompt whose group came back from the journal is leased again beside it."""
     restore(self, *group)
     self._prompts._claimed.clear()
 
@@ -465,7 +425,6 @@ class _NeverBlocked:
 
 @mutant(BufferService, "_reply_to_take")
 def leases_while_blocked(reply_to_take, self: BufferService, now_s: float) -> None:
-    """With a full disk the buffer hands over a batch whose manifest is not written."""
     journal, self._journal = self._journal, _NeverBlocked(self._journal)
     try:
         reply_to_take(self, now_s)
@@ -475,7 +434,6 @@ def leases_while_blocked(reply_to_take, self: BufferService, now_s: float) -> No
 
 @mutant(Evaluations, "_lease")
 def evaluation_of_another_start(make_lease, self: Evaluations, *arguments: Any) -> Lease:
-    """A generator that outlived a restart completes an evaluation with the weights of before."""
     lineage, self._lineage = self._lineage, 0
     try:
         return make_lease(self, *arguments)

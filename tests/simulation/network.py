@@ -17,8 +17,6 @@ LATENCY_S = 0.002, 0.02
 
 
 class Network:
-    """Carries frames between named places."""
-
     def __init__(self, loop: VirtualLoop, rng: random.Random, faults: Faults, note: Callable[..., None]) -> None:
         self._loop = loop
         self._rng = rng

@@ -1,8 +1,6 @@
 """The processes of a simulated run: each is the product's class, with stand-ins for what is not the rollout plane.
 
-Real: `GeneratorService`, `FakeEngine`, `LearnerService`, `Inbox`, `BufferService`, `Buffer`, `Evaluations`, `PromptSource`,
-the codec. Stand-ins: the weight plane (a swap that may fail or be late, and the proof that ends a publication), the
-training step (time passes), checkpoints (in memory, whole or not at all), rewards and the supervisor's restarts.
+Stand-ins are the weight plane, the training step, checkpoints, rewards and the supervisor's restarts.
 """
 
 import asyncio
@@ -55,8 +53,6 @@ class Reward(OneByOne):
 
 
 class SimulatedGenerator(GeneratorService):
-    """The product's generator, whose lines end in the world."""
-
     def __init__(self, owner: "GeneratorHost", **settings: Any) -> None:
         super().__init__(**settings)
         self.owner = owner
@@ -290,8 +286,6 @@ class Trainer:
 
 
 class AtOnce(Executor):
-    """Runs what is submitted at once, in this thread."""
-
     def submit(self, fn: Callable, /, *arguments: Any, **named: Any) -> Future:
         done: Future = Future()
         done.set_result(fn(*arguments, **named))

@@ -28,7 +28,6 @@ class Weights:
         self._ids[version] = self._path[-1]
 
     def stepped(self, version: PolicyVersion) -> None:
-        """The step that makes `version`."""
         self._made += 1
         self._ids[version] = self._made
         self._path.append(self._made)
@@ -37,15 +36,12 @@ class Weights:
         self._saved = self._path[: step + 1]
 
     def are_there(self, version: PolicyVersion) -> bool:
-        """Whether the present weights are these, or come from them."""
         made, path = self._ids.get(version), self._path
         return made is not None and version.number < len(path) and path[version.number] == made
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A group that the buffer took in."""
-
     lease_id: str
     prompt_index: int
     versions: tuple[PolicyVersion, ...]
@@ -54,8 +50,6 @@ class Kept:
 
 
 class Promises:
-    """What was acknowledged, and may not be lost."""
-
     def __init__(self, *, durability: str) -> None:
         self._durability = durability
         self._kept: dict[str, Kept] = {}  # acknowledged, by lease id
@@ -70,7 +64,6 @@ class Promises:
             self._kept[group.lease_id] = group
 
     def gave_up(self, lease_id: str) -> None:
-        """A group was dropped or filtered, and counted."""
         self._kept.pop(lease_id, None)
 
     # -- what the disk is excused from ---------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ def failure_of(world: World) -> Exception | None:
 
 
 def report(world: World, failure: Exception, num_events: int = 40) -> str:
-    """What a person needs to find out why: the seed, what happened last, and how to see it again."""
     lines = [f"seed {world.seed}: {type(failure).__name__}: {failure}"]
     lines += [f"  enabled: {', '.join(sorted(world.faults.kinds))}; until {world.faults.until_s:.1f} s"]
     for at_s, what, details in list(world.events)[-num_events:]:

@@ -37,7 +37,6 @@ MEMORY = Path("/dev/shm")
 
 @contextmanager
 def folder_in_memory() -> Iterator[Path]:
-    """An empty folder, for as long as the block."""
     with tempfile.TemporaryDirectory(prefix="simulation-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
         yield Path(folder)
 

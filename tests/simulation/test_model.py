@@ -34,7 +34,6 @@ def check(folder: Path, *defines: str) -> tuple[int, int]:
         ((), 20_000),
         (("COPIES=1",), 170_000),
         (("CHANGES",), 110_000),
-        pytest.param(("CHANGES", "L=2"), 1_500_000, marks=pytest.mark.slow),
         pytest.param(("EXPIRIES=1",), 800_000, marks=pytest.mark.slow),
         pytest.param(("CRASHES=1",), 1_500_000, marks=pytest.mark.slow),
     ],

@@ -20,7 +20,6 @@ FOUND_BY = {name: int(seed) for name, seed in ROWS}
 
 
 def find(seeds: Iterable[int], settings: dict[str, Any]) -> tuple[int, Exception] | None:
-    """The first of these seeds that fails, and how."""
     for seed in seeds:
         failure = failure_of(World(seed, **settings))
         if failure is not None:

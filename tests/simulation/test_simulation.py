@@ -1,5 +1,6 @@
 """No seed breaks a promise of the rollout plane; and the simulation itself is a function of its seed."""
 
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -47,19 +48,11 @@ def test_no_promise_is_broken_in_1000_seeds(first: int):
     run_seeds(first, 200)
 
 
-@pytest.mark.parametrize("max_lag", [0, 1, 4])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_without_faults_every_prompt_is_trained_in_one_life(max_lag: int, policy: str):
-    every_prompt_is_trained_in_one_life(max_lag, max_lag, policy)
-
-
-@pytest.mark.parametrize("policy", WITH_AUTO)
-def test_without_faults_every_prompt_is_trained_while_the_bound_changes(policy: str):
-    every_prompt_is_trained_in_one_life(3, "auto", policy)
-
-
-def every_prompt_is_trained_in_one_life(seed: int, max_lag: int | str, policy: str) -> None:
-    world = without_faults(seed, max_lag=max_lag, policy=policy)
+@pytest.mark.parametrize(
+    ("max_lag", "policy"), [*itertools.product((0, 1, 4), POLICIES), *(("auto", policy) for policy in WITH_AUTO)]
+)
+def test_without_faults_every_prompt_is_trained_in_one_life(max_lag: int | str, policy: str):
+    world = without_faults(3 if max_lag == "auto" else max_lag, max_lag=max_lag, policy=policy)
     assert failure_of(world) is None
     poisoned = sum(prompt.info["poison"] for prompt in world._prompts) * world.config.run.epochs
     outcomes = world._buffer.outcomes

@@ -15,16 +15,7 @@ from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.group_health import Quarantine
 from asyncgrpo.buffer.recovery import bring_back, reopen
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config.schema import (
-    AlgorithmConfig,
-    AutoLagConfig,
-    BufferConfig,
-    Config,
-    DataConfig,
-    GeneratorConfig,
-    ModelConfig,
-    RunConfig,
-)
+from asyncgrpo.config import schema
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
@@ -76,8 +67,6 @@ class Crash(Exception):
 
 
 class World:
-    """A simulated run."""
-
     def __init__(
         self,
         seed: int,
@@ -108,12 +97,14 @@ class World:
         self.resend_after_s = 6.0
         per_step, epochs = rng.choice((1, 1, 2, 3)), rng.randint(1, 2)
         count = per_step * rng.randint(4, 8) + rng.randint(0, 1)
-        self.config = Config(
-            model=ModelConfig(path="simulated"),
-            data=DataConfig(train="simulated", eval="simulated" if rng.random() < 0.5 else None),
-            run=RunConfig(seed=seed, epochs=epochs, checkpoint_every=rng.randint(1, 3), eval_every=rng.randint(1, 4)),
-            algorithm=AlgorithmConfig(group_size=2, filter_zero_signal=rng.random() < 0.3),
-            buffer=BufferConfig(
+        self.config = schema.Config(
+            model=schema.ModelConfig(path="simulated"),
+            data=schema.DataConfig(train="simulated", eval="simulated" if rng.random() < 0.5 else None),
+            run=schema.RunConfig(
+                seed=seed, epochs=epochs, checkpoint_every=rng.randint(1, 3), eval_every=rng.randint(1, 4)
+            ),
+            algorithm=schema.AlgorithmConfig(group_size=2, filter_zero_signal=rng.random() < 0.3),
+            buffer=schema.BufferConfig(
                 prompts_per_step=per_step,
                 max_lag=self.max_lag,  # type: ignore[arg-type]
                 auto_lag=_auto_lag(seed),
@@ -121,7 +112,7 @@ class World:
                 lease_timeout_s=rng.choice((8.0, 20.0, 40.0)),
                 durability=rng.choice(DURABILITIES),
             ),
-            generators=GeneratorConfig(engine="fake", count=rng.randint(1, 3)),
+            generators=schema.GeneratorConfig(engine="fake", count=rng.randint(1, 3)),
         )
         self.of_completions = draw_of_completions(seed) if of_completions is None else of_completions
         self._outage_calls: Counter[tuple[float, str]] = Counter()
@@ -167,7 +158,7 @@ class World:
         self._all_hosts: list[GeneratorHost] = []
         self._service: BufferService | None = None
 
-    def _with_failures(self) -> Config:
+    def _with_failures(self) -> schema.Config:
         """Return the settings: where completions fail or hang, with one of several ways to tolerate it."""
         config, rng = self.config, random.Random(f"redundancy {self.seed}")
         if not self.of_completions:
@@ -187,7 +178,6 @@ class World:
         return self.loop.time()
 
     def run(self) -> None:
-        """From the first start to the end. Raises Violation."""
         self._schedule_faults()
         self.loop.call_later(TICK_S, self._tick)
         with (
@@ -342,17 +332,14 @@ class World:
     # -- what nodes call -----------------------------------------------------------------------------------------------
 
     def note(self, what: str, *details: Any) -> None:
-        """Remember an event for the report of a failing seed."""
         self.events.append((self.loop.time(), what, details))
         if what in ("drop", "copy", "cut", "corrupt") or what.startswith("fault"):
             self.fault_counts[what if what != "fault" else details[0]] += 1
 
     def violated(self, problem: str) -> None:
-        """A promise is broken, found where an exception would be caught."""
         self.loop.failure = self.loop.failure or Violation(problem)
 
     def spend(self, seconds: float) -> None:
-        """The learner works for so long, while the world goes on."""
         self.loop.run_until(self.now + seconds)
 
     def left_out(self, host: GeneratorHost) -> None:
@@ -361,7 +348,6 @@ class World:
         self._from_learner(lost, b"")
 
     def fate_of(self, completion: PendingCompletion) -> InjectedFault | None:
-        """What the seed has in store for one try of one completion."""
         drawn = random.Random(f"{self.seed} {completion.request.prompt} {completion.seed}").random()
         for what in ("abort", "hang"):
             drawn -= self.of_completions.get(f"answer_{what}s", 0.0)
@@ -370,7 +356,6 @@ class World:
         return None
 
     def rewards_are_down(self, generator: str) -> bool:
-        """Whether no reward works there now, where one is called."""
         strikes = [o for o in self.outages if o.since_s <= self.now < o.until_s and o.generator in ("", generator)]
         self._outage_calls.update((o.since_s, generator) for o in strikes)
         return bool(strikes)
@@ -414,7 +399,6 @@ class World:
             self.checker.turned(service._unacknowledged)
 
     def _abandon_buffer(self) -> None:
-        """The buffer's process is gone, without a word to its journal."""
         self._service = None
         if isinstance(self._buffer.journal, Journal):
             self._buffer.journal._close_file()
@@ -571,13 +555,12 @@ class World:
             self.loop.failure = self.loop.failure or Crash(why)
 
 
-def _auto_lag(seed: int) -> AutoLagConfig:
+def _auto_lag(seed: int) -> schema.AutoLagConfig:
     rng = random.Random(f"auto {seed}")
-    return AutoLagConfig(max=rng.choice((2, 4, 8)))
+    return schema.AutoLagConfig(max=rng.choice((2, 4, 8)))
 
 
 def _token_ids(index: int) -> tuple[int, ...]:
-    """Of the prompt with this index: no two are the same."""
     return index % VOCABULARY, 1, *([2] * (index // VOCABULARY))
 
 

@@ -2,9 +2,8 @@
 
     python -m tests.wire.fuzz --frames 1000000 --seed 0
 
-Most go through the product's `BufferService.turn`, with only the socket replaced, from generators, from strangers, and in
-the learner's and the driver's name; the others through the publisher, and through a generator and its receiver of
-weights, as far as they read messages. Between them a good generator and the learner go on with the run.
+Most go through `BufferService.turn`, from generators, strangers, learner and driver; the others through the publisher, a
+generator and its receiver of weights. Between them a good generator and the learner go on with the run.
 """
 
 import argparse
@@ -12,7 +11,6 @@ import asyncio
 import gc
 import json
 import logging
-import resource
 import tempfile
 import time
 from collections import Counter, deque
@@ -46,44 +44,9 @@ from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.publication import SyncCheck
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
-from asyncgrpo.wire import PROTOCOL, Message
+from asyncgrpo.wire import PROTOCOL, Message, rollouts, weights
 from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_batch
-from asyncgrpo.wire.rollouts import (
-    Ack,
-    AwaitsScores,
-    Batch,
-    Cancel,
-    Deliver,
-    Finished,
-    Grant,
-    LastEvals,
-    LeaseFailed,
-    Nack,
-    Register,
-    RequestEval,
-    RewardFailed,
-    Saved,
-    Serving,
-    Take,
-    TakeSnapshot,
-    Trained,
-    Welcome,
-)
 from asyncgrpo.wire.supervision import Drain, GeneratorLost
-from asyncgrpo.wire.weights import (
-    Alive,
-    Checked,
-    FormGroup,
-    GroupFormed,
-    Join,
-    JoinSender,
-    Offer,
-    RowsWritten,
-    Staged,
-    Swapped,
-    SyncFailed,
-    WeightsLayout,
-)
 from tests.wire.mutations import Frames, Mutator
 
 VOCABULARY, GROUP_SIZE, PER_STEP, MAX_LAG = 151_936, 2, 2, 2
@@ -129,7 +92,7 @@ class Plane:
         self.now_s = 0.0
         self.step = 0
         self.trained = 0
-        self.hear("learner", Trained(version=PolicyVersion(1, 0)))
+        self.hear("learner", rollouts.Trained(version=PolicyVersion(1, 0)))
 
     def hear(self, peer: str, message: Message, payload: bytes = b"") -> None:
         self.turn(peer, [bytes(frame) for frame in encode(message, payload)])
@@ -141,7 +104,6 @@ class Plane:
     # -- the good ones -------------------------------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """A good generator delivers what it was granted; the learner takes a batch, and publishes."""
         version = PolicyVersion(1, self.step)
         if self.rng.random() < 0.1:  # one that claims a large window gets whatever is free
             self.end_the_others()
@@ -152,28 +114,26 @@ class Plane:
         for lease in leases:
             self.hear("good-0", *delivery_of(lease, version))
         if self.buffer.count(State.READY) >= PER_STEP:
-            self.hear("learner", Take(step=self.step, version=version))
+            self.hear("learner", rollouts.Take(step=self.step, version=version))
         for message, payload in self.net.sent.pop("learner", ()):
-            if isinstance(message, Batch):
+            if isinstance(message, rollouts.Batch):
                 self._train(message, payload, version)
         self.check()
 
     def _register(self, name: str) -> None:
         if name not in self.service._sessions:
-            self.hear(f"{name}-0", Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=3))
-        self.hear(f"{name}-0", Serving(generator_id=name, version=PolicyVersion(1, self.step)))
+            self.hear(f"{name}-0", rollouts.Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=3))
+        self.hear(f"{name}-0", rollouts.Serving(generator_id=name, version=PolicyVersion(1, self.step)))
 
     def end_the_others(self) -> None:
-        """The supervisor does away with everyone but the good generator."""
         for name in set(self.service._sessions) - {"good"}:
             self.hear("driver", GeneratorLost(generator_id=name))
 
     def leases(self, peer: str) -> list[Lease]:
-        """Granted to `peer` and still under way."""
-        granted = [m.lease for m, _ in self.net.sent.get(peer, ()) if isinstance(m, Grant)]
+        granted = [m.lease for m, _ in self.net.sent.get(peer, ()) if isinstance(m, rollouts.Grant)]
         return [lease for lease in granted if self.buffer.lease_of(lease.lease_id) == lease]
 
-    def _train(self, batch: Batch, payload: memoryview, version: PolicyVersion) -> None:
+    def _train(self, batch: rollouts.Batch, payload: memoryview, version: PolicyVersion) -> None:
         """What the learner gets can be believed, in words other than those of the checks."""
         for group in unpack_batch(batch, payload):
             assert len(group.rollouts) == GROUP_SIZE
@@ -189,10 +149,9 @@ class Plane:
                 assert {span.version.lineage for span in done.spans} == {1}
             self.trained += 1
         self.step += 1
-        self.hear("learner", Trained(version=PolicyVersion(1, self.step)))
+        self.hear("learner", rollouts.Trained(version=PolicyVersion(1, self.step)))
 
     def check(self) -> None:
-        """The ledger balances, in groups and in tokens."""
         out, tokens, held = self.buffer.outcomes, self.buffer.tokens, sum(map(self.buffer.count, State))
         dropped = sum(count for name, count in out.items() if name.startswith("dropped_"))
         assert out["leased"] == held + out["trained"] + dropped + out["requeued"], out
@@ -202,13 +161,12 @@ class Plane:
     # -- the bad ones --------------------------------------------------------------------------------------------------
 
     def attack(self) -> None:
-        """One malformed message."""
         kind = self.rng.random()
         if kind < 0.05:
             self._register("bad")
         elif kind < 0.45:  # the bad generator knows how to make a digest
             message, payload = self._of_generator()
-            if isinstance(message, Deliver) and self.rng.random() < 0.6:
+            if isinstance(message, rollouts.Deliver) and self.rng.random() < 0.6:
                 frames = [bytes(f) for f in encode(*self.mutator.lie(message, payload))]
             else:
                 frames = self.mutator.sealed(message, payload)
@@ -232,35 +190,34 @@ class Plane:
         lease_id = leases[0].lease_id if leases else "1.0.0"
         health = RewardHealth(failed=5, failing_s=1.0, probe_in_s=self.rng.choice((None, 3.0)), last="no")
         return self.rng.choice((
-            Register(protocol=PROTOCOL, generator_id="bad", incarnation="0", window=3),
-            Serving(generator_id="bad", version=PolicyVersion(1, self.step), rewards=health),
-            AwaitsScores(generator_id="bad", lease_id=lease_id),
-            LeaseFailed(generator_id="bad", lease_id=lease_id, reason="failed", detail="why"),
-            RewardFailed(generator_id="bad", failure="timeout", detail="why", count=10),
+            rollouts.Register(protocol=PROTOCOL, generator_id="bad", incarnation="0", window=3),
+            rollouts.Serving(generator_id="bad", version=PolicyVersion(1, self.step), rewards=health),
+            rollouts.AwaitsScores(generator_id="bad", lease_id=lease_id),
+            rollouts.LeaseFailed(generator_id="bad", lease_id=lease_id, reason="failed", detail="why"),
+            rollouts.RewardFailed(generator_id="bad", failure="timeout", detail="why", count=10),
         )), b""  # fmt: skip
 
     def _of_others(self) -> list[Message]:
         version = PolicyVersion(1, self.step)
         return [
-            Take(step=self.step, version=version), Trained(version=version), RequestEval(step=3),
-            TakeSnapshot(trained=version), Saved(step=3), LastEvals(), Finished(), Drain(reason="r"),
-            GeneratorLost(generator_id="good"),
+            rollouts.Take(step=self.step, version=version), rollouts.Trained(version=version), rollouts.RequestEval(step=3),
+            rollouts.TakeSnapshot(trained=version), rollouts.Saved(step=3), rollouts.LastEvals(), rollouts.Finished(),
+            Drain(reason="r"), GeneratorLost(generator_id="good"),
         ]  # fmt: skip
 
 
-def delivery_of(lease: Lease, version: PolicyVersion) -> tuple[Deliver, bytes]:
-    """A true group."""
+def delivery_of(lease: Lease, version: PolicyVersion) -> tuple[rollouts.Deliver, bytes]:
     rng = np.random.default_rng(lease.seed)
-    rollouts = []
+    made = []
     for index in range(lease.num_completions):
         length = int(rng.integers(2, 12))
         tokens, logprobs = rng.integers(0, VOCABULARY, length), -rng.random(length, np.float32)
         completion = Completion(index, tokens.astype(np.int32), logprobs, (VersionSpan(version, 0, length),), "stop")
-        rollouts.append(Rollout(completion, Score(value=float(index))))
+        made.append(Rollout(completion, Score(value=float(index))))
     fields = {
         name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "prompt_index", "purpose", "prompt")
     }
-    return pack_group(Group(**fields, rollouts=tuple(rollouts), generator_id="bad"))
+    return pack_group(Group(**fields, rollouts=tuple(made), generator_id="bad"))
 
 
 class Readers:
@@ -287,36 +244,35 @@ class Readers:
         self.generator._client = self.generator._connect()
         self.generator._loop = self._loop  # type: ignore[assignment]
         self.publisher._layout, self.publisher._check = Layout(_LAYOUT), SyncCheck.none()
-        self.publisher._layout_message = WeightsLayout(tensors=_LAYOUT)
+        self.publisher._layout_message = weights.WeightsLayout(tensors=_LAYOUT)
         version, name = PolicyVersion(1, 3), {"generator_id": "g"}
         self._to_publisher: list[Message] = [
-            Join(generator_id="g", incarnation="a"), Alive(generator_id="g", incarnation="a"),
-            GroupFormed(**name, group_number=1, problem="p"), Staged(**name, version=version, digest="d"),
-            Swapped(**name, version=version, checksum="c", seconds=1.0),
-            Checked(**name, version=version, scores=(-1.0, -2.5)),
-            SyncFailed(**name, reason="r", poisoned=True), SyncFailed(**name, reason="r", poisoned=False),
-            JoinSender(sender=1),
-            RowsWritten(sender=1, slot=0, writes=1, digest=16 * "0"),
+            weights.Join(generator_id="g", incarnation="a"), weights.Alive(generator_id="g", incarnation="a"),
+            weights.GroupFormed(**name, group_number=1, problem="p"), weights.Staged(**name, version=version, digest="d"),
+            weights.Swapped(**name, version=version, checksum="c", seconds=1.0),
+            weights.Checked(**name, version=version, scores=(-1.0, -2.5)),
+            weights.SyncFailed(**name, reason="r", poisoned=True), weights.SyncFailed(**name, reason="r", poisoned=False),
+            weights.JoinSender(sender=1),
+            weights.RowsWritten(sender=1, slot=0, writes=1, digest=16 * "0"),
         ]  # fmt: skip
         self._to_generator: list[Message] = [
-            Ack(group_id="1.0", lease_id="1.0.0"), Nack(group_id="1.0", lease_id="1.0.0", reason="r"),
-            Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"), Welcome(protocol=1),
+            rollouts.Ack(group_id="1.0", lease_id="1.0.0"), rollouts.Nack(group_id="1.0", lease_id="1.0.0", reason="r"),
+            rollouts.Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"), rollouts.Welcome(protocol=1),
         ]  # fmt: skip
         self._to_receiver: list[Message] = [
-            WeightsLayout(tensors=_LAYOUT, check=((1, 2, 3),), check_start=1),
-            Offer(version=version, digest="d", file="f", slot=1, writes=2),
-            Offer(version=version, digest="d", group_number=1, piece_bytes=64),
-            Offer(version=version, digest="d", group_number=1, delta_bytes=(10, 20)),
+            weights.WeightsLayout(tensors=_LAYOUT, check=((1, 2, 3),), check_start=1),
+            weights.Offer(version=version, digest="d", file="f", slot=1, writes=2),
+            weights.Offer(version=version, digest="d", group_number=1, piece_bytes=64),
+            weights.Offer(version=version, digest="d", group_number=1, delta_bytes=(10, 20)),
         ]  # fmt: skip
         self._sealed_only_by_us: list[Message] = [
-            Grant(lease=msgspec.convert(_LEASE, Lease)),
-            FormGroup(
+            rollouts.Grant(lease=msgspec.convert(_LEASE, Lease)),
+            weights.FormGroup(
                 group_number=1, senders=1, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0
             ),
         ]
 
     def attack(self) -> None:
-        """One malformed message to one of the three."""
         which = self._rng.randrange(3)
         if which == 0:
             self._frames = self._malformed(which, self._to_publisher)
@@ -349,12 +305,10 @@ class Readers:
             return None
 
     def receive(self, timeout_s: float) -> tuple[str, Frames] | None:
-        """The publisher's socket."""
         frames, self._frames = self._frames, None
         return None if frames is None else ("weights-g-a", frames)
 
     def send(self, *message: Any) -> bool:
-        """The publisher's socket, and the receiver's."""
         return True
 
     def close(self) -> None:
@@ -413,9 +367,7 @@ def fuzz(frames: int, seed: int) -> dict[str, Any]:
             "seed": seed,
             "frames_per_cpu_s": round(frames / seconds),
             "growth_mb": round(growth, 1),
-            "peak_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
             "trained": plane.trained,
-            "outcomes": dict(plane.buffer.outcomes),
             "refused_by_buffer": dict(refusals() - before),
             "refused_by_others": dict(readers.refused),
         }

@@ -20,8 +20,6 @@ Frames = list[bytes]
 
 
 class _Canary:
-    """Makes a file when it is unpickled."""
-
     def __init__(self, path: str) -> None:
         self._path = path
 
@@ -30,15 +28,12 @@ class _Canary:
 
 
 def sealed(header: bytes, payload: bytes = b"") -> Frames:
-    """Frames under a digest that is right."""
     hasher = xxhash.xxh3_64(header)
     hasher.update(payload)
     return [hasher.digest() + header, payload]
 
 
 class Mutator:
-    """Spoils the messages of one conversation as a seed says."""
-
     def __init__(self, seed: int, canary: str) -> None:
         self.rng = random.Random(seed)
         self._pickle = pickle.dumps(_Canary(canary))
@@ -47,16 +42,10 @@ class Mutator:
             self._flip, self._cut, self._splice, self._wrong_number, self._swap, self._noise, self._bytes_of_a_pickle,
         ]  # fmt: skip
         self._of_headers = [
-            self._bomb,
-            self._nest,
-            self._wrong_type,
-            self._pickled_completion,
-            self._too_long,
-            self._left,
-        ]
+            self._bomb, self._nest, self._wrong_type, self._pickled_completion, self._too_long, self._left,
+        ]  # fmt: skip
 
     def of_bytes(self, message: Message, payload: bytes) -> Frames:
-        """The digest tells these apart from what was sent."""
         frames = [bytes(frame) for frame in encode(message, payload)]
         malformed = frames
         while malformed in (frames, self._before):
@@ -65,7 +54,6 @@ class Mutator:
         return malformed
 
     def sealed(self, message: Message, payload: bytes) -> Frames:
-        """The same and worse, by somebody who knows how to make a digest."""
         frames = [bytes(frame) for frame in encode(message, payload)]
         if self.rng.random() < 0.4:
             malformed = self.rng.choice(self._of_bytes)(frames)
@@ -117,9 +105,8 @@ class Mutator:
         """A length that is not there: array, map, string or bytes of 2^32 - 1, somewhere behind the tag."""
         at = self.rng.randrange(6, len(header))
         size = struct.pack(">I", self.rng.choice((2**32 - 1, 2**31, 2**24)))
-        return header[:at] + self.rng.choice((b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9")) + size + header[
-            at:
-        ], payload
+        tag = self.rng.choice((b"\xdd", b"\xdf", b"\xdb", b"\xc6", b"\xc9"))
+        return header[:at] + tag + size + header[at:], payload
 
     def _nest(self, header: bytes, payload: bytes) -> tuple[bytes, bytes]:
         """A completion, or any field, of arrays or maps in each other."""
@@ -171,7 +158,6 @@ class Mutator:
     # -- groups that lie -----------------------------------------------------------------------------------------------
 
     def lie(self, message: Deliver, payload: bytes) -> tuple[Deliver, bytes]:
-        """A group that can be read, and is not true in one respect."""
         return self.rng.choice((self._lie_about_completion, self._lie_about_group, self._lie_in_numbers))(
             message, payload
         )
