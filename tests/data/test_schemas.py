@@ -112,7 +112,11 @@ TRL = {"prompt": TURN, "solution": "4"}
         (VERL, {**VERL, "prompt": []}, "prompt is an empty list; expected text or a list of chat turns"),
         (PLAIN, {**PLAIN, "prompt": 3}, "prompt is a number; expected text or a list of chat turns"),
         (VERL, {**VERL, "prompt": ["2+2?"]}, "turn 0 of prompt is not an object with role and content"),
-        (VERL, {**VERL, "prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "image 0 is missing; expected a path"),
+        (
+            VERL,
+            {**VERL, "prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "image 0 is missing; expected a path",
+        ),
         ({"question": "a", "answer": "b"}, {"question": "a"}, "no answer; an answer is named"),
         (PLAIN, {**PLAIN, "prompt": "a\ud800"}, r"\ud800"),
         (PLAIN, {**PLAIN, "ground_truth": ["\udfff"]}, r"\udfff"),
