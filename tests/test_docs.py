@@ -349,10 +349,8 @@ def test_the_table_of_packages_is_in_the_order_of_imports():
     assert {name for row in rows for name in row} == set(LAYERS) - {"__main__"}
 
 
-def test_the_page_of_the_simulation_has_every_mutant():
-    page = (DOCS / "simulation.md").read_text("utf-8").partition("## Mutants")[2].partition("\n## ")[0]
-    assert sorted(re.findall(r"^\| `(\w+)`", page, re.MULTILINE)) == sorted(MUTANTS)
-    assert f"plant {len(MUTANTS)} " in page
+def test_the_page_of_the_simulation_counts_the_mutants():
+    assert f"plant {len(MUTANTS)} bugs" in (DOCS / "simulation.md").read_text("utf-8")
 
 
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install 'asyncgrpo[docs]'")

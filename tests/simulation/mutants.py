@@ -1,8 +1,7 @@
 """Faulty variants of the product's classes, each a mistake that the field has made. The simulation must find every one.
 
 A simulator that finds no planted bug proves nothing; so each promise has a mutant that breaks it. A mutant stands in the
-place of one function of the product for as long as a `with` block, and is given that function first. docs/simulation.md
-lists the mistakes and what finds each.
+place of one function of the product for as long as a `with` block, and is given that function first.
 """
 
 import asyncio
