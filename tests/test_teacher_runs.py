@@ -24,7 +24,7 @@ def wait_for_outage(run: Path, number: int) -> None:
 
 def wait_for_steps(run: Path) -> None:
     trained = len(events(run, "step"))
-    wait_until(lambda: len(events(run, "step")) > trained + 3, "step", 120.0)
+    wait_until(lambda: len(events(run, "step")) > trained + 3, "step", 240.0)
 
 
 def test_an_outage_of_the_teacher_pauses_the_run_and_loses_nothing(tmp_path: Path):
