@@ -12,7 +12,7 @@ from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 DEMO = ["demo", "--engine", "fake", "--max-lag", "1", "--out", "run", "--algorithm", "distill"]
-DEMO += ["buffer.prompts_per_step=4", "algorithm.group_size=4", "data.eval=null", "run.checkpoint_every=1000"]
+DEMO += ["buffer.prompts_per_step=8", "algorithm.group_size=8", "data.eval=null", "run.checkpoint_every=1000"]
 DEMO += ["reward.weights=[0]", "teacher.top_k=8", "teacher.timeout_s=1"]
 
 
@@ -24,7 +24,7 @@ def wait_for_outage(run: Path, number: int) -> None:
 
 def wait_for_steps(run: Path) -> None:
     trained = len(events(run, "step"))
-    wait_until(lambda: len(events(run, "step")) > trained + 1, "step", 120.0)
+    wait_until(lambda: len(events(run, "step")) > trained + 3, "step", 240.0)
 
 
 def test_an_outage_of_the_teacher_pauses_the_run_and_loses_nothing(tmp_path: Path):
