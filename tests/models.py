@@ -53,9 +53,14 @@ def make_tiny_deepseek_v3(
     """Save a random DeepSeek-V3 into `path`, and return it: latent attention, and a mixture after the first layer.
 
     `experts` in two groups; a token uses two experts of one group, and a shared one. The biases that correct the choice
-    of experts are drawn too, wide enough to decide it often: a model saved without them is another model.
+    of experts are drawn too, wide enough to decide it often: a model saved without them is another model. As published,
+    positions are scaled, and the configuration has fields that SGLang reads and transformers does not.
     """
+    positions = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+    positions |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+    of_sglang = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     latent = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24}
+    latent |= {"rope_parameters": positions} | of_sglang
     shape = _shape(layers, hidden, vocab, False) | {"num_key_value_heads": 4, "num_nextn_predict_layers": 0}
     config = DeepseekV3Config(**shape, **_grouped_experts(hidden, experts), **latent)
     return _save(DeepseekV3ForCausalLM, config, path, seed, _draw_biases)

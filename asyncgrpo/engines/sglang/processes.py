@@ -40,6 +40,7 @@ with importing():  # also in the scheduler's process, which imports this module 
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
     from sglang.srt.model_executor import model_runner
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_serving
     from sglang.srt.server_args import PortArgs
@@ -157,6 +158,8 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     model_runner.WeightChecker = OurWeightChecker
     model_runner.WeightUpdater = OurWeightUpdater
     register_attention_backend("torch_native")(BatchedTorchAttention)
+    # DeepSeek's other methods pass keys and values that `torch_native` does not read: it attends to the cache.
+    AttentionBackendRegistry.register("torch_native", lambda *layer_and_batch: AttnForwardMethod.MLA)
     # Routes are kept in pinned memory, which needs a GPU.
     ALLOC_MEMORY_FUNCS["cpu"] = lambda dims, dtype, **ignored: torch.zeros(dims, dtype=dtype)
     scheduler.Scheduler = OurScheduler
