@@ -18,7 +18,7 @@ NAMES = (
     *("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime"),
     *("typer", "pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
     *("ray", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py"),
-    "pytest-asyncio",
+    *("pytest-asyncio", "pillow"),
 )
 """Packages that are carried, each line with what its first one needs."""
 THERE = frozenset(

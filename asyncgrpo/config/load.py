@@ -228,9 +228,11 @@ _LIST_ALL = "`asyncgrpo config explain` lists all keys"
 # Keys of `algorithm` that choose a function, and the key that has its arguments.
 _ARGUMENTS_OF = {"loss": "loss_args", "advantage": "critic"}
 
-# A preset decides these keys of `learner`, and all of `algorithm` but the sizes.
+# A preset decides these keys of `learner`, and all of `algorithm` but sizes and what is of the model or the teacher.
 _RECIPE_IN_LEARNER = ("learner.minibatches", "learner.ppo_epochs", "learner.ess_lr")
-_SIZES = ("algorithm.group_size", "algorithm.min_completions")
+_KEPT = frozenset(
+    f"algorithm.{key}" for key in ("group_size", "min_completions", "teacher", "router_aux_coef", "router_bias_rate")
+)
 
 
 def load_config(
@@ -394,7 +396,7 @@ def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:
 
 def is_part_of_a_preset(key: str) -> bool:
     """True if presets set this key, also those that leave it at its default."""
-    return key in _RECIPE_IN_LEARNER or (key.startswith("algorithm.") and key not in _SIZES)
+    return key in _RECIPE_IN_LEARNER or (key.startswith("algorithm.") and key not in _KEPT)
 
 
 def _under_presets(layers: Sequence[Layer]) -> list[Layer]:

@@ -36,7 +36,7 @@ NEEDED = ["model.path=/models/a", "data.train=/data/train.jsonl"]
 
 _APPLIED = {
     "model": "dtype routing_replay",
-    "data": "eval eval_rows curriculum",
+    "data": "eval eval_rows curriculum image_root",
     "run": "steps epochs checkpoint_every keep_checkpoints eval_every loggers samples_every keep_samples",
     "reward": (
         "function weights combine kwargs format_score qa_score timeout_s workers code.url code.max_concurrent "
@@ -48,8 +48,8 @@ _APPLIED = {
     "sampling": "temperature top_p top_k max_tokens stop eval_temperature eval_completions",
     "algorithm": (
         "group_size teacher min_completions filter_zero_signal loss_args anchor corrections aggregation "
-        "kl_coef kl_kind kl_in behaviour_kl_coef entropy_coef truncated overlong_buffer overlong_factor "
-        "critic.gamma critic.lam critic.value_coef critic.value_clip critic.lr_scale"
+        "kl_coef kl_kind kl_in behaviour_kl_coef entropy_coef router_aux_coef router_bias_rate truncated overlong_buffer "
+        "overlong_factor critic.gamma critic.lam critic.value_coef critic.value_clip critic.lr_scale"
     ),
     "teacher": "url path timeout_s max_concurrent top_k",
     "buffer": ("prompts_per_step max_lag policy auto_lag.max lease_timeout_s straggler_factor durability keep_journal"),

@@ -42,7 +42,9 @@ NEEDED = "model: {path: m}\ndata: {train: t}\n"
 
 def recipe(config: Config) -> tuple[AlgorithmConfig, int, bool]:
     """What a preset decides."""
-    objective = msgspec.structs.replace(config.algorithm, group_size=8, min_completions=None, teacher=None)
+    objective = msgspec.structs.replace(
+        config.algorithm, group_size=8, min_completions=None, teacher=None, router_aux_coef=None, router_bias_rate=0.0
+    )
     return objective, config.learner.minibatches, config.learner.ppo_epochs, config.learner.ess_lr
 
 
@@ -54,7 +56,7 @@ def test_a_preset_is_the_same_over_a_file_that_sets_every_key(name, tmp_path):
         "kl_coef": 0.5, "kl_kind": "k2", "kl_in": "reward", "behaviour_kl_coef": 0.3,
         "entropy_coef": 0.2, "truncated": "mask", "overlong_buffer": 3, "overlong_factor": 2.0,
         "critic": {"lam": 0.5, "gamma": 0.9, "value_coef": 2.0, "value_clip": None, "lr_scale": 3.0},
-        "group_size": 5, "min_completions": 3, "teacher": None,
+        "group_size": 5, "min_completions": 3, "teacher": "t", "router_aux_coef": 0.1, "router_bias_rate": 0.01,
     }  # fmt: skip
     assert every.keys() == set(AlgorithmConfig.__struct_fields__), "a new key: is it part of a recipe?"
     odd = tmp_path / "odd.yaml"
@@ -66,8 +68,9 @@ def test_a_preset_is_the_same_over_a_file_that_sets_every_key(name, tmp_path):
         load_config(None, ["model.path=m", "data.train=t"], algorithm=name),
     )
     assert recipe(config) == recipe(plain)
-    sizes = (config.algorithm.group_size, config.algorithm.min_completions, config.learner.lr)
-    assert sizes == (5, 3, 0.5), "what is no part of a recipe is the file's"
+    algorithm = config.algorithm
+    kept = (algorithm.group_size, algorithm.min_completions, algorithm.teacher, algorithm.router_aux_coef)
+    assert (*kept, config.learner.lr) == (5, 3, "t", 0.1, 0.5), "what is no part of a recipe is the file's"
 
 
 @pytest.mark.parametrize("name", algorithm_names())

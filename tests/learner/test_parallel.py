@@ -86,7 +86,7 @@ def model_of(name: str) -> str:
 
 def scenarios(layout: tuple[int, int, int]) -> list[str]:
     """All on the layout that has both, a few on the others."""
-    return list(SCENARIOS) if layout == (4, 2, 2) else ["qwen3_moe", "few", "gspo"]
+    return list(SCENARIOS) if layout == (4, 2, 2) else ["qwen3_moe", "gspo"]
 
 
 def learner_of(name: str, folder: Path, rank: int, layout: tuple[int, int, int]) -> Learner:
