@@ -90,8 +90,9 @@ def samples_of(
         advantages: one per rollout, in order; None for a rollout that took no part in the loss.
         decode: converts token ids to text and keeps special tokens.
     """
-    # An image is one of its tokens here.
-    prompt, samples = re.sub(r"(<\|\w+\|>)\1+", r"\1", decode(group.prompt.token_ids)), []
+    prompt, samples = decode(group.prompt.token_ids), []
+    if group.prompt.images:  # an image is one of its tokens here
+        prompt = re.sub(r"(<\|\w+\|>)\1+", r"\1", prompt)
     for rollout, advantage in zip(group.rollouts, advantages, strict=True):
         completion = rollout.completion
         text, observed = _text_of(completion, decode)
