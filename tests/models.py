@@ -48,19 +48,26 @@ def make_tiny_qwen3_moe(
 
 
 def make_tiny_deepseek_v3(
-    path: str | Path, *, layers: int = 2, hidden: int = 64, vocab: int = 260, seed: int = 0, experts: int = 8
+    path: str | Path,
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    vocab: int = 260,
+    seed: int = 0,
+    experts: int = 8,
+    for_sglang: bool = False,
 ) -> Path:
     """Save a random DeepSeek-V3 into `path`, and return it: latent attention, and a mixture after the first layer.
 
     `experts` in two groups; a token uses two experts of one group, and a shared one. The biases that correct the choice
-    of experts are drawn too, wide enough to decide it often: a model saved without them is another model. As published,
-    positions are scaled, and the configuration has fields that SGLang reads and transformers does not.
+    of experts are drawn too, wide enough to decide it often: a model saved without them is another model. `for_sglang`: as
+    published, with scaled positions and fields that SGLang reads and transformers does not.
     """
-    positions = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
-    positions |= {"mscale": 1.0, "mscale_all_dim": 1.0}
-    of_sglang = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     latent = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 24}
-    latent |= {"rope_parameters": positions} | of_sglang
+    if for_sglang:
+        positions = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+        latent |= {"rope_parameters": positions | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+        latent |= {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     shape = _shape(layers, hidden, vocab, False) | {"num_key_value_heads": 4, "num_nextn_predict_layers": 0}
     config = DeepseekV3Config(**shape, **_grouped_experts(hidden, experts), **latent)
     return _save(DeepseekV3ForCausalLM, config, path, seed, _draw_biases)

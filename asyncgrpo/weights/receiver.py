@@ -118,12 +118,7 @@ class Receiver:
                 if time.monotonic() - sent_s >= liveness.RECEIVER_HEARTBEAT_S:
                     sent_s = time.monotonic()
                     client.send(Alive(generator_id=self._generator_id, incarnation=self._incarnation))
-                try:
-                    received = client.receive(POLL_S if self._swapping is None else POLL_WHILE_SWAPPING_S)
-                    if received is not None:
-                        self._handle(*received)
-                except WireError as error:
-                    log.warning("refused a message of the learner: %s", error)
+                self._handle_arrived(POLL_S if self._swapping is None else POLL_WHILE_SWAPPING_S)
                 self._report_swaps()
                 self._swap_next()
         except BaseException as error:
@@ -133,6 +128,33 @@ class Receiver:
             self._swaps.shutdown(wait=True, cancel_futures=True)
             self._drop_group()
             client.close()
+
+    def _handle_arrived(self, timeout_s: float) -> None:
+        """Handle all messages that have arrived, or wait for one.
+
+        Of several groups only the newest is formed: forming takes until its deadline if a member is late, and one after the
+        other this generator would never catch up.
+        """
+        arrived: list[tuple[Message, Buffer]] = []
+        newest = 0
+        while (received := self._received(0.0 if arrived else timeout_s)) is not None:
+            arrived.append(received)
+            if isinstance(received[0], FormGroup):
+                newest = received[0].group_number
+        for message, payload in arrived:
+            if isinstance(message, FormGroup | Offer) and 0 < message.group_number < newest:
+                continue
+            try:
+                self._handle(message, payload)
+            except WireError as error:
+                log.warning("refused a message of the learner: %s", error)
+
+    def _received(self, timeout_s: float) -> tuple[Message, Buffer] | None:
+        try:
+            return self._client.receive(timeout_s)
+        except WireError as error:
+            log.warning("refused a message of the learner: %s", error)
+            return None
 
     def _handle(self, message: Message, payload: Buffer = b"") -> None:
         """Handle one message. Raises WireError if it is invalid."""

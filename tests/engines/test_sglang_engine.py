@@ -332,7 +332,7 @@ def test_a_dead_scheduler_fails_what_waits_and_harms_no_other_process(rig: Rig) 
 
 def test_deepseek_samples_as_transformers_computes_also_after_a_change_of_weights(tmp_path: Path):
     """Its attention multiplies with weights that SGLang derives from published ones."""
-    rig = sglang_rig(make_tiny_deepseek_v3(tmp_path, vocab=VOCAB)).start()
+    rig = sglang_rig(make_tiny_deepseek_v3(tmp_path, vocab=VOCAB, for_sglang=True)).start()
     try:
         for change in (0, 3):
             rig.run(rig.load(change, keep_kv=False))

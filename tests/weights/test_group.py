@@ -16,8 +16,41 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from asyncgrpo.errors import WireError
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.group import NcclGroup, form_group
 from asyncgrpo.weights.lane import receive, send
+from asyncgrpo.weights.receiver import Receiver
+from asyncgrpo.wire import Message
+from asyncgrpo.wire.weights import FormGroup, Offer
+
+# -- a generator that is behind ----------------------------------------------------------------------------------------
+
+
+def test_of_several_groups_a_late_generator_forms_only_the_newest(monkeypatch):
+    """One after the other, each until its deadline, it would never catch up with a learner that tries anew."""
+
+    def form(number: int) -> FormGroup:
+        return FormGroup(
+            group_number=number, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0
+        )
+
+    offers = [Offer(version=PolicyVersion(1, number), digest="", group_number=number) for number in (1, 3)]
+    arrived = [form(1), offers[0], form(2), WireError("malformed"), form(3), offers[1]]
+    late = Receiver("tcp://127.0.0.1:9", generator_id="g", incarnation="0", host="h", apply=lambda *_: "", keys=None)
+
+    def receive(timeout_s: float) -> tuple[Message, bytes] | None:
+        if arrived and isinstance(arrived[0], WireError):
+            raise arrived.pop(0)
+        return (arrived.pop(0), b"") if arrived else None
+
+    handled: list[Message] = []
+    late._client = SimpleNamespace(receive=receive)
+    monkeypatch.setattr(late, "_handle", lambda message, payload: handled.append(message))
+    late._handle_arrived(0.0)
+    late._handle_arrived(0.0)
+    assert handled == [form(2), form(3), offers[1]], "the malformed message ended the first look"
+
 
 # -- NCCL --------------------------------------------------------------------------------------------------------------
 
