@@ -85,9 +85,10 @@ class Schema:
             record = self.convert(without)
             _check_values(record)
             _check_size(record)
-            places = sum(turn["content"].count(PLACEHOLDER) for turn in record.messages)
-            if places != len(images) and (images or self.image_column in row):
-                raise _Misfit(f"{len(images)} images, but {places} {PLACEHOLDER} in its prompt")
+            if images or self.image_column in row:
+                places = sum(turn["content"].count(PLACEHOLDER) for turn in record.messages)
+                if places != len(images):
+                    raise _Misfit(f"{len(images)} images, but {places} {PLACEHOLDER} in its prompt")
             return msgspec.structs.replace(record, images=images) if images else record
         except (_Misfit, Misplaced) as misfit:
             raise DataError(f"{self.file}, row {index}: {misfit} (schema {self.name}, from row 0)") from None
@@ -369,7 +370,7 @@ def rendered(
     """Return the text and the token ids of a row. Raises ConfigError, DataError: its images cannot be used."""
     where, messages = f"{source}, row {index}", record.messages
     if record.images:
-        _check_images(where, record, images)
+        _require_vision(where, images)
         messages = [turn | {"content": in_parts(turn["content"])} for turn in messages]
     text, token_ids = render(tokenizer, messages, config.system_prompt, where=where)
     try:
@@ -378,16 +379,22 @@ def rendered(
         raise DataError(f"{where}: {error}") from None
 
 
-def _check_images(where: str, record: Record, images: Images | None) -> None:
-    """Raise ConfigError if the model reads no images, DataError if one cannot be read."""
+def _require_vision(where: str, images: Images | None) -> Images:
+    """Return `images`. Raises ConfigError: the model reads none."""
     if images is None:
         raise ConfigError(
             f"{where}: it has images, and model.path has no vision tower that is supported; use a Qwen3-VL or Qwen2.5-VL, "
             "or data.image_column=null for the text alone"
         )
+    return images
+
+
+def _check_images(where: str, record: Record, images: Images | None) -> None:
+    """Raise ConfigError if the model reads no images, DataError if one cannot be read."""
+    readable = _require_vision(where, images)
     try:
         for image in record.images:
-            images.tokens_of(image)
+            readable.tokens_of(image)
     except Misplaced as error:
         raise DataError(f"{where}: {error}") from None
 
