@@ -7,6 +7,7 @@ variables that libraries read travel with the run, and each process reports whic
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -117,9 +118,7 @@ def with_absolute_paths(config: Config) -> Config:
             "reward.function": _each(spec, reward.function),
             "reward.judge.template": _each(absolute, reward.judge.file) or reward.judge.template,
             "reward.model.path": _each(folder, reward.model.path),
-            "teacher.path": {source: folder(one) for source, one in teacher.items()}
-            if isinstance(teacher := config.teacher.path, dict)
-            else _each(folder, teacher),
+            "teacher.path": _each(folder, config.teacher.path),
             "environment.name": _each(spec, environment.name),
             "environment.tools": _each(spec, environment.tools),
             "environment.agent": _each(spec, environment.agent),
@@ -127,9 +126,12 @@ def with_absolute_paths(config: Config) -> Config:
     )
 
 
-def _each(function: Callable[[str], str], value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+def _each(function: Callable[[str], str], value: Any) -> Any:
+    """Apply `function` to a text, each of several, or each value of a mapping; None stays None."""
     if isinstance(value, tuple):
         return tuple(map(function, value))
+    if isinstance(value, dict):
+        return {name: function(one) for name, one in value.items()}
     return None if value is None else function(value)
 
 

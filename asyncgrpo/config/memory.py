@@ -107,12 +107,8 @@ class _Rank:
         self.adapters = config.model.lora.rank
         all_numbers = size.parameters - size.vision_parameters
         self.trained_numbers = size.adapter_parameters(self.adapters) if self.adapters else all_numbers
-        algorithm = config.algorithm
-        has_reference = algorithm.kl_coef > 0 or bool(algorithm.loss_args.get("reference"))
-        is_here = algorithm.teacher is not None or (config.teacher.url is None and not self.adapters)
-        self.has_reference_copy = has_reference and is_here
-        """True if there is a reference beside the model. With adapters it is the model without them."""
-        self.reference_size = (size_at(algorithm.teacher) if algorithm.teacher else None) or size
+        teacher = config.algorithm.teacher
+        self.reference_size = (size_at(teacher) if teacher else None) or size
 
     def of_each(self, num_bytes: float) -> int:
         """The share of one rank."""
@@ -126,7 +122,7 @@ class _Rank:
     @property
     def reference(self) -> int:
         """The shard of a reference, on the GPU or on the host."""
-        return self.of_each(self.item * self.reference_size.parameters) if self.has_reference_copy else 0
+        return self.of_each(self.item * self.reference_size.parameters) if self.config.has_reference_copy else 0
 
     @property
     def offloaded_activations(self) -> int:
@@ -169,7 +165,7 @@ class _Rank:
         of_layer = max(added if self.adapters else whole)
         moments = 0 if config.learner.offload_optimizer else self.moments
         always = self.always()
-        if self.has_reference_copy:
+        if self.config.has_reference_copy:
             always["reference"] += (
                 item * self.reference_size.root_parameters
             )  # gathered, and not dropped after its forward pass

@@ -654,6 +654,20 @@ class Config(Section, frozen=True):
         """True if the KL is to a teacher, in the learner or served."""
         return self.algorithm.teacher is not None or self.teacher.url is not None
 
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss needs log-probs of a reference or a teacher."""
+        return self.algorithm.kl_coef > 0 or bool(self.algorithm.loss_args.get("reference"))
+
+    @property
+    def has_reference_copy(self) -> bool:
+        """True if the learner holds a reference beside the model.
+
+        With adapters the reference is the model without them; a served teacher is no model in the learner.
+        """
+        has_own = self.teacher.url is None and not self.model.lora.rank
+        return self.has_reference and (self.algorithm.teacher is not None or has_own)
+
 
 def changed(config: Config, values: Mapping[str, Any]) -> Config:
     """Return `config` with other values at some dotted keys."""

@@ -87,14 +87,11 @@ class Learner:
         self._ranks = ranks = _ranks(self.device, rank, world, config)
         dtype = getattr(torch, config.model.dtype)
         self.model = build_model(config.model.path, dtype, self.device, ranks, config, images=images)
-        self.has_reference = config.algorithm.kl_coef > 0 or bool(config.algorithm.loss_args.get("reference"))
         self._reference = None
         teacher = config.algorithm.teacher
         if teacher is not None:
             refuse_other_tokens(config.model.path, teacher)
-        # With adapters the reference is the model without them; a served teacher is no model here.
-        has_copy = teacher is not None or (config.teacher.url is None and not config.model.lora.rank)
-        if self.has_reference and has_copy:
+        if config.has_reference_copy:
             path = teacher or config.model.path
             self._reference = build_model(path, dtype, self.device, ranks, config, trainable=False, images=images)
         pays = compiling_pays(config, decoder_layers(self.model), self.model.head.out_features, self.device)
@@ -259,7 +256,7 @@ class Learner:
         scored: Scored = self.model(batch)
         reshard(self.model)
         reference = None
-        if self.has_reference:
+        if self.config.has_reference:
             teacher = self._teacher_of(batch)
             reference = teacher.sampled if teacher else self._score_reference(batch).scores.logprobs
         return objective.Scored(scored.scores.logprobs, reference, scored.values)
@@ -297,7 +294,7 @@ class Learner:
         if (teacher := self._teacher_of(batch)) is not None:
             precomputed = precomputed._replace(reference=teacher.sampled)
             reference = teacher if settings.kl_kind == "full" else None
-        elif self.has_reference and (precomputed.reference is None or settings.kl_kind == "full"):
+        elif self.config.has_reference and (precomputed.reference is None or settings.kl_kind == "full"):
             scored = self._score_reference(batch)
             precomputed = precomputed._replace(reference=scored.scores.logprobs)
             if settings.kl_kind == "full":
