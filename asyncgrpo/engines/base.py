@@ -40,18 +40,8 @@ class EngineOccupancy(NamedTuple):
     """Lower bound of the duration of the step in progress, seconds; 0 without one."""
 
 
-class Engine(Protocol):
-    """An inference engine, owned by one process. `engines.build.build_engine` makes one.
-
-    All methods are called on one event loop. Many calls of `generate` may run at once.
-    """
-
-    @property
-    def version(self) -> PolicyVersion:
-        """Version of the weights that sample the next token."""
-
-    async def start(self, version: PolicyVersion) -> None:
-        """Load the model from its folder. Its weights count as `version`. Raises EngineError."""
+class CompletionSource(Protocol):
+    """Samples completions: an engine, or what samples with one over several turns (`generators.turns.Turns`)."""
 
     def generate(
         self,
@@ -79,6 +69,20 @@ class Engine(Protocol):
 
         An unknown id is ignored.
         """
+
+
+class Engine(CompletionSource, Protocol):
+    """An inference engine, owned by one process. `engines.build.build_engine` makes one.
+
+    All methods are called on one event loop. Many calls of `generate` may run at once.
+    """
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Version of the weights that sample the next token."""
+
+    async def start(self, version: PolicyVersion) -> None:
+        """Load the model from its folder. Its weights count as `version`. Raises EngineError."""
 
     async def load_weights(
         self,

@@ -10,43 +10,25 @@ engine is an exception.
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from asyncgrpo import metrics
+from asyncgrpo.engines.base import CompletionSource
 from asyncgrpo.errors import RequestError
 from asyncgrpo.host import CoreClock
 from asyncgrpo.rewards.base import Reward, Sampled
 from asyncgrpo.rewards.breaker import RewardsPaused
 from asyncgrpo.rewards.teacher import TaughtScore
-from asyncgrpo.types import Completion, Discarded, GeneratorSeconds, Group, Lease, Observation, Rollout, Sampling, Score
+from asyncgrpo.types import Completion, Discarded, GeneratorSeconds, Group, Lease, Observation, Rollout, Score
 
 # -- completions of one or several turns -------------------------------------------------------------------------------
-
-
-class CompletionSource(Protocol):
-    """Samples completions: an engine, or `turns.Turns` if a completion has several turns."""
-
-    def generate(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        num_completions: int,
-        sampling: Sampling,
-        seed: int,
-        images: tuple[str, ...] = (),
-    ) -> AsyncIterator[Completion]:
-        """See `Engine.generate`."""
-
-    async def abort(self, request_id: str) -> None:
-        """See `Engine.abort`."""
-
 
 FAILURE = "environment"
 """Failure of a completion whose environment did not reply as specified."""
