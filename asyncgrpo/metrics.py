@@ -38,7 +38,7 @@ from asyncgrpo import __version__
 
 # -- the metrics -------------------------------------------------------------------------------------------------------
 
-Role = Literal["buffer", "generator", "learner", "rank", "driver"]
+Role = Literal["buffer", "generator", "learner", "rank", "teacher", "driver"]
 """`learner` is rank 0, which sets the learner's metrics. The other ranks are `rank`: they would export zeros."""
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -107,7 +107,7 @@ waiting_seconds = _gauge(
     *ROLES, what=WAITS)
 
 devices = _gauge(
-    "devices", "GPUs of this process; 1 for one that works on the CPU.", "generator", "learner", "rank")
+    "devices", "GPUs of this process; 1 for one that works on the CPU.", "generator", "learner", "rank", "teacher")
 
 # -------------------------------------------------------------------------------------------------------------- buffer
 
@@ -315,7 +315,7 @@ generators_expected = _gauge("generators_expected", "Number of generators that t
 page_info = _info("page", "Address of the run's web page, without its token.", "driver")
 actor_restarts_total = _counter(
     "actor_restarts_total", "Restarts of processes that ended or were killed, by role.", "driver",
-    actor=("buffer", "generator", "learner"))
+    actor=("buffer", "generator", "learner", "teacher"))
 restarts_spent_ratio = _gauge(
     "restarts_spent_ratio",
     "Share of the restarts of an hour that are spent; at 1 the next one ends the run. Of generators: of the worst one.",

@@ -1,13 +1,15 @@
-"""A whole run whose served teacher dies, returns and freezes."""
+"""Whole runs whose served teacher dies, returns and freezes."""
 
+import json
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncgrpo.data.demo import make_demo_model
 from tests.rewards.teachers import TeacherServer
-from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
+from tests.runs import assert_nothing_left, asyncgrpo, command_of, events, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -48,6 +50,36 @@ def test_an_outage_of_the_teacher_pauses_the_run_and_loses_nothing(tmp_path: Pat
     assert all(step["reward_mean"] == 0 and step["reward_parts"] for step in steps), "the reward is measured alone"
     dropped = [event["dropped"] for event in [*steps, *events(run, "end")] if event.get("dropped")]
     assert dropped == [], "no prompt pays for the outage"
+    audit = asyncgrpo("audit", "run", cwd=tmp_path)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert_nothing_left(tmp_path)
+
+
+def status_of_teacher(folder: Path) -> dict:
+    (shown,) = json.loads(asyncgrpo("status", "run", "--json", cwd=folder).stdout)
+    (teacher,) = [one for one in shown["status"]["processes"] if one["name"] == "teacher-0"]
+    return teacher
+
+
+def test_a_teacher_that_the_run_starts_is_replaced_when_it_dies(tmp_path: Path):
+    pytest.importorskip("sglang")
+    make_demo_model(tmp_path / "teacher", seed=5)
+    run = tmp_path / "run"
+    process = start(*DEMO, "--steps", "10000", "teacher.path=teacher", cwd=tmp_path)
+    wait_for_steps(run)
+    (scheduler,) = [
+        one for one in psutil.Process(status_of_teacher(tmp_path)["pid"]).children() if "scheduler" in command_of(one)
+    ]
+    scheduler.kill()
+    wait_until(lambda: bool(events(run, "restart")), "restart", 60.0)
+    wait_for_steps(run)
+    teacher = status_of_teacher(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=90) == 0, (tmp_path / "output.txt").read_text()
+    (restart,) = events(run, "restart")
+    assert (restart["actor"], restart["count"]) == ("teacher-0", 1)
+    assert (teacher["state"], teacher["restarts"]) == ("working", 1)
+    assert all(step["kl_reference"] > 0 for step in events(run, "step"))
     audit = asyncgrpo("audit", "run", cwd=tmp_path)
     assert audit.returncode == 0, audit.stdout + audit.stderr
     assert_nothing_left(tmp_path)

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from asyncgrpo.config.schema import Config
+from asyncgrpo.errors import ConfigError
 
 # -- output ------------------------------------------------------------------------------------------------------------
 
@@ -235,6 +236,11 @@ def fitted(config: Config, n_gpus: int, explicit: Sequence[str]) -> list[str]:
         return []
     written = {override.partition("=")[0].strip() for override in explicit}
     kept = {key: attrgetter(key)(config) for key in _FITTED if key in written}
-    card = card_of(config)
-    chosen = share_one_gpu(size, config, card, kept) if n_gpus == 1 else choose(size, config, card, n_gpus, kept)
+    card, shared = card_of(config), n_gpus - config.teacher_gpus
+    if shared < min(n_gpus, 2):
+        raise ConfigError(
+            f"--n-gpus {n_gpus} leaves {max(shared, 0)} beside {config.teacher_gpus} of teachers (teacher.path), but "
+            "generators and learner need 2; give more GPUs, or lower teacher.gpus_each"
+        )
+    chosen = share_one_gpu(size, config, card, kept) if n_gpus == 1 else choose(size, config, card, shared, kept)
     return [f"{key}={value}" for key, value in chosen.items() if key not in kept]

@@ -117,6 +117,8 @@ def check_inputs(config: Config) -> str:
         check_weight_files(folder, is_complete=Path(config.model.path).expanduser().is_dir())
     if config.generators.engine == "sglang" and (why := why_sglang_cannot_run()) is not None:
         raise ConfigError(f"generators.engine is sglang, which cannot run here: {why} (or use generators.engine=torch)")
+    if config.teacher.own and (why := why_sglang_cannot_run()) is not None:
+        raise ConfigError(f"teacher.path is set without teacher.url, but SGLang cannot run here: {why}")
     check_extra(config.generators)
     reward = build_reward(config.reward, import_timeout_s=REWARD_IMPORT_S, trial=_trial(config))
     if (agent := build_agent(config.environment)) is not None:
@@ -169,11 +171,14 @@ def card_of(config: Config) -> "Card":
 def check_fit(config: Config) -> None:
     """Raise ConfigError for what cannot fit its GPU, or the memory of this machine where all of the run is on it."""
     from asyncgrpo.config.model_size import size_at
-    from asyncgrpo.config.placement import refuse
+    from asyncgrpo.config.placement import refuse, refuse_teacher
 
     size = None
     if _is_on_gpu(config) and (size := size_at(config.model.path, may_download=True)) is not None:
         refuse(size, config, card_of(config))
+    for path in config.teacher.own.values() if config.teacher_gpus else ():
+        if (taught_by := size_at(path, may_download=True)) is not None:
+            refuse_teacher(path, taught_by, config, card_of(config))
     check_host(config, size)
 
 

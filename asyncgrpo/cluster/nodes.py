@@ -146,6 +146,8 @@ def check_files(config: Config, role: Role, run_dir: Path, address: str) -> None
     needed: dict[str, tuple[str | None, ...]] = {"run.out": (str(run_dir / MARK),), "model.path": (config.model.path,)}
     if role == "buffer":
         needed |= {"data.train": data.sources, "data.eval": tuple(data.suites.values())}
+    elif role == "teacher":
+        needed |= {"teacher.path": tuple(config.teacher.own.values())}
     elif role == "generator":
         needed |= {
             "reward.function": reward.files,

@@ -412,7 +412,7 @@ class Fleet:
             try:
                 self._on_address(name, result(generator.address, name))
             except AsyncGRPOError as error:
-                generator.failure = _in_a_line(error, name)
+                generator.failure = in_a_line(error, name)
             generator.address = None
         elif not generator.is_late and time.monotonic() - generator.requested_s > NO_PLACE_S:
             generator.is_late = True
@@ -432,7 +432,7 @@ class Fleet:
             try:
                 result(generator.running, name)
             except AsyncGRPOError as error:
-                return _in_a_line(error, name)
+                return in_a_line(error, name)
             return "it exited"
         limit_s = self._setup.config.cluster.silent_timeout_s
         unhealthy_reason = partial(self._watch.unhealthy_reason, name, generator.incarnation, still_s=limit_s)
@@ -509,7 +509,7 @@ def process_status(
     )
 
 
-def _in_a_line(error: AsyncGRPOError, name: str) -> str:
+def in_a_line(error: AsyncGRPOError, name: str) -> str:
     """Return the error that ended a generator as one line."""
     if isinstance(error, ProcessLost):
         return str(error).removeprefix(f"{name}: ")

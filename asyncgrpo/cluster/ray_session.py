@@ -313,7 +313,7 @@ def gpus_wanted(config: Config, *, learner_on_gpu: bool) -> int:
     """Return the number of GPUs that a run needs."""
     generators = config.generators
     on_gpus = (config.learner.ranks * learner_on_gpu, generators.gpus_each * generators.count)
-    return max(on_gpus) if config.cluster.share_gpu else sum(on_gpus)
+    return (max(on_gpus) if config.cluster.share_gpu else sum(on_gpus)) + config.teacher_gpus
 
 
 def check_gpus(config: Config, there: int, *, learner_on_gpu: bool) -> None:
@@ -325,11 +325,14 @@ def check_gpus(config: Config, there: int, *, learner_on_gpu: bool) -> None:
     generators, on_cpu = config.generators, "" if learner_on_gpu else " on the CPU"
     parts = f"learner.ranks {config.learner.ranks}{on_cpu}, generators.count {generators.count} x generators.gpus_each"
     parts += f" {generators.gpus_each}{', shared' if config.cluster.share_gpu else ''}"
+    parts += (
+        f", {len(config.teacher.own)} x teacher.gpus_each {config.teacher_gpus_each}" if config.teacher_gpus else ""
+    )
     raise ConfigError(f"this run needs {wanted} GPU{'s' * (wanted > 1)} ({parts}), the cluster has {there}; {hint}")
 
 
 class Placement:
-    """The placement group of a run: one bundle per learner rank, then one per generator.
+    """The placement group of a run: one bundle per learner rank, then one per generator, then one per teacher.
 
     A shared GPU is one bundle, of which learner and generator take half each. Ray does not divide its memory.
     """
@@ -339,7 +342,9 @@ class Placement:
         count, ranks, half = config.generators.count, config.learner.ranks, 0.5 if config.cluster.share_gpu else 1.0
         self._learner = _needs(half * learner_on_gpu, config.learner.ray_resources)
         self._generator = _needs(half * config.generators.gpus_each, config.generators.ray_resources)
+        self._teacher = _needs(config.teacher_gpus_each, {})
         self._first_generator = 0 if config.cluster.share_gpu else ranks
+        self._first_teacher = self._first_generator + count
         self._stays_here = is_loopback(config.cluster.bind)
         self._count = count
         self._group: PlacementGroup | None = None
@@ -351,11 +356,14 @@ class Placement:
         bundles = [self._learner] * ranks + [self._generator] * count
         if config.cluster.share_gpu:
             bundles = [dict(Counter(self._learner) + Counter(self._generator)) | {"GPU": 1.0}]
+        bundles += [self._teacher] * len(config.teacher.own)
         self._group = placement_group(bundles, strategy="PACK")
         if not self._group.wait(RESERVE_TIMEOUT_S):
+            teachers = len(config.teacher.own)
+            taught = f", {teachers} teachers (each {_in_words(self._teacher)})" if teachers else ""
             raise ConfigError(
                 f"Ray found no resources within {RESERVE_TIMEOUT_S:.0f} s for learner.ranks {ranks} "
-                f"(each {_in_words(self._learner)}) and generators.count {count} "
+                f"(each {_in_words(self._learner)}){taught} and generators.count {count} "
                 f"(each {_in_words(self._generator)}); no node has them, or other jobs hold them"
             )
 
@@ -378,6 +386,10 @@ class Placement:
         if index not in self._added:
             self._added[index] = placement_group([self._generator])
         return self._options(self._added[index], 0, self._generator)
+
+    def teacher(self, index: int) -> dict[str, Any]:
+        """Return the Ray options of a teacher that the run starts."""
+        return self._options(self._group, self._first_teacher + index, self._teacher)
 
     def release_generator(self, index: int) -> None:
         """Release the bundle of a generator beyond `generators.count`; the others keep theirs for the whole run."""

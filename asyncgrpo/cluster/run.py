@@ -1,6 +1,6 @@
 """The driver of a run: start every process, watch and restart them, and end them.
 
-    within one Ray session:  core: buffer and learner ranks │ fleet: generators │ watch: the heartbeats of all
+    within one Ray session:  core: buffer and learner ranks │ fleet: generators │ teachers │ watch: the heartbeats of all
 
 Until the learner is done, the driver restarts generators that exit or hang. It restarts a lost core from the last checkpoint
 and the buffer's journal; the generators live on and connect to the new core.
@@ -13,6 +13,7 @@ checkpoint, engines close.
 
 import logging
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -39,6 +40,7 @@ from asyncgrpo.cluster.nodes import (
 from asyncgrpo.cluster.processes import Budget, Core, Fleet
 from asyncgrpo.cluster.ray_session import POLL_S, Placement, cluster_gpus, decide_device, ray_session_of, result
 from asyncgrpo.cluster.steering import Steering
+from asyncgrpo.cluster.teachers import Teachers
 from asyncgrpo.cluster.wiring import BufferReady, Setup, prepare_environment, uses_cuda
 from asyncgrpo.config.schema import Config
 from asyncgrpo.control.api import serving
@@ -177,8 +179,11 @@ class Run:
             keys=keys,
             metrics_token=metrics_token,
             watch_endpoint=watch.endpoint,
+            teacher_key=secrets.token_urlsafe(32),
             start_with=config.generators.count,
         )
+        teachers = self._teachers = Teachers(setup, placement, watch, self._events, on_address=self._export_from)
+        setup = replace(setup, teacher_urls=teachers.urls)
         fleet = Fleet(setup, placement, watch, self._events, on_address=self._export_from)
         steering = self._steering = Steering(
             config, self._given, self._folder, self._events, drain=self._ask_to_stop, gpus=cluster_gpus()
@@ -202,6 +207,7 @@ class Run:
             steering.end()
             if chaos is not None:
                 chaos.end()
+            teachers.end()
             watch.close()
 
     def _run_cores(
@@ -258,11 +264,12 @@ class Run:
         def poll_processes() -> None:
             watch.listen()
             fleet.reconcile(may_restart=not self._asked_to_stop)
+            self._teachers.reconcile(may_restart=not self._asked_to_stop)
             if fleet.is_up:
                 self._end_phase("first engine")
             if (core.steps_done or 0) > core.first_step:
                 self._end_phase("first step")
-            self._steering.reconcile(core if core.seconds else None, fleet, watch)
+            self._steering.reconcile(core if core.seconds else None, fleet, watch, self._teachers.processes())
 
         def while_starting() -> None:
             poll_processes()
@@ -271,6 +278,9 @@ class Run:
 
         ready, leaders = core.start(while_starting)
         self._end_phase("buffer and learner")
+        while not self._teachers.are_up:
+            while_starting()
+            time.sleep(POLL_S)
         for name, address in core.addresses.items():
             self._export_from(name, address)
         self._report_start(ready, report)

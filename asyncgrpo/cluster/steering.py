@@ -12,7 +12,7 @@ and prints the differences.
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from operator import attrgetter
@@ -117,11 +117,12 @@ class Steering:
 
     # -- from the driver's thread --------------------------------------------------------------------------------------
 
-    def reconcile(self, core: Core | None, fleet: Fleet, watch: Watch) -> None:
+    def reconcile(self, core: Core | None, fleet: Fleet, watch: Watch, others: Iterable[ProcessStatus] = ()) -> None:
         """Carry out the commands, send buffer and learner what is requested, and update the status, a few times a second.
 
         Args:
             core: the buffer and learner that train; None: they are starting.
+            others: statuses of the processes that are neither in the core nor in the fleet.
         """
         if core is not self._core:  # one-time requests to a lost learner are not repeated to the next one
             self._core, self._lineage, self._advice = core, self._folder.lineage, ()
@@ -135,7 +136,7 @@ class Steering:
                 if watch.steered(name, core.incarnation) < self._steer.revision:
                     watch.send(name, self._steer)
             self._advise(fleet)
-        self._status = self._snapshot(core, fleet, watch)
+        self._status = self._snapshot(core, fleet, watch, others)
 
     def draining(self) -> None:
         """Note that the run drains."""
@@ -275,7 +276,9 @@ class Steering:
 
     # -- status --------------------------------------------------------------------------------------------------------
 
-    def _snapshot(self, core: Core | None, fleet: Fleet | None, watch: Watch | None) -> Status:
+    def _snapshot(
+        self, core: Core | None, fleet: Fleet | None, watch: Watch | None, others: Iterable[ProcessStatus] = ()
+    ) -> Status:
         least, most = bounds(self.config)
         state: RunState = "starting"
         if self._is_draining:
@@ -284,7 +287,8 @@ class Steering:
             state = "paused"
         elif core is not None and fleet is not None and (fleet.is_up or (core.steps_done or 0) > core.first_step):
             state = "training"
-        processes = tuple(self._processes(core, fleet, watch)) if fleet is not None and watch is not None else ()
+        known = self._processes(core, fleet, watch) if fleet is not None and watch is not None else ()
+        processes = (*known, *others)
         starting = [process.name for process in processes if process.state == "starting"]
         return Status(
             run=self._folder.path.name,

@@ -6,7 +6,7 @@ the run is over. An error ends `run` with its exception, which the driver sees.
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -82,6 +82,10 @@ class Setup:
     metrics_token: str | None = field(default=None, repr=False)
     """Bearer token that a scrape must send. None: metrics are exported on loopback only, without authentication. A secret,
     never logged."""
+    teacher_urls: Mapping[str, str] = field(default_factory=dict)
+    """Servers of the teachers that the run has started, by data_source."""
+    teacher_key: str = field(default="", repr=False)
+    """Bearer token of these servers. A secret, never logged."""
     reward_has_worked: bool = False
     """True if an earlier core under the same driver trained a step, which proves that its reward calls worked."""
 
@@ -121,7 +125,7 @@ class _Service(Protocol):
     progress: LoopProgress
 
 
-def _begin(
+def begin(
     setup: Setup,
     role: metrics.Role,
     incarnation: str,
@@ -150,7 +154,8 @@ def _begin(
     logs.setup(role, rank, setup.run_dir)
     name = role if rank is None else f"{role}-{rank}"
     Heart(setup.watch_endpoint, name, incarnation, setup.keys, run_dir=setup.run_dir, loop_age_s=loop_age_s, **heart)
-    metrics.devices.set(max(1, setup.config.generators.gpus_each) if role == "generator" else 1)
+    gpus = {"generator": setup.config.generators.gpus_each, "teacher": setup.config.teacher_gpus_each}.get(role, 1)
+    metrics.devices.set(max(1, gpus))
     exports = "rank" if role == "learner" and rank else role
     return host, metrics.serve(exports, host=host, token=setup.metrics_token)
 
@@ -207,7 +212,7 @@ class BufferActor:
     def start(self, setup: Setup) -> BufferReady:
         """Load the prompts, recover the groups of earlier starts, and listen."""
         config = setup.config
-        metrics_address = _begin(
+        metrics_address = begin(
             setup,
             "buffer",
             str(setup.lineage),
@@ -340,7 +345,7 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
     more = f" {reward.judge}" if "judge" in reward.functions else ""
     more += f" {reward.model.path}" if "model" in reward.functions else ""
     more += f" {reward.kwargs}" if reward.kwargs else ""
-    more += f" {config.teacher.path or config.teacher.url} {config.teacher.top_k}" if config.teacher.url else ""
+    more += f" {config.teacher.path or config.teacher.url} {config.teacher.top_k}" if config.teacher.is_on else ""
     more += "" if reward.combine == "sum" else f" {reward.combine}"
     return {
         "prompts": prompts + ("" if config.data.curriculum == "none" else f" {config.data.curriculum}"),
@@ -360,7 +365,7 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
 def _reward_name(config: Config) -> str:
     """Return the name of the reward in messages about its failures."""
     names = [os.path.basename(spec) for spec in config.reward.functions]
-    taught = " or the teacher" if config.teacher.url is not None else ""
+    taught = " or the teacher" if config.teacher.is_on else ""
     if config.reward.files:
         return f"reward function {', '.join(names)}{taught}"
     return ("the judge" if "judge" in names else "the rules of rewards") + taught
@@ -400,7 +405,7 @@ class GeneratorActor:
             os.environ["OMP_NUM_THREADS"] = "1"
         metrics.generator_info.info({"engine": self._setup.config.generators.engine})
         self._endpoints = endpoints
-        return _begin(
+        return begin(
             self._setup,
             "generator",
             self._incarnation,
@@ -429,7 +434,7 @@ class GeneratorActor:
         decode = decoder(tokenizer, keep_special=False)
         _limit_gpu_memory(config, is_learner=False)
         reward, at_once = build_reward(config.reward), config.reward.at_once
-        if teachers := build_teachers(config):
+        if teachers := build_teachers(config, self._setup.teacher_urls, self._setup.teacher_key):
             reward, at_once = TaughtReward(reward, teachers), max(at_once, config.teacher.max_concurrent)
         service = self._service = GeneratorService(
             f"generator-{self._index}",
@@ -493,7 +498,7 @@ class LearnerActor:
             from asyncgrpo.weights.publisher import Publisher
 
         self._setup, config = setup, setup.config
-        metrics_address = _begin(
+        metrics_address = begin(
             setup,
             "learner",
             str(setup.lineage),

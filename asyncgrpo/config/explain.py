@@ -203,8 +203,12 @@ def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
     objective = f"algorithm{f' {algorithm}' if algorithm else ''}: {algorithm_in_words(config.algorithm)}"
     engine_gpus = generators.count * generators.gpus_each
     each = f"{_count(generators.gpus_each, 'GPU')} each" if engine_gpus else "on CPU"
-    total = f" = {engine_gpus + learner.ranks} GPUs" if engine_gpus and learner.device != "cpu" else ""
+    gpus = engine_gpus + learner.ranks + config.teacher_gpus
+    total = f" = {gpus} GPUs" if engine_gpus and learner.device != "cpu" else ""
     processes = f"{_count(generators.count, 'generator')} ({generators.engine}, {each}) + {_count(learner.ranks, 'learner rank')}"
+    if config.teacher.own:
+        on = f"{_count(config.teacher_gpus_each, 'GPU')} each" if config.teacher_gpus else "on CPU"
+        processes += f" + {_count(len(config.teacher.own), 'teacher')} ({on})"
     processes += " sharing 1 GPU" if config.cluster.share_gpu else total
     processes += (
         f"; {f'LoRA of rank {config.model.lora.rank}' if config.model.lora.rank else 'all weights'} trained in "

@@ -44,6 +44,8 @@ COMFORTABLE = 0.95
 """Share of a card that chosen settings may fill. Given settings may fill all of it."""
 LEAST_CACHE = 0.4
 """Share of a card that is enough for the KV cache, if it does not hold all completions that are wanted at once."""
+TEACHER_MEMORY = 0.85
+"""Share of its GPUs' memory that a teacher fills with weights and cache."""
 FEWEST_TOKENS = 4096
 """Least `learner.tokens_per_microbatch` that is chosen: with fewer the GPU would wait for its weights."""
 
@@ -94,6 +96,14 @@ def keeps_activations(size: ModelSize, config: Config, card: Card) -> bool:
     """True if a learner rank on `card` has room for all activations of a micro-batch, so that none need be recomputed."""
     kept = changed(config, {"learner.activation_checkpointing": False, "learner.device": "cuda"})
     return "learner" not in problems(size, kept, card, filled=COMFORTABLE)
+
+
+def refuse_teacher(path: str, size: ModelSize, config: Config, card: Card) -> None:
+    """Raise ConfigError if a teacher that the run starts does not fit its GPUs. An assumed card refuses nothing."""
+    own = {"model.path": path, "model.lora.rank": 0, "generators.engine": "sglang", "cluster.share_gpu": False}
+    own |= {"generators.gpus_each": config.teacher_gpus_each, "generators.memory_fraction": TEACHER_MEMORY}
+    if card.known != "assumed" and (why := problems(size, changed(config, own), card).get("engine")) is not None:
+        raise ConfigError(f"teacher.path ({path}): {why}; raise teacher.gpus_each ({config.teacher_gpus_each})")
 
 
 def refuse(size: ModelSize, config: Config, card: Card) -> None:

@@ -392,7 +392,7 @@ def _place(one: CorrectionConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _kl(config: Config) -> Iterator[str]:
     a = config.algorithm
-    teacher = "algorithm.teacher" if a.teacher is not None else "teacher.url"
+    teacher = "algorithm.teacher" if a.teacher is not None else _name_of_teacher(config)
     if config.has_teacher and a.kl_coef == 0:
         yield f"{teacher} is set, but algorithm.kl_coef is 0, so nothing is learned from it; set kl_coef=1"
     if config.has_teacher and a.filter_zero_signal:
@@ -453,27 +453,33 @@ def _schedule(config: Config) -> Iterator[str]:
         yield f"learner.warmup_steps leaves none of the {steps * learner.updates_per_step} updates of the run; lower it"
 
 
+def _name_of_teacher(config: Config) -> str:
+    return "teacher.url" if config.teacher.url is not None else "teacher.path"
+
+
 def _served_teacher(config: Config) -> Iterator[str]:
-    teacher, sampling, algorithm = config.teacher, config.sampling, config.algorithm
+    teacher, sampling, algorithm, name = config.teacher, config.sampling, config.algorithm, _name_of_teacher(config)
     is_full = algorithm.kl_kind == "full"
-    if teacher.url is None:
+    if not teacher.is_on:
         if teacher != TeacherConfig():
-            yield "teacher.* is set, but teacher.url names no server; start one of SGLang or vLLM, and give its URL"
+            yield "teacher.* is set, but neither teacher.path, a model to serve, nor teacher.url, its server, is; set one"
         return
     if algorithm.teacher is not None:
-        yield "algorithm.teacher and teacher.url are two teachers for the same tokens; leave one of them out"
-    if not teacher.urls or not all(map(str.strip, teacher.urls.values())):
-        yield "teacher.url has no URL for a data_source; give one for each"
-    if isinstance(teacher.path, dict) and teacher.path.keys() != teacher.urls.keys():
+        yield f"algorithm.teacher and {name} are two teachers for the same tokens; leave one of them out"
+    if not (teacher.urls or teacher.own) or not all(map(str.strip, [*teacher.urls.values(), *teacher.own.values()])):
+        yield f"{name} has no value for a data_source; give one for each"
+    if teacher.url is not None and teacher.gpus_each is not None:
+        yield "teacher.gpus_each is for a server that the run starts, but teacher.url names one; leave one of them out"
+    if teacher.url is not None and isinstance(teacher.path, dict) and teacher.path.keys() != teacher.urls.keys():
         yield "teacher.path and teacher.url name different data_sources; give both for each, or one teacher.path for all"
     for key, plain in {"temperature": 1.0, "top_p": 1.0, "top_k": -1}.items():
         if getattr(sampling, key) != plain:
             yield (
-                f"teacher.url: a server gives log-probs at temperature 1 over the whole vocabulary, which does not fit "
+                f"{name}: a server gives log-probs at temperature 1 over the whole vocabulary, which does not fit "
                 f"sampling.{key}; set it to {plain:g}, or use algorithm.teacher"
             )
     if is_full and not teacher.top_k:
-        yield "algorithm.kl_kind=full compares teacher.top_k tokens of teacher.url, which are none; set it to 32, or use k1+"
+        yield "algorithm.kl_kind=full compares teacher.top_k tokens of the teacher, which are none; set it to 32, or use k1+"
     if teacher.top_k and not is_full:
         yield "teacher.top_k is for algorithm.kl_kind=full; the other kinds compare the sampled token only"
 

@@ -428,13 +428,16 @@ class AlgorithmConfig(Section, frozen=True):
 
 
 class TeacherConfig(Section, frozen=True):
-    """Teacher behind a URL (docs/distillation.md); algorithm.teacher is one inside the learner."""
+    """Teacher behind a server (docs/distillation.md); algorithm.teacher is one inside the learner."""
 
     url: str | dict[str, str] | None = None
-    """URL of an SGLang or vLLM server, or a mapping from data_source to such URLs; null: no served teacher."""
+    """URL of an SGLang or vLLM server, or a mapping from data_source to such URLs; null: the run starts a server for
+    each teacher.path."""
     path: str | dict[str, str] | None = None
-    """Folder or hub id of the served model, for its tokenizer, or a mapping from data_source; null: the name that
-    the server gives it."""
+    """Folder or hub id of the teacher, or a mapping from data_source; null: none, or the model that the server of
+    teacher.url names."""
+    gpus_each: NonNegativeInt | None = None
+    """GPUs of each server that the run starts; null: 1, or 0 (the CPU) if generators.gpus_each is 0."""
     timeout_s: PositiveFloat = 60.0
     """Deadline of one completion with all of its retries, seconds."""
     max_concurrent: PositiveInt = 16
@@ -446,7 +449,21 @@ class TeacherConfig(Section, frozen=True):
     @property
     def urls(self) -> dict[str, str]:
         """URLs by data_source; a single one for all sources is under ""."""
-        return self.url if isinstance(self.url, dict) else {} if self.url is None else {"": self.url}
+        return _by_source(self.url)
+
+    @property
+    def own(self) -> dict[str, str]:
+        """Models by data_source of the servers that the run starts."""
+        return _by_source(self.path) if self.url is None else {}
+
+    @property
+    def is_on(self) -> bool:
+        """True if a server teaches."""
+        return self.url is not None or self.path is not None
+
+
+def _by_source(given: str | dict[str, str] | None) -> dict[str, str]:
+    return given if isinstance(given, dict) else {} if given is None else {"": given}
 
 
 class AutoLagConfig(Section, frozen=True):
@@ -652,7 +669,18 @@ class Config(Section, frozen=True):
     @property
     def has_teacher(self) -> bool:
         """True if the KL is to a teacher, in the learner or served."""
-        return self.algorithm.teacher is not None or self.teacher.url is not None
+        return self.algorithm.teacher is not None or self.teacher.is_on
+
+    @property
+    def teacher_gpus_each(self) -> int:
+        """GPUs of each teacher that the run starts."""
+        each = self.teacher.gpus_each
+        return min(1, self.generators.gpus_each) if each is None else each
+
+    @property
+    def teacher_gpus(self) -> int:
+        """GPUs of all teachers that the run starts."""
+        return self.teacher_gpus_each * len(self.teacher.own)
 
     @property
     def has_reference(self) -> bool:
@@ -665,7 +693,7 @@ class Config(Section, frozen=True):
 
         With adapters the reference is the model without them; a served teacher is no model in the learner.
         """
-        has_own = self.teacher.url is None and not self.model.lora.rank
+        has_own = not self.teacher.is_on and not self.model.lora.rank
         return self.has_reference and (self.algorithm.teacher is not None or has_own)
 
 

@@ -263,10 +263,10 @@ class Learner:
 
     def _teacher_of(self, batch: PackedBatch) -> Teacher | None:
         """Return the log-probs of the served teacher, which take the place of the reference; None: no teacher is served."""
-        if self.config.teacher.url is None:
+        if not self.config.teacher.is_on:
             return None
         if batch.teacher is None:
-            raise TrainingError("teacher.url is set, but completions of this step have no log-probs of a teacher")
+            raise TrainingError("a teacher is set, but completions of this step have no log-probs of a teacher")
         return batch.teacher
 
     def _accumulate(self, batch: StepBatch, precomputed: Sequence[Precomputed], version: PolicyVersion) -> Sums:

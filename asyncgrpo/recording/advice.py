@@ -222,21 +222,21 @@ def free_gpus(config: Config, gpus: int | None) -> int:
     if not generators.gpus_each or gpus is None:
         return UNLIMITED
     used = generators.count * generators.gpus_each + config.learner.ranks * (not config.cluster.share_gpu)
-    return max(0, gpus - used)
+    return max(0, gpus - used - config.teacher_gpus)
 
 
 def splits(pace: Pace, config: Config, gpus: int | None = None, max_lag: int | None = None) -> list[Option]:
     """Return the feasible splits, the shortest step first, then the fewest processes.
 
-    On GPUs a split uses all of them: those of the run, or `gpus`. On CPUs a new process needs a free core, and the number
-    of each kind at most doubles.
+    On GPUs a split uses all of them: those of the run, or `gpus` without those of its teachers. On CPUs a new process needs
+    a free core, and the number of each kind at most doubles.
 
     Args:
         max_lag: the bound; None: unchanged.
     """
     each = config.generators.gpus_each
     if each:
-        total = gpus or pace.generators * each + pace.ranks
+        total = gpus - config.teacher_gpus if gpus else pace.generators * each + pace.ranks
         pairs = [(count, total - count * each) for count in range(1, (total - 1) // each + 1)]
     else:
         both = itertools.product(range(1, 2 * pace.generators + 1), range(1, 2 * pace.ranks + 1))

@@ -273,7 +273,7 @@ def scoring_setting(config: Config) -> tuple[int, str] | None:
 
     An environment scores by itself. Only a user's own environment has processes here whose number can change.
     """
-    if config.teacher.url is not None:
+    if config.teacher.is_on:
         return config.teacher.max_concurrent, "teacher.max_concurrent"
     environment = config.environment
     if environment.name is None and environment.agent is None and not environment.tools:

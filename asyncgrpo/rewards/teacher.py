@@ -1,4 +1,4 @@
-"""Teachers behind URLs: the log-probs that a server of SGLang or vLLM gives the sampled tokens, beside their reward.
+"""Teachers behind servers: the log-probs that a server of SGLang or vLLM gives the sampled tokens, beside their reward.
 
 A teacher that does not reply fails the score of a completion, so that an outage pauses, retries and is reported as one of the
 reward. Both servers give log-probs of given tokens at temperature 1, whatever a request asks for.
@@ -7,7 +7,7 @@ reward. Both servers give log-probs of given tokens at temperature 1, whatever a
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -62,15 +62,17 @@ _Entry = tuple[float | None, Sequence[tuple[float | None, int]]]
 class Teacher:
     """The model of one server. Use it from one event loop."""
 
-    def __init__(self, url: str, path: str | None, settings: TeacherConfig) -> None:
+    def __init__(self, url: str, path: str | None, settings: TeacherConfig, key: str = "") -> None:
         """
         Args:
             path: folder or hub id of the model; None: as the server names it.
+            key: bearer token that the server requires; empty: none.
         """
+        headers = {"Authorization": f"Bearer {key}"} if key else None
         self.url = url.strip().rstrip("/").removesuffix("/v1")
         self._path, self._top_k = path, settings.top_k
         self._models, self._sglang, self._vllm = (
-            Service(f"{self.url}/{one}", deadline_s=settings.timeout_s)
+            Service(f"{self.url}/{one}", deadline_s=settings.timeout_s, headers=headers)
             for one in ("v1/models", "generate", "v1/completions")
         )
         self._turn = asyncio.Semaphore(settings.max_concurrent)
@@ -91,18 +93,7 @@ class Teacher:
                 f"data.max_prompt_tokens + sampling.max_tokens = {longest} and one more; lower one of the two, or start the "
                 "server with a longer context"
             )
-        path = self._path or model.root or model.id
-        own, theirs = (_load("AutoTokenizer", one).get_vocab() for one in (config.model.path, path))
-        if differing := own.items() ^ theirs.items():
-            raise ConfigError(
-                f"teacher.path ({path}) has other tokens than model.path ({config.model.path}): token "
-                f"{min(differing)[0]!r} differs; a teacher must have the same vocabulary"
-            )
-        if max(own.values()) >= self._vocabulary:
-            raise ConfigError(
-                f"teacher.path ({path}) has {self._vocabulary} rows for {max(own.values()) + 1} tokens; its server would end "
-                "at the first id above them"
-            )
+        _check_tokens(config, self._path or model.root or model.id, self._vocabulary)
 
     async def score(self, prompt: tuple[int, ...], completion: Completion) -> TeacherLogprobs:
         """Return the log-probs of the sampled tokens. Raises ServiceError, or ConfigError if its model is not found."""
@@ -177,6 +168,40 @@ class Teacher:
         return found
 
 
+def _check_own(config: Config, path: str) -> None:
+    """Raise ConfigError if a model that the run would serve cannot score its completions."""
+    text = _load("AutoConfig", path).get_text_config()
+    context, heads, gpus = (
+        getattr(text, "max_position_embeddings", None),
+        text.num_attention_heads,
+        config.teacher_gpus_each,
+    )
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    if context is not None and longest >= context:
+        raise ConfigError(
+            f"teacher.path: the context of {path} is {context} tokens, too short for data.max_prompt_tokens + "
+            f"sampling.max_tokens = {longest} and one more; lower one of the two"
+        )
+    if gpus and heads % gpus:
+        raise ConfigError(f"teacher.gpus_each is {gpus}, which does not divide the {heads} attention heads of {path}")
+    _check_tokens(config, path, text.vocab_size)
+
+
+def _check_tokens(config: Config, path: str, vocabulary: int) -> None:
+    """Raise ConfigError if the teacher at `path` has other tokens than the model, or fewer rows than tokens."""
+    own, theirs = (_load("AutoTokenizer", one).get_vocab() for one in (config.model.path, path))
+    if differing := own.items() ^ theirs.items():
+        raise ConfigError(
+            f"teacher.path ({path}) has other tokens than model.path ({config.model.path}): token "
+            f"{min(differing)[0]!r} differs; a teacher must have the same vocabulary"
+        )
+    if max(own.values()) >= vocabulary:
+        raise ConfigError(
+            f"teacher.path ({path}) has {vocabulary} rows for {max(own.values()) + 1} tokens; its server would end at the "
+            "first id above them"
+        )
+
+
 def _load(kind: str, path: str) -> Any:
     """Load a class of transformers. Raises ConfigError."""
     find_model(path, "teacher.path")
@@ -191,20 +216,29 @@ def _load(kind: str, path: str) -> Any:
 # -- beside a reward ---------------------------------------------------------------------------------------------------
 
 
-def build_teachers(config: Config) -> dict[str, Teacher]:
-    """Return the teachers by data_source; one for all sources is under ""."""
+def build_teachers(config: Config, started: Mapping[str, str] | None = None, key: str = "") -> dict[str, Teacher]:
+    """Return the teachers by data_source; one for all sources is under "".
+
+    Args:
+        started: URLs by data_source of the servers that the run has started, if it starts any.
+        key: bearer token of these.
+    """
     paths, settings = config.teacher.path, config.teacher
     return {
-        source: Teacher(url, paths.get(source) if isinstance(paths, dict) else paths, settings)
-        for source, url in settings.urls.items()
+        source: Teacher(url, paths.get(source) if isinstance(paths, dict) else paths, settings, key)
+        for source, url in (started or settings.urls).items()
     }
 
 
 def check_teachers(config: Config, sources: set[str]) -> None:
     """Raise ConfigError if training rows of one of these sources have no teacher, or a teacher cannot be used."""
-    teachers = build_teachers(config)
-    if missing := sorted(source for source in sources if teachers and not {"", source} & teachers.keys()):
-        raise ConfigError(f"teacher.url has no URL for data_source {', '.join(map(repr, missing))}; give one for each")
+    teachers, own = build_teachers(config), config.teacher.own
+    there = teachers.keys() | own.keys()
+    if missing := sorted(source for source in sources if there and not {"", source} & there):
+        key, what = ("teacher.path", "model") if own else ("teacher.url", "URL")
+        raise ConfigError(f"{key} has no {what} for data_source {', '.join(map(repr, missing))}; give one for each")
+    for path in own.values():
+        _check_own(config, path)
 
     async def check(teacher: Teacher) -> None:
         try:

@@ -12,6 +12,7 @@ from asyncgrpo.config import model_size, reach
 from asyncgrpo.config.foreign_rules import split_gpus
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import GIB
+from asyncgrpo.config.schema import changed
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.host import Host
 from benchmarks.memory_table import PUBLISHED
@@ -126,6 +127,20 @@ def test_gpus_are_split_by_the_size_of_the_model(model, cards):
         assert (config.generators.count, config.generators.gpus_each, config.learner.ranks) == (count, each, ranks)
         running.check_fit(config)
     assert placed("Qwen3-32B", 8, "learner.ranks=5").learner.ranks == 5
+    taught = [
+        "algorithm.kl_coef=1",
+        "algorithm.kl_kind=k2",
+        f"teacher.path={model('Qwen3-32B')}",
+        "teacher.gpus_each=2",
+    ]
+    config = placed("Qwen3-8B", 8, *taught)
+    assert (config.generators.count, config.learner.ranks, config.teacher_gpus) == (3, 3, 2)
+    running.check_fit(config)
+    cards(8, 70)
+    with pytest.raises(ConfigError, match=r"teacher.path .*: an engine's? .*raise teacher.gpus_each \(1\)"):
+        running.check_fit(changed(config, {"teacher.gpus_each": 1}))
+    with pytest.raises(ConfigError, match="--n-gpus 3 leaves 1 beside 2 of teachers"):
+        placed("Qwen3-8B", 3, *taught)
     cards(1, 23.5)
     config = placed("Qwen3-0.6B", 1)
     assert config.cluster.share_gpu and config.generators.groups_in_flight < 32

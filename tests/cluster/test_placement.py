@@ -65,6 +65,17 @@ def added():
     placement.release()
     return {"first": first, "second": second, "third waits": waits, "third": freed}
 
+def taught():
+    overrides = ["generators.count=1", "teacher.path={a: s, b: t}", "teacher.gpus_each=1", "generators.gpus_each=0"]
+    config = load_config(None, ["model.path=m", "data.train=d", "learner.device=cpu", "algorithm.kl_coef=1", *overrides])
+    placement = Placement(config, learner_on_gpu=False)
+    actors = [ray.remote(Process).options(**placement.teacher(index)).remote() for index in (0, 1)]
+    found = ray.get([actor.gpus.remote() for actor in actors])
+    for actor in actors:
+        ray.kill(actor)
+    placement.release()
+    return found
+
 def refused():
     ray_session.RESERVE_TIMEOUT_S = 0.5
     try:
@@ -76,7 +87,8 @@ ray.init(num_gpus=2, num_cpus=4, resources={"rack": 2}, include_dashboard=False,
 shared = ("cluster.share_gpu=true", "generators.count=1")
 found = {"shared": run(*shared), "apart": run("generators.count=1", "learner.ranks=1"),
          "again": run(*shared), "learner on CPU": run(*shared, "learner.device=cpu"),
-         "pinned": pinned("generators.ray_resources={rack: 1}"), "free": pinned(), "added": added(), "refused": refused()}
+         "pinned": pinned("generators.ray_resources={rack: 1}"), "free": pinned(), "added": added(),
+         "taught": taught(), "refused": refused()}
 print(json.dumps(found))
 """
 
@@ -99,6 +111,7 @@ def test_learner_and_generators_have_gpus_of_their_own_unless_they_share_one(pla
     assert placed["shared"]["device"] == apart["device"] == "cuda", "auto is the GPU of Ray, though the driver has none"
     assert placed["learner on CPU"]["learner"] == []
     assert len(added["first"]) == len(added["second"]) == 1 and added["first"] != added["second"]
+    assert sorted(map(len, placed["taught"])) == [1, 1] and placed["taught"][0] != placed["taught"][1]
     assert added["third waits"] and added["third"] == added["second"], "there are two GPUs, and one was given back"
 
 
@@ -135,7 +148,7 @@ def test_a_learner_on_a_gpu_has_expandable_segments_unless_its_allocator_is_conf
 ):
     given = dict(given)
     monkeypatch.setattr(os, "environ", given)
-    monkeypatch.setattr(wiring, "_begin", lambda *of, **more: ("127.0.0.1", 0))
+    monkeypatch.setattr(wiring, "begin", lambda *of, **more: ("127.0.0.1", 0))
     config = load_config(None, ["model.path=m", "data.train=d", f"learner.device={device}", "learner.ranks=2"])
     LearnerActor({}, rank=1).start(Setup(config, Path(), 1, None, Keys.make(), "", 1))
     assert {name: text for name, text in given.items() if "ALLOC" in name} == expected

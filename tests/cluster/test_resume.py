@@ -51,7 +51,7 @@ _APPLIED = {
         "kl_coef kl_kind kl_in behaviour_kl_coef entropy_coef router_aux_coef router_bias_rate truncated overlong_buffer "
         "overlong_factor critic.gamma critic.lam critic.value_coef critic.value_clip critic.lr_scale"
     ),
-    "teacher": "url path timeout_s max_concurrent top_k",
+    "teacher": "url path gpus_each timeout_s max_concurrent top_k",
     "buffer": ("prompts_per_step max_lag policy auto_lag.max lease_timeout_s straggler_factor durability keep_journal"),
     "generators": (
         "engine count min max autopilot gpus_each groups_in_flight memory_fraction keep_kv prefix_cache extra "

@@ -166,9 +166,11 @@ SERVED = ("teacher.url=http://t:1", "algorithm.kl_coef=1", "algorithm.kl_kind=k2
         ([*SERVED, "sampling.top_k=20"], "does not fit sampling.top_k (20); set it to -1"),
         ([*SERVED, "algorithm.kl_kind=full"], "algorithm.kl_kind=full compares teacher.top_k (0) tokens"),
         ([*SERVED, "teacher.top_k=8"], "teacher.top_k (8) is for algorithm.kl_kind=full"),
-        (["teacher.path=t"], "teacher.url (null) names no server"),
-        ([*SERVED, "teacher.url={}"], "has no URL for a data_source"),
-        ([*SERVED, "teacher.url={a: ' '}"], "has no URL for a data_source"),
+        (["teacher.top_k=8"], "neither teacher.path (null), a model to serve, nor teacher.url (null)"),
+        (["teacher.path=t"], "teacher.path (t) is set, but algorithm.kl_coef"),
+        ([*SERVED, "teacher.url={}"], "teacher.url ({}) has no value for a data_source"),
+        ([*SERVED, "teacher.url={a: ' '}"], "has no value for a data_source"),
+        ([*SERVED, "teacher.gpus_each=2"], "teacher.gpus_each (2) is for a server that the run starts"),
         ([*SERVED, "teacher.url={a: http://t:1}", "teacher.path={b: t}"], "name different data_sources"),
     ],
 )
@@ -180,3 +182,4 @@ def test_a_teacher_can_be_served_for_each_source():
     accepts(*SERVED)
     accepts(*SERVED, "teacher.url={a: http://t:1, b: http://t:2}", "teacher.path=t")
     accepts(*SERVED, "algorithm.kl_kind=full", "teacher.top_k=8")
+    accepts(*SERVED, "teacher.url=null", "teacher.path={a: s, b: t}", "teacher.gpus_each=2")

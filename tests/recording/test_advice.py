@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncgrpo.config import schema
@@ -243,6 +244,10 @@ def test_a_gpu_that_is_not_free_is_not_advised():
     assert found.sentence == f"no GPU is free, but another split would make steps 33 % shorter: {split}"
     (found,) = advise(run(wait=0.3, full=1.0), four, gpus=8)
     assert found.sentence == "3 generators would make steps 30 % shorter, but the free GPUs allow no more"
+    taught = msgspec.structs.replace(four, teacher=schema.TeacherConfig(path="t", gpus_each=2))
+    assert advise(starved, four, gpus=10)[0].command == "scale generators 3"
+    (found,) = advise(starved, taught, gpus=10)
+    assert found.sentence.endswith(f"shorter: {split}"), "two of the ten are the teacher's"
 
 
 def test_cores_are_not_to_blame_where_gpus_or_a_setting_are():

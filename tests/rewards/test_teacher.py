@@ -236,6 +236,13 @@ def test_what_cannot_teach_is_refused_at_the_start(model, tmp_path, change, comp
         served = AutoConfig.from_pretrained(model)
         served.vocab_size = change.get("vocabulary", VOCABULARY)
         served.save_pretrained(path)
+    if not {"kind", "context"} & change.keys():  # a server that the run starts is checked by the folder alone
+        own = config_of(model, "null", f"teacher.path={path}", "teacher.gpus_each=0")
+        if complaint is None:
+            check_teachers(own, {"anything"})
+        else:
+            with pytest.raises(ConfigError, match=complaint):
+                check_teachers(own, {"anything"})
     with TeacherServer(path, context=change.get("context", 512)) as server:
         if "kind" in change:
             server.card = {"hello": "world"}
@@ -244,6 +251,19 @@ def test_what_cannot_teach_is_refused_at_the_start(model, tmp_path, change, comp
             return check_teachers(config, {"anything"})
         with pytest.raises(ConfigError, match=complaint):
             check_teachers(config, {"anything"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("sampling.max_tokens=9999", r"the context of .* is \d+ tokens, too short for .* = 10099 and one more"),
+        ("teacher.gpus_each=3", r"teacher.gpus_each is 3, which does not divide the \d+ attention heads"),
+        ("teacher.path={law: t}", r"teacher.path has no model for data_source 'anything'; give one for each"),
+    ],
+)
+def test_a_teacher_that_the_run_cannot_serve_is_refused_at_the_start(model, setting, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        check_teachers(config_of(model, "null", f"teacher.path={model}", setting), {"anything"})
 
 
 def test_a_server_that_does_not_run_is_refused_at_the_start(model):
