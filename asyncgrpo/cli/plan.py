@@ -210,9 +210,12 @@ def columns(rows: list[dict[str, str]]) -> str:
 
 
 def _title(made: "Plan") -> str:
+    from asyncgrpo.planner.plan import teacher_gpus
+
     profile = made.profile
+    taught = f" beside {teachers} of teachers" if (teachers := teacher_gpus(profile)) else ""
     return (
-        f"{made.gpus} {profile.units}, {profile.source} ({profile.hardware}); {profile.prompts_per_step} prompts x "
+        f"{made.gpus} {profile.units}{taught}, {profile.source} ({profile.hardware}); {profile.prompts_per_step} prompts x "
         f"{profile.group_size} completions of {profile.lengths.mean:,.0f} tokens (mean), "
         f"the longest of a group {profile.lengths.spread(profile.group_size):.1f} times that"
     )

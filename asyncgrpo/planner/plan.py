@@ -481,12 +481,12 @@ def make_plan(profile: Profile, gpus: int | None = None, max_lag: int | None = N
     """Return the splits of so many GPUs, best first.
 
     Args:
-        gpus: to share; None: as many as the profile's run had.
+        gpus: of the run, those of its teachers included; None: as many as the profile's run had.
         max_lag: the bound; None: the smallest that costs no more than `NEARLY` of a step.
     Raises:
         ConfigError: there are too few GPUs.
     """
-    gpus = gpus or profile.gpus
+    gpus = gpus - teacher_gpus(profile) if gpus else profile.gpus
     options = [Option(split, predict(profile, split), fits(profile, split)) for split in splits(profile, gpus, max_lag)]
     options.sort(key=lambda option: (not option.fits, option.expected.step_s))
     return Plan(gpus, profile, tuple(options))
@@ -506,6 +506,11 @@ def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Spli
     if not found:
         raise ConfigError(f"{gpus} {profile.units} are too few: learner.parallel takes a multiple of {multiple} ranks")
     return [replace(split, max_lag=best_max_lag(profile, split) if max_lag is None else max_lag) for split in found]
+
+
+def teacher_gpus(profile: Profile) -> int:
+    """Return the GPUs of the teachers that the profile's run started."""
+    return recorded(profile.config, "the profile").teacher_gpus if profile.config else 0
 
 
 def ranks_multiple(profile: Profile) -> int:

@@ -91,6 +91,13 @@ def test_engines_of_several_gpus_leave_the_rest_to_the_learner():
         splits(profile(gpus_each=2), 2)
 
 
+def test_the_gpus_of_teachers_are_not_shared():
+    config = {"model": {"path": "m"}, "data": {"train": "d"}, "teacher": {"path": "t", "gpus_each": 4}}
+    config |= {"algorithm": {"kl_coef": 1.0}}
+    made = make_plan(profile(config=config, gpus_each=2), 10)
+    assert {(o.split.generators, o.split.ranks) for o in made.options} == {(1, 4), (2, 2)}
+
+
 def test_ranks_are_a_multiple_of_what_the_measured_layout_needs():
     parts = {"context": 2, "expert": 3}
     config = {"model": {"path": "m"}, "data": {"train": "d"}, "learner": {"ranks": 6, "parallel": parts}}
