@@ -10,11 +10,11 @@ if ! command -v "$python" >/dev/null; then
 fi
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 # torch first and with its own requirements: where only its CUDA build is on offer, that needs its libraries.
-.venv/bin/python -m pip install --quiet torch==2.13.0
-.venv/bin/python -m pip install --quiet --no-deps -r requirements/cpu.txt
-if ! .venv/bin/python -m pip install --quiet --no-deps -r requirements/gym.txt 2>/dev/null; then
+.venv/bin/python -m pip install --quiet --no-compile torch==2.13.0
+.venv/bin/python -m pip install --quiet --no-compile --no-deps -r requirements/cpu.txt
+if ! .venv/bin/python -m pip install --quiet --no-compile --no-deps -r requirements/gym.txt 2>/dev/null; then
     echo "reasoning-gym is left out: one of its packages needs a C compiler. Everything else is there." >&2
 fi
 .venv/bin/python -m pip install --quiet --no-deps ./packaging/cpu-shims -e .
-# An SGLang engine imports thousands of modules at its start: compiled once here, it starts in half the time.
+# An SGLang engine imports thousands of modules at its start: compiled once here, by all cores, it starts in half the time.
 .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
