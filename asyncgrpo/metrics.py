@@ -35,6 +35,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from asyncgrpo import __version__
+from asyncgrpo.host import replace_file
 
 # -- the metrics -------------------------------------------------------------------------------------------------------
 
@@ -525,9 +526,7 @@ def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> Path
         path.unlink(missing_ok=True)
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(_as_text(path.stem, targets), encoding="utf-8")
-    os.replace(temporary, path)
+    replace_file(path, _as_text(path.stem, targets).encode())
     return path
 
 
