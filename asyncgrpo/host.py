@@ -1,4 +1,4 @@
-"""This machine and process: quiet imports of large libraries, a GPU, main memory, shared memory, cores and core-seconds."""
+"""This machine and process: quiet imports, files written atomically, a GPU, main and shared memory, cores and core-seconds."""
 
 import contextlib
 import gc
@@ -45,6 +45,30 @@ def importing() -> Iterator[None]:
         if was_enabled:
             gc.freeze()
             gc.enable()
+
+
+def sync(path: Path) -> None:
+    """Sync a file or a folder to disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, data: bytes, *, mode: int = 0o666, is_durable: bool = False) -> None:
+    """Replace a file atomically: at every moment the old or the new one is there, whole. Raises OSError.
+
+    Args:
+        mode: of the new file, less the umask.
+        is_durable: True: it is on disk before it replaces the old one.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        file.write(data)
+    if is_durable:
+        sync(temporary)
+    os.replace(temporary, path)
 
 
 _CGROUP = Path("/sys/fs/cgroup")

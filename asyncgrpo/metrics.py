@@ -1,10 +1,10 @@
 """Every Prometheus metric of asyncgrpo: its name, unit and help text. Only this module imports prometheus_client.
 
 A metric is a module attribute with its exported name without the prefix: `metrics.groups_total` is exported as
-`asyncgrpo_groups_total`. Each metric belongs to the roles that set it. `serve("buffer")` exports the metrics of that role
-only, so that a process exports no zeros for the measurements of another one. All label values are listed here and start at
-0, so that a board can distinguish "none so far" from "not measured". Only users' own names, such as parts of rewards, are
-not listed.
+`asyncgrpo_groups_total`. The gauges of a step are in tables by its fields. Each metric belongs to the roles that set it:
+`serve("buffer")` exports the metrics of that role only, so that a process exports no zeros for the measurements of another
+one. All label values are listed here and start at 0, so that a board can distinguish "none so far" from "not measured". Only
+users' own names, such as parts of rewards, are not listed.
 
 The end of the file has `waiting` (the current waits of a process), `LoopProgress` (the age of a loop's last iteration) and
 `write_targets` (the scrape targets of a run).
@@ -35,6 +35,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from asyncgrpo import __version__
+from asyncgrpo.host import replace_file
 
 # -- the metrics -------------------------------------------------------------------------------------------------------
 
@@ -50,13 +51,7 @@ SECONDS = (
     0.001,
     0.0015,
     *(float(f"{n}e{e}") for e in (-3, -2, -1, 0, 1) for n in (2, 3, 5, 7, 10)),
-    150,
-    200,
-    300,
-    500,
-    1000,
-    2000,
-    3600,
+    *(150, 200, 300, 500, 1000, 2000, 3600),
 )
 """Bucket bounds, seconds: from 1 ms to 100 s the middle of a bucket is within a quarter of the observed value."""
 LAGS = (*range(33), 48, 64, 128)
@@ -221,7 +216,6 @@ teacher_tokens_total = _counter(
 
 # ------------------------------------------------------------------------------------------------------------- learner
 
-learner_step = _gauge("learner_step", "Optimizer steps taken in this run, those before a resume included.", "learner")
 learner_policy_version = _gauge(
     "learner_policy_version", "Policy version (optimizer steps) that the learner published last.", "learner")
 last_step_timestamp_seconds = _gauge(
@@ -237,57 +231,50 @@ tokens_trained_total = _counter("tokens_trained_total", "Sampled tokens that an 
 zero_signal_groups_total = _counter(
     "zero_signal_groups_total", "Trained groups without signal: their completions all had one reward.", "learner")
 
-reward_mean = _gauge("reward_mean", "Mean reward of the completions in the last step.", "learner")
-reward_std = _gauge("reward_std", "Standard deviation of the reward over the completions of the last step.", "learner")
+_OF_STEPS = {
+    "step": ("learner_step", "Optimizer steps taken in this run, those before a resume included."),
+    "reward_mean": ("reward_mean", "Mean reward of the completions in the last step."),
+    "reward_std": ("reward_std", "Standard deviation of the reward over the completions of the last step."),
+    "completion_length_mean": ("completion_length_mean", "Mean sampled tokens of a completion in the last step."),
+    "turns_mean": ("turns_mean", "Mean turns of a completion in the last step, where an environment replies."),
+    "loss": ("loss", "Loss of the last step."),
+    "grad_norm": ("grad_norm", "Norm of the gradient in the last step, before clipping."),
+    "lr": ("learning_rate", "Learning rate of the last step."),
+    "signal_share": ("signal_ratio", "Share with signal of the groups that are solved or have one; it scales the learning rate."),
+    "entropy": ("entropy", "Mean entropy of the policy on trained tokens, nats."),
+    "clip_ratio": ("clip_ratio", "Share of trained tokens whose ratio was clipped, 0 to 1."),
+    "kl_reference": ("kl_reference", "Mean KL to the reference or the teacher on trained tokens, nats; 0 without one."),
+    "importance_mean": ("importance_weight_mean", "Mean ratio proximal / behaviour policy on trained tokens, before the cap."),
+    "importance_capped": ("importance_capped_ratio", "Share of trained tokens whose importance weight was capped, 0 to 1."),
+    "logprob_gap_mean": ("logprob_gap_mean", "Mean |learner - engine| log-prob, nats, on tokens of the current weights."),
+    "logprob_gap_max": ("logprob_gap_max", "Largest |learner - engine| log-prob, nats, on tokens of the current weights."),
+    "ratio_max": ("importance_ratio_max", "Largest ratio proximal / behaviour policy of a trained token."),
+    "ess_sequence": ("effective_sample_share", "Effective share of the step's completions, by their whole ratios, 0 to 1."),
+    "kl_k3": ("behaviour_kl", "Mean KL of the behaviour to the proximal policy (k3), nats."),
+    "rejected_dropped": ("rejected_ratio", "Share of trained tokens that corrections rejected, 0 to 1."),
+}
+STEP_GAUGES = {field: _gauge(name, text, "learner") for field, (name, text) in _OF_STEPS.items()}
+"""Gauges by the field of a step, or of its diagnostics."""
 MAX_REWARD_PARTS = 32
-reward_part_mean = _named_gauge(
-    "reward_part_mean", "Mean of each named part of the rewards in the last step that had it; at most 32 parts.",
-    "learner", labels=("part",))
-reward_part_std = _named_gauge(
-    "reward_part_std", "Standard deviation of each named part of the rewards in the last step that had it.",
-    "learner", labels=("part",))
+_OF_PARTS = {
+    "reward_parts": ("reward_part_mean", "Mean of each named part of the rewards in the last step that had it; at most 32."),
+    "reward_parts_std": ("reward_part_std", "Standard deviation of each named part of the rewards in the last step that had it."),
+}
+PART_GAUGES = {field: _named_gauge(name, text, "learner", labels=("part",)) for field, (name, text) in _OF_PARTS.items()}
+"""Gauges of the named parts of rewards by the field of a step."""
 MAX_SOURCES = 16
-source_reward_mean = _named_gauge(
-    "source_reward_mean", "Mean reward of the completions of each data_source in the last step that had it; at most 16.",
-    "learner", labels=("source",))
-source_success_ratio = _named_gauge(
-    "source_success_ratio", "Share of the completions of each data_source with at least reward.success, in the same step.",
-    "learner", labels=("source",))
-source_zero_signal_ratio = _named_gauge(
-    "source_zero_signal_ratio", "Share of the trained groups of each data_source whose completions all had one reward.",
-    "learner", labels=("source",))
-source_completion_length_mean = _named_gauge(
-    "source_completion_length_mean", "Mean sampled tokens of a completion of each data_source, in the same step.",
-    "learner", labels=("source",))
+_OF_SOURCES = {
+    "reward_mean": ("source_reward_mean", "Mean reward of each data_source in the last step that had it; at most 16."),
+    "success_share": ("source_success_ratio", "Share of the completions of each data_source with at least reward.success."),
+    "zero_signal_share": ("source_zero_signal_ratio", "Share of the trained groups of each data_source without signal."),
+    "completion_length_mean": ("source_completion_length_mean", "Mean sampled tokens of a completion of each data_source."),
+}
+SOURCE_GAUGES = {field: _named_gauge(name, text, "learner", labels=("source",)) for field, (name, text) in _OF_SOURCES.items()}
+"""Gauges of a data_source by the field of its numbers in a step."""
+
 eval_reward_mean = _gauge("eval_reward_mean", "Mean reward of the last evaluation; NaN before the first.", "learner")
 eval_suite = _named_gauge(
     "eval_suite", "Number of the last evaluation of a suite: reward, pass@k or maj@n.", "learner", labels=("suite", "number"))
-turns_mean = _gauge("turns_mean", "Mean turns of a completion in the last step, where an environment replies.", "learner")
-completion_length_mean = _gauge("completion_length_mean", "Mean sampled tokens of a completion in the last step.", "learner")
-loss = _gauge("loss", "Loss of the last step.", "learner")
-grad_norm = _gauge("grad_norm", "Norm of the gradient in the last step, before clipping.", "learner")
-learning_rate = _gauge("learning_rate", "Learning rate of the last step.", "learner")
-signal_ratio = _gauge(
-    "signal_ratio", "Of the groups that are solved or have a signal, share that has one; the learning rate follows it.", "learner"
-)
-entropy = _gauge("entropy", "Mean entropy of the policy on trained tokens, nats.", "learner")
-clip_ratio = _gauge("clip_ratio", "Share of trained tokens whose ratio was clipped, 0 to 1.", "learner")
-kl_reference = _gauge(
-    "kl_reference", "Mean KL to the reference or the teacher on trained tokens, nats; 0 without one.", "learner")
-importance_weight_mean = _gauge(
-    "importance_weight_mean", "Mean ratio proximal / behaviour policy on trained tokens, before the cap.", "learner")
-importance_ratio_max = _gauge(
-    "importance_ratio_max", "Largest ratio proximal / behaviour policy of a trained token.", "learner")
-effective_sample_share = _gauge(
-    "effective_sample_share", "Effective share of the step's completions, by their whole ratios, 0 to 1.", "learner")
-behaviour_kl = _gauge("behaviour_kl", "Mean KL of the behaviour to the proximal policy (k3), nats.", "learner")
-rejected_ratio = _gauge("rejected_ratio", "Share of trained tokens that corrections rejected, 0 to 1.", "learner")
-importance_capped_ratio = _gauge(
-    "importance_capped_ratio", "Share of trained tokens whose importance weight was capped, 0 to 1.", "learner")
-logprob_gap_mean = _gauge(
-    "logprob_gap_mean", "Mean |learner - engine| log-prob, nats, on tokens of the current weights.", "learner")
-logprob_gap_max = _gauge(
-    "logprob_gap_max", "Largest |learner - engine| log-prob, nats, on tokens of the current weights.", "learner")
 
 weight_sync_total = _counter(
     "weight_sync_total",
@@ -390,10 +377,8 @@ def exposition(*roles: Role) -> str:
 
 def names() -> set[str]:
     """Return every time series name that a query may use, histogram suffixes included."""
-    collected = registry(*ROLES).collect()
-    sampled = {sample.name for metric in collected for sample in metric.samples}
-    named = (reward_part_mean, reward_part_std, eval_suite, *_OF_SOURCES.values())  # their labels are not known yet
-    return sampled | {metric.name for gauge in named for metric in gauge.describe()}
+    families = registry(*ROLES).collect()  # without samples where labels are users' own names
+    return {name for family in families for name in ({s.name for s in family.samples} or {family.name})}
 
 
 class _Processes(Collector):
@@ -426,35 +411,6 @@ def _sizes(process: psutil.Process) -> tuple[int, int] | None:
 
 # -- the learner's metrics of a step -----------------------------------------------------------------------------------
 
-_STEP_GAUGES: dict[str, prometheus.Gauge] = {
-    "step": learner_step,
-    "reward_mean": reward_mean,
-    "reward_std": reward_std,
-    "completion_length_mean": completion_length_mean,
-    "turns_mean": turns_mean,
-    "loss": loss,
-    "grad_norm": grad_norm,
-    "lr": learning_rate,
-    "signal_share": signal_ratio,
-    "entropy": entropy,
-    "clip_ratio": clip_ratio,
-    "kl_reference": kl_reference,
-    "importance_mean": importance_weight_mean,
-    "importance_capped": importance_capped_ratio,
-    "logprob_gap_mean": logprob_gap_mean,
-    "logprob_gap_max": logprob_gap_max,
-    "ratio_max": importance_ratio_max,
-    "ess_sequence": effective_sample_share,
-    "kl_k3": behaviour_kl,
-    "rejected_dropped": rejected_ratio,
-}
-"""Gauges by the field of a step, or of its diagnostics."""
-_OF_SOURCES: dict[str, prometheus.Gauge] = {
-    "reward_mean": source_reward_mean,
-    "success_share": source_success_ratio,
-    "zero_signal_share": source_zero_signal_ratio,
-    "completion_length_mean": source_completion_length_mean,
-}
 _reward_parts: set[str] = set()
 """Reward parts with series, limited in number because a reward may return new names in every step."""
 _sources: set[str] = set()
@@ -467,10 +423,10 @@ def observe_step(step: Mapping[str, Any]) -> None:
     A field that is absent or None leaves its gauge unchanged. `seconds` feeds `learner_seconds_total` and `step_seconds`.
     """
     values = {**(step.get("diagnostics") or {}), **step}
-    for field, gauge in _STEP_GAUGES.items():
+    for field, gauge in STEP_GAUGES.items():
         if values.get(field) is not None:
             gauge.set(float(values[field]))
-    for gauge, field in ((reward_part_mean, "reward_parts"), (reward_part_std, "reward_parts_std")):
+    for field, gauge in PART_GAUGES.items():
         for name, value in (step.get(field) or {}).items():
             if name in _reward_parts or len(_reward_parts) < MAX_REWARD_PARTS:
                 _reward_parts.add(name)
@@ -478,7 +434,7 @@ def observe_step(step: Mapping[str, Any]) -> None:
     for source, numbers in (step.get("sources") or {}).items():
         if source in _sources or len(_sources) < MAX_SOURCES:
             _sources.add(source)
-            for field, gauge in _OF_SOURCES.items():
+            for field, gauge in SOURCE_GAUGES.items():
                 if numbers.get(field) is not None:
                     gauge.labels(source=source).set(numbers[field])
     seconds: Mapping[str, float] = step.get("seconds") or {}
@@ -570,9 +526,7 @@ def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> Path
         path.unlink(missing_ok=True)
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(_as_text(path.stem, targets), encoding="utf-8")
-    os.replace(temporary, path)
+    replace_file(path, _as_text(path.stem, targets).encode())
     return path
 
 

@@ -266,7 +266,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # -- resume and events ---------------------------------------------------------------------------------------------
     "a model that is nowhere else the same may be another": Mutant(
-        "cluster.folder:_effect",
+        "cluster.folder:_refusal",
         "_is_same(then, here) is True",
         "_is_same(then, here) is not False",
         "cluster/test_resume.py",

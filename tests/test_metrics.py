@@ -22,6 +22,8 @@ from asyncgrpo.metrics import targets_path, write_targets
 DECLARED = {
     name: value for name, value in vars(metrics).items() if isinstance(value, (Counter, Gauge, Histogram, Info))
 }
+for _gauges in (metrics.STEP_GAUGES, metrics.PART_GAUGES, metrics.SOURCE_GAUGES):
+    DECLARED |= {gauge.describe()[0].name.removeprefix("asyncgrpo_"): gauge for gauge in _gauges.values()}
 
 
 def value(name: str, module: ModuleType = metrics, **labels: str) -> float:
@@ -113,7 +115,7 @@ def test_a_step_event_moves_the_learners_metrics():
     assert value("last_step_timestamp_seconds") > 1e9, "one that has not stepped yet counts from its start"
     before = value("tokens_trained_total"), value("learner_seconds_total", activity="optimizer")
     without_signal, observed = value("zero_signal_groups_total"), value("step_seconds_count")
-    metrics.kl_reference.set(0.25)
+    metrics.STEP_GAUGES["kl_reference"].set(0.25)
     numbers = {"step": 17, "reward_mean": 0.5, "lr": 1e-3, "importance_capped": 0.125, "kl_reference": None}
     counts = {"tokens_trained": 640, "zero_signal_groups": 3, "seconds": {"optimizer": 2.0, "wait_data": 1.0}}
     metrics.observe_step(numbers | counts)
@@ -142,7 +144,7 @@ def test_each_part_of_the_reward_and_each_source_has_a_series_and_there_are_few_
     assert series.count("asyncgrpo_reward_part_mean{") == metrics.MAX_REWARD_PARTS
     assert series.count("asyncgrpo_source_reward_mean{") == metrics.MAX_SOURCES
     assert value("reward_part_mean", part="format") == 0.75 and value("source_reward_mean", source="gsm8k") == 0.5
-    for gauge in (metrics.reward_part_mean, metrics.reward_part_std, *metrics._OF_SOURCES.values()):
+    for gauge in (*metrics.PART_GAUGES.values(), *metrics.SOURCE_GAUGES.values()):
         gauge.clear()
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import xxhash
@@ -28,6 +28,7 @@ from asyncgrpo.config.load import look_up, read_plain, to_yaml
 from asyncgrpo.config.rules import file_of, local_model
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import CheckpointError, ConfigError
+from asyncgrpo.host import replace_file
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
 from asyncgrpo.recording.events import EventLog, read_events
 from asyncgrpo.scratch import is_unheld
@@ -94,12 +95,8 @@ class RunFolder:
 
     def next_lineage(self) -> int:
         """Allocate the number of this start, from 1. It is synced to disk before use, so that no number is used twice."""
-        path, lineage = self.path / "lineage", self.lineage + 1
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(str(lineage))
-        with open(temporary) as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        lineage = self.lineage + 1
+        replace_file(self.path / "lineage", str(lineage).encode(), is_durable=True)
         return lineage
 
     def checkpoint(self) -> Path | None:
@@ -204,9 +201,8 @@ class Change:
     key: str
     before: str
     now: str
-    effect: Literal["refused", "applied"]
-    why: str = ""
-    """Reason of a refusal."""
+    refusal: str = ""
+    """Reason why a resume cannot make it; empty: it can."""
 
     def __str__(self) -> str:
         return f"{self.key} {self.before} -> {self.now}"
@@ -228,7 +224,7 @@ def changes(before: Settings, now: Settings) -> list[Change]:
     Files are compared by contents if both digests are known: a file that moved is accepted, one with other contents is not.
     """
     words = {key: _changed(key, before, now) for key in knobs() if key not in NOT_COMPARED}
-    return [Change(key, *found, *_effect(key, before, now)) for key, found in words.items() if found is not None]
+    return [Change(key, *found, _refusal(key, before, now)) for key, found in words.items() if found is not None]
 
 
 def _changed(key: str, before: Settings, now: Settings) -> tuple[str, str] | None:
@@ -246,10 +242,11 @@ def _changed(key: str, before: Settings, now: Settings) -> tuple[str, str] | Non
     return None
 
 
-def _effect(key: str, before: Settings, now: Settings) -> tuple[Literal["refused", "applied"], str]:
+def _refusal(key: str, before: Settings, now: Settings) -> str:
+    """Return the reason why a resume cannot change the key; empty if it can, as when its file has only moved."""
     then, here = before.sources.get(key), now.sources.get(key)
     has_moved = then is not None and here is not None and _is_same(then, here) is True
-    return ("refused", REFUSED[key]) if key in REFUSED and not has_moved else ("applied", "")
+    return "" if has_moved else REFUSED.get(key, "")
 
 
 def _is_same(one: Source, other: Source) -> bool | None:
@@ -317,18 +314,13 @@ def look(config: Config, folder: RunFolder) -> Standing:
     before, unknown = _read_last(folder.path)
     found = changes(before, settings) if before is not None else []
     if checkpoint is None:  # no trained step of the previous start is left
-        found = [replace(change, effect="applied", why="") for change in found]
-    if refused := [change for change in found if change.effect == "refused"]:
-        raise ConfigError(_refusal(config.run.out, step, refused))
+        found = [replace(change, refusal="") for change in found]
+    if refused := [f"{change} ({change.refusal})" for change in found if change.refusal]:
+        raise ConfigError(
+            f"run.out {config.run.out} holds a run of {step} steps, and a resume cannot change {'; nor '.join(refused)}; "
+            "restore the old value to resume, or give another folder (--out, or run.out=...) for a new run"
+        )
     return Standing(checkpoint, step, False, tuple(found), settings, unknown)
-
-
-def _refusal(out: str, step: int, refused: list[Change]) -> str:
-    return (
-        f"run.out {out} holds a run of {step} steps, and a resume cannot change "
-        + "; nor ".join(f"{change} ({change.why})" for change in refused)
-        + "; restore the old value to resume, or give another folder (--out, or run.out=...) for a new run"
-    )
 
 
 def record(config: Config, folder: RunFolder, standing: Standing) -> None:
@@ -337,15 +329,14 @@ def record(config: Config, folder: RunFolder, standing: Standing) -> None:
     try:
         place.mkdir(parents=True, exist_ok=True)
         (place / "config.yaml").write_text(text, encoding="utf-8")
-        temporary = place / ".files.json"
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(standing.settings.sources)))
-        os.replace(temporary, place / "files.json")  # last: a start without it does not count
+        sources = msgspec.json.format(msgspec.json.encode(standing.settings.sources))
+        replace_file(place / "files.json", sources)  # last: a start without it does not count
         (folder.path / "config.yaml").write_text(text, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"the configuration of this start cannot be written to {place}: {error}") from error
     events = EventLog(folder.path / "metrics.jsonl")
     for change in standing.changes:
-        events.write("changed", key=change.key, before=change.before, now=change.now, effect=change.effect)
+        events.write("changed", key=change.key, before=change.before, now=change.now, effect="applied")
 
 
 def keep_changed(config: Config, folder: RunFolder) -> None:
@@ -357,9 +348,7 @@ def keep_changed(config: Config, folder: RunFolder) -> None:
     last = max(place.glob("[0-9]*/files.json"), default=None)
     try:
         for path in (folder.path / "config.yaml", *([last.with_name("config.yaml")] if last is not None else [])):
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
+            replace_file(path, text.encode())
     except OSError as error:
         log.warning("the changed settings cannot be written to %s: %s", folder.path, error.strerror)
 

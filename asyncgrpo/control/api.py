@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -159,8 +159,28 @@ class HttpServer:
     """Serves an application from a daemon thread, whose event loop its handlers must not block."""
 
     def __init__(self, app: web.Application) -> None:
-        self._runner = web.AppRunner(
-            app,
+        self._app = app
+        self._end: Callable[[], object] | None = None
+
+    def start(self, host: str, port: int) -> int:
+        """Listen, and return the port. Raises OSError: the address cannot be bound."""
+        listens = concurrent.futures.Future[int]()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve(host, port, listens)), name="control", daemon=True
+        )
+        self._thread.start()
+        return listens.result(START_S)
+
+    def close(self) -> None:
+        """Close every connection and end the thread. A request that is being served gets a second."""
+        if self._end is not None:
+            self._end()
+            self._thread.join(5.0)
+
+    async def _serve(self, host: str, port: int, listens: concurrent.futures.Future[int]) -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        runner = web.AppRunner(
+            self._app,
             handle_signals=False,
             shutdown_timeout=1.0,
             keepalive_timeout=REQUEST_S,
@@ -168,51 +188,23 @@ class HttpServer:
             access_log=None,
             auto_decompress=False,
         )
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
-
-    def start(self, host: str, port: int) -> int:
-        """Listen, and return the port. Raises OSError: the address cannot be bound."""
-        self._thread.start()
-        try:
-            return asyncio.run_coroutine_threadsafe(self._listen(host, port), self._loop).result(START_S)
-        except BaseException:
-            self._end()
-            raise
-
-    def close(self) -> None:
-        """Close every connection and end the thread. A request that is being served gets a second."""
-        if self._thread.is_alive():
-            with suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(3.0)
-            self._end()
-
-    def _end(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(3.0)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
-        for task in (left := asyncio.all_tasks(self._loop)):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-        self._loop.close()
-
-    async def _listen(self, host: str, port: int) -> int:
-        await self._runner.setup()
-        server = self._runner.server
+        await runner.setup()
+        server = runner.server
         assert server is not None
 
         def connection() -> asyncio.BaseProtocol:
             return server() if len(server.connections) < CONNECTIONS else _Rejected()
 
-        self._listener = await self._loop.create_server(connection, host, port)
-        return self._listener.sockets[0].getsockname()[1]
-
-    async def _close(self) -> None:
-        self._listener.close()
-        await self._runner.cleanup()
+        try:
+            listener = await loop.create_server(connection, host, port)
+        except OSError as problem:
+            listens.set_exception(problem)
+            return
+        self._end = partial(loop.call_soon_threadsafe, ended.set)
+        listens.set_result(listener.sockets[0].getsockname()[1])
+        await ended.wait()
+        listener.close()
+        await runner.cleanup()
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -19,6 +19,7 @@ import psutil
 from msgspec import Meta, Struct
 
 from asyncgrpo.errors import AsyncGRPOError, CommandRefused, RunNotAlive
+from asyncgrpo.host import replace_file
 from asyncgrpo.recording.advice import Advice
 from asyncgrpo.recording.events import NEWEST_BYTES, Follower
 from asyncgrpo.recording.health import Problem
@@ -193,15 +194,9 @@ class Address(Struct, frozen=True, kw_only=True):
         return f"Address({self.url}, token hidden)"
 
 
-def write_address(run_dir: Path, address: Address) -> Path:
+def write_address(run_dir: Path, address: Address) -> None:
     """Replace `RUN/control.json` atomically. Its mode is 0600."""
-    path = run_dir / FILE
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with open(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(address))
-    os.replace(temporary, path)
-    return path
+    replace_file(run_dir / FILE, msgspec.json.encode(address), mode=0o600)
 
 
 def read_address(run_dir: Path) -> Address:

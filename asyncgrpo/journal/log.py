@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from asyncgrpo import metrics
+from asyncgrpo.host import sync
 from asyncgrpo.journal.history import (
     SUFFIX,
     BatchIssued,
@@ -82,17 +83,13 @@ class Disk:
         os.fsync(descriptor)
 
     def sync_file(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
     def truncate(self, path: Path, num_bytes: int) -> None:
         cut(path, num_bytes)
 
     def sync_folder(self, folder: Path) -> None:
-        Disk.sync_file(self, folder)
+        sync(folder)
 
 
 class InMemory:

@@ -34,7 +34,7 @@ class Advice(Struct, frozen=True, kw_only=True):
 
     bottleneck: Bottleneck
     sentence: str
-    """The recommendation and its gain: "a third generator would make steps 18 % shorter; a fifth nothing"."""
+    """The recommendation and its gain: "3 generators would make steps 18 % shorter; more would gain nothing"."""
     evidence: str
     """The measurements behind it."""
     gain: float = 0.0
@@ -158,12 +158,11 @@ def _more_generators(pace: Pace, config: Config, gpus: int | None) -> Advice | N
     target = min(wanted, there + max(0, limits[why]))
     one_more, gain = pace.gain(steps[there + 1]), pace.gain(steps[target]) if target > there else 0.0
     if gain >= WORTH:
-        sentence = f"a {_ordinal(there + 1)} generator would make steps {_percent(one_more)} shorter"
-        if wanted > there + 1:
-            sentence += f", {wanted} generators {_percent(best)}"
+        sentence = f"{there + 1} generators would make steps {_percent(one_more)} shorter"
+        sentence += f", {wanted} generators {_percent(best)}" if wanted > there + 1 else ""
         return Advice(
             bottleneck="generators",
-            sentence=f"{sentence}; a {_ordinal(wanted + 1)} nothing",
+            sentence=f"{sentence}; more would gain nothing",
             evidence=_waiting(pace) + (f"; {why} {target}" if target < wanted else ""),
             gain=gain,
             command=f"scale generators {target}",
@@ -348,16 +347,6 @@ def _window(pace: Pace) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
-
-
-def _ordinal(number: int) -> str:
-    if number <= len(_ORDINALS):
-        return _ORDINALS[number - 1]
-    endings = {1: "st", 2: "nd", 3: "rd"} if number % 100 not in (11, 12, 13) else {}
-    return f"{number}{endings.get(number % 10, 'th')}"
 
 
 # -- in a running run --------------------------------------------------------------------------------------------------

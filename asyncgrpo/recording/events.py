@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
+
+from asyncgrpo.host import sync
 
 Event = dict[str, Any]
 
@@ -46,14 +49,7 @@ class Kind:
         return frozenset(name for name, field in self.fields.items() if field.is_needed)
 
 
-def _must(type_: Any, meaning: str) -> Field:
-    return Field(type_, meaning, is_needed=True)
-
-
-def _may(type_: Any, meaning: str) -> Field:
-    return Field(type_, meaning, is_needed=False)
-
-
+_must, _may = partial(Field, is_needed=True), partial(Field, is_needed=False)
 _Counts = dict[str, int]
 _Numbers = dict[str, float]
 
@@ -360,11 +356,7 @@ class EventLog:
                     new.flush()
                     os.fsync(new.fileno())
                 os.replace(temporary, self.path)
-                folder = os.open(self.path.parent, os.O_RDONLY)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
+                sync(self.path.parent)
                 log.info("resumed at step %d: dropped %d events of later steps from %s", step, dropped, self.path)
         return dropped
 
@@ -427,50 +419,6 @@ def read_events(path: Path, after: int = 0) -> Iterator[Event]:
                 log.warning("skipped an invalid line of %s: %.80r", path, line)
 
 
-class Follower:
-    """Reads an event file while it is written."""
-
-    def __init__(self, path: Path, last_bytes: int | None = None) -> None:
-        """
-        Args:
-            last_bytes: bytes before the end at which to begin; None: begin with the first event.
-        """
-        self.path = Path(path)
-        self._last_bytes = last_bytes
-        self._file: BinaryIO | None = None
-
-    def poll(self) -> Iterator[Event]:
-        """Yield the events since the last call; none if the file does not exist.
-
-        If a resume has removed events, an artificial event `{"event": "rewound"}` comes first, then those of a new Follower.
-        The reader then discards its state.
-        """
-        while (file := self._file or self._open()) is not None:
-            at = file.tell()
-            while (line := file.readline()).endswith(b"\n"):
-                at += len(line)
-                if (event := decode(line)) is not None:
-                    yield event
-            file.seek(at)
-            try:
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
-                    return
-            except FileNotFoundError:
-                return
-            file.close()
-            self._file = None
-            yield {"event": "rewound"}
-
-    def _open(self) -> BinaryIO | None:
-        try:
-            self._file = file = open(self.path, "rb")  # noqa: SIM115  closed when a resume replaces it
-        except FileNotFoundError:
-            return None
-        if self._last_bytes is not None:
-            _seek_line(file, file.seek(0, os.SEEK_END) - self._last_bytes)
-        return file
-
-
 def _seek_line(file: BinaryIO, offset: int) -> int:
     """Seek the first line that begins at `offset` or after it, and return its offset."""
     if offset <= 0:
@@ -520,6 +468,35 @@ def read_tail(path: Path, after: int = 0, *, file: str | None = None, limit: int
             if (event := decode(line)) is not None:
                 events.append(event)
     return Tail(events=events, next=end, size=status.st_size, file=str(status.st_ino), rewound=rewound)
+
+
+class Follower:
+    """Reads an event file while it is written."""
+
+    def __init__(self, path: Path, last_bytes: int = 0) -> None:
+        """
+        Args:
+            last_bytes: bytes before the end at which to begin; 0: begin with the first event.
+        """
+        self.path = Path(path)
+        self._begin = self._next = -last_bytes
+        self._file: str | None = None
+
+    def poll(self) -> Iterator[Event]:
+        """Yield the events since the last call; none if the file does not exist.
+
+        If a resume has removed events, an artificial event `{"event": "rewound"}` comes first, then those of a new Follower.
+        The reader then discards its state.
+        """
+        while (tail := read_tail(self.path, self._next, file=self._file)).file:
+            if tail.rewound:
+                self._next, self._file = self._begin, None
+                yield {"event": "rewound"}
+            elif tail.next == self._next:
+                return
+            else:
+                self._next, self._file = tail.next, tail.file
+                yield from tail.events
 
 
 def decode(line: bytes) -> Event | None:

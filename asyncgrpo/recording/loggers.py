@@ -25,12 +25,12 @@ Logger = tuple[Callable[[int, dict[str, float]], object], Callable[[], object]]
 """Logs the scalars of a step; closes."""
 
 
-def _load(module: str, extra: str) -> Any:
+def _load(name: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(name)
     except Exception as error:  # a broken installation may raise anything
         raise ConfigError(
-            f"run.loggers names {extra!r}, which cannot be imported ({error}); pip install 'asyncgrpo[{extra}]'"
+            f"run.loggers names {name!r}, which cannot be imported ({error}); pip install 'asyncgrpo[{name}]'"
         ) from error
 
 
@@ -52,7 +52,7 @@ def scalars_of(values: Nested) -> dict[str, float]:
 
 
 def _wandb(run_dir: Path, run_name: str, config: Nested) -> Logger:
-    wandb = _load("wandb", "wandb")
+    wandb = _load("wandb")
     mode = os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
     run = wandb.init(project="asyncgrpo", name=run_name, dir=str(run_dir), config=dict(config), mode=mode)
     return lambda step, scalars: run.log(scalars, step=step), run.finish
@@ -68,7 +68,7 @@ def _has_wandb_key() -> bool:
 
 
 def _tensorboard(run_dir: Path, run_name: str, config: Nested) -> Logger:
-    _load("tensorboard", "tensorboard")
+    _load("tensorboard")
     writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(log_dir=str(run_dir / "tensorboard"))
     rows = "\n".join(f"    {key}: {value}" for key, value in flatten(config, ".").items())
     writer.add_text("config", f"{run_name}\n\n{rows}", 0)
@@ -84,13 +84,13 @@ def _tensorboard(run_dir: Path, run_name: str, config: Nested) -> Logger:
 def _trackio(run_dir: Path, run_name: str, config: Nested) -> Logger:
     # Trackio reads TRACKIO_DIR when it is imported.
     os.environ.setdefault("TRACKIO_DIR", str(run_dir / "trackio"))
-    trackio = _load("trackio", "trackio")
+    trackio = _load("trackio")
     trackio.init(project="asyncgrpo", name=run_name, config=flatten(config, "."))
     return lambda step, scalars: trackio.log(scalars, step=step), trackio.finish
 
 
 def _mlflow(run_dir: Path, run_name: str, config: Nested) -> Logger:
-    mlflow = _load("mlflow", "mlflow")
+    mlflow = _load("mlflow")
     if "MLFLOW_TRACKING_URI" not in os.environ:
         (run_dir / "mlflow").mkdir(parents=True, exist_ok=True)
         mlflow.set_tracking_uri(f"sqlite:///{(run_dir / 'mlflow' / 'mlflow.db').absolute()}")
@@ -100,18 +100,13 @@ def _mlflow(run_dir: Path, run_name: str, config: Nested) -> Logger:
     return lambda step, scalars: mlflow.log_metrics(scalars, step=step), mlflow.end_run
 
 
-_KINDS: dict[str, Callable[[Path, str, Nested], Logger]] = {
-    "wandb": _wandb,
-    "tensorboard": _tensorboard,
-    "trackio": _trackio,
-    "mlflow": _mlflow,
-}
+_KINDS = {"wandb": _wandb, "tensorboard": _tensorboard, "trackio": _trackio, "mlflow": _mlflow}
 
 
 def check_loggers(names: Iterable[str]) -> None:
     """Raise ConfigError if a logger's package is not installed or cannot be imported."""
     for name in names:
-        _load(name, name)
+        _load(name)
 
 
 class Loggers:

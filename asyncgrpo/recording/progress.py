@@ -19,6 +19,7 @@ _ENDS = 5
 """First and last rewards of the summary."""
 
 
+_ACTIVITIES = ("generate", "reward", "weights", "idle")
 _MEANS = ("under_way", "wanted", "ready_seconds", "slots", "logprob_gap_mean")
 
 
@@ -26,15 +27,15 @@ _MEANS = ("under_way", "wanted", "ready_seconds", "slots", "logprob_gap_mean")
 class Totals:
     """Sums over some steps."""
 
-    learner: dict[str, float] = field(default_factory=dict)
+    learner: Counter[str] = field(default_factory=Counter)
     """Seconds by activity (`seconds_by_activity`)."""
-    generators: dict[str, float] = field(default_factory=dict)
+    generators: Counter[str] = field(default_factory=Counter)
     """Seconds of all generators by activity."""
-    lags: dict[int, int] = field(default_factory=dict)
+    lags: Counter[int] = field(default_factory=Counter)
     """Trained groups by lag."""
-    sums: dict[str, float] = field(default_factory=dict)
+    sums: Counter[str] = field(default_factory=Counter)
     """Of the fields `_MEANS`."""
-    counts: dict[str, int] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
     """Steps that have the field."""
 
     @classmethod
@@ -46,14 +47,12 @@ class Totals:
 
     def add(self, step: Event) -> None:
         spent = step.get("generators") or {}
-        _add(self.learner, seconds_by_activity(step))
-        _add(
-            self.generators, {what: spent[what] for what in ("generate", "reward", "weights", "idle") if what in spent}
-        )
-        _add(self.lags, lags_of(step))
+        self.learner.update(seconds_by_activity(step))
+        self.generators.update({what: spent[what] for what in _ACTIVITIES if what in spent})
+        self.lags.update(lags_of(step))
         values = {name: step[name] for name in _MEANS if step.get(name) is not None}
-        _add(self.sums, values)
-        _add(self.counts, dict.fromkeys(values, 1))
+        self.sums.update(values)
+        self.counts.update(values.keys())
 
     def mean(self, name: str) -> float | None:
         """Return the mean of a field; None if no step has it."""
@@ -118,9 +117,9 @@ class Progress:
     """`end` event of the current start."""
     totals: Totals = field(default_factory=Totals)
     """Of all steps."""
-    dropped: dict[str, int] = field(default_factory=dict)
+    dropped: Counter[str] = field(default_factory=Counter)
     """Groups by reason."""
-    filtered: dict[str, int] = field(default_factory=dict)
+    filtered: Counter[str] = field(default_factory=Counter)
     """Groups by reason."""
     resumed: bool = True
     """True if the next step is the first of its process."""
@@ -180,8 +179,8 @@ class Progress:
             self.first_kl = event.get("kl_reference")
 
     def _count_untrained(self, event: Event) -> None:
-        _add(self.dropped, event.get("dropped"))
-        _add(self.filtered, event.get("filtered"))
+        self.dropped.update(event.get("dropped") or {})
+        self.filtered.update(event.get("filtered") or {})
 
     def _on_eval(self, event: Event) -> None:
         self.first_eval, self.last_eval = self.first_eval or event, event
@@ -222,9 +221,8 @@ class Progress:
         self.curriculum = event
 
     def _on_rewards_paused(self, event: Event) -> None:
-        self.paused[event["actor"]] = event | {
-            "since": self.paused.get(event["actor"], event).get("since", event["time"])
-        }
+        first = self.paused.get(event["actor"], {"since": event["time"]})
+        self.paused[event["actor"]] = event | {"since": first["since"]}
 
     def _on_rewards_resumed(self, event: Event) -> None:
         self.paused.pop(event["actor"], None)
@@ -278,11 +276,6 @@ class Progress:
 def _keep(newest: list[Any], one: Any, most: int) -> None:
     newest.append(one)
     del newest[:-most]
-
-
-def _add(sums: dict[Any, Any], numbers: Mapping[Any, Any] | None) -> None:
-    for name, number in (numbers or {}).items():
-        sums[name] = sums.get(name, 0) + number
 
 
 def lags_of(step: Event) -> dict[int, int]:

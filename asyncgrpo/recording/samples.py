@@ -177,13 +177,10 @@ class SampleWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.rglob(".step_*.tmp"):
             left_over.unlink()
-        self._keep = keep
-        self._steps: dict[int, None] = {}
-        """Steps with a file, in the order of writing; empty without a limit."""
-        if keep is not None:
-            files = paths_in(self.folder)
-            self._steps = dict.fromkeys(sorted(files, key=lambda step: (files[step].stat().st_mtime, step)))
-        self._has_removed = False
+        self._keep, self._has_removed = keep, False
+        files = paths_in(self.folder) if keep is not None else {}
+        self._steps = dict.fromkeys(sorted(files, key=lambda step: (files[step].stat().st_mtime, step)))
+        """Steps with a file, in the order of writing."""
 
     def write(self, step: int, samples: Iterable[Sample]) -> Path:
         """Write the samples of a step (zstd), remove files over the limit, and return the path. Raises OSError."""
@@ -199,23 +196,20 @@ class SampleWriter:
             os.replace(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
-        if self._keep is not None:
-            self._steps.pop(step, None)
-            self._steps[step] = None
-            while len(self._steps) > self._keep:
-                self._remove_oldest()
-        return path
-
-    def _remove_oldest(self) -> None:
-        oldest = next(iter(self._steps))
-        del self._steps[oldest]
-        path = path_of(self.folder, oldest)
-        if not self._has_removed:
+        self._steps.pop(step, None)
+        self._steps[step] = None
+        while self._keep is not None and len(self._steps) > self._keep:
+            oldest = path_of(self.folder, next(iter(self._steps)))
+            del self._steps[next(iter(self._steps))]
+            if not self._has_removed:
+                log.info(
+                    "run.keep_samples is %d: from now on the oldest file is removed, first %s", self._keep, oldest.name
+                )
             self._has_removed = True
-            log.info("run.keep_samples is %d: from now on the oldest file is removed, first %s", self._keep, path.name)
-        path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # the folder has other files
-            path.parent.rmdir()
+            oldest.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the folder has other files
+                oldest.parent.rmdir()
+        return path
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
