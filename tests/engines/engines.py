@@ -153,10 +153,10 @@ def torch_rig(path: Path, *, max_completions: int = 12) -> Rig:
 
 
 def sglang_rig(path: Path, **options: Any) -> Rig:
-    from asyncgrpo.engines.sglang.engine import SGLangEngine
+    from asyncgrpo.engines.sglang.engine import SGLangEngine, SGLangOptions
 
     options = {"max_context": MAX_CONTEXT} | options
-    engine = SGLangEngine(str(path), dtype=torch.float32, device="cpu", **options)
+    engine = SGLangEngine(SGLangOptions(model_path=str(path), dtype=torch.float32, device="cpu", **options))
     return Rig(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tolerance=1e-4)
 
 

@@ -20,9 +20,10 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -49,6 +50,36 @@ class SGLangRequest(Request):
         self.is_aborted = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class SGLangOptions:
+    """Settings of an engine.
+
+    Attributes:
+        model_path: folder in Hugging Face's format, or its hub id.
+        dtype: dtype of weights, keys and values.
+        max_context: longest prompt plus completion, tokens; a completion that reaches it ends with "length".
+        tensor_parallel: GPUs of this engine.
+        max_completions: completions that run at once. SGLang gets a few more places, so that `score` never waits.
+        memory_fraction: share of GPU memory for weights and cache.
+        prefix_cache: completions share the keys and values of common prefixes, never across policy versions.
+        random_seed: seed of SGLang's sampling; equal seeds and equal requests in equal batches give equal tokens.
+        records_routes: completions have the experts of each token.
+        extra: further arguments of `sglang.Engine`, which override all others.
+    """
+
+    model_path: str
+    dtype: torch.dtype
+    max_context: int
+    device: Literal["cuda", "cpu"]
+    tensor_parallel: int = 1
+    max_completions: int = 256
+    memory_fraction: float = 0.85
+    prefix_cache: bool = True
+    random_seed: int = 0
+    records_routes: bool = False
+    extra: Mapping[str, Any] = MappingProxyType({})
+
+
 class SGLangEngine(EngineBase[SGLangRequest]):
     """A model in SGLang's processes, see `base.Engine` for the methods.
 
@@ -58,45 +89,13 @@ class SGLangEngine(EngineBase[SGLangRequest]):
 
     request_type = SGLangRequest
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        dtype: torch.dtype,
-        max_context: int,
-        device: str = "auto",
-        tensor_parallel: int = 1,
-        max_completions: int = 256,
-        memory_fraction: float = 0.85,
-        prefix_cache: bool = True,
-        random_seed: int = 0,
-        records_routes: bool = False,
-        images: Images | None = None,
-        extra: dict[str, Any] | None = None,
-    ):
+    def __init__(self, options: SGLangOptions, images: Images | None = None):
         """
         Args:
-            model_path: folder in Hugging Face's format, or its hub id.
-            dtype: dtype of weights, keys and values.
-            max_context: longest prompt plus completion, tokens; a completion that reaches it ends with "length".
-            device: "cuda", "cpu", or "auto": cuda if there is a GPU.
-            tensor_parallel: GPUs of this engine.
-            max_completions: completions that run at once. SGLang gets a few more places, so that `score` never waits.
-            memory_fraction: share of GPU memory for weights and cache.
-            prefix_cache: completions share the keys and values of common prefixes, never across policy versions.
-            random_seed: seed of SGLang's sampling; equal seeds and equal requests in equal batches give equal tokens.
-            records_routes: completions have the experts of each token.
             images: of the run, if the model reads any.
-            extra: further arguments of `sglang.Engine`, which override all others.
         """
         super().__init__()
-        self.model_path, self.dtype, self.max_context = model_path, dtype, max_context
-        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        self.tensor_parallel = tensor_parallel
-        self.max_completions = max_completions
-        self.memory_fraction, self.prefix_cache = memory_fraction, prefix_cache
-        self.random_seed, self.records_routes, self.images = random_seed, records_routes, images
-        self.extra = extra or {}
+        self.options, self.images, self.max_context = options, images, options.max_context
         self._serial = itertools.count()
         self._engine: Any = None
         self._proof: Proof | None = None
@@ -112,7 +111,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         """Start SGLang. Blocks the event loop until the model is loaded: its processes must be children of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise EngineError("the sglang engine must be started from the main thread of its process")
-        if self.device == "cpu":
+        if self.options.device == "cpu":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores make it ten times slower
         self._former_handler = signal.getsignal(signal.SIGQUIT)
@@ -120,25 +119,16 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             with kept():
                 from asyncgrpo.engines.sglang import processes
 
-                own = processes.arguments(
-                    self.model_path,
-                    dtype=self.dtype,
-                    max_context=self.max_context,
-                    device=self.device,
-                    tensor_parallel=self.tensor_parallel,
-                    max_completions=self.max_completions,
-                    memory_fraction=self.memory_fraction,
-                )
-                switches = {"disable_radix_cache": not self.prefix_cache, "random_seed": self.random_seed}
-                if self.records_routes:
-                    switches["enable_return_routed_experts"] = True
-                self._engine = processes.launch(weight_version=str(version), **own | switches | self.extra)
+                own = processes.arguments(self.options)
+                self._engine = processes.launch(weight_version=str(version), **own | dict(self.options.extra))
         except Exception as error:
-            raise EngineError(f"SGLang cannot start with the model {self.model_path}: {error}") from error
+            raise EngineError(f"SGLang cannot start with the model {self.options.model_path}: {error}") from error
         self._connect()
         self.vocab_size = self._manager.model_config.vocab_size
         text = self._manager.model_config.hf_text_config
-        self._routes_shape = (-1, text.num_hidden_layers, text.num_experts_per_tok) if self.records_routes else None
+        self._routes_shape = (
+            (-1, text.num_hidden_layers, text.num_experts_per_tok) if self.options.records_routes else None
+        )
         self._started(version)
         # Imported objects stay; without this every full garbage collection would traverse them.
         await self._manager.freeze_gc()
@@ -204,20 +194,20 @@ class SGLangEngine(EngineBase[SGLangRequest]):
 
     def _prefix_keys(self, count: int) -> list[str] | None:
         """Return the cache keys of `count` requests: equal keys share the keys and values of common prefixes."""
-        return [str(self._version)] * count if self.prefix_cache else None
+        return [str(self._version)] * count if self.options.prefix_cache else None
 
     def occupancy(self) -> EngineOccupancy:
         """Return the load that the scheduler wrote to shared memory last: after every few batches, and when idle."""
         written = self._manager.load_snapshot_reader.read(0)
         if written is None:
-            return EngineOccupancy(0, 0, self.max_completions, 0.0)
+            return EngineOccupancy(0, 0, self.options.max_completions, 0.0)
         # It is written every few steps, so the step in progress lasts at least that fraction of the snapshot's age.
         age_s = (time.time() - written.timestamp) * (written.num_running_reqs > 0)
         steps, _, step_us, *_ = written.decode_moments or (0.0, 0.0, 0.0)
         return EngineOccupancy(
             written.num_running_reqs,
             written.num_waiting_reqs,
-            min(written.max_running_requests, self.max_completions),
+            min(written.max_running_requests, self.options.max_completions),
             written.token_usage,
             steps=steps,
             step_s=step_us / 1e6,
@@ -284,7 +274,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             return_logprob=True,
             return_sampling_mask=is_filtered,
             sampling_logprobs_mode="selected" if is_filtered else None,
-            return_routed_experts=self.records_routes,
+            return_routed_experts=self.options.records_routes,
             extra_key=self._prefix_keys(num_completions),
         )
         call.normalize_batch_and_arguments()
@@ -370,7 +360,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             self._may_submit.clear()
             try:
                 await replace_weights(
-                    self._manager, given, str(version), keep_kv=keep_kv, num_schedulers=self.tensor_parallel
+                    self._manager, given, str(version), keep_kv=keep_kv, num_schedulers=self.options.tensor_parallel
                 )
                 self._version = version
             finally:
