@@ -10,7 +10,8 @@ import logging
 import os
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -21,7 +22,7 @@ from asyncgrpo.engines.base import Engine
 from asyncgrpo.environments.base import Environment, EnvironmentFailed, Task
 from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
 from asyncgrpo.errors import DataError, RequestError
-from asyncgrpo.generators.rollout import FAILURE, Activities, Played
+from asyncgrpo.generators.rollout import FAILURE, Activities, Decode, Played
 from asyncgrpo.rewards.base import failed
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import Completion, FinishReason, KeptTokens, Observation, Prompt, Sampling, Score, VersionSpan
@@ -137,19 +138,22 @@ class Transcript:
 
 Continue = Callable[[Sequence[dict[str, Any]], int | None], tuple[int, ...]]
 """See `data.tokenizer.continuation`."""
+S = TypeVar("S", bound="Sampler")
 
 
+@dataclass(eq=False, kw_only=True)
 class Sampler:
-    """Samples completions of several turns with one engine: in an environment, or for an agent."""
+    """Samples completions of several turns with one engine: in an environment, or for an agent.
 
-    def __init__(self, engine: Engine, decode: Callable[[Sequence[int]], str], continue_: Continue) -> None:
-        """
-        Args:
-            decode: turns the token ids of a turn into text.
-        """
-        self.engine, self.decode, self.continue_ = engine, decode, continue_
-        self.tally = Tally()
-        """Failure counts, which limit logging."""
+    Attributes:
+        decode: turns the token ids of a turn into text.
+        tally: failure counts, which limit logging.
+    """
+
+    engine: Engine
+    decode: Decode
+    continue_: Continue
+    tally: Tally = field(default_factory=Tally)
 
     def of(self, prompt: Prompt, activities: Activities | None = None) -> "Turns":
         """Return the source of completions of a prompt.
@@ -159,7 +163,7 @@ class Sampler:
         """
         return Turns(self, prompt, activities or Activities())
 
-    def play(self, turns: "Turns", index: int, transcript: Transcript) -> "Play":
+    def play(self, turns: "Turns", index: int, transcript: Transcript) -> "Play[Any]":
         """Return completion `index` of a request, with an empty transcript for its prompt."""
         raise NotImplementedError
 
@@ -168,28 +172,20 @@ class Sampler:
         raise NotImplementedError
 
 
+@dataclass(eq=False, kw_only=True)
 class TurnSampler(Sampler):
-    """Samples completions in an environment."""
+    """Samples completions in an environment.
 
-    def __init__(
-        self,
-        engine: Engine,
-        environment: Environment,
-        decode: Callable[[Sequence[int]], str],
-        continue_: Continue,
-        *,
-        max_turns: int,
-        scores: bool,
-    ) -> None:
-        """
-        Args:
-            max_turns: maximum number of turns of the model per completion.
-            scores: True if the environment's rewards are the score.
-        """
-        super().__init__(engine, decode, continue_)
-        self.environment, self.max_turns, self.scores = environment, max_turns, scores
+    Attributes:
+        max_turns: maximum number of turns of the model per completion.
+        scores: True if the environment's rewards are the score.
+    """
 
-    def play(self, turns: "Turns", index: int, transcript: Transcript) -> "Play":
+    environment: Environment
+    max_turns: int
+    scores: bool
+
+    def play(self, turns: "Turns", index: int, transcript: Transcript) -> "Play[Any]":
         """See `Sampler`."""
         return _EnvironmentPlay(self, turns, index, transcript)
 
@@ -204,7 +200,7 @@ class Turns:
     def __init__(self, sampler: Sampler, prompt: Prompt, activities: Activities) -> None:
         self.sampler, self.activities = sampler, activities
         self.prompt, self.task = prompt, Task.of(prompt, zlib.crc32(prompt.prompt_id.encode()))
-        self._playing: dict[str, list[Play]] = {}
+        self._playing: dict[str, list[Play[Any]]] = {}
 
     async def generate(
         self,
@@ -246,11 +242,11 @@ class Turns:
             await play.abort()
 
 
-class Play:
+class Play(Generic[S]):
     """A completion that is sampled turn by turn."""
 
-    def __init__(self, engine: Engine, turns: Turns, index: int, transcript: Transcript) -> None:
-        self._engine, self._turns, self._index, self._transcript = engine, turns, index, transcript
+    def __init__(self, sampler: S, turns: Turns, index: int, transcript: Transcript) -> None:
+        self._by, self._turns, self._index, self._transcript = sampler, turns, index, transcript
         self._is_over = asyncio.Event()
         """The request is aborted, or the completion is over."""
 
@@ -261,14 +257,11 @@ class Play:
     async def abort(self) -> None:
         """End it early: `run` returns the transcript so far."""
         self._is_over.set()
-        await self._engine.abort(self._transcript.turn_id)
+        await self._by.engine.abort(self._transcript.turn_id)
 
 
-class _EnvironmentPlay(Play):
-    def __init__(self, sampler: TurnSampler, turns: Turns, index: int, transcript: Transcript) -> None:
-        super().__init__(sampler.engine, turns, index, transcript)
-        self._by = sampler
-        self._reward: float | None = None
+class _EnvironmentPlay(Play[TurnSampler]):
+    _reward: float | None = None
 
     async def run(self) -> Completion:
         """See `Play`."""
@@ -322,14 +315,11 @@ class _EnvironmentPlay(Play):
     async def _unless_aborted(self, call: Any) -> Any:
         """Await a call of the environment; None: the request was aborted first."""
         calling, aborted = asyncio.ensure_future(call), asyncio.ensure_future(self._is_over.wait())
-        activities = self._turns.activities
-        activities.end("generate")
         try:
-            with activities.during("reward"):
+            with self._turns.activities.instead("reward", of="generate"):
                 await asyncio.wait({calling, aborted}, return_when=asyncio.FIRST_COMPLETED)
             return None if self._is_over.is_set() else await calling
         finally:
-            activities.begin("generate")
             calling.cancel()
             aborted.cancel()
 
@@ -361,30 +351,28 @@ def build_sampler(config: Config, engine: Engine, tokenizer: "PreTrainedTokenize
     decode, continue_ = decoder(tokenizer, keep_special=False), continuation(tokenizer)
     if (agent := build_agent(config.environment)) is not None:
         from asyncgrpo.environments.chat import Gateway
-        from asyncgrpo.generators.agents import AgentSampler, Limits
+        from asyncgrpo.generators.agents import AgentSampler
 
         return AgentSampler(
-            engine,
-            agent,
-            Gateway(os.path.basename(config.model.path.rstrip("/"))),
-            decode,
-            opening(tokenizer),
-            continue_,
-            limits=Limits(
-                config.sampling.temperature,
-                config.sampling.top_p,
-                config.data.max_prompt_tokens,
-                config.environment.max_turns,
-            ),
+            engine=engine,
+            decode=decode,
+            continue_=continue_,
+            agent=agent,
+            gateway=Gateway(os.path.basename(config.model.path.rstrip("/"))),
+            open_=opening(tokenizer),
+            temperature=config.sampling.temperature,
+            top_p=config.sampling.top_p,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_turns=config.environment.max_turns,
             system_prompt=config.data.system_prompt,
             unfinished_score=0.0 if config.reward.function is None else None,
         )
     if (environment := build_environment(config.environment)) is not None:
         return TurnSampler(
-            engine,
-            environment,
-            decode,
-            continue_,
+            engine=engine,
+            decode=decode,
+            continue_=continue_,
+            environment=environment,
             max_turns=config.environment.max_turns,
             scores=environment_scores(config, environment),
         )

@@ -13,7 +13,7 @@ import pytest
 
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
 from asyncgrpo.environments.chat import LARGEST_BODY, Gateway
-from asyncgrpo.generators.agents import AgentSampler, Limits
+from asyncgrpo.generators.agents import AgentSampler
 from asyncgrpo.generators.rollout import GroupInFlight, Played, with_common_prompt
 from asyncgrpo.types import Completion, Group, Prompt, Sampling, Score
 from asyncgrpo.wire.codec import check_group, check_lease, pack_group
@@ -48,9 +48,9 @@ class Local:
 
 
 def sampler(engine, agent: Agent, **options: Any) -> AgentSampler:
-    limits = Limits(temperature=1.0, top_p=1.0, max_prompt_tokens=300, max_turns=options.pop("max_turns", 8))
-    gateway = Gateway("tiny")
-    return AgentSampler(engine, Local(agent), gateway, decode, render, go_on, limits=limits, **options)
+    limits = {"temperature": 1.0, "top_p": 1.0, "max_prompt_tokens": 300, "max_turns": 8}
+    parts = {"decode": decode, "continue_": go_on, "open_": render, "gateway": Gateway("tiny")}
+    return AgentSampler(engine=engine, agent=Local(agent), **limits | parts | options)
 
 
 async def play(engine, agent: Agent, *, max_tokens: int = 200, count: int = 1, **options: Any) -> list[Completion]:
