@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import urllib.request
-from typing import Any, NoReturn
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -125,12 +125,9 @@ class _Session:
             answer = msgspec.json.decode(await self._socket.receive_str(), type=_Answer)
         except msgspec.MsgspecError as error:
             raise EnvironmentFailed(f"{self._of.url} does not follow the protocol of OpenEnv: {error}") from error
-        if answer.type != "observation":
-            self._fail(answer.data)
-        seen, done = answer.data.get("observation"), bool(answer.data.get("done"))
-        return reply_of_step((_text_of(seen), answer.data.get("reward"), done))
-
-    def _fail(self, data: dict[str, Any]) -> NoReturn:
+        data = answer.data
+        if answer.type == "observation":
+            return reply_of_step((_text_of(data.get("observation")), data.get("reward"), bool(data.get("done"))))
         text, code = str(data.get("message", ""))[:500], data.get("code")
         if code == "CAPACITY_REACHED":
             raise _Full(text)

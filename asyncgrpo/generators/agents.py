@@ -27,7 +27,7 @@ from asyncgrpo.environments.chat import (
     for_template,
     message_of,
 )
-from asyncgrpo.environments.hosted import HostedAgent
+from asyncgrpo.environments.hosted import Hosted
 from asyncgrpo.errors import DataError, EngineError, RequestError
 from asyncgrpo.generators.rollout import Activities, Played
 from asyncgrpo.generators.turns import Play, Sampler, Transcript, Turns, failed_in_play
@@ -49,7 +49,7 @@ class AgentSampler(Sampler):
         unfinished_score: of a completion whose agent gave up where there was no room; None: a reward scores it.
     """
 
-    agent: HostedAgent
+    agent: Hosted
     gateway: Gateway
     open_: Open
     temperature: float

@@ -10,7 +10,7 @@ from asyncgrpo.config.schema import EnvironmentConfig
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
 from asyncgrpo.environments.build import build_agent
 from asyncgrpo.environments.chat import Chat, ChatTurn, Gateway
-from asyncgrpo.environments.hosted import AGENT, HostedAgent, check_environment
+from asyncgrpo.environments.hosted import AGENT, Hosted, check_environment
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.types import Score
 from tests.runs import wait_until
@@ -19,9 +19,9 @@ AGENTS = Path(__file__).with_name("my_agents.py")
 ACCESS = Access(base_url="u", api_key="k", model="m")
 
 
-def hosted(name: str, *, timeout_s: float = 20.0) -> HostedAgent:
+def hosted(name: str, *, timeout_s: float = 20.0) -> Hosted:
     spec = f"{AGENTS}:{name}"
-    return HostedAgent(spec, processes=1, timeout_s=timeout_s, ready=check_environment(AGENT + spec))
+    return Hosted(AGENT + spec, processes=1, timeout_s=timeout_s, ready=check_environment(AGENT + spec))
 
 
 def task(**info) -> Task:
