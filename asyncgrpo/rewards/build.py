@@ -18,7 +18,7 @@ from asyncgrpo.guests import START_TIMEOUT_S
 from asyncgrpo.rewards.base import MAX_DETAIL, MAX_PARTS, Reward, Sampled, failed, score_of_value
 from asyncgrpo.rewards.model import JudgeReward, ModelReward, ServedModelReward
 from asyncgrpo.rewards.rules import RuleReward
-from asyncgrpo.rewards.user import UserReward, check_user_function, split_spec
+from asyncgrpo.rewards.user import check_user_function, split_spec, user_reward
 from asyncgrpo.types import Prompt, Score
 
 
@@ -60,16 +60,15 @@ def build_reward(
                 trial_timeout_s=config.timeout_s,
             )
             taken.update(ready.kwargs)
-            rewards.append(
-                UserReward(
-                    spec,
-                    timeout_s=config.timeout_s,
-                    workers=config.num_workers,
-                    kwargs=config.kwargs,
-                    takes_groups=ready.takes_groups,
-                    about=ready.about,
-                )
+            reward = user_reward(
+                spec,
+                timeout_s=config.timeout_s,
+                workers=config.num_workers,
+                kwargs=config.kwargs,
+                takes_groups=ready.takes_groups,
+                about=ready.about,
             )
+            rewards.append(reward)
     if unknown := [name for name in config.kwargs if name not in taken]:
         raise RewardError(f"reward.kwargs: no function of reward.function takes {', '.join(unknown)}")
     if weights == (1.0,):

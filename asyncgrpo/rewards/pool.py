@@ -14,8 +14,9 @@ import importlib
 import inspect
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -74,13 +75,13 @@ def main(boot: dict[str, Any]) -> None:
     """Serve calls until the pool closes the pipes.
 
     Args:
-        boot: `target` is `module:factory`, and `factory(argument)` returns the `Scorer`; `what` is its name in messages.
+        boot: `target` is `module:factory`, and `factory(**arguments)` returns the `Scorer`; `what` is its name in messages.
     """
     host = Host(boot, "reward-worker")
     faulthandler.enable()  # a crash, or SIGABRT to a call that is late, leaves its Python stack on stderr
     try:
         module, _, factory = boot["target"].partition(":")
-        scorer: Scorer = getattr(importlib.import_module(module), factory)(boot["argument"])
+        scorer: Scorer = getattr(importlib.import_module(module), factory)(**boot["arguments"])
     except AsyncGRPOError as error:
         return host.reply(0, WorkerReady(error=str(error)))
     except BaseException as error:
@@ -112,24 +113,26 @@ def _score(scorer: Scorer, call: Call, runner: asyncio.Runner) -> list[Score]:
 
 # -- the pool ----------------------------------------------------------------------------------------------------------
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 _GRACE_S = 0.05
 """Added to a deadline, so that a reply that only waited for this event loop still counts."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
-async def start_worker(target: str, argument: str, what: str, timeout_s: float, hint: str = "") -> Guest:
-    """Start a worker that scores with `factory(argument)`, where `target` is `module:factory`. Raises RewardError.
+async def start_worker(target: str, arguments: Mapping[str, Any], what: str, timeout_s: float, hint: str = "") -> Guest:
+    """Start a worker that scores with `factory(**arguments)`, where `target` is `module:factory`. Raises RewardError.
 
     Args:
+        arguments: can be written as JSON.
         what, hint: as `Guest.start` has them.
     """
-    boot = {"target": target, "argument": argument, "what": what}
+    boot = {"target": target, "arguments": dict(arguments), "what": what}
     env = os.environ | _ONE_THREAD
     return await Guest.start(__name__, boot, what, timeout_s, ready=WorkerReady, env=env, hint=hint)
 
 
 class Pool:
-    """Up to `workers` processes that score with `factory(argument)`, where `target` is `module:factory`.
+    """Up to `workers` processes that score with `factory(**arguments)`, where `target` is `module:factory`.
 
     Workers start when a call finds all others busy, outside the call's deadline. Use a pool from one event loop, in a thread
     that outlives it.
@@ -138,7 +141,7 @@ class Pool:
     def __init__(
         self,
         target: str,
-        argument: str = "",
+        arguments: Mapping[str, Any] = NOTHING,
         *,
         what: str = "",
         workers: int,
@@ -146,7 +149,7 @@ class Pool:
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self._timeout_s = timeout_s
-        self._start = partial(start_worker, target, argument, what or argument or target, start_timeout_s)
+        self._start = partial(start_worker, target, arguments, what or target, start_timeout_s)
         self._turn = asyncio.Semaphore(workers)
         """Calls wait for it in order."""
         self._idle: list[Guest] = []

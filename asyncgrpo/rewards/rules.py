@@ -249,7 +249,7 @@ class RuleReward(Reward):
         self._text_rules = TEXT_RULES | dict.fromkeys(QA_SOURCES, qa(config.qa_score))
         pool = partial(Pool, workers=config.num_workers, timeout_s=config.timeout_s)
         self._by_rule: dict[str, Reward] = {
-            "maths": PoolReward(pool("asyncgrpo.rewards.maths:load_maths", repr(config.format_score))),
+            "maths": PoolReward(pool("asyncgrpo.rewards.maths:load_maths", {"format_score": config.format_score})),
             "gym": PoolReward(pool("asyncgrpo.rewards.maths:load_gym")),
             "code": CodeReward(config),
         }
