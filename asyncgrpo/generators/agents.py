@@ -39,25 +39,22 @@ Open = Callable[[Sequence[Message], list[dict[str, Any]] | None], tuple[int, ...
 
 @dataclass(eq=False, kw_only=True)
 class AgentSampler(Sampler):
-    """Samples completions for an agent.
-
-    Attributes:
-        temperature, top_p: of the run; the only ones that a call may name.
-        max_prompt_tokens: most tokens of the first messages.
-        max_turns: most calls in a completion.
-        system_prompt: is in front of the messages that an agent is given, as in the row's prompt.
-        unfinished_score: of a completion whose agent gave up where there was no room; None: a reward scores it.
-    """
+    """Samples completions for an agent."""
 
     agent: Hosted
     gateway: Gateway
     open_: Open
     temperature: float
+    """Of the run; the only one that a call may name."""
     top_p: float
     max_prompt_tokens: int
+    """Most tokens of the first messages."""
     max_turns: int
+    """Most calls in a completion."""
     system_prompt: str | None = None
+    """Is in front of the messages that an agent is given, as in the row's prompt."""
     unfinished_score: float | None = 0.0
+    """Of a completion whose agent gave up where there was no room; None: a reward scores it."""
 
     def of(self, prompt: Prompt, activities: Activities | None = None) -> Turns:
         """See `Sampler`."""

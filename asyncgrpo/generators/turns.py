@@ -143,17 +143,13 @@ S = TypeVar("S", bound="Sampler")
 
 @dataclass(eq=False, kw_only=True)
 class Sampler:
-    """Samples completions of several turns with one engine: in an environment, or for an agent.
-
-    Attributes:
-        decode: turns the token ids of a turn into text.
-        tally: failure counts, which limit logging.
-    """
+    """Samples completions of several turns with one engine: in an environment, or for an agent."""
 
     engine: Engine
     decode: Decode
     continue_: Continue
     tally: Tally = field(default_factory=Tally)
+    """Failure counts, which limit logging."""
 
     def of(self, prompt: Prompt, activities: Activities | None = None) -> "Turns":
         """Return the source of completions of a prompt.
@@ -174,16 +170,13 @@ class Sampler:
 
 @dataclass(eq=False, kw_only=True)
 class TurnSampler(Sampler):
-    """Samples completions in an environment.
-
-    Attributes:
-        max_turns: maximum number of turns of the model per completion.
-        scores: True if the environment's rewards are the score.
-    """
+    """Samples completions in an environment."""
 
     environment: Environment
     max_turns: int
+    """Maximum number of turns of the model per completion."""
     scores: bool
+    """True if the environment's rewards are the score."""
 
     def play(self, turns: "Turns", index: int, transcript: Transcript) -> "Play[Any]":
         """See `Sampler`."""

@@ -20,9 +20,9 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -52,32 +52,29 @@ class SGLangRequest(Request):
 
 @dataclass(frozen=True, kw_only=True)
 class SGLangOptions:
-    """Settings of an engine.
-
-    Attributes:
-        model_path: folder in Hugging Face's format, or its hub id.
-        dtype: dtype of weights, keys and values.
-        max_context: longest prompt plus completion, tokens; a completion that reaches it ends with "length".
-        tensor_parallel: GPUs of this engine.
-        max_completions: completions that run at once. SGLang gets a few more places, so that `score` never waits.
-        memory_fraction: share of GPU memory for weights and cache.
-        prefix_cache: completions share the keys and values of common prefixes, never across policy versions.
-        random_seed: seed of SGLang's sampling; equal seeds and equal requests in equal batches give equal tokens.
-        records_routes: completions have the experts of each token.
-        extra: further arguments of `sglang.Engine`, which override all others.
-    """
+    """Settings of an engine."""
 
     model_path: str
+    """Folder in Hugging Face's format, or its hub id."""
     dtype: torch.dtype
+    """Of weights, keys and values."""
     max_context: int
+    """Longest prompt plus completion, tokens; a completion that reaches it ends with "length"."""
     device: Literal["cuda", "cpu"]
     tensor_parallel: int = 1
+    """GPUs of this engine."""
     max_completions: int = 256
+    """Completions that run at once. SGLang gets a few more places, so that `score` never waits."""
     memory_fraction: float = 0.85
+    """Share of GPU memory for weights and cache."""
     prefix_cache: bool = True
+    """True: completions share the keys and values of common prefixes, never across policy versions."""
     random_seed: int = 0
+    """Seed of SGLang's sampling; equal seeds and equal requests in equal batches give equal tokens."""
     records_routes: bool = False
-    extra: Mapping[str, Any] = MappingProxyType({})
+    """True: completions have the experts of each token."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `sglang.Engine`, which override all others."""
 
 
 class SGLangEngine(EngineBase[SGLangRequest]):
@@ -120,7 +117,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
                 from asyncgrpo.engines.sglang import processes
 
                 own = processes.arguments(self.options)
-                self._engine = processes.launch(weight_version=str(version), **own | dict(self.options.extra))
+                self._engine = processes.launch(weight_version=str(version), **own | self.options.extra)
         except Exception as error:
             raise EngineError(f"SGLang cannot start with the model {self.options.model_path}: {error}") from error
         self._connect()
