@@ -23,6 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncgrpo.environments.base import (
+    TASK_NAMES,
     Access,
     Environment,
     EnvironmentFailed,
@@ -98,7 +99,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
     def arguments(self, task: Task, access: Access | None = None) -> dict[str, Any]:
         """Return the values of `takes`."""
-        known = task.named() | ({} if access is None else msgspec.structs.asdict(access))
+        known = task if access is None else task | msgspec.structs.asdict(access)
         return {name: known[name] for name in self.takes or ()}
 
 
@@ -130,14 +131,14 @@ def _environment(cls: Any, where: str, about: str) -> Loaded:
     except TypeError as error:
         raise RewardError(f"{where}.step cannot be called as step(text): {error}") from None
     reset = getattr(cls, "reset", None)
-    takes = None if reset is None else names_of(reset, Task.NAMES, f"{where}.reset", skip=1)
+    takes = None if reset is None else names_of(reset, TASK_NAMES, f"{where}.reset", skip=1)
     return Loaded(about=f"environment {about}", make=cls, takes=takes, scores=bool(getattr(cls, "scores", True)))
 
 
 def _agent(function: Any, path: Path, name: str) -> Loaded:
     # Its client would ask a proxy for our address otherwise.
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))
-    takes = names_of(function, (*GIVEN, *Task.NAMES), f"{path}: {name}")
+    takes = names_of(function, (*GIVEN, *TASK_NAMES), f"{path}: {name}")
     if "base_url" not in takes:
         raise RewardError(f"{path}: {name} takes no base_url, so it cannot reach the model that is trained")
     return Loaded(about=f"agent {name} of {path.name}", make=function, takes=takes)

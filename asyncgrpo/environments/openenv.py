@@ -75,7 +75,7 @@ class _Session:
             while True:
                 self._socket = await self._of.connect()
                 try:
-                    return await self._ask("reset", {"seed": self._task.seed, **self._task.info})
+                    return await self._ask("reset", {"seed": self._task["seed"], **self._task["info"]})
                 except _Full:
                     await self._socket.close()
                     await asyncio.sleep(AGAIN_S)

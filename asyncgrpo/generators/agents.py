@@ -121,7 +121,7 @@ class _AgentPlay(Play[AgentSampler]):
         self._is_quiet.clear()
         try:
             self._read(chat)
-            num_read = self._transcript.num_tokens
+            num_read = len(self._transcript.context)
             with self._turns.activities.instead("generate", of="reward"):
                 turn = await self._transcript.sample(self._by.engine, chat.longest)
         except RequestError as error:
@@ -177,7 +177,7 @@ class _AgentPlay(Play[AgentSampler]):
         new = chat.messages[len(self._messages) :]
         if (size := sum(len(one["content"]) for one in new)) > LONGEST_REPLY:
             raise Refused(413, f"new messages of {size:,} characters; at most {LONGEST_REPLY:,} may come at once")
-        if self._transcript.num_turns >= self._by.max_turns:
+        if len(self._transcript.turns) >= self._by.max_turns:
             raise self._no_room(f"this completion has had its {self._by.max_turns} turns (environment.max_turns)")
         try:
             if self._messages:
@@ -200,7 +200,7 @@ class _AgentPlay(Play[AgentSampler]):
                 f"the first messages, tools included, have more than {longest} tokens; raise data.max_prompt_tokens",
                 "context_length_exceeded",
             )
-        if len(opening) < 2 or opening[0] != self._transcript.first_token:
+        if len(opening) < 2 or opening[0] != self._transcript.context[0]:
             raise Refused(
                 400,
                 "the chat template renders the first messages with another first token than the row's prompt; give the row "
@@ -232,7 +232,7 @@ class _AgentPlay(Play[AgentSampler]):
             failure = "the agent returned before its call of the model was answered"
         elif error is not None and not self._is_full:
             failure = str(error)
-        elif not self._transcript.num_turns:
+        elif not self._transcript.turns:
             failure = "the agent returned without a call of the model"
         elif score is not None and score.failure is not None:
             failure = f"{score.failure}: {score.detail}"

@@ -19,7 +19,7 @@ import numpy as np
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.tokenizer import continuation, decoder, opening
 from asyncgrpo.engines.base import Engine
-from asyncgrpo.environments.base import Environment, EnvironmentFailed, Task
+from asyncgrpo.environments.base import Environment, EnvironmentFailed, task_of
 from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
 from asyncgrpo.errors import DataError, RequestError
 from asyncgrpo.generators.rollout import FAILURE, Activities, Decode, Played
@@ -49,8 +49,9 @@ class Transcript:
             sampling: `max_tokens` bounds all turns and observations together.
         """
         self._request_id, self._sampling, self._seed = request_id, sampling, seed
-        self._context, self._start = list(prompt), len(prompt)
-        self._turns: list[Completion] = []
+        self.context, self._start = list(prompt), len(prompt)
+        """Tokens that the model has read or sampled, prompt included; how many are of the prompt."""
+        self.turns: list[Completion] = []
         self._spans: list[VersionSpan] = []
         self._observations: list[Observation] = []
         self._sampled = 0
@@ -60,29 +61,16 @@ class Transcript:
     @property
     def room(self) -> int:
         """Tokens that may follow."""
-        return self._sampling.max_tokens - (len(self._context) - self._start)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the model has read or sampled, prompt included."""
-        return len(self._context)
-
-    @property
-    def first_token(self) -> int:
-        return self._context[0]
+        return self._sampling.max_tokens - (len(self.context) - self._start)
 
     def of_prompt(self, prompt: Sequence[int]) -> "Transcript":
         """Return an empty transcript of this completion for another prompt."""
         return Transcript(self._request_id, prompt, self._sampling, self._seed)
 
     @property
-    def num_turns(self) -> int:
-        return len(self._turns)
-
-    @property
     def last_token(self) -> int | None:
         """The last sampled token; None: nothing was sampled."""
-        return next((int(turn.token_ids[-1]) for turn in reversed(self._turns) if len(turn.token_ids)), None)
+        return next((int(turn.token_ids[-1]) for turn in reversed(self.turns) if len(turn.token_ids)), None)
 
     async def sample(self, engine: Engine, max_tokens: int | None = None) -> Completion:
         """Sample the next turn. Raises the engine's exceptions.
@@ -90,19 +78,19 @@ class Transcript:
         Args:
             max_tokens: of this turn, capped by `room`.
         """
-        self.turn_id = f"{self._request_id}.{len(self._turns)}"
+        self.turn_id = f"{self._request_id}.{len(self.turns)}"
         room = self.room if max_tokens is None else min(self.room, max_tokens)
-        sampling, context = msgspec.structs.replace(self._sampling, max_tokens=room), tuple(self._context)
-        seed = self._seed + len(self._turns) * TURN_STRIDE
+        sampling, context = msgspec.structs.replace(self._sampling, max_tokens=room), tuple(self.context)
+        seed = self._seed + len(self.turns) * TURN_STRIDE
         (turn,) = [one async for one in engine.generate(self.turn_id, context, 1, sampling, seed)]
-        self._turns.append(turn)
+        self.turns.append(turn)
         for span in turn.spans:
             start, end = span.start + self._sampled, span.end + self._sampled
             if self._spans and self._spans[-1].version == span.version:
                 start = self._spans.pop().start
             self._spans.append(VersionSpan(span.version, start, end))
         self._sampled += len(turn.token_ids)
-        self._context += turn.token_ids.tolist()
+        self.context += turn.token_ids.tolist()
         return turn
 
     def observe(self, token_ids: Sequence[int]) -> bool:
@@ -111,24 +99,24 @@ class Transcript:
             return False
         if token_ids:
             self._observations.append(Observation(self._sampled, np.array(token_ids, np.int32)))
-            self._context += token_ids
+            self.context += token_ids
         return True
 
     def completion(self, index: int, reason: FinishReason) -> Completion:
         """Return the transcript as a completion."""
         return Completion(
             index=index,
-            token_ids=np.concatenate([np.empty(0, np.int32), *(turn.token_ids for turn in self._turns)]),
-            logprobs=np.concatenate([np.empty(0, np.float32), *(turn.logprobs for turn in self._turns)]),
+            token_ids=np.concatenate([np.empty(0, np.int32), *(turn.token_ids for turn in self.turns)]),
+            logprobs=np.concatenate([np.empty(0, np.float32), *(turn.logprobs for turn in self.turns)]),
             spans=tuple(self._spans),
             finish_reason=reason,
             observations=tuple(self._observations),
             kept=self._kept(),
-            routes=next((turn.routes for turn in reversed(self._turns) if turn.routes is not None), None),
+            routes=next((turn.routes for turn in reversed(self.turns) if turn.routes is not None), None),
         )
 
     def _kept(self) -> KeptTokens | None:
-        kept = [turn.kept for turn in self._turns if len(turn.token_ids)]
+        kept = [turn.kept for turn in self.turns if len(turn.token_ids)]
         if not kept or any(one is None for one in kept):
             return None
         return KeptTokens(*(np.concatenate(parts) for parts in zip(*filter(None, kept), strict=True)))
@@ -192,7 +180,7 @@ class Turns:
 
     def __init__(self, sampler: Sampler, prompt: Prompt, activities: Activities) -> None:
         self.sampler, self.activities = sampler, activities
-        self.prompt, self.task = prompt, Task.of(prompt, zlib.crc32(prompt.prompt_id.encode()))
+        self.prompt, self.task = prompt, task_of(prompt, zlib.crc32(prompt.prompt_id.encode()))
         self._playing: dict[str, list[Play[Any]]] = {}
 
     async def generate(
@@ -296,7 +284,7 @@ class _EnvironmentPlay(Play[TurnSampler]):
         try:
             return await self._transcript.sample(self._by.engine)
         except RequestError:
-            if not self._transcript.num_turns:
+            if not self._transcript.turns:
                 raise
             log.warning("%s was refused", self._transcript.turn_id, exc_info=True)
             return None

@@ -73,7 +73,7 @@ def user(text: str) -> dict[str, str]:
 
 
 async def two_calls(task: Task, access: Access) -> Score:
-    messages: list[Any] = list(task.turns)
+    messages: list[Any] = list(task["messages"])
     async with client(access) as model:
         for question in ("one?", "two?"):
             reply = await model.chat.completions.create(model=access.model, messages=messages)
@@ -119,7 +119,7 @@ async def test_tools_are_in_the_prompt_and_their_calls_in_the_reply():
     found = []
 
     async def agent(task: Task, access: Access) -> Score:
-        messages: list[Any] = [{"role": "system", "content": "be kind"}, *task.turns]
+        messages: list[Any] = [{"role": "system", "content": "be kind"}, *task["messages"]]
         async with client(access) as model:
             for _ in range(2):
                 reply = (await model.chat.completions.create(model="m", messages=messages, tools=TOOLS)).choices[0]
@@ -372,5 +372,5 @@ async def test_an_agent_is_given_the_messages_of_the_row_and_if_it_sends_them_th
     check_lease(pack_group(group)[0], lease, None)
     assert with_common_prompt(group) is group, "as a group without agents"
     (one,) = await play(Scripted("ab", "cd"), agent, system_prompt="be kind")
-    assert tasks[-1].turns == ({"role": "system", "content": "be kind"}, *ROW)
-    assert isinstance(one, Played) and one.opening == render(tasks[-1].turns)
+    assert tasks[-1]["messages"] == [{"role": "system", "content": "be kind"}, *ROW]
+    assert isinstance(one, Played) and one.opening == render(tasks[-1]["messages"])

@@ -162,7 +162,7 @@ async def test_all_completions_of_a_prompt_meet_the_same_task():
     environment = Echo()
     first, second = await play(Scripted("a", "b"), environment, count=2)
     assert (first.index, second.index) == (0, 1)
-    assert environment.tasks[0] == environment.tasks[1] and environment.tasks[0].answer == "x"
+    assert environment.tasks[0] == environment.tasks[1] and environment.tasks[0]["answer"] == "x"
 
 
 @pytest.mark.parametrize("where", ["engine", "environment"])
