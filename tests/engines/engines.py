@@ -40,6 +40,8 @@ class Rig:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _base: dict[str, Tensor] = field(default_factory=dict)
     _changes: dict[PolicyVersion, int] = field(default_factory=dict)
+    _held: int | None = None
+    """Change that the reference model holds."""
     _requests: int = 0
 
     def start(self) -> "Rig":
@@ -128,9 +130,12 @@ class Rig:
     def model_of(self, version: PolicyVersion) -> PreTrainedModel:
         """The reference model, holding the weights of `version` until the next call."""
         assert self.reference_model is not None, "this engine has no model"
-        places = disk_tensors(self.reference_model)
-        for name, tensor in self.weights(self._changes[version]).items():
-            places[name].data.copy_(tensor)
+        change = self._changes[version]
+        if change != self._held:
+            places = disk_tensors(self.reference_model)
+            for name, tensor in self.weights(change).items():
+                places[name].data.copy_(tensor)
+            self._held = change
         return self.reference_model
 
 
