@@ -17,8 +17,9 @@ from asyncgrpo.errors import RewardError
 from asyncgrpo.guests import START_TIMEOUT_S
 from asyncgrpo.rewards.base import MAX_DETAIL, MAX_PARTS, Reward, Sampled, failed, score_of_value
 from asyncgrpo.rewards.model import JudgeReward, ModelReward, ServedModelReward
+from asyncgrpo.rewards.pool import PoolReward
 from asyncgrpo.rewards.rules import RuleReward
-from asyncgrpo.rewards.user import check_user_function, split_spec, user_reward
+from asyncgrpo.rewards.user import LOAD, check_user_function, split_spec
 from asyncgrpo.types import Prompt, Score
 
 
@@ -60,11 +61,12 @@ def build_reward(
                 trial_timeout_s=config.timeout_s,
             )
             taken.update(ready.kwargs)
-            reward = user_reward(
-                spec,
-                timeout_s=config.timeout_s,
+            reward = PoolReward(
+                LOAD,
+                {"spec": spec, "kwargs": config.kwargs},
+                what=spec,
                 workers=config.num_workers,
-                kwargs=config.kwargs,
+                timeout_s=config.timeout_s,
                 takes_groups=ready.takes_groups,
                 about=ready.about,
             )

@@ -38,7 +38,7 @@ from asyncgrpo.errors import RewardError
 from asyncgrpo.isolation import Ended, last_line, memory_file, run_isolated, run_to_end
 from asyncgrpo.rewards.base import MAX_DETAIL, Reward, Sampled, describe, each_in_turn, failed
 from asyncgrpo.rewards.http import Service, ServiceError
-from asyncgrpo.rewards.pool import Pool, PoolReward, Scorer
+from asyncgrpo.rewards.pool import PoolReward, Scorer
 from asyncgrpo.types import Prompt, Score
 
 log = logging.getLogger(__name__)
@@ -494,8 +494,7 @@ class CodeReward(Reward):
         self._config, code = config, config.code
         deadline_s = config.timeout_s + code.timeout_s + 1.0
         arguments = {"config": msgspec.to_builtins(config)}
-        pool = Pool(f"{__name__}:load_code", arguments, workers=config.num_workers, timeout_s=deadline_s)
-        self._here = PoolReward(pool)
+        self._here = PoolReward(f"{__name__}:load_code", arguments, workers=config.num_workers, timeout_s=deadline_s)
         self._turn = asyncio.Semaphore(code.max_concurrent)
         self._service: FusionRunner | None = None
         if code.url is not None:

@@ -28,7 +28,7 @@ from asyncgrpo.errors import RewardError
 from asyncgrpo.host import cores, importing
 from asyncgrpo.rewards.base import Reward, Sampled, each_in_turn, failed, score_of_value
 from asyncgrpo.rewards.http import Service, ServiceError
-from asyncgrpo.rewards.pool import Call, Pool, PoolReward, call_of
+from asyncgrpo.rewards.pool import Call, PoolReward, call_of
 from asyncgrpo.types import Prompt, Score
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
@@ -216,16 +216,16 @@ class ModelReward(PoolReward):
                 "reward.function names model, and reward.model.path is not set; give the reward model's folder"
             )
         self._path = config.path
-        pool = Pool(
+        super().__init__(
             f"{__name__}:SequenceScorer",
             {"path": config.path, "device": config.device},
             what=config.path,
             workers=1,
             timeout_s=config.timeout_s,
             start_timeout_s=LOAD_TIMEOUT_S,
+            takes_groups=True,
+            about=f"reward model {config.path} on {config.device}, one call for a group",
         )
-        about = f"reward model {config.path} on {config.device}, one call for a group"
-        super().__init__(pool, about, takes_groups=True)
 
     def check_sources(self, sources: set[str]) -> None:
         """Raise ConfigError if the model does not exist. Any `data_source` will do."""

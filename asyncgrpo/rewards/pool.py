@@ -3,8 +3,8 @@
 The pool sends a `Call` and the worker replies with a list of `Score`, one for each completion of the call. It loads its scorer
 first, and reports that as a `WorkerReady`. Each worker runs one call at a time.
 
-`Pool.call` always returns a score. When a call is late, its worker is killed; when a worker dies, the score names how; the next
-call starts another worker. Calls queue here, in order, and their deadline begins with their turn.
+`PoolReward.call` always returns a score. When a call is late, its worker is killed; when a worker dies, the score names how;
+the next call starts another worker. Calls queue here, in order, and their deadline begins with their turn.
 """
 
 import asyncio
@@ -131,11 +131,11 @@ async def start_worker(target: str, arguments: Mapping[str, Any], what: str, tim
     return await Guest.start(__name__, boot, what, timeout_s, ready=WorkerReady, env=env, hint=hint)
 
 
-class Pool:
-    """Up to `workers` processes that score with `factory(**arguments)`, where `target` is `module:factory`.
+class PoolReward(Reward):
+    """Scores in up to `workers` processes with `factory(**arguments)`, where `target` is `module:factory`.
 
-    Workers start when a call finds all others busy, outside the call's deadline. Use a pool from one event loop, in a thread
-    that outlives it.
+    Workers start when a call finds all others busy, outside the call's deadline. Use it from one event loop, in a thread that
+    outlives it.
     """
 
     def __init__(
@@ -147,8 +147,16 @@ class Pool:
         workers: int,
         timeout_s: float,
         start_timeout_s: float = START_TIMEOUT_S,
+        takes_groups: bool = False,
+        about: str = "",
     ) -> None:
-        self._timeout_s = timeout_s
+        """
+        Args:
+            what: name of the scorer in messages.
+            timeout_s: deadline of a call.
+            takes_groups: a call is for a group; otherwise for one completion.
+        """
+        self.takes_groups, self.about, self._timeout_s = takes_groups, about, timeout_s
         self._start = partial(start_worker, target, arguments, what or target, start_timeout_s)
         self._turn = asyncio.Semaphore(workers)
         """Calls wait for it in order."""
@@ -156,6 +164,13 @@ class Pool:
         """Used last in, first out: a warm worker is taken again before a second one is started."""
         self._running: set[asyncio.Task[list[Score]]] = set()
         self._closed = False
+
+    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+        """Score completions. See `rewards.base.Reward`."""
+        if self.takes_groups:
+            return await self.call(call_of(prompt, completions, is_group=True))
+        replies = await asyncio.gather(*(self.call(call_of(prompt, [one])) for one in completions))
+        return [score for (score,) in replies]
 
     async def call(self, call: Call) -> list[Score]:
         """Make one call, which ends at most `timeout_s` after its turn came (plus the time to kill or start a worker).
@@ -246,24 +261,6 @@ def _count(change: int) -> None:
     from asyncgrpo import metrics  # only here, because workers import this module too
 
     metrics.reward_workers.inc(change)
-
-
-class PoolReward(Reward):
-    """A reward whose calls run in a pool, for each completion or once for a group."""
-
-    def __init__(self, pool: Pool, about: str = "", *, takes_groups: bool = False) -> None:
-        self.pool, self.about, self.takes_groups = pool, about, takes_groups
-
-    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-        """Score completions. See `rewards.base.Reward`."""
-        if self.takes_groups:
-            return await self.pool.call(call_of(prompt, completions, is_group=True))
-        replies = await asyncio.gather(*(self.pool.call(call_of(prompt, [one])) for one in completions))
-        return [score for (score,) in replies]
-
-    async def close(self) -> None:
-        """End every worker process."""
-        await self.pool.close()
 
 
 def call_of(prompt: Prompt, completions: Sequence[Sampled], *, is_group: bool = False) -> Call:

@@ -27,7 +27,7 @@ from asyncgrpo.rewards import maths
 from asyncgrpo.rewards.base import Reward, Sampled, failed, score_of_call
 from asyncgrpo.rewards.code import CodeReward
 from asyncgrpo.rewards.maths import GYM_SOURCE, check_gym_source, last_boxed, tagged
-from asyncgrpo.rewards.pool import Pool, PoolReward
+from asyncgrpo.rewards.pool import PoolReward
 from asyncgrpo.types import Prompt, Score
 
 TextRule = Callable[[str, Any], Any]
@@ -247,10 +247,10 @@ class RuleReward(Reward):
         """
         self._config, self._name = config, name
         self._text_rules = TEXT_RULES | dict.fromkeys(QA_SOURCES, qa(config.qa_score))
-        pool = partial(Pool, workers=config.num_workers, timeout_s=config.timeout_s)
+        pool = partial(PoolReward, workers=config.num_workers, timeout_s=config.timeout_s)
         self._by_rule: dict[str, Reward] = {
-            "maths": PoolReward(pool("asyncgrpo.rewards.maths:load_maths", {"format_score": config.format_score})),
-            "gym": PoolReward(pool("asyncgrpo.rewards.maths:load_gym")),
+            "maths": pool("asyncgrpo.rewards.maths:load_maths", {"format_score": config.format_score}),
+            "gym": pool("asyncgrpo.rewards.maths:load_gym"),
             "code": CodeReward(config),
         }
         if name != BY_SOURCE and name not in SHAPE_RULES and self._rule(name) is None:

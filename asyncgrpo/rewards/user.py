@@ -29,14 +29,15 @@ import msgspec
 from asyncgrpo.errors import RewardError
 from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded, run_apart
 from asyncgrpo.rewards.base import Sampled, describe, failed
-from asyncgrpo.rewards.pool import NOTHING, Call, Pool, PoolReward, WorkerReady, call_of, start_worker
+from asyncgrpo.rewards.pool import NOTHING, Call, WorkerReady, call_of, start_worker
 from asyncgrpo.rewards.rules import reference_of
 from asyncgrpo.types import Prompt, Score
 
 log = logging.getLogger(__name__)
 
 DEFAULT_NAME = "compute_score"
-_TARGET = f"{__name__}:load_user_function"
+LOAD = f"{__name__}:load_user_function"
+"""Target of a worker with a user's function."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +54,6 @@ class Function:
 
     def __call__(self, call: Call) -> Any:
         return self.call(call)
-
-
-def user_reward(
-    spec: str,
-    *,
-    timeout_s: float,
-    workers: int,
-    kwargs: Mapping[str, Any] = NOTHING,
-    takes_groups: bool = False,
-    about: str = "",
-) -> PoolReward:
-    """Return the reward that scores with the user's function `spec`, in `workers` processes; a call may take `timeout_s`.
-
-    Args:
-        kwargs: further arguments of the function, as far as it takes them.
-        takes_groups, about: as `check_user_function` found them.
-    """
-    pool = Pool(_TARGET, {"spec": spec, "kwargs": dict(kwargs)}, what=spec, workers=workers, timeout_s=timeout_s)
-    return PoolReward(pool, about, takes_groups=takes_groups)
 
 
 def check_user_function(
@@ -93,7 +75,7 @@ def check_user_function(
 
     async def load() -> WorkerReady:
         hint = " If it only takes that long, raise reward.timeout_s"
-        guest = await start_worker(_TARGET, {"spec": spec, "kwargs": dict(kwargs)}, spec, timeout_s, hint)
+        guest = await start_worker(LOAD, {"spec": spec, "kwargs": dict(kwargs)}, spec, timeout_s, hint)
         score = None if trial is None else await _try(guest, trial, trial_timeout_s)
         await guest.kill()
         if score is not None and score.failure is not None:
