@@ -268,8 +268,7 @@ def code_of(completion_text: str) -> tuple[str, str]:
 # -- which tests -------------------------------------------------------------------------------------------------------
 
 
-def _mark() -> str:
-    return secrets.token_hex(8)
+_mark = partial(secrets.token_hex, 8)
 
 
 @dataclass(frozen=True)
