@@ -87,12 +87,10 @@ class _Session:
         """See `Episode`."""
         field = self._of.text_field
         try:
-            action = {field: text} if field is not None else json.loads(text)
-            if not isinstance(action, dict):
-                raise _Refused("an action is a JSON object")
+            action = {field: text} if field is not None else msgspec.json.decode(text, type=dict[str, Any])
             async with self._within("step"):
                 return await self._ask("step", action)
-        except (ValueError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             problem = f"an action is a JSON object: {error}"
         except _Refused as error:
             problem = str(error)

@@ -167,11 +167,6 @@ class Launched:
     """Final score; None while it is sampled or scored."""
 
     @property
-    def is_good(self) -> bool:
-        """True if it is complete and has a reward."""
-        return self.score is not None and self.score.failure is None
-
-    @property
     def num_tokens(self) -> int:
         """Tokens sampled."""
         return 0 if self.completion is None else len(self.completion.token_ids)
@@ -323,7 +318,7 @@ class GroupInFlight:
 
     def _is_unscored(self, some: list[Launched]) -> bool:
         """Return True if too few completions have a score to keep the group, and another call might change that."""
-        scored = sum(one.is_good for one in some)
+        scored = sum(one.score is not None and one.score.failure is None for one in some)
         return self._may_score_again and scored < min(2, len(some)) and any(map(_may_score_later, some))
 
     def _begin_to_score_again(self, some: list[Launched]) -> None:

@@ -78,12 +78,8 @@ class JudgeReward(Reward):
         """Raises RewardError: a setting is missing or cannot be used; the message names the key."""
         if settings.url is None:
             raise RewardError("reward.function names judge, and reward.judge.url is not set; give the judge's address")
-        self._scale, self._template, self._pattern = (
-            settings.scale,
-            _template_of(settings),
-            _pattern_of(settings.pattern),
-        )
-        self._fields = FIELDS | settings.extra
+        self._scale, self._fields = settings.scale, FIELDS | settings.extra
+        self._template, self._pattern = _template_of(settings), _pattern_of(settings.pattern)
         self._service = Service(
             chat_url(settings.url),
             deadline_s=settings.timeout_s,

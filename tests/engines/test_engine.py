@@ -25,8 +25,8 @@ LONG = 200
 """Tokens of a completion that must outlive what a test does meanwhile."""
 
 SGLANG = pytest.param("sglang", marks=pytest.mark.slow)
-SGLANG_MOE = pytest.param("sglang-qwen3-moe", marks=pytest.mark.slow)
-MODELS = ["torch-qwen3", "torch-llama", "torch-qwen3-moe", "torch-deepseek-v3", SGLANG, SGLANG_MOE]
+"""With a mixture of experts; `test_sglang_engine.py` has a dense model."""
+MODELS = ["torch-qwen3", "torch-llama", "torch-qwen3-moe", "torch-deepseek-v3", SGLANG]
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +258,7 @@ def test_top_k_and_top_p_restrict_what_is_sampled(model_rig: Rig, top_k: int, to
 
 @pytest.fixture
 def choosing_rig(rigs: Callable[[str], Rig]) -> Rig:
-    return rigs("sglang-qwen3-moe")
+    return rigs("sglang")
 
 
 @torch.no_grad()

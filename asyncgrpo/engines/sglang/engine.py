@@ -166,32 +166,42 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         return await self._reply(self._score(sequences, start))
 
     async def _score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        manager = self._manager
         await self._may_submit.wait()
-        call = GenerateReqInput(
+        outputs = await self._send(
             rid=[f"{next(self._serial):010d}-score-{index}" for index in range(len(sequences))],
             input_ids=[list(tokens) for tokens in sequences],
             sampling_params={"max_new_tokens": 1, "temperature": 1.0},
-            return_logprob=True,
             logprob_start_len=start - 1,  # the first one has no log-prob
-            extra_key=self._prefix_keys(len(sequences)),
         )
-        call.normalize_batch_and_arguments()
-        manager._init_req_state(call)
-        await manager._send_batch_request(await manager._batch_tokenize_and_process(len(sequences), call))
 
-        async def logprobs(index: int) -> list[float]:
-            output = await anext(manager._wait_one_response(call[index]))
-            return [entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]]
+        async def logprobs(output: AsyncIterator[dict[str, Any]]) -> list[float]:
+            return [entry[0] for entry in (await anext(output))["meta_info"]["input_token_logprobs"][1:]]
 
         # Concurrently, because SGLang drops a finished request even if its result was not awaited yet.
-        return list(itertools.chain(*await asyncio.gather(*map(logprobs, range(len(sequences))))))
+        return list(itertools.chain(*await asyncio.gather(*map(logprobs, outputs))))
 
-    def _prefix_keys(self, count: int) -> list[str] | None:
-        """Return the cache keys of `count` requests: equal keys share the keys and values of common prefixes."""
-        return [str(self._version)] * count if self.options.prefix_cache else None
+    async def _send(self, seen: Any = None, **fields: Any) -> list[AsyncIterator[dict[str, Any]]]:
+        """Send requests to the scheduler in one message, which is much cheaper than one each. Return the output of each.
+
+        It awaits nothing that blocks before the message is sent, so the version is still right then.
+
+        Args:
+            seen: of `_seen`.
+            fields: of SGLang's `GenerateReqInput`.
+        """
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        manager, count = self._manager, len(fields["rid"])
+        # Equal keys share the keys and values of common prefixes.
+        keys = [str(self._version)] * count if self.options.prefix_cache else None
+        call = GenerateReqInput(return_logprob=True, extra_key=keys, **fields)
+        call.normalize_batch_and_arguments()
+        manager._init_req_state(call)
+        sent = await manager._batch_tokenize_and_process(count, call)
+        for one in sent:
+            one.mm_inputs = seen
+        await manager._send_batch_request(sent)
+        return [manager._wait_one_response(call[index]) for index in range(count)]
 
     def occupancy(self) -> EngineOccupancy:
         """Return the load that the scheduler wrote to shared memory last: after every few batches, and when idle."""
@@ -250,39 +260,27 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         self._spawn(request, self._submit(request))
 
     async def _submit(self, request: SGLangRequest) -> None:
-        """Send all completions of a request to the scheduler in one message, which is much cheaper than one each."""
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        manager = self._manager
+        """Send all completions of a request, and deliver each when it is complete."""
         seen = await self._seen(request) if request.images else None
         await self._may_submit.wait()
         if request.is_aborted:
             for completion in request.pending:
                 completion.complete([], [], "abort")
             return
-        # No await blocks from here until the message is sent, so the version is still right then. SGLang's abort ends
-        # every request whose id starts with the given one; a prefix of fixed width keeps ids distinct.
-        num_completions = len(request.pending)
-        is_filtered = keeps_some(request.sampling)
-        call = GenerateReqInput(
-            rid=[f"{next(self._serial):010d}-{request.request_id}-{index}" for index in range(num_completions)],
+        num_completions, is_filtered = len(request.pending), keeps_some(request.sampling)
+        # SGLang's abort ends every request whose id starts with the given one; a prefix of fixed width keeps ids distinct.
+        request.rids = [f"{next(self._serial):010d}-{request.request_id}-{index}" for index in range(num_completions)]
+        outputs = await self._send(
+            seen,
+            rid=request.rids,
             input_ids=[list(request.prompt)] * num_completions,
             sampling_params=sampling_params(request.sampling, room=self.max_context - len(request.prompt)),
-            return_logprob=True,
             return_sampling_mask=is_filtered,
             sampling_logprobs_mode="selected" if is_filtered else None,
             return_routed_experts=self.options.records_routes,
-            extra_key=self._prefix_keys(num_completions),
         )
-        call.normalize_batch_and_arguments()
-        manager._init_req_state(call)
-        request.rids = call.rid
-        sent = await manager._batch_tokenize_and_process(num_completions, call)
-        for one in sent:
-            one.mm_inputs = seen
-        await manager._send_batch_request(sent)
-        for index in range(num_completions):
-            self._spawn(request, self._receive(request, index, manager._wait_one_response(call[index])))
+        for index, output in enumerate(outputs):
+            self._spawn(request, self._receive(request, index, output))
 
     async def _seen(self, request: SGLangRequest) -> Any:
         """Return the images of a request as SGLang sends them to a scheduler.

@@ -93,10 +93,8 @@ class TorchEngine(EngineBase[Request]):
         return self._decoder.score(sequences, start)
 
     def occupancy(self) -> EngineOccupancy:
-        waiting = sum(map(len, self._waiting))
-        if self._decoder is None:
-            return EngineOccupancy(0, waiting, self.max_completions, 0.0)
-        use = self._decoder
+        assert self._decoder is not None
+        waiting, use = sum(map(len, self._waiting)), self._decoder
         return EngineOccupancy(
             use.num_running, waiting, self.max_completions, use.kv_use, steps=self._steps, step_s=self._step_s
         )
