@@ -41,16 +41,16 @@ def test_a_run_in_an_environment_goes_on_through_kills_and_every_group_is_accoun
     wait_until(lambda: len(events(run, "step")) >= 2, "the second step", 200.0)
     kill_the_environment(tmp_path)
     done = len(events(run, "step"))
-    wait_until(lambda: len(events(run, "step")) >= done + 4, "steps after the environment was killed", 100.0)
+    wait_until(lambda: len(events(run, "step")) >= done + 2, "steps after the environment was killed", 100.0)
     process.send_signal(signal.SIGTERM)
     assert process.wait(120.0) == 0, (tmp_path / "output.txt").read_text()
     assert_nothing_left(tmp_path)
     done = events(run, "step")[-1]["step"]
-    result = asyncgrpo(*ARGUMENTS, "--steps", str(done + 3), cwd=tmp_path)
+    result = asyncgrpo(*ARGUMENTS, "--steps", str(done + 2), cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "reward: environment Environment of game.py" in " ".join(result.stdout.split())
     steps = events(run, "step")
-    assert [step["step"] for step in steps] == list(range(1, done + 4))
+    assert [step["step"] for step in steps] == list(range(1, done + 3))
     assert all(step["turns_mean"] > 1 and step["tokens_observed"] > 0 for step in steps)
     assert max(step["logprob_gap_max"] or 0.0 for step in steps) < 1e-4
     assert max(int(lag) for step in steps for lag in step["lags"]) <= 2
@@ -91,16 +91,16 @@ def test_an_agent_is_trained_audited_and_replayed(tmp_path: Path):
     (tmp_path / "train.json").write_text(json.dumps(rows))
     (tmp_path / "agent.py").write_text(AGENT)
     result = asyncgrpo(
-        *["train", "--model", "model", "--data", "train.json", "--engine", "torch", "--steps", "4", "--rollout-n", "4"],
+        *["train", "--model", "model", "--data", "train.json", "--engine", "torch", "--steps", "2", "--rollout-n", "4"],
         *["--n-gpus", "0", "--out", "run", "environment.agent=agent.py", "buffer.prompts_per_step=4"],
         *["sampling.max_tokens=32", "data.max_prompt_tokens=32", "learner.tokens_per_microbatch=1024"],
-        *["algorithm.filter_zero_signal=false", "run.checkpoint_every=4"],
+        *["algorithm.filter_zero_signal=false", "run.checkpoint_every=2"],
         cwd=tmp_path,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "agent run of agent.py" in " ".join(result.stdout.split())
     steps = events(tmp_path / "run", "step")
-    assert len(steps) == 4 and all(step["failures"] == {} and step["reward_parts"]["calls"] == 2.0 for step in steps)
+    assert len(steps) == 2 and all(step["failures"] == {} and step["reward_parts"]["calls"] == 2.0 for step in steps)
     read = set()
     for file in (tmp_path / "run" / "samples").rglob("step_*.parquet"):
         for row in pq.read_table(file).to_pylist():
@@ -112,6 +112,6 @@ def test_an_agent_is_trained_audited_and_replayed(tmp_path: Path):
     assert (1, "<user>") in read and len(read) > 4, "the prompt of a group is what all its completions began with"
     audit = asyncgrpo("audit", "run", cwd=tmp_path)
     assert audit.returncode == 0, audit.stdout + audit.stderr
-    code, found = replay(tmp_path, "--to-step", "4")
+    code, found = replay(tmp_path, "--to-step", "2")
     assert code == 0 and found["equal"] is True
     assert_nothing_left(tmp_path)

@@ -55,7 +55,7 @@ def test_an_outage_pauses_the_run_and_drops_no_prompt(tmp_path: Path):
     wait_until(lambda: len(events(run, "step")) >= 2, "second step", 120.0)
     down.touch()
     wait_until(lambda: bool(events(run, "rewards_paused")), "pause", 30.0)
-    time.sleep(3.0)
+    time.sleep(1.0)
     down.unlink()
     paused, trained = events(run, "rewards_paused")[0]["actor"], len(events(run, "step"))
     wait_until(lambda: paused in {event["actor"] for event in events(run, "rewards_resumed")}, "end of the pause", 60.0)

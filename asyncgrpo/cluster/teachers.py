@@ -70,21 +70,21 @@ class TeacherActor:
         with importing():
             import torch
 
+            from asyncgrpo.engines.sglang.engine import SGLangOptions
             from asyncgrpo.engines.sglang.server import serve
 
         config = self._setup.config
-        serve(
+        options = SGLangOptions(
             config.teacher.own[self._source],
-            address=self._address,
-            key=self._setup.teacher_key,
             dtype=getattr(torch, config.model.dtype),
             max_context=config.data.max_prompt_tokens + config.sampling.max_tokens + 1,
-            gpus=config.teacher_gpus_each,
-            max_requests=config.teacher.max_concurrent,
+            device="cuda" if config.teacher_gpus_each else "cpu",
+            tensor_parallel=max(1, config.teacher_gpus_each),
+            max_completions=config.teacher.max_concurrent,
             memory_fraction=TEACHER_MEMORY,
-            on_health=self._server.progress.tick,
-            probe_every_s=liveness.PROBE_EVERY_S,
         )
+        key, tick = self._setup.teacher_key, self._server.progress.tick
+        serve(options, self._address, key, tick, probe_every_s=liveness.PROBE_EVERY_S)
 
 
 def _free_port(host: str) -> int:

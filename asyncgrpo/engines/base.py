@@ -7,7 +7,6 @@ gets the error.
 """
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -200,28 +199,21 @@ class PendingCompletion:
 
 
 def check_request(request: Request, *, vocab_size: int, max_context: int) -> None:
-    """Raise RequestError for a request that cannot be sampled, before it can break others in its batch."""
+    """Raise RequestError for a prompt that cannot be sampled, before it can break others in its batch.
 
-    def require(condition: bool, problem: str) -> None:
-        if not condition:
-            raise RequestError(f"request {request.request_id}: {problem}")
-
-    prompt, sampling = request.prompt, request.sampling
-    require(len(request.pending) >= 1, "num_completions must be at least 1")
-    require(len(prompt) >= 1, "the prompt is empty")
-    for token in (min(prompt), max(prompt)):
-        require(0 <= token < vocab_size, f"prompt token {token} is outside the vocabulary of {vocab_size}")
-    require(
-        len(prompt) < max_context, f"the prompt of {len(prompt)} tokens leaves no room in max_context ({max_context})"
-    )
-    require(sampling.max_tokens >= 1, f"max_tokens ({sampling.max_tokens}) must be at least 1")
-    require(
-        0 <= sampling.temperature < math.inf, f"temperature ({sampling.temperature}) must be finite and not negative"
-    )
-    require(0 < sampling.top_p <= 1, f"top_p ({sampling.top_p}) must be above 0 and at most 1")
-    require(
-        sampling.top_k == -1 or sampling.top_k >= 1, f"top_k ({sampling.top_k}) must be at least 1, or -1 for no limit"
-    )
+    The configuration bounds the sampling parameters.
+    """
+    prompt = request.prompt
+    problem = ""
+    if not prompt:
+        problem = "the prompt is empty"
+    elif not (min(prompt) >= 0 and max(prompt) < vocab_size):
+        token = next(token for token in prompt if not 0 <= token < vocab_size)
+        problem = f"prompt token {token} is outside the vocabulary of {vocab_size}"
+    elif len(prompt) >= max_context:
+        problem = f"the prompt of {len(prompt)} tokens leaves no room in max_context ({max_context})"
+    if problem:
+        raise RequestError(f"request {request.request_id}: {problem}")
 
 
 # -- the base of engines -----------------------------------------------------------------------------------------------

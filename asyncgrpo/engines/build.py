@@ -84,10 +84,10 @@ def build_engine(config: Config, *, seed: int, images: Images | None = None) -> 
     if generators.engine == "sglang":
         if (why := why_sglang_cannot_run()) is not None:
             raise EngineError(f"generators.engine is sglang, which cannot run here: {why}")
-        from asyncgrpo.engines.sglang.engine import SGLangEngine
+        from asyncgrpo.engines.sglang.engine import SGLangEngine, SGLangOptions
 
-        return SGLangEngine(
-            config.model.path,
+        options = SGLangOptions(
+            model_path=config.model.path,
             dtype=dtype,
             max_context=max_context,
             device="cuda" if generators.gpus_each else "cpu",
@@ -97,9 +97,9 @@ def build_engine(config: Config, *, seed: int, images: Images | None = None) -> 
             prefix_cache=generators.prefix_cache,
             random_seed=seed,
             records_routes=config.model.routing_replay == "rollout",
-            images=images,
             extra=_beside_a_learner(config) | generators.extra,
         )
+        return SGLangEngine(options, images)
     if generators.engine == "torch":
         from asyncgrpo.engines.torch.engine import TorchEngine
 

@@ -48,7 +48,6 @@ class FakeEngine(EngineBase[FakeRequest]):
         max_completions: int = 256,
         seconds_per_token: float = 0.0,
         fail_after_tokens: int | None = None,
-        hang_after_tokens: int | None = None,
         injected_fault: Callable[[PendingCompletion, int], InjectedFault | None] = lambda completion, length: None,
         median_tokens: float | None = None,
         sigma: float = 1.0,
@@ -61,7 +60,6 @@ class FakeEngine(EngineBase[FakeRequest]):
             max_completions: reported number of places; more completions are sampled all the same.
             seconds_per_token: time of one token of every running completion; at 0 other tasks still get their turn.
             fail_after_tokens: number of sampled tokens after which the engine fails permanently. None: never.
-            hang_after_tokens: number of sampled tokens after which the engine hangs. None: never.
             injected_fault: called before each token of a completion with its length so far.
             median_tokens: median of the log-normal lengths at which completions stop. Half of the variance belongs to the
                 prompt: for some prompts all completions are long. None: they stop at any sampled stop token.
@@ -71,8 +69,7 @@ class FakeEngine(EngineBase[FakeRequest]):
         super().__init__()
         self.vocab_size, self.max_context, self.max_completions = vocab_size, max_context, max_completions
         self.seconds_per_token = seconds_per_token
-        self.fail_after_tokens, self.hang_after_tokens = fail_after_tokens, hang_after_tokens
-        self.injected_fault = injected_fault
+        self.fail_after_tokens, self.injected_fault = fail_after_tokens, injected_fault
         self.median_tokens, self.sigma = median_tokens, sigma
         self.seconds_per_completion = seconds_per_completion
         self._num_sampled = self._steps = 0
@@ -95,8 +92,7 @@ class FakeEngine(EngineBase[FakeRequest]):
         return EngineOccupancy(running, 0, self.max_completions, math.nan, self._steps, self._step_s, present_s)
 
     async def probe(self) -> None:
-        if self.hang_after_tokens is not None and self._num_sampled >= self.hang_after_tokens:
-            await asyncio.Event().wait()
+        """Return at once: nothing can be stuck."""
 
     async def close(self) -> None:
         self._is_running = False
@@ -127,7 +123,6 @@ class FakeEngine(EngineBase[FakeRequest]):
             running = sum(len(other.tokens) for other in self._requests.values())
             request.step_began_s = clock()
             await asyncio.sleep(self.seconds_per_token + self.seconds_per_completion * running)
-            await self.probe()
             self._steps, self._step_s = self._steps + 1, self._step_s + clock() - request.step_began_s
             for completion, tokens in list(request.tokens.items()):
                 if (fault := self.injected_fault(completion, len(tokens))) is not None:

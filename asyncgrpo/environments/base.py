@@ -7,7 +7,7 @@ the model, and answers until it is done.
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -23,45 +23,30 @@ class EnvironmentFailed(AsyncGRPOError):
     """An episode cannot go on. No completion is the cause for certain; the one that plays it has no score."""
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """The row of the prompt that an episode plays."""
+Task = dict[str, Any]
+"""The row of the prompt that an episode plays, by the names that code of a user may take: `task_of`."""
 
-    prompt: str
-    """The prompt before tokenisation; of chat turns the last one."""
-    turns: tuple[dict[str, Any], ...] = ()
-    answer: Any = None
-    source: str = ""
-    info: dict[str, Any] = {}
-    seed: int = 0
-    """The same for all completions of a prompt, so that what they are compared by is the model's doing."""
 
-    NAMES: ClassVar = ("prompt", "messages", "answer", "ground_truth", "data_source", "info", "extra_info", "seed")
-    """Names that code of a user may take."""
+def task_of(prompt: Prompt, seed: int) -> Task:
+    """Return the task of a prompt.
 
-    @classmethod
-    def of(cls, prompt: Prompt, seed: int) -> "Task":
-        """The task of a prompt."""
-        return cls(
-            prompt=prompt.turns[-1]["content"] if prompt.turns else prompt.text,
-            turns=prompt.turns,
-            answer=prompt.answer,
-            source=prompt.source,
-            info=prompt.info,
-            seed=seed,
-        )
+    Args:
+        seed: the same for all completions of a prompt, so that what they are compared by is the model's doing.
+    """
+    text = prompt.turns[-1]["content"] if prompt.turns else prompt.text
+    return {
+        "prompt": text,
+        "messages": list(prompt.turns) or [{"role": "user", "content": text}],
+        "answer": prompt.answer,
+        "ground_truth": prompt.answer,
+        "data_source": prompt.source,
+        "info": prompt.info,
+        "extra_info": prompt.info,
+        "seed": seed,
+    }
 
-    def named(self) -> dict[str, Any]:
-        """The values of `NAMES`."""
-        return {
-            "prompt": self.prompt,
-            "messages": list(self.turns) or [{"role": "user", "content": self.prompt}],
-            "answer": self.answer,
-            "ground_truth": self.answer,
-            "data_source": self.source,
-            "info": self.info,
-            "extra_info": self.info,
-            "seed": self.seed,
-        }
+
+TASK_NAMES = tuple(task_of(Prompt(prompt_id="", token_ids=()), 0))
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ import json
 
 from asyncgrpo.config.schema import Config, EnvironmentConfig, changed
 from asyncgrpo.environments.base import Environment
-from asyncgrpo.environments.hosted import AGENT, AGENT_CALLS, Hosted, HostedAgent, Ready, check_environment
+from asyncgrpo.environments.hosted import AGENT, AGENT_CALLS, Hosted, Ready, check_environment
 from asyncgrpo.environments.openenv import OpenEnv, text_field_at
 from asyncgrpo.environments.tools import BUILTIN, SPEC
 from asyncgrpo.errors import ConfigError, RewardError
@@ -30,11 +30,12 @@ def build_environment(config: EnvironmentConfig) -> Environment | None:
             f"environment.name: unknown environment {config.name}; there are {', '.join(BUILTIN)}, or a file: "
             "FILE.py, FILE.py:CLASS, or an OpenEnv server: openenv:http://HOST:PORT"
         )
-    ready = _checked(config)
-    return Hosted(_spec(config), processes=config.processes, timeout_s=config.timeout_s, ready=ready)
+    key, spec = _key_and_spec(config)
+    ready = _checked(key, spec, config)
+    return Hosted(spec, processes=config.processes, timeout_s=config.timeout_s, ready=ready)
 
 
-def build_agent(config: EnvironmentConfig) -> HostedAgent | None:
+def build_agent(config: EnvironmentConfig) -> Hosted | None:
     """The agent that calls the model, or None where there is none. Blocks while its file is imported.
 
     Raises:
@@ -42,12 +43,9 @@ def build_agent(config: EnvironmentConfig) -> HostedAgent | None:
     """
     if config.agent is None:
         return None
-    try:
-        ready = check_environment(AGENT + config.agent)
-    except RewardError as error:
-        raise ConfigError(f"environment.agent: {error}") from error
-    timeout_s = AGENT_CALLS * config.timeout_s
-    return HostedAgent(config.agent, processes=config.processes, timeout_s=timeout_s, ready=ready)
+    spec = AGENT + config.agent
+    ready = _checked("environment.agent", spec, config)
+    return Hosted(spec, processes=config.processes, timeout_s=AGENT_CALLS * config.timeout_s, ready=ready)
 
 
 def environment_scores(config: Config, environment: Environment | None) -> bool:
@@ -64,19 +62,20 @@ def with_tools(config: Config) -> Config:
     given = config.data.chat_template_kwargs
     if not config.environment.tools or "tools" in given:
         return config
-    tools = _checked(config.environment, with_schemas=True).tools
+    tools = _checked(*_key_and_spec(config.environment), config.environment, with_schemas=True).tools
     return changed(config, {"data.chat_template_kwargs": given | {"tools": tools}})
 
 
-def _checked(config: EnvironmentConfig, *, with_schemas: bool = False) -> Ready:
-    key = "environment.tools" if config.tools else "environment.name"
+def _key_and_spec(config: EnvironmentConfig) -> tuple[str, str]:
+    """Return the key that names the environment, and its specification for `hosted.load`."""
+    if config.name is not None:
+        return "environment.name", config.name
+    return "environment.tools", SPEC + json.dumps(config.tools)
+
+
+def _checked(key: str, spec: str, config: EnvironmentConfig, *, with_schemas: bool = False) -> Ready:
+    timeout_s = max(START_TIMEOUT_S, config.timeout_s)
     try:
-        return check_environment(
-            _spec(config), timeout_s=max(START_TIMEOUT_S, config.timeout_s), with_schemas=with_schemas
-        )
+        return check_environment(spec, timeout_s=timeout_s, with_schemas=with_schemas)
     except RewardError as error:
         raise ConfigError(f"{key}: {str(error).removeprefix(f'{key}: ')}") from error
-
-
-def _spec(config: EnvironmentConfig) -> str:
-    return str(config.name) if config.name is not None else SPEC + json.dumps(config.tools)

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import msgspec
 
 from asyncgrpo.environments.base import (
+    TASK_NAMES,
     Access,
     Environment,
     EnvironmentFailed,
@@ -98,7 +99,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
     def arguments(self, task: Task, access: Access | None = None) -> dict[str, Any]:
         """Return the values of `takes`."""
-        known = task.named() | ({} if access is None else msgspec.structs.asdict(access))
+        known = task if access is None else task | msgspec.structs.asdict(access)
         return {name: known[name] for name in self.takes or ()}
 
 
@@ -112,7 +113,7 @@ def load(spec: str) -> Loaded:
         return _environment(BUILTIN[spec], spec, spec)
     if spec.startswith(SPEC):
         tools = load_tools(json.loads(spec.removeprefix(SPEC)))
-        about = f"tools {', '.join(tools)}"
+        about = f"environment tools {', '.join(tools)}"
         return Loaded(about=about, make=partial(ToolBox, tools), scores=ToolBox.scores, tools=tools)
     if spec.startswith(AGENT):
         path, name = split_spec(spec.removeprefix(AGENT), "run")
@@ -130,17 +131,17 @@ def _environment(cls: Any, where: str, about: str) -> Loaded:
     except TypeError as error:
         raise RewardError(f"{where}.step cannot be called as step(text): {error}") from None
     reset = getattr(cls, "reset", None)
-    takes = None if reset is None else names_of(reset, Task.NAMES, f"{where}.reset", skip=1)
-    return Loaded(about=about, make=cls, takes=takes, scores=bool(getattr(cls, "scores", True)))
+    takes = None if reset is None else names_of(reset, TASK_NAMES, f"{where}.reset", skip=1)
+    return Loaded(about=f"environment {about}", make=cls, takes=takes, scores=bool(getattr(cls, "scores", True)))
 
 
 def _agent(function: Any, path: Path, name: str) -> Loaded:
     # Its client would ask a proxy for our address otherwise.
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))
-    takes = names_of(function, (*GIVEN, *Task.NAMES), f"{path}: {name}")
+    takes = names_of(function, (*GIVEN, *TASK_NAMES), f"{path}: {name}")
     if "base_url" not in takes:
         raise RewardError(f"{path}: {name} takes no base_url, so it cannot reach the model that is trained")
-    return Loaded(about=f"{name} of {path.name}", make=function, takes=takes)
+    return Loaded(about=f"agent {name} of {path.name}", make=function, takes=takes)
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -165,10 +166,10 @@ def main(boot: dict[str, Any]) -> None:
 
 
 async def _serve(made: Loaded, host: Host) -> None:
-    loop, games, running = asyncio.get_running_loop(), dict[int, Any](), set[asyncio.Task[None]]()
+    loop, games = asyncio.get_running_loop(), dict[int, Any]()
+    running = dict[tuple[int, str], asyncio.Task[None]]()  # by episode and method
     threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="environment")
     decoder = msgspec.msgpack.Decoder(Ask)
-    runs = dict[int, asyncio.Task[None]]()
 
     async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if inspect.iscoroutinefunction(function):
@@ -181,7 +182,7 @@ async def _serve(made: Loaded, host: Host) -> None:
             case "step":
                 return Answer(reply=reply_of_step(await call(games[ask.episode].step, ask.text)))
             case "close":
-                if (run := runs.get(ask.episode)) is not None:
+                if (run := running.get((ask.episode, "run"))) is not None:
                     run.cancel()
                 if (close := getattr(games.pop(ask.episode, None), "close", None)) is not None:
                     await call(close)
@@ -205,12 +206,9 @@ async def _serve(made: Loaded, host: Host) -> None:
 
     while (asked := await asyncio.to_thread(host.next_call)) is not None:
         ask = decoder.decode(asked[1])
-        task = asyncio.create_task(answer(asked[0], ask))
-        running.add(task)
-        task.add_done_callback(running.discard)
-        if ask.method == "run":
-            runs[ask.episode] = task
-            task.add_done_callback(partial(lambda episode, _: runs.pop(episode), ask.episode))
+        key = ask.episode, ask.method
+        running[key] = asyncio.create_task(answer(asked[0], ask))
+        running[key].add_done_callback(partial(lambda key, _: running.pop(key), key))
 
 
 # -- beside the generator ----------------------------------------------------------------------------------------------
@@ -256,19 +254,35 @@ class _Process:
             self.guest.send(Ask(episode=episode, method="close"))
 
 
-class _Host:
-    """Code of a user in up to `processes` processes. Use it from one event loop."""
+class Hosted:
+    """A class of environments or an agent of the user in up to `processes` processes. Use it from one event loop."""
 
     def __init__(self, spec: str, *, processes: int, timeout_s: float, ready: Ready) -> None:
         """
         Args:
-            timeout_s: deadline of one call.
+            timeout_s: deadline of one call: of a step or reset, or of an agent's whole call.
             ready: as `check_environment` found it.
         """
         self._spec, self.timeout_s = spec, timeout_s
-        self.scores, self.about = ready.scores, f"environment {ready.about}"
+        self.scores, self.about = ready.scores, ready.about
         self._most, self._processes = processes, list[_Process]()
         self._starting = asyncio.Lock()
+
+    def episode(self, task: Task) -> Episode:
+        """Return an episode for one completion."""
+        return _HostedEpisode(self, task)
+
+    async def run(self, task: Task, access: Access) -> Score | None:
+        """Call the agent for one completion. Returns its score, unless it returned None.
+
+        Raises:
+            EnvironmentFailed: it raised, or did not return in time.
+        """
+        episode = _HostedEpisode(self, task)
+        try:
+            return (await episode.ask(method="run", task=task, access=access)).score
+        finally:
+            await episode.close()
 
     async def place(self, episode: int) -> _Process:
         """Add an episode to the process with the fewest, or to a new one while each has some and there may be more.
@@ -295,51 +309,22 @@ class _Host:
             await process.guest.kill()
 
 
-class Hosted(_Host):
-    """The environment class of a user."""
-
-    def episode(self, task: Task) -> Episode:
-        """Return an episode for one completion."""
-        return _HostedEpisode(self, task)
-
-
-class HostedAgent(_Host):
-    """The agent function of a user."""
-
-    def __init__(self, spec: str, *, processes: int, timeout_s: float, ready: Ready) -> None:
-        """
-        Args:
-            timeout_s: deadline of a whole call.
-        """
-        super().__init__(AGENT + spec, processes=processes, timeout_s=timeout_s, ready=ready)
-        self.about = f"agent {ready.about}"
-
-    async def run(self, task: Task, access: Access) -> Score | None:
-        """Call the agent for one completion. Returns its score, unless it returned None.
-
-        Raises:
-            EnvironmentFailed: it raised, or did not return in time.
-        """
-        episode = next(_EPISODES)
-        process = await self.place(episode)
-        try:
-            return (await process.ask(Ask(episode=episode, method="run", task=task, access=access))).score
-        finally:
-            await process.end(episode)
-
-
 class _HostedEpisode:
     def __init__(self, host: Hosted, task: Task) -> None:
         self._host, self._task, self._id = host, task, next(_EPISODES)
         self._process: _Process | None = None
 
     async def reset(self) -> Reply:
-        self._process = await self._host.place(self._id)
-        return (await self._process.ask(Ask(episode=self._id, method="reset", task=self._task))).reply
+        return (await self.ask(method="reset", task=self._task)).reply
 
     async def step(self, text: str) -> Reply:
-        assert self._process is not None, "reset comes first"
-        return (await self._process.ask(Ask(episode=self._id, method="step", text=text))).reply
+        return (await self.ask(method="step", text=text)).reply
+
+    async def ask(self, **call: Any) -> Answer:
+        """Make one call, which has these fields of `Ask`. Raises EnvironmentFailed."""
+        if self._process is None:
+            self._process = await self._host.place(self._id)
+        return await self._process.ask(Ask(episode=self._id, **call))
 
     async def close(self) -> None:
         if self._process is not None:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import json
 import urllib.request
-from typing import Any, NoReturn
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -75,7 +75,7 @@ class _Session:
             while True:
                 self._socket = await self._of.connect()
                 try:
-                    return await self._ask("reset", {"seed": self._task.seed, **self._task.info})
+                    return await self._ask("reset", {"seed": self._task["seed"], **self._task["info"]})
                 except _Full:
                     await self._socket.close()
                     await asyncio.sleep(AGAIN_S)
@@ -87,12 +87,10 @@ class _Session:
         """See `Episode`."""
         field = self._of.text_field
         try:
-            action = {field: text} if field is not None else json.loads(text)
-            if not isinstance(action, dict):
-                raise _Refused("an action is a JSON object")
+            action = {field: text} if field is not None else msgspec.json.decode(text, type=dict[str, Any])
             async with self._within("step"):
                 return await self._ask("step", action)
-        except (ValueError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             problem = f"an action is a JSON object: {error}"
         except _Refused as error:
             problem = str(error)
@@ -125,12 +123,9 @@ class _Session:
             answer = msgspec.json.decode(await self._socket.receive_str(), type=_Answer)
         except msgspec.MsgspecError as error:
             raise EnvironmentFailed(f"{self._of.url} does not follow the protocol of OpenEnv: {error}") from error
-        if answer.type != "observation":
-            self._fail(answer.data)
-        seen, done = answer.data.get("observation"), bool(answer.data.get("done"))
-        return reply_of_step((_text_of(seen), answer.data.get("reward"), done))
-
-    def _fail(self, data: dict[str, Any]) -> NoReturn:
+        data = answer.data
+        if answer.type == "observation":
+            return reply_of_step((_text_of(data.get("observation")), data.get("reward"), bool(data.get("done"))))
         text, code = str(data.get("message", ""))[:500], data.get("code")
         if code == "CAPACITY_REACHED":
             raise _Full(text)

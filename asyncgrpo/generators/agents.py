@@ -11,11 +11,11 @@ it (`Played.opening`), and `rollout.with_common_prompt` makes the prompt of a gr
 import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from asyncgrpo.engines.base import Engine
 from asyncgrpo.environments.base import LONGEST_REPLY, EnvironmentFailed
 from asyncgrpo.environments.chat import (
     Chat,
@@ -27,19 +27,23 @@ from asyncgrpo.environments.chat import (
     for_template,
     message_of,
 )
-from asyncgrpo.environments.hosted import HostedAgent
+from asyncgrpo.environments.hosted import Hosted
 from asyncgrpo.errors import DataError, EngineError, RequestError
 from asyncgrpo.generators.rollout import Activities, Played
-from asyncgrpo.generators.turns import Continue, Play, Sampler, Transcript, Turns, failed_in_play
+from asyncgrpo.generators.turns import Play, Sampler, Transcript, Turns, failed_in_play
 from asyncgrpo.types import Completion, FinishReason, Prompt, Score
 
 Open = Callable[[Sequence[Message], list[dict[str, Any]] | None], tuple[int, ...]]
 """See `data.tokenizer.opening`."""
 
 
-class Limits(NamedTuple):
-    """Limits on the calls of an agent."""
+@dataclass(eq=False, kw_only=True)
+class AgentSampler(Sampler):
+    """Samples completions for an agent."""
 
+    agent: Hosted
+    gateway: Gateway
+    open_: Open
     temperature: float
     """Of the run; the only one that a call may name."""
     top_p: float
@@ -47,32 +51,10 @@ class Limits(NamedTuple):
     """Most tokens of the first messages."""
     max_turns: int
     """Most calls in a completion."""
-
-
-class AgentSampler(Sampler):
-    """Samples completions for an agent."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        agent: HostedAgent,
-        gateway: Gateway,
-        decode: Callable[[Sequence[int]], str],
-        open_: Open,
-        continue_: Continue,
-        *,
-        limits: Limits,
-        system_prompt: str | None = None,
-        unfinished_score: float | None = 0.0,
-    ) -> None:
-        """
-        Args:
-            system_prompt: is in front of the messages that an agent is given, as in the row's prompt.
-            unfinished_score: of a completion whose agent gave up where there was no room; None: a reward scores it.
-        """
-        super().__init__(engine, decode, continue_)
-        self.agent, self.gateway, self.open_, self.limits = agent, gateway, open_, limits
-        self.system_prompt, self.unfinished_score = system_prompt, unfinished_score
+    system_prompt: str | None = None
+    """Is in front of the messages that an agent is given, as in the row's prompt."""
+    unfinished_score: float | None = 0.0
+    """Of a completion whose agent gave up where there was no room; None: a reward scores it."""
 
     def of(self, prompt: Prompt, activities: Activities | None = None) -> Turns:
         """See `Sampler`."""
@@ -91,12 +73,11 @@ class AgentSampler(Sampler):
         await self.gateway.close()
 
 
-class _AgentPlay(Play):
+class _AgentPlay(Play[AgentSampler]):
     """One completion of an agent: its conversation so far."""
 
     def __init__(self, sampler: AgentSampler, turns: Turns, index: int, transcript: Transcript) -> None:
-        super().__init__(sampler.engine, turns, index, transcript)
-        self._by = sampler
+        super().__init__(sampler, turns, index, transcript)
         self._opening: tuple[int, ...] = ()
         self._messages: list[Message] = []
         """The conversation, the newest reply included."""
@@ -116,21 +97,17 @@ class _AgentPlay(Play):
         access = await self._by.gateway.open(self)
         running = asyncio.ensure_future(self._by.agent.run(self._turns.task, access))
         over = asyncio.ensure_future(self._is_over.wait())
-        activities = self._turns.activities
-        activities.end("generate")
-        activities.begin("reward")
-        try:
-            await asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED)
-            was_quiet, has_returned = self._is_quiet.is_set(), running.done()
-        finally:
-            self._is_over.set()
-            self._by.gateway.end(access)
-            running.cancel()
-            await self._by.engine.abort(self._transcript.turn_id)
-            await self._is_quiet.wait()
-            await asyncio.gather(running, return_exceptions=True)
-            activities.end("reward")
-            activities.begin("generate")
+        with self._turns.activities.instead("reward", of="generate"):
+            try:
+                await asyncio.wait({running, over}, return_when=asyncio.FIRST_COMPLETED)
+                was_quiet, has_returned = self._is_quiet.is_set(), running.done()
+            finally:
+                self._is_over.set()
+                self._by.gateway.end(access)
+                running.cancel()
+                await self._by.engine.abort(self._transcript.turn_id)
+                await self._is_quiet.wait()
+                await asyncio.gather(running, return_exceptions=True)
         if self._engine_failure is not None:
             raise self._engine_failure
         return self._finished(running, was_quiet) if has_returned else self._completion("abort")
@@ -139,20 +116,14 @@ class _AgentPlay(Play):
 
     async def reply(self, chat: Chat) -> ChatTurn:
         """Sample the turn that a call of the agent asks for. Raises Refused."""
-        check_sampling(chat, temperature=self._by.limits.temperature, top_p=self._by.limits.top_p)
+        check_sampling(chat, temperature=self._by.temperature, top_p=self._by.top_p)
         self._check_extends(chat)
         self._is_quiet.clear()
-        activities = self._turns.activities
         try:
             self._read(chat)
-            num_read = self._transcript.num_tokens
-            activities.end("reward")
-            activities.begin("generate")
-            try:
+            num_read = len(self._transcript.context)
+            with self._turns.activities.instead("generate", of="reward"):
                 turn = await self._transcript.sample(self._by.engine, chat.longest)
-            finally:
-                activities.end("generate")
-                activities.begin("reward")
         except RequestError as error:
             raise self._stop(f"the engine refuses this conversation: {error}", 400) from error
         except EngineError as error:
@@ -203,11 +174,11 @@ class _AgentPlay(Play):
 
     def _read(self, chat: Chat) -> None:
         """Append the new messages of a call. Raises Refused: they do not fit, or the template does not take them."""
-        limits, new = self._by.limits, chat.messages[len(self._messages) :]
+        new = chat.messages[len(self._messages) :]
         if (size := sum(len(one["content"]) for one in new)) > LONGEST_REPLY:
             raise Refused(413, f"new messages of {size:,} characters; at most {LONGEST_REPLY:,} may come at once")
-        if self._transcript.num_turns >= limits.max_turns:
-            raise self._no_room(f"this completion has had its {limits.max_turns} turns (environment.max_turns)")
+        if len(self._transcript.turns) >= self._by.max_turns:
+            raise self._no_room(f"this completion has had its {self._by.max_turns} turns (environment.max_turns)")
         try:
             if self._messages:
                 token_ids = self._by.continue_(for_template(new), self._transcript.last_token)
@@ -217,19 +188,19 @@ class _AgentPlay(Play):
                         "completion still has (sampling.max_tokens)"
                     )
             else:
-                self._open(chat, limits.max_prompt_tokens)
+                self._open(chat)
         except DataError as error:
             raise Refused(400, str(error)) from error
 
-    def _open(self, chat: Chat, longest: int) -> None:
-        opening = self._by.open_(for_template(chat.messages), chat.tools)
+    def _open(self, chat: Chat) -> None:
+        opening, longest = self._by.open_(for_template(chat.messages), chat.tools), self._by.max_prompt_tokens
         if len(opening) > longest:
             raise Refused(
                 400,
                 f"the first messages, tools included, have more than {longest} tokens; raise data.max_prompt_tokens",
                 "context_length_exceeded",
             )
-        if len(opening) < 2 or opening[0] != self._transcript.first_token:
+        if len(opening) < 2 or opening[0] != self._transcript.context[0]:
             raise Refused(
                 400,
                 "the chat template renders the first messages with another first token than the row's prompt; give the row "
@@ -250,19 +221,20 @@ class _AgentPlay(Play):
         Args:
             was_quiet: no call was being answered.
         """
-        error, score = running.exception(), None
+        error, score, failure = running.exception(), None, ""
         if error is None:
             score = running.result()
         elif not isinstance(error, EnvironmentFailed):
             raise error
-        failure = self._refused_for
-        if not failure and not was_quiet:
+        if self._refused_for:
+            failure = self._refused_for
+        elif not was_quiet:
             failure = "the agent returned before its call of the model was answered"
-        elif not failure and error is not None and not self._is_full:
+        elif error is not None and not self._is_full:
             failure = str(error)
-        elif not failure and not self._transcript.num_turns:
+        elif not self._transcript.turns:
             failure = "the agent returned without a call of the model"
-        elif not failure and score is not None and score.failure is not None:
+        elif score is not None and score.failure is not None:
             failure = f"{score.failure}: {score.detail}"
         made = self._completion("abort" if failure else "length" if self._is_full else self._reason)
         if failure:

@@ -114,6 +114,16 @@ class Activities:
         finally:
             self.end(activity, count)
 
+    @contextmanager
+    def instead(self, activity: Activity, *, of: Activity) -> Iterator[None]:
+        """Count a completion as `activity` instead of as `of` while the block runs."""
+        self.end(of)
+        try:
+            with self.during(activity):
+                yield
+        finally:
+            self.begin(of)
+
     def seconds(self) -> GeneratorSeconds:
         """Return the seconds by activity so far, and update this process's metrics to them."""
         self._add_up()
@@ -157,20 +167,9 @@ class Launched:
     """Final score; None while it is sampled or scored."""
 
     @property
-    def is_good(self) -> bool:
-        """True if it is complete and has a reward."""
-        return self.score is not None and self.score.failure is None
-
-    @property
     def num_tokens(self) -> int:
         """Tokens sampled."""
         return 0 if self.completion is None else len(self.completion.token_ids)
-
-    @property
-    def rollout(self) -> Rollout:
-        """Its rollout, once it is scored."""
-        assert self.completion is not None and self.score is not None, self
-        return Rollout(self.completion, self.score, self.seed)
 
 
 Decode = Callable[[Sequence[int]], str]
@@ -277,11 +276,7 @@ class GroupInFlight:
             purpose=lease.purpose,
             prompt=lease.prompt,
             rollouts=tuple(
-                replace(
-                    one.rollout,
-                    completion=replace(one.rollout.completion, index=index),
-                    text=self._text_of(one) if lease.purpose == "eval" else "",
-                )
+                self._rollout(one, index)
                 for index, one in [*enumerate(chosen), *((lease.num_completions, one) for one in self._baseline)]
             ),
             generator_id=generator_id,
@@ -323,7 +318,7 @@ class GroupInFlight:
 
     def _is_unscored(self, some: list[Launched]) -> bool:
         """Return True if too few completions have a score to keep the group, and another call might change that."""
-        scored = sum(one.is_good for one in some)
+        scored = sum(one.score is not None and one.score.failure is None for one in some)
         return self._may_score_again and scored < min(2, len(some)) and any(map(_may_score_later, some))
 
     def _begin_to_score_again(self, some: list[Launched]) -> None:
@@ -399,7 +394,8 @@ class GroupInFlight:
         except RequestError as error:
             self._refusal = error
             for index, one in owed.items():
-                self._sampled(one, _empty_completion(index), seed + index, str(error))
+                empty = Completion(index, np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")
+                self._sampled(one, empty, seed + index, str(error))
         finally:
             self._activities.end("generate", len(owed))
 
@@ -449,8 +445,11 @@ class GroupInFlight:
                 one.completion, scores[index] = replace(one.completion, teacher=score.teacher), score.plain
         return scores
 
-    def _text_of(self, one: Launched) -> str:
-        return "" if one.completion is None else self._decode(one.completion.all_token_ids.tolist())
+    def _rollout(self, one: Launched, index: int) -> Rollout:
+        """Return a scored completion as number `index` of its group."""
+        assert one.completion is not None and one.score is not None, one
+        text = self._decode(one.completion.all_token_ids.tolist()) if self._lease.purpose == "eval" else ""
+        return Rollout(replace(one.completion, index=index), one.score, one.seed, text)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -468,8 +467,3 @@ class GroupInFlight:
 def _may_score_later(one: Launched) -> bool:
     """Return True if its reward failed for a reason that may be transient."""
     return one.score is not None and one.score.failure is not None and one.score.failure not in PERMANENT
-
-
-def _empty_completion(index: int) -> Completion:
-    """Return the empty completion of a failed request."""
-    return Completion(index, np.empty(0, np.int32), np.empty(0, np.float32), (), "abort")

@@ -119,7 +119,7 @@ class GeneratorService:
         self._cores = cores
         self._keep_kv = keep_kv
         self._load_timeout_s, self._stuck_after_s = load_timeout_s, stuck_after_s
-        self._buffer_endpoint, self._weights_endpoint = buffer_endpoint, weights_endpoint
+        self.buffer_endpoint, self._weights_endpoint = buffer_endpoint, weights_endpoint
         self._host, self._keys = host, keys
         self._num_failed = 0  # consecutive leases whose requests failed
         self._version: PolicyVersion | None = None
@@ -141,7 +141,9 @@ class GeneratorService:
                 await self._engine.start(UNPUBLISHED)
             self._activities = Activities(self._loop.time, self._cores)
             while not self._is_over:
-                await self._wait_for_buffer()
+                while not self.buffer_endpoint:  # generators start in parallel with the core
+                    await self._leave_buffer.wait()
+                    self._leave_buffer.clear()
                 await self._serve()
         finally:
             await self._reward.close()
@@ -149,30 +151,19 @@ class GeneratorService:
                 await self._turns.close()
             await self._engine.close()
 
-    async def _wait_for_buffer(self) -> None:
-        """Wait for the buffer's endpoint: generators start in parallel with the core."""
-        while not self._buffer_endpoint:
-            await self._leave_buffer.wait()
-            self._leave_buffer.clear()
-
     def move(self, buffer_endpoint: str, weights_endpoint: str) -> None:
         """Switch to this buffer and this learner. Safe to call from any thread, at any time."""
-        if buffer_endpoint == self._buffer_endpoint:
+        if buffer_endpoint == self.buffer_endpoint:
             return
-        if self._buffer_endpoint:
+        if self.buffer_endpoint:
             log.warning("buffer and learner restarted: moving to %s", buffer_endpoint)
         self._weights_endpoint = weights_endpoint
-        self._buffer_endpoint = buffer_endpoint  # last, because the loop watches it
+        self.buffer_endpoint = buffer_endpoint  # last, because the loop watches it
         self._wake()
-
-    @property
-    def buffer_endpoint(self) -> str:
-        """Endpoint of the buffer that this generator works for; empty until it is known."""
-        return self._buffer_endpoint
 
     async def _serve(self) -> None:
         """Work for one buffer and one learner until the run ends or they restart."""
-        endpoint = self._buffer_endpoint
+        endpoint = self.buffer_endpoint
         self._client = self._connect()
         receiver = self._receiver()
         receiver.start()
@@ -185,7 +176,7 @@ class GeneratorService:
                     self._tasks.create_task(self._probe(), name="probe"),
                     self._tasks.create_task(self._report_rewards(), name="rewards"),
                 ]
-                while not self._is_over and self._buffer_endpoint == endpoint:  # a wake-up may be stale
+                while not self._is_over and self.buffer_endpoint == endpoint:  # a wake-up may be stale
                     await self._leave_buffer.wait()
                     self._leave_buffer.clear()
                 for task in [*background, *(work.task for work in self._working.values())]:
@@ -210,7 +201,7 @@ class GeneratorService:
             raise WeightsError(f"{self._id}: the weight receiver did not stop")
 
     def _connect(self) -> AsyncClient:
-        return AsyncClient(self._buffer_endpoint, f"{self._id}-{self._incarnation}", self._keys)
+        return AsyncClient(self.buffer_endpoint, f"{self._id}-{self._incarnation}", self._keys)
 
     def _receiver(self) -> Receiver:
         return Receiver(
@@ -299,7 +290,7 @@ class GeneratorService:
     async def _notify_when_sampled(self, lease: Lease, group_in_flight: GroupInFlight) -> None:
         await group_in_flight.is_sampled.wait()
         await asyncio.sleep(SCORED_AT_ONCE_S)
-        await self._send(AwaitsScores(generator_id=self._id, lease_id=lease.lease_id))
+        await self._client.send(AwaitsScores(generator_id=self._id, lease_id=lease.lease_id))
 
     async def _return(self, lease: Lease, reason: str, error: Exception, num_tokens: int) -> None:
         level = logging.INFO if reason in ("cancelled", REWARDS_PAUSED) else logging.WARNING
@@ -312,7 +303,7 @@ class GeneratorService:
             detail=f"{type(error).__name__}: {error}"[:300],
             tokens=num_tokens if lease.purpose == "train" else 0,
         )
-        await self._send(message)
+        await self._client.send(message)
 
     async def _send_heartbeats(self, receiver: Receiver) -> None:
         """Send heartbeats, resend unacknowledged groups, and check the receiver's thread."""
@@ -345,7 +336,7 @@ class GeneratorService:
                 message = RewardFailed(
                     generator_id=self._id, failure=news.kind[:256], detail=news.detail, count=news.count
                 )
-                await self._send(message)
+                await self._client.send(message)
             await self._send_serving()
 
     async def _probe(self) -> None:
@@ -359,7 +350,7 @@ class GeneratorService:
                 raise EngineError(f"the engine has not replied for {self._stuck_after_s:.0f} s") from error
 
     async def _register(self) -> None:
-        await self._send(
+        await self._client.send(
             Register(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window)
         )
         await self._send_serving()
@@ -374,9 +365,6 @@ class GeneratorService:
             token_s=token_s,
             running=running,
         )
-        await self._send(message)
-
-    async def _send(self, message: Message) -> None:
         await self._client.send(message)
 
     # -- weights -------------------------------------------------------------------------------------------------------

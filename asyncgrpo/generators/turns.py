@@ -10,7 +10,8 @@ import logging
 import os
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,10 +19,10 @@ import numpy as np
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.tokenizer import continuation, decoder, opening
 from asyncgrpo.engines.base import Engine
-from asyncgrpo.environments.base import Environment, EnvironmentFailed, Task
+from asyncgrpo.environments.base import Environment, EnvironmentFailed, task_of
 from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
 from asyncgrpo.errors import DataError, RequestError
-from asyncgrpo.generators.rollout import FAILURE, Activities, Played
+from asyncgrpo.generators.rollout import FAILURE, Activities, Decode, Played
 from asyncgrpo.rewards.base import failed
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import Completion, FinishReason, KeptTokens, Observation, Prompt, Sampling, Score, VersionSpan
@@ -48,8 +49,9 @@ class Transcript:
             sampling: `max_tokens` bounds all turns and observations together.
         """
         self._request_id, self._sampling, self._seed = request_id, sampling, seed
-        self._context, self._start = list(prompt), len(prompt)
-        self._turns: list[Completion] = []
+        self.context, self._start = list(prompt), len(prompt)
+        """Tokens that the model has read or sampled, prompt included; how many are of the prompt."""
+        self.turns: list[Completion] = []
         self._spans: list[VersionSpan] = []
         self._observations: list[Observation] = []
         self._sampled = 0
@@ -59,29 +61,16 @@ class Transcript:
     @property
     def room(self) -> int:
         """Tokens that may follow."""
-        return self._sampling.max_tokens - (len(self._context) - self._start)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that the model has read or sampled, prompt included."""
-        return len(self._context)
-
-    @property
-    def first_token(self) -> int:
-        return self._context[0]
+        return self._sampling.max_tokens - (len(self.context) - self._start)
 
     def of_prompt(self, prompt: Sequence[int]) -> "Transcript":
         """Return an empty transcript of this completion for another prompt."""
         return Transcript(self._request_id, prompt, self._sampling, self._seed)
 
     @property
-    def num_turns(self) -> int:
-        return len(self._turns)
-
-    @property
     def last_token(self) -> int | None:
         """The last sampled token; None: nothing was sampled."""
-        return next((int(turn.token_ids[-1]) for turn in reversed(self._turns) if len(turn.token_ids)), None)
+        return next((int(turn.token_ids[-1]) for turn in reversed(self.turns) if len(turn.token_ids)), None)
 
     async def sample(self, engine: Engine, max_tokens: int | None = None) -> Completion:
         """Sample the next turn. Raises the engine's exceptions.
@@ -89,19 +78,19 @@ class Transcript:
         Args:
             max_tokens: of this turn, capped by `room`.
         """
-        self.turn_id = f"{self._request_id}.{len(self._turns)}"
+        self.turn_id = f"{self._request_id}.{len(self.turns)}"
         room = self.room if max_tokens is None else min(self.room, max_tokens)
-        sampling, context = msgspec.structs.replace(self._sampling, max_tokens=room), tuple(self._context)
-        seed = self._seed + len(self._turns) * TURN_STRIDE
+        sampling, context = msgspec.structs.replace(self._sampling, max_tokens=room), tuple(self.context)
+        seed = self._seed + len(self.turns) * TURN_STRIDE
         (turn,) = [one async for one in engine.generate(self.turn_id, context, 1, sampling, seed)]
-        self._turns.append(turn)
+        self.turns.append(turn)
         for span in turn.spans:
             start, end = span.start + self._sampled, span.end + self._sampled
             if self._spans and self._spans[-1].version == span.version:
                 start = self._spans.pop().start
             self._spans.append(VersionSpan(span.version, start, end))
         self._sampled += len(turn.token_ids)
-        self._context += turn.token_ids.tolist()
+        self.context += turn.token_ids.tolist()
         return turn
 
     def observe(self, token_ids: Sequence[int]) -> bool:
@@ -110,24 +99,24 @@ class Transcript:
             return False
         if token_ids:
             self._observations.append(Observation(self._sampled, np.array(token_ids, np.int32)))
-            self._context += token_ids
+            self.context += token_ids
         return True
 
     def completion(self, index: int, reason: FinishReason) -> Completion:
         """Return the transcript as a completion."""
         return Completion(
             index=index,
-            token_ids=np.concatenate([np.empty(0, np.int32), *(turn.token_ids for turn in self._turns)]),
-            logprobs=np.concatenate([np.empty(0, np.float32), *(turn.logprobs for turn in self._turns)]),
+            token_ids=np.concatenate([np.empty(0, np.int32), *(turn.token_ids for turn in self.turns)]),
+            logprobs=np.concatenate([np.empty(0, np.float32), *(turn.logprobs for turn in self.turns)]),
             spans=tuple(self._spans),
             finish_reason=reason,
             observations=tuple(self._observations),
             kept=self._kept(),
-            routes=next((turn.routes for turn in reversed(self._turns) if turn.routes is not None), None),
+            routes=next((turn.routes for turn in reversed(self.turns) if turn.routes is not None), None),
         )
 
     def _kept(self) -> KeptTokens | None:
-        kept = [turn.kept for turn in self._turns if len(turn.token_ids)]
+        kept = [turn.kept for turn in self.turns if len(turn.token_ids)]
         if not kept or any(one is None for one in kept):
             return None
         return KeptTokens(*(np.concatenate(parts) for parts in zip(*filter(None, kept), strict=True)))
@@ -137,19 +126,18 @@ class Transcript:
 
 Continue = Callable[[Sequence[dict[str, Any]], int | None], tuple[int, ...]]
 """See `data.tokenizer.continuation`."""
+S = TypeVar("S", bound="Sampler")
 
 
+@dataclass(eq=False, kw_only=True)
 class Sampler:
     """Samples completions of several turns with one engine: in an environment, or for an agent."""
 
-    def __init__(self, engine: Engine, decode: Callable[[Sequence[int]], str], continue_: Continue) -> None:
-        """
-        Args:
-            decode: turns the token ids of a turn into text.
-        """
-        self.engine, self.decode, self.continue_ = engine, decode, continue_
-        self.tally = Tally()
-        """Failure counts, which limit logging."""
+    engine: Engine
+    decode: Decode
+    continue_: Continue
+    tally: Tally = field(default_factory=Tally)
+    """Failure counts, which limit logging."""
 
     def of(self, prompt: Prompt, activities: Activities | None = None) -> "Turns":
         """Return the source of completions of a prompt.
@@ -159,7 +147,7 @@ class Sampler:
         """
         return Turns(self, prompt, activities or Activities())
 
-    def play(self, turns: "Turns", index: int, transcript: Transcript) -> "Play":
+    def play(self, turns: "Turns", index: int, transcript: Transcript) -> "Play[Any]":
         """Return completion `index` of a request, with an empty transcript for its prompt."""
         raise NotImplementedError
 
@@ -168,28 +156,17 @@ class Sampler:
         raise NotImplementedError
 
 
+@dataclass(eq=False, kw_only=True)
 class TurnSampler(Sampler):
     """Samples completions in an environment."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        environment: Environment,
-        decode: Callable[[Sequence[int]], str],
-        continue_: Continue,
-        *,
-        max_turns: int,
-        scores: bool,
-    ) -> None:
-        """
-        Args:
-            max_turns: maximum number of turns of the model per completion.
-            scores: True if the environment's rewards are the score.
-        """
-        super().__init__(engine, decode, continue_)
-        self.environment, self.max_turns, self.scores = environment, max_turns, scores
+    environment: Environment
+    max_turns: int
+    """Maximum number of turns of the model per completion."""
+    scores: bool
+    """True if the environment's rewards are the score."""
 
-    def play(self, turns: "Turns", index: int, transcript: Transcript) -> "Play":
+    def play(self, turns: "Turns", index: int, transcript: Transcript) -> "Play[Any]":
         """See `Sampler`."""
         return _EnvironmentPlay(self, turns, index, transcript)
 
@@ -203,8 +180,8 @@ class Turns:
 
     def __init__(self, sampler: Sampler, prompt: Prompt, activities: Activities) -> None:
         self.sampler, self.activities = sampler, activities
-        self.prompt, self.task = prompt, Task.of(prompt, zlib.crc32(prompt.prompt_id.encode()))
-        self._playing: dict[str, list[Play]] = {}
+        self.prompt, self.task = prompt, task_of(prompt, zlib.crc32(prompt.prompt_id.encode()))
+        self._playing: dict[str, list[Play[Any]]] = {}
 
     async def generate(
         self,
@@ -246,11 +223,11 @@ class Turns:
             await play.abort()
 
 
-class Play:
+class Play(Generic[S]):
     """A completion that is sampled turn by turn."""
 
-    def __init__(self, engine: Engine, turns: Turns, index: int, transcript: Transcript) -> None:
-        self._engine, self._turns, self._index, self._transcript = engine, turns, index, transcript
+    def __init__(self, sampler: S, turns: Turns, index: int, transcript: Transcript) -> None:
+        self._by, self._turns, self._index, self._transcript = sampler, turns, index, transcript
         self._is_over = asyncio.Event()
         """The request is aborted, or the completion is over."""
 
@@ -261,14 +238,11 @@ class Play:
     async def abort(self) -> None:
         """End it early: `run` returns the transcript so far."""
         self._is_over.set()
-        await self._engine.abort(self._transcript.turn_id)
+        await self._by.engine.abort(self._transcript.turn_id)
 
 
-class _EnvironmentPlay(Play):
-    def __init__(self, sampler: TurnSampler, turns: Turns, index: int, transcript: Transcript) -> None:
-        super().__init__(sampler.engine, turns, index, transcript)
-        self._by = sampler
-        self._reward: float | None = None
+class _EnvironmentPlay(Play[TurnSampler]):
+    _reward: float | None = None
 
     async def run(self) -> Completion:
         """See `Play`."""
@@ -310,7 +284,7 @@ class _EnvironmentPlay(Play):
         try:
             return await self._transcript.sample(self._by.engine)
         except RequestError:
-            if not self._transcript.num_turns:
+            if not self._transcript.turns:
                 raise
             log.warning("%s was refused", self._transcript.turn_id, exc_info=True)
             return None
@@ -322,14 +296,11 @@ class _EnvironmentPlay(Play):
     async def _unless_aborted(self, call: Any) -> Any:
         """Await a call of the environment; None: the request was aborted first."""
         calling, aborted = asyncio.ensure_future(call), asyncio.ensure_future(self._is_over.wait())
-        activities = self._turns.activities
-        activities.end("generate")
         try:
-            with activities.during("reward"):
+            with self._turns.activities.instead("reward", of="generate"):
                 await asyncio.wait({calling, aborted}, return_when=asyncio.FIRST_COMPLETED)
             return None if self._is_over.is_set() else await calling
         finally:
-            activities.begin("generate")
             calling.cancel()
             aborted.cancel()
 
@@ -361,30 +332,28 @@ def build_sampler(config: Config, engine: Engine, tokenizer: "PreTrainedTokenize
     decode, continue_ = decoder(tokenizer, keep_special=False), continuation(tokenizer)
     if (agent := build_agent(config.environment)) is not None:
         from asyncgrpo.environments.chat import Gateway
-        from asyncgrpo.generators.agents import AgentSampler, Limits
+        from asyncgrpo.generators.agents import AgentSampler
 
         return AgentSampler(
-            engine,
-            agent,
-            Gateway(os.path.basename(config.model.path.rstrip("/"))),
-            decode,
-            opening(tokenizer),
-            continue_,
-            limits=Limits(
-                config.sampling.temperature,
-                config.sampling.top_p,
-                config.data.max_prompt_tokens,
-                config.environment.max_turns,
-            ),
+            engine=engine,
+            decode=decode,
+            continue_=continue_,
+            agent=agent,
+            gateway=Gateway(os.path.basename(config.model.path.rstrip("/"))),
+            open_=opening(tokenizer),
+            temperature=config.sampling.temperature,
+            top_p=config.sampling.top_p,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            max_turns=config.environment.max_turns,
             system_prompt=config.data.system_prompt,
             unfinished_score=0.0 if config.reward.function is None else None,
         )
     if (environment := build_environment(config.environment)) is not None:
         return TurnSampler(
-            engine,
-            environment,
-            decode,
-            continue_,
+            engine=engine,
+            decode=decode,
+            continue_=continue_,
+            environment=environment,
             max_turns=config.environment.max_turns,
             scores=environment_scores(config, environment),
         )

@@ -58,13 +58,19 @@ class Reward:
         """End every worker process, and close the connections."""
 
 
-async def in_turn(turn: asyncio.Semaphore, score: Callable[[], Awaitable[Score]]) -> Score:
-    """Score one completion in its turn. The score has the time that it took, and that it waited before."""
-    asked = time.perf_counter()
-    async with turn:
-        started = time.perf_counter()
-        found = await score()
-        return msgspec.structs.replace(found, seconds=time.perf_counter() - started, waited=started - asked)
+async def each_in_turn(
+    turn: asyncio.Semaphore, score: Callable[[Sampled], Awaitable[Score]], completions: Sequence[Sampled]
+) -> list[Score]:
+    """Score completions, each in its turn. A score has the time that it took, and that it waited before."""
+
+    async def scored(one: Sampled) -> Score:
+        asked = time.perf_counter()
+        async with turn:
+            started = time.perf_counter()
+            found = await score(one)
+            return msgspec.structs.replace(found, seconds=time.perf_counter() - started, waited=started - asked)
+
+    return await asyncio.gather(*map(scored, completions))
 
 
 async def score_one(reward: Reward, prompt: Prompt, completion_text: str) -> Score:
@@ -123,11 +129,10 @@ def scores_of_values(values: Any, count: int) -> list[Score]:
         return [failed("bad_type", f"a list of {count} rewards was expected, not {_clip(values)}")] * count
     if len(values) != count:
         return [failed("bad_type", f"a list of {len(values)} was returned for {count} completions")] * count
-    return [_not_applicable() if value is None else score_of_value(value) for value in values]
-
-
-def _not_applicable() -> Score:
-    return failed("not_applicable", "the reward function returned None for this completion, and no other one scores it")
+    nothing = failed(
+        "not_applicable", "the reward function returned None for this completion, and no other one scores it"
+    )
+    return [nothing if value is None else score_of_value(value) for value in values]
 
 
 def score_of_value(value: Any) -> Score:

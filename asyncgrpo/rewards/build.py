@@ -17,8 +17,9 @@ from asyncgrpo.errors import RewardError
 from asyncgrpo.guests import START_TIMEOUT_S
 from asyncgrpo.rewards.base import MAX_DETAIL, MAX_PARTS, Reward, Sampled, failed, score_of_value
 from asyncgrpo.rewards.model import JudgeReward, ModelReward, ServedModelReward
+from asyncgrpo.rewards.pool import PoolReward
 from asyncgrpo.rewards.rules import RuleReward
-from asyncgrpo.rewards.user import UserReward, check_user_function, split_spec
+from asyncgrpo.rewards.user import LOAD, check_user_function, split_spec
 from asyncgrpo.types import Prompt, Score
 
 
@@ -60,16 +61,16 @@ def build_reward(
                 trial_timeout_s=config.timeout_s,
             )
             taken.update(ready.kwargs)
-            rewards.append(
-                UserReward(
-                    spec,
-                    timeout_s=config.timeout_s,
-                    workers=config.num_workers,
-                    kwargs=config.kwargs,
-                    takes_groups=ready.takes_groups,
-                    about=ready.about,
-                )
+            reward = PoolReward(
+                LOAD,
+                {"spec": spec, "kwargs": config.kwargs},
+                what=spec,
+                workers=config.num_workers,
+                timeout_s=config.timeout_s,
+                takes_groups=ready.takes_groups,
+                about=ready.about,
             )
+            rewards.append(reward)
     if unknown := [name for name in config.kwargs if name not in taken]:
         raise RewardError(f"reward.kwargs: no function of reward.function takes {', '.join(unknown)}")
     if weights == (1.0,):

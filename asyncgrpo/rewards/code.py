@@ -23,11 +23,11 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,9 +36,9 @@ from asyncgrpo.config.reach import check_service
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.isolation import Ended, last_line, memory_file, run_isolated, run_to_end
-from asyncgrpo.rewards.base import MAX_DETAIL, Reward, Sampled, describe, failed, in_turn
+from asyncgrpo.rewards.base import MAX_DETAIL, Reward, Sampled, describe, each_in_turn, failed
 from asyncgrpo.rewards.http import Service, ServiceError
-from asyncgrpo.rewards.pool import Call, Pool, PoolReward, Scorer
+from asyncgrpo.rewards.pool import PoolReward, Scorer
 from asyncgrpo.types import Prompt, Score
 
 log = logging.getLogger(__name__)
@@ -79,11 +79,8 @@ class RunnerError(RewardError):
         """Of the `Score`."""
 
 
-class Runner(Protocol):
-    """Runs programs."""
-
-    async def run(self, program: Program) -> Ran:
-        """Run a program to its end or to its deadline. Raises RunnerError."""
+Runner = Callable[[Program], Awaitable[Ran]]
+"""Runs a program to its end or to its deadline. Raises RunnerError."""
 
 
 # -- bubblewrap --------------------------------------------------------------------------------------------------------
@@ -271,8 +268,7 @@ def code_of(completion_text: str) -> tuple[str, str]:
 # -- which tests -------------------------------------------------------------------------------------------------------
 
 
-def _mark() -> str:
-    return secrets.token_hex(8)
+_mark = partial(secrets.token_hex, 8)
 
 
 @dataclass(frozen=True)
@@ -454,7 +450,7 @@ async def score_code(completion_text: str, ground_truth: Any, runner: Runner, co
             text = f"{number - 1} of {len(tests)} tests ended within reward.timeout_s, {config.timeout_s:g} s"
             return failed("timeout", text)
         try:
-            ran = await runner.run(Program(test.program(code), language, test.stdin))
+            ran = await runner(Program(test.program(code), language, test.stdin))
         except RunnerError as error:
             return failed(error.failure, str(error))
         if not ran.problem and test.passed(ran.stdout):
@@ -475,16 +471,16 @@ def _score(passed: int, tests: Sequence[Test], complaint: str, config: RewardCon
     )
 
 
-def load_code(config_json: str) -> Scorer:
-    """Load the scorer of a worker, which runs code on this machine. Raises RewardError if it may not."""
-    config = msgspec.json.decode(config_json, type=RewardConfig)
-    code = config.code
+def load_code(config: dict[str, Any]) -> Scorer:
+    """Load the scorer of a worker, which runs code on this machine. Raises RewardError if it may not.
+
+    Args:
+        config: a `RewardConfig` as plain values.
+    """
+    settings = msgspec.convert(config, RewardConfig)
+    code = settings.code
     runner = LocalRunner(timeout_s=code.timeout_s, memory_mb=code.memory_mb, unsafe=code.unsafe)
-
-    def score(call: Call) -> Any:
-        return score_code(call.completion_text, call.ground_truth, runner, config)
-
-    return score
+    return lambda call: score_code(call.completion_text, call.ground_truth, runner.run, settings)
 
 
 # -- the reward --------------------------------------------------------------------------------------------------------
@@ -496,9 +492,8 @@ class CodeReward(Reward):
     def __init__(self, config: RewardConfig) -> None:
         self._config, code = config, config.code
         deadline_s = config.timeout_s + code.timeout_s + 1.0
-        argument = msgspec.json.encode(config).decode()
-        pool = Pool(f"{__name__}:load_code", argument, workers=config.num_workers, timeout_s=deadline_s)
-        self._here = PoolReward(pool)
+        arguments = {"config": msgspec.to_builtins(config)}
+        self._here = PoolReward(f"{__name__}:load_code", arguments, workers=config.num_workers, timeout_s=deadline_s)
         self._turn = asyncio.Semaphore(code.max_concurrent)
         self._service: FusionRunner | None = None
         if code.url is not None:
@@ -518,9 +513,7 @@ class CodeReward(Reward):
         """Score completions. See `rewards.base.Reward`."""
         if self._service is None:
             return await self._here.score(prompt, completions)
-        return await asyncio.gather(
-            *(in_turn(self._turn, partial(self._score_there, prompt, one)) for one in completions)
-        )
+        return await each_in_turn(self._turn, partial(self._score_there, prompt), completions)
 
     async def close(self) -> None:
         """End every worker process, and close the connections."""
@@ -531,6 +524,6 @@ class CodeReward(Reward):
     async def _score_there(self, prompt: Prompt, completion: Sampled) -> Score:
         assert self._service is not None
         try:
-            return await score_code(completion.text, prompt.answer, self._service, self._config)
+            return await score_code(completion.text, prompt.answer, self._service.run, self._config)
         except Exception as error:  # of the row: what it holds instead of tests
             return failed("exception", describe(error))

@@ -50,12 +50,12 @@ _MIXED = re.compile(rf"(?<=\d){_SPACE}(\d+)/(\d+)(?!\d)")
 _APART = re.compile(rf"(?<=\d){_SPACE}(?=\d+(?![\d/]))")
 
 
-def load_maths(format_score: str) -> Callable[[Call], float | dict[str, float]]:
+def load_maths(format_score: float) -> Callable[[Call], float | dict[str, float]]:
     """Bound this process's memory, import math-verify and use it once, so that the first call is as quick as others."""
     bound_memory()
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the timers that we turn off on purpose
     score_maths(Call(data_source="math", completions=("the answer is $\\frac{1}{2}$",), ground_truth="0.5"))
-    return functools.partial(score_maths, format_score=float(format_score))
+    return functools.partial(score_maths, format_score=format_score)
 
 
 def bound_memory() -> None:
@@ -193,7 +193,7 @@ def check_gym_source(source: str, *, is_unsafe_allowed: bool) -> None:
         )
 
 
-def load_gym(_: str) -> Callable[[Call], float]:
+def load_gym() -> Callable[[Call], float]:
     """Bound this process's memory and import reasoning-gym, so that no call waits for it."""
     bound_memory()
     import reasoning_gym  # noqa: F401

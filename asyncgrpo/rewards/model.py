@@ -10,7 +10,6 @@ because models find the end of a sequence by the first padding.
 """
 
 import asyncio
-import json
 import os
 import re
 import sys
@@ -27,9 +26,9 @@ from asyncgrpo.config.reach import check_service, find_model
 from asyncgrpo.config.schema import JudgeConfig, RewardModelConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.host import cores, importing
-from asyncgrpo.rewards.base import Reward, Sampled, failed, in_turn, score_of_value
+from asyncgrpo.rewards.base import Reward, Sampled, each_in_turn, failed, score_of_value
 from asyncgrpo.rewards.http import Service, ServiceError
-from asyncgrpo.rewards.pool import Call, Pool, PoolReward, call_of
+from asyncgrpo.rewards.pool import Call, PoolReward, call_of
 from asyncgrpo.types import Prompt, Score
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
@@ -79,12 +78,8 @@ class JudgeReward(Reward):
         """Raises RewardError: a setting is missing or cannot be used; the message names the key."""
         if settings.url is None:
             raise RewardError("reward.function names judge, and reward.judge.url is not set; give the judge's address")
-        self._scale, self._template, self._pattern = (
-            settings.scale,
-            _template_of(settings),
-            _pattern_of(settings.pattern),
-        )
-        self._fields = FIELDS | settings.extra
+        self._scale, self._fields = settings.scale, FIELDS | settings.extra
+        self._template, self._pattern = _template_of(settings), _pattern_of(settings.pattern)
         self._service = Service(
             chat_url(settings.url),
             deadline_s=settings.timeout_s,
@@ -99,17 +94,15 @@ class JudgeReward(Reward):
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
-        return await asyncio.gather(
-            *(in_turn(self._turn, partial(self._score_one, prompt, one.text)) for one in completions)
-        )
+        return await each_in_turn(self._turn, partial(self._score_one, prompt), completions)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._service.close()
 
-    async def _score_one(self, prompt: Prompt, completion_text: str) -> Score:
+    async def _score_one(self, prompt: Prompt, completion: Sampled) -> Score:
         try:
-            return self._score_of(await self._service.post(self._request(prompt, completion_text)))
+            return self._score_of(await self._service.post(self._request(prompt, completion.text)))
         except ServiceError as error:
             return failed("timeout" if error.is_late else "judge", str(error))
 
@@ -219,16 +212,16 @@ class ModelReward(PoolReward):
                 "reward.function names model, and reward.model.path is not set; give the reward model's folder"
             )
         self._path = config.path
-        pool = Pool(
-            f"{__name__}:load_model",
-            json.dumps({"path": config.path, "device": config.device}),
+        super().__init__(
+            f"{__name__}:SequenceScorer",
+            {"path": config.path, "device": config.device},
             what=config.path,
             workers=1,
             timeout_s=config.timeout_s,
             start_timeout_s=LOAD_TIMEOUT_S,
+            takes_groups=True,
+            about=f"reward model {config.path} on {config.device}, one call for a group",
         )
-        about = f"reward model {config.path} on {config.device}, one call for a group"
-        super().__init__(pool, about, takes_groups=True)
 
     def check_sources(self, sources: set[str]) -> None:
         """Raise ConfigError if the model does not exist. Any `data_source` will do."""
@@ -245,6 +238,16 @@ def sequences_of(tokenizer: Any, call: Call) -> list[list[int]]:
     turns = list(call.turns) or [{"role": "user", "content": call.prompt_text}]
     conversations = [[*turns, {"role": "assistant", "content": text}] for text in call.completions]
     return [list(tokenizer.apply_chat_template(one, tokenize=True, return_dict=False)) for one in conversations]
+
+
+def _loaded(kind: str, path: str, **options: Any) -> Any:
+    """Load a class of transformers from `reward.model.path`. Raises RewardError."""
+    with importing():
+        import transformers
+    try:
+        return getattr(transformers, kind).from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        raise RewardError(f"reward.model.path: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 def positions_of(config: Any) -> int:
@@ -284,15 +287,8 @@ class ServedModelReward(Reward):
                 "served, for its tokenizer"
             )
         find_model(config.path, "reward.model.path")
-        with importing():
-            from transformers import AutoConfig, AutoTokenizer
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(config.path)
-            self._longest = positions_of(AutoConfig.from_pretrained(config.path))
-        except (OSError, ValueError) as error:
-            raise RewardError(
-                f"reward.model.path: {config.path} has no tokenizer that can be loaded: {str(error).splitlines()[0]}"
-            ) from error
+        self._tokenizer = _loaded("AutoTokenizer", config.path)
+        self._longest = positions_of(_loaded("AutoConfig", config.path))
         self._service = Service(f"{config.url.rstrip('/')}/classify", deadline_s=config.timeout_s)
         self.about = f"reward model {config.path} at {self._service.url}, one call for a group"
 
@@ -343,15 +339,11 @@ class SequenceScorer:
         """Raises RewardError: the model cannot be loaded, or has not one output; one sentence."""
         with importing():
             import torch
-            from transformers import AutoModelForSequenceClassification, AutoTokenizer
         if not torch.cuda.is_available() and device.startswith("cuda"):
             raise RewardError(f"reward.model.device is {device}, and this process sees no GPU; use cpu")
         torch.set_num_threads(cores())
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(path)
-            model = AutoModelForSequenceClassification.from_pretrained(path, dtype="auto")
-        except (OSError, ValueError) as error:
-            raise RewardError(f"reward.model.path: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        self._tokenizer = _loaded("AutoTokenizer", path)
+        model = _loaded("AutoModelForSequenceClassification", path, dtype="auto")
         if model.config.num_labels != 1:
             raise RewardError(
                 f"reward.model.path: {path} has {model.config.num_labels} outputs; a reward model has one"
@@ -385,8 +377,3 @@ class SequenceScorer:
                 attention_mask=torch.tensor(mask, device=self._device),
             ).logits
         return [float(score) for score in logits[:, 0].float().cpu()]
-
-
-def load_model(arguments: str) -> SequenceScorer:
-    """Load the scorer of a worker. Raises RewardError."""
-    return SequenceScorer(**json.loads(arguments))

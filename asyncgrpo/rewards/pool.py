@@ -3,8 +3,8 @@
 The pool sends a `Call` and the worker replies with a list of `Score`, one for each completion of the call. It loads its scorer
 first, and reports that as a `WorkerReady`. Each worker runs one call at a time.
 
-`Pool.call` always returns a score. When a call is late, its worker is killed; when a worker dies, the score names how; the next
-call starts another worker. Calls queue here, in order, and their deadline begins with their turn.
+`PoolReward.call` always returns a score. When a call is late, its worker is killed; when a worker dies, the score names how;
+the next call starts another worker. Calls queue here, in order, and their deadline begins with their turn.
 """
 
 import asyncio
@@ -14,8 +14,9 @@ import importlib
 import inspect
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -74,13 +75,13 @@ def main(boot: dict[str, Any]) -> None:
     """Serve calls until the pool closes the pipes.
 
     Args:
-        boot: `target` is `module:factory`, and `factory(argument)` returns the `Scorer`; `what` is its name in messages.
+        boot: `target` is `module:factory`, and `factory(**arguments)` returns the `Scorer`; `what` is its name in messages.
     """
     host = Host(boot, "reward-worker")
     faulthandler.enable()  # a crash, or SIGABRT to a call that is late, leaves its Python stack on stderr
     try:
         module, _, factory = boot["target"].partition(":")
-        scorer: Scorer = getattr(importlib.import_module(module), factory)(boot["argument"])
+        scorer: Scorer = getattr(importlib.import_module(module), factory)(**boot["arguments"])
     except AsyncGRPOError as error:
         return host.reply(0, WorkerReady(error=str(error)))
     except BaseException as error:
@@ -112,47 +113,64 @@ def _score(scorer: Scorer, call: Call, runner: asyncio.Runner) -> list[Score]:
 
 # -- the pool ----------------------------------------------------------------------------------------------------------
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 _GRACE_S = 0.05
 """Added to a deadline, so that a reply that only waited for this event loop still counts."""
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
-async def start_worker(target: str, argument: str, what: str, timeout_s: float, hint: str = "") -> Guest:
-    """Start a worker that scores with `factory(argument)`, where `target` is `module:factory`. Raises RewardError.
+async def start_worker(target: str, arguments: Mapping[str, Any], what: str, timeout_s: float, hint: str = "") -> Guest:
+    """Start a worker that scores with `factory(**arguments)`, where `target` is `module:factory`. Raises RewardError.
 
     Args:
+        arguments: can be written as JSON.
         what, hint: as `Guest.start` has them.
     """
-    boot = {"target": target, "argument": argument, "what": what}
+    boot = {"target": target, "arguments": dict(arguments), "what": what}
     env = os.environ | _ONE_THREAD
     return await Guest.start(__name__, boot, what, timeout_s, ready=WorkerReady, env=env, hint=hint)
 
 
-class Pool:
-    """Up to `workers` processes that score with `factory(argument)`, where `target` is `module:factory`.
+class PoolReward(Reward):
+    """Scores in up to `workers` processes with `factory(**arguments)`, where `target` is `module:factory`.
 
-    Workers start when a call finds all others busy, outside the call's deadline. Use a pool from one event loop, in a thread
-    that outlives it.
+    Workers start when a call finds all others busy, outside the call's deadline. Use it from one event loop, in a thread that
+    outlives it.
     """
 
     def __init__(
         self,
         target: str,
-        argument: str = "",
+        arguments: Mapping[str, Any] = NOTHING,
         *,
         what: str = "",
         workers: int,
         timeout_s: float,
         start_timeout_s: float = START_TIMEOUT_S,
+        takes_groups: bool = False,
+        about: str = "",
     ) -> None:
-        self._timeout_s = timeout_s
-        self._start = partial(start_worker, target, argument, what or argument or target, start_timeout_s)
+        """
+        Args:
+            what: name of the scorer in messages.
+            timeout_s: deadline of a call.
+            takes_groups: a call is for a group; otherwise for one completion.
+        """
+        self.takes_groups, self.about, self._timeout_s = takes_groups, about, timeout_s
+        self._start = partial(start_worker, target, arguments, what or target, start_timeout_s)
         self._turn = asyncio.Semaphore(workers)
         """Calls wait for it in order."""
         self._idle: list[Guest] = []
         """Used last in, first out: a warm worker is taken again before a second one is started."""
         self._running: set[asyncio.Task[list[Score]]] = set()
         self._closed = False
+
+    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
+        """Score completions. See `rewards.base.Reward`."""
+        if self.takes_groups:
+            return await self.call(call_of(prompt, completions, is_group=True))
+        replies = await asyncio.gather(*(self.call(call_of(prompt, [one])) for one in completions))
+        return [score for (score,) in replies]
 
     async def call(self, call: Call) -> list[Score]:
         """Make one call, which ends at most `timeout_s` after its turn came (plus the time to kill or start a worker).
@@ -243,24 +261,6 @@ def _count(change: int) -> None:
     from asyncgrpo import metrics  # only here, because workers import this module too
 
     metrics.reward_workers.inc(change)
-
-
-class PoolReward(Reward):
-    """A reward whose calls run in a pool, for each completion or once for a group."""
-
-    def __init__(self, pool: Pool, about: str = "", *, takes_groups: bool = False) -> None:
-        self.pool, self.about, self.takes_groups = pool, about, takes_groups
-
-    async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
-        """Score completions. See `rewards.base.Reward`."""
-        if self.takes_groups:
-            return await self.pool.call(call_of(prompt, completions, is_group=True))
-        replies = await asyncio.gather(*(self.pool.call(call_of(prompt, [one])) for one in completions))
-        return [score for (score,) in replies]
-
-    async def close(self) -> None:
-        """End every worker process."""
-        await self.pool.close()
 
 
 def call_of(prompt: Prompt, completions: Sequence[Sampled], *, is_group: bool = False) -> Call:

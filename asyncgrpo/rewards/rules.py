@@ -15,7 +15,7 @@ import re
 import time
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from asyncgrpo.rewards import maths
 from asyncgrpo.rewards.base import Reward, Sampled, failed, score_of_call
 from asyncgrpo.rewards.code import CodeReward
 from asyncgrpo.rewards.maths import GYM_SOURCE, check_gym_source, last_boxed, tagged
-from asyncgrpo.rewards.pool import Pool, PoolReward
+from asyncgrpo.rewards.pool import PoolReward
 from asyncgrpo.types import Prompt, Score
 
 TextRule = Callable[[str, Any], Any]
@@ -57,9 +57,7 @@ def text_match(completion_text: str, ground_truth: Any) -> float:
 
 def label_match(completion_text: str, ground_truth: Any) -> float:
     """1.0 if the label equals the ground truth. The label is marked as for `text_match`, or is the last line."""
-    marked = _marked(completion_text)
-    label = normalise(_last_line(completion_text) if marked is None else marked)
-    return float(label in [normalise(gold) for gold in _golds(ground_truth)])
+    return float(normalise(_final(completion_text)) in [normalise(gold) for gold in _golds(ground_truth)])
 
 
 def token_f1(completion_text: str, ground_truth: Any) -> float:
@@ -67,17 +65,8 @@ def token_f1(completion_text: str, ground_truth: Any) -> float:
 
     Words are normalised as for `text_match`; in Chinese each character is one.
     """
-    marked = _marked(completion_text)
-    words = _words(_last_line(completion_text) if marked is None else marked)
+    words = _words(_final(completion_text))
     return max(_f1(words, _words(gold)) for gold in _golds(ground_truth))
-
-
-def _text_vote(completion_text: str, *, whole: bool) -> str:
-    """The answer as one spelling, for a vote among completions; of one that marks none the last line, or the whole text."""
-    marked = _marked(completion_text)
-    if marked is not None:
-        return normalise(marked)
-    return completion_text.strip() if whole else normalise(_last_line(completion_text))
 
 
 def demo_score(completion_text: str, ground_truth: Any) -> float:
@@ -122,12 +111,19 @@ def _golds(ground_truth: Any) -> list[str]:
 
 def _marked(text: str) -> str | None:
     """The final answer that the completion marks, or None."""
-    if (inside := tagged(text)) is not None:
-        return inside
-    if (boxed := last_boxed(text)) is not None:
-        return boxed
+    found = (find(text) for find in (tagged, last_boxed, _announced))
+    return next((answer for answer in found if answer is not None), None)
+
+
+def _announced(text: str) -> str | None:
     announced = _ANNOUNCED.findall(text)
     return str(announced[-1]) if announced else None
+
+
+def _final(text: str) -> str:
+    """The final answer that the completion marks, else its last line."""
+    marked = _marked(text)
+    return _last_line(text) if marked is None else marked
 
 
 def _last_line(text: str) -> str:
@@ -247,10 +243,10 @@ class RuleReward(Reward):
         """
         self._config, self._name = config, name
         self._text_rules = TEXT_RULES | dict.fromkeys(QA_SOURCES, qa(config.qa_score))
-        pool = partial(Pool, workers=config.num_workers, timeout_s=config.timeout_s)
+        pool = partial(PoolReward, workers=config.num_workers, timeout_s=config.timeout_s)
         self._by_rule: dict[str, Reward] = {
-            "maths": PoolReward(pool("asyncgrpo.rewards.maths:load_maths", repr(config.format_score))),
-            "gym": PoolReward(pool("asyncgrpo.rewards.maths:load_gym")),
+            "maths": pool("asyncgrpo.rewards.maths:load_maths", {"format_score": config.format_score}),
+            "gym": pool("asyncgrpo.rewards.maths:load_gym"),
             "code": CodeReward(config),
         }
         if name != BY_SOURCE and name not in SHAPE_RULES and self._rule(name) is None:
@@ -303,13 +299,10 @@ class RuleReward(Reward):
         """`maths`, `code`, `gym`, the name of a text rule, or None. A rule under exactly this name comes before prefixes."""
         if source in self._text_rules:
             return source
-        if any(_is_under(source, name) for name in MATHS_SOURCES):
-            return "maths"
-        if any(_is_under(source, name) for name in CODE_SOURCES):
-            return "code"
-        if _is_under(source, GYM_SOURCE):
-            return "gym"
-        return max((name for name in TEXT_RULES if _is_under(source, name)), key=len, default=None)
+        for rule, names in (("maths", MATHS_SOURCES), ("code", CODE_SOURCES), ("gym", (GYM_SOURCE,))):
+            if _is_under(source, names):
+                return rule
+        return max((name for name in TEXT_RULES if _is_under(source, [name])), key=len, default=None)
 
     def _complaint(self, sources: str) -> str:
         return f"no reward rule for data_source {sources}; known: {', '.join(self.known_sources)}; or --reward-func"
@@ -321,10 +314,12 @@ def vote_of(completion_text: str, source: str) -> str:
     It is taken out of the text as the rule for `source` does. Where no rule has one, it is what the completion marks as
     its answer, or else the whole text.
     """
-    if any(_is_under(source, name) for name in MATHS_SOURCES):
+    if _is_under(source, MATHS_SOURCES):
         return maths.vote(completion_text, "gsm8k" in source.lower())
-    is_short = any(_is_under(source, name) for name in (*QA_SOURCES, "classification"))
-    return _text_vote(completion_text, whole=not is_short)
+    if (marked := _marked(completion_text)) is not None:
+        return normalise(marked)
+    is_short = _is_under(source, (*QA_SOURCES, "classification"))
+    return normalise(_last_line(completion_text)) if is_short else completion_text.strip()
 
 
 _SOLUTIONS = ("solution", "solutions", "canonical_solution", "reference_solution")
@@ -338,7 +333,7 @@ def reference_of(prompt: Prompt) -> tuple[str, str]:
     completion does nothing, which shows no more than that the tests can be run.
     """
     answer = prompt.answer
-    if any(_is_under(prompt.source, name) for name in CODE_SOURCES):
+    if _is_under(prompt.source, CODE_SOURCES):
         for column in _SOLUTIONS:
             code = _first(prompt.info.get(column))
             if isinstance(code, str) and code.strip() and prompt.info[column] != answer:
@@ -365,5 +360,7 @@ def _timed(rule: Callable[..., Any], *arguments: Any) -> Score:
     return msgspec.structs.replace(score, seconds=time.perf_counter() - started)
 
 
-def _is_under(source: str, name: str) -> bool:
-    return source.casefold().startswith(name.casefold()) and not source[len(name) : len(name) + 1].isalpha()
+def _is_under(source: str, names: Iterable[str]) -> bool:
+    """Return True if `source` is one of these names, or begins with one that no letter follows."""
+    begun = [name for name in names if source.casefold().startswith(name.casefold())]
+    return any(not source[len(name) : len(name) + 1].isalpha() for name in begun)

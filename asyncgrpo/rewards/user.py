@@ -16,13 +16,12 @@ awaits one call at a time.
 import asyncio
 import importlib.util
 import inspect
-import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, Literal
 
 import msgspec
@@ -30,15 +29,15 @@ import msgspec
 from asyncgrpo.errors import RewardError
 from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded, run_apart
 from asyncgrpo.rewards.base import Sampled, describe, failed
-from asyncgrpo.rewards.pool import Call, Pool, PoolReward, WorkerReady, call_of, start_worker
+from asyncgrpo.rewards.pool import NOTHING, Call, WorkerReady, call_of, start_worker
 from asyncgrpo.rewards.rules import reference_of
 from asyncgrpo.types import Prompt, Score
 
 log = logging.getLogger(__name__)
 
 DEFAULT_NAME = "compute_score"
-_TARGET = f"{__name__}:load_in_worker"
-NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+LOAD = f"{__name__}:load_user_function"
+"""Target of a worker with a user's function."""
 
 
 @dataclass(frozen=True)
@@ -57,32 +56,10 @@ class Function:
         return self.call(call)
 
 
-class UserReward(PoolReward):
-    """Scores with the user's function `spec`, in `workers` processes; a call may take `timeout_s`."""
-
-    def __init__(
-        self,
-        spec: str,
-        *,
-        timeout_s: float,
-        workers: int,
-        kwargs: Mapping[str, Any] = NO_KWARGS,
-        takes_groups: bool = False,
-        about: str = "",
-    ) -> None:
-        """
-        Args:
-            kwargs: further arguments of the function, as far as it takes them.
-            takes_groups, about: as `check_user_function` found them.
-        """
-        pool = Pool(_TARGET, _argument(spec, kwargs), what=spec, workers=workers, timeout_s=timeout_s)
-        super().__init__(pool, about, takes_groups=takes_groups)
-
-
 def check_user_function(
     spec: str,
     *,
-    kwargs: Mapping[str, Any] = NO_KWARGS,
+    kwargs: Mapping[str, Any] = NOTHING,
     timeout_s: float = START_TIMEOUT_S,
     trial: Prompt | None = None,
     trial_timeout_s: float = START_TIMEOUT_S,
@@ -98,7 +75,7 @@ def check_user_function(
 
     async def load() -> WorkerReady:
         hint = " If it only takes that long, raise reward.timeout_s"
-        guest = await start_worker(_TARGET, _argument(spec, kwargs), spec, timeout_s, hint)
+        guest = await start_worker(LOAD, {"spec": spec, "kwargs": dict(kwargs)}, spec, timeout_s, hint)
         score = None if trial is None else await _try(guest, trial, trial_timeout_s)
         await guest.kill()
         if score is not None and score.failure is not None:
@@ -120,17 +97,7 @@ async def _try(guest: Guest, prompt: Prompt, timeout_s: float) -> Score:
         return failed("crash", f"the reward worker {ended}")
 
 
-def _argument(spec: str, kwargs: Mapping[str, Any]) -> str:
-    return json.dumps([spec, dict(kwargs)])
-
-
-def load_in_worker(argument: str) -> Function:
-    """`load_user_function` for a spec and further arguments, as JSON."""
-    spec, kwargs = json.loads(argument)
-    return load_user_function(spec, kwargs)
-
-
-def load_user_function(spec: str, kwargs: Mapping[str, Any] = NO_KWARGS) -> Function:
+def load_user_function(spec: str, kwargs: Mapping[str, Any] = NOTHING) -> Function:
     """Run the user's file and return its function, called by the names it takes. For worker processes only.
 
     Args:

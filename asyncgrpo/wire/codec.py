@@ -107,6 +107,9 @@ def _too_long(kind: type[Message], header: Buffer, payload: Buffer) -> str:
     )
 
 
+_IDS, _VALUES = "<i4", "<f4"
+"""Types of token ids and counts, and of log-probs, in a payload."""
+
 SHARED_FIELDS = tuple(name for name in Deliver.__struct_fields__ if name != "rollouts")
 """Fields that `Group` and `Deliver` share."""
 
@@ -115,27 +118,24 @@ SHARED_FIELDS = tuple(name for name in Deliver.__struct_fields__ if name != "rol
 
 def pack_group(group: Group) -> tuple[Deliver, bytes]:
     """Pack a group into message and payload."""
-    parts: list[Any] = []  # arrays: `join` copies their bytes once
+    sampled: list[Any] = []  # arrays: `join` copies their bytes once
     observed: list[Any] = []
     chosen: list[Any] = []
     headers = []
     for rollout in group.rollouts:
-        completion, routes, shape = rollout.completion, b"", (0, 0, 0)
+        completion, kept, teacher = rollout.completion, rollout.completion.kept, rollout.completion.teacher
+        sampled += [_array(completion.token_ids, _IDS), _array(completion.logprobs, _VALUES)]
+        observed += [_array(one.token_ids, _IDS) for one in completion.observations]
+        if kept is not None:
+            chosen += [_array(kept.counts, _IDS), _array(kept.ids, _IDS)]
+        if teacher is not None:
+            chosen += map(_array, teacher, (_VALUES, _IDS, _VALUES))
+        routes, shape = b"", (0, 0, 0)
         if completion.routes is not None:
             shape = completion.routes.shape
             routes = zlib.compress(completion.routes.astype("<i2").tobytes(), level=1)
             routes += bytes(-len(routes) % 4)
-        if completion.kept is not None:
-            chosen += [
-                np.ascontiguousarray(part, dtype="<i4") for part in (completion.kept.counts, completion.kept.ids)
-            ]
-        if completion.teacher is not None:
-            for part, kind in zip(completion.teacher, ("<f4", "<i4", "<f4"), strict=True):
-                chosen.append(np.ascontiguousarray(part, dtype=kind))
         chosen.append(routes)
-        parts.append(np.ascontiguousarray(completion.token_ids, dtype="<i4"))
-        parts.append(np.ascontiguousarray(completion.logprobs, dtype="<f4"))
-        observed += [np.ascontiguousarray(one.token_ids, dtype="<i4") for one in completion.observations]
         headers.append(
             RolloutHeader(
                 index=completion.index,
@@ -146,14 +146,18 @@ def pack_group(group: Group) -> tuple[Deliver, bytes]:
                 seed=rollout.seed,
                 observed=tuple((one.at, len(one.token_ids)) for one in completion.observations),
                 text=rollout.text,
-                kept=0 if completion.kept is None else len(completion.kept.ids),
+                kept=0 if kept is None else len(kept.ids),
                 routes=shape,
                 routes_bytes=len(routes),
-                teacher=0 if completion.teacher is None else 1 + completion.teacher.ids.shape[1],
+                teacher=0 if teacher is None else 1 + teacher.ids.shape[1],
             )
         )
     shared = {name: getattr(group, name) for name in SHARED_FIELDS}
-    return Deliver(rollouts=tuple(headers), **shared), b"".join(parts + observed + chosen)
+    return Deliver(rollouts=tuple(headers), **shared), b"".join(sampled + observed + chosen)
+
+
+def _array(values: np.ndarray, dtype: str) -> np.ndarray:
+    return np.ascontiguousarray(values, dtype=dtype)
 
 
 def unpack_group(message: Deliver, payload: Buffer) -> Group:
@@ -162,56 +166,12 @@ def unpack_group(message: Deliver, payload: Buffer) -> Group:
     Raises:
         RefusedError: the group is malformed, see `check_group`.
     """
-    check_group(message, payload, reads_routes=False)
-    token_ids, logprobs = np.frombuffer(payload, "<i4"), np.frombuffer(payload, "<f4")
-    rollouts, start, observed = [], 0, 2 * message.num_tokens
-    at = observed + message.num_observed
-    for header in message.rollouts:
-        middle = start + header.num_tokens
-        end = middle + header.num_tokens
-        tokens, values = token_ids[start:middle], logprobs[middle:end]
-        observations = []
-        for at, size in header.observed:
-            observations.append(Observation(at, token_ids[observed : observed + size]))
-            observed += size
-        kept, routes, teacher = None, None, None
-        if header.kept:
-            ids = at + header.num_tokens
-            kept = KeptTokens(token_ids[ids : ids + header.kept], token_ids[at:ids])
-            at = ids + header.kept
-        if header.teacher:
-            teacher = _teacher(header, token_ids, logprobs, at)
-            at += header.num_taught
-        if header.routes_bytes:
-            routes = _routes(message, header, payload[4 * at : 4 * at + header.routes_bytes])
-            at += header.routes_bytes // 4
-        completion = Completion(
-            header.index, tokens, values, header.spans, header.finish_reason, tuple(observations), kept, routes, teacher
-        )
-        rollouts.append(Rollout(completion, header.score, header.seed, header.text))
-        start = end
+    completions = check_group(message, payload)
+    rollouts = (
+        Rollout(completion, header.score, header.seed, header.text)
+        for header, completion in zip(message.rollouts, completions, strict=True)
+    )
     return Group(rollouts=tuple(rollouts), **{name: getattr(message, name) for name in SHARED_FIELDS})
-
-
-def _teacher(header: RolloutHeader, as_ids: np.ndarray, as_values: np.ndarray, at: int) -> TeacherLogprobs:
-    """Return views of the numbers that begin at `at`."""
-    shape = header.num_tokens, header.teacher - 1
-    ids = at + header.num_tokens
-    values = ids + shape[0] * shape[1]
-    end = at + header.num_taught
-    return TeacherLogprobs(as_values[at:ids], as_ids[ids:values].reshape(shape), as_values[values:end].reshape(shape))
-
-
-def _routes(message: Deliver, header: RolloutHeader, compressed: Buffer) -> np.ndarray:
-    """Decompress routes. Raises RefusedError: they have another shape than the header says, or a shape that cannot be."""
-    longest = len(message.prompt.token_ids) + header.num_tokens + header.num_observed
-    if header.routes[0] > longest or math.prod(header.routes[1:]) > LARGEST_ROUTE:
-        raise _refused("schema", message, header.index, f"routes {header.routes} of {longest} tokens")
-    size = 2 * math.prod(header.routes)
-    try:
-        return np.frombuffer(zlib.decompressobj().decompress(compressed, size + 1), "<i2").reshape(header.routes)
-    except (zlib.error, ValueError) as error:
-        raise _refused("schema", message, header.index, f"its routes cannot be read: {error}") from error
 
 
 def unpack_batch(message: Batch, payload: memoryview) -> list[Group]:
@@ -237,12 +197,11 @@ LARGEST_LOGPROB = 1e-5
 """Largest accepted log-prob: the log of a probability of 1 may round to a positive number."""
 
 
-def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31, *, reads_routes: bool = True) -> None:
-    """Refuse a malformed group.
+def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> list[Completion]:
+    """Return the completions of a group, whose arrays are views of `payload`. Refuse a malformed group.
 
     Args:
         vocabulary: token ids are below it.
-        reads_routes: decompress routes to check them; False: the caller does.
     Raises:
         RefusedError: names the group and the completion. By `schema`: lengths do not add up, completions are out of
             order, spans do not partition, versions decrease, observations lie outside, or a score has both a value and
@@ -256,59 +215,109 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31, *, r
     expected = sum(header.num_bytes for header in message.rollouts)
     if len(payload) != expected or any(header.routes_bytes % 4 for header in message.rollouts):
         raise _refused("schema", message, None, f"payload has {len(payload)} bytes, its header gives {expected}")
-    token_ids, logprobs = np.frombuffer(payload, "<u4"), np.frombuffer(payload, "<f4")
-    before, start, at = -1, 0, 2 * message.num_tokens + message.num_observed
+    num_sampled = 2 * message.num_tokens
+    sampled, observed, chosen = (
+        _Reader(payload, start) for start in (0, num_sampled, num_sampled + message.num_observed)
+    )
+    completions: list[Completion] = []
+
+    def ids(of: _Reader, count: int, what: str) -> np.ndarray:
+        found = of.take(count)
+        if found.view("<u4").max(initial=0) >= vocabulary:
+            raise _refused("vocabulary", message, header.index, f"{what} is not in [0, {vocabulary})")
+        return found
+
+    def values(of: _Reader, count: int, what: str) -> np.ndarray:
+        found = of.take(count).view(_VALUES)
+        if not ((found > -np.inf) & (found <= LARGEST_LOGPROB)).all():  # False if one is NaN
+            raise _refused("not_finite", message, header.index, f"{what} is not finite, or positive")
+        return found
+
     for header in message.rollouts:
-        index, num_tokens = header.index, header.num_tokens
-        if index <= before:
-            raise _refused("schema", message, index, f"it follows completion {before}")
-        before = index
-        end, version = 0, None
-        for span in header.spans:
-            if span.start != end or span.end <= end:
-                raise _refused("schema", message, index, "version spans do not partition the completion")
-            if version is not None and span.version < version:
-                raise _refused("schema", message, index, "policy versions decrease")
-            end, version = span.end, span.version
-        if end != num_tokens:
-            raise _refused("schema", message, index, f"version spans end at {end} of {num_tokens} tokens")
-        places = [at for at, size in header.observed if size > 0]
-        if len(places) < len(header.observed) or places != sorted({p for p in places if p <= num_tokens}):
-            raise _refused("schema", message, index, "observations are empty, out of order or behind its end")
-        score = header.score
-        if (score.value is None) == (score.failure is None):
-            raise _refused("schema", message, index, "a score is either a value or a named failure")
-        if score.value is not None and not math.isfinite(score.value):
-            raise _refused("not_finite", message, index, "the score is not finite")
-        if num_tokens:
-            middle, stop = start + num_tokens, start + 2 * num_tokens
-            if token_ids[start:middle].max() >= vocabulary:
-                raise _refused("vocabulary", message, index, f"a token id is not in [0, {vocabulary})")
-            values = logprobs[middle:stop]
-            if not (values.min() > -np.inf and values.max() <= LARGEST_LOGPROB):  # False if one is NaN
-                raise _refused("not_finite", message, index, "a log-prob is not finite, or positive")
-            start = stop
+        if completions and header.index <= completions[-1].index:
+            raise _refused("schema", message, header.index, f"it follows completion {completions[-1].index}")
+        _check_header(message, header)
+        length, kept, teacher, routes = header.num_tokens, None, None, None
+        token_ids, logprobs = ids(sampled, length, "a token id"), values(sampled, length, "a log-prob")
+        observations = tuple(
+            Observation(at, ids(observed, size, "a token id of an observation")) for at, size in header.observed
+        )
         if header.kept:
-            counts, at = token_ids[at : at + num_tokens], at + num_tokens + header.kept
-            if counts.min(initial=1) < 1 or counts.sum(dtype=np.uint64) != header.kept:
-                raise _refused("schema", message, index, "the counts of its kept tokens do not add up")
-            if token_ids[at - header.kept : at].max() >= vocabulary:
-                raise _refused("vocabulary", message, index, f"a kept token is not in [0, {vocabulary})")
+            counts = chosen.take(length)
+            if counts.min(initial=1) < 1 or counts.sum(dtype=np.int64) != header.kept:
+                raise _refused("schema", message, header.index, "the counts of its kept tokens do not add up")
+            kept = KeptTokens(ids(chosen, header.kept, "a kept token"), counts)
         if header.teacher:
-            teacher = _teacher(header, token_ids, logprobs, at)
-            at += header.num_taught
-            of_teacher = np.concatenate([teacher.sampled, teacher.values.reshape(-1)])
-            if not ((of_teacher > -np.inf) & (of_teacher <= LARGEST_LOGPROB)).all():  # False if one is NaN
-                raise _refused("not_finite", message, index, "a log-prob of the teacher is not finite, or positive")
-            if teacher.ids.max(initial=0) >= vocabulary:
-                raise _refused("vocabulary", message, index, f"a token of the teacher is not in [0, {vocabulary})")
+            shape = length, header.teacher - 1
+            teacher = TeacherLogprobs(
+                values(chosen, length, "a log-prob of the teacher"),
+                ids(chosen, math.prod(shape), "a token of the teacher").reshape(shape),
+                values(chosen, math.prod(shape), "a log-prob of the teacher").reshape(shape),
+            )
         if header.routes_bytes:
-            if reads_routes:
-                _routes(message, header, payload[4 * at : 4 * at + header.routes_bytes])
-            at += header.routes_bytes // 4
-    observed = token_ids[start : start + message.num_observed]
-    if len(observed) and observed.max() >= vocabulary:
-        raise _refused("vocabulary", message, None, f"a token id of an observation is not in [0, {vocabulary})")
+            routes = _routes(message, header, chosen.take(header.routes_bytes // 4))
+        completions.append(
+            Completion(
+                header.index,
+                token_ids,
+                logprobs,
+                header.spans,
+                header.finish_reason,
+                observations,
+                kept,
+                routes,
+                teacher,
+            )
+        )
+    return completions
+
+
+class _Reader:
+    """Reads arrays one after the other from a payload."""
+
+    def __init__(self, payload: Buffer, start: int) -> None:
+        """
+        Args:
+            start: numbers of 4 bytes before the first array.
+        """
+        self._numbers, self._at = np.frombuffer(payload, _IDS), start
+
+    def take(self, count: int) -> np.ndarray:
+        """Return the next [count] numbers, int32."""
+        self._at += count
+        return self._numbers[self._at - count : self._at]
+
+
+def _check_header(message: Deliver, header: RolloutHeader) -> None:
+    """Refuse a completion whose spans, observations or score cannot be. Raises RefusedError."""
+    end, version = 0, None
+    for span in header.spans:
+        if span.start != end or span.end <= end:
+            raise _refused("schema", message, header.index, "version spans do not partition the completion")
+        if version is not None and span.version < version:
+            raise _refused("schema", message, header.index, "policy versions decrease")
+        end, version = span.end, span.version
+    if end != header.num_tokens:
+        raise _refused("schema", message, header.index, f"version spans end at {end} of {header.num_tokens} tokens")
+    places = [at for at, size in header.observed if size > 0 and at <= header.num_tokens]
+    if len(places) < len(header.observed) or places != sorted(set(places)):
+        raise _refused("schema", message, header.index, "observations are empty, out of order or behind its end")
+    if (header.score.value is None) == (header.score.failure is None):
+        raise _refused("schema", message, header.index, "a score is either a value or a named failure")
+    if header.score.value is not None and not math.isfinite(header.score.value):
+        raise _refused("not_finite", message, header.index, "the score is not finite")
+
+
+def _routes(message: Deliver, header: RolloutHeader, compressed: np.ndarray) -> np.ndarray:
+    """Decompress routes. Raises RefusedError: they have another shape than the header says, or a shape that cannot be."""
+    longest = len(message.prompt.token_ids) + header.num_tokens + header.num_observed
+    if header.routes[0] > longest or math.prod(header.routes[1:]) > LARGEST_ROUTE:
+        raise _refused("schema", message, header.index, f"routes {header.routes} of {longest} tokens")
+    size = 2 * math.prod(header.routes)
+    try:
+        return np.frombuffer(zlib.decompressobj().decompress(compressed.data, size + 1), "<i2").reshape(header.routes)
+    except (zlib.error, ValueError) as error:
+        raise _refused("schema", message, header.index, f"its routes cannot be read: {error}") from error
 
 
 def check_lease(message: Deliver, lease: Lease, newest: PolicyVersion | None) -> None:

@@ -39,17 +39,14 @@ def _close_all() -> None:
         end.close()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Keys:
-    """A CURVE key pair for the servers of a run and one for its clients. Secret: never logged."""
+    """A CURVE key pair for the servers of a run and one for its clients. Secret: never logged, so it has no `repr`."""
 
     server_public: bytes
     server_secret: bytes
     client_public: bytes
     client_secret: bytes
-
-    def __repr__(self) -> str:
-        return "Keys(hidden)"
 
     @staticmethod
     def make() -> "Keys":

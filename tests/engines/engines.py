@@ -40,6 +40,8 @@ class Rig:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
     _base: dict[str, Tensor] = field(default_factory=dict)
     _changes: dict[PolicyVersion, int] = field(default_factory=dict)
+    _held: int | None = None
+    """Change that the reference model holds."""
     _requests: int = 0
 
     def start(self) -> "Rig":
@@ -128,9 +130,12 @@ class Rig:
     def model_of(self, version: PolicyVersion) -> PreTrainedModel:
         """The reference model, holding the weights of `version` until the next call."""
         assert self.reference_model is not None, "this engine has no model"
-        places = disk_tensors(self.reference_model)
-        for name, tensor in self.weights(self._changes[version]).items():
-            places[name].data.copy_(tensor)
+        change = self._changes[version]
+        if change != self._held:
+            places = disk_tensors(self.reference_model)
+            for name, tensor in self.weights(change).items():
+                places[name].data.copy_(tensor)
+            self._held = change
         return self.reference_model
 
 
@@ -153,10 +158,10 @@ def torch_rig(path: Path, *, max_completions: int = 12) -> Rig:
 
 
 def sglang_rig(path: Path, **options: Any) -> Rig:
-    from asyncgrpo.engines.sglang.engine import SGLangEngine
+    from asyncgrpo.engines.sglang.engine import SGLangEngine, SGLangOptions
 
     options = {"max_context": MAX_CONTEXT} | options
-    engine = SGLangEngine(str(path), dtype=torch.float32, device="cpu", **options)
+    engine = SGLangEngine(SGLangOptions(model_path=str(path), dtype=torch.float32, device="cpu", **options))
     return Rig(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), tolerance=1e-4)
 
 
@@ -166,7 +171,6 @@ RIGS: dict[str, Callable[[Path], Rig]] = {
     "torch-llama": lambda folder: torch_rig(make_tiny_llama(folder, vocab=VOCAB)),
     "torch-qwen3-moe": lambda folder: torch_rig(make_tiny_qwen3_moe(folder, vocab=VOCAB)),
     "torch-deepseek-v3": lambda folder: torch_rig(make_tiny_deepseek_v3(folder, vocab=VOCAB)),
-    "sglang": lambda folder: sglang_rig(make_tiny_qwen3(folder, vocab=VOCAB)),
-    "sglang-qwen3-moe": lambda folder: sglang_rig(make_tiny_qwen3_moe(folder, vocab=VOCAB)),
+    "sglang": lambda folder: sglang_rig(make_tiny_qwen3_moe(folder, vocab=VOCAB), records_routes=True),
 }
 """How to build each engine, in an empty folder for its model."""

@@ -25,8 +25,8 @@ LONG = 200
 """Tokens of a completion that must outlive what a test does meanwhile."""
 
 SGLANG = pytest.param("sglang", marks=pytest.mark.slow)
-SGLANG_MOE = pytest.param("sglang-qwen3-moe", marks=pytest.mark.slow)
-MODELS = ["torch-qwen3", "torch-llama", "torch-qwen3-moe", "torch-deepseek-v3", SGLANG, SGLANG_MOE]
+"""With a mixture of experts; `test_sglang_engine.py` has a dense model."""
+MODELS = ["torch-qwen3", "torch-llama", "torch-qwen3-moe", "torch-deepseek-v3", SGLANG]
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +239,7 @@ def test_greedy_is_transformers_greedy(model_rig: Rig) -> None:
 def test_top_k_and_top_p_restrict_what_is_sampled(model_rig: Rig, top_k: int, top_p: float) -> None:
     """Each token is among the top_k best, and the better ones do not already hold top_p of all probability.
 
-    Log-probs are over the whole vocabulary, or over the tokens that were kept (`test_sglang_choices.py`).
+    Log-probs are over the whole vocabulary, or over the tokens that were kept (below).
     """
     for completion in model_rig.run(model_rig.sample(PROMPT, 6, max_tokens=16, top_k=top_k, top_p=top_p)):
         if completion.kept is None:
@@ -251,6 +251,59 @@ def test_top_k_and_top_p_restrict_what_is_sampled(model_rig: Rig, top_k: int, to
             better = here[here > here[token]]
             assert len(better) < (top_k if top_k > 0 else VOCAB)
             assert better.sum() < top_p + 1e-5
+
+
+# --- what SGLang records: the experts of each token, and the tokens that top-p and top-k left
+
+
+@pytest.fixture
+def choosing_rig(rigs: Callable[[str], Rig]) -> Rig:
+    return rigs("sglang")
+
+
+@torch.no_grad()
+def forward(rig: Rig, completion: Completion) -> tuple[torch.Tensor, np.ndarray]:
+    """Log-probs before each sampled token, and the experts of all tokens but the last, by transformers."""
+    found, model = [], rig.model_of(rig.engine.version)
+    hooks = [
+        module.register_forward_hook(lambda router, given, out: found.append(out[2]))
+        for module in model.modules()
+        if type(module).__name__.endswith("TopKRouter")
+    ]
+    logits = model(torch.tensor([[*PROMPT, *completion.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+    for hook in hooks:
+        hook.remove()
+    return logits, torch.stack(found, 1)[:-1].numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 7}, {"top_p": 0.9, "top_k": 7, "temperature": 0.8}])
+def test_log_probs_are_those_over_the_tokens_that_were_kept(choosing_rig: Rig, sampling: dict) -> None:
+    for completion in choosing_rig.run(choosing_rig.sample(PROMPT, 3, max_tokens=12, **sampling)):
+        logits, _ = forward(choosing_rig, completion)
+        logits = logits / sampling.get("temperature", 1.0)
+        kept = np.split(completion.kept.ids, completion.kept.counts.cumsum()[:-1])
+        assert len(kept) == len(completion.token_ids) and max(map(len, kept)) < 260
+        for place, ids in enumerate(kept):
+            token = completion.token_ids[place]
+            assert token in ids and len(set(ids.tolist())) == len(ids)
+            among = logits[place][ids.tolist()].log_softmax(-1)
+            expected = among[ids.tolist().index(token)].item()
+            assert completion.logprobs[place] == pytest.approx(expected, abs=1e-4)
+            if "top_k" in sampling:
+                assert len(ids) <= 7
+            else:
+                dropped = 1 - logits[place].softmax(-1)[ids.tolist()].sum()
+                assert dropped <= 0.1 + 1e-4
+
+
+@pytest.mark.slow
+def test_routes_are_the_experts_that_transformers_takes(choosing_rig: Rig) -> None:
+    for completion in choosing_rig.run(choosing_rig.sample(PROMPT, 3, max_tokens=12)):
+        assert completion.kept is None
+        _, experts = forward(choosing_rig, completion)
+        assert completion.routes.shape == (len(PROMPT) + len(completion.token_ids) - 1, 2, 2)
+        assert np.array_equal(np.sort(completion.routes, -1), np.sort(experts, -1))
 
 
 # --- weights
@@ -385,22 +438,13 @@ def test_completion_i_is_seeded_by_seed_plus_i_whatever_runs_beside_it(seeded_ri
 
 
 @pytest.mark.parametrize(
-    ("prompt", "knobs", "named"),
-    [
-        ((), {}, "prompt"),
-        (tuple([1] * MAX_CONTEXT), {}, "max_context"),
-        ((1, VOCAB), {}, str(VOCAB)),
-        (PROMPT, {"max_tokens": 0}, "max_tokens"),
-        (PROMPT, {"top_p": 0.0}, "top_p"),
-        (PROMPT, {"top_k": 0}, "top_k"),
-        (PROMPT, {"temperature": -1.0}, "temperature"),
-    ],
+    ("prompt", "named"), [((), "prompt"), (tuple([1] * MAX_CONTEXT), "max_context"), ((1, VOCAB), str(VOCAB))]
 )
-def test_a_request_that_cannot_be_sampled_is_refused_by_name(
-    seeded_rig: Rig, prompt: tuple[int, ...], knobs: dict, named: str
+def test_a_prompt_that_cannot_be_sampled_is_refused_by_name(
+    seeded_rig: Rig, prompt: tuple[int, ...], named: str
 ) -> None:
     with pytest.raises(EngineError, match=named):
-        seeded_rig.run(seeded_rig.sample(prompt, **knobs))
+        seeded_rig.run(seeded_rig.sample(prompt))
     assert len(seeded_rig.run(seeded_rig.sample(PROMPT, 2, max_tokens=3))) == 2
 
 

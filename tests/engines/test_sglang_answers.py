@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncgrpo.engines.sglang.engine import completion_of, sampling_params
+from asyncgrpo.engines.sglang.engine import MOST_KEPT, completion_of, keeps_some, sampling_params
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import PolicyVersion, Sampling, VersionSpan
 
@@ -62,3 +62,20 @@ def test_numbers_that_cannot_be_are_an_error(logprobs: list[float], reason: dict
 
 def test_a_completion_is_no_longer_than_its_room() -> None:
     assert [sampling_params(Sampling(max_tokens=n), room=30)["max_new_tokens"] for n in (100, 20)] == [30, 20]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "is_kept", "top_k"),
+    [
+        ({}, False, -1),
+        ({"top_p": 0.9}, True, MOST_KEPT),
+        ({"top_k": 50}, True, 50),
+        ({"top_k": 1}, False, 1),
+        ({"top_k": MOST_KEPT}, True, MOST_KEPT),
+        ({"top_k": MOST_KEPT + 1, "top_p": 0.9}, False, MOST_KEPT + 1),
+        ({"top_p": 0.9, "temperature": 0.0}, False, -1),
+    ],
+)
+def test_tokens_are_recorded_where_some_are_left_out(sampling, is_kept, top_k):
+    given = Sampling(**sampling)
+    assert keeps_some(given) == is_kept and sampling_params(given, room=10)["top_k"] == top_k

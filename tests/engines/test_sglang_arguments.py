@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from asyncgrpo.engines.sglang.engine import SGLangEngine
+from asyncgrpo.engines.sglang.engine import SGLangEngine, SGLangOptions
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.publication import NUM_SEQUENCES
@@ -49,7 +49,9 @@ def resolved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolved
             raise EngineError("far enough")
 
         monkeypatch.setattr(processes, "launch", launch)
-        engine = SGLangEngine(str(folder), dtype=torch.bfloat16, max_context=1000, device="cuda", **arguments)
+        engine = SGLangEngine(
+            SGLangOptions(model_path=str(folder), dtype=torch.bfloat16, max_context=1000, device="cuda", **arguments)
+        )
         with pytest.raises(EngineError, match="far enough"):
             asyncio.run(engine.start(PolicyVersion(1, 7)))
         server = ServerArgs(**given)

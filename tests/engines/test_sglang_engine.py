@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from asyncgrpo import scratch
-from asyncgrpo.engines.sglang.engine import SGLangEngine
+from asyncgrpo.engines.sglang.engine import SGLangEngine, SGLangOptions
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import Completion, PolicyVersion, TensorInfo
 from asyncgrpo.weights.publication import NUM_SEQUENCES, CheckSequences
@@ -83,7 +83,7 @@ def test_a_model_that_cannot_be_loaded_is_an_error_and_leaves_no_process(folder:
     (tmp_path / "model.safetensors").write_bytes(b"not tensors")
     before = set(multiprocessing.active_children())
     handler = signal.getsignal(signal.SIGQUIT)
-    engine = SGLangEngine(str(tmp_path), dtype=torch.float32, max_context=64, device="cpu")
+    engine = SGLangEngine(SGLangOptions(model_path=str(tmp_path), dtype=torch.float32, max_context=64, device="cpu"))
     with pytest.raises(EngineError, match=str(tmp_path)):
         asyncio.run(engine.start(PolicyVersion(0, 0)))
     assert set(multiprocessing.active_children()) == before
@@ -98,7 +98,9 @@ def test_what_a_killed_engine_would_leave_bears_our_mark(rig: Rig) -> None:
 
 
 def test_a_context_longer_than_the_model_can_attend_to_is_refused(folder: Path) -> None:
-    engine = SGLangEngine(str(folder), dtype=torch.float32, max_context=MAX_CONTEXT + 1, device="cpu")
+    engine = SGLangEngine(
+        SGLangOptions(model_path=str(folder), dtype=torch.float32, max_context=MAX_CONTEXT + 1, device="cpu")
+    )
     with pytest.raises(EngineError, match=rf"max_context \({MAX_CONTEXT + 1}\)"):
         asyncio.run(engine.start(PolicyVersion(0, 0)))
 

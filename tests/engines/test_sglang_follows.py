@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncgrpo.engines.sglang.engine import SGLangEngine
+from asyncgrpo.engines.sglang.engine import SGLangEngine, SGLangOptions
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.files import disk_tensors
 from asyncgrpo.weights.publication import CheckSequences
@@ -33,7 +33,11 @@ def test_a_tensor_that_the_engine_ignores_is_found_by_its_first_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = make_tiny_qwen3(tmp_path, tie=True)
-    engine = SGLangEngine(str(path), dtype=torch.bfloat16, max_context=MAX_CONTEXT, device="cpu", max_completions=4)
+    engine = SGLangEngine(
+        SGLangOptions(
+            model_path=str(path), dtype=torch.bfloat16, max_context=MAX_CONTEXT, device="cpu", max_completions=4
+        )
+    )
     weights = disk_tensors(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16))
 
     async def load_without() -> None:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from asyncgrpo.data.images import Images
-from asyncgrpo.engines.sglang.engine import SGLangEngine
+from asyncgrpo.engines.sglang.engine import SGLangEngine, SGLangOptions
 from asyncgrpo.errors import RequestError
 from asyncgrpo.types import PolicyVersion, Prompt, Sampling
 from asyncgrpo.weights.files import disk_tensors
@@ -26,7 +26,8 @@ async def test_engine_and_learner_agree_on_prompts_with_images(tmp_path):
     hot = Sampling(max_tokens=40, temperature=1.0)
 
     engine = SGLangEngine(
-        str(path), dtype=torch.float32, max_context=300, device="cpu", max_completions=16, images=images
+        SGLangOptions(model_path=str(path), dtype=torch.float32, max_context=300, device="cpu", max_completions=16),
+        images,
     )
     asked: list[str] = []
     read = images.read

@@ -7,25 +7,26 @@ import pytest
 
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import EnvironmentConfig
-from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
+from asyncgrpo.environments.base import Access, EnvironmentFailed, Task, task_of
 from asyncgrpo.environments.build import build_agent
 from asyncgrpo.environments.chat import Chat, ChatTurn, Gateway
-from asyncgrpo.environments.hosted import AGENT, HostedAgent, check_environment
+from asyncgrpo.environments.hosted import AGENT, Hosted, check_environment
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.types import Score
+from tests.rewards.conftest import prompt
 from tests.runs import wait_until
 
 AGENTS = Path(__file__).with_name("my_agents.py")
 ACCESS = Access(base_url="u", api_key="k", model="m")
 
 
-def hosted(name: str, *, timeout_s: float = 20.0) -> HostedAgent:
+def hosted(name: str, *, timeout_s: float = 20.0) -> Hosted:
     spec = f"{AGENTS}:{name}"
-    return HostedAgent(spec, processes=1, timeout_s=timeout_s, ready=check_environment(AGENT + spec))
+    return Hosted(AGENT + spec, processes=1, timeout_s=timeout_s, ready=check_environment(AGENT + spec))
 
 
 def task(**info) -> Task:
-    return Task(prompt="go", answer=7, info=info)
+    return task_of(prompt(7, text="go", info=info), 11)
 
 
 async def test_an_agent_is_called_by_the_names_it_takes():

@@ -7,18 +7,19 @@ import psutil
 import pytest
 
 from asyncgrpo.config.schema import EnvironmentConfig
-from asyncgrpo.environments.base import EnvironmentFailed, Reply, Task
+from asyncgrpo.environments.base import EnvironmentFailed, Reply, Task, task_of
 from asyncgrpo.environments.build import build_environment
 from asyncgrpo.environments.hosted import Hosted, check_environment
 from asyncgrpo.environments.tools import calculate
 from asyncgrpo.errors import ConfigError
+from tests.rewards.conftest import prompt
 from tests.runs import command_of, wait_until
 
 GAMES = Path(__file__).with_name("games.py")
 
 
 def task(**info) -> Task:
-    return Task(prompt="go", answer=7, source="games", info=info, seed=11)
+    return task_of(prompt(7, text="go", info=info), 11)
 
 
 def said(text: str, role: str = "user") -> tuple[dict[str, str], ...]:
@@ -80,7 +81,7 @@ async def test_guesses_are_answered_until_the_number_is_found():
         await episode.reset()
         assert await episode.step(lost) == Reply(reward=0.0, done=True)
     with pytest.raises(EnvironmentFailed, match="invalid literal"):  # a row that does not fit
-        await environment.episode(Task(prompt="", answer="no number")).reset()
+        await environment.episode(task_of(prompt("no number"), 0)).reset()
     await environment.close()
 
 

@@ -13,12 +13,13 @@ import pytest
 from aiohttp import web
 
 from asyncgrpo.config.schema import EnvironmentConfig
-from asyncgrpo.environments.base import EnvironmentFailed, Reply, Task
+from asyncgrpo.environments.base import EnvironmentFailed, Reply, task_of
 from asyncgrpo.environments.build import build_environment
 from asyncgrpo.environments.openenv import OpenEnv
 from asyncgrpo.errors import ConfigError
+from tests.rewards.conftest import prompt
 
-TASK = Task(prompt="go", info={"number": 7}, seed=3)
+TASK = task_of(prompt(info={"number": 7}), 3)
 
 
 class Server:

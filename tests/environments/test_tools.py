@@ -9,9 +9,10 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import EnvironmentConfig
 from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.data.tokenizer import load_tokenizer, render
-from asyncgrpo.environments.base import Reply, Task
+from asyncgrpo.environments.base import Reply, task_of
 from asyncgrpo.environments.build import build_environment, with_tools
 from asyncgrpo.errors import ConfigError
+from tests.rewards.conftest import prompt
 
 TOOLS = Path(__file__).with_name("my_tools.py")
 SPECS = ("calculator", f"{TOOLS}:lookup", f"{TOOLS}:later")
@@ -24,7 +25,7 @@ def call(name: str, **arguments) -> str:
 async def test_calls_are_answered_in_order_and_a_turn_without_one_is_the_answer():
     environment = build_environment(EnvironmentConfig(tools=SPECS))
     assert not environment.scores and environment.about == "environment tools calculator, lookup, later"
-    episode = environment.episode(Task(prompt="?"))
+    episode = environment.episode(task_of(prompt(), 0))
     assert await episode.reset() == Reply()
     turn = (
         "First" + call("calculator", expression="6*7") + call("lookup", word="cat", times=2) + call("later", word="so")

@@ -13,7 +13,7 @@ import pytest
 
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
 from asyncgrpo.environments.chat import LARGEST_BODY, Gateway
-from asyncgrpo.generators.agents import AgentSampler, Limits
+from asyncgrpo.generators.agents import AgentSampler
 from asyncgrpo.generators.rollout import GroupInFlight, Played, with_common_prompt
 from asyncgrpo.types import Completion, Group, Prompt, Sampling, Score
 from asyncgrpo.wire.codec import check_group, check_lease, pack_group
@@ -48,9 +48,9 @@ class Local:
 
 
 def sampler(engine, agent: Agent, **options: Any) -> AgentSampler:
-    limits = Limits(temperature=1.0, top_p=1.0, max_prompt_tokens=300, max_turns=options.pop("max_turns", 8))
-    gateway = Gateway("tiny")
-    return AgentSampler(engine, Local(agent), gateway, decode, render, go_on, limits=limits, **options)
+    limits = {"temperature": 1.0, "top_p": 1.0, "max_prompt_tokens": 300, "max_turns": 8}
+    parts = {"decode": decode, "continue_": go_on, "open_": render, "gateway": Gateway("tiny")}
+    return AgentSampler(engine=engine, agent=Local(agent), **limits | parts | options)
 
 
 async def play(engine, agent: Agent, *, max_tokens: int = 200, count: int = 1, **options: Any) -> list[Completion]:
@@ -73,7 +73,7 @@ def user(text: str) -> dict[str, str]:
 
 
 async def two_calls(task: Task, access: Access) -> Score:
-    messages: list[Any] = list(task.turns)
+    messages: list[Any] = list(task["messages"])
     async with client(access) as model:
         for question in ("one?", "two?"):
             reply = await model.chat.completions.create(model=access.model, messages=messages)
@@ -119,7 +119,7 @@ async def test_tools_are_in_the_prompt_and_their_calls_in_the_reply():
     found = []
 
     async def agent(task: Task, access: Access) -> Score:
-        messages: list[Any] = [{"role": "system", "content": "be kind"}, *task.turns]
+        messages: list[Any] = [{"role": "system", "content": "be kind"}, *task["messages"]]
         async with client(access) as model:
             for _ in range(2):
                 reply = (await model.chat.completions.create(model="m", messages=messages, tools=TOOLS)).choices[0]
@@ -372,5 +372,5 @@ async def test_an_agent_is_given_the_messages_of_the_row_and_if_it_sends_them_th
     check_lease(pack_group(group)[0], lease, None)
     assert with_common_prompt(group) is group, "as a group without agents"
     (one,) = await play(Scripted("ab", "cd"), agent, system_prompt="be kind")
-    assert tasks[-1].turns == ({"role": "system", "content": "be kind"}, *ROW)
-    assert isinstance(one, Played) and one.opening == render(tasks[-1].turns)
+    assert tasks[-1]["messages"] == [{"role": "system", "content": "be kind"}, *ROW]
+    assert isinstance(one, Played) and one.opening == render(tasks[-1]["messages"])

@@ -190,7 +190,8 @@ def test_a_change_of_weights_takes_time_of_its_own():
 
 
 def test_an_engine_that_hangs_ends_its_generator():
-    with Rig(hang_after_tokens=3) as rig:
+    with Rig(injected_fault=lambda completion, length: "hang") as rig:
+        rig.generator._engine.probe = asyncio.Event().wait  # type: ignore[method-assign]
         rig.hear(Grant(lease=LEASE))
         rig.until(14.0)
         assert not rig.task.done()

@@ -110,7 +110,8 @@ def say(messages, last) -> tuple[int, ...]:
 
 
 def sampler(engine, environment, **options) -> TurnSampler:
-    return TurnSampler(engine, environment, decode, say, **{"max_turns": 8, "scores": True} | options)
+    defaults = {"decode": decode, "continue_": say, "max_turns": 8, "scores": True}
+    return TurnSampler(engine=engine, environment=environment, **defaults | options)
 
 
 PROMPT = Prompt(prompt_id="train/0", token_ids=(1, 2, 3), answer="x")
@@ -161,7 +162,7 @@ async def test_all_completions_of_a_prompt_meet_the_same_task():
     environment = Echo()
     first, second = await play(Scripted("a", "b"), environment, count=2)
     assert (first.index, second.index) == (0, 1)
-    assert environment.tasks[0] == environment.tasks[1] and environment.tasks[0].answer == "x"
+    assert environment.tasks[0] == environment.tasks[1] and environment.tasks[0]["answer"] == "x"
 
 
 @pytest.mark.parametrize("where", ["engine", "environment"])
@@ -260,9 +261,8 @@ async def test_log_probs_and_versions_of_turns_are_those_of_the_model_that_sampl
             return reply
 
     environment.episode = lambda task: (environment.tasks.append(task), Swapping(environment))[1]
-    turns = TurnSampler(
-        engine, environment, decoder(tokenizer, keep_special=False), continuation(tokenizer), max_turns=8, scores=True
-    ).of(PROMPT)
+    decode = decoder(tokenizer, keep_special=False)
+    turns = sampler(engine, environment, decode=decode, continue_=continuation(tokenizer)).of(PROMPT)
     stops = (tokenizer.eos_token_id, *range(48, 53))
     sampling = Sampling(max_tokens=120, stop_token_ids=stops)
     try:

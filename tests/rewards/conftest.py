@@ -8,6 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncgrpo.rewards.pool import PoolReward
+from asyncgrpo.rewards.user import LOAD
 from asyncgrpo.types import Prompt
 
 
@@ -28,6 +30,14 @@ def reward_file(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+BEHAVIOURS = str(Path(__file__).with_name("behaviours.py"))
+
+
+def behaving(spec: str = BEHAVIOURS, *, timeout_s: float, workers: int) -> PoolReward:
+    """The reward of `behaviours.py`, or of another file."""
+    return PoolReward(LOAD, {"spec": spec}, what=spec, workers=workers, timeout_s=timeout_s)
 
 
 def prompt(answer: Any = "42", source: str = "math_reasoning", **rest: Any) -> Prompt:

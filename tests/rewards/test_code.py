@@ -24,7 +24,7 @@ class Fake:
 
 async def score(does, ground_truth, text="code", **settings) -> tuple[Score, list[Program]]:
     runner = Fake(does)
-    return await score_code(text, ground_truth, runner, RewardConfig(**settings)), runner.programs
+    return await score_code(text, ground_truth, runner.run, RewardConfig(**settings)), runner.programs
 
 
 @pytest.mark.parametrize(

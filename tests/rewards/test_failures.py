@@ -9,24 +9,22 @@ import pytest
 import pytest_asyncio
 
 from asyncgrpo.rewards.base import score_one
-from asyncgrpo.rewards.user import UserReward
-from tests.rewards.conftest import prompt
+from tests.rewards.conftest import BEHAVIOURS, behaving, prompt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-BEHAVIOURS = str(Path(__file__).with_name("behaviours.py"))
 LINE_THAT_RAISES = Path(BEHAVIOURS).read_text().splitlines().index('    raise KeyError("no such column")') + 1
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def reward():
-    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
+    reward = behaving(timeout_s=30, workers=1)
     yield reward
     await reward.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def hasty():
-    reward = UserReward(BEHAVIOURS, timeout_s=0.5, workers=1)
+    reward = behaving(timeout_s=0.5, workers=1)
     yield reward
     await reward.close()
 
@@ -91,7 +89,7 @@ async def test_a_hang_is_killed_and_named(hasty, behaviour):
 
 
 async def test_a_late_call_leaves_its_stack_in_the_log(capfd):
-    reward = UserReward(BEHAVIOURS, timeout_s=0.5, workers=1)
+    reward = behaving(timeout_s=0.5, workers=1)
     assert (await score_one(reward, prompt(), "hang_in_c")).failure == "timeout"
     assert "behaviours.py" in capfd.readouterr().err
     await reward.close()

@@ -12,22 +12,19 @@ import psutil
 import pytest
 
 from asyncgrpo.rewards.base import score_one
-from asyncgrpo.rewards.pool import Call, Pool
-from asyncgrpo.rewards.user import UserReward
-from tests.rewards.conftest import prompt, workers_of
+from asyncgrpo.rewards.pool import Call, PoolReward
+from tests.rewards.conftest import behaving, prompt, workers_of
 from tests.runs import wait_until
 
-BEHAVIOURS = str(Path(__file__).with_name("behaviours.py"))
 
-
-async def pid_of_worker(reward: UserReward) -> int:
+async def pid_of_worker(reward: PoolReward) -> int:
     score = await score_one(reward, prompt(), "pid")
     assert score.value is not None
     return int(score.value)
 
 
 async def test_workers_start_when_calls_need_them_and_every_call_is_answered():
-    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=2)
+    reward = behaving(timeout_s=30, workers=2)
     assert workers_of() == []
     for _ in range(3):
         await score_one(reward, prompt(), "one")
@@ -41,7 +38,7 @@ async def test_workers_start_when_calls_need_them_and_every_call_is_answered():
 
 @pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.slow)])
 async def test_crashed_workers_leave_no_process_and_no_open_file(times):
-    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
+    reward = behaving(timeout_s=30, workers=1)
     files = []
     for _ in range(times):
         assert (await score_one(reward, prompt(), "exits")).failure == "crash"
@@ -52,16 +49,16 @@ async def test_crashed_workers_leave_no_process_and_no_open_file(times):
 
 
 async def test_a_worker_that_dies_between_calls_costs_no_score():
-    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
+    reward = behaving(timeout_s=30, workers=1)
     first = await pid_of_worker(reward)
-    (guest,) = reward.pool._idle
+    (guest,) = reward._idle
     os.kill(first, signal.SIGKILL)
     wait_until(lambda: guest.has_ended, "its end", 30.0)  # of which asyncio hears once this test awaits
     assert await pid_of_worker(reward) != first
     await reward.close()
 
 
-async def held_by(reward: UserReward, held: Path) -> asyncio.Task:
+async def held_by(reward: PoolReward, held: Path) -> asyncio.Task:
     """A call that has begun and runs until the file is gone."""
     running = asyncio.create_task(score_one(reward, prompt(), f"until {held}"))
     while not held.exists():
@@ -71,7 +68,7 @@ async def held_by(reward: UserReward, held: Path) -> asyncio.Task:
 
 @pytest.mark.parametrize("has_begun", [False, True], ids=["not begun", "begun"])
 async def test_a_cancelled_caller_leaves_the_pool_usable(has_begun, tmp_path):
-    reward, held = UserReward(BEHAVIOURS, timeout_s=30, workers=1), tmp_path / "held"
+    reward, held = behaving(timeout_s=30, workers=1), tmp_path / "held"
     worker = await pid_of_worker(reward)
     running = await held_by(reward, held)
     waiting = asyncio.create_task(score_one(reward, prompt(), "exits"))
@@ -87,12 +84,12 @@ async def test_a_cancelled_caller_leaves_the_pool_usable(has_begun, tmp_path):
     await reward.close()
 
 
-def together(reward: UserReward, *texts: str) -> list[asyncio.Task]:
+def together(reward: PoolReward, *texts: str) -> list[asyncio.Task]:
     return [asyncio.create_task(score_one(reward, prompt(), text)) for text in texts]
 
 
 async def test_close_ends_calls_that_run_and_calls_that_wait():
-    reward = UserReward(BEHAVIOURS, timeout_s=1000, workers=1)
+    reward = behaving(timeout_s=1000, workers=1)
     await score_one(reward, prompt(), "one")
     calls = together(reward, *["hang"] * 3)
     await asyncio.sleep(0.05)
@@ -104,7 +101,7 @@ async def test_close_ends_calls_that_run_and_calls_that_wait():
 
 
 async def test_close_while_a_worker_starts_leaves_nothing():
-    reward = UserReward(BEHAVIOURS, timeout_s=30, workers=1)
+    reward = behaving(timeout_s=30, workers=1)
     call = asyncio.create_task(score_one(reward, prompt(), "one"))
     while not workers_of():
         await asyncio.sleep(0.001)
@@ -114,15 +111,14 @@ async def test_close_while_a_worker_starts_leaves_nothing():
 
 
 async def test_a_start_does_not_count_against_the_deadline(reward_file):
-    reward = UserReward(
-        reward_file("import time; time.sleep(1)\ndef compute_score(answer): return 1.0"), timeout_s=0.5, workers=1
-    )
+    path = reward_file("import time; time.sleep(1)\ndef compute_score(answer): return 1.0")
+    reward = behaving(path, timeout_s=0.5, workers=1)
     assert (await score_one(reward, prompt(), "")).value == 1.0
     await reward.close()
 
 
 async def test_a_worker_that_cannot_start_any_more_is_a_named_failure():
-    pool = Pool("asyncgrpo.no_such_module:load", workers=1, timeout_s=1)
+    pool = PoolReward("asyncgrpo.no_such_module:load", workers=1, timeout_s=1)
     (score,) = await pool.call(Call(data_source="", completions=("",), ground_truth=""))
     assert score.failure == "crash"
     assert "no_such_module" in score.detail
@@ -130,16 +126,15 @@ async def test_a_worker_that_cannot_start_any_more_is_a_named_failure():
 
 
 def test_no_worker_survives_the_kill_of_its_parent():
-    parent_code = textwrap.dedent(f"""
+    parent_code = textwrap.dedent("""
         import asyncio
         from asyncgrpo.rewards.base import score_one
-        from asyncgrpo.rewards.user import UserReward
-        from tests.rewards.conftest import prompt
+        from tests.rewards.conftest import behaving, prompt
 
         async def main():
-            reward = UserReward({BEHAVIOURS!r}, timeout_s=1000, workers=2)
+            reward = behaving(timeout_s=1000, workers=2)
             hang = asyncio.gather(score_one(reward, prompt(), "hang_deaf"), score_one(reward, prompt(), "slow"))
-            reward_started = UserReward({BEHAVIOURS!r}, timeout_s=1000, workers=1)
+            reward_started = behaving(timeout_s=1000, workers=1)
             await score_one(reward_started, prompt(), "one")
             print("started", flush=True)
             await hang

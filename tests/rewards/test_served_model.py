@@ -70,7 +70,7 @@ async def test_a_reply_without_scores_is_a_named_failure_of_the_group(server, tm
 
 
 def test_a_url_without_a_tokenizer_is_refused_in_one_sentence(tmp_path):
-    for path, said in ((None, "reward.model.url is set, and reward.model.path is not"), (tmp_path, "has no tokenizer")):
+    for path, said in ((None, "reward.model.url is set, and reward.model.path is not"), (tmp_path, "cannot be loaded")):
         with pytest.raises(RewardError, match=said):
             build_reward(
                 RewardConfig(function="model", model=RewardModelConfig(path=path and str(path), url="http://x"))

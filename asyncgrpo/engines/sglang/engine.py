@@ -21,8 +21,9 @@ import threading
 import time
 import warnings
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -49,6 +50,33 @@ class SGLangRequest(Request):
         self.is_aborted = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class SGLangOptions:
+    """Settings of an engine."""
+
+    model_path: str
+    """Folder in Hugging Face's format, or its hub id."""
+    dtype: torch.dtype
+    """Of weights, keys and values."""
+    max_context: int
+    """Longest prompt plus completion, tokens; a completion that reaches it ends with "length"."""
+    device: Literal["cuda", "cpu"]
+    tensor_parallel: int = 1
+    """GPUs of this engine."""
+    max_completions: int = 256
+    """Completions that run at once. SGLang gets a few more places, so that `score` never waits."""
+    memory_fraction: float = 0.85
+    """Share of GPU memory for weights and cache."""
+    prefix_cache: bool = True
+    """True: completions share the keys and values of common prefixes, never across policy versions."""
+    random_seed: int = 0
+    """Seed of SGLang's sampling; equal seeds and equal requests in equal batches give equal tokens."""
+    records_routes: bool = False
+    """True: completions have the experts of each token."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of `sglang.Engine`, which override all others."""
+
+
 class SGLangEngine(EngineBase[SGLangRequest]):
     """A model in SGLang's processes, see `base.Engine` for the methods.
 
@@ -58,45 +86,13 @@ class SGLangEngine(EngineBase[SGLangRequest]):
 
     request_type = SGLangRequest
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        dtype: torch.dtype,
-        max_context: int,
-        device: str = "auto",
-        tensor_parallel: int = 1,
-        max_completions: int = 256,
-        memory_fraction: float = 0.85,
-        prefix_cache: bool = True,
-        random_seed: int = 0,
-        records_routes: bool = False,
-        images: Images | None = None,
-        extra: dict[str, Any] | None = None,
-    ):
+    def __init__(self, options: SGLangOptions, images: Images | None = None):
         """
         Args:
-            model_path: folder in Hugging Face's format, or its hub id.
-            dtype: dtype of weights, keys and values.
-            max_context: longest prompt plus completion, tokens; a completion that reaches it ends with "length".
-            device: "cuda", "cpu", or "auto": cuda if there is a GPU.
-            tensor_parallel: GPUs of this engine.
-            max_completions: completions that run at once. SGLang gets a few more places, so that `score` never waits.
-            memory_fraction: share of GPU memory for weights and cache.
-            prefix_cache: completions share the keys and values of common prefixes, never across policy versions.
-            random_seed: seed of SGLang's sampling; equal seeds and equal requests in equal batches give equal tokens.
-            records_routes: completions have the experts of each token.
             images: of the run, if the model reads any.
-            extra: further arguments of `sglang.Engine`, which override all others.
         """
         super().__init__()
-        self.model_path, self.dtype, self.max_context = model_path, dtype, max_context
-        self.device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-        self.tensor_parallel = tensor_parallel
-        self.max_completions = max_completions
-        self.memory_fraction, self.prefix_cache = memory_fraction, prefix_cache
-        self.random_seed, self.records_routes, self.images = random_seed, records_routes, images
-        self.extra = extra or {}
+        self.options, self.images, self.max_context = options, images, options.max_context
         self._serial = itertools.count()
         self._engine: Any = None
         self._proof: Proof | None = None
@@ -112,7 +108,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         """Start SGLang. Blocks the event loop until the model is loaded: its processes must be children of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise EngineError("the sglang engine must be started from the main thread of its process")
-        if self.device == "cpu":
+        if self.options.device == "cpu":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores make it ten times slower
         self._former_handler = signal.getsignal(signal.SIGQUIT)
@@ -120,25 +116,16 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             with kept():
                 from asyncgrpo.engines.sglang import processes
 
-                own = processes.arguments(
-                    self.model_path,
-                    dtype=self.dtype,
-                    max_context=self.max_context,
-                    device=self.device,
-                    tensor_parallel=self.tensor_parallel,
-                    max_completions=self.max_completions,
-                    memory_fraction=self.memory_fraction,
-                )
-                switches = {"disable_radix_cache": not self.prefix_cache, "random_seed": self.random_seed}
-                if self.records_routes:
-                    switches["enable_return_routed_experts"] = True
-                self._engine = processes.launch(weight_version=str(version), **own | switches | self.extra)
+                own = processes.arguments(self.options)
+                self._engine = processes.launch(weight_version=str(version), **own | self.options.extra)
         except Exception as error:
-            raise EngineError(f"SGLang cannot start with the model {self.model_path}: {error}") from error
+            raise EngineError(f"SGLang cannot start with the model {self.options.model_path}: {error}") from error
         self._connect()
         self.vocab_size = self._manager.model_config.vocab_size
         text = self._manager.model_config.hf_text_config
-        self._routes_shape = (-1, text.num_hidden_layers, text.num_experts_per_tok) if self.records_routes else None
+        self._routes_shape = (
+            (-1, text.num_hidden_layers, text.num_experts_per_tok) if self.options.records_routes else None
+        )
         self._started(version)
         # Imported objects stay; without this every full garbage collection would traverse them.
         await self._manager.freeze_gc()
@@ -179,45 +166,55 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         return await self._reply(self._score(sequences, start))
 
     async def _score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        manager = self._manager
         await self._may_submit.wait()
-        call = GenerateReqInput(
+        outputs = await self._send(
             rid=[f"{next(self._serial):010d}-score-{index}" for index in range(len(sequences))],
             input_ids=[list(tokens) for tokens in sequences],
             sampling_params={"max_new_tokens": 1, "temperature": 1.0},
-            return_logprob=True,
             logprob_start_len=start - 1,  # the first one has no log-prob
-            extra_key=self._prefix_keys(len(sequences)),
         )
-        call.normalize_batch_and_arguments()
-        manager._init_req_state(call)
-        await manager._send_batch_request(await manager._batch_tokenize_and_process(len(sequences), call))
 
-        async def logprobs(index: int) -> list[float]:
-            output = await anext(manager._wait_one_response(call[index]))
-            return [entry[0] for entry in output["meta_info"]["input_token_logprobs"][1:]]
+        async def logprobs(output: AsyncIterator[dict[str, Any]]) -> list[float]:
+            return [entry[0] for entry in (await anext(output))["meta_info"]["input_token_logprobs"][1:]]
 
         # Concurrently, because SGLang drops a finished request even if its result was not awaited yet.
-        return list(itertools.chain(*await asyncio.gather(*map(logprobs, range(len(sequences))))))
+        return list(itertools.chain(*await asyncio.gather(*map(logprobs, outputs))))
 
-    def _prefix_keys(self, count: int) -> list[str] | None:
-        """Return the cache keys of `count` requests: equal keys share the keys and values of common prefixes."""
-        return [str(self._version)] * count if self.prefix_cache else None
+    async def _send(self, seen: Any = None, **fields: Any) -> list[AsyncIterator[dict[str, Any]]]:
+        """Send requests to the scheduler in one message, which is much cheaper than one each. Return the output of each.
+
+        It awaits nothing that blocks before the message is sent, so the version is still right then.
+
+        Args:
+            seen: of `_seen`.
+            fields: of SGLang's `GenerateReqInput`.
+        """
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        manager, count = self._manager, len(fields["rid"])
+        # Equal keys share the keys and values of common prefixes.
+        keys = [str(self._version)] * count if self.options.prefix_cache else None
+        call = GenerateReqInput(return_logprob=True, extra_key=keys, **fields)
+        call.normalize_batch_and_arguments()
+        manager._init_req_state(call)
+        sent = await manager._batch_tokenize_and_process(count, call)
+        for one in sent:
+            one.mm_inputs = seen
+        await manager._send_batch_request(sent)
+        return [manager._wait_one_response(call[index]) for index in range(count)]
 
     def occupancy(self) -> EngineOccupancy:
         """Return the load that the scheduler wrote to shared memory last: after every few batches, and when idle."""
         written = self._manager.load_snapshot_reader.read(0)
         if written is None:
-            return EngineOccupancy(0, 0, self.max_completions, 0.0)
+            return EngineOccupancy(0, 0, self.options.max_completions, 0.0)
         # It is written every few steps, so the step in progress lasts at least that fraction of the snapshot's age.
         age_s = (time.time() - written.timestamp) * (written.num_running_reqs > 0)
         steps, _, step_us, *_ = written.decode_moments or (0.0, 0.0, 0.0)
         return EngineOccupancy(
             written.num_running_reqs,
             written.num_waiting_reqs,
-            min(written.max_running_requests, self.max_completions),
+            min(written.max_running_requests, self.options.max_completions),
             written.token_usage,
             steps=steps,
             step_s=step_us / 1e6,
@@ -263,39 +260,27 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         self._spawn(request, self._submit(request))
 
     async def _submit(self, request: SGLangRequest) -> None:
-        """Send all completions of a request to the scheduler in one message, which is much cheaper than one each."""
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
-        manager = self._manager
+        """Send all completions of a request, and deliver each when it is complete."""
         seen = await self._seen(request) if request.images else None
         await self._may_submit.wait()
         if request.is_aborted:
             for completion in request.pending:
                 completion.complete([], [], "abort")
             return
-        # No await blocks from here until the message is sent, so the version is still right then. SGLang's abort ends
-        # every request whose id starts with the given one; a prefix of fixed width keeps ids distinct.
-        num_completions = len(request.pending)
-        is_filtered = keeps_some(request.sampling)
-        call = GenerateReqInput(
-            rid=[f"{next(self._serial):010d}-{request.request_id}-{index}" for index in range(num_completions)],
+        num_completions, is_filtered = len(request.pending), keeps_some(request.sampling)
+        # SGLang's abort ends every request whose id starts with the given one; a prefix of fixed width keeps ids distinct.
+        request.rids = [f"{next(self._serial):010d}-{request.request_id}-{index}" for index in range(num_completions)]
+        outputs = await self._send(
+            seen,
+            rid=request.rids,
             input_ids=[list(request.prompt)] * num_completions,
             sampling_params=sampling_params(request.sampling, room=self.max_context - len(request.prompt)),
-            return_logprob=True,
             return_sampling_mask=is_filtered,
             sampling_logprobs_mode="selected" if is_filtered else None,
-            return_routed_experts=self.records_routes,
-            extra_key=self._prefix_keys(num_completions),
+            return_routed_experts=self.options.records_routes,
         )
-        call.normalize_batch_and_arguments()
-        manager._init_req_state(call)
-        request.rids = call.rid
-        sent = await manager._batch_tokenize_and_process(num_completions, call)
-        for one in sent:
-            one.mm_inputs = seen
-        await manager._send_batch_request(sent)
-        for index in range(num_completions):
-            self._spawn(request, self._receive(request, index, manager._wait_one_response(call[index])))
+        for index, output in enumerate(outputs):
+            self._spawn(request, self._receive(request, index, output))
 
     async def _seen(self, request: SGLangRequest) -> Any:
         """Return the images of a request as SGLang sends them to a scheduler.
@@ -370,7 +355,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
             self._may_submit.clear()
             try:
                 await replace_weights(
-                    self._manager, given, str(version), keep_kv=keep_kv, num_schedulers=self.tensor_parallel
+                    self._manager, given, str(version), keep_kv=keep_kv, num_schedulers=self.options.tensor_parallel
                 )
                 self._version = version
             finally:

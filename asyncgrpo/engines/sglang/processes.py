@@ -17,7 +17,7 @@ import tempfile
 import uuid
 from collections.abc import Collection
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -52,6 +52,9 @@ with importing():  # also in the scheduler's process, which imports this module 
     from transformers import AutoConfig, PretrainedConfig
 
     from asyncgrpo.engines.sglang.weights import Mapped
+
+if TYPE_CHECKING:
+    from asyncgrpo.engines.sglang.engine import SGLangOptions
 
 CONTEXT_RESERVE = 7
 """Tokens by which SGLang's context must exceed the longest prompt plus completion: SGLang reserves them."""
@@ -252,47 +255,43 @@ def kill(pids: Collection[int | None]) -> None:
     psutil.wait_procs(processes, timeout=60)
 
 
-def arguments(
-    model_path: str,
-    *,
-    dtype: torch.dtype,
-    max_context: int,
-    device: str,
-    tensor_parallel: int,
-    max_completions: int,
-    memory_fraction: float,
-) -> dict[str, Any]:
-    """Convert the arguments of `SGLangEngine` to those of SGLang's engine.
+def arguments(options: "SGLangOptions") -> dict[str, Any]:
+    """Convert the settings of an engine to the arguments of SGLang's engine, without `extra`.
 
     Raises:
         EngineError: the model cannot attend to `max_context` tokens.
     """
-    config = AutoConfig.from_pretrained(model_path).get_text_config()
-    context = max_context + CONTEXT_RESERVE
+    config = AutoConfig.from_pretrained(options.model_path).get_text_config()
+    context = options.max_context + CONTEXT_RESERVE
     limit = get_context_length(config)
-    if max_context > limit:
-        raise EngineError(f"max_context ({max_context}) is above the {limit} tokens that the model can attend to")
+    if options.max_context > limit:
+        raise EngineError(
+            f"max_context ({options.max_context}) is above the {limit} tokens that the model can attend to"
+        )
     if context > limit:  # the reserve is never attended to
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     common = {
-        "model_path": model_path,
-        "device": device,
-        "dtype": str(dtype).removeprefix("torch."),
+        "model_path": options.model_path,
+        "device": options.device,
+        "dtype": str(options.dtype).removeprefix("torch."),
         "context_length": context,
-        "max_running_requests": max_completions + NUM_SEQUENCES,  # so that a check never waits for a completion
-        "tp_size": tensor_parallel,
+        "max_running_requests": options.max_completions + NUM_SEQUENCES,  # so that a check never waits for a completion
+        "tp_size": options.tensor_parallel,
         "skip_tokenizer_init": True,
         "log_level": "error",
+        "disable_radix_cache": not options.prefix_cache,
+        "random_seed": options.random_seed,
+        "enable_return_routed_experts": options.records_routes,
     }
-    if device != "cpu":
+    if options.device != "cpu":
         # Logits are float32 sums of the head's products, as in the learner; SGLang would round them to `dtype` first.
-        return common | {"mem_fraction_static": memory_fraction, "enable_fp32_lm_head": True}
-    room = CACHE_BYTES_ON_CPU // _cache_bytes_per_token(config, dtype)
+        return common | {"mem_fraction_static": options.memory_fraction, "enable_fp32_lm_head": True}
+    room = CACHE_BYTES_ON_CPU // _cache_bytes_per_token(config, options.dtype)
     return common | {
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "sleep_on_idle": True,
-        "max_total_tokens": max(context, min(max_completions * context + NUM_SEQUENCES * LENGTH, room)),
+        "max_total_tokens": max(context, min(options.max_completions * context + NUM_SEQUENCES * LENGTH, room)),
     }
 
 

@@ -9,41 +9,34 @@ import urllib.request
 from collections.abc import Callable
 
 from asyncgrpo.engines.sglang import processes
+from asyncgrpo.engines.sglang.engine import SGLangOptions
 from asyncgrpo.errors import EngineError
 from asyncgrpo.host import importing
 
 with importing():
-    import torch
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
 
 
 def serve(
-    model_path: str,
-    *,
+    options: SGLangOptions,
     address: tuple[str, int],
     key: str,
-    dtype: torch.dtype,
-    max_context: int,
-    gpus: int,
-    max_requests: int,
-    memory_fraction: float,
     on_health: Callable[[], None],
+    *,
     probe_every_s: float,
 ) -> None:
     """Serve a model until a process of the server ends. Call it from the main thread; it may kill this process.
 
     Args:
         address: host and port to listen at.
-        key: the bearer token that requests must send.
-        gpus: of this server; 0: it runs on the CPU.
-        max_requests: sequences that are computed at once.
-        on_health: called in a thread after each proof that the model replies, the first one included.
+        key: bearer token that requests must send.
+        on_health: called in a thread after each proof that the model replies.
     Raises:
         EngineError: the server cannot start.
     """
     host, port = address
-    if not gpus:
+    if options.device == "cpu":
         os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -57,17 +50,8 @@ def serve(
     def begin() -> None:
         threading.Thread(target=probe, name="health", daemon=True).start()
 
-    own = processes.arguments(
-        model_path,
-        dtype=dtype,
-        max_context=max_context,
-        device="cuda" if gpus else "cpu",
-        tensor_parallel=max(1, gpus),
-        max_completions=max_requests,
-        memory_fraction=memory_fraction,
-    )
     try:
-        arguments = ServerArgs(**own, host=host, port=port, api_key=key)
-        launch_server(arguments, run_scheduler_process_func=processes.run_scheduler, launch_callback=begin)
+        own = processes.arguments(options) | {"host": host, "port": port, "api_key": key} | options.extra
+        launch_server(ServerArgs(**own), run_scheduler_process_func=processes.run_scheduler, launch_callback=begin)
     except Exception as error:
-        raise EngineError(f"SGLang cannot serve the model {model_path}: {error}") from error
+        raise EngineError(f"SGLang cannot serve the model {options.model_path}: {error}") from error

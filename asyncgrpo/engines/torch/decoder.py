@@ -170,10 +170,6 @@ class Decoder:
         return len(self._running)
 
     @property
-    def num_free(self) -> int:
-        return self.max_completions - len(self._running)
-
-    @property
     def kv_use(self) -> float:
         """Share of the cache's positions that hold keys and values of running completions."""
         held = (

@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncgrpo.engines.base import EngineBase, EngineOccupancy, PendingCompletion, Request, check_request
+from asyncgrpo.engines.base import EngineBase, EngineOccupancy, PendingCompletion, Request
 from asyncgrpo.engines.torch import decoder
 from asyncgrpo.engines.torch.decoder import Decoder
 from asyncgrpo.errors import EngineError
@@ -93,10 +93,8 @@ class TorchEngine(EngineBase[Request]):
         return self._decoder.score(sequences, start)
 
     def occupancy(self) -> EngineOccupancy:
-        waiting = sum(map(len, self._waiting))
-        if self._decoder is None:
-            return EngineOccupancy(0, waiting, self.max_completions, 0.0)
-        use = self._decoder
+        assert self._decoder is not None
+        waiting, use = sum(map(len, self._waiting)), self._decoder
         return EngineOccupancy(
             use.num_running, waiting, self.max_completions, use.kv_use, steps=self._steps, step_s=self._step_s
         )
@@ -130,7 +128,7 @@ class TorchEngine(EngineBase[Request]):
             await asyncio.sleep(0)
 
     def _admit(self, decoder: Decoder) -> None:
-        room = decoder.num_free
+        room = self.max_completions - decoder.num_running
         batches = []
         while self._waiting and len(self._waiting[0]) <= room:
             batches.append(self._waiting.popleft())
@@ -202,7 +200,6 @@ def _places(model: PreTrainedModel) -> dict[str, Tensor]:
 def _try_out(decoder: Decoder) -> None:
     """Sample one token, which allocates the cache and reveals at the start a model that cannot run."""
     request = Request("start", (0, 0), 1, Sampling(max_tokens=1), seed=0)
-    check_request(request, vocab_size=decoder.vocab_size, max_context=decoder.max_context)
     decoder.admit([request.pending], PolicyVersion(0, 0))
     decoder.step()
 
