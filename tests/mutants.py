@@ -140,9 +140,9 @@ MUTANTS: dict[str, Mutant] = {
         "algorithms/test_advantages.py::test_every_estimator_follows_its_formula",
     ),
     "whitening pushes groups without signal": Mutant(
-        "algorithms.advantages:reinforce_plus_plus_baseline",
-        "_of_trained(scores, standardised(centred, weights, eps=eps))",
-        "standardised(centred, weights, eps=eps)",
+        "algorithms.advantages:_of_trained",
+        "scores.trains",
+        "scores.scored",
         "algorithms/test_advantages.py::test_whitening_is_over_tokens_and_leaves_groups_without_signal_at_zero",
     ),
     "two that share the best reward are both trained": Mutant(

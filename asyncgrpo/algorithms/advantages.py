@@ -17,8 +17,8 @@ Returns [S] float64 without gradient. In formulas, `mean`, `std` (n - 1 in the d
 completions of the group.
 """
 
-import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Literal, NamedTuple
 
 import torch
@@ -176,7 +176,7 @@ def signal_of(scores: Tensor, group_ids: Tensor, teaches: Tensor, *, success: fl
 # -- estimators --------------------------------------------------------------------------------------------------------
 
 
-class _Scores(NamedTuple):
+class Scores(NamedTuple):
     """Terms of the formulas, [S] each, float64 except for the two bools."""
 
     groups: Groups
@@ -189,23 +189,53 @@ class _Scores(NamedTuple):
     num_scored: Tensor
     """Scored completions of the group, n."""
     mean: Tensor
+    tokens: Tensor
+    """Trained tokens of each scored completion, else 0."""
 
 
-def _scores(rewards: Tensor, group_ids: Tensor) -> _Scores:
+ESTIMATORS: dict[str, Callable[..., Tensor]] = {}
+"""Estimators by name, with the constants of their papers: `ESTIMATORS["grpo"](rewards, group_ids)`. All accept `lengths` and
+`baseline_rewards`."""
+
+
+def estimator(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Register a formula of `Scores`. It runs without gradient, and counts where a group has a signal."""
+
+    @wraps(formula)
+    @torch.no_grad()
+    def of_rewards(
+        rewards: Tensor,
+        group_ids: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        baseline_rewards: Tensor | None = None,
+    ) -> Tensor:
+        scores = _scores(rewards, group_ids, torch.ones_like(rewards) if lengths is None else lengths)
+        return _of_trained(scores, formula(scores))
+
+    ESTIMATORS[formula.__name__] = of_rewards
+    return of_rewards
+
+
+def _scores(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Scores:
     rewards, groups = rewards.to(torch.float64), Groups(group_ids)
     scored = ~rewards.isnan()
-    known = torch.where(scored, rewards, 0.0)
+    known, tokens = torch.where(scored, rewards, 0.0), torch.where(scored, lengths.to(torch.float64), 0.0)
     num_scored = groups.sum(scored.to(torch.float64))
     mean = groups.sum(known) / num_scored
-    return _Scores(groups, known, scored, scored & has_signal(rewards, groups), num_scored, mean)
+    return Scores(groups, known, scored, scored & has_signal(rewards, groups), num_scored, mean, tokens)
 
 
-def _of_trained(scores: _Scores, values: Tensor) -> Tensor:
+EPS = 1e-6
+"""Added to a standard deviation, as in verl."""
+
+
+def _of_trained(scores: Scores, values: Tensor) -> Tensor:
     """Return values where a group has a signal, else 0."""
     return torch.where(scores.trains, values, 0.0)
 
 
-def _group_std(scores: _Scores) -> Tensor:
+def _group_std(scores: Scores) -> Tensor:
     deviations = torch.where(scores.scored, scores.rewards - scores.mean, 0.0)
     peak = scores.groups.max(deviations.abs()).clamp(min=1.0)  # as `_peak`, of each group
     return peak * (scores.groups.sum((deviations / peak).square()) / (scores.num_scored - 1)).sqrt()
@@ -217,137 +247,129 @@ def groups_with_signal(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return has_signal(rewards.to(torch.float64), Groups(group_ids))
 
 
-@torch.no_grad()
-def grpo(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """A = (R - mean) / (std + eps). Source: GRPO, arXiv:2402.03300; n - 1 and eps as in verl."""
-    scores = _scores(rewards, group_ids)
-    return _of_trained(scores, (scores.rewards - scores.mean) / (_group_std(scores) + eps))
+@estimator
+def grpo(scores: Scores) -> Tensor:
+    """A = (R - mean) / (std + EPS). Source: GRPO, arXiv:2402.03300; n - 1 and eps as in verl."""
+    return (scores.rewards - scores.mean) / (_group_std(scores) + EPS)
 
 
-@torch.no_grad()
-def dr_grpo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+@estimator
+def dr_grpo(scores: Scores) -> Tensor:
     """A = R - mean. Source: Dr. GRPO, arXiv:2503.20783."""
-    scores = _scores(rewards, group_ids)
-    return _of_trained(scores, scores.rewards - scores.mean)
+    return scores.rewards - scores.mean
 
 
-@torch.no_grad()
-def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
+@estimator
+def rloo(scores: Scores) -> Tensor:
     """A = R - mean of the others = n / (n - 1) (R - mean). Source: RLOO, arXiv:2402.14740."""
-    scores = _scores(rewards, group_ids)
     others = scores.groups.sum(scores.rewards) - scores.rewards
-    return _of_trained(scores, scores.rewards - others / (scores.num_scored - 1))
+    return scores.rewards - others / (scores.num_scored - 1)
 
 
-@torch.no_grad()
-def lite(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """A = (R - mean) / (std of the batch + eps), over all scored completions of the batch, singletons included.
+@estimator
+def lite(scores: Scores) -> Tensor:
+    """A = (R - mean) / (std of the batch + EPS), over all scored completions of the batch, singletons included.
 
     Source: Lite PPO in "Tricks or Traps", arXiv:2508.08221.
     """
-    scores = _scores(rewards, group_ids)
     batch_size = scores.scored.sum().to(torch.float64)
     deviations = torch.where(scores.scored, scores.rewards - scores.rewards.sum() / batch_size, 0.0)
     peak = _peak(deviations)
     std = peak * ((deviations / peak).square().sum() / (batch_size - 1)).sqrt()
-    return _of_trained(scores, (scores.rewards - scores.mean) / (std + eps))
+    return (scores.rewards - scores.mean) / (std + EPS)
 
 
-@torch.no_grad()
-def max_rl(rewards: Tensor, group_ids: Tensor) -> Tensor:
+@estimator
+def max_rl(scores: Scores) -> Tensor:
     """A = (R - mean) / mean, and 0 where mean <= 0: hard prompts get a larger weight.
 
     For rewards >= 0 only, because the mean of mixed signs can be close to 0.
 
     Source: MaxRL, arXiv:2602.02710; the rule for mean <= 0 as in prime-rl.
     """
-    scores = _scores(rewards, group_ids)
     positive = torch.where(scores.mean > 0, scores.mean, torch.inf)
-    return _of_trained(scores, (scores.rewards - scores.mean) / positive)
+    return (scores.rewards - scores.mean) / positive
 
 
-@torch.no_grad()
-def opo(rewards: Tensor, group_ids: Tensor, lengths: Tensor) -> Tensor:
+@estimator
+def opo(scores: Scores) -> Tensor:
     """A = R - Σ length R / Σ length over the group; 0 if all scored completions of the group are empty.
 
     Source: OPO, arXiv:2505.23585: the minimum-variance baseline if the gradient norm grows with the length.
     """
-    scores = _scores(rewards, group_ids)
-    weights = torch.where(scores.scored, lengths.to(torch.float64), 0.0)
-    total = scores.groups.sum(weights)
-    baseline = torch.where(total > 0, scores.groups.sum(weights * scores.rewards) / total, scores.rewards)
-    return _of_trained(scores, scores.rewards - baseline)
+    total = scores.groups.sum(scores.tokens)
+    baseline = torch.where(total > 0, scores.groups.sum(scores.tokens * scores.rewards) / total, scores.rewards)
+    return scores.rewards - baseline
 
 
-@torch.no_grad()
-def gpg(rewards: Tensor, group_ids: Tensor) -> Tensor:
+@estimator
+def gpg(scores: Scores) -> Tensor:
     """A = alpha (R - mean), alpha = B / number of nonzero rewards, both over the scored completions of the batch.
 
     Source: GPG, arXiv:2504.02546; alpha as in verl.
     """
-    scores = _scores(rewards, group_ids)
     alpha = scores.scored.sum().to(torch.float64) / (scores.rewards != 0).sum()
-    return _of_trained(scores, alpha * (scores.rewards - scores.mean))
+    return alpha * (scores.rewards - scores.mean)
 
 
-@torch.no_grad()
-def pass_at_k(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """The best completion of a group: A = (R_max - R_2nd) / (std + eps); all others 0.
+@estimator
+def pass_at_k(scores: Scores) -> Tensor:
+    """The best completion of a group: A = (R_max - R_2nd) / (std + EPS); all others 0.
 
     R_2nd is the second reward, counted with repetition. If two completions share the best reward, R_2nd = R_max and the
     group gets 0, because the group would have passed without either of them.
 
     Source: pass@k policy optimisation, arXiv:2503.19595; as in verl.
     """
-    scores = _scores(rewards, group_ids)
     ranked = torch.where(scores.scored, scores.rewards, -torch.inf)
     is_best = ranked == scores.groups.max(ranked)
     is_only_best = is_best & (scores.groups.sum(is_best.to(torch.float64)) == 1)
     second = scores.groups.max(ranked.masked_fill(is_best, -torch.inf))
-    return _of_trained(scores, torch.where(is_only_best, (scores.rewards - second) / (_group_std(scores) + eps), 0.0))
+    return torch.where(is_only_best, (scores.rewards - second) / (_group_std(scores) + EPS), 0.0)
 
 
-@torch.no_grad()
-def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, lengths: Tensor, *, eps: float = 1e-8) -> Tensor:
+@estimator
+def reinforce_plus_plus_baseline(scores: Scores) -> Tensor:
     """R - mean, whitened over all trained tokens of the batch.
 
         x = R - mean                           0 in a group with fewer than two rewards, or with equal ones
-        A = (x - m) / sqrt(v + eps)            m, v (N - 1 in the denominator) over N tokens; A = 0 if N < 2
+        A = (x - m) / sqrt(v + 1e-8)           m, v (N - 1 in the denominator) over N tokens; A = 0 if N < 2
 
     The tokens of a sequence share one x, so m and v are mean and variance over the scored sequences, weighted by length.
 
-    Whitening would give a group without signal the value -m / sqrt(v + eps), an equal push for all its completions. With
+    Whitening would give a group without signal the value -m / sqrt(v + 1e-8), an equal push for all its completions. With
     group means removed from x, m is only the correlation of length and reward on other prompts. So such a group counts in m
     and v but keeps its exact 0.
 
     Source: REINFORCE++, arXiv:2501.03262; denominators and eps as in verl.
     """
-    scores = _scores(rewards, group_ids)
     centred = _of_trained(scores, scores.rewards - scores.mean)
-    weights = torch.where(scores.scored, lengths.to(torch.float64), 0.0)
-    return _of_trained(scores, standardised(centred, weights, eps=eps))
+    return standardised(centred, scores.tokens)
 
 
 @torch.no_grad()
-def remax(rewards: Tensor, group_ids: Tensor, baseline_rewards: Tensor) -> Tensor:
+def remax(rewards: Tensor, group_ids: Tensor, *, baseline_rewards: Tensor, lengths: Tensor | None = None) -> Tensor:
     """A = R - R_greedy; 0 where either is NaN.
 
     The baseline is independent of the group, so one completion is enough, and equal rewards may differ from it.
 
     Args:
-        group_ids: unused; part of the common signature.
+        group_ids, lengths: unused; part of the common signature.
         baseline_rewards: [S] reward of the greedy completion of the same prompt; NaN if missing.
     Source:
         ReMax, arXiv:2310.10505.
     """
-    del group_ids
+    del group_ids, lengths
     difference = rewards.to(torch.float64) - baseline_rewards.to(torch.float64)
     return torch.where(difference.isnan(), 0.0, difference)
 
 
+ESTIMATORS["remax"] = remax
+
+
 @torch.no_grad()
-def standardised(values: Tensor, weights: Tensor, *, eps: float) -> Tensor:
-    """Return (x - mean) / sqrt(variance + eps), where each value counts for `weights` tokens.
+def standardised(values: Tensor, weights: Tensor) -> Tensor:
+    """Return (x - mean) / sqrt(variance + 1e-8), where each value counts for `weights` tokens.
 
         mean = Σ w x / N        variance = Σ w (x - mean)² / (N - 1)        N = Σ w
 
@@ -364,34 +386,9 @@ def standardised(values: Tensor, weights: Tensor, *, eps: float) -> Tensor:
     deviations = torch.where(weights > 0, counted - mean, 0.0)
     peak = _peak(deviations)
     variance = (weights * (deviations / peak).square()).sum() / (total - 1)
-    return torch.where(total >= 2, (values - mean) / peak * torch.rsqrt(variance + eps / peak.square()), 0.0)
+    return torch.where(total >= 2, (values - mean) / peak * torch.rsqrt(variance + 1e-8 / peak.square()), 0.0)
 
 
 def _peak(deviations: Tensor) -> Tensor:
     """Return [] the largest deviation, at least 1: dividing by it before squaring prevents overflow."""
     return torch.cat([deviations.abs().flatten(), deviations.new_ones(1)]).max()
-
-
-ESTIMATORS: dict[str, Callable[..., Tensor]] = {
-    function.__name__: function
-    for function in (
-        grpo,
-        dr_grpo,
-        rloo,
-        lite,
-        max_rl,
-        opo,
-        gpg,
-        pass_at_k,
-        reinforce_plus_plus_baseline,
-        remax,
-    )
-}
-"""Estimators by name, with the constants of their papers: `ESTIMATORS["grpo"](rewards, group_ids)`."""
-
-
-def estimate(name: str, rewards: Tensor, group_ids: Tensor, **more: Tensor) -> Tensor:
-    """Call an estimator with `lengths` and `baseline_rewards`, as far as its formula reads them."""
-    estimator = ESTIMATORS[name]
-    read = inspect.signature(estimator).parameters
-    return estimator(rewards, group_ids, **{key: value for key, value in more.items() if key in read})

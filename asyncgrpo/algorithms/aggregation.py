@@ -52,6 +52,23 @@ def trained_sum(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
     return sum_by_sequence(torch.where(mask, values.to(torch.float64), 0.0), cu_seqlens)
 
 
+Level = Literal["token", "sequence", "geometric"]
+
+
+@torch.no_grad()
+def at_level(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor | None, *, level: Level) -> Tensor:
+    """Return [T] log-ratio of each token, its sequence, or its sequence per trained token; 0 where the mask is False."""
+    assert level in ("token", "sequence", "geometric"), level
+    x = upcast(log_ratio)
+    if level == "token":
+        return torch.where(mask, x, 0.0)
+    assert cu_seqlens is not None, f"level {level} needs cu_seqlens"
+    total = trained_sum(x, mask, cu_seqlens)
+    if level == "geometric":
+        total = total / trained_sum(mask, mask, cu_seqlens).clamp(min=1)
+    return torch.where(mask, total[sequence_of_token(cu_seqlens, x.numel())].to(x.dtype), 0.0)
+
+
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 

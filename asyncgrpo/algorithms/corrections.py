@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncgrpo.algorithms.aggregation import MAX_LOG_RATIO, sequence_of_token, trained_sum, upcast
+from asyncgrpo.algorithms.aggregation import MAX_LOG_RATIO, Level, at_level, sequence_of_token, trained_sum, upcast
 
 # -- the anchor between two policies -----------------------------------------------------------------------------------
 
@@ -53,7 +53,6 @@ def interpolated(
 # -- corrections -------------------------------------------------------------------------------------------------------
 
 
-Level = Literal["token", "sequence", "geometric"]
 Action = Literal["truncate", "clip", "mask", "reject"]
 Estimator = Literal["k2", "k3"]
 
@@ -115,7 +114,7 @@ def veto(
     mask: Tensor,
     cu_seqlens: Tensor,
     *,
-    low_ratio: float | None = 1e-4,
+    low_ratio: float | None = None,
     high_ratio: float | None = None,
 ) -> Correction:
     """Reject every sequence with a token whose ρ is outside the bounds, which indicates a corrupt record.
@@ -200,20 +199,6 @@ def combine(corrections: Sequence[Correction]) -> Correction:
     for other in corrections[1:]:
         weight, keep = weight * other.weight, keep & other.keep
     return Correction(weight, keep)
-
-
-@torch.no_grad()
-def at_level(log_rho: Tensor, mask: Tensor, cu_seqlens: Tensor | None, *, level: Level) -> Tensor:
-    """Return [T] log ρ of each token, its sequence, or its sequence per trained token; 0 where the mask is False."""
-    assert level in ("token", "sequence", "geometric"), level
-    x = upcast(log_rho)
-    if level == "token":
-        return torch.where(mask, x, 0.0)
-    assert cu_seqlens is not None, f"level {level} needs cu_seqlens"
-    total = trained_sum(x, mask, cu_seqlens)
-    if level == "geometric":
-        total = total / trained_sum(mask, mask, cu_seqlens).clamp(min=1)
-    return torch.where(mask, total[sequence_of_token(cu_seqlens, x.numel())].to(x.dtype), 0.0)
 
 
 def _is_inside(rho: Tensor, low: float | None, high: float | None) -> Tensor:

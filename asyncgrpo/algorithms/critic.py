@@ -27,8 +27,6 @@ class ValueLoss(NamedTuple):
     """[T] float64 loss, for reports."""
     loss_gradient: Tensor
     """[T] float64 derivative by the new value v. The loss to differentiate is `Σ w_t loss_gradient_t v_t`."""
-    clipped: Tensor
-    """[T] bool, True if the clip removed the token's gradient."""
 
 
 @torch.no_grad()
@@ -78,8 +76,8 @@ def _scan_back(factors: Tensor, terms: Tensor) -> Tensor:
     return terms
 
 
-def whiten(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """Return (x - mean) / sqrt(variance + eps) over the mask, with N - 1 in the denominator.
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """Return (x - mean) / sqrt(variance + 1e-8) over the mask, with N - 1 in the denominator.
 
     Args:
         values: [T] any float.
@@ -87,7 +85,7 @@ def whiten(values: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     Returns:
         [T] float64; 0 outside the mask, and everywhere if the mask has fewer than two tokens.
     """
-    return torch.where(mask, standardised(values, mask, eps=eps), 0.0)
+    return torch.where(mask, standardised(values, mask), 0.0)
 
 
 @torch.no_grad()
@@ -108,10 +106,8 @@ def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, *, clip: flo
     values, returns, old_values = (x.to(torch.float64) for x in (values, returns, old_values))
     error = values - returns
     if clip is None:
-        return ValueLoss(0.5 * error.square(), error, torch.zeros_like(error, dtype=torch.bool))
+        return ValueLoss(0.5 * error.square(), error)
     clipped_error = old_values + (values - old_values).clamp(-clip, clip) - returns
     # Inside the clip both branches are equal up to rounding, so the distance is tested too.
     clipped = ((values - old_values).abs() > clip) & (clipped_error.abs() > error.abs())
-    return ValueLoss(
-        0.5 * torch.where(clipped, clipped_error, error).square(), error.masked_fill(clipped, 0.0), clipped
-    )
+    return ValueLoss(0.5 * torch.where(clipped, clipped_error, error).square(), error.masked_fill(clipped, 0.0))

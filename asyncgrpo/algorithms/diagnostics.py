@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from asyncgrpo.algorithms.aggregation import MAX_LOG_RATIO, sequence_of_token, trained_sum
-from asyncgrpo.algorithms.corrections import Level, at_level
+from asyncgrpo.algorithms.aggregation import MAX_LOG_RATIO, Level, at_level, sequence_of_token, trained_sum
 
 Sums = dict[str, Tensor]
 """Scalar float64 tensors by name, on the device of the tokens."""

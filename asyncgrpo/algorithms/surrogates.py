@@ -1,15 +1,8 @@
 """Policy surrogates and KL penalties: for every token, the coefficient of the gradient of its log-prob.
 
 The gradient of every surrogate by the policy is `c_t A_t ∇log π(y_t)`; papers differ in `c` alone. A surrogate returns this
-product, detached, so no gradient leaks and the learner has one line for all of them. All have the signature
-`name(policy, anchor, advantages, mask, cu_seqlens, *, ...)`:
-
-    policy        [T] log π of the sampled tokens, nats; without gradient
-    anchor        [T] log-probs under the center of the trust region: proximal, behaviour or interpolated policy
-    advantages    [T] of each token's sequence
-    mask          [T] bool, True on tokens to train. Values at other positions, even NaN, are ignored
-    cu_seqlens    [S+1] start of each sequence. Surrogates not in SEQUENCE_LEVEL are elementwise: they accept any slice of
-                  the tokens, and None here
+product, detached, so no gradient leaks and the learner has one line for all of them. It is a function of `Tokens` and of its
+own keyword arguments, and is called as `SURROGATES[name](policy, anchor, advantages, mask, cu_seqlens, ...)`.
 
 Below, r = π/anchor is a token's ratio and x = log r. Log-ratios are cut to ±20 as in verl. If the formula differentiates r, a
 token beyond the cut has no gradient. Names give the unit of a bound: `clip_low` and `clip_high` are distances of a ratio from
@@ -27,9 +20,30 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncgrpo.algorithms.aggregation import MAX_LOG_RATIO, sequence_of_token, trained_sum, upcast
+from asyncgrpo.algorithms.aggregation import MAX_LOG_RATIO, at_level, upcast
 
 MAX_GSPO_LOG_RATIO = 10.0
+
+
+class Tokens(NamedTuple):
+    """T tokens of packed sequences, at least float32. Floats are 0 where the mask is False."""
+
+    policy: Tensor
+    """[T] log π of the sampled tokens, nats; without gradient."""
+    anchor: Tensor
+    """[T] log-probs under the center of the trust region: proximal, behaviour or interpolated policy."""
+    advantages: Tensor
+    """[T] of each token's sequence."""
+    mask: Tensor
+    """[T] bool, True on tokens to train. What is given at other positions, even NaN, is ignored."""
+    cu_seqlens: Tensor | None
+    """[S+1] start of each sequence. Surrogates not in SEQUENCE_LEVEL are elementwise: they accept any slice of the tokens,
+    and None here."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """x of the formulas."""
+        return self.policy - self.anchor
 
 
 class Surrogate(NamedTuple):
@@ -60,7 +74,7 @@ TRAINS_ZERO_ADVANTAGE: set[str] = set()
 def surrogate(
     *, sequence_level: bool = False, with_ratio: bool = True, trains_zero_advantage: bool = False
 ) -> Callable[[Callable[..., Surrogate]], Callable[..., Surrogate]]:
-    """Register a function as a value of `algorithm.loss`. It runs without gradient, on upcast tokens that are 0 off the mask.
+    """Register a function of `Tokens` as a value of `algorithm.loss`. It runs without gradient.
 
     Args:
         sequence_level: the gradient of a token depends on the other tokens of its sequence.
@@ -85,8 +99,9 @@ def surrogate(
             policy: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None, **settings: Any
         ) -> Surrogate:
             dtype = upcast(policy).dtype
-            tokens = (torch.where(mask, upcast(x).to(dtype), 0.0) for x in (policy, anchor, advantages))
-            return function(*tokens, mask, cu_seqlens, **settings)
+            given = (policy, anchor, advantages)
+            policy, anchor, advantages = (torch.where(mask, upcast(x).to(dtype), 0.0) for x in given)
+            return function(Tokens(policy, anchor, advantages, mask, cu_seqlens), **settings)
 
         SURROGATES[name] = masked
         return masked
@@ -96,15 +111,7 @@ def surrogate(
 
 @surrogate()
 def ppo_clip(
-    policy: Tensor,
-    anchor: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_ratio: float | None = None,
+    tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_ratio: float | None = None
 ) -> Surrogate:
     """PPO's pessimistic clip with two bounds, and an optional third for bad tokens that became likely.
 
@@ -117,7 +124,7 @@ def ppo_clip(
     Source:
         PPO: arXiv:1707.06347. Two bounds: DAPO, arXiv:2503.14476. Dual clip: arXiv:1912.09729.
     """
-    x = policy - anchor
+    x, advantages = tokens.log_ratio, tokens.advantages
     clip = _pessimistic(x, x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), advantages, clip_low, clip_high)
     if dual_ratio is None:
         return clip
@@ -131,16 +138,7 @@ def ppo_clip(
 
 
 @surrogate(sequence_level=True)
-def gspo(
-    policy: Tensor,
-    anchor: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-) -> Surrogate:
+def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Surrogate:
     """PPO's clip on the ratio of the whole sequence, per token of its length.
 
         s     = exp(mean_t x_t)        over the trained tokens of the sequence
@@ -152,21 +150,12 @@ def gspo(
     Source:
         GSPO: arXiv:2507.18071. With advantages that differ within a sequence: its token variant.
     """
-    mean = _mean_in_sequence(policy - anchor, mask, cu_seqlens)
-    return _pessimistic(mean, mean.clamp(max=MAX_GSPO_LOG_RATIO), advantages, clip_low, clip_high)
+    mean = at_level(tokens.log_ratio, tokens.mask, tokens.cu_seqlens, level="geometric")
+    return _pessimistic(mean, mean.clamp(max=MAX_GSPO_LOG_RATIO), tokens.advantages, clip_low, clip_high)
 
 
 @surrogate(sequence_level=True)
-def gmpo(
-    policy: Tensor,
-    anchor: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    clip_low_nats: float = 0.4,
-    clip_high_nats: float = 0.4,
-) -> Surrogate:
+def gmpo(tokens: Tokens, *, clip_low_nats: float = 0.4, clip_high_nats: float = 0.4) -> Surrogate:
     """Geometric mean of the sequence's ratios, each clipped in log space on the side of its advantage.
 
         x'    = min(x, clip_high_nats) where A > 0,  max(x, -clip_low_nats) where A < 0
@@ -184,22 +173,18 @@ def gmpo(
     Source:
         GMPO: arXiv:2507.20673.
     """
-    x = policy - anchor
+    x, advantages = tokens.log_ratio, tokens.advantages
     bounded = torch.where(advantages > 0, x.clamp(max=clip_high_nats), x)
     bounded = torch.where(advantages < 0, x.clamp(min=-clip_low_nats), bounded)
     bounded = bounded.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     clipped = bounded != x
-    value = _mean_in_sequence(bounded, mask, cu_seqlens).exp() * advantages
+    value = at_level(bounded, tokens.mask, tokens.cu_seqlens, level="geometric").exp() * advantages
     return Surrogate(value.masked_fill(clipped, 0.0), value, clipped)
 
 
 @surrogate(sequence_level=True)
 def vespo(
-    policy: Tensor,
-    anchor: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor,
+    tokens: Tokens,
     *,
     k_positive: float = 2.0,
     lam_positive: float = 3.0,
@@ -217,25 +202,15 @@ def vespo(
     Source:
         VESPO: arXiv:2602.10693; parameters as in TRL.
     """
-    x = (policy - anchor).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    log_w = trained_sum(x, mask, cu_seqlens).clamp(math.log(1e-8), MAX_LOG_RATIO)
-    log_w = log_w[sequence_of_token(cu_seqlens, x.numel())].to(x.dtype)
-    is_good = advantages >= 0
+    x = tokens.log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_w = at_level(x, tokens.mask, tokens.cu_seqlens, level="sequence").clamp(math.log(1e-8), MAX_LOG_RATIO)
+    is_good = tokens.advantages >= 0
     k, lam = _choose(is_good, k_positive, k_negative, like=x), _choose(is_good, lam_positive, lam_negative, like=x)
-    return _weighted_log_likelihood(torch.exp(k * log_w + lam * (1 - log_w.exp())), advantages, policy)
+    return _weighted_log_likelihood(torch.exp(k * log_w + lam * (1 - log_w.exp())), tokens)
 
 
 @surrogate()
-def cispo(
-    policy: Tensor,
-    anchor: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    clip_low: float = 1.0,
-    clip_high: float = 4.0,
-) -> Surrogate:
+def cispo(tokens: Tokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Surrogate:
     """REINFORCE with a clipped importance weight. Every token keeps its gradient.
 
         c     = clip(r, 1 - clip_low, 1 + clip_high)
@@ -248,20 +223,12 @@ def cispo(
     Source:
         CISPO: MiniMax-M1, arXiv:2506.13585. ScaleRL: arXiv:2510.13786.
     """
-    return _weighted_log_likelihood(_ratio(policy - anchor).clamp(1 - clip_low, 1 + clip_high), advantages, policy)
+    return _weighted_log_likelihood(_ratio(tokens.log_ratio).clamp(1 - clip_low, 1 + clip_high), tokens)
 
 
 @surrogate()
 def dppo_tv(
-    policy: Tensor,
-    anchor: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    low_prob: float = 0.2,
-    high_prob: float = 0.2,
-    max_ratio: float | None = None,
+    tokens: Tokens, *, low_prob: float = 0.2, high_prob: float = 0.2, max_ratio: float | None = None
 ) -> Surrogate:
     """A trust region in probability instead of ratio: rare tokens may change by a larger factor than common ones.
 
@@ -276,22 +243,13 @@ def dppo_tv(
     Source:
         DPPO: arXiv:2602.04879. Bounds as in prime-rl.
     """
-    change = policy.exp() - anchor.exp()
-    is_outside = torch.where(advantages > 0, change > high_prob, change < -low_prob)
-    return _capped_inside(policy - anchor, advantages, is_outside, max_ratio)
+    change = tokens.policy.exp() - tokens.anchor.exp()
+    return _capped_inside(tokens, torch.where(tokens.advantages > 0, change > high_prob, change < -low_prob), max_ratio)
 
 
 @surrogate()
 def dppo_kl(
-    policy: Tensor,
-    anchor: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    low_nats: float = 0.05,
-    high_nats: float = 0.05,
-    max_ratio: float | None = None,
+    tokens: Tokens, *, low_nats: float = 0.05, high_nats: float = 0.05, max_ratio: float | None = None
 ) -> Surrogate:
     """The trust region of `dppo_tv` with the binary KL between sampling this token and any other.
 
@@ -305,22 +263,14 @@ def dppo_kl(
     Source:
         DPPO: arXiv:2602.04879.
     """
+    policy, anchor = tokens.policy, tokens.anchor
     distance = _bernoulli_kl(anchor, policy)
     rising, falling = (policy > anchor) & (distance > high_nats), (policy < anchor) & (distance > low_nats)
-    return _capped_inside(policy - anchor, advantages, torch.where(advantages > 0, rising, falling), max_ratio)
+    return _capped_inside(tokens, torch.where(tokens.advantages > 0, rising, falling), max_ratio)
 
 
 @surrogate()
-def sapo(
-    policy: Tensor,
-    anchor: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    tau_positive: float = 1.0,
-    tau_negative: float = 1.05,
-) -> Surrogate:
+def sapo(tokens: Tokens, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Surrogate:
     """A soft gate instead of a clip; tau is its sharpness.
 
         g     = sigmoid(tau (r - 1))         tau_positive where A > 0, else tau_negative
@@ -330,24 +280,16 @@ def sapo(
     Source:
         SAPO: arXiv:2511.20347.
     """
-    x = policy - anchor
+    x, advantages = tokens.log_ratio, tokens.advantages
     ratio = _ratio(x)
     tau = _choose(advantages > 0, tau_positive, tau_negative, like=x)
     gate, rest = torch.sigmoid(tau * (ratio - 1)), torch.sigmoid(tau * (1 - ratio))
     gradient = (4 * gate * rest * ratio).masked_fill(x.abs() > MAX_LOG_RATIO, 0.0)
-    return Surrogate(gradient * advantages, 4 / tau * gate * advantages, torch.zeros_like(mask))
+    return Surrogate(gradient * advantages, 4 / tau * gate * advantages, torch.zeros_like(tokens.mask))
 
 
 @surrogate(with_ratio=False, trains_zero_advantage=True)
-def dro(
-    policy: Tensor,
-    anchor: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    cu_seqlens: Tensor | None,
-    *,
-    beta: float,
-) -> Surrogate:
+def dro(tokens: Tokens, *, beta: float) -> Surrogate:
     """REINFORCE with a quadratic pull towards the anchor, without ratio and clip.
 
         value = A log π - beta/2 x²
@@ -360,13 +302,13 @@ def dro(
     Source:
         DRO: arXiv:2405.19107, with the group baseline as its value function.
     """
-    x = policy - anchor
-    value = advantages * policy - beta / 2 * x.square()
-    return Surrogate(advantages - beta * x, value, torch.zeros_like(mask))
+    x, advantages = tokens.log_ratio, tokens.advantages
+    value = advantages * tokens.policy - beta / 2 * x.square()
+    return Surrogate(advantages - beta * x, value, torch.zeros_like(tokens.mask))
 
 
 @surrogate()
-def topr(policy: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Surrogate:
+def topr(tokens: Tokens) -> Surrogate:
     """Good tokens as in supervised training. Bad tokens lose weight as they become less likely.
 
         c     = 1 where A > 0, else clip(r, 0, 1)
@@ -375,12 +317,12 @@ def topr(policy: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, cu_se
     Source:
         TOPR: arXiv:2503.14286; per token as in ROLL.
     """
-    fading = (policy - anchor).clamp(-MAX_LOG_RATIO, 0.0).exp()
-    return _weighted_log_likelihood(torch.where(advantages > 0, 1.0, fading), advantages, policy)
+    fading = tokens.log_ratio.clamp(-MAX_LOG_RATIO, 0.0).exp()
+    return _weighted_log_likelihood(torch.where(tokens.advantages > 0, 1.0, fading), tokens)
 
 
 @surrogate(with_ratio=False)
-def reinforce(policy: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None) -> Surrogate:
+def reinforce(tokens: Tokens) -> Surrogate:
     """The plain policy gradient; ignores the anchor. Off policy it needs a correction (`corrections`).
 
     c = 1,  value = A log π
@@ -388,7 +330,7 @@ def reinforce(policy: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, 
     Source:
         Williams 1992. With a token mask as correction: IcePop, arXiv:2510.18855.
     """
-    return _weighted_log_likelihood(torch.ones_like(policy), advantages, policy)
+    return _weighted_log_likelihood(torch.ones_like(tokens.policy), tokens)
 
 
 def _ratio(x: Tensor) -> Tensor:
@@ -398,12 +340,6 @@ def _ratio(x: Tensor) -> Tensor:
 def _choose(condition: Tensor, yes: float, no: float, *, like: Tensor) -> Tensor:
     """Return [T] one of two numbers in the dtype of `like`. `torch.where` of two numbers would round them to float32."""
     return torch.where(condition, torch.full_like(like, yes), no)
-
-
-def _mean_in_sequence(x: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return [T], at every token the mean over the trained tokens of its sequence; 0 without any."""
-    mean = trained_sum(x, mask, cu_seqlens) / trained_sum(mask, mask, cu_seqlens).clamp(min=1)
-    return mean[sequence_of_token(cu_seqlens, x.numel())].to(x.dtype)
 
 
 def _pessimistic(log_ratio: Tensor, bounded: Tensor, advantages: Tensor, low: float, high: float) -> Surrogate:
@@ -416,17 +352,17 @@ def _pessimistic(log_ratio: Tensor, bounded: Tensor, advantages: Tensor, low: fl
     return Surrogate(unclipped.masked_fill(is_constant, 0.0), torch.minimum(unclipped, pessimistic), clipped)
 
 
-def _capped_inside(x: Tensor, advantages: Tensor, is_outside: Tensor, max_ratio: float | None) -> Surrogate:
+def _capped_inside(tokens: Tokens, is_outside: Tensor, max_ratio: float | None) -> Surrogate:
     """Return min(r, max_ratio) A where not `is_outside`. The weight is detached, so its cap keeps the gradient."""
-    ratio = _ratio(x) if max_ratio is None else _ratio(x).clamp(max=max_ratio)
-    gradient = (ratio * advantages).masked_fill(is_outside, 0.0)
+    ratio = _ratio(tokens.log_ratio).clamp(max=max_ratio or math.inf)
+    gradient = (ratio * tokens.advantages).masked_fill(is_outside, 0.0)
     return Surrogate(gradient, gradient, is_outside)
 
 
-def _weighted_log_likelihood(weight: Tensor, advantages: Tensor, policy: Tensor) -> Surrogate:
+def _weighted_log_likelihood(weight: Tensor, tokens: Tokens) -> Surrogate:
     """Return weight A log π with a constant weight."""
-    gradient = weight * advantages
-    return Surrogate(gradient, gradient * policy, torch.zeros_like(policy, dtype=torch.bool))
+    gradient = weight * tokens.advantages
+    return Surrogate(gradient, gradient * tokens.policy, torch.zeros_like(tokens.mask))
 
 
 def _bernoulli_kl(log_q: Tensor, log_p: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from asyncgrpo.buffer.admission import AutoLag, JustInTime, deadlines_are_kept
 from asyncgrpo.buffer.group_health import (
@@ -37,7 +36,7 @@ from asyncgrpo.buffer.group_health import (
     zero_signal,
 )
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
-from asyncgrpo.data.prompts import PromptSource, PromptState
+from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.errors import DataError
 from asyncgrpo.journal.history import BatchIssued, BoundChanged, Dropped, Interrupted, delivered
 from asyncgrpo.journal.log import InMemory, Ledger
@@ -61,9 +60,6 @@ class State(enum.Enum):
 class GroupEntry:
     """One group that holds a slot, from its lease until it is trained, filtered, dropped or requeued."""
 
-    prompt_index: int
-    prompt: Prompt
-    attempt: int
     lease: Lease
     holder: str
     leased_at_s: float
@@ -82,6 +78,10 @@ class GroupEntry:
     """Sampled tokens; 0 until the group arrives."""
     ready_at_s: float | None = None
     """Time of arrival; None: it has not arrived, or an earlier start left it."""
+
+    @property
+    def prompt_index(self) -> int:
+        return self.lease.prompt_index
 
     @property
     def deadline(self) -> int:
@@ -130,7 +130,8 @@ class Buffer:
         self._group_size, self._with_greedy = algorithm.group_size, algorithm.advantage == "remax"
         self._min_completions = algorithm.min_completions or algorithm.group_size
         self._filters = algorithm.filter_zero_signal
-        self._prompts = prompts
+        self.prompts = prompts
+        """Those that are done are part of a checkpoint. The journal has the groups in flight."""
         self._sampling = sampling
         self._seed = seed
         self._lineage = lineage
@@ -143,9 +144,9 @@ class Buffer:
         self._blamed: Counter[int] = Counter()  # the failed attempts among them that the prompt caused
         self._ended: Counter[int] = Counter()  # finished leases by prompt index, so that no lease id is granted twice
         self._max_attempts = max_attempts
-        self._deadlines = Deadlines(config.straggler_factor, config.lease_timeout_s)
+        self.deadlines = Deadlines(config.straggler_factor, config.lease_timeout_s)
         self._isolated = IsolatedPrompts()
-        self._quarantine = quarantine or Quarantine()
+        self.quarantine = quarantine or Quarantine()
         self.version: PolicyVersion | None = None
         self.draining = False
         self.outcomes: Counter[str] = Counter()
@@ -179,7 +180,7 @@ class Buffer:
         prompt_index, prompt = issued
         attempt = self._ended[prompt_index]
         group_id = f"{self._lineage}.{prompt_index}"
-        limit_s = self._deadlines.seconds(is_last=self._attempts[prompt_index] + 1 >= self._max_attempts)
+        limit_s = self.deadlines.seconds(is_last=self._attempts[prompt_index] + 1 >= self._max_attempts)
         lease = Lease(
             lease_id=f"{group_id}.{attempt}",
             group_id=group_id,
@@ -194,9 +195,7 @@ class Buffer:
             min_completions=self._min_completions,
             cut_after_s=CUT_AT * limit_s,
         )
-        self._enter(
-            GroupEntry(prompt_index, prompt, attempt, lease, holder, now_s, serves, self.max_lag, limit_s=limit_s)
-        )
+        self._enter(GroupEntry(lease, holder, now_s, serves, self.max_lag, limit_s=limit_s))
         self.outcomes["leased"] += 1
         return lease
 
@@ -213,7 +212,7 @@ class Buffer:
         Raises:
             DataError: every remaining prompt is in quarantine, in this epoch and in all later ones.
         """
-        prompts, num_dropped = self._prompts, 0
+        prompts, num_dropped = self.prompts, 0
         may_join, may_be_alone = self._isolated.may_lease(
             holder, self._held[holder], is_waiting=prompts.next_isolated_index is not None
         )
@@ -225,7 +224,7 @@ class Buffer:
             if issued is None:
                 return None
             prompt_index, prompt = issued
-            unusable = "quarantined" if prompt.prompt_id in self._quarantine else "" if prompt.token_ids else "too_long"
+            unusable = "quarantined" if prompt.prompt_id in self.quarantine else "" if prompt.token_ids else "too_long"
             if unusable:
                 self.outcomes["leased"] += 1
                 lease_id = f"{self._lineage}.{prompt_index}.{self._ended[prompt_index]}"
@@ -274,23 +273,11 @@ class Buffer:
         entry = self._leased(lease_id)
         if entry is None:
             return
-        prompt_index = entry.prompt_index
         if reason == "lease_timeout":
-            self._deadlines.observe(entry.limit_s)
+            self.deadlines.observe(entry.limit_s)
             self.bias.settle(entry.message, is_trained=False)
-        self._attempts[prompt_index] += 1
-        self._blamed[prompt_index] += reason in BLAMED
-        attempts = self._attempts[prompt_index]
-        is_final = attempts >= self._max_attempts
-        self._record_drop(lease_id, prompt_index, reason, is_final=is_final)
-        if not is_final:
-            self._requeue(entry)
-            return
-        if self._blamed[prompt_index] >= self._max_attempts:
-            prompt_id = entry.prompt.prompt_id
-            self._quarantine.add(Case(prompt_id=prompt_id, reason=reason, prompt_index=prompt_index, attempts=attempts))
-        self._leave(entry)
-        self._finish(prompt_index, f"dropped_{reason}")
+        self._blamed[entry.prompt_index] += reason in BLAMED
+        self._end_attempt(entry, reason, final_reason=reason, outcome="requeued")
 
     def give_back(self, lease_id: str) -> None:
         """End a lease that the prompt did not cause to fail. The prompt is issued again at no cost."""
@@ -381,7 +368,7 @@ class Buffer:
         if not message.versions or any(version.lineage != self._lineage for version in message.versions):
             return self._refuse(message, "lineage")
         self._isolated.clear(entry.prompt_index)
-        self._deadlines.observe(sum(message.timings.values()))
+        self.deadlines.observe(sum(message.timings.values()))
         self.discarded["censored"] += message.discarded.censored
         rewards = rewards_of(message)
         if self._filters and (kind := zero_signal(rewards)) is not None:
@@ -470,11 +457,11 @@ class Buffer:
         for counts, ours in ((earlier.attempts, self._attempts), (earlier.blamed, self._blamed)):
             ours.update({index: min(count, self._max_attempts - 1) for index, count in counts.items()})
         self._ended.update(earlier.attempts)  # so that they are sampled with other seeds than those that failed
-        self._isolated.restore(earlier.interruptions)
+        self._isolated.interrupted(earlier.interruptions.elements())
 
     def restore(self, message: Deliver, payload: bytes, max_lag: int) -> None:
         """Restore a group that an earlier start accepted and did not train; `max_lag` was in force at its lease."""
-        self._prompts.claim(message.prompt_index)
+        self.prompts.claim(message.prompt_index)
         lease = Lease(
             lease_id=message.lease_id,
             group_id=message.group_id,
@@ -486,8 +473,7 @@ class Buffer:
             sampling=self._sampling,
             seed=0,  # unused: the group is complete
         )
-        oldest = message.versions[0]
-        entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest, max_lag)
+        entry = GroupEntry(lease, "", 0.0, message.versions[0], max_lag)
         entry.arrived(message, payload)
         self._enter(entry)
         self._set_state(entry, State.READY)
@@ -522,17 +508,7 @@ class Buffer:
     @property
     def exhausted(self) -> bool:
         """True if every prompt of every epoch is trained, filtered or dropped."""
-        return not self._entries and self._prompts.is_exhausted
-
-    @property
-    def epoch(self) -> int:
-        """Whole epochs done."""
-        return self._prompts.epoch
-
-    @property
-    def prompts_done(self) -> int:
-        """Prompts trained, filtered or dropped for good, over all epochs and restarts."""
-        return self._prompts.num_done
+        return not self._entries and self.prompts.is_exhausted
 
     def count(self, state: State) -> int:
         """Return the number of groups in `state`."""
@@ -544,33 +520,15 @@ class Buffer:
         return sum(e.num_tokens for e in self._entries.values())
 
     @property
-    def deadline_s(self) -> float:
-        """Time limit of a lease granted now, seconds, unless it is its prompt's last attempt."""
-        return self._deadlines.seconds(is_last=False)
-
-    @property
-    def num_quarantined(self) -> int:
-        """Number of quarantined prompts."""
-        return len(self._quarantine.cases)
-
-    @property
     def blocked_by(self) -> str | None:
         """The file that cannot be written, so that nothing may be leased; a phrase for messages."""
         if self.journal.is_blocked is not None:
             return f"the journal: {self.journal.is_blocked}"
-        return None if self._prompts.is_blocked is None else f"the order of an epoch: {self._prompts.is_blocked}"
-
-    def rounds_begun(self) -> list[dict[str, Any]]:
-        """Return the rounds that began since the last call, in the format of `Curriculum.rounds_begun`."""
-        return self._prompts.rounds_begun()
+        return None if self.prompts.is_blocked is None else f"the order of an epoch: {self.prompts.is_blocked}"
 
     def oldest_lease(self) -> GroupEntry | None:
         """Return the group that has been in flight longest."""
         return next((e for e in self._entries.values() if e.state is State.LEASED), None)
-
-    def snapshot(self) -> PromptState:
-        """Return the prompts that are done, for a checkpoint. The journal has the groups in flight."""
-        return self._prompts.state()
 
     # -- private -------------------------------------------------------------------------------------------------------
 
@@ -581,7 +539,7 @@ class Buffer:
     @property
     def _lacks_a_batch(self) -> bool:
         """True if too few groups are ready. Most arrivals end here, without a scan over the entries."""
-        is_last = not self._in_state[State.LEASED] and self._prompts.next_prompt_index is None
+        is_last = not self._in_state[State.LEASED] and self.prompts.next_prompt_index is None
         return self._in_state[State.READY] < self._config.prompts_per_step and not is_last
 
     def _choose(self, version: PolicyVersion) -> list[GroupEntry]:
@@ -618,7 +576,7 @@ class Buffer:
     def _is_done(self, message: Deliver) -> bool:
         """Return True if this group was trained, filtered or dropped already, in this lineage."""
         is_ours = message.group_id == f"{self._lineage}.{message.prompt_index}"
-        return is_ours and self._prompts.is_done(message.prompt_index)
+        return is_ours and self.prompts.is_done(message.prompt_index)
 
     def _is_complete(self, message: Deliver) -> bool:
         """Return True if a group has the number of completions that its lease asks for."""
@@ -640,7 +598,7 @@ class Buffer:
 
     def _leave(self, entry: GroupEntry) -> None:
         del self._entries[entry.lease.group_id]
-        self._ended[entry.prompt_index] = entry.attempt + 1
+        self._ended[entry.prompt_index] = entry.lease.attempt + 1
         self._in_state[entry.state] -= 1
         if entry.state is State.LEASED:
             self._end_lease(entry)
@@ -675,18 +633,32 @@ class Buffer:
                 self._give_up(entry, "cancelled")
 
     def _give_up(self, entry: GroupEntry, reason: str) -> None:
-        """Give up a group for its age. Its prompt is issued again before new ones, or dropped after `MAX_ATTEMPTS` leases."""
+        """Give up a group for its age."""
         self.bias.settle(entry.message, is_trained=False)
+        self._end_attempt(entry, reason, final_reason="always_stale", outcome=f"dropped_{reason}")
+
+    def _end_attempt(self, entry: GroupEntry, reason: str, *, final_reason: str, outcome: str) -> None:
+        """Charge a prompt with an attempt. It is issued again before new ones, or dropped after `MAX_ATTEMPTS` leases.
+
+        Args:
+            reason, outcome: if it is issued again.
+            final_reason: if it is dropped.
+        """
+        prompt_index = entry.prompt_index
+        self._attempts[prompt_index] += 1
+        attempts = self._attempts[prompt_index]
+        is_final = attempts >= self._max_attempts
+        reason = final_reason if is_final else reason
+        self._record_drop(entry.lease.lease_id, prompt_index, reason, is_final=is_final)
         self._leave(entry)
-        self._attempts[entry.prompt_index] += 1
-        is_final = self._attempts[entry.prompt_index] >= self._max_attempts
-        reason = "always_stale" if is_final else reason
-        self._record_drop(entry.lease.lease_id, entry.prompt_index, reason, is_final=is_final)
-        if is_final:
-            self._finish(entry.prompt_index, f"dropped_{reason}")
-        else:
-            self.outcomes[f"dropped_{reason}"] += 1
-            self._issue_again(entry.prompt_index)
+        if not is_final:
+            self.outcomes[outcome] += 1
+            self._issue_again(prompt_index)
+            return
+        if self._blamed[prompt_index] >= self._max_attempts:
+            prompt_id = entry.lease.prompt.prompt_id
+            self.quarantine.add(Case(prompt_id=prompt_id, reason=reason, prompt_index=prompt_index, attempts=attempts))
+        self._finish(prompt_index, f"dropped_{reason}")
 
     def _refuse(self, message: Deliver, reason: str) -> str:
         self.tokens["failed"] += message.num_tokens
@@ -708,16 +680,16 @@ class Buffer:
 
     def _issue_again(self, prompt_index: int) -> None:
         if self._isolated.is_isolated(prompt_index):
-            self._prompts.isolate(prompt_index)
+            self.prompts.isolate(prompt_index)
         else:
-            self._prompts.give_back(prompt_index)
+            self.prompts.give_back(prompt_index)
 
     def _finish(self, prompt_index: int, outcome: str, message: Deliver | None = None) -> None:
         self.outcomes[outcome] += 1
         for counts in (self._attempts, self._blamed, self._ended):
             counts.pop(prompt_index, None)
         self._isolated.clear(prompt_index)
-        self._prompts.done(prompt_index, rewards_of(message) if message is not None else ())
+        self.prompts.done(prompt_index, rewards_of(message) if message is not None else ())
 
 
 def group_seed(seed: int, prompt_index: int, attempt: int) -> int:

@@ -152,11 +152,6 @@ class Suite:
         """Rewards of all scored completions."""
         return [value for values in self._rewards for value in values]
 
-    @property
-    def lengths(self) -> list[int]:
-        """Length of every completion, tokens."""
-        return self._lengths
-
     def result(self) -> SuiteResult:
         """Return the results so far."""
         numbers = {"reward": mean_of(self._rewards)} if self._rewards else {}
@@ -189,6 +184,8 @@ class _Evaluation:
     started_s: float
     missing: int
     suites: dict[str, Suite]
+    whole: Suite
+    """All suites together."""
     groups: list[Deliver] = field(default_factory=list)
 
 
@@ -224,6 +221,12 @@ class Evaluations:
         self._queue: deque[Lease] = deque()
         self._leased: dict[str, tuple[Lease, str, float]] = {}  # by lease id: lease, holder, time
         self._scored: set[str] = set()  # leases for which only scores are missing
+        self._finished: list[EvalResult] = []
+
+    def take_finished(self) -> tuple[EvalResult, ...]:
+        """Return the evaluations that were finished since the last call."""
+        finished, self._finished = tuple(self._finished), []
+        return finished
 
     @property
     def in_flight(self) -> bool:
@@ -234,9 +237,8 @@ class Evaluations:
         """Queue every prompt for the evaluation of `step`. A step is evaluated once."""
         if not self._prompts or step in self._running:
             return
-        self._running[step] = _Evaluation(
-            step, now_s, len(self._prompts), {name: Suite(self._success) for name in self._suites}
-        )
+        suites = {name: Suite(self._success) for name in self._suites}
+        self._running[step] = _Evaluation(step, now_s, len(self._prompts), suites, Suite(self._success))
         self._queue.extend(self._lease(step, index, 0) for index in range(len(self._prompts)))
 
     def lease(self, holder: str, now_s: float, serves: PolicyVersion | None = None) -> Lease | None:
@@ -265,84 +267,80 @@ class Evaluations:
         if lease_id in self._leased and self._leased[lease_id][1] == holder:
             self._scored.add(lease_id)
 
-    def release(self, holder: str, now_s: float) -> list[EvalResult]:
-        """Fail the leases of a lost generator. Return the evaluations that this finished."""
-        lost = [lease_id for lease_id, (_, h, _) in self._leased.items() if h == holder]
-        results = [self.fail(lease_id, "generator_lost", now_s) for lease_id in lost]
-        return [result for result in results if result is not None]
+    def release(self, holder: str, now_s: float) -> None:
+        """Fail the leases of a lost generator."""
+        for lease_id in [lease_id for lease_id, (_, h, _) in self._leased.items() if h == holder]:
+            self.fail(lease_id, "generator_lost", now_s)
 
-    def fail(self, lease_id: str, reason: str, now_s: float) -> EvalResult | None:
-        """Requeue the prompt at the head, or count it as failed. Return the evaluation if that finished it."""
-        held = self._end(lease_id)
-        if held is None:
-            return None
-        lease = held[0]
+    def fail(self, lease_id: str, reason: str, now_s: float) -> None:
+        """Requeue the prompt at the head, or count it as failed."""
+        lease = self._end(lease_id)
+        if lease is None:
+            return
         if lease.attempt + 1 < MAX_ATTEMPTS:
             self._queue.appendleft(self._lease(_step_of(lease), lease.prompt_index, lease.attempt + 1))
-            return None
+            return
         evaluation = self._running[_step_of(lease)]
-        evaluation.suites[suite_of(lease.prompt.prompt_id)].fail(reason)
-        return self._count_down(evaluation, now_s)
+        for suite in (evaluation.suites[suite_of(lease.prompt.prompt_id)], evaluation.whole):
+            suite.fail(reason)
+        self._count_down(evaluation, now_s)
 
-    def _end(self, lease_id: str) -> tuple[Lease, str, float] | None:
+    def _end(self, lease_id: str) -> Lease | None:
         self._scored.discard(lease_id)
-        return self._leased.pop(lease_id, None)
+        return self._leased.pop(lease_id, (None,))[0]
 
     def give_back(self, lease_id: str) -> None:
         """Requeue the prompt of this lease at no cost: it did not cause the lease to end."""
-        held = self._end(lease_id)
-        if held is not None:
-            self._queue.appendleft(held[0])
+        lease = self._end(lease_id)
+        if lease is not None:
+            self._queue.appendleft(lease)
 
-    def expire(
-        self, now_s: float, is_excused: Callable[[str], bool] = lambda holder: False
-    ) -> tuple[list[tuple[Lease, str]], list[EvalResult]]:
-        """Fail the expired leases. Return them with their holders, and the evaluations that this finished.
+    def expire(self, now_s: float, is_excused: Callable[[str], bool] = lambda holder: False) -> list[tuple[Lease, str]]:
+        """Fail the expired leases. Return them with their holders.
 
         Args:
             is_excused: True for a holder whose prompts are not why it is late. Its leases are given back.
         """
         limit = now_s - self._lease_timeout_s
         late = [(lease, holder) for lease, holder, since in self._leased.values() if since < limit]
-        results = []
         for lease, holder in late:
             if is_excused(holder):
                 self.give_back(lease.lease_id)
             else:
-                results.append(self.fail(lease.lease_id, "lease_timeout", now_s))
-        return late, [result for result in results if result is not None]
+                self.fail(lease.lease_id, "lease_timeout", now_s)
+        return late
 
-    def accept(self, message: Deliver, now_s: float) -> EvalResult | None:
-        """Add a delivered group. Return the evaluation if that finished it."""
-        held = self._end(message.lease_id)
-        if held is None:
-            return None
-        evaluation = self._running[_step_of(held[0])]
+    def accept(self, message: Deliver, now_s: float) -> None:
+        """Add a delivered group."""
+        lease = self._end(message.lease_id)
+        if lease is None:
+            return
+        evaluation, prompt = self._running[_step_of(lease)], lease.prompt
         evaluation.groups.append(message)
         completions = [Scored(rollout.score, rollout.text, rollout.num_tokens) for rollout in message.rollouts]
-        prompt = held[0].prompt
-        evaluation.suites[suite_of(prompt.prompt_id)].add(prompt.source, completions, message.versions)
-        return self._count_down(evaluation, now_s)
+        for suite in (evaluation.suites[suite_of(prompt.prompt_id)], evaluation.whole):
+            suite.add(prompt.source, completions, message.versions)
+        self._count_down(evaluation, now_s)
 
-    def _count_down(self, evaluation: _Evaluation, now_s: float) -> EvalResult | None:
+    def _count_down(self, evaluation: _Evaluation, now_s: float) -> None:
         evaluation.missing -= 1
         if evaluation.missing:
-            return None
+            return
         del self._running[evaluation.step]
         self._keep(evaluation.step, evaluation.groups)
-        rewards = [value for suite in evaluation.suites.values() for value in suite.rewards]
-        lengths = [length for suite in evaluation.suites.values() for length in suite.lengths]
-        suites = {name: suite.result() for name, suite in evaluation.suites.items()}
-        return EvalResult(
-            step=evaluation.step,
-            oldest=min((suite.oldest for suite in suites.values() if suite.oldest is not None), default=None),
-            newest=max((suite.newest for suite in suites.values() if suite.newest is not None), default=None),
-            completions=len(lengths),
-            reward_mean=fmean(rewards) if rewards else None,
-            failures=dict(sum((Counter(suite.failures) for suite in suites.values()), Counter())),
-            completion_length_mean=fmean(lengths) if lengths else None,
-            seconds=now_s - evaluation.started_s,
-            suites=suites,
+        whole = evaluation.whole.result()
+        self._finished.append(
+            EvalResult(
+                step=evaluation.step,
+                oldest=whole.oldest,
+                newest=whole.newest,
+                completions=whole.completions,
+                reward_mean=whole.numbers["reward"][0] if "reward" in whole.numbers else None,
+                failures=whole.failures,
+                completion_length_mean=whole.completion_length_mean,
+                seconds=now_s - evaluation.started_s,
+                suites={name: suite.result() for name, suite in evaluation.suites.items()},
+            )
         )
 
     def _lease(self, step: int, index: int, attempt: int) -> Lease:

@@ -111,10 +111,6 @@ class IsolatedPrompts:
         self._alone: int | None = None
         """Isolated prompt in flight there; None: the generator still works on others."""
 
-    def restore(self, ends: Counter[int]) -> None:
-        """Add the ends of earlier starts, before the first lease."""
-        self._ends.update(ends)
-
     def interrupted(self, prompt_indices: Iterable[int]) -> None:
         """Count the end of a generator with these prompts in flight."""
         self._ends.update(prompt_indices)
@@ -304,16 +300,6 @@ BIAS_THRESHOLD = 0.1
 """Distance of trained from generated groups, 0 to 1, above which `BiasMonitor.news` warns."""
 
 
-class Settled(NamedTuple):
-    """What the monitor keeps of one group."""
-
-    length: float
-    """Mean tokens of a completion; infinite if the group never came."""
-    reward: float
-    """Mean reward; NaN if it is unknown."""
-    is_trained: bool
-
-
 class BiasMonitor:
     """Compares the trained groups with all generated ones, over the last groups that were settled.
 
@@ -331,7 +317,9 @@ class BiasMonitor:
     """
 
     def __init__(self) -> None:
-        self._settled: deque[Settled] = deque(maxlen=BIAS_WINDOW)
+        self._settled: deque[tuple[float, float, bool]] = deque(maxlen=BIAS_WINDOW)
+        """Of each group, mean tokens of a completion (infinite if it never came), mean reward (NaN if it is unknown), and
+        True if it was trained."""
         self._distances: dict[str, float] | None = None  # None: a group was settled since
         self._above: set[str] = set()
 
@@ -346,7 +334,7 @@ class BiasMonitor:
             rewards = rewards_of(message)
             length = message.num_tokens / max(len(message.rollouts), 1)
             reward = sum(rewards) / len(rewards) if rewards else math.nan
-        self._settled.append(Settled(length, reward, is_trained))
+        self._settled.append((length, reward, is_trained))
         self._distances = None
 
     def distances(self) -> dict[str, float]:
@@ -367,7 +355,7 @@ class BiasMonitor:
         distances = self.distances()
         above = {name for name, distance in distances.items() if distance > BIAS_THRESHOLD}
         new, self._above = above - self._above, above
-        given_up = sum(not group.is_trained for group in self._settled) if new else 0
+        given_up = sum(not is_trained for *_, is_trained in self._settled) if new else 0
         return [
             f"trained groups differ from generated ones in {name}: distance {distances[name]:.2f}, "
             f"{given_up} of the last {len(self._settled)} were given up for being slow or old"

@@ -31,7 +31,6 @@ from asyncgrpo.wire.rollouts import (
     Batch,
     Cancel,
     Deliver,
-    EvalResult,
     Finished,
     Grant,
     LastEvals,
@@ -117,7 +116,6 @@ class BufferService:
         self._batch: list[GroupEntry] | None = None  # taken, but not in the journal yet
         self._waiting_sent_s = 0.0
         self._filtered_before = 0  # groups filtered up to the last batch
-        self._results: list[EvalResult] = []
         self._last_evals = False
         self._snapshot_requests: list[str] = []  # peers
         self._snapshot: PromptState | None = None  # the last one sent
@@ -216,7 +214,7 @@ class BufferService:
         if (sentence := self._buffer.zero_signal_streak.news()) is not None:
             log.warning("%s (algorithm.filter_zero_signal)", sentence)
             self._emit("warning", about="filter", text=sentence)
-        for fields in self._buffer.rounds_begun():
+        for fields in self._buffer.prompts.rounds_begun():
             self._emit("curriculum", **fields)
 
     def _apply_steering(self) -> None:
@@ -368,7 +366,7 @@ class BufferService:
         self._rewards.forget(name, now_s)
         self._speeds.forget(name)
         released = self._buffer.release(name)
-        self._results += self._evaluations.release(name, now_s)
+        self._evaluations.release(name, now_s)
         if released:  # if it is alive, it would continue with leases that are no longer its own
             self._server.send(session.peer, Cancel(lease_ids=tuple(released), reason="lost"))
         log.warning("lost generator %s (%s); freed %d leases", name, why, len(released))
@@ -471,12 +469,11 @@ class BufferService:
     def _fail(self, lease_id: str, reason: str, now_s: float, *, eval_reason: str = "failed") -> None:
         """Fail a lease of training or evaluation."""
         self._buffer.fail(lease_id, reason)
-        self._add_result(self._evaluations.fail(lease_id, eval_reason, now_s))
+        self._evaluations.fail(lease_id, eval_reason, now_s)
 
     def _expire_leases(self, now_s: float) -> None:
         is_paused = self._rewards.is_paused
-        late, results = self._evaluations.expire(now_s, is_paused)
-        self._results += results
+        late = self._evaluations.expire(now_s, is_paused)
         expired = self._buffer.expire(now_s, is_paused)
         for entry in expired:
             if entry.holder in self._sessions and not is_paused(entry.holder):
@@ -507,7 +504,7 @@ class BufferService:
             return  # a duplicate of a group that the journal is still writing
         refusal = self._refusal(peer, message, payload, now_s)
         if refusal is None and message.purpose == "eval":
-            self._add_result(self._evaluations.accept(message, now_s))
+            self._evaluations.accept(message, now_s)
         elif refusal is None:
             refusal = self._buffer.accept(message, payload, now_s, head)
         if refusal is not None:
@@ -589,7 +586,9 @@ class BufferService:
         if now_s - self._waiting_sent_s >= liveness.WAITING_EVERY_S:
             self._waiting_sent_s = now_s
             what, hopeless = self._describe_wait(now_s), self._rewards.fatal_reason
-            message = Waiting(what=what, evals=self._take_results(), hopeless=hopeless, is_paused=self._steer.is_paused)
+            message = Waiting(
+                what=what, evals=self._evaluations.take_finished(), hopeless=hopeless, is_paused=self._steer.is_paused
+            )
             self._server.send(learner, message)
 
     def _send_batch(self, take: Take, entries: list[GroupEntry], now_s: float) -> None:
@@ -601,8 +600,8 @@ class BufferService:
             groups=tuple(e.message for e in entries if e.message is not None),
             payload_sizes=tuple(len(e.payload) for e in entries),
             counters=counters(self._buffer) | figures,
-            evals=self._take_results(),
-            epoch=self._buffer.epoch,
+            evals=self._evaluations.take_finished(),
+            epoch=self._buffer.prompts.epoch,
         )
         self._server.send(self._learner, message, b"".join(e.payload for e in entries))
         self._take = self._batch = None
@@ -610,13 +609,15 @@ class BufferService:
 
     def _send_no_more(self, why: Literal["exhausted", "draining", "failing"]) -> None:
         assert self._learner is not None
-        self._server.send(self._learner, NoMore(why=why, counters=counters(self._buffer), evals=self._take_results()))
+        self._server.send(
+            self._learner, NoMore(why=why, counters=counters(self._buffer), evals=self._evaluations.take_finished())
+        )
         self._take, self._last_evals = None, False
 
     def _send_snapshots(self, now_s: float) -> None:
         """Send snapshots once the journal is synced: a checkpoint must not contain a step whose manifest may be lost."""
         if self._snapshot_requests and self._journal.sync():
-            self._snapshot = self._buffer.snapshot()
+            self._snapshot = self._buffer.prompts.state()
             reply = Snapshot(
                 state=msgspec.to_builtins(self._snapshot),
                 draining=bool(self._drain_reason),
@@ -647,22 +648,14 @@ class BufferService:
         oldest = self._buffer.oldest_lease()
         if oldest is not None:
             age_s = now_s - oldest.leased_at_s
-            text += f", the oldest for {age_s:.0f} s at {oldest.holder} ({oldest.prompt.prompt_id})"
+            text += f", the oldest for {age_s:.0f} s at {oldest.holder} ({oldest.lease.prompt.prompt_id})"
         elif not self._sessions:
             text += ", no generator is connected"
         if filtered := self._buffer.filtered.total() - self._filtered_before:
             text += f"; {filtered} since the last batch had equal rewards and were replaced"
         return text
 
-    # -- results and events --------------------------------------------------------------------------------------------
-
-    def _add_result(self, result: EvalResult | None) -> None:
-        if result is not None:
-            self._results.append(result)
-
-    def _take_results(self) -> tuple[EvalResult, ...]:
-        results, self._results = tuple(self._results), []
-        return results
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def _emit(self, event: str, **fields: Any) -> None:
         """Queue an event until the learner's first message: until then a resume may be rewriting the file."""
@@ -689,7 +682,7 @@ def counters(buffer: Buffer) -> dict[str, float]:
         "completions": buffer.discarded,
         "bias": buffer.bias.distances(),
     }
-    now = {"tokens_in_flight": float(buffer.tokens_in_flight), "prompts_done": float(buffer.prompts_done)}
+    now = {"tokens_in_flight": float(buffer.tokens_in_flight), "prompts_done": float(buffer.prompts.num_done)}
     return {f"{name}_{key}": float(value) for name, counts in totals.items() for key, value in counts.items()} | now
 
 
@@ -741,8 +734,8 @@ class Gauges:
             for value, total in totals.items():
                 metric.labels(**{label: value}).inc(total - self._shown.get((label, value), 0))
                 self._shown[label, value] = total
-        metrics.lease_deadline_seconds.set(buffer.deadline_s)
-        metrics.quarantined_prompts.set(buffer.num_quarantined)
+        metrics.lease_deadline_seconds.set(buffer.deadlines.seconds(is_last=False))
+        metrics.quarantined_prompts.set(len(buffer.quarantine.cases))
         metrics.buffer_tokens.set(buffer.tokens_in_flight)
         for state in State:
             metrics.buffer_groups.labels(state=state.value).set(buffer.count(state))
@@ -751,5 +744,5 @@ class Gauges:
         metrics.groups_wanted.set(buffer.wanted)
         oldest = buffer.oldest_lease()
         metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
-        metrics.epoch.set(buffer.epoch)
-        metrics.prompts_done.set(buffer.prompts_done)
+        metrics.epoch.set(buffer.prompts.epoch)
+        metrics.prompts_done.set(buffer.prompts.num_done)

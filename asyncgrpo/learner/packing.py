@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.algorithms.advantages import (
+    ESTIMATORS,
     TruncationRule,
     apply_truncation,
-    estimate,
     groups_with_signal,
     overlong_penalty,
     signal_of,
@@ -92,8 +92,8 @@ class ScoredRollouts(NamedTuple):
         """Return [A] float64 advantages of the named estimator, from `rewards` if given; 0 for a critic to replace."""
         if estimator == CRITIC:
             return torch.zeros_like(self.rewards)
-        rewards = self.rewards if rewards is None else rewards
-        return estimate(estimator, rewards, self.groups, lengths=self.lengths, baseline_rewards=self.baseline_rewards)
+        rewards, of_formula = self.rewards if rewards is None else rewards, ESTIMATORS[estimator]
+        return of_formula(rewards, self.groups, lengths=self.lengths, baseline_rewards=self.baseline_rewards)
 
 
 def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping) -> ScoredRollouts:
@@ -477,25 +477,21 @@ def pack(
     )
 
 
+@dataclass
 class _Rows:
     """Builds micro-batches from the completions of a minibatch."""
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        rollouts: ScoredRollouts,
-        advantages: Tensor,
-        tokens_in_group: Tensor,
-        version: PolicyVersion | None,
-        share_prompts: bool,
-        multiple: int,
-    ) -> None:
-        self.multiple = multiple
-        self.prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups]
-        self.groups = groups
-        self.rollouts, self.advantages, self.tokens_in_group = rollouts, advantages, tokens_in_group
-        self.version, self.share_prompts = version, share_prompts
-        self.is_taught = all(one.teacher is not None for one in rollouts.completions)  # the same on all ranks
+    groups: Sequence[Group]
+    rollouts: ScoredRollouts
+    advantages: Tensor
+    tokens_in_group: Tensor
+    version: PolicyVersion | None
+    share_prompts: bool
+    multiple: int
+
+    def __post_init__(self) -> None:
+        self.prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in self.groups]
+        self.is_taught = all(one.teacher is not None for one in self.rollouts.completions)  # the same on all ranks
 
     def deal(self, wanted: Tensor, world: int, budget: int, pair_cost: float) -> list[list[list[list[int]]]]:
         """Return `[world][micro-batch][piece]` lists of completions. Completions of a piece share their prompt."""

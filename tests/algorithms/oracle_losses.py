@@ -176,7 +176,7 @@ def importance(log_rho, mask, sequences, *, level, action, low_ratio=None, high_
     return by_token(mask, judge)
 
 
-def veto(log_rho, mask, sequences, *, low_ratio=1e-4, high_ratio=None) -> list[Verdict]:
+def veto(log_rho, mask, sequences, *, low_ratio=None, high_ratio=None) -> list[Verdict]:
     dead = set()
     for s in sequences:
         if any(

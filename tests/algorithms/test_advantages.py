@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from asyncgrpo.algorithms import advantages
 from asyncgrpo.algorithms.advantages import ESTIMATORS, apply_truncation, overlong_penalty, reward_with_kl
 from tests.algorithms import oracle_advantages as oracle
 
@@ -15,7 +14,7 @@ SEEDS = range(12)
 
 
 def estimate(name, rewards, groups, lengths, greedy):
-    return advantages.estimate(name, rewards, groups, lengths=lengths, baseline_rewards=greedy)
+    return ESTIMATORS[name](rewards, groups, lengths=lengths, baseline_rewards=greedy)
 
 
 def tensors(batch, dtype=torch.float64):
@@ -71,7 +70,7 @@ def test_pass_at_k_gives_nothing_where_two_share_the_best(rewards):
 def test_whitening_is_over_tokens_and_leaves_groups_without_signal_at_zero():
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.3, 0.3, 0.8], dtype=torch.float64)
     groups, lengths = torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([30, 5, 5, 8, 1, 4])
-    ours = advantages.reinforce_plus_plus_baseline(rewards, groups, lengths)
+    ours = ESTIMATORS["reinforce_plus_plus_baseline"](rewards, groups, lengths=lengths)
     assert (ours[3:] == 0).all()
     # Whitened by the statistics of all 53 tokens: a known shift and one common scale.
     centred = torch.tensor([2 / 3, -1 / 3, -1 / 3], dtype=torch.float64)

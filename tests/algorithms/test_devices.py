@@ -28,7 +28,7 @@ def test_surrogates_wait_for_nothing(name):
 
 
 def test_corrections_wait_for_nothing():
-    found = [veto(X, MASK, CU), opsm(X, X, MASK, CU, max_nats=0.1), m2po(X, MASK)]
+    found = [veto(X, MASK, CU, low_ratio=1e-4), opsm(X, X, MASK, CU, max_nats=0.1), m2po(X, MASK)]
     for level, action in itertools.product(("token", "sequence", "geometric"), ("truncate", "clip", "mask", "reject")):
         found.append(importance(X, MASK, CU, level=level, action=action, high_ratio=2.0))
     found.append(divergence(X, MASK, CU, estimator="k3", level="sequence", max_nats=0.1))

@@ -45,7 +45,7 @@ def all_sums(b, chosen: list[int]):
     sums |= gap_sums(policy, anchor, mask) | ratio_sums(log_rho, mask, cu)
     sums |= outside_sums("veto", log_rho, mask, cu, level="token", low_ratio=1e-4, high_ratio=100.0)
     sums |= outside_sums("geo", log_rho, mask, cu, level="geometric", low_ratio=0.8, high_ratio=1.25)
-    sums |= kept_sums("vetoed", veto(log_rho, mask, cu).keep, mask, cu)
+    sums |= kept_sums("vetoed", veto(log_rho, mask, cu, low_ratio=1e-4).keep, mask, cu)
     return (
         sums
         | update_sums(policy - anchor, advantages, clipped, mask, dual_ratio=3.0)

@@ -186,7 +186,7 @@ class AnyCrash(RuleBasedStateMachine):
         """A checkpoint is renamed into place; the buffer may never hear of it."""
         if self.batch is not None or len(self.steps) == len(self.saved) or not self.buffer.journal.sync():
             return
-        state: PromptState = self.buffer.snapshot()
+        state: PromptState = self.buffer.prompts.state()
         self.checkpoint, self.saved = (self.version, state), list(self.steps)
         self.totals = self.ledger.totals(counters(self.buffer))
         self.weights.saved(len(self.steps))

@@ -106,7 +106,7 @@ def test_a_prompt_without_tokens_was_too_long_and_is_dropped_for_good_when_it_is
     buffer.trained(v(4))
     assert buffer.lease("g", 0.0) is None and buffer.exhausted
     assert Counter(leased) == dict.fromkeys(["train/0", "train/3", "train/6", "train/9"], 2)
-    assert (buffer.prompts_done, buffer.outcomes["trained"], buffer.outcomes["dropped_too_long"]) == (24, 8, 16)
+    assert (buffer.prompts.num_done, buffer.outcomes["trained"], buffer.outcomes["dropped_too_long"]) == (24, 8, 16)
     assert buffer.outcomes["leased"] == 24
     dropped = [record for record in journal.records if isinstance(record, Dropped)]
     assert {record.reason for record in dropped} == {"too_long"} and all(record.is_final for record in dropped)
@@ -209,13 +209,13 @@ def test_a_deadline_follows_what_groups_took_but_for_the_last_lease_of_a_prompt(
         timings = {"generate": 15.0, "reward": 5.0}
         buffer.accept(msgspec.structs.replace(deliver(lease, 0), timings=timings), b"")
     lease = buffer.lease("g", 100.0)
-    assert lease.cut_after_s == pytest.approx(54.0) and buffer.deadline_s == 60.0
+    assert lease.cut_after_s == pytest.approx(54.0) and buffer.deadlines.seconds(is_last=False) == 60.0
     assert buffer.expire(160.0) == []
     assert [entry.lease for entry in buffer.expire(161.0)] == [lease]
     again = buffer.lease("g", 200.0)
     assert again.prompt_index == lease.prompt_index and again.cut_after_s == 900.0
     assert buffer.expire(1199.0) == [] and len(buffer.expire(1201.0)) == 1
-    assert buffer.outcomes["dropped_lease_timeout"] == 1 and buffer.num_quarantined == 0
+    assert buffer.outcomes["dropped_lease_timeout"] == 1 and len(buffer.quarantine.cases) == 0
 
 
 def test_leases_that_run_out_count_in_the_median():
@@ -225,8 +225,8 @@ def test_leases_that_run_out_count_in_the_median():
         message = deliver(buffer.lease("g", 0.0), 0)
         buffer.accept(msgspec.structs.replace(message, timings={"generate": 20.0}), b"")
     late = [buffer.lease("g", 0.0) for _ in range(MIN_GROUPS + 1)]
-    assert buffer.deadline_s == 60.0 and len(buffer.expire(61.0)) == len(late)
-    assert buffer.deadline_s == 180.0, "most of what is known took 60 s or more"
+    assert buffer.deadlines.seconds(is_last=False) == 60.0 and len(buffer.expire(61.0)) == len(late)
+    assert buffer.deadlines.seconds(is_last=False) == 180.0, "most of what is known took 60 s or more"
 
 
 def test_seeds_differ_between_groups_attempts_and_runs():

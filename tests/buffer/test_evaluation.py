@@ -49,11 +49,13 @@ def test_the_result_counts_every_prompt_and_names_the_versions():
     leases = [evaluations.lease("g", 0.0) for _ in PROMPTS]
     assert [lease.prompt for lease in leases] == list(PROMPTS) and evaluations.lease("g", 0.0) is None
     for _ in range(2):  # the same completion twice counts once
-        assert evaluations.accept(delivery_of(leases[0], 1.0, 4), 1.0) is None
+        evaluations.accept(delivery_of(leases[0], 1.0, 4), 1.0)
     assert evaluations.held_by("g") == 2
-    assert evaluations.accept(delivery_of(leases[2], None, 5), 2.0) is None
-    result = evaluations.accept(delivery_of(leases[1], 0.0, 6), 3.0)
-    assert result is not None and not evaluations.in_flight
+    evaluations.accept(delivery_of(leases[2], None, 5), 2.0)
+    assert evaluations.take_finished() == () and evaluations.in_flight
+    evaluations.accept(delivery_of(leases[1], 0.0, 6), 3.0)
+    (result,) = evaluations.take_finished()
+    assert evaluations.take_finished() == () and not evaluations.in_flight
     assert (result.step, result.completions, result.reward_mean) == (5, 3, 0.5)
     assert (result.oldest, result.newest) == (PolicyVersion(1, 4), PolicyVersion(1, 6))
     assert result.failures == {"timeout": 1} and result.seconds == 3.0
@@ -62,25 +64,25 @@ def test_the_result_counts_every_prompt_and_names_the_versions():
 def test_a_prompt_that_always_fails_or_is_late_or_ends_its_generator_is_counted_and_the_evaluation_ends():
     evaluations = make()
     evaluations.request(0, 0.0)
-    result, now = None, 0.0
+    now = 0.0
     for _ in range(len(PROMPTS)):
         lease = evaluations.lease("g", now)
         if lease.prompt_index:
             evaluations.accept(delivery_of(lease, 1.0), now)
-    assert evaluations.release("g", now) == [] and evaluations.lease("g", now).prompt_index == 0
+    evaluations.release("g", now)
+    assert evaluations.lease("g", now).prompt_index == 0
     for _ in range(MAX_ATTEMPTS - 2):
         now += 11.0
-        late, results = evaluations.expire(now)
-        assert [lease.prompt_index for lease, _ in late] == [0] and results == []
+        assert [lease.prompt_index for lease, _ in evaluations.expire(now)] == [0]
+        assert evaluations.take_finished() == ()
         assert evaluations.lease("g", now).prompt_index == 0
-    _, (result,) = evaluations.expire(now + 11.0)
+    evaluations.expire(now + 11.0)
+    (result,) = evaluations.take_finished()
     assert result.failures == {"lease_timeout": 1} and result.reward_mean == 1.0
     evaluations.request(1, now)
-    results: list = []
-    while not results:
-        lease = evaluations.lease("g", now)
-        results += filter(None, [evaluations.fail(lease.lease_id, "failed", now + 5.0)])
-    (result,) = results  # nothing was answered
+    while evaluations.in_flight:
+        evaluations.fail(evaluations.lease("g", now).lease_id, "failed", now + 5.0)
+    (result,) = evaluations.take_finished()  # nothing was answered
     assert (result.completions, result.failures, result.seconds) == (0, {"failed": len(PROMPTS)}, 5.0)
     assert result.reward_mean is result.newest is result.completion_length_mean is None and not evaluations.in_flight
 
@@ -91,8 +93,9 @@ def test_an_answer_to_a_lease_of_another_start_answers_none_of_ours():
         each.request(5, 0.0)
     late, ours = before.lease("g", 0.0), evaluations.lease("g", 0.0)
     assert late is not None and ours is not None
-    assert evaluations.accept(delivery_of(late, 1.0), 1.0) is None and evaluations.held_by("g") == 1
-    assert evaluations.accept(delivery_of(ours, 1.0), 1.0) is None and evaluations.held_by("g") == 0
+    for delivered, left in ((late, 1), (ours, 0)):
+        evaluations.accept(delivery_of(delivered, 1.0), 1.0)
+        assert evaluations.held_by("g") == left
 
 
 # -- suites ------------------------------------------------------------------------------------------------------------
@@ -115,7 +118,8 @@ def test_each_suite_has_numbers_of_its_own_with_the_versions_that_sampled_it():
     assert (first.seed, second.seed, third.seed) == (7, 11, 15), "no two completions have one seed"
     evaluations.accept(answered(first, "so \\boxed{8}", "#### 8", "#### 9", "#### 7", right="8"), 1.0)
     evaluations.accept(answered(third, "Answer: Paris", "answer: paris.", "Rome", "Rome", right="aris", version=6), 1.0)
-    result = evaluations.accept(answered(second, "#### 1", "#### 1", "#### 1", "", right="2"), 2.0)
+    evaluations.accept(answered(second, "#### 1", "#### 1", "#### 1", "", right="2"), 2.0)
+    (result,) = evaluations.take_finished()
     assert (result.completions, result.failures) == (12, {"timeout": 1})
     assert result.reward_mean == pytest.approx(4 / 11)
     maths, qa = result.suites["gsm8k"], result.suites["qa"]
@@ -135,7 +139,8 @@ def test_each_suite_has_numbers_of_its_own_with_the_versions_that_sampled_it():
 def test_a_reward_counts_as_success_from_the_threshold_on():
     evaluations = Evaluations(SUITES[:1], Sampling(), 0, 10.0, success=0.5)
     evaluations.request(0, 0.0)
-    (suite,) = evaluations.accept(delivery_of(evaluations.lease("g", 0.0), 0.5), 1.0).suites.values()
+    evaluations.accept(delivery_of(evaluations.lease("g", 0.0), 0.5), 1.0)
+    (suite,) = evaluations.take_finished()[0].suites.values()
     assert suite.numbers["pass@1"][0] == 1.0 and suite.numbers["reward"] == (0.5, None, None)
 
 

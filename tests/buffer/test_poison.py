@@ -68,7 +68,7 @@ def test_a_prompt_that_ends_every_generator_is_dropped_in_all_epochs_and_all_oth
     assert ends == ISOLATE_AFTER + 3
     assert all(lease.prompt_index < 8 for lease in leases if lease.prompt.prompt_id == "train/2")
     assert buffer.outcomes["dropped_poison"] == 1 and buffer.outcomes["dropped_quarantined"] == 2
-    assert buffer.outcomes["trained"] == 3 * 7 and buffer.prompts_done == 3 * 8
+    assert buffer.outcomes["trained"] == 3 * 7 and buffer.prompts.num_done == 3 * 8
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_failed_attempts_and_ends_of_generators_survive_a_restart(tmp_path: Path
     assert (alone.prompt_index, alone.attempt) == (0, 2)
     assert buffer.lease("b", 0.0) is None
     buffer.fail(alone.lease_id, "failed")
-    assert buffer.outcomes["dropped_failed"] == 1 and buffer.num_quarantined == 1
+    assert buffer.outcomes["dropped_failed"] == 1 and len(buffer.quarantine.cases) == 1
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_a_lease_that_was_cut_with_too_few_completions_makes_its_generator_count
         served.hear("a", LeaseFailed(generator_id="a", lease_id=f"1.{prompt_index}.0", reason=reason))
     outcomes = served.buffer.outcomes
     assert outcomes["dropped_lease_timeout"] == outcomes["dropped_failed"] == 1
-    assert list(served.buffer._quarantine.cases) == ["train/1"], "one that is only slow is not in quarantine"
+    assert list(served.buffer.quarantine.cases) == ["train/1"], "one that is only slow is not in quarantine"
     speeds = served.service._speeds
     assert speeds.seconds_per_token("a", 0.0) > speeds.seconds_per_token("b", 1.0)
 
@@ -208,7 +208,7 @@ def test_a_run_whose_every_prompt_is_in_quarantine_ends_once_the_learner_has_sav
     served = served_in_order(count=3, epochs=None)
     for index in range(3):
         case = Case(prompt_id=f"train/{index}", reason="failed", prompt_index=index, attempts=3)
-        served.buffer._quarantine.add(case)
+        served.buffer.quarantine.add(case)
     with pytest.raises(DataError, match=r"every prompt of data.train is in quarantine \(see quarantine.jsonl"):
         served.buffer.lease("g", 0.0)
     served.hear("learner", Take(step=0, version=v(0)))

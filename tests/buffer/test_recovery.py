@@ -79,11 +79,11 @@ def one_step_done(tmp_path: Path):
     for _ in range(4):
         accept(buffer, lease(buffer), 0)
     assert [e.prompt_index for e in buffer.take(PolicyVersion(1, 0))] == [0, 1]
-    before = buffer.snapshot()
+    before = buffer.prompts.state()
     buffer.trained(PolicyVersion(1, 1))
     for _ in range(2):
         accept(buffer, lease(buffer), 1)
-    return tmp_path, before, buffer.snapshot()
+    return tmp_path, before, buffer.prompts.state()
 
 
 def test_under_other_settings_no_group_is_kept(one_step_done):
@@ -120,8 +120,8 @@ def test_a_start_keeps_only_the_records_that_matter(tmp_path: Path):
             accept(buffer, lease(buffer), step)
         assert buffer.take(PolicyVersion(1, step)) is not None
         buffer.trained(PolicyVersion(1, step + 1))
-        buffer.journal.append(Committed(step=step + 1, prompts=buffer.snapshot()))
-    checkpoint = PolicyVersion(1, 30), buffer.snapshot()
+        buffer.journal.append(Committed(step=step + 1, prompts=buffer.prompts.state()))
+    checkpoint = PolicyVersion(1, 30), buffer.prompts.state()
     for _ in range(2):
         accept(buffer, lease(buffer), 30)
     buffer.journal.close()

@@ -198,10 +198,10 @@ def test_a_new_paper_is_one_function(path, groups, request, monkeypatch):
     request.addfinalizer(lambda: (surrogates.SURROGATES.pop("scaled"), surrogates.SEQUENCE_LEVEL.remove("scaled")))
 
     @surrogates.surrogate(with_ratio=False, sequence_level=True)
-    def scaled(policy, anchor, advantages, mask, cu_seqlens, *, factor: float = 2.0):
-        assert cu_seqlens is not None and not torch.is_grad_enabled()
-        gradient = torch.where(mask, factor * advantages, 0.0)
-        return surrogates.Surrogate(gradient, gradient * policy, torch.zeros_like(mask))
+    def scaled(tokens, *, factor: float = 2.0):
+        assert tokens.cu_seqlens is not None and not torch.is_grad_enabled()
+        gradient = factor * tokens.advantages
+        return surrogates.Surrogate(gradient, gradient * tokens.policy, torch.zeros_like(tokens.mask))
 
     source = ast.parse(dedent(inspect.getsource(inspect.unwrap(scaled)))).body[0]
     monkeypatch.setitem(rules._losses(), "scaled", source)  # as if it stood in surrogates.py

@@ -111,7 +111,7 @@ def forget_dedup(accept, self: Buffer, message: Deliver, payload: bytes, *rest: 
     size, sampling = self._group_size, self._sampling
     lease = Lease(**same, purpose="train", num_completions=size, sampling=sampling, seed=0)
     oldest = min(span.version for rollout in message.rollouts for span in rollout.spans)
-    entry = GroupEntry(message.prompt_index, message.prompt, message.attempt, lease, "", 0.0, oldest, self.max_lag)
+    entry = GroupEntry(lease, "", 0.0, oldest, self.max_lag)
     self._enter(entry)
     self._set_state(entry, State.READY)
     entry.arrived(message, payload)
@@ -145,14 +145,14 @@ def cancelled_lease_accepted(accept, self: Buffer, message: Deliver, *rest: Any)
 def requeue_forgets_attempt(fail, self: Buffer, lease_id: str, reason: str) -> None:
     if (entry := self._leased(lease_id)) is not None:
         self._requeue(entry)
-        self._ended[entry.prompt_index] = entry.attempt
+        self._ended[entry.prompt_index] = entry.lease.attempt
 
 
 @mutant(Buffer, "release")
 def released_lease_delivers(release, self: Buffer, holder: str) -> list[str]:
     held = [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
     released = release(self, holder)
-    self._ended.update({e.prompt_index: e.attempt - self._ended[e.prompt_index] for e in held})
+    self._ended.update({e.prompt_index: e.lease.attempt - self._ended[e.prompt_index] for e in held})
     return released
 
 
@@ -172,11 +172,11 @@ def stale_dropped_in_silence(give_up, self: Buffer, entry: GroupEntry, reason: s
 
 @mutant(Buffer, "_give_up")
 def evicted_without_refill(give_up, self: Buffer, *dropped: Any) -> None:
-    give_back, self._prompts.give_back = self._prompts.give_back, lambda prompt_index: None  # type: ignore[method-assign]
+    give_back, self.prompts.give_back = self.prompts.give_back, lambda prompt_index: None  # type: ignore[method-assign]
     try:
         give_up(self, *dropped)
     finally:
-        self._prompts.give_back = give_back  # type: ignore[method-assign]
+        self.prompts.give_back = give_back  # type: ignore[method-assign]
 
 
 @mutant(Buffer, "_give_up")
@@ -409,7 +409,7 @@ def recovered_under_the_bound_of_now(bound_of, lease_id: str, max_lag: Any, star
 @mutant(Buffer, "restore")
 def recovered_is_issued_too(restore, self: Buffer, *group: Any) -> None:
     restore(self, *group)
-    self._prompts._claimed.clear()
+    self.prompts._claimed.clear()
 
 
 class _NeverBlocked:
