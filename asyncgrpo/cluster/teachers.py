@@ -75,7 +75,7 @@ class TeacherActor:
 
         config = self._setup.config
         options = SGLangOptions(
-            config.teacher.own[self._source],
+            model_path=config.teacher.own[self._source],
             dtype=getattr(torch, config.model.dtype),
             max_context=config.data.max_prompt_tokens + config.sampling.max_tokens + 1,
             device="cuda" if config.teacher_gpus_each else "cpu",
