@@ -4,6 +4,7 @@ import contextlib
 import gc
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +70,21 @@ def replace_file(path: Path, data: bytes, *, mode: int = 0o666, is_durable: bool
     if is_durable:
         sync(temporary)
     os.replace(temporary, path)
+
+
+stderr_file: Path | None = None
+"""File to which stderr of this process and its children is written; None: it is not known."""
+
+
+def last_error() -> str:
+    """Return the last exception in `stderr_file`; empty if there is none. A library may only report that its child failed."""
+    if stderr_file is None or not stderr_file.is_file():
+        return ""
+    with stderr_file.open("rb") as file:
+        file.seek(max(0, stderr_file.stat().st_size - 2**16))
+        text = file.read().decode(errors="replace")
+    found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .*$", text, re.MULTILINE)
+    return found[-1][:300] if found else ""
 
 
 _CGROUP = Path("/sys/fs/cgroup")

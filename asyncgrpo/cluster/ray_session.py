@@ -219,6 +219,12 @@ def _session_folder() -> str | None:
     return node.get_session_dir_path() if node is not None else None
 
 
+def stderr_file() -> Path | None:
+    """Return the file to which Ray writes the stderr of this actor; None outside of one. Ray has no public name for it."""
+    file = ray._private.worker.global_worker.get_err_file_path()
+    return Path(file) if file else None
+
+
 # -- results of actors -------------------------------------------------------------------------------------------------
 
 Actor = Any

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import xxhash
 
+from asyncgrpo import host as local
 from asyncgrpo import liveness, logs, metrics
 from asyncgrpo.buffer.buffer import Buffer, group_seed
 from asyncgrpo.buffer.evaluation import EvalSamples, Evaluations
@@ -25,6 +26,7 @@ from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.cluster.folder import hold
 from asyncgrpo.cluster.heartbeat import Heart
 from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, set_environment
+from asyncgrpo.cluster.ray_session import stderr_file
 from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config
@@ -152,6 +154,7 @@ def begin(
     set_environment(network_environment(host))
     prepare_environment(setup.config)
     logs.setup(role, rank, setup.run_dir)
+    local.stderr_file = stderr_file()
     name = role if rank is None else f"{role}-{rank}"
     Heart(setup.watch_endpoint, name, incarnation, setup.keys, run_dir=setup.run_dir, loop_age_s=loop_age_s, **heart)
     gpus = {"generator": setup.config.generators.gpus_each, "teacher": setup.config.teacher_gpus_each}.get(role, 1)

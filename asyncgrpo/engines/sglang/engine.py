@@ -33,6 +33,7 @@ from asyncgrpo.data.images import Images
 from asyncgrpo.engines.base import EngineBase, EngineOccupancy, Request
 from asyncgrpo.engines.sglang.proof import Given, Proof, listed, question
 from asyncgrpo.errors import EngineError, RequestError
+from asyncgrpo.host import last_error
 from asyncgrpo.types import Completion, KeptTokens, PolicyVersion, Sampling, VersionSpan
 from asyncgrpo.weights.arena import SharedTensors
 
@@ -119,7 +120,8 @@ class SGLangEngine(EngineBase[SGLangRequest]):
                 own = processes.arguments(self.options)
                 self._engine = processes.launch(weight_version=str(version), **own | self.options.extra)
         except Exception as error:
-            raise EngineError(f"SGLang cannot start with the model {self.options.model_path}: {error}") from error
+            why = last_error() or error
+            raise EngineError(f"SGLang cannot start with the model {self.options.model_path}: {why}") from error
         self._connect()
         self.vocab_size = self._manager.model_config.vocab_size
         text = self._manager.model_config.hf_text_config

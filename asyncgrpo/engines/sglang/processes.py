@@ -33,8 +33,6 @@ with importing():  # also in the scheduler's process, which imports this module 
     from sglang.srt.distributed.device_communicators import shm_broadcast
     from sglang.srt.entrypoints import engine
     from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.managers import scheduler
     from sglang.srt.managers.load_snapshot import shm_path_for
     from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
@@ -47,8 +45,6 @@ with importing():  # also in the scheduler's process, which imports this module 
     from sglang.srt.utils.hf_transformers_utils import get_context_length
     from sglang.srt.utils.weight_checker import ChecksumInfo, WeightChecker, overall_checksum
     from sglang.srt.utils.weight_versions import WeightVersionEvent
-    from torch import Tensor
-    from torch.nn.functional import scaled_dot_product_attention
     from transformers import AutoConfig, PretrainedConfig
 
     from asyncgrpo.engines.sglang.weights import Mapped
@@ -160,7 +156,6 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
         module.make_shm_name = marked
     model_runner.WeightChecker = OurWeightChecker
     model_runner.WeightUpdater = OurWeightUpdater
-    register_attention_backend("torch_native")(BatchedTorchAttention)
     # DeepSeek's other methods pass keys and values that `torch_native` does not read: it attends to the cache.
     AttentionBackendRegistry.register("torch_native", lambda *layer_and_batch: AttnForwardMethod.MLA)
     # Routes are kept in pinned memory, which needs a GPU.
@@ -308,97 +303,3 @@ def _tree(pid: int | None) -> list[psutil.Process]:
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
-
-
-# -- attention on a CPU ------------------------------------------------------------------------------------------------
-
-LARGEST_PADDING = 4
-"""Largest ratio of padded to real keys; above it, sequences are attended to one by one."""
-LARGEST_MASK = 1 << 22
-"""Largest mask of a prefill (sequences x queries x keys); above it, sequences are attended to one by one."""
-
-
-class BatchedTorchAttention(TorchNativeAttnBackend):
-    """SGLang's `torch_native` backend with one call of attention per layer.
-
-    `torch_native` calls attention once per sequence and layer. With the short sequences of a CPU run that loop dominates the
-    scheduler's time. Here keys are gathered into one padded tensor and attention is called once per layer, with equal
-    results up to rounding. The loop still runs if padding would cost more, and for anything but causal self-attention
-    without a window.
-    """
-
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Prepare the rows of the cache that hold the keys, and the mask, for all layers of a forward."""
-        super().init_forward_metadata(forward_batch)
-        self._is_padded = False
-        mode, lengths = forward_batch.forward_mode, forward_batch.seq_lens
-        if forward_batch.encoder_lens is not None or not len(lengths) or not (mode.is_decode() or mode.is_extend()):
-            return
-        longest, total = int(lengths.max()), int(lengths.sum())
-        if longest * len(lengths) > LARGEST_PADDING * total:
-            return
-        key_places = torch.arange(longest)
-        rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices, :longest].long()
-        # A sequence is padded with its first key, because other rows may not be finite, and 0 x NaN is NaN.
-        self._key_rows = torch.where(key_places < lengths[:, None], rows, rows[:, :1])
-        if mode.is_decode():
-            self._mask = (key_places < lengths[:, None])[:, None, None, :]
-        else:
-            prefix, new = forward_batch.extend_prefix_lens.long(), forward_batch.extend_seq_lens.long()
-            most_new = int(new.max())
-            if longest * len(lengths) * most_new > LARGEST_MASK:
-                return
-            query_places = torch.arange(most_new)
-            self._is_query = query_places < new[:, None]
-            first = torch.cumsum(new, 0) - new
-            self._query_rows = (first[:, None] + query_places).clamp_(max=int(new.sum()) - 1)
-            # A padded query sees at least the first key, so no row of the softmax is empty.
-            self._mask = (key_places <= (prefix[:, None] + query_places)[..., None])[:, None]
-        self._is_padded = True
-
-    def _run_sdpa_forward_decode(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Attend with one query for each sequence.
-
-        Shapes: query and output [sequences, heads, head_dim], caches [places, kv_heads, head_dim].
-        """
-        if not self._can_batch(query, k_cache, kwargs):
-            return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *args, **kwargs)
-        keys, values = self._gather(k_cache), self._gather(v_cache)
-        # The heads that share a key head are passed as several queries, so that keys need not be repeated.
-        shape = (len(query), k_cache.shape[1], -1)
-        attended = scaled_dot_product_attention(
-            query.view(*shape, query.shape[-1]), keys, values, attn_mask=self._mask, scale=kwargs["scaling"]
-        )
-        output.view(*shape, output.shape[-1])[:] = attended
-        return output
-
-    def _run_sdpa_forward_extend(
-        self, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """Attend with several queries per sequence, concatenated by sequence in `query`. Shapes as above."""
-        if not self._can_batch(query, k_cache, kwargs) or not kwargs["causal"]:
-            return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *args, **kwargs)
-        attended = scaled_dot_product_attention(
-            query[self._query_rows].transpose(1, 2),
-            self._gather(k_cache),
-            self._gather(v_cache),
-            attn_mask=self._mask,
-            scale=kwargs["scaling"],
-            enable_gqa=kwargs["enable_gqa"],
-        )
-        output[:] = attended.transpose(1, 2)[self._is_query]
-        return output
-
-    def _can_batch(self, query: Tensor, k_cache: Tensor, kwargs: dict[str, Any]) -> bool:
-        return (
-            self._is_padded
-            and not kwargs["is_cross_attn"]
-            and kwargs["sliding_window_size"] is None
-            and query.dtype == k_cache.dtype
-        )
-
-    def _gather(self, cache: Tensor) -> Tensor:
-        """Return the cached rows, [sequences, kv_heads, longest, head_dim]. The mask hides the padding."""
-        return cache[self._key_rows].transpose(1, 2)
