@@ -114,8 +114,7 @@ DryRunOption = Annotated[
 AlgorithmOption = Annotated[
     str | None,
     typer.Option(
-        "--algorithm",
-        help="Preset of the objective; overrides the file. `asyncgrpo config algorithms` lists them.",
+        "--algorithm", help="Preset of the objective; overrides the file. `asyncgrpo config algorithms` lists them."
     ),
 ]
 _FILE = "YAML file, or the name of one in the package."
@@ -123,11 +122,7 @@ ConfigOption = Annotated[str | None, typer.Option("--config", help=_FILE)]
 ConfigArgument = Annotated[str, typer.Argument(metavar="FILE", help=_FILE)]
 SettingsArgument = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Any setting; overrides files and flags.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Any setting; overrides files and flags.", show_default=False),
 ]
 
 # -- settings of the flags ---------------------------------------------------------------------------------------------
@@ -162,7 +157,7 @@ def train_overrides(*, n_gpus: int | None = None, explicit: Sequence[str] = (), 
     Raises:
         ConfigError: the GPUs cannot be split.
     """
-    given = {key: flags[name] for name, key in _KEYS.items() if name in flags}
+    given = {key: flags.get(name) for name, key in _KEYS.items()}
     given = {key: one_or_all(value) if isinstance(value, list | tuple) else value for key, value in given.items()}
     values = {key: value for key, value in given.items() if value is not None and value is not False}
     if ("run.steps" in values) != ("run.epochs" in values):
@@ -184,11 +179,7 @@ def _placement(n_gpus: int, explicit: Sequence[str]) -> dict[str, object]:
     if n_gpus == 0:  # many CPUs only emulate bfloat16
         return one_each | {"learner.device": "cpu", "model.dtype": "float32"}
     if n_gpus == 1:  # `fitted` replaces the share of memory if it knows the model
-        return one_each | {
-            "learner.device": "cuda",
-            "cluster.share_gpu": True,
-            "generators.memory_fraction": 0.35,
-        }
+        return one_each | {"learner.device": "cuda", "cluster.share_gpu": True, "generators.memory_fraction": 0.35}
     from asyncgrpo.config.foreign_rules import split_gpus
 
     given = dict(override.partition("=")[::2] for override in explicit)

@@ -112,7 +112,6 @@ def simulate(
     profile: ProfileOption = PROFILE,
     max_lag: MaxLagOption = None,
     splits: Annotated[int, typer.Option("--splits", min=1, help="Splits to simulate, the best of the plan.")] = 3,
-    as_json: JsonOption = False,
 ) -> None:
     """Simulate the best splits of a plan.
 
@@ -125,12 +124,6 @@ def simulate(
     made = make_plan(_read(profile), gpus, max_lag)
     found = [(option, run(made.profile, option.split)) for option in made.options[:splits]]
     found.sort(key=lambda pair: pair[1].step_s)
-    if as_json:
-        rows = [
-            {"split": asdict(one.split), **asdict(simulated), "formula": asdict(one.expected)}
-            for one, simulated in found
-        ]
-        return print_json(rows)
     typer.echo(_title(made))
     rows = []
     for option, simulated in found:

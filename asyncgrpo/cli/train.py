@@ -82,12 +82,7 @@ def serve(
 
 
 def _start(
-    file: str | None,
-    settings: list[str],
-    algorithm: str | None,
-    *,
-    folder: Path | None = None,
-    dry_run: bool,
+    file: str | None, settings: list[str], algorithm: str | None, *, folder: Path | None = None, dry_run: bool
 ) -> None:
     """Run or preview a configuration. `folder` is the run folder if `--out` did not name it."""
     from asyncgrpo.cli.running import execute, preview
