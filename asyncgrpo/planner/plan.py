@@ -420,13 +420,7 @@ def _just_in_time_lag(profile: Profile, running: float, step_s: float) -> float:
 
 
 def _prediction(
-    profile: Profile,
-    split: Split,
-    step_s: float,
-    learn_s: float,
-    running: float,
-    lag_mean: float,
-    bottleneck: str,
+    profile: Profile, split: Split, step_s: float, learn_s: float, running: float, lag_mean: float, bottleneck: str
 ) -> Prediction:
     tokens_per_s = profile.prompts_per_step * profile.group_size * profile.lengths.mean / step_s
     sampled_s = (
