@@ -76,19 +76,6 @@ def test_only_rows_that_are_due_are_tokenised(config, monkeypatch):
     assert [f"train/{index}" for index in tokenised[loading.PROBES :]] == issued
 
 
-def test_a_restart_goes_on_in_the_same_order(config):
-    source = source_of(config)
-    order = [source.next() for _ in range(400)]
-    assert sorted(prompt.prompt_id for _, prompt in order) == sorted(2 * [f"train/{i}" for i in range(200)])
-    for stop in (0, 57, 399):
-        source = source_of(config)
-        for index, _ in [source.next() for _ in range(stop)]:
-            source.done(index)
-        again = source_of(config)
-        again.restore(source.state())
-        assert [again.next() for _ in range(400 - stop)] == order[stop:]
-
-
 @pytest.mark.parametrize(
     ("overrides", "rows"),
     [
@@ -109,7 +96,7 @@ def test_rows_of_several_sources_are_counted_through(config, tmp_path):
     write_rows(tmp_path / "more.jsonl", [{"prompt": "2", "ground_truth": "2", "data_source": "c"}] * 3)
     config = configured(tmp_path, f"data.train=[{tmp_path / 'train.jsonl'}, {tmp_path / 'more.jsonl'}]")
     train, checked = prepare(config).train, check(config)["train"]
-    assert train.sizes == (200, 3) and checked == (203, {"a", "b", "c"}, False)
+    assert train.sizes == (200, 3) and checked == (203, {"a", "b", "c"})
     assert [train[i].text for i in (199, 200, 202)] == ["1111", "2", "2"] and train[200].prompt_id == "train/200"
 
 

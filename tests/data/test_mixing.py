@@ -2,14 +2,11 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncgrpo.config.load import load_config
 from asyncgrpo.data.order import places
 from asyncgrpo.data.prompts import PromptSource
-from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.types import Prompt
 
 
@@ -62,23 +59,3 @@ def test_the_seed_decides_the_order_of_every_round():
         "1/2",
         "1/3",
     ] * 2
-
-
-def test_other_weights_are_another_order():
-    state = mixed((4, 4), (1, 3)).state()
-    with pytest.raises(CheckpointError, match=r"data.weights was \(1, 3\) and is now \(1, 1\)"):
-        mixed((4, 4), (1, 1)).restore(state)
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        (["data.train=[a, b]", "data.weights=[1.0]"], "needs a weight for each entry"),
-        (["data.train=a", "data.weights=[1.0, 2.0]"], "needs a weight for each entry"),
-        (["data.train=[]"], "data.train .* has no entry"),
-        (["data.train=[a, b]", "data.weights=[1.0, 0.0]"], "data.weights"),
-    ],
-)
-def test_a_weight_belongs_to_each_source(settings, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        load_config(None, ["model.path=m", *settings])

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.cluster.folder import changes, settings_of
 from asyncgrpo.cluster.nodes import with_absolute_paths
 from asyncgrpo.config.load import load_config
 from asyncgrpo.data import sources
@@ -133,17 +132,3 @@ def test_only_files_and_folders_become_absolute(tmp_path, monkeypatch):
         f"{here}/a.jsonl", f"hf:{here}/saved?split=test", "hf:openai/gsm8k", "reasoning-gym:aiw"
     )  # fmt: skip
     assert config.data.eval == "reasoning-gym:aiw?seed=1"
-
-
-def test_a_resume_refuses_other_sources(config, tmp_path):
-    def settings(*changed: str):
-        return settings_of(load_config(None, [f"model.path={tmp_path}/model", *changed]))
-
-    both = f"data.train=[{tmp_path}/one.jsonl, '{SUMS}']"
-    (other,) = changes(settings(both), settings(both.replace("size=20", "size=30")))
-    assert (other.key, other.effect) == ("data.train", "refused")
-    (fewer,) = changes(settings(both), settings(f"data.train={tmp_path}/one.jsonl"))
-    assert (fewer.key, fewer.effect) == ("data.train", "refused")
-    (shares,) = changes(settings(both), settings(both, "data.weights=[1, 2]"))
-    assert (shares.key, shares.effect) == ("data.weights", "refused")
-    assert changes(settings(both), settings(both)) == []
