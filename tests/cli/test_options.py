@@ -33,7 +33,7 @@ def test_every_flag_reaches_its_knob():
 
 
 def test_a_flag_wins_over_the_file_and_a_key_wins_over_a_flag():
-    assert train_overrides() == []
+    assert train_overrides() == [] and train_overrides(kl_coef=0.0) == ["algorithm.kl_coef=0.0"]
     overrides = train_overrides(rollout_n=4, lr=2e-6, explicit=["learner.lr=3e-6"])
     config = load_config("one_node_8gpu", overrides)
     assert (config.algorithm.group_size, config.learner.lr, config.run.epochs) == (4, 3e-6, 15)
