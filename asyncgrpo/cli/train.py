@@ -60,8 +60,9 @@ def train(
 
     folder = _choose_folder("runs/train", out)
     settings = options.train_overrides(**ctx.params | {"out": str(folder)}, explicit=overrides or ())
-    if n_gpus:
-        settings += options.fitted(load_config(config, settings, algorithm=algorithm), n_gpus, overrides or ())
+    if n_gpus is not None:
+        without_place = load_config(config, settings, algorithm=algorithm, is_complete=False)
+        settings += options.placed(without_place, n_gpus, overrides or ())
     _start(config, settings, algorithm, folder=None if out else folder, dry_run=dry_run)
 
 

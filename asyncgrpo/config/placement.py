@@ -5,6 +5,7 @@ before anything starts, `choose` and `share_one_gpu` choose settings, `report` i
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Any
@@ -155,13 +156,16 @@ def refuse_host(size: ModelSize, config: Config, host: Host) -> None:
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
-def choose(size: ModelSize, config: Config, card: memory.Card, n_gpus: int, decided: Mapping[str, Any]) -> Changes:
+def choose(
+    size: ModelSize | None, config: Config, card: memory.Card, n_gpus: int, decided: Mapping[str, Any]
+) -> Changes:
     """The settings that share GPUs between generators and learner, so that the model fits where it can.
 
     Half of the GPUs are the generators'. A learner that does not fit gets smaller micro-batches, then moments on the CPU,
     then more of the GPUs. A model that fits in no way keeps the half, and `refuse` reports why.
 
     Args:
+        size: of the model; None: unknown, and half of the GPUs are the generators'.
         config: of the run, with any split.
         n_gpus: to share, at least 2.
         decided: values of those returned keys that are given.
@@ -173,13 +177,13 @@ def choose(size: ModelSize, config: Config, card: memory.Card, n_gpus: int, deci
     """
     count, ranks = decided.get("generators.count"), decided.get("learner.ranks")
     given = decided.get("generators.gpus_each")
-    engines = [given] if given else engine_gpus(size, config, card, n_gpus)
+    engines = [given or 1] if given or size is None else engine_gpus(size, config, card, n_gpus)
     possible = [each for each in engines if (count or 1) * each + (ranks or 1) <= n_gpus]
     multiple = config.learner.parallel.multiple
     placements = [_placements(n_gpus, each, count, ranks, multiple) for each in possible or engines]
-    for placed in (placed for of_engine in placements for placed in of_engine):
+    for placed in itertools.chain.from_iterable(placements):
         for saving in _savings(config, decided):
-            if "learner" not in problems(size, changed(config, placed | saving), card, filled=COMFORTABLE):
+            if size and "learner" not in problems(size, changed(config, placed | saving), card, filled=COMFORTABLE):
                 return placed | saving
     return placements[0][0]
 

@@ -102,7 +102,7 @@ def test_rows_of_several_sources_are_counted_through(config, tmp_path):
 
 def test_a_file_of_which_nothing_fits_and_a_bad_row_are_refused_before_the_run(config, tmp_path):
     with pytest.raises(DataError, match=r"all 2 prompts are longer than data.max_prompt_tokens \(5\).* has 9"):
-        check(configured(tmp_path, rows=[ROWS[6]] * 2))
+        check(configured(tmp_path, rows=[ROWS[6], ROWS[5]]))
     more = [f"data.train=[{tmp_path}/good.jsonl, {tmp_path}/train.jsonl]"]
     write_rows(tmp_path / "good.jsonl", ROWS[:2])
     with pytest.raises(DataError, match=r"train\.jsonl, row 199: no ground_truth"):

@@ -53,6 +53,8 @@ def test_the_seed_decides_the_order_of_every_round():
     assert order(mixed((8, 8), (1, 1), seed=3), 16) != order(mixed((8, 8), (1, 1), seed=4), 16)
     rounds = [p for p in order(mixed((8, 8), (1, 1)), 32) if p[0] == "0"]
     assert rounds[:8] != rounds[8:]
+    other = [p for p in order(mixed((8, 8), (1, 1)), 32) if p[0] == "1"]
+    assert [p[2:] for p in rounds] != [p[2:] for p in other], "each source has an order of its own"
     assert [p for p in order(mixed((4, 4), (1, 1), shuffle=False), 16) if p[0] == "1"] == [
         "1/0",
         "1/1",

@@ -98,6 +98,8 @@ def test_rows_of_the_hub_have_its_id_as_data_source_where_they_have_none(monkeyp
     rows, _ = read_source("hf:openai/gsm8k?name=main&revision=r1", {})
     assert [row["data_source"] for row in rows] == ["openai/gsm8k", "own"]
     assert asked == {"openai/gsm8k": {"split": "train", "name": "main", "revision": "r1"}}
+    read_source("hf:openai/gsm8k?split=test", {})
+    assert asked == {"openai/gsm8k": {"split": "test"}}
 
 
 def test_a_data_set_that_cannot_be_reached_is_one_sentence(datasets):
