@@ -19,7 +19,7 @@ from asyncgrpo.cli.options import size_in_words
 from asyncgrpo.config import placement
 from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.memory import Card, runs_on_gpu
-from asyncgrpo.config.model_size import ModelSize, size_at, size_on_disk
+from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.reach import find_model
 from asyncgrpo.config.rules import check_algorithm, check_model, local_model
 from asyncgrpo.config.schema import Config, is_file
@@ -159,20 +159,12 @@ def card_of(config: Config) -> Card:
 
 
 def check_fit(config: Config) -> None:
-    """Raise ConfigError for what cannot fit its GPU, or the memory of this machine where all of the run is on it."""
-    size = None
-    if _is_on_gpu(config) and (size := size_at(config.model.path, may_download=True)) is not None:
+    """Raise ConfigError for what cannot fit its GPU, or the memory of this machine. Nodes of a Ray cluster are not compared."""
+    if (size := size_at(config.model.path, may_download=True)) is None:
+        return
+    if _is_on_gpu(config):
         placement.refuse(size, config, card_of(config))
-    check_host(config, size)
-
-
-def check_host(config: Config, size: ModelSize | None = None) -> None:
-    """Raise ConfigError for what cannot fit the memory of this machine. The nodes of a Ray cluster are not compared.
-
-    Args:
-        size: of the model; none: by its weight files, so that a driver on the CPU need not import torch.
-    """
-    if config.cluster.ray_address is None and (size := size or size_on_disk(config.model.path)) is not None:
+    if config.cluster.ray_address is None:
         placement.refuse_host(size, config, Host.here(scratch.SHARED_MEMORY))
 
 
@@ -268,7 +260,6 @@ def execute(
     if make is None:
         find_model(config.model.path)
         scratch.folder()  # removes what a killed run left in shared memory
-        check_host(config)
     folder = RunFolder(Path(config.run.out))
     folder.check_free()
     with ExitStack() as claim:

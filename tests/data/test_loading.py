@@ -114,3 +114,11 @@ def test_a_long_check_reports_its_progress(config, tmp_path, monkeypatch):
     lines = []
     check(config, lines.append)
     assert lines[0] == f"{tmp_path / 'train.jsonl'}: checked 0 of 200 rows"
+
+
+def test_rows_without_an_answer_are_named_unless_no_row_has_one(config, tmp_path, caplog):
+    blank = ROWS[0] | {"ground_truth": None}
+    check(configured(tmp_path, rows=[blank, blank]))
+    assert "no answer" not in caplog.text
+    check(configured(tmp_path, rows=[ROWS[1], blank]))
+    assert "1 of 2 rows have no answer: 1" in caplog.text
