@@ -281,26 +281,15 @@ def audit(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")
     from asyncgrpo.tools.audit import audit as check
 
     found = check(run)
-    fates = [fate for fate, _ in found.groups.most_common()]
     if as_json:
-        print_json(
-            {
-                "step": found.step,
-                "starts": found.starts,
-                "prompts_done": found.prompts_done,
-                "groups": {fate: found.groups[fate] for fate in fates},
-                "tokens": {fate: found.tokens[fate] for fate in fates},
-                "lags": {str(lag): count for lag, count in sorted(found.lags.items())},
-                "differences": found.differences,
-            }
-        )
+        print_json(msgspec.to_builtins(found, str_keys=True))
     else:
         typer.echo(
             f"{run}: {found.starts} starts, newest checkpoint at step {found.step}, {found.prompts_done} prompts done"
         )
         typer.echo(f"{'fate':<16}{'groups':>10}{'tokens':>14}")
-        for fate in fates:
-            typer.echo(f"{fate:<16}{found.groups[fate]:>10,}{found.tokens[fate]:>14,}")
+        for fate, groups in found.groups.most_common():
+            typer.echo(f"{fate:<16}{groups:>10,}{found.tokens[fate]:>14,}")
         typer.echo(f"{'delivered':<16}{found.groups.total():>10,}{found.tokens.total():>14,}")
         lags = ", ".join(f"{count} at {lag}" for lag, count in sorted(found.lags.items()))
         typer.echo(f"groups trained by lag: {lags or 'none'}")

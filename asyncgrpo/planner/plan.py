@@ -271,7 +271,8 @@ def read_profile(path: Path) -> Profile:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}); `asyncgrpo tune CONFIG` writes a profile"
+            f"{path} cannot be read ({error.strerror}); `asyncgrpo tune CONFIG` writes a profile, and `asyncgrpo plan --from "
+            "RUN` needs none"
         ) from error
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not a profile: {error}; `asyncgrpo tune CONFIG` writes one") from error
