@@ -35,7 +35,6 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.engines.build import why_sglang_cannot_run
 config = load_config(None, ["model.path=model", "data.train=y", "learner.device=cpu", "generators.gpus_each=0"])
 assert not uses_cuda(config)
-asyncgrpo.cli.running.check_host(config)
 assert asyncgrpo.cli.running.memory_table(config) == ""
 why_sglang_cannot_run()
 """

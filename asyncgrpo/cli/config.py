@@ -6,15 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asyncgrpo.cli.options import (
-    AlgorithmOption,
-    ConfigArgument,
-    JsonOption,
-    SettingsArgument,
-    example,
-    print_json,
-    wrapped,
-)
+from asyncgrpo.cli import options
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:  # the schema is read where it is used
@@ -22,35 +14,30 @@ if TYPE_CHECKING:  # the schema is read where it is used
 
 app = typer.Typer()
 group = typer.Typer(no_args_is_help=True)
-app.add_typer(group, name="config", help="Explain and show configurations.", epilog=example("config explain"))
+app.add_typer(group, name="config", help="Explain and show configurations.", epilog=options.example("config explain"))
 _FLAGS: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
 """For commands that take the flags of another program."""
 
 
-@group.command("explain", epilog=example("config explain buffer.max_lag"))
+@group.command("explain", epilog=options.example("config explain buffer.max_lag"))
 def explain(
     key: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="KEY",
-            help="A key, a section, or nothing for all keys.",
-            show_default=False,
-        ),
+        str | None, typer.Argument(metavar="KEY", help="A key, a section, or nothing for all keys.", show_default=False)
     ] = None,
 ) -> None:
     """Print what a key means and takes, and its default."""
     from asyncgrpo.config import explain
 
     indent = 35 if key is None or key in explain.sections() else 11
-    typer.echo("\n".join(wrapped(line, indent=indent) for line in explain.explain(key).splitlines()))
+    typer.echo("\n".join(options.wrapped(line, indent=indent) for line in explain.explain(key).splitlines()))
 
 
-@group.command("show", epilog=example("config show one_node_8gpu learner.lr=2e-6"))
+@group.command("show", epilog=options.example("config show one_node_8gpu learner.lr=2e-6"))
 def show(
-    file: ConfigArgument,
-    overrides: SettingsArgument = None,
-    algorithm: AlgorithmOption = None,
-    as_json: JsonOption = False,
+    file: options.ConfigArgument,
+    overrides: options.SettingsArgument = None,
+    algorithm: options.AlgorithmOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Check a configuration and print all of it.
 
@@ -67,7 +54,7 @@ def show(
     config = load_config(file, overrides or (), algorithm=algorithm)
     check_algorithm(config)
     if as_json:
-        print_json(msgspec.to_builtins(config))
+        options.print_json(msgspec.to_builtins(config))
         return
     comments = sizes_in_words(config, algorithm).splitlines()
     with suppress(ConfigError):  # the model is missing, which is no fault of a configuration that is only shown
@@ -75,7 +62,7 @@ def show(
     typer.echo("".join(f"# {line}\n" for line in comments) + to_yaml(config), nl=False)
 
 
-@group.command("algorithms", epilog=example("config algorithms"))
+@group.command("algorithms", epilog=options.example("config algorithms"))
 def algorithms() -> None:
     """List the presets that `--algorithm` takes, and what each is."""
     from asyncgrpo.config.load import algorithm_file, algorithm_names, headline
@@ -83,7 +70,7 @@ def algorithms() -> None:
     found = {name: headline(algorithm_file(name)) for name in algorithm_names()}
     width = max(map(len, found))
     for name, what in found.items():
-        typer.echo(wrapped(f"{name:<{width}}  {what}", indent=width + 2))
+        typer.echo(options.wrapped(f"{name:<{width}}  {what}", indent=width + 2))
 
 
 SourcesArgument = Annotated[
@@ -96,7 +83,7 @@ SourcesArgument = Annotated[
 YamlOption = Annotated[bool, typer.Option("--yaml", help="A configuration file instead of a command.")]
 
 
-@group.command("from-verl", **_FLAGS, epilog=example("config from-verl run_qwen3_8b.sh --yaml"))
+@group.command("from-verl", **_FLAGS, epilog=options.example("config from-verl run_qwen3_8b.sh --yaml"))
 def from_verl(sources: SourcesArgument, as_yaml: YamlOption = False) -> None:
     """Translate a verl configuration to the keys of asyncgrpo.
 
@@ -109,7 +96,9 @@ def from_verl(sources: SourcesArgument, as_yaml: YamlOption = False) -> None:
     _translate(sources, VERL, as_yaml)
 
 
-@group.command("from-trl", **_FLAGS, epilog=example("config from-trl args.json model_name_or_path=Qwen/Qwen3-8B"))
+@group.command(
+    "from-trl", **_FLAGS, epilog=options.example("config from-trl args.json model_name_or_path=Qwen/Qwen3-8B")
+)
 def from_trl(sources: SourcesArgument, as_yaml: YamlOption = False) -> None:
     """Translate a TRL configuration to the keys of asyncgrpo.
 

@@ -8,9 +8,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -63,15 +62,8 @@ def all_findings(out: Path) -> Iterator[Finding]:
     yield check_package("ray", "ray>=2.60,<2.61")
     yield check_package("transformers", "transformers>=5.12")
     yield check_package("torch", "torch>=2.11", lambda torch: f", CUDA {torch.version.cuda or 'not built in'}")
-    try:
-        import torch
-    except Exception:  # of a broken installation, which was reported
-        pass
-    else:
+    with suppress(Exception):  # of a broken installation, which was reported
         yield check_cuda()
-        yield check_gloo()
-        if torch.cuda.is_available():
-            yield check_nccl()
     if has_gpu():
         yield check_locked_memory()
         yield check_kernels()
@@ -183,49 +175,6 @@ def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> tuple[in
 
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
-
-
-def check_gloo() -> Finding:
-    """All-reduce a number between two ranks, which are threads of this process, over loopback."""
-    try:
-        import torch
-        import torch.distributed as dist
-
-        timeout = timedelta(seconds=20)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
-
-        def rank(number: int) -> float:
-            own = dist.TCPStore("127.0.0.1", store.port, is_master=False, timeout=timeout)
-            group: Any = dist.ProcessGroupGloo(dist.PrefixStore("doctor", own), number, 2, timeout)
-            tensor = torch.ones(1)
-            group.allreduce([tensor]).wait()
-            return tensor.item()
-
-        with ThreadPoolExecutor(2) as ranks:
-            sums = list(ranks.map(rank, range(2)))
-        if sums != [2.0, 2.0]:
-            raise RuntimeError(f"the sum of 1 and 1 on two ranks is {sums}")
-    except Exception as error:  # any error of torch is the finding
-        return Finding(
-            "gloo", "failed", f"two ranks cannot connect: {_one_line(error)}", "export GLOO_SOCKET_IFNAME=lo"
-        )
-    return Finding("gloo", "ok", "two ranks connected over loopback")
-
-
-def check_nccl() -> Finding:
-    """All-reduce a number on the first GPU with one rank. More ranks would need a process each."""
-    import torch
-
-    dist: Any = torch.distributed
-    try:
-        group = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
-        tensor = torch.ones(1, device="cuda:0")
-        group.allreduce([tensor]).wait()
-        torch.cuda.synchronize()
-        version = ".".join(map(str, torch.cuda.nccl.version()))
-    except Exception as error:
-        return Finding("nccl", "failed", _one_line(error), "NCCL_DEBUG=INFO asyncgrpo doctor", needed=False)
-    return Finding("nccl", "ok", f"{version}, all-reduce of one rank on cuda:0")
 
 
 def check_kernels(libc: str | None = None) -> Finding:

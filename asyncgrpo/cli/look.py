@@ -55,21 +55,14 @@ def status(runs: RunsArgument = None, as_json: JsonOption = False) -> None:
     """
     from asyncgrpo.control.client import Look
 
-    looks = []
-    for run in _active(runs):
-        look = Look(run)
+    looks = [Look(run) for run in _active(runs)]
+    for look in looks:
         look.refresh()
         if look.status is None:
             raise RunNotAlive(look.silence)
-        looks.append(look)
     if as_json:
-        builtins = msgspec.to_builtins
-        return print_json(
-            [
-                {"status": builtins(x.status), "problems": builtins(x.problems), "last_step": x.progress.last}
-                for x in looks
-            ]
-        )
+        found = [{"status": x.status, "problems": x.problems, "last_step": x.progress.last} for x in looks]
+        return print_json(msgspec.to_builtins(found))
     typer.echo("\n\n".join(visible(_status(look)) for look in looks))
 
 
@@ -205,21 +198,26 @@ def samples(
     sort: Literal["best", "worst", "file"] = "best" if best else "worst" if worst else "file"
     rows = search(run, step, folder=EVALS if evals else TRAINED, sort=sort, limit=sys.maxsize).rows
     chosen = _distinct(random.Random(0).sample(rows, len(rows)) if at_random else rows)[:limit]
-    if as_json:
-        for row in chosen:
-            print_json(row, indent=None)
-        return
     for row in chosen:
+        if as_json:
+            print_json(row, indent=None)
+            continue
         texts = {"prompt": row["prompt"], "completion": _marked(row), "ground truth": row["ground_truth"]}
         if files := json.loads(row.get("images") or "[]"):  # older releases wrote none
             texts |= {"images": " ".join(str(run / file) for file in files)}
         _print_card(_headline(row), _style(row), texts, length)
+    if as_json:
+        return
     shown = sum(row["count"] for row in chosen)
     different = f" ({len(chosen)} different)" if shown > len(chosen) else ""
-    _print_note(f"{shown} of the {len(rows)} completions of step {rows[0]['step'] if rows else '?'}{different}")
+    typer.secho(
+        f"{shown} of the {len(rows)} completions of step {rows[0]['step'] if rows else '?'}{different}", dim=True
+    )
     rewards = {row["reward"] for row in rows if row["reward"] is not None}
     if len(rewards) == 1:
-        _print_note(f"all completions of this step have reward {rewards.pop():g}: they give no training signal")
+        typer.secho(
+            f"all completions of this step have reward {rewards.pop():g}: they give no training signal", dim=True
+        )
 
 
 def _distinct(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -271,18 +269,11 @@ def _print_card(headline: str, style: str, texts: dict[str, str], length: int | 
     console.print()
 
 
-def _print_note(line: str) -> None:
-    typer.secho(line, dim=True)
-
-
 # -- verify a run ------------------------------------------------------------------------------------------------------
 
 
 @app.command("audit", epilog=example("audit runs/demo"))
-def audit(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
-    as_json: JsonOption = False,
-) -> None:
+def audit(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")], as_json: JsonOption = False) -> None:
     """Check that no group of a run was lost or trained twice.
 
     Check also that no prompt was skipped and that no group exceeded the maximum lag. Exits with 1 on a difference.
@@ -290,26 +281,15 @@ def audit(
     from asyncgrpo.tools.audit import audit as check
 
     found = check(run)
-    fates = [fate for fate, _ in found.groups.most_common()]
     if as_json:
-        print_json(
-            {
-                "step": found.step,
-                "starts": found.starts,
-                "prompts_done": found.prompts_done,
-                "groups": {fate: found.groups[fate] for fate in fates},
-                "tokens": {fate: found.tokens[fate] for fate in fates},
-                "lags": {str(lag): count for lag, count in sorted(found.lags.items())},
-                "differences": found.differences,
-            }
-        )
+        print_json(msgspec.to_builtins(found, str_keys=True))
     else:
         typer.echo(
             f"{run}: {found.starts} starts, newest checkpoint at step {found.step}, {found.prompts_done} prompts done"
         )
         typer.echo(f"{'fate':<16}{'groups':>10}{'tokens':>14}")
-        for fate in fates:
-            typer.echo(f"{fate:<16}{found.groups[fate]:>10,}{found.tokens[fate]:>14,}")
+        for fate, groups in found.groups.most_common():
+            typer.echo(f"{fate:<16}{groups:>10,}{found.tokens[fate]:>14,}")
         typer.echo(f"{'delivered':<16}{found.groups.total():>10,}{found.tokens.total():>14,}")
         lags = ", ".join(f"{count} at {lag}" for lag, count in sorted(found.lags.items()))
         typer.echo(f"groups trained by lag: {lags or 'none'}")

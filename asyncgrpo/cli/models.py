@@ -12,16 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from asyncgrpo.cli import options
-from asyncgrpo.cli.options import (
-    JsonOption,
-    ModelOption,
-    RewardFuncOption,
-    SettingsArgument,
-    UnsafeRewardsOption,
-    example,
-    print_json,
-    shorten,
-)
 from asyncgrpo.config.schema import Config, DataConfig
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError
 from asyncgrpo.logs import visible
@@ -37,7 +27,7 @@ if TYPE_CHECKING:  # each imports numpy, torch or transformers
 
 app = typer.Typer()
 data_app = typer.Typer(no_args_is_help=True)
-app.add_typer(data_app, name="data", help="Check data files.", epilog=example("data check train.parquet"))
+app.add_typer(data_app, name="data", help="Check data files.", epilog=options.example("data check train.parquet"))
 
 
 # -- eval --------------------------------------------------------------------------------------------------------------
@@ -61,21 +51,21 @@ def find_model(source: Path) -> Path:
     )
 
 
-@app.command("eval", epilog=example("eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 4"))
+@app.command("eval", epilog=options.example("eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 4"))
 def evaluate(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="MODEL", help="Run folder, checkpoint, or folder of a Hugging Face model.")
     ],
     data: Annotated[list[str], typer.Option(help="Prompts: Parquet, JSONL or JSON; repeatable.")],
-    reward_func: RewardFuncOption = None,
-    unsafe_rewards: UnsafeRewardsOption = False,
+    reward_func: options.RewardFuncOption = None,
+    unsafe_rewards: options.UnsafeRewardsOption = False,
     engine: Annotated[str, typer.Option(help="Inference engine: sglang or torch.")] = "torch",
     rollout_n: Annotated[int, typer.Option("--rollout-n", help="Completions per prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens per completion.")] = 1024,
     success: Annotated[float, typer.Option(help="Minimum reward of a correct completion, for pass@k and maj@n.")] = 1.0,
-    as_json: JsonOption = False,
-    overrides: SettingsArgument = None,
+    as_json: options.JsonOption = False,
+    overrides: options.SettingsArgument = None,
 ) -> None:
     """Evaluate a model on held-out prompts.
 
@@ -110,7 +100,7 @@ def evaluate(
     check_inputs(config)
     report = asyncio.run(_evaluate(config))
     if as_json:
-        print_json(report)
+        options.print_json(report)
     else:
         _print_evaluation(report)
 
@@ -226,12 +216,12 @@ async def _rollouts(
 _SHOWN_ROWS = 10
 
 
-@data_app.command("check", epilog=example("data check train.parquet --model Qwen/Qwen3-8B"))
+@data_app.command("check", epilog=options.example("data check train.parquet --model Qwen/Qwen3-8B"))
 def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="Parquet, JSONL or JSON file of prompts, or hf:ID.")],
-    overrides: SettingsArgument = None,
-    model: ModelOption = None,
-    reward_func: RewardFuncOption = None,
+    overrides: options.SettingsArgument = None,
+    model: options.ModelOption = None,
+    reward_func: options.RewardFuncOption = None,
 ) -> None:
     """Check that a data file can be read and scored.
 
@@ -241,7 +231,6 @@ def check(
     """
     from asyncgrpo.cli.running import REWARD_IMPORT_S
     from asyncgrpo.config.load import load_config
-    from asyncgrpo.data.images import described
     from asyncgrpo.data.loading import all_too_long, prompt_of
     from asyncgrpo.rewards.build import build_reward
     from asyncgrpo.rewards.rules import reference_of
@@ -253,14 +242,14 @@ def check(
     schema, records = _records(file, model, config.data)
     first, lengths, sources, missing, pictures = None, list[int](), Counter[str](), list[int](), Counter[int]()
     for record, text, token_ids in records:
-        first = first or (prompt_of("check/0", record, token_ids), text, [described(one) for one in record.images])
+        first = first or (prompt_of("check/0", record, token_ids), text)
         pictures[len(record.images)] += 1
         if record.answer in (None, ""):
             missing.append(len(lengths))
         lengths.append(len(text if model is None else token_ids))
         sources[record.source] += 1
     assert first is not None, "a source has a row"
-    (prompt, prompt_text, shown), last, limit = first, len(lengths) - 1, config.data.max_prompt_tokens
+    (prompt, prompt_text), last, limit = first, len(lengths) - 1, config.data.max_prompt_tokens
     lengths.sort()
     quantiles = [f"p{p} {lengths[-(-p * last // 100)]:,}" for p in (50, 90, 99)] + [f"max {lengths[-1]:,}"]
     over_long = sum(length > limit for length in lengths)
@@ -276,9 +265,8 @@ def check(
         "without answer": f"{len(missing):,} rows{rows}",
         **({"images": counted} if pictures.keys() - {0} else {}),
         "reward": reward.about,
-        "row 0, prompt": shorten(prompt_text, 2000),
-        **({"row 0, images": ", ".join(shown) or "none"} if pictures.keys() - {0} else {}),
-        "row 0, answer": shorten("" if prompt.answer is None else str(prompt.answer), 600),
+        "row 0, prompt": options.shorten(prompt_text, 2000),
+        "row 0, answer": options.shorten("" if prompt.answer is None else str(prompt.answer), 600),
     }
     reference, scored_as = reference_of(prompt)
     problem = ""
@@ -291,7 +279,7 @@ def check(
         value = f"no score {failure}" if score.value is None else f"{score.value:g}"
         note = f"; {score.detail}" if score.value is not None and score.detail else ""
         origin = f": {scored_as}" if scored_as else ""
-        facts["row 0, reward"] = f"{value} for `{shorten(reference, 60)}` as the completion{origin}{note}"
+        facts["row 0, reward"] = f"{value} for `{options.shorten(reference, 60)}` as the completion{origin}{note}"
         if score.failure is not None:
             problem = f"{file}: the ground truth of row 0, as a completion, could not be scored {failure}"
     if model is not None and over_long == len(lengths):
@@ -319,7 +307,7 @@ def _records(
     """Return the schema of a file and its records, each with its prompt as text and, with a model, as token ids."""
     from asyncgrpo.data.images import Images, has_vision
     from asyncgrpo.data.loading import open_source, rendered
-    from asyncgrpo.data.tokenizer import load_tokenizer
+    from asyncgrpo.data.tokenizer import load_tokenizer, with_system
 
     schema, rows = open_source(path, config)
     records = (schema.to_record(row, index) for index, row in enumerate(rows))
@@ -329,11 +317,5 @@ def _records(
         return schema.name, (
             (record, *rendered(path, index, record, tokenizer, config, images)) for index, record in enumerate(records)
         )
-
-    def contents(record: "Record") -> str:
-        texts = [turn["content"] for turn in record.messages]
-        if config.system_prompt is not None and all(turn["role"] != "system" for turn in record.messages):
-            texts.insert(0, config.system_prompt)
-        return "\n".join(texts)
-
-    return schema.name, ((record, contents(record), ()) for record in records)
+    turns = ((record, with_system(record.messages, config.system_prompt)) for record in records)
+    return schema.name, ((record, "\n".join(one["content"] for one in of_it), ()) for record, of_it in turns)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from asyncgrpo.config.schema import Config
+from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.errors import ConfigError
 
 # -- output ------------------------------------------------------------------------------------------------------------
@@ -115,8 +115,7 @@ DryRunOption = Annotated[
 AlgorithmOption = Annotated[
     str | None,
     typer.Option(
-        "--algorithm",
-        help="Preset of the objective; overrides the file. `asyncgrpo config algorithms` lists them.",
+        "--algorithm", help="Preset of the objective; overrides the file. `asyncgrpo config algorithms` lists them."
     ),
 ]
 _FILE = "YAML file, or the name of one in the package."
@@ -124,11 +123,7 @@ ConfigOption = Annotated[str | None, typer.Option("--config", help=_FILE)]
 ConfigArgument = Annotated[str, typer.Argument(metavar="FILE", help=_FILE)]
 SettingsArgument = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Any setting; overrides files and flags.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="KEY=VALUE", help="Any setting; overrides files and flags.", show_default=False),
 ]
 
 # -- settings of the flags ---------------------------------------------------------------------------------------------
@@ -151,25 +146,20 @@ _KEYS = {
 """Setting of each flag."""
 
 
-def train_overrides(*, n_gpus: int | None = None, explicit: Sequence[str] = (), **flags: Any) -> list[str]:
+def train_overrides(*, explicit: Sequence[str] = (), **flags: Any) -> list[str]:
     """Return the overrides for `load_config`: those of the flags, then the explicit ones.
 
     If only one of `steps` and `epochs` is given, the other is unlimited.
 
     Args:
-        n_gpus: GPUs to split (`split_gpus`). 0 puts one generator and one learner on the CPU, in float32.
-        explicit: `key=value` of the command line. The split keeps those about GPUs.
+        explicit: `key=value` of the command line.
         flags: value of each flag. Those that are not in `_KEYS` are ignored. None, False and an empty list set nothing.
-    Raises:
-        ConfigError: the GPUs cannot be split.
     """
-    given = {key: flags[name] for name, key in _KEYS.items() if name in flags}
+    given = {key: flags.get(name) for name, key in _KEYS.items()}
     given = {key: one_or_all(value) if isinstance(value, list | tuple) else value for key, value in given.items()}
     values = {key: value for key, value in given.items() if value is not None and value is not False}
     if ("run.steps" in values) != ("run.epochs" in values):
         values = {"run.steps": "null", "run.epochs": "null"} | values
-    if n_gpus is not None:
-        values |= _placement(n_gpus, explicit)
     return [f"{key}={value}" for key, value in values.items()] + list(explicit)
 
 
@@ -180,67 +170,39 @@ def one_or_all(values: Sequence[str] | None) -> str | list[str] | None:
     return values[0] if len(values) == 1 else list(values)
 
 
-def _placement(n_gpus: int, explicit: Sequence[str]) -> dict[str, object]:
-    one_each = {"generators.count": 1, "generators.gpus_each": n_gpus, "learner.ranks": 1}
-    if n_gpus == 0:  # many CPUs only emulate bfloat16
-        return one_each | {"learner.device": "cpu", "model.dtype": "float32"}
-    if n_gpus == 1:  # `fitted` replaces the share of memory if it knows the model
-        return one_each | {
-            "learner.device": "cuda",
-            "cluster.share_gpu": True,
-            "generators.memory_fraction": 0.35,
-        }
-    from asyncgrpo.config.foreign_rules import split_gpus
+def placed(config: Config, n_gpus: int, explicit: Sequence[str]) -> list[str]:
+    """Return overrides that place a run on so many GPUs: by the size of the model, in halves if it is unknown.
 
-    given = dict(override.partition("=")[::2] for override in explicit)
-    numbers = {
-        key.strip(): int(text) for key, text in given.items() if text.strip().isdigit()
-    }  # load_config refuses others
-    each = numbers.get("generators.gpus_each") or 1
-    count, ranks = split_gpus(n_gpus, each, count=numbers.get("generators.count"), ranks=numbers.get("learner.ranks"))
-    return one_each | {
-        "generators.count": count,
-        "generators.gpus_each": each,
-        "learner.ranks": ranks,
-        "learner.device": "cuda",
-    }
-
-
-_FITTED = (
-    "generators.count",
-    "generators.gpus_each",
-    "generators.groups_in_flight",
-    "generators.memory_fraction",
-    "learner.ranks",
-    "learner.offload_optimizer",
-    "learner.tokens_per_microbatch",
-)
-"""Settings that `fitted` may choose."""
-
-
-def fitted(config: Config, n_gpus: int, explicit: Sequence[str]) -> list[str]:
-    """Return overrides that fit a run to its GPUs by the size of the model; none if the size is unknown.
+    1 is shared by one generator and one learner rank. 0 puts both on the CPU, in float32.
 
     Args:
-        config: has the split of `train_overrides`, which does not know the model.
+        config: of the run, without a place.
         explicit: `key=value` of the command line, which are kept.
     Raises:
-        ConfigError: learner and generator do not fit one GPU.
+        ConfigError: the GPUs cannot be split, or learner and generator do not fit one GPU.
     """
     from asyncgrpo.cli.running import card_of
+    from asyncgrpo.config.explain import knobs
     from asyncgrpo.config.model_size import size_at
     from asyncgrpo.config.placement import choose, share_one_gpu
 
-    size = size_at(config.model.path, may_download=True) if n_gpus > 0 else None
-    if size is None:
-        return []
     written = {override.partition("=")[0].strip() for override in explicit}
-    kept = {key: attrgetter(key)(config) for key in _FITTED if key in written}
-    card, shared = card_of(config), n_gpus - config.teacher_gpus
-    if shared < min(n_gpus, 2):
-        raise ConfigError(
-            f"--n-gpus {n_gpus} leaves {max(shared, 0)} beside {config.teacher_gpus} of teachers (teacher.path), but "
-            "generators and learner need 2; give more GPUs, or lower teacher.gpus_each"
-        )
-    chosen = share_one_gpu(size, config, card, kept) if n_gpus == 1 else choose(size, config, card, shared, kept)
+    kept = {key: attrgetter(key)(config) for key in written if key in knobs()}
+    one_each: dict[str, Any] = {"generators.count": 1, "generators.gpus_each": n_gpus, "learner.ranks": 1}
+    if n_gpus == 0:  # many CPUs only emulate bfloat16
+        chosen = one_each | {"learner.device": "cpu", "model.dtype": "float32"}
+    else:
+        chosen = {"learner.device": "cuda"} | (one_each | {"cluster.share_gpu": True} if n_gpus == 1 else {})
+        config = changed(config, chosen | kept)
+        shared = n_gpus - config.teacher_gpus
+        if shared < min(n_gpus, 2):
+            raise ConfigError(
+                f"--n-gpus {n_gpus} leaves {max(shared, 0)} beside {config.teacher_gpus} of teachers (teacher.path), but "
+                "generators and learner need 2; give more GPUs, or lower teacher.gpus_each"
+            )
+        size, card = size_at(config.model.path, may_download=True), card_of(config)
+        if n_gpus > 1:
+            chosen |= choose(size, config, card, shared, kept)
+        else:
+            chosen |= share_one_gpu(size, config, card, kept) if size else {"generators.memory_fraction": 0.35}
     return [f"{key}={value}" for key, value in chosen.items() if key not in kept]

@@ -12,7 +12,7 @@ from asyncgrpo.cli.options import JsonOption, command, example, print_json
 from asyncgrpo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asyncgrpo.planner.plan import Option, Plan, Profile
+    from asyncgrpo.planner.plan import Option, Plan
 
 app = typer.Typer()
 
@@ -85,9 +85,9 @@ def plan(
         if profile != PROFILE:
             raise ConfigError("--profile and --from exclude each other; give one")
         return _plan_of_run(from_run, gpus, max_lag, as_json)
-    from asyncgrpo.planner.plan import make_plan
+    from asyncgrpo.planner.plan import make_plan, read_profile
 
-    made = make_plan(_read(profile), gpus, max_lag)
+    made = make_plan(read_profile(profile), gpus, max_lag)
     if as_json:
         return print_json(
             {
@@ -112,25 +112,18 @@ def simulate(
     profile: ProfileOption = PROFILE,
     max_lag: MaxLagOption = None,
     splits: Annotated[int, typer.Option("--splits", min=1, help="Splits to simulate, the best of the plan.")] = 3,
-    as_json: JsonOption = False,
 ) -> None:
     """Simulate the best splits of a plan.
 
     The buffer, admission, dispatch and learner loop of the product run on a virtual clock, with the lengths and times of the
     profile.
     """
-    from asyncgrpo.planner.plan import make_plan
+    from asyncgrpo.planner.plan import make_plan, read_profile
     from asyncgrpo.planner.simulation import simulate as run
 
-    made = make_plan(_read(profile), gpus, max_lag)
+    made = make_plan(read_profile(profile), gpus, max_lag)
     found = [(option, run(made.profile, option.split)) for option in made.options[:splits]]
     found.sort(key=lambda pair: pair[1].step_s)
-    if as_json:
-        rows = [
-            {"split": asdict(one.split), **asdict(simulated), "formula": asdict(one.expected)}
-            for one, simulated in found
-        ]
-        return print_json(rows)
     typer.echo(_title(made))
     rows = []
     for option, simulated in found:
@@ -138,16 +131,6 @@ def simulate(
         both = {"s/step": row["s/step"], "formula": _seconds(option.expected.step_s)}
         rows.append({"split": row["split"], **both, **row})
     typer.echo(columns(rows))
-
-
-def _read(file: Path) -> "Profile":
-    from asyncgrpo.planner.plan import read_profile
-
-    if file == PROFILE and not file.exists():
-        raise ConfigError(
-            "profile.json does not exist here; measure one with `asyncgrpo tune CONFIG`, or plan from a run with --from RUN"
-        )
-    return read_profile(file)
 
 
 # -- of a run ----------------------------------------------------------------------------------------------------------

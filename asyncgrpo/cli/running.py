@@ -16,17 +16,23 @@ import typer
 
 from asyncgrpo import scratch, warm
 from asyncgrpo.cli.options import size_in_words
+from asyncgrpo.config import placement
 from asyncgrpo.config.explain import sizes_in_words
+from asyncgrpo.config.memory import Card, runs_on_gpu
+from asyncgrpo.config.model_size import size_at
+from asyncgrpo.config.reach import find_model
+from asyncgrpo.config.rules import check_algorithm, check_model, local_model
 from asyncgrpo.config.schema import Config, is_file
+from asyncgrpo.data.loading import check, open_source, prompt_of
+from asyncgrpo.data.sources import read_rows
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.host import Host, has_gpu, importing
+from asyncgrpo.recording.loggers import check_loggers
 
 if TYPE_CHECKING:  # importing the cluster imports ray
     from rich.console import Console
 
     from asyncgrpo.cluster.run import Outcome
-    from asyncgrpo.config.memory import Card
-    from asyncgrpo.config.model_size import ModelSize
     from asyncgrpo.rewards.base import Reward
     from asyncgrpo.tools.chaos import Plan
     from asyncgrpo.types import Prompt
@@ -51,8 +57,6 @@ def check_run(config: Config) -> str:
     Raises:
         ConfigError, DataError, RewardError: the run would fail.
     """
-    from asyncgrpo.config.reach import find_model
-
     find_model(config.model.path)  # before imports that take seconds
     import torch
 
@@ -71,8 +75,6 @@ def check_run(config: Config) -> str:
 
 def check_settings(config: Config) -> None:
     """Check a configuration without its files and the GPUs of this machine. Raises ConfigError."""
-    from asyncgrpo.config.rules import check_algorithm
-    from asyncgrpo.recording.loggers import check_loggers
     from asyncgrpo.wire.sockets import check_bind
 
     check_algorithm(config)
@@ -86,9 +88,6 @@ def check_files(config: Config) -> None:
     Raises:
         ConfigError, DataError: one sentence.
     """
-    from asyncgrpo.config.rules import check_model
-    from asyncgrpo.data.sources import read_rows
-
     check_model(config)
     for file in map(Path, filter(is_file, (*config.data.sources, *config.data.suites.values()))):
         if not file.is_file() or (file.suffix != ".parquet" and file.stat().st_size <= _READ_EARLY_BYTES):
@@ -104,8 +103,6 @@ def check_inputs(config: Config) -> str:
     Raises:
         ConfigError, DataError, RewardError: an input cannot be used.
     """
-    from asyncgrpo.config.reach import find_model
-    from asyncgrpo.config.rules import check_model
     from asyncgrpo.engines.build import check_extra, why_sglang_cannot_run
     from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
     from asyncgrpo.rewards.build import build_reward
@@ -134,8 +131,6 @@ def check_inputs(config: Config) -> str:
 
 def _trial(config: Config) -> "Prompt | None":
     """Return the first training prompt if functions of the user score completions."""
-    from asyncgrpo.data.loading import open_source, prompt_of
-
     if all(spec.isidentifier() for spec in config.reward.functions or ()):
         return None
     schema, rows = open_source(config.data.sources[0], config.data)
@@ -143,7 +138,6 @@ def _trial(config: Config) -> "Prompt | None":
 
 
 def _check_prompts(config: Config, reward: "Reward | None") -> None:
-    from asyncgrpo.data.loading import check
     from asyncgrpo.rewards.teacher import check_teachers
 
     found = check(config, lambda line: typer.echo(line, err=True))
@@ -158,58 +152,37 @@ def _check_prompts(config: Config, reward: "Reward | None") -> None:
         log.warning("buffer.prompts_per_step (%d) is more than the rows of data.train (%d): %s", wanted, rows, then)
 
 
-def card_of(config: Config) -> "Card":
+def card_of(config: Config) -> Card:
     """Return the GPU of a run: the smallest one here, unless the configuration gives its memory."""
     import torch
-
-    from asyncgrpo.config.memory import Card
 
     sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
     return Card.of(config, min(sizes, default=None))
 
 
 def check_fit(config: Config) -> None:
-    """Raise ConfigError for what cannot fit its GPU, or the memory of this machine where all of the run is on it."""
-    from asyncgrpo.config.model_size import size_at
-    from asyncgrpo.config.placement import refuse, refuse_teacher
-
-    size = None
-    if _is_on_gpu(config) and (size := size_at(config.model.path, may_download=True)) is not None:
-        refuse(size, config, card_of(config))
+    """Raise ConfigError for what cannot fit its GPU, or the memory of this machine. Nodes of a Ray cluster are not compared."""
+    if (size := size_at(config.model.path, may_download=True)) is None:
+        return
+    if _is_on_gpu(config):
+        placement.refuse(size, config, card_of(config))
     for path in config.teacher.own.values() if config.teacher_gpus else ():
-        if (taught_by := size_at(path, may_download=True)) is not None:
-            refuse_teacher(path, taught_by, config, card_of(config))
-    check_host(config, size)
-
-
-def check_host(config: Config, size: "ModelSize | None" = None) -> None:
-    """Raise ConfigError for what cannot fit the memory of this machine. The nodes of a Ray cluster are not compared.
-
-    Args:
-        size: of the model; none: by its weight files, so that a driver on the CPU need not import torch.
-    """
-    from asyncgrpo.config.model_size import size_on_disk
-    from asyncgrpo.config.placement import refuse_host
-
-    if config.cluster.ray_address is None and (size := size or size_on_disk(config.model.path)) is not None:
-        refuse_host(size, config, Host.here(scratch.SHARED_MEMORY))
+        if (teacher := size_at(path, may_download=True)) is not None:
+            placement.refuse_teacher(path, teacher, config, card_of(config))
+    if config.cluster.ray_address is None:
+        placement.refuse_host(size, config, Host.here(scratch.SHARED_MEMORY))
 
 
 def memory_table(config: Config) -> str:
     """The memory of a run on GPUs as a table; empty for one on the CPU, or a model that is not known yet."""
-    from asyncgrpo.config.model_size import size_at
-    from asyncgrpo.config.placement import report
-
     if not _is_on_gpu(config) or (size := size_at(config.model.path)) is None:
         return ""
     card = card_of(config)
     is_here = card.known == "found" and config.cluster.ray_address is None
-    return report(size, config, card, Host.here(scratch.SHARED_MEMORY) if is_here else None)
+    return placement.report(size, config, card, Host.here(scratch.SHARED_MEMORY) if is_here else None)
 
 
 def _is_on_gpu(config: Config) -> bool:
-    from asyncgrpo.config.memory import runs_on_gpu
-
     return runs_on_gpu(config) or config.generators.gpus_each > 0
 
 
@@ -217,7 +190,6 @@ def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
     """Check the model as the learner loads it, and the disk space for a checkpoint. Skip a model to be downloaded."""
     import torch
 
-    from asyncgrpo.config.rules import local_model
     from asyncgrpo.learner.model import check_language_model
 
     if (folder := local_model(config.model.path)) is None:
@@ -248,7 +220,6 @@ def preview(config: Config, algorithm: str | None = None) -> None:
         AsyncGRPOError: the run would be refused.
     """
     from asyncgrpo.cluster.folder import RunFolder, look
-    from asyncgrpo.data.loading import check
 
     with importing():
         reward = check_run(config)
@@ -268,11 +239,7 @@ def preview(config: Config, algorithm: str | None = None) -> None:
 
 
 def execute(
-    config: Config,
-    *,
-    algorithm: str | None = None,
-    make: Callable[[], None] | None = None,
-    chaos: "Plan | None" = None,
+    config: Config, *, algorithm: str | None = None, make: Callable[[], None] | None = None, chaos: "Plan | None" = None
 ) -> "Outcome":
     """Run `config` in its folder until it is done or asked to stop, and show its progress.
 
@@ -288,7 +255,6 @@ def execute(
     from rich.console import Console
 
     from asyncgrpo.cluster.folder import RunFolder, Standing, look, record
-    from asyncgrpo.config.reach import find_model
 
     console = Console()
 
@@ -299,7 +265,6 @@ def execute(
     if make is None:
         find_model(config.model.path)
         scratch.folder()  # removes what a killed run left in shared memory
-        check_host(config)
     folder = RunFolder(Path(config.run.out))
     folder.check_free()
     with ExitStack() as claim:

@@ -60,8 +60,9 @@ def train(
 
     folder = _choose_folder("runs/train", out)
     settings = options.train_overrides(**ctx.params | {"out": str(folder)}, explicit=overrides or ())
-    if n_gpus:
-        settings += options.fitted(load_config(config, settings, algorithm=algorithm), n_gpus, overrides or ())
+    if n_gpus is not None:
+        without_place = load_config(config, settings, algorithm=algorithm, is_complete=False)
+        settings += options.placed(without_place, n_gpus, overrides or ())
     _start(config, settings, algorithm, folder=None if out else folder, dry_run=dry_run)
 
 
@@ -82,12 +83,7 @@ def serve(
 
 
 def _start(
-    file: str | None,
-    settings: list[str],
-    algorithm: str | None,
-    *,
-    folder: Path | None = None,
-    dry_run: bool,
+    file: str | None, settings: list[str], algorithm: str | None, *, folder: Path | None = None, dry_run: bool
 ) -> None:
     """Run or preview a configuration. `folder` is the run folder if `--out` did not name it."""
     from asyncgrpo.cli.running import execute, preview

@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from asyncgrpo.config.explain import knobs, value_in_words
-from asyncgrpo.config.load import look_up, read_plain, to_yaml
+from asyncgrpo.config.load import by_key, read_plain, to_yaml
 from asyncgrpo.config.rules import file_of, local_model
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import CheckpointError, ConfigError
@@ -173,8 +173,6 @@ REFUSED: dict[str, str] = {
 NOT_COMPARED = frozenset({"run.out"})
 """The folder identifies the run, whatever its path was before."""
 
-_MISSING = object()
-
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
     """A file or folder that a setting names."""
@@ -189,7 +187,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration of a start."""
 
     values: dict[str, Any]
-    """Plain values by key. Keys that an older release did not have are missing."""
+    """Plain values by key. Keys that an older release did not have are missing, and those it had alone are ignored."""
     sources: dict[str, Source]
     """Files and folders that keys name."""
 
@@ -210,12 +208,7 @@ class Change:
 
 def values_of(config: Config) -> dict[str, Any]:
     """Return the plain value of every key."""
-    return values_in(_plain(config))
-
-
-def values_in(written: Any) -> dict[str, Any]:
-    """Return the settings in nested plain values of any release. Removed keys are ignored."""
-    return {key: found for key in knobs() if (found := look_up(written, key, _MISSING)) is not _MISSING}
+    return by_key(_plain(config))
 
 
 def changes(before: Settings, now: Settings) -> list[Change]:
@@ -366,7 +359,7 @@ def _read_last(run: Path) -> tuple[Settings | None, str]:
             sources = msgspec.json.decode(files.read_bytes(), type=dict[str, Source])
         except (OSError, msgspec.MsgspecError) as error:
             raise CheckpointError(f"{files} cannot be read: {error}") from error
-        return Settings(values=values_in(read_plain(files.with_name("config.yaml"))), sources=sources), ""
+        return Settings(values=read_plain(files.with_name("config.yaml")), sources=sources), ""
     return None, f"{run} has no configuration of an earlier start: changes since then cannot be detected"
 
 

@@ -44,10 +44,19 @@ class Knob:
         """First paragraph of the struct's docstring."""
         return " ".join((self.struct.__doc__ or "").split("\n\n")[0].split())
 
+    @property
+    def kinds(self) -> tuple[inspect.Type, ...]:
+        """Types of a value: the members of a union, or the one type."""
+        return self.type.types if isinstance(self.type, inspect.UnionType) else (self.type,)
+
     def takes(self, kind: Any) -> bool:
         """True if a value may be of this kind. A key that takes text needs no quotes: `run.out=2024`."""
-        members = self.type.types if isinstance(self.type, inspect.UnionType) else (self.type,)
-        return any(isinstance(member, kind) for member in members)
+        return any(isinstance(member, kind) for member in self.kinds)
+
+    @property
+    def choices(self) -> list[str]:
+        """Values of a key that takes one of a few; empty for any other key."""
+        return [str(v) for kind in self.kinds if isinstance(kind, inspect.LiteralType) for v in kind.values]
 
     @property
     def fields(self) -> dict[str, "Knob"]:
@@ -134,17 +143,6 @@ def type_in_words(kind: inspect.Type) -> str:
         case inspect.StructType():
             return f"a mapping of {', '.join(field.name for field in kind.fields)}"
     return type(kind).__name__
-
-
-def choices(key: str) -> list[str]:
-    """Return the values of a key that takes one of a few; empty for any other key."""
-    kind = knobs()[key].type if key in knobs() else None
-    if isinstance(kind, inspect.UnionType) and kind.includes_none:
-        (kind, *others) = [one for one in kind.types if not isinstance(one, inspect.NoneType)]
-        kind = None if others else kind
-    if isinstance(kind, inspect.BoolType):
-        return ["true", "false"]
-    return [str(value) for value in kind.values] if isinstance(kind, inspect.LiteralType) else []
 
 
 def value_in_words(value: Any) -> str:
@@ -277,11 +275,10 @@ def suggest(key: str) -> str:
         entry = VERL.keys[pattern]
         return f"that is verl's{f' name for `{entry.ours}`' if entry.ours else f': {entry.by_hand or entry.absent}'}"
     namesakes = [known for known in knobs() if known.rpartition(".")[2] == key.rpartition(".")[2]]
-    close = difflib.get_close_matches(key, namesakes or knobs(), n=1, cutoff=0 if namesakes else 0.8)
-    return f"did you mean `{close[0]}`?" if close else ""
+    return near(key, namesakes or knobs().keys(), cutoff=0 if namesakes else 0.8)
 
 
-def near(name: str, known: Collection[str]) -> str:
+def near(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
     """Return the hint `did you mean ...?` with the name in `known` closest to `name`; empty when none is close."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f"did you mean `{close[0]}`?" if close else ""

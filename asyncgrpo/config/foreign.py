@@ -11,16 +11,17 @@ import shlex
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from asyncgrpo.config.explain import knobs, near, value_in_words
 from asyncgrpo.config.foreign_rules import TRL, VERL, KeyMap, TranslatedKey, merged
-from asyncgrpo.config.load import flat, load_values, parse, text_of
+from asyncgrpo.config.load import load_values, nested, parse, text_of
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.isolation import Ended, run_isolated, why_not_isolated
 
@@ -76,7 +77,7 @@ def read_words(words: Sequence[str], keys: KeyMap, stdin: str = "") -> Found:
         file, unread = Path(word), list[str]()
         if file.suffix in (".yaml", ".yml", ".json") and "=" not in word:
             values = load_values(file)
-            found = {key: value for key, value in flat(values).items() if value != {}} if keys is VERL else values
+            found = flat(values) if keys is VERL else values
         elif file.suffix == ".py" and file.is_file():
             raise ConfigError(f"{word} is Python, which is not read: {_FROM_PYTHON}")
         elif word == "-":
@@ -90,6 +91,26 @@ def read_words(words: Sequence[str], keys: KeyMap, stdin: str = "") -> Found:
         given |= found
         problems += unread
     return given | _processes(given), problems
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested values by dotted key, without empty sections. Interpolations are resolved if possible; `???` is None."""
+    found: dict[str, Any] = {}
+
+    def walk(node: DictConfig, prefix: str) -> None:
+        written: Any = OmegaConf.to_container(node)
+        for name, plain in written.items():
+            try:
+                value = node[name]
+            except OmegaConfBaseException:  # the interpolation cannot be resolved, or the value is `???`
+                value = None if OmegaConf.is_missing(node, name) else plain
+            if isinstance(value, DictConfig):
+                walk(value, f"{prefix}{name}.")
+            else:
+                found[f"{prefix}{name}"] = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+    walk(OmegaConf.create(dict(values)), "")
+    return found
 
 
 _FROM_PYTHON = (
@@ -358,7 +379,7 @@ def report(found: Translation, problem: str, *, as_yaml: bool) -> str:
     Args:
         problem: why the command does not run yet; empty where it does.
     """
-    parts = [_to_yaml(found.ours) if as_yaml else command(found.ours)]
+    parts = [msgspec.yaml.encode(nested(found.ours)).decode().rstrip() if as_yaml else command(found.ours)]
     by_hand = [row for row in found.left if row.by_hand]
     absent = [row for row in found.left if not row.by_hand]
     parts += _comment("Translated:", _translated(found.rows))
@@ -404,14 +425,6 @@ def _comment(head: str, lines: Sequence[str]) -> list[str]:
     if not lines:
         return []
     return ["\n".join([f"# {head}", *(f"#   {part}" for line in lines for part in line.splitlines())])]
-
-
-def _to_yaml(ours: dict[str, Any]) -> str:
-    nested: dict[str, Any] = {}
-    for key, value in ours.items():
-        *above, last = key.split(".")
-        reduce(lambda section, name: section.setdefault(name, {}), above, nested)[last] = value
-    return msgspec.yaml.encode(nested).decode().rstrip()
 
 
 def command(ours: dict[str, Any]) -> str:

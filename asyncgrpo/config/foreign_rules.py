@@ -8,7 +8,7 @@ are none, or both: keys and a note. It raises `Odd` where the user has to choose
 import math
 import os
 from collections.abc import Callable, Collection, Iterable
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -71,9 +71,10 @@ class KeyMap:
         self.system = system
         self._reads_null = reads_null
 
-    @property
+    @cached_property
     def _section(self) -> _Section:
-        return _sections()[self.system]
+        file = Path(__file__).with_name("foreign_keys.yaml")
+        return msgspec.yaml.decode(file.read_bytes(), type=dict[str, _Section])[self.system]
 
     @cached_property
     def keys(self) -> dict[str, Entry]:
@@ -96,7 +97,8 @@ class KeyMap:
             given: their keys, dotted, and their values as YAML reads them.
         """
         given = {bare(key): value for key, value in given.items()}
-        return [self._row(key, value, given) for key, value in given.items() if self.pattern_of(key) is not None]
+        known = {key: pattern for key in given if (pattern := self.pattern_of(key)) is not None}
+        return [self._row(key, pattern, given) for key, pattern in known.items()]
 
     def unwritten(self, given: Given, unknown: Collection[str] = ()) -> dict[str, Any]:
         """Return their defaults for keys that are not given, in our keys, where our default differs.
@@ -110,10 +112,8 @@ class KeyMap:
         does = merged(self.translate(defaults | given)) | self._section.without_a_key
         return {key: value for key, value in does.items() if key not in written}
 
-    def _row(self, key: str, value: Any, given: Given) -> TranslatedKey:
-        pattern = self.pattern_of(key)
-        assert pattern is not None
-        entry = self.keys[pattern]
+    def _row(self, key: str, pattern: str, given: Given) -> TranslatedKey:
+        entry, value = self.keys[pattern], given[key]
         try:
             found = self._applied(entry, key, pattern, value, given)
         except Odd as odd:
@@ -147,11 +147,6 @@ class KeyMap:
         return {entry.ours: value}
 
 
-@cache
-def _sections() -> dict[str, _Section]:
-    return msgspec.yaml.decode(Path(__file__).with_name("foreign_keys.yaml").read_bytes(), type=dict[str, _Section])
-
-
 def bare(key: str) -> str:
     """`key` without the plus with which Hydra adds a key."""
     return key.lstrip("+")
@@ -164,9 +159,7 @@ def merged(rows: Iterable[TranslatedKey]) -> dict[str, Any]:
 
 def as_text(value: Any) -> str:
     """A value as YAML writes it, for looking up: `true`, `null`, `-1`, `vllm`."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # -- values that a rule can compute with -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,6 @@ from yaml import YAMLError
 from asyncgrpo.config import rules
 from asyncgrpo.config.explain import (
     bounds_in_words,
-    choices,
     knobs,
     near,
     removed,
@@ -49,17 +49,14 @@ class Layer(NamedTuple):
     name: str
     """File or `command line`, for messages."""
     values: dict[str, Any]
-    """Nested values, interpolations not resolved."""
+    """Values by dotted key, interpolations not resolved."""
     is_preset: bool = False
     """True for a preset of `configs/algorithms/`, which sets the whole objective: missing keys get their defaults."""
 
 
 def shipped(name: str) -> Path:
-    """Return the file `configs/NAME.yaml` of the package. Raises ConfigError, which lists the names."""
-    file = _shipped_folder() / f"{name.removesuffix('.yaml')}.yaml"
-    if not file.is_file():
-        raise ConfigError(f"no configuration `{name}` comes with the package; there are: {', '.join(shipped_names())}")
-    return file
+    """Return the file `configs/NAME.yaml` of the package."""
+    return _shipped_folder() / f"{name}.yaml"
 
 
 def shipped_names() -> list[str]:
@@ -73,8 +70,7 @@ def algorithm_file(name: str) -> Path:
     names = algorithm_names()
     if bare in names:
         return _shipped_folder() / ALGORITHMS / f"{bare}.yaml"
-    close = difflib.get_close_matches(bare, names, n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]}? " if close else ""
+    hint = f"{meant} " if (meant := near(bare, names)) else ""
     raise ConfigError(f"unknown algorithm `{name}`; {hint}There are: {', '.join(names)}")
 
 
@@ -131,7 +127,7 @@ def read(file: Path, below: tuple[Path, ...] = ()) -> list[Layer]:
     for parent in named:
         layers += read(_extended(file, str(parent)), (*below, file.resolve()))
     is_preset = file.resolve().parent == (_shipped_folder() / ALGORITHMS).resolve()
-    return [*layers, Layer(str(file), values, is_preset)]
+    return [*layers, Layer(str(file), by_key(values), is_preset)]
 
 
 def _extended(file: Path, parent: str) -> Path:
@@ -175,22 +171,24 @@ def text_of(file: Path) -> str:
         raise ConfigError(f"{file} cannot be read as text: {error}") from error
 
 
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested values by dotted key. Interpolations are resolved if possible; `???` becomes None."""
+def by_key(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values by dotted key. A key that takes a mapping keeps it; below an unknown one come its leaves."""
     found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and key not in knobs():
+            found |= by_key(value, f"{key}.")
+        else:
+            found[key] = value
+    return found
 
-    def walk(node: Any, prefix: str) -> None:
-        for name in node:
-            try:
-                value = node[name]
-            except OmegaConfBaseException:  # the interpolation cannot be resolved, or the value is `???`
-                value = None if OmegaConf.is_missing(node, name) else _plain(node)[name]
-            if isinstance(value, DictConfig) and value:
-                walk(value, f"{prefix}{name}.")
-            else:
-                found[f"{prefix}{name}"] = _plain(value)
 
-    walk(OmegaConf.create(dict(values)), "")
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by dotted key as nested values."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        *above, last = key.split(".")
+        reduce(lambda section, name: section.setdefault(name, {}), above, found)[last] = value
     return found
 
 
@@ -207,17 +205,6 @@ def yaml_value(text: str) -> Any:
     value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     assert isinstance(value, dict)
     return value["value"]
-
-
-def look_up(values: Any, key: str, default: Any = None) -> Any:
-    """Return the value at a dotted key of nested dicts, or `default`."""
-    for name in key.split("."):
-        values = values.get(name, default) if isinstance(values, dict) else default
-    return values
-
-
-def _plain(value: Any) -> Any:
-    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 # -- layers to a configuration -----------------------------------------------------------------------------------------
@@ -241,6 +228,7 @@ def load_config(
     *,
     base: dict[str, Any] | None = None,
     algorithm: str | None = None,
+    is_complete: bool = True,
 ) -> Config:
     """Load the configuration of a run.
 
@@ -249,19 +237,19 @@ def load_config(
         overrides: `key.sub=value`, the value read as YAML. Later ones win, and all win over the file.
         base: nested values below all others.
         algorithm: name of a preset in `configs/algorithms/`. It sets the whole objective and wins over the file.
+        is_complete: False if more overrides follow, so that settings need not fit each other yet.
     Raises:
         ConfigError: one sentence naming the file or "command line", the key, the value and what to change.
     """
-    written = [Layer("built-in values", base)] if base else []
+    written = [Layer("built-in values", by_key(base))] if base else []
     written += read(find(path)) if path is not None else []
     written += read(algorithm_file(algorithm)) if algorithm is not None else []
     written += [Layer(COMMAND_LINE, _parse(overrides))]
-    _refuse_unknown(written)
-    given = [layer._replace(values=_known_only(layer.name, layer.values)) for layer in written]
-    layers, where = _under_presets(given), str(path) if path is not None else COMMAND_LINE
+    layers, where = _under_presets(_known(written)), str(path) if path is not None else COMMAND_LINE
     config = _convert(_merge(layers, where), layers, where)
     try:
-        rules.check(config)
+        if is_complete:
+            rules.check(config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return config
@@ -280,14 +268,9 @@ def recorded(values: dict[str, Any], where: str) -> Config:
     Raises:
         ConfigError: a value or a key is unknown to this release.
     """
-    layers = [Layer(where, _known_only(where, _without_removed(values)))]
-    _refuse_unknown(layers)
+    kept = {key: value for key, value in by_key(values).items() if key not in removed().keys}
+    layers = _known([Layer(where, kept)])
     return _convert(layers[0].values, layers, where)
-
-
-def _without_removed(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    kept = {name: value for name, value in values.items() if f"{prefix}{name}" not in removed().keys}
-    return {n: _without_removed(v, f"{prefix}{n}.") if isinstance(v, dict) else v for n, v in kept.items()}
 
 
 def to_yaml(config: Config) -> str:
@@ -295,12 +278,9 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_escape(msgspec.to_builtins(config))))
 
 
-def read_plain(path: Path) -> Any:
-    """Read the nested plain values that `to_yaml` of any release wrote, unchecked. Raises ConfigError."""
-    try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path} is not a configuration ({_first_line(error)})") from error
+def read_plain(path: Path) -> dict[str, Any]:
+    """Read the values that `to_yaml` of any release wrote, by dotted key and unchecked. Raises ConfigError."""
+    return _merge([Layer(str(path), by_key(load_values(path)))], str(path))
 
 
 def _escape(node: Any) -> Any:
@@ -329,7 +309,7 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"{COMMAND_LINE}: `{override}` cannot be set ({_first_line(error)})") from error
     plain = OmegaConf.to_container(values)
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return by_key(plain)
 
 
 def _parse_value(key: str, text: str) -> Any:
@@ -348,50 +328,40 @@ def _parse_value(key: str, text: str) -> Any:
         raise ConfigError(f"{COMMAND_LINE}: the value of {key}, `{text}`, is not valid YAML") from error
 
 
-def _refuse_unknown(layers: Sequence[Layer]) -> None:
-    """Raise ConfigError with a line for each unknown key of files and command line."""
+def _known(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers without empty sections (`reward:` with nothing below it).
+
+    Raises ConfigError: with a line for each unknown key, or for a section that is not a mapping.
+    """
     lines = [
         f"{layer.name}: unknown configuration key `{key}` (value {value_in_words(value)}): {suggest(key) or _LIST_ALL}"
         for layer in layers
-        for key, value in flat(layer.values).items()
-        if not _is_known(key)
+        for key, value in layer.values.items()
+        if key not in knobs() and key not in sections()
     ]
     if any("that is verl's" in line for line in lines):
         lines.append("`asyncgrpo config from-verl FILE|KEY=VALUE...` translates keys and values of verl")
+    lines = lines or [
+        f"{layer.name}: `{key}` is a section and must be a mapping; it is {value_in_words(value)}"
+        for layer in layers
+        for key, value in layer.values.items()
+        if key in sections() and value not in (None, {})
+    ]
     if lines:
         raise ConfigError("\n".join(lines))
-
-
-def _is_known(key: str) -> bool:
-    """True for a key, a section, or a name below a mapping (`generators.extra.x`)."""
-    above = key.split(".")
-    return key in sections() or any(".".join(above[:length]) in knobs() for length in range(1, len(above) + 1))
-
-
-def _known_only(origin: str, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Drop empty sections (`reward:` with nothing below it). Raises ConfigError for a section that is not a mapping."""
-    kept: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if key in knobs():
-            kept[name] = value
-        elif isinstance(value, dict):
-            kept[name] = _known_only(origin, value, f"{key}.")
-        elif value is not None:
-            raise ConfigError(f"{origin}: `{key}` is a section and must be a mapping; it is {value_in_words(value)}")
-    return kept
+    return [layer._replace(values={k: v for k, v in layer.values.items() if k in knobs()}) for layer in layers]
 
 
 def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:
-    """Merge the layers into nested plain values, with interpolations resolved and the two sections of required keys."""
+    """Merge the layers into plain values by dotted key, with interpolations resolved."""
     try:
-        merged = OmegaConf.merge({"model": {}, "data": {}}, *_without_leftovers(layers))
+        merged = OmegaConf.merge(*map(nested, _without_leftovers(layers)))
         plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(f"{where}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
     assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+    return by_key(plain)
 
 
 def is_part_of_a_preset(key: str) -> bool:
@@ -402,16 +372,11 @@ def is_part_of_a_preset(key: str) -> bool:
 def _under_presets(layers: Sequence[Layer]) -> list[Layer]:
     """Drop the keys that presets set from layers below a preset, so that it means the same over any file."""
     last = max((number for number, layer in enumerate(layers) if layer.is_preset), default=0)
-    return [
-        layer._replace(values=_without_recipe(layer.values)) if number < last else layer
-        for number, layer in enumerate(layers)
+    below = [
+        layer._replace(values={key: value for key, value in layer.values.items() if not is_part_of_a_preset(key)})
+        for layer in layers[:last]
     ]
-
-
-def _without_recipe(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    kept = {name: value for name, value in values.items() if not is_part_of_a_preset(f"{prefix}{name}")}
-    nested = ("algorithm", "learner")
-    return {n: _without_recipe(v, f"{n}.") if not prefix and n in nested else v for n, v in kept.items()}
+    return [*below, *layers[last:]]
 
 
 def _without_leftovers(layers: Sequence[Layer]) -> list[dict[str, Any]]:
@@ -423,18 +388,12 @@ def _without_leftovers(layers: Sequence[Layer]) -> list[dict[str, Any]]:
     for choice, arguments in _ARGUMENTS_OF.items():
         chosen = getattr(AlgorithmConfig(), choice)
         for number, values in enumerate(kept):
-            other = look_up(values, f"algorithm.{choice}")
-            if other is not None and other != chosen:
-                kept[:number] = [_without(below, arguments) for below in kept[:number]]
+            other = values.get(f"algorithm.{choice}", chosen)
+            if other != chosen:
+                gone = f"algorithm.{arguments}"
+                kept[:number] = [{k: v for k, v in below.items() if not k.startswith(gone)} for below in kept[:number]]
                 chosen = other
     return kept
-
-
-def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
-    algorithm = values.get("algorithm")
-    if not isinstance(algorithm, dict) or name not in algorithm:
-        return values
-    return values | {"algorithm": {key: value for key, value in algorithm.items() if key != name}}
 
 
 def _first_line(error: Exception) -> str:
@@ -444,13 +403,12 @@ def _first_line(error: Exception) -> str:
 def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Config:
     try:
         # Not strict, so that a number from ${oc.env:...} and `tokens_per_microbatch: 16e3` count as numbers.
-        config = msgspec.convert(values, Config, strict=False)
+        config = msgspec.convert({"model": {}, "data": {}} | nested(values), Config, strict=False)
     except msgspec.ValidationError as error:
         raise _explained(str(error), values, layers, where) from None
-    plain = msgspec.to_builtins(config)
-    for key in knobs():
+    for key, value in by_key(msgspec.to_builtins(config)).items():
         try:
-            json.dumps(value := look_up(plain, key), allow_nan=False)
+            json.dumps(value, allow_nan=False)
         except ValueError:
             raise ConfigError(f"{_origin(key, layers, where)}: {key} must be finite; it is {value}") from None
     return config
@@ -458,7 +416,7 @@ def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Con
 
 def _origin(key: str, layers: Sequence[Layer], where: str) -> str:
     """Return the name of the layer that sets a key."""
-    return next((layer.name for layer in reversed(layers) if look_up(layer.values, key) is not None), where)
+    return next((layer.name for layer in reversed(layers) if layer.values.get(key) is not None), where)
 
 
 def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], where: str) -> ConfigError:
@@ -471,11 +429,11 @@ def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], wh
         return ConfigError(
             f"{where}: {key} is missing ({knobs()[key].description}); write it in the file or as {key}=..."
         )
-    knob, value = knobs()[key], look_up(values, key)
+    knob, value = knobs()[key], values.get(key)
     out_of_bounds = re.fullmatch(r"Expected `\w+( \| null)?` [<>]=? \S+", problem) is not None
     needs = (out_of_bounds and bounds_in_words(knob.type)) or type_in_words(knob.type)
     hint = "; put it in quotes" if knob.takes(inspect.StrType) and isinstance(value, int | float) else ""
-    if isinstance(value, str) and (meant := near(value, choices(key))):
+    if isinstance(value, str) and (meant := near(value, knob.choices)):
         hint = f": {meant}"
     if knob.fields and path != key:  # in an entry of a list of mappings
         hint = f"; {path}: {problem}"

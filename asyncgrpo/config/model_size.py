@@ -3,7 +3,7 @@
 The model that transformers builds from the file is made on torch's meta device, which takes no memory. One decoder layer of
 each kind runs forward there, and autograd reports what it saves. Building takes 0.04 to 0.3 s a model.
 
-torch and transformers are imported by the first count, not with this module. `size_on_disk` needs neither.
+torch and transformers are imported by the first count, not with this module.
 """
 
 import json
@@ -129,21 +129,6 @@ def size_at(path: str, *, may_download: bool = False) -> ModelSize | None:
 def size_of(settings: Mapping[str, Any]) -> ModelSize:
     """Return the size of the model that a `config.json` describes. Raises what transformers raises for one it cannot build."""
     return _counted(json.dumps(settings))
-
-
-def size_on_disk(path: str) -> ModelSize | None:
-    """Return the size of the model at a `model.path` by its weight files: parameters alone, within 1 %, and without torch.
-
-    None: the files are not here. Raises ConfigError: the model does not exist.
-    """
-    if (folder := local_model(path)) is None:
-        return None
-    try:
-        stored_bytes = _stored_bytes(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError):
-        return None
-    num_bytes = sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
-    return ModelSize(num_bytes // stored_bytes) if num_bytes else None
 
 
 def _downloaded(hub_id: str) -> Path | None:

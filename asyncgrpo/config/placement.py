@@ -5,32 +5,14 @@ before anything starts, `choose` and `share_one_gpu` choose settings, `report` i
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import Any
 
+from asyncgrpo.config import memory
 from asyncgrpo.config.explain import value_in_words
 from asyncgrpo.config.foreign_rules import split_gpus
-from asyncgrpo.config.memory import (
-    CONTEXT,
-    ENGINE_WORK,
-    GIB,
-    GPUS_PER_NODE,
-    SLACK,
-    Card,
-    EngineFit,
-    Holding,
-    engine_gpu,
-    fullest_host,
-    fullest_shared_memory,
-    itemsize,
-    learner_rank,
-    learner_share,
-    learner_tensors,
-    publication_seconds,
-    runs_on_gpu,
-    shared_memory_size,
-)
 from asyncgrpo.config.model_size import ModelSize
 from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.errors import ConfigError
@@ -53,7 +35,7 @@ FEWEST_TOKENS = 4096
 # -- what does not fit -------------------------------------------------------------------------------------------------
 
 
-def problems(size: ModelSize, config: Config, card: Card, *, filled: float = 1.0) -> dict[str, str]:
+def problems(size: ModelSize, config: Config, card: memory.Card, *, filled: float = 1.0) -> dict[str, str]:
     """Return why learner or engine cannot run on GPUs like `card`, by "learner" and "engine"; empty if they can.
 
     Args:
@@ -61,15 +43,17 @@ def problems(size: ModelSize, config: Config, card: Card, *, filled: float = 1.0
     """
     found = {}
     engine = _engine(size, config, card)
-    if runs_on_gpu(config):
-        rank = learner_rank(size, config)
+    if memory.runs_on_gpu(config):
+        rank = memory.learner_rank(size, config)
         if rank.total > filled * card.num_bytes:
             found["learner"] = (
                 f"a learner rank does not fit its GPU: {_gib(rank.total)} of {_gib(card.num_bytes)} GiB ({_in_words(rank)})"
             )
         elif config.cluster.share_gpu and engine is not None:
-            needed = (1 + SLACK) * learner_tensors(size, config).total
-            left = min(learner_share(config, card) * card.num_bytes, card.num_bytes - CONTEXT - engine.gpu.total)
+            needed = (1 + memory.SLACK) * memory.learner_tensors(size, config).total
+            left = min(
+                memory.learner_share(config, card) * card.num_bytes, card.num_bytes - memory.CONTEXT - engine.gpu.total
+            )
             if needed > filled * left:
                 found["learner"] = (
                     f"learner and engine do not fit one GPU of {_gib(card.num_bytes)} GiB together: the learner needs "
@@ -87,18 +71,18 @@ def problems(size: ModelSize, config: Config, card: Card, *, filled: float = 1.0
     return found
 
 
-def _engine(size: ModelSize, config: Config, card: Card) -> EngineFit | None:
+def _engine(size: ModelSize, config: Config, card: memory.Card) -> memory.EngineFit | None:
     on_gpu = config.generators.gpus_each > 0 and config.generators.engine != "fake"
-    return engine_gpu(size, config, card) if on_gpu else None
+    return memory.engine_gpu(size, config, card) if on_gpu else None
 
 
-def keeps_activations(size: ModelSize, config: Config, card: Card) -> bool:
+def keeps_activations(size: ModelSize, config: Config, card: memory.Card) -> bool:
     """True if a learner rank on `card` has room for all activations of a micro-batch, so that none need be recomputed."""
     kept = changed(config, {"learner.activation_checkpointing": False, "learner.device": "cuda"})
     return "learner" not in problems(size, kept, card, filled=COMFORTABLE)
 
 
-def refuse_teacher(path: str, size: ModelSize, config: Config, card: Card) -> None:
+def refuse_teacher(path: str, size: ModelSize, config: Config, card: memory.Card) -> None:
     """Raise ConfigError if a teacher that the run starts does not fit its GPUs. An assumed card refuses nothing."""
     own = {"model.path": path, "model.lora.rank": 0, "generators.engine": "sglang", "cluster.share_gpu": False}
     own |= {"generators.gpus_each": config.teacher_gpus_each, "generators.memory_fraction": TEACHER_MEMORY}
@@ -106,7 +90,7 @@ def refuse_teacher(path: str, size: ModelSize, config: Config, card: Card) -> No
         raise ConfigError(f"teacher.path ({path}): {why}; raise teacher.gpus_each ({config.teacher_gpus_each})")
 
 
-def refuse(size: ModelSize, config: Config, card: Card) -> None:
+def refuse(size: ModelSize, config: Config, card: memory.Card) -> None:
     """Raise ConfigError for what cannot fit, with the nearest settings that do. An assumed card refuses nothing."""
     found = {} if card.known == "assumed" else problems(size, config, card)
     if not found:
@@ -123,7 +107,7 @@ def refuse(size: ModelSize, config: Config, card: Card) -> None:
     raise ConfigError(f"{why}; {instead}")
 
 
-def _remedies(size: ModelSize, config: Config, card: Card, side: str) -> Iterator[Changes]:
+def _remedies(size: ModelSize, config: Config, card: memory.Card, side: str) -> Iterator[Changes]:
     """Changes that may make `side` fit. Those that begin with the same key are alternatives, the smallest first."""
     learner, engine, ranks = config.learner, config.generators, config.learner.ranks
     adapters: Changes = {} if config.model.lora.rank else {"model.lora.rank": 32}
@@ -157,18 +141,20 @@ def _layouts(size: ModelSize, config: Config) -> Iterator[Changes]:
 
 def refuse_host(size: ModelSize, config: Config, host: Host) -> None:
     """Raise ConfigError where this machine has too little memory, or too little shared memory, for a run on it alone."""
-    held = fullest_host(size, config)
+    held = memory.fullest_host(size, config)
     if held.total > host.memory:
         fewer = range(config.generators.count - 1, 0, -1)
-        fits = (n for n in fewer if fullest_host(size, changed(config, {"generators.count": n})).total <= host.memory)
+        fits = (
+            n for n in fewer if memory.fullest_host(size, changed(config, {"generators.count": n})).total <= host.memory
+        )
         instead = f"it fits with generators.count={count}" if (count := next(fits, 0)) else "use a smaller model"
         raise ConfigError(
             f"the run does not fit the memory of this machine or container: {_gib(held.total)} of {_gib(host.memory)} GiB "
             f"({_in_words(held)}); {instead}"
         )
-    shared = fullest_shared_memory(size, config)
+    shared = memory.fullest_shared_memory(size, config)
     if config.weights.backend in ("auto", "shared_memory") and shared.total > host.shared_free:
-        wanted = ceil(shared_memory_size(size, config) / GIB)
+        wanted = ceil(memory.shared_memory_size(size, config) / memory.GIB)
         raise ConfigError(
             f"the weights do not fit /dev/shm: {shared.total / MIB:,.0f} MiB ({_in_words(shared, MIB)}), and "
             f"{host.shared_free / MIB:,.0f} of its {host.shared / MIB:,.0f} MiB are free; give it more (docker run "
@@ -180,13 +166,16 @@ def refuse_host(size: ModelSize, config: Config, host: Host) -> None:
 # -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
-def choose(size: ModelSize, config: Config, card: Card, n_gpus: int, decided: Mapping[str, Any]) -> Changes:
+def choose(
+    size: ModelSize | None, config: Config, card: memory.Card, n_gpus: int, decided: Mapping[str, Any]
+) -> Changes:
     """The settings that share GPUs between generators and learner, so that the model fits where it can.
 
     Half of the GPUs are the generators'. A learner that does not fit gets smaller micro-batches, then moments on the CPU,
     then more of the GPUs. A model that fits in no way keeps the half, and `refuse` reports why.
 
     Args:
+        size: of the model; None: unknown, and half of the GPUs are the generators'.
         config: of the run, with any split.
         n_gpus: to share, at least 2.
         decided: values of those returned keys that are given.
@@ -198,13 +187,13 @@ def choose(size: ModelSize, config: Config, card: Card, n_gpus: int, decided: Ma
     """
     count, ranks = decided.get("generators.count"), decided.get("learner.ranks")
     given = decided.get("generators.gpus_each")
-    engines = [given] if given else engine_gpus(size, config, card, n_gpus)
+    engines = [given or 1] if given or size is None else engine_gpus(size, config, card, n_gpus)
     possible = [each for each in engines if (count or 1) * each + (ranks or 1) <= n_gpus]
     multiple = config.learner.parallel.multiple
     placements = [_placements(n_gpus, each, count, ranks, multiple) for each in possible or engines]
-    for placed in (placed for of_engine in placements for placed in of_engine):
+    for placed in itertools.chain.from_iterable(placements):
         for saving in _savings(config, decided):
-            if "learner" not in problems(size, changed(config, placed | saving), card, filled=COMFORTABLE):
+            if size and "learner" not in problems(size, changed(config, placed | saving), card, filled=COMFORTABLE):
                 return placed | saving
     return placements[0][0]
 
@@ -241,7 +230,7 @@ def _token_budgets(config: Config) -> list[int]:
     return budgets
 
 
-def engine_gpus(size: ModelSize, config: Config, card: Card, n_gpus: int) -> list[int]:
+def engine_gpus(size: ModelSize, config: Config, card: memory.Card, n_gpus: int) -> list[int]:
     """GPUs of one engine, the best number first; never empty.
 
     The best is the smallest whose KV cache holds all completions wanted at once, or is large; where there is none, that with
@@ -249,8 +238,8 @@ def engine_gpus(size: ModelSize, config: Config, card: Card, n_gpus: int) -> lis
     """
     if config.generators.engine != "sglang":
         return [1]
-    possible = [n for n in (1, 2, 4, 8) if n <= min(n_gpus - 1, GPUS_PER_NODE) and size.heads % n == 0]
-    fits = {n: engine_gpu(size, changed(config, {"generators.gpus_each": n}), card) for n in possible}
+    possible = [n for n in (1, 2, 4, 8) if n <= min(n_gpus - 1, memory.GPUS_PER_NODE) and size.heads % n == 0]
+    fits = {n: memory.engine_gpu(size, changed(config, {"generators.gpus_each": n}), card) for n in possible}
     enough = (
         number
         for number, fit in fits.items()
@@ -260,7 +249,9 @@ def engine_gpus(size: ModelSize, config: Config, card: Card, n_gpus: int) -> lis
     return [best, *(n for n, fit in fits.items() if n != best and fit.completions >= config.algorithm.group_size)]
 
 
-def share_one_gpu(size: ModelSize, config: Config, card: Card, decided: Mapping[str, Any] | None = None) -> Changes:
+def share_one_gpu(
+    size: ModelSize, config: Config, card: memory.Card, decided: Mapping[str, Any] | None = None
+) -> Changes:
     """The settings with which learner and generator share one GPU.
 
     First the learner gets what it needs, then the engine's weights and the KV cache of a few groups.
@@ -274,48 +265,52 @@ def share_one_gpu(size: ModelSize, config: Config, card: Card, decided: Mapping[
         ConfigError: they do not fit; the sentence names what would.
     """
     shared = {"cluster.share_gpu": True, "generators.count": 1, "generators.gpus_each": 1, "learner.ranks": 1}
-    config, weights = changed(config, shared), itemsize(config) * size.parameters
+    config, weights = changed(config, shared), memory.itemsize(config) * size.parameters
     in_flight = config.generators.groups_in_flight
     longest = config.data.max_prompt_tokens + config.sampling.max_tokens
     completions = config.algorithm.group_size
-    of_group = completions * longest * size.cache_bytes_per_token(itemsize(config), 1)
+    of_group = completions * longest * size.cache_bytes_per_token(memory.itemsize(config), 1)
     for enough in (min(in_flight, 4), 1):
         for saving in _savings(config, decided or {}):
-            rank = learner_rank(size, changed(config, saving)).total
-            left = card.num_bytes * COMFORTABLE - rank - CONTEXT - ENGINE_WORK
+            rank = memory.learner_rank(size, changed(config, saving)).total
+            left = card.num_bytes * COMFORTABLE - rank - memory.CONTEXT - memory.ENGINE_WORK
             groups = min(int((left - weights) // of_group), in_flight)
             if groups >= enough:  # some room, so that a prefill need not wait
                 held = min(left, max(weights + 1.25 * groups * of_group, 0.1 * card.num_bytes))
-                fraction = int(1000 * held / (card.num_bytes - CONTEXT)) / 1000
+                fraction = int(1000 * held / (card.num_bytes - memory.CONTEXT)) / 1000
                 return saving | {"generators.memory_fraction": fraction, "generators.groups_in_flight": groups}
     instead = "use two GPUs" if config.model.lora.rank else "train adapters (model.lora.rank=32), or use two GPUs"
     raise ConfigError(
         f"learner and generator do not fit one GPU of {_gib(card.num_bytes)} GiB: they need more than "
-        f"{_gib(rank + weights + CONTEXT + ENGINE_WORK)} GiB; {instead}"
+        f"{_gib(rank + weights + memory.CONTEXT + memory.ENGINE_WORK)} GiB; {instead}"
     )
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-def settled(size: ModelSize, config: Config, card: Card) -> Config:
+def settled(size: ModelSize, config: Config, card: memory.Card) -> Config:
     """Return the configuration with `learner.activation_checkpointing` as the learner would choose it."""
     if config.learner.activation_checkpointing is not None:
         return config
     return changed(config, {"learner.activation_checkpointing": not keeps_activations(size, config, card)})
 
 
-def report(size: ModelSize, config: Config, card: Card, host: Host | None = None) -> str:
+def report(size: ModelSize, config: Config, card: memory.Card, host: Host | None = None) -> str:
     """Return the memory of a run as a table.
 
     Args:
         host: this machine, if the run is on it.
     """
     config, engine = settled(size, config, card), _engine(size, config, card)
-    held, shared, of = fullest_host(size, config), fullest_shared_memory(size, config), _gib(card.num_bytes)
+    held, shared, of = (
+        memory.fullest_host(size, config),
+        memory.fullest_shared_memory(size, config),
+        _gib(card.num_bytes),
+    )
     rows = [("memory", "GiB", "of", "what for")]
-    if runs_on_gpu(config):
-        rank = learner_rank(size, config)
+    if memory.runs_on_gpu(config):
+        rank = memory.learner_rank(size, config)
         rows.append(("learner rank", _gib(rank.total), of, _in_words(rank)))
         ranks, parallel = config.learner.ranks, config.learner.parallel
         if parallel.multiple > 1:
@@ -331,16 +326,16 @@ def report(size: ModelSize, config: Config, card: Card, host: Host | None = None
         ("host, a node", _gib(held.total), _gib(host.memory) if host else "", _in_words(held)),
         ("its /dev/shm", _gib(shared.total), _gib(host.shared_free) if host else "", _in_words(shared)),
     ]
-    pause = max(publication_seconds(size, config), 0.1)
+    pause = max(memory.publication_seconds(size, config), 0.1)
     rows.append(("", "", "", f"publication: an engine pauses about {pause:.1f} s for it"))
     if card.known == "assumed":
         rows.append(("", "", "", "for cards of 80 GB, as no GPU is here; set cluster.gpu_memory_gb for another size"))
     return "\n".join(f"{what:<14}{gib:<8}{whole:<8}{why}".rstrip() for what, gib, whole, why in rows)
 
 
-def _in_words(holding: Holding, unit: int = GIB) -> str:
+def _in_words(holding: memory.Holding, unit: int = memory.GIB) -> str:
     return ", ".join(f"{name} {size / unit:,.1f}" for name, size in holding.parts.items() if size >= unit / 20)
 
 
 def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / GIB:.1f}"
+    return f"{num_bytes / memory.GIB:.1f}"

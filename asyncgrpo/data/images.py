@@ -22,7 +22,7 @@ import xxhash
 from asyncgrpo.config.reach import find_model
 from asyncgrpo.config.rules import VISION_MODELS
 from asyncgrpo.config.schema import Config
-from asyncgrpo.data.sources import kind, one_line
+from asyncgrpo.data.sources import Misfit, kind, one_line
 from asyncgrpo.errors import ConfigError, DataError
 from asyncgrpo.types import Prompt
 
@@ -38,10 +38,6 @@ FOLDER = "images"
 # -- in the rows of a data file ----------------------------------------------------------------------------------------
 
 
-class Misplaced(Exception):
-    """A row has an image that cannot be read. The message does not name file and row."""
-
-
 def taken_from(row: Mapping[str, Any], column: str | None, root: Path) -> tuple[Mapping[str, Any], tuple[bytes, ...]]:
     """Return a row without its images, and the bytes of the images in order of their placeholders.
 
@@ -52,7 +48,7 @@ def taken_from(row: Mapping[str, Any], column: str | None, root: Path) -> tuple[
         column: with images, each a path or an object with `bytes` or `path`; None: none.
         root: folder of relative paths.
     Raises:
-        Misplaced: an image cannot be read, or a part is neither text nor image.
+        Misfit: an image cannot be read, or a part is neither text nor image.
     """
     found = row.get(column) if column else None
     if column in row and not found:
@@ -94,7 +90,7 @@ def _text_of_parts(content: Any, images: list[Any]) -> Any:
             image = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
             images.append(image["url"] if isinstance(image, dict) and "url" in image else image)
         else:
-            raise Misplaced(f"a part of a chat turn has type {kind_of}; expected text or image")
+            raise Misfit(f"a part of a chat turn has type {kind_of}; expected text or image")
     return text
 
 
@@ -109,16 +105,16 @@ def _bytes_of(image: Any, number: int, root: Path) -> bytes:
         return file.getvalue()
     if not isinstance(image, str) or not image:
         what = "missing" if image in (None, "") else kind(image)
-        raise Misplaced(f"image {number} is {what}; expected a path, or an object with bytes or path")
+        raise Misfit(f"image {number} is {what}; expected a path, or an object with bytes or path")
     if image.startswith("data:"):
         return _decoded(image.partition(",")[2])
     if re.match(r"https?://", image):
-        raise Misplaced(f"image {number} is the address {image}; download it, and give the path of the file")
+        raise Misfit(f"image {number} is the address {image}; download it, and give the path of the file")
     try:
         return (root / image.removeprefix("file://")).read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise Misplaced(f"image {number}: {root / image} cannot be read: {reason} (data.image_root)") from None
+        raise Misfit(f"image {number}: {root / image} cannot be read: {reason} (data.image_root)") from None
 
 
 def _decoded(content: str | bytes) -> bytes:
@@ -220,12 +216,12 @@ class Images:
             self.read(digest, f"of prompt {prompt.prompt_id}")
 
     def tokens_of(self, content: bytes) -> int:
-        """Return the number of tokens of an image. Raises Misplaced: it cannot be read."""
+        """Return the number of tokens of an image. Raises Misfit: it cannot be read."""
         image = opened(content)
         try:
             patches = self._processor.get_number_of_image_patches(image.height, image.width, {})
         except ValueError as error:
-            raise Misplaced(f"{image.width} x {image.height} pixels: {one_line(error)}") from None
+            raise Misfit(f"{image.width} x {image.height} pixels: {one_line(error)}") from None
         return int(patches) // self._processor.merge_size**2
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[int, ...]:
@@ -234,11 +230,11 @@ class Images:
         Args:
             token_ids: with one image token for each image.
         Raises:
-            Misplaced: there are more or fewer, or an image cannot be read.
+            Misfit: there are more or fewer, or an image cannot be read.
         """
         written = sum(token == self.token_id for token in token_ids)
         if written != len(images):
-            raise Misplaced(
+            raise Misfit(
                 f"{len(images)} images, but its prompt has {written} image tokens as the chat template writes it"
             )
         counts = iter([self.tokens_of(image) for image in images])
@@ -248,7 +244,7 @@ class Images:
         """Return the pixels of some images. The last few calls are remembered. Raises DataError, as `read`."""
         try:
             images = [opened(self.read(digest, of)) for digest in digests]
-        except Misplaced as error:
+        except Misfit as error:
             raise DataError(f"{error} ({of})") from None
         made = self._processor(images=images, return_tensors="pt")
         return Pixels(made["pixel_values"], made["image_grid_thw"])
@@ -270,7 +266,7 @@ def has_vision(model_path: str) -> bool:
 
 
 def opened(content: bytes) -> "Image":
-    """Return the first frame of an image in RGB: upright, on white where it is transparent. Raises Misplaced."""
+    """Return the first frame of an image in RGB: upright, on white where it is transparent. Raises Misfit."""
     from PIL import Image, ImageOps
 
     try:
@@ -279,9 +275,9 @@ def opened(content: bytes) -> "Image":
         image = ImageOps.exif_transpose(image)
     except Exception as error:  # of many kinds, from each format
         reason = "its bytes are no image" if isinstance(error, Image.UnidentifiedImageError) else one_line(error)
-        raise Misplaced(f"an image cannot be read: {reason}") from None
+        raise Misfit(f"an image cannot be read: {reason}") from None
     if image.mode == "F":
-        raise Misplaced("an image has floating-point pixels; save it with 8 or 16 bits")
+        raise Misfit("an image has floating-point pixels; save it with 8 or 16 bits")
     if image.mode.startswith("I"):  # 16 bits, which Pillow would clip to 255
         import numpy as np
 
@@ -292,22 +288,11 @@ def opened(content: bytes) -> "Image":
     return image.convert("RGB")
 
 
-def described(content: bytes) -> str:
-    """Return format, size and bytes of an image, in words."""
-    from PIL import Image
-
-    try:
-        image: Image.Image = Image.open(io.BytesIO(content))
-    except Exception:  # of many kinds
-        return f"no image that can be read ({len(content):,} bytes)"
-    return f"{image.format} {image.width} x {image.height} ({len(content):,} bytes)"
-
-
 def preview(file: Path, most: int = 512) -> str:
     """Return an image as the data URL of a PNG of at most `most` x `most` pixels. Raises DataError: it cannot be shown."""
     try:
         image = opened(file.read_bytes())
-    except (OSError, Misplaced) as error:
+    except (OSError, Misfit) as error:
         raise DataError(f"{file} cannot be shown: {error}") from None
     image.thumbnail((most, most))
     shown = io.BytesIO()

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +21,8 @@ import xxhash
 
 from asyncgrpo.config.rules import refuse_images
 from asyncgrpo.config.schema import Config, DataConfig, is_file
-from asyncgrpo.data.images import PLACEHOLDER, Images, Misplaced, in_parts, taken_from
-from asyncgrpo.data.sources import DataRows, digest_of, kind, read_source
+from asyncgrpo.data.images import PLACEHOLDER, Images, in_parts, taken_from
+from asyncgrpo.data.sources import DataRow, DataRows, Misfit, digest_of, kind, read_source
 from asyncgrpo.data.tokenizer import Rendered, load_tokenizer, render, stop_token_ids, vocabulary_size
 from asyncgrpo.errors import ConfigError, DataError
 from asyncgrpo.types import Prompt
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 # -- the schemas of data files -----------------------------------------------------------------------------------------
 
-DataRow = Mapping[str, Any]
 Message = dict[str, Any]
 
 PROMPT_SPELLINGS = ("prompt", "question")
@@ -83,43 +82,29 @@ class Schema:
         try:
             without, images = taken_from(row, self.image_column, self.image_root)
             record = self.convert(without)
-            _check_values(record)
-            _check_size(record)
+            _check(record)
             if images or self.image_column in row:
                 places = sum(turn["content"].count(PLACEHOLDER) for turn in record.messages)
                 if places != len(images):
-                    raise _Misfit(f"{len(images)} images, but {places} {PLACEHOLDER} in its prompt")
+                    raise Misfit(f"{len(images)} images, but {places} {PLACEHOLDER} in its prompt")
             return msgspec.structs.replace(record, images=images) if images else record
-        except (_Misfit, Misplaced) as misfit:
+        except Misfit as misfit:
             raise DataError(f"{self.file}, row {index}: {misfit} (schema {self.name}, from row 0)") from None
 
 
-class _Misfit(Exception):
-    """A row does not match the schema. The message does not name file and row."""
-
-
-def _check_values(record: Record) -> None:
-    """Raise _Misfit for a prompt without text, or an answer that is NaN or infinite."""
-    prompt = record.prompt
-    if _is_blank(prompt) if isinstance(prompt, str) else all(_is_blank(turn["content"]) for turn in prompt):
-        raise _Misfit("its prompt is empty")
+def _check(record: Record) -> None:
+    """Raise Misfit for a prompt without text, an answer that is not finite, or more than a message to a generator holds."""
+    if not any(turn["content"].strip() for turn in record.messages):
+        raise Misfit("its prompt is empty")
     if isinstance(record.answer, float) and not math.isfinite(record.answer):
-        raise _Misfit(f"its answer is {record.answer}; write null for a row without one")
-
-
-def _is_blank(text: str) -> bool:
-    return not text or text.isspace()
-
-
-def _check_size(record: Record) -> None:
-    """Raise _Misfit for a record that does not fit into a message to a generator."""
+        raise Misfit(f"its answer is {record.answer}; write null for a row without one")
     try:
         _encoder.encode((record.prompt, record.source))
         size = len(_encoder.encode((record.answer, record.info)))
     except (UnicodeEncodeError, OverflowError) as error:  # half of a surrogate pair; more than 64 bits
-        raise _Misfit(f"it cannot be encoded: {error}") from None
+        raise Misfit(f"it cannot be encoded: {error}") from None
     if size > _MOST_BYTES:
-        raise _Misfit(f"its answer and info have {size:,} bytes; the limit of a message is {_MOST_BYTES:,}")
+        raise Misfit(f"its answer and info have {size:,} bytes; the limit of a message is {_MOST_BYTES:,}")
 
 
 _COLUMNS = {"prompt": "prompt", "answer": "ground_truth", "source": "data_source"}
@@ -165,24 +150,19 @@ def recognise(rows: Sequence[DataRow], columns: Mapping[str, str], file: str = "
     )
 
 
-def _verl(row: DataRow) -> Record:
-    reward_model = _object(row, "reward_model")
+def _verl(row: DataRow, column: str = "reward_model", also: str = "") -> Record:
+    """Convert a row whose answer is the `ground_truth` of the object in a column. `also` names a column for the reward."""
+    graded = row.get(column)
+    if not isinstance(graded, dict):
+        problem = (
+            f"no {column}" if graded is None else f"{column} is {kind(graded)}; expected an object with ground_truth"
+        )
+        raise Misfit(f"{problem}; {_ANSWER_IS}")
     return Record(
         prompt=_prompt(row, "prompt"),
-        answer=_required(reward_model, "ground_truth", shown="reward_model.ground_truth"),
+        answer=_required(graded, "ground_truth", shown=f"{column}.ground_truth"),
         source=_source(row, "data_source"),
-        info=_info(row, "extra_info"),
-    )
-
-
-def _skyrl(row: DataRow) -> Record:
-    reward_spec = _object(row, "reward_spec")
-    env_class = {"env_class": row["env_class"]} if row.get("env_class") else {}
-    return Record(
-        prompt=_prompt(row, "prompt"),
-        answer=_required(reward_spec, "ground_truth", shown="reward_spec.ground_truth"),
-        source=_source(row, "data_source"),
-        info=env_class | _info(row, "extra_info"),
+        info=({also: row[also]} if row.get(also) else {}) | _info(row, "extra_info"),
     )
 
 
@@ -219,7 +199,10 @@ def _trl(row: DataRow) -> Record:
 # In order of precedence: schemas with a distinctive column first, the one with only a prompt last.
 _SCHEMAS: dict[str, tuple[Callable[[DataRow], bool], Callable[[DataRow], Record]]] = {
     "verl": (lambda row: "prompt" in row and "reward_model" in row, _verl),
-    "skyrl": (lambda row: "prompt" in row and "reward_spec" in row, _skyrl),
+    "skyrl": (
+        lambda row: "prompt" in row and "reward_spec" in row,
+        partial(_verl, column="reward_spec", also="env_class"),
+    ),
     "plain": (lambda row: "prompt" in row and "ground_truth" in row, _plain),
     "trl, answer": (lambda row: {"prompt", "answer"} <= row.keys() and not row.keys() & {"info", "task"}, _verifiers),
     "verifiers": (
@@ -233,17 +216,17 @@ _SCHEMAS: dict[str, tuple[Callable[[DataRow], bool], Callable[[DataRow], Record]
 def _prompt(row: DataRow, column: str) -> str | list[Message]:
     value = row.get(column)
     if value is None:
-        raise _Misfit(f"no {column}; a prompt is named {' or '.join(PROMPT_SPELLINGS)}, or mapped by data.columns")
+        raise Misfit(f"no {column}; a prompt is named {' or '.join(PROMPT_SPELLINGS)}, or mapped by data.columns")
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
         what = "an empty list" if value == [] else kind(value)
-        raise _Misfit(f"{column} is {what}; expected text or a list of chat turns, {{role: user, content: ...}}")
+        raise Misfit(f"{column} is {what}; expected text or a list of chat turns, {{role: user, content: ...}}")
     for turn, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise _Misfit(f"turn {turn} of {column} is not an object with role and content")
+            raise Misfit(f"turn {turn} of {column} is not an object with role and content")
         if not isinstance(message.get("content"), str):
-            raise _Misfit(f"the content of turn {turn} of {column} is neither text nor a list of parts")
+            raise Misfit(f"the content of turn {turn} of {column} is neither text nor a list of parts")
     # Parquet fills every turn with every key, so remove keys without a value.
     return [{key: item for key, item in message.items() if item is not None} for message in value]
 
@@ -251,22 +234,14 @@ def _prompt(row: DataRow, column: str) -> str | list[Message]:
 def _required(row: DataRow, key: str, *, shown: str = "") -> Any:
     """Return the value of `key`, which may be null (counted by `asyncgrpo data check`) but not absent."""
     if key not in row:
-        raise _Misfit(f"no {shown or key}; {_ANSWER_IS}")
+        raise Misfit(f"no {shown or key}; {_ANSWER_IS}")
     return row[key]
-
-
-def _object(row: DataRow, key: str) -> DataRow:
-    value = row.get(key)
-    if not isinstance(value, dict):
-        problem = f"no {key}" if value is None else f"{key} is {kind(value)}; expected an object with ground_truth"
-        raise _Misfit(f"{problem}; {_ANSWER_IS}")
-    return value
 
 
 def _source(row: DataRow, key: str) -> str:
     value = row.get(key)
     if isinstance(value, dict | list):
-        raise _Misfit(f"{key} is {kind(value)}; expected text, which selects the rule of a reward")
+        raise Misfit(f"{key} is {kind(value)}; expected text, which selects the rule of a reward")
     return "" if value is None else str(value)
 
 
@@ -277,11 +252,11 @@ def _info(row: DataRow, key: str) -> dict[str, Any]:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise _Misfit(f"{key} is text but not JSON: {error}") from error
+            raise Misfit(f"{key} is text but not JSON: {error}") from error
     if not value:
         return {}
     if not isinstance(value, dict):
-        raise _Misfit(f"{key} is {kind(value)}; expected an object, or the JSON text of one")
+        raise Misfit(f"{key} is {kind(value)}; expected an object, or the JSON text of one")
     return value
 
 
@@ -370,32 +345,16 @@ def rendered(
     """Return the text and the token ids of a row. Raises ConfigError, DataError: its images cannot be used."""
     where, messages = f"{source}, row {index}", record.messages
     if record.images:
-        _require_vision(where, images)
+        if images is None:
+            raise ConfigError(
+                f"{where}: it has images, and model.path has no vision tower that is supported; use a Qwen3-VL or "
+                "Qwen2.5-VL, or data.image_column=null for the text alone"
+            )
         messages = [turn | {"content": in_parts(turn["content"])} for turn in messages]
     text, token_ids = render(tokenizer, messages, config.system_prompt, where=where)
     try:
         return Rendered(text, token_ids if images is None else images.expanded(token_ids, record.images))
-    except Misplaced as error:
-        raise DataError(f"{where}: {error}") from None
-
-
-def _require_vision(where: str, images: Images | None) -> Images:
-    """Return `images`. Raises ConfigError: the model reads none."""
-    if images is None:
-        raise ConfigError(
-            f"{where}: it has images, and model.path has no vision tower that is supported; use a Qwen3-VL or Qwen2.5-VL, "
-            "or data.image_column=null for the text alone"
-        )
-    return images
-
-
-def _check_images(where: str, record: Record, images: Images | None) -> None:
-    """Raise ConfigError if the model reads no images, DataError if one cannot be read."""
-    readable = _require_vision(where, images)
-    try:
-        for image in record.images:
-            readable.tokens_of(image)
-    except Misplaced as error:
+    except Misfit as error:
         raise DataError(f"{where}: {error}") from None
 
 
@@ -431,7 +390,6 @@ class Checked(NamedTuple):
     rows: int
     sources: set[str]
     """All values of `data_source`."""
-    has_images: bool
 
 
 def check(config: Config, on_progress: Callable[[str], object] = log.info) -> dict[str, Checked]:
@@ -450,39 +408,36 @@ def check(config: Config, on_progress: Callable[[str], object] = log.info) -> di
         ("train", config.data.sources, None),
         *((name, (source,), config.data.eval_rows) for name, source in config.data.suites.items()),
     ]:
-        read = [check_source(one, tokenizer, config.data, vocabulary, limit, on_progress, images) for one in sources]
-        has_images = any(one.has_images for one in read)
-        if has_images:
-            refuse_images(config)
-        found[name] = Checked(sum(one.rows for one in read), set().union(*(one.sources for one in read)), has_images)
+        read = [_check_source(one, tokenizer, config, vocabulary, limit, on_progress, images) for one in sources]
+        found[name] = Checked(sum(one.rows for one in read), set().union(*(one.sources for one in read)))
     return found
 
 
-def check_source(
+def _check_source(
     source: str,
     tokenizer: "PreTrainedTokenizerBase",
-    config: DataConfig,
-    vocabulary: int | None = None,
-    limit: int | None = None,
-    on_progress: Callable[[str], object] = log.info,
-    images: Images | None = None,
+    config: Config,
+    vocabulary: int | None,
+    limit: int | None,
+    on_progress: Callable[[str], object],
+    images: Images | None,
 ) -> Checked:
-    """Check the rows of one source. All are read, with their images, and few are tokenised.
+    """Check the rows of one source. All are read, and few are tokenised.
 
-    Renders one prompt per sequence of roles, because a chat template may refuse a sequence, and more until one is not too
-    long. Logs a warning if only some rows lack an answer.
+    Renders prompts with images, one prompt per sequence of roles, because a chat template may refuse a sequence, and more until
+    one is not too long. Logs a warning if only some rows lack an answer.
 
     Args:
         vocabulary: size of the model's vocabulary, if known.
         limit: rows to use, from the start; None: all.
         images: of the run; None: the model reads none.
     Raises:
-        DataError: a row cannot be used, or all are longer than `config.max_prompt_tokens`.
-        ConfigError: the tokenizer produces tokens that the model does not have.
+        DataError: a row cannot be used, or all are longer than `data.max_prompt_tokens`.
+        ConfigError: the tokenizer produces tokens that the model does not have, or a setting does not fit images.
     """
-    schema, rows = open_source(source, config)
-    seen, sources = set[str | tuple[str, ...]](), set[str]()
-    longest, fits, index, unanswered, has_images = 0, False, -1, list[int](), False
+    schema, rows = open_source(source, config.data)
+    seen, sources = set[tuple[str, ...]](), set[str]()
+    longest, fits, index, unanswered = 0, False, -1, list[int]()
     reported_s = time.monotonic()
     for index, row in enumerate(itertools.islice(rows, limit)):
         if time.monotonic() > reported_s + PROGRESS_EVERY_S:
@@ -492,27 +447,26 @@ def check_source(
         sources.add(record.source)
         if record.answer in (None, ""):
             unanswered.append(index)
-        roles = "user" if isinstance(record.prompt, str) else tuple(turn["role"] for turn in record.prompt)
-        has_images |= bool(record.images)
-        if fits and roles in seen:
-            if record.images:
-                _check_images(f"{source}, row {index}", record, images)
+        roles = tuple(turn["role"] for turn in record.messages)
+        if record.images:
+            refuse_images(config)
+        elif fits and roles in seen:
             continue
         seen.add(roles)
-        token_ids = rendered(source, index, record, tokenizer, config, images).token_ids
+        token_ids = rendered(source, index, record, tokenizer, config.data, images).token_ids
         if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
             raise ConfigError(
                 f"{source}, row {index}: the tokenizer of model.path produces token {max(token_ids)}, but the vocabulary of "
                 f"the model has {vocabulary} tokens; use the model's own tokenizer"
             )
         longest = max(longest, len(token_ids))
-        fits = fits or len(token_ids) <= config.max_prompt_tokens
+        fits = fits or len(token_ids) <= config.data.max_prompt_tokens
     if not fits:
-        raise all_too_long(source, index + 1, longest, config)
+        raise all_too_long(source, index + 1, longest, config.data)
     if 0 < len(unanswered) <= index:
         which = ", ".join(map(str, unanswered[:10])) + ", ..." * (len(unanswered) > 10)
         log.warning("%s: %d of %d rows have no answer: %s", source, len(unanswered), index + 1, which)
-    return Checked(index + 1, sources, has_images)
+    return Checked(index + 1, sources)
 
 
 def all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:

@@ -97,7 +97,7 @@ class PromptSource:
 
     def next(self) -> tuple[int, Prompt] | None:
         """Issue the next (prompt_index, prompt): the oldest given back, else a new one. None: no prompt to issue now."""
-        if not self._is_ordered(self.next_ordinary_index):
+        if not self._is_ordered(self._next_ordinary_index):
             return None
         if self._given_back:
             prompt_index = heapq.heappop(self._given_back)
@@ -131,16 +131,13 @@ class PromptSource:
 
     def give_back(self, prompt_index: int) -> None:
         """Take back an outstanding prompt whose lease failed. It is issued again before any new one."""
-        self._end_lease(prompt_index, self._given_back)
+        self._outstanding.remove(prompt_index)
+        heapq.heappush(self._given_back, prompt_index)
 
     def isolate(self, prompt_index: int) -> None:
         """Take back an outstanding prompt that only `next_isolated` issues again."""
-        self._end_lease(prompt_index, self._isolated)
-
-    def _end_lease(self, prompt_index: int, heap: list[int]) -> None:
-        assert prompt_index in self._outstanding, f"prompt {prompt_index} is not outstanding"
         self._outstanding.remove(prompt_index)
-        heapq.heappush(heap, prompt_index)
+        heapq.heappush(self._isolated, prompt_index)
 
     def next_isolated(self) -> tuple[int, Prompt] | None:
         """Issue the oldest isolated (prompt_index, prompt); None if no prompt is isolated."""
@@ -230,14 +227,12 @@ class PromptSource:
     @property
     def next_prompt_index(self) -> int | None:
         """Smallest prompt index that `next` or `next_isolated` would issue; None: no prompt to issue now."""
-        ordinary = self.next_ordinary_index
-        return min(self._isolated[:1] + ([ordinary] if ordinary is not None else []), default=None)
+        return _least(self._isolated[:1], self._next_ordinary_index)
 
     @property
-    def next_ordinary_index(self) -> int | None:
+    def _next_ordinary_index(self) -> int | None:
         """Prompt index that `next` would issue; None: no prompt to issue now."""
-        new = self._peek_new()
-        return min(self._given_back[:1] + ([new] if new is not None else []), default=None)
+        return _least(self._given_back[:1], self._peek_new())
 
     @property
     def has_next(self) -> bool:
@@ -295,22 +290,22 @@ class PromptSource:
         return self._mixture.order(epoch, self._round)
 
     def _round(self, source: int, number: int, size: int) -> np.ndarray:
-        """Return [size] the order of a round of this source. Without weights all prompts are one source."""
+        """Return [size] the order of a round of this source. Without weights all prompts are one source.
+
+        Sorts raw bits of Philox, which are stable across numpy releases, unlike `Generator.permutation`.
+        """
 
         def draw(number: int) -> np.ndarray:
-            return self._drawn(size, number) if self._mixture is None else self._drawn(size, number, source)
+            if not self._shuffle:
+                return np.arange(size)
+            key = [self._seed, number] if self._mixture is None else [self._seed, number, source]
+            return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(size), kind="stable")
 
         if self._curriculum is None:
             return draw(number)
         begin = 0 if self._mixture is None else self._mixture.begins[source]
         return self._curriculum.order(source, number, begin, size, draw)
 
-    def _drawn(self, size: int, *key: int) -> np.ndarray:
-        """Return [size] indices in an order determined by the seed and `key`.
 
-        Sorts raw bits of Philox, which are stable across numpy releases, unlike `Generator.permutation`.
-        """
-        if not self._shuffle:
-            return np.arange(size)
-        bits = np.random.Philox(np.random.SeedSequence([self._seed, *key])).random_raw(size)
-        return np.argsort(bits, kind="stable")
+def _least(heads: list[int], other: int | None) -> int | None:
+    return min(heads + ([other] if other is not None else []), default=None)

@@ -31,7 +31,12 @@ from asyncgrpo.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-DataRows = Sequence[Mapping[str, Any]]
+DataRow = Mapping[str, Any]
+DataRows = Sequence[DataRow]
+
+
+class Misfit(Exception):
+    """A row does not match its schema, or an image cannot be read. The message does not name file and row."""
 
 
 def read_source(source: str, columns: Mapping[str, str]) -> tuple[DataRows, Mapping[str, str]]:
@@ -44,10 +49,7 @@ def read_source(source: str, columns: Mapping[str, str]) -> tuple[DataRows, Mapp
     """
     if is_file(source):
         return read_rows(source), columns
-    scheme, name, parameters = parse(source)
-    if scheme == "reasoning-gym":
-        return read_gym(source, name, parameters), {}
-    return read_hub(source, name, parameters), columns
+    return (read_gym(source), {}) if source.startswith("reasoning-gym:") else (read_hub(source), columns)
 
 
 def digest_of(source: str) -> str:
@@ -55,18 +57,17 @@ def digest_of(source: str) -> str:
     if is_file(source):
         with open(source, "rb") as file:
             return Path(source).suffix + hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    scheme, name, parameters = parse(source)
-    return f"{source} {gym_version()}" if scheme == "reasoning-gym" else digest_of_hub(source, name, parameters)
+    return f"{source} {gym_version() if source.startswith('reasoning-gym:') else _load_hub(source)._fingerprint}"
 
 
-def parse(source: str) -> tuple[str, str, dict[str, str]]:
-    """Parse `SCHEME:NAME?KEY=VALUE&KEY=VALUE` into scheme, name and parameters. Raises DataError."""
+def parse(source: str) -> tuple[str, dict[str, str]]:
+    """Parse `SCHEME:NAME?KEY=VALUE&KEY=VALUE` into name and parameters. Raises DataError."""
     scheme, _, rest = source.partition(":")
     name, _, query = rest.partition("?")
     pairs = [pair.partition("=") for pair in query.split("&") if pair]
     if not name or any(not key or not equals for key, equals, _ in pairs):
         raise DataError(f"{source}: expected {scheme}:NAME, or {scheme}:NAME?KEY=VALUE&KEY=VALUE")
-    return scheme, name, {key: value for key, _, value in pairs}
+    return name, {key: value for key, _, value in pairs}
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -232,18 +233,18 @@ GYM_ROWS, GYM_SEED = 1000, 0
 """Defaults of `size` and `seed`."""
 
 
-def read_gym(source: str, name: str, parameters: dict[str, str]) -> list[dict[str, Any]]:
+def read_gym(source: str) -> list[dict[str, Any]]:
     """Return the rows of a generator: `prompt`, `ground_truth`, `data_source`, and the parameters of the task for the reward.
 
     Row i is a function of the generator's parameters, its seed and i, so the reward recreates the task from these.
 
     Args:
-        source: for error messages.
-        parameters: of the generator, as JSON or text, with `size` (rows) and `seed`.
+        source: with parameters of the generator, as JSON or text, among them `size` (rows) and `seed`.
     Raises:
         ConfigError: reasoning-gym is not installed.
         DataError: unknown generator, or invalid parameters.
     """
+    name, parameters = parse(source)
     try:
         import reasoning_gym
     except ImportError as error:
@@ -297,18 +298,17 @@ def _json_or_text(text: str) -> Any:
 # -- the Hugging Face hub ----------------------------------------------------------------------------------------------
 
 
-def read_hub(source: str, name: str, parameters: dict[str, str]) -> Rows:
+def read_hub(source: str) -> Rows:
     """Return the rows of one split. Rows of a hub id without `data_source` get the id, which selects the rule of rewards.
 
     Args:
-        source: for error messages.
-        name: a hub id, or a folder written by `Dataset.save_to_disk` or with data files.
-        parameters: of `datasets.load_dataset`, such as `split` (default `train`), `name` of a configuration and `revision`.
+        source: a hub id, or a folder written by `Dataset.save_to_disk` or with data files, with parameters of
+            `datasets.load_dataset`, such as `split` (default `train`), `name` of a configuration and `revision`.
     Raises:
         ConfigError: `datasets` is not installed.
         DataError: unknown data set or split, or neither hub nor cache has it.
     """
-    data = _load_hub(source, name, tuple(sorted(parameters.items())))
+    data, (name, _) = _load_hub(source), parse(source)
     if not len(data):
         raise DataError(f"{source} holds no rows")
     origin = {} if Path(name).is_dir() else {"data_source": name}
@@ -320,14 +320,10 @@ def read_hub(source: str, name: str, parameters: dict[str, str]) -> Rows:
     return Rows(len(data), some)
 
 
-def digest_of_hub(source: str, name: str, parameters: dict[str, str]) -> str:
-    """Return the fingerprint of `datasets` for this data."""
-    return f"{source} {_load_hub(source, name, tuple(sorted(parameters.items())))._fingerprint}"
-
-
 @lru_cache(maxsize=8)
-def _load_hub(source: str, name: str, parameters: tuple[tuple[str, str], ...]) -> "Dataset":
-    given = {"split": "train"} | dict(parameters)
+def _load_hub(source: str) -> "Dataset":
+    name, parameters = parse(source)
+    given = {"split": "train"} | parameters
     if why := None if Path(name).is_dir() else why_no_hub():
         go_offline()  # before the import, which reads it
     try:

@@ -66,9 +66,9 @@ def stop_token_ids(
     Raises:
         ConfigError: an extra stop is not a single token, generation_config.json is broken, or no stop token is defined.
     """
-    stops = set(_generation_config_stops(Path(model_path)))
-    if tokenizer.eos_token_id is not None:
-        stops.add(int(tokenizer.eos_token_id))
+    of_model = _json_object(Path(model_path) / "generation_config.json").get("eos_token_id")
+    ends = [tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])]
+    stops = {int(token) for token in ends if token is not None}
     for text in extra_stops:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
@@ -114,9 +114,7 @@ def _text_of(
     where: str,
     tools: list[dict[str, Any]] | None = None,
 ) -> str:
-    turns = list(messages)
-    if system_prompt is not None and all(turn["role"] != "system" for turn in turns):
-        turns.insert(0, {"role": "system", "content": system_prompt})
+    turns = with_system(messages, system_prompt)
     if not tokenizer.chat_template:
         if tools is not None:
             raise DataError(f"{where}: the model has no chat template, which tools need")
@@ -131,6 +129,13 @@ def _text_of(
         raise DataError(f"{where}: the model's chat template refuses the turns {roles}: {one_line(error)}") from error
     assert isinstance(templated, str)
     return templated
+
+
+def with_system(messages: Sequence[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
+    """Return the turns of a prompt, with a system turn first if there is a text for it and no such turn yet."""
+    if system_prompt is None or any(turn["role"] == "system" for turn in messages):
+        return list(messages)
+    return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def _encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> tuple[int, ...]:
@@ -184,17 +189,11 @@ def vocabulary_size(model_path: str) -> int | None:
     It is often larger than the tokenizer's, because models round their vocabulary up.
     """
     config = _json_object(Path(model_path) / "config.json")
-    text = config.get("text_config")
-    size = config.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
+    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
     return size if isinstance(size, int) else None
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-
-def _generation_config_stops(folder: Path) -> list[int]:
-    eos = _json_object(folder / "generation_config.json").get("eos_token_id")
-    return [] if eos is None else [int(token) for token in (eos if isinstance(eos, list) else [eos])]
 
 
 def _json_object(file: Path) -> dict[str, Any]:
@@ -210,8 +209,4 @@ def decoder(tokenizer: "PreTrainedTokenizerBase", *, keep_special: bool) -> Call
     if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:  # the same text in half the time
         backend = tokenizer.backend_tokenizer
         return lambda token_ids: str(backend.decode(list(token_ids), skip_special_tokens=not keep_special))
-
-    def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=not keep_special))
-
-    return decode
+    return lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=not keep_special))

@@ -271,7 +271,8 @@ def read_profile(path: Path) -> Profile:
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}); `asyncgrpo tune CONFIG` writes a profile"
+            f"{path} cannot be read ({error.strerror}); `asyncgrpo tune CONFIG` writes a profile, and `asyncgrpo plan --from "
+            "RUN` needs none"
         ) from error
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not a profile: {error}; `asyncgrpo tune CONFIG` writes one") from error
@@ -420,13 +421,7 @@ def _just_in_time_lag(profile: Profile, running: float, step_s: float) -> float:
 
 
 def _prediction(
-    profile: Profile,
-    split: Split,
-    step_s: float,
-    learn_s: float,
-    running: float,
-    lag_mean: float,
-    bottleneck: str,
+    profile: Profile, split: Split, step_s: float, learn_s: float, running: float, lag_mean: float, bottleneck: str
 ) -> Prediction:
     tokens_per_s = profile.prompts_per_step * profile.group_size * profile.lengths.mean / step_s
     sampled_s = (

@@ -7,7 +7,7 @@ times of a step, a publication, a token and a reward. Nothing waits, so the cost
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,15 +21,7 @@ import numpy as np
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config.schema import (
-    AlgorithmConfig,
-    BufferConfig,
-    Config,
-    DataConfig,
-    GeneratorConfig,
-    ModelConfig,
-    RunConfig,
-)
+from asyncgrpo.config import schema
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.ranks import Inbox, Team
@@ -170,23 +162,6 @@ class _Generator(GeneratorService):
         return Receiver(lambda: None)
 
 
-class _Trainer:
-    steps = 0
-
-    def __init__(self, run: "VirtualRun") -> None:
-        self.step, self.export = run.step, run.export
-        self.snapshot = SimpleNamespace(close=lambda: None)
-        self.check = SimpleNamespace(score=list)
-
-
-class _NoCheckpoints:
-    def latest(self) -> None:
-        return None
-
-    def begin(self, state: object, fill: object) -> Callable[[], Path]:
-        return lambda: Path("none")
-
-
 @dataclass
 class VirtualRun:
     """Runs the product on a case. It stands for the learner's model and for its publisher."""
@@ -264,9 +239,11 @@ class VirtualRun:
         self._lines: dict[str, Any] = {}
         self._generators = [self._generator(index) for index in range(case.generators)]
         self._lines["learner"] = line = LearnerLine(self._loop, lambda m, p: self._to_buffer("learner", m, p))
+        stubs = {"snapshot": SimpleNamespace(close=lambda: None), "check": SimpleNamespace(score=list)}
+        trainer = SimpleNamespace(steps=0, step=self.step, export=self.export, **stubs)
         self._learner = LearnerService(
             config,
-            _Trainer(self),  # type: ignore[arg-type]
+            trainer,  # type: ignore[arg-type]
             Team(0, 1),
             Inbox(line, 1e9, self._loop.time),  # type: ignore[arg-type]
             self,  # type: ignore[arg-type]
@@ -276,23 +253,24 @@ class VirtualRun:
             start_with=case.generators,
             last_step=case.steps,
         )
-        self._learner._checkpoints = _NoCheckpoints()  # type: ignore[assignment]
+        no_checkpoints = SimpleNamespace(latest=lambda: None, begin=lambda state, fill: lambda: Path("none"))
+        self._learner._checkpoints = no_checkpoints  # type: ignore[assignment]
         self._tick()
 
-    def _config(self) -> Config:
+    def _config(self) -> schema.Config:
         case = self.case
-        return Config(
-            model=ModelConfig(path="none"),
-            data=DataConfig(train="none"),
-            run=RunConfig(seed=case.seed, checkpoint_every=10**9),
-            algorithm=AlgorithmConfig(group_size=case.group_size, filter_zero_signal=case.filters),
-            buffer=BufferConfig(
+        return schema.Config(
+            model=schema.ModelConfig(path="none"),
+            data=schema.DataConfig(train="none"),
+            run=schema.RunConfig(seed=case.seed, checkpoint_every=10**9),
+            algorithm=schema.AlgorithmConfig(group_size=case.group_size, filter_zero_signal=case.filters),
+            buffer=schema.BufferConfig(
                 prompts_per_step=case.per_step,
                 max_lag=case.max_lag,
                 policy=case.policy,  # type: ignore[arg-type]
                 lease_timeout_s=1e9,
             ),
-            generators=GeneratorConfig(engine="fake", count=case.generators),
+            generators=schema.GeneratorConfig(engine="fake", count=case.generators),
         )
 
     def _generator(self, index: int) -> GeneratorService:

@@ -108,10 +108,11 @@ def test_one_sentence_and_exit_code_1(folder: Path, start, name: str):
 
 
 def test_a_disk_with_too_little_room_for_a_checkpoint(folder: Path, start, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+    usage = shutil._ntuple_diskusage(10**9, 10**9, running._OTHER_FILES_BYTES)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     code, (said,) = start("train", *GOOD)
     assert code == 1
-    assert "run.out new: a checkpoint takes about" in said and "1000 B" in said
+    assert "run.out new: a checkpoint takes about" in said and "64.0 MiB left" in said
 
 
 def test_code_that_nothing_here_isolates(folder: Path, start, monkeypatch):

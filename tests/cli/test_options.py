@@ -12,7 +12,7 @@ from asyncgrpo.config import model_size, reach
 from asyncgrpo.config.foreign_rules import split_gpus
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.memory import GIB
-from asyncgrpo.config.schema import changed
+from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.host import Host
 from benchmarks.memory_table import PUBLISHED
@@ -34,7 +34,7 @@ def test_every_flag_reaches_its_knob():
 
 
 def test_a_flag_wins_over_the_file_and_a_key_wins_over_a_flag():
-    assert train_overrides() == []
+    assert train_overrides() == [] and train_overrides(kl_coef=0.0) == ["algorithm.kl_coef=0.0"]
     overrides = train_overrides(rollout_n=4, lr=2e-6, explicit=["learner.lr=3e-6"])
     config = load_config("one_node_8gpu", overrides)
     assert (config.algorithm.group_size, config.learner.lr, config.run.epochs) == (4, 3e-6, 15)
@@ -53,16 +53,24 @@ def test_gpus_are_split_by_the_rule(n_gpus, gpus_each, split):
     assert split_gpus(n_gpus, gpus_each) == split
 
 
-def test_what_was_decided_by_hand_is_kept_and_the_rest_split():
-    config = load_config(
-        None, train_overrides(model="m", data="d", n_gpus=8, explicit=["learner.ranks=2", "generators.gpus_each=2"])
-    )
+def placed(path: str | None, n_gpus: int, *explicit: str) -> Config:
+    given = load_config(path, explicit, is_complete=False)
+    return load_config(path, [*explicit, *options.placed(given, n_gpus, explicit)])
+
+
+def test_what_was_decided_by_hand_is_kept_and_the_rest_split(monkeypatch):
+    monkeypatch.setattr(model_size, "find_model", lambda path: None)
+    monkeypatch.setattr(model_size, "_downloaded", lambda hub_id: None)
+    model = ("model.path=m", "data.train=d")
+    config = placed(None, 8, *model, "learner.ranks=2", "generators.gpus_each=2")
     assert (config.generators.count, config.generators.gpus_each, config.learner.ranks) == (3, 2, 2)
     assert split_gpus(8, 1, count=6) == (6, 2)
+    config = placed(None, 6, *model, "learner.parallel.context=2")
+    assert (config.generators.count, config.learner.ranks) == (3, 2), "ranks are a multiple of the layout"
 
 
 def test_no_gpu_is_a_float32_run_on_the_cpu():
-    config = load_config("one_node_8gpu", train_overrides(n_gpus=0))
+    config = placed("one_node_8gpu", 0)
     assert (config.generators.gpus_each, config.generators.count, config.learner.ranks) == (0, 1, 1)
     assert (config.learner.device, config.model.dtype) == ("cpu", "float32")
 
@@ -116,44 +124,42 @@ def test_config_show_says_nothing_of_a_model_that_is_not_here_or_of_a_cpu(asyncg
 
 
 def test_gpus_are_split_by_the_size_of_the_model(model, cards):
-    def placed(name: str, n_gpus: int, *explicit: str):
-        flags = options.train_overrides(model=model(name), data="d", n_gpus=n_gpus, explicit=explicit)
-        chosen = options.fitted(load_config(None, flags), n_gpus, explicit)
-        return load_config(None, [*flags, *chosen])
+    def of(name: str) -> tuple[str, str]:
+        return f"model.path={model(name)}", "data.train=d"
 
     cards(8, 79)
     for name, count, each, ranks in (("Qwen3-8B", 4, 1, 4), ("Qwen3-32B", 1, 2, 6)):
-        config = placed(name, 8)
+        config = placed(None, 8, *of(name))
         assert (config.generators.count, config.generators.gpus_each, config.learner.ranks) == (count, each, ranks)
         running.check_fit(config)
-    assert placed("Qwen3-32B", 8, "learner.ranks=5").learner.ranks == 5
+    assert placed(None, 8, *of("Qwen3-32B"), "learner.ranks=5").learner.ranks == 5
     taught = [
         "algorithm.kl_coef=1",
         "algorithm.kl_kind=k2",
         f"teacher.path={model('Qwen3-32B')}",
         "teacher.gpus_each=2",
     ]
-    config = placed("Qwen3-8B", 8, *taught)
+    config = placed(None, 8, *of("Qwen3-8B"), *taught)
     assert (config.generators.count, config.learner.ranks, config.teacher_gpus) == (3, 3, 2)
     running.check_fit(config)
     cards(8, 70)
     with pytest.raises(ConfigError, match=r"teacher.path .*: an engine's? .*raise teacher.gpus_each \(1\)"):
         running.check_fit(changed(config, {"teacher.gpus_each": 1}))
     with pytest.raises(ConfigError, match="--n-gpus 3 leaves 1 beside 2 of teachers"):
-        placed("Qwen3-8B", 3, *taught)
+        placed(None, 3, *of("Qwen3-8B"), *taught)
     cards(1, 23.5)
-    config = placed("Qwen3-0.6B", 1)
+    config = placed(None, 1, *of("Qwen3-0.6B"))
     assert config.cluster.share_gpu and config.generators.groups_in_flight < 32
     running.check_fit(config)
-    assert placed("Qwen3-0.6B", 1, "generators.memory_fraction=0.2").generators.memory_fraction == 0.2
+    kept = placed(None, 1, *of("Qwen3-0.6B"), "generators.memory_fraction=0.2")
+    assert kept.generators.memory_fraction == 0.2
 
 
 def test_a_model_that_is_not_here_is_looked_up_and_else_split_in_halves(monkeypatch, model, cards):
     cards(8, 79)
     monkeypatch.setattr(reach, "why_no_hub", lambda: None)
-    flags = options.train_overrides(model="Qwen/Qwen3-32B", data="d", n_gpus=8)
-    config = load_config(None, flags)
+    settings = ("model.path=Qwen/Qwen3-32B", "data.train=d")
     monkeypatch.setattr(model_size, "_downloaded", lambda hub_id: None)
-    assert options.fitted(config, 8, ()) == []
+    assert placed(None, 8, *settings).learner.ranks == 4
     monkeypatch.setattr(model_size, "_downloaded", lambda hub_id: model_size.Path(model("Qwen3-32B")))
-    assert "learner.ranks=6" in options.fitted(config, 8, ())
+    assert placed(None, 8, *settings).learner.ranks == 6

@@ -20,11 +20,10 @@ from asyncgrpo.cluster.folder import (
     changes,
     look,
     record,
-    values_in,
     values_of,
 )
 from asyncgrpo.config.explain import knobs, removed
-from asyncgrpo.config.load import load_config, recorded
+from asyncgrpo.config.load import by_key, load_config, recorded
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
@@ -109,7 +108,7 @@ def test_removed_keys_in_the_settings_of_an_older_start_are_no_change():
     for key in removed().keys:
         *above, name = key.split(".")
         functools.reduce(lambda node, step: node.setdefault(step, {}), above, written)[name] = "anything"
-    before = Settings(values=values_in(written), sources=settings().sources)
+    before = Settings(values=by_key(written), sources=settings().sources)
     assert changes(before, settings()) == []
     assert recorded(written, "config.yaml") == load_config(None, NEEDED)
 

@@ -118,6 +118,8 @@ class TestArgumentsGoWithTheirLoss:
         file.write_text(file.read_text() + self.FILE)
         again = load_config(file, ["algorithm.loss=ppo_clip", "algorithm.loss_args.clip_low=0.2"])
         assert again.algorithm.loss_args == {"clip_low": 0.2, "dual_ratio": 3.0}, "it never left"
+        file.write_text(file.read_text().replace("ppo_clip", "gspo").replace(", dual_ratio: 3.0", ""))
+        assert load_config(file, ["algorithm.loss=gspo"]).algorithm.loss_args == {"clip_low": 0.1}
         (file.parent / "b.yaml").write_text("extends: [mine.yaml, algorithms/gspo]\nalgorithm: {loss: ppo_clip}\n")
         assert load_config(file.parent / "b.yaml").algorithm.loss_args == {}
 
@@ -132,6 +134,7 @@ class TestMistakes:
         ("override", "sentence"),
         [
             ("algorithm.group_sise=8", "`algorithm.group_sise` (value 8): did you mean `algorithm.group_size`?"),
+            ("sampling.prompts_per_step=8", "(value 8): did you mean `buffer.prompts_per_step`?"),
             ("actor_rollout_ref.rollout.n=5", "(value 5): that is verl's name for `algorithm.group_size`"),
             ("+learner.lr=1e-6", "write it as `learner.lr`"),
             ("data.truncation=error", "that is verl's: longer prompts are dropped, never cut"),
@@ -182,6 +185,8 @@ class TestMistakes:
         child.write_text("extends: mine.yaml\n")
         said = message_of(path=child if "none at all" in content else file)
         assert message.format(file=file, folder=file.parent) in said
+        if "none at all" in content:
+            assert message_of("run.steps=some", path=child).startswith("command line: run.steps must be")
 
     def test_a_missing_file_is_answered_with_the_nearest(self, file):
         assert f"did you mean {file}?" in message_of(path=file.parent / "mime.yaml")
@@ -209,6 +214,11 @@ class TestCrossChecks:
             (["buffer.straggler_factor=1.2"], "set it to at least 1.5"),
             (["buffer.max_lag=auto", "buffer.policy=train"], "bounds groups, which buffer.policy (train) does not"),
             (["sampling.top_k=0"], "write -1 for no limit"),
+            (["data.curriculum=success"], "the epochs after the first; raise run.epochs (1)"),
+            (["data.train=[]"], "data.train ([]) has no entry"),
+            (["data.train=[a, b]", "data.weights=[1.0]"], "needs a weight for each entry"),
+            (["data.weights=[1.0, 2.0]"], "needs a weight for each entry"),
+            (["data.train=[a, b]", "data.weights=[1.0, 0.0]"], "data.weights must be a list, each a number, above 0"),
             (["model.lora.targets=[q_proj]"], "model.lora.rank (0): all weights would be trained"),
             (["data.eval_rows=10"], "needs a file in data.eval (null)"),
             (["data.eval=[a/test.json, b/a/test.json]"], "have the same name"),

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from asyncgrpo.config.foreign import assignments, from_commands, read_script, report
+from asyncgrpo.config.foreign import assignments, flat, from_commands, read_script, report
 from asyncgrpo.config.foreign import read as read_any
 from asyncgrpo.config.foreign_rules import TRL, merged
-from asyncgrpo.config.load import flat, load_config
+from asyncgrpo.config.load import load_config
 from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.errors import ConfigError
 from tests.config.test_verl import cases, keys_of
@@ -138,11 +138,6 @@ class TestSources:
         (tmp_path / "grpo.json").write_text('{"seed": 1, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}')
         found = read([str(tmp_path / "grpo.json"), "seed=2"])
         assert found.ours == {"run.seed": 2, "learner.lr_min_ratio": 0.1}
-
-    def test_an_unknown_field_is_answered_with_the_nearest(self):
-        assert read(["num_generation=4"]).unread == [
-            "num_generation: asyncgrpo knows no such key of TRL; did you mean `num_generations`?"
-        ]
 
     def test_a_python_script_is_refused_with_the_way_out(self, tmp_path):
         (tmp_path / "t.py").write_text("GRPOConfig(seed=1)\n")

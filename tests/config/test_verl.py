@@ -3,19 +3,18 @@
 import random
 import shlex
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import pytest
 from msgspec import inspect
 
+from asyncgrpo.config import foreign
 from asyncgrpo.config.explain import knobs
-from asyncgrpo.config.foreign import assignments, report
-from asyncgrpo.config.foreign import read as read_any
-from asyncgrpo.config.foreign import read_script as read_any_script
-from asyncgrpo.config.foreign import read_words as read_any_words
+from asyncgrpo.config.foreign import assignments, flat, report
 from asyncgrpo.config.foreign_rules import RULES, TRL, VERL, merged
-from asyncgrpo.config.load import flat, load_config, load_values, parse
+from asyncgrpo.config.load import load_config, load_values, parse
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 
@@ -59,16 +58,11 @@ EXAMPLE: dict[str, tuple] = {
 GRPO = {key: value for key, (value, _) in EXAMPLE.items()}
 
 
-def read(words, stdin=""):
-    return read_any(words, VERL, stdin)
-
-
-def read_words(words):
-    return read_any_words(words, VERL)
+read, read_words = partial(foreign.read, keys=VERL), partial(foreign.read_words, keys=VERL)
 
 
 def read_script(text, environment):
-    return read_any_script(text, VERL, environment)
+    return foreign.read_script(text, VERL, environment)
 
 
 def ours(given: dict) -> dict:
@@ -94,11 +88,9 @@ class TestBothMaps:
         named = {key for entry in system.keys.values() if entry.ours for key in entry.ours.split(" and ")}
         assert [key for key in named if not is_ours(key)] == []
 
-    def test_every_entry_says_one_thing_and_its_words_are_short(self, system):
+    def test_every_entry_says_one_thing(self, system):
         for key, entry in system.keys.items():
             assert sum(map(bool, (entry.ours or entry.without, entry.by_hand, entry.absent))) == 1, key
-            for words in (entry.note, entry.by_hand, entry.absent, *entry.without.values()):
-                assert len(words) <= 110 and not words.endswith("."), key
 
     def test_every_condition_exists(self, system):
         assert [other for entry in system.keys.values() for other in entry.when if other not in system.keys] == []
@@ -292,7 +284,7 @@ class TestFullyAsynchronous:
         found = read(["data.seed=1"])
         assert found.unwritten["buffer.max_lag"] == 0
         assert "buffer.max_lag=0 (4)" in report(found, "", as_yaml=False)
-        given = read(["-"], ASYNC)
+        given = read(["-"], stdin=ASYNC)
         assert "buffer.max_lag" not in given.unwritten and given.ours["buffer.max_lag"] == 5
 
 
@@ -301,7 +293,7 @@ class TestNothingIsLost:
 
     def test_every_key_is_in_the_report(self):
         given, _ = read_script(ASYNC, {})
-        printed = report(read(["-"], ASYNC), "", as_yaml=False)
+        printed = report(read(["-"], stdin=ASYNC), "", as_yaml=False)
         assert [key for key in given if key not in printed] == []
         assert "actor_rollout_ref.actor.ppo_mini_batch_size=32: learner.minibatches=4" in printed
 
@@ -396,7 +388,7 @@ class TestSources:
         assert left_out == []
 
     def test_a_key_whose_value_is_not_known_has_no_default_beside_it(self):
-        found = read(["-"], "run data.train_batch_size=$N")
+        found = read(["-"], stdin="run data.train_batch_size=$N")
         assert found.unread == ["data.train_batch_size: `$N` is not set in the script"]
         assert "buffer.prompts_per_step" not in found.unwritten and "run.epochs" in found.unwritten
 

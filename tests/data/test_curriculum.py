@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncgrpo.config.load import load_config
 from asyncgrpo.data.order import (
     ALL_RIGHT,
     KINDS,
@@ -29,7 +28,7 @@ from asyncgrpo.data.order import (
 )
 from asyncgrpo.data.order import share_of as share
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.errors import CheckpointError, ConfigError
+from asyncgrpo.errors import CheckpointError
 from asyncgrpo.types import Prompt
 
 SOLVED, MIXED, HOPELESS = (1.0, 1.0), (0.0, 1.0), (0.5, 0.5)
@@ -380,10 +379,3 @@ def test_the_shares_of_a_checkpoint_come_back(tmp_path):
     again.restore(source.state())
     assert run_epoch(again, lambda _: SOLVED) == run_epoch(source, lambda _: SOLVED)
     assert source.state().without_shares.shares == b""
-
-
-def test_one_epoch_has_no_curriculum():
-    settings = ["model.path=m", "data.train=d", "data.curriculum=success"]
-    with pytest.raises(ConfigError, match=r"the epochs after the first; raise run.epochs \(1\)"):
-        load_config(None, settings)
-    assert load_config(None, [*settings, "run.epochs=null"]).data.curriculum == "success"

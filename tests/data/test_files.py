@@ -134,12 +134,3 @@ def test_a_file_that_may_not_be_read_is_named(file, name, monkeypatch):
     monkeypatch.setattr(pq, "read_table", refuse)
     with pytest.raises(DataError, match=rf"{name}.*Permission denied"):
         read_rows(path)
-
-
-def test_a_missing_file_and_a_hub_id_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"trian\.jsonl: no such file"):
-        read_rows(tmp_path / "trian.jsonl")
-    with pytest.raises(
-        DataError, match=r"openai/gsm8k: expected a file .*, or hf:OWNER/NAME for a Hugging Face data set"
-    ):
-        read_rows("openai/gsm8k")

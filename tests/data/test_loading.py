@@ -76,19 +76,6 @@ def test_only_rows_that_are_due_are_tokenised(config, monkeypatch):
     assert [f"train/{index}" for index in tokenised[loading.PROBES :]] == issued
 
 
-def test_a_restart_goes_on_in_the_same_order(config):
-    source = source_of(config)
-    order = [source.next() for _ in range(400)]
-    assert sorted(prompt.prompt_id for _, prompt in order) == sorted(2 * [f"train/{i}" for i in range(200)])
-    for stop in (0, 57, 399):
-        source = source_of(config)
-        for index, _ in [source.next() for _ in range(stop)]:
-            source.done(index)
-        again = source_of(config)
-        again.restore(source.state())
-        assert [again.next() for _ in range(400 - stop)] == order[stop:]
-
-
 @pytest.mark.parametrize(
     ("overrides", "rows"),
     [
@@ -109,13 +96,13 @@ def test_rows_of_several_sources_are_counted_through(config, tmp_path):
     write_rows(tmp_path / "more.jsonl", [{"prompt": "2", "ground_truth": "2", "data_source": "c"}] * 3)
     config = configured(tmp_path, f"data.train=[{tmp_path / 'train.jsonl'}, {tmp_path / 'more.jsonl'}]")
     train, checked = prepare(config).train, check(config)["train"]
-    assert train.sizes == (200, 3) and checked == (203, {"a", "b", "c"}, False)
+    assert train.sizes == (200, 3) and checked == (203, {"a", "b", "c"})
     assert [train[i].text for i in (199, 200, 202)] == ["1111", "2", "2"] and train[200].prompt_id == "train/200"
 
 
 def test_a_file_of_which_nothing_fits_and_a_bad_row_are_refused_before_the_run(config, tmp_path):
     with pytest.raises(DataError, match=r"all 2 prompts are longer than data.max_prompt_tokens \(5\).* has 9"):
-        check(configured(tmp_path, rows=[ROWS[6]] * 2))
+        check(configured(tmp_path, rows=[ROWS[6], ROWS[5]]))
     more = [f"data.train=[{tmp_path}/good.jsonl, {tmp_path}/train.jsonl]"]
     write_rows(tmp_path / "good.jsonl", ROWS[:2])
     with pytest.raises(DataError, match=r"train\.jsonl, row 199: no ground_truth"):
@@ -127,3 +114,11 @@ def test_a_long_check_reports_its_progress(config, tmp_path, monkeypatch):
     lines = []
     check(config, lines.append)
     assert lines[0] == f"{tmp_path / 'train.jsonl'}: checked 0 of 200 rows"
+
+
+def test_rows_without_an_answer_are_named_unless_no_row_has_one(config, tmp_path, caplog):
+    blank = ROWS[0] | {"ground_truth": None}
+    check(configured(tmp_path, rows=[blank, blank]))
+    assert "no answer" not in caplog.text
+    check(configured(tmp_path, rows=[ROWS[1], blank]))
+    assert "1 of 2 rows have no answer: 1" in caplog.text

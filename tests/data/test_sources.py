@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from asyncgrpo.cluster.folder import changes, settings_of
 from asyncgrpo.cluster.nodes import with_absolute_paths
 from asyncgrpo.config.load import load_config
 from asyncgrpo.data import sources
@@ -99,6 +98,8 @@ def test_rows_of_the_hub_have_its_id_as_data_source_where_they_have_none(monkeyp
     rows, _ = read_source("hf:openai/gsm8k?name=main&revision=r1", {})
     assert [row["data_source"] for row in rows] == ["openai/gsm8k", "own"]
     assert asked == {"openai/gsm8k": {"split": "train", "name": "main", "revision": "r1"}}
+    read_source("hf:openai/gsm8k?split=test", {})
+    assert asked == {"openai/gsm8k": {"split": "test"}}
 
 
 def test_a_data_set_that_cannot_be_reached_is_one_sentence(datasets):
@@ -133,17 +134,3 @@ def test_only_files_and_folders_become_absolute(tmp_path, monkeypatch):
         f"{here}/a.jsonl", f"hf:{here}/saved?split=test", "hf:openai/gsm8k", "reasoning-gym:aiw"
     )  # fmt: skip
     assert config.data.eval == "reasoning-gym:aiw?seed=1"
-
-
-def test_a_resume_refuses_other_sources(config, tmp_path):
-    def settings(*changed: str):
-        return settings_of(load_config(None, [f"model.path={tmp_path}/model", *changed]))
-
-    both = f"data.train=[{tmp_path}/one.jsonl, '{SUMS}']"
-    (other,) = changes(settings(both), settings(both.replace("size=20", "size=30")))
-    assert (other.key, other.effect) == ("data.train", "refused")
-    (fewer,) = changes(settings(both), settings(f"data.train={tmp_path}/one.jsonl"))
-    assert (fewer.key, fewer.effect) == ("data.train", "refused")
-    (shares,) = changes(settings(both), settings(both, "data.weights=[1, 2]"))
-    assert (shares.key, shares.effect) == ("data.weights", "refused")
-    assert changes(settings(both), settings(both)) == []

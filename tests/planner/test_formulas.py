@@ -1,5 +1,6 @@
 """The formulas, on cases that are worked out by hand, and against the product's own scheduler on the virtual clock."""
 
+import numpy as np
 import pytest
 
 from asyncgrpo.planner.plan import (
@@ -12,6 +13,8 @@ from asyncgrpo.planner.plan import (
     predict,
 )
 from asyncgrpo.planner.simulation import simulate
+from asyncgrpo.planner.stand_ins import VirtualEngine, VirtualLoop
+from asyncgrpo.types import Sampling
 from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 from tests.planner.profiles import long_tail, profile
 
@@ -61,6 +64,27 @@ def test_a_second_generator_helps_where_generators_decide_and_a_sixth_does_not()
     steps = [predict(profile(), Split(generators, 2, 4, 8)).step_s for generators in (1, 2, 5, 6)]
     assert steps[1] < 0.6 * steps[0]
     assert steps[3] == pytest.approx(steps[2])
+
+
+def test_groups_without_signal_are_replaced_on_the_virtual_clock():
+    tasks = (profile(filtered=share, learner=LearnerTimes(base_s=0.1, rank_s_per_token=0.0)) for share in (0.0, 0.5))
+    every, half = (simulate(task, Split(2, 2, 4, 2), start=2, steps=8) for task in tasks)
+    assert half.step_s > 1.5 * every.step_s
+
+
+async def sampled(engine: VirtualEngine, request_id: str) -> int:
+    return len([one async for one in engine.generate(request_id, (1,), 1, Sampling(max_tokens=9), 0)])
+
+
+def test_an_aborted_group_gives_its_room_to_the_next():
+    loop = VirtualLoop()  # type: ignore[abstract]
+    engine = VirtualEngine(lambda prompt, attempt: np.array([10]), lambda running: 1.0, 0.0, capacity=1)
+    first, second = (loop.create_task(sampled(engine, f"lease.{prompt}.0")) for prompt in range(2))
+    loop.run_until(1.0)
+    loop.create_task(engine.abort("lease.0.0"))
+    loop.run_until(20.0)
+    assert second.done() and not first.done()
+    first.cancel()
 
 
 @pytest.mark.parametrize(
