@@ -53,18 +53,13 @@ class RunFolder:
         """
         try:
             self.path.mkdir(0o700, parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._descriptor = hold(self.path / ".lock", 0.0, self._held)
         except OSError as error:
             raise CheckpointError(f"run.out {self.path} cannot be written: {error.strerror}") from error
-        self._lock(self._descriptor)
 
-    def _lock(self, descriptor: int) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise CheckpointError(
-                f"run.out {self.path} belongs to a run that is still active; stop it or choose another folder"
-            ) from error
+    @property
+    def _held(self) -> str:
+        return f"run.out {self.path} belongs to a run that is still active; stop it or choose another folder"
 
     def release(self) -> None:
         """Release the lock."""
@@ -90,8 +85,9 @@ class RunFolder:
             place = place.parent
         if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
             raise CheckpointError(f"run.out {self.path} cannot be written: {place} is not a writable folder")
-        with contextlib.suppress(FileNotFoundError), open(self.path / ".lock") as lock:
-            self._lock(lock.fileno())
+        with contextlib.suppress(OSError):
+            if not is_unheld(self.path / ".lock"):
+                raise CheckpointError(self._held)
 
     def next_lineage(self) -> int:
         """Allocate the number of this start, from 1. It is synced to disk before use, so that no number is used twice."""
@@ -121,11 +117,14 @@ def is_abandoned(path: Path) -> bool:
         return False
 
 
-def hold(path: Path, within_s: float) -> int:
+def hold(path: Path, within_s: float, held: str = "") -> int:
     """Lock the file `path` until this process ends; return its descriptor.
 
+    Args:
+        held: message for a lock that another process holds.
     Raises:
         CheckpointError: another process still holds it after `within_s`.
+        OSError: it cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + within_s
@@ -136,7 +135,7 @@ def hold(path: Path, within_s: float) -> int:
         except OSError as error:
             if time.monotonic() > deadline:
                 os.close(descriptor)
-                raise CheckpointError(f"{path} is still held by a process of an earlier start") from error
+                raise CheckpointError(held or f"{path} is still held by a process of an earlier start") from error
             time.sleep(0.1)
 
 
