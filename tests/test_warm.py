@@ -69,7 +69,7 @@ def test_a_call_is_made_here_if_the_warm_process_was_killed(gone: bool, tmp_path
 
 def test_a_run_goes_on_if_its_warm_process_is_killed_and_processes_that_start_later_do_without(tmp_path: Path):
     run = tmp_path / "run"
-    process = start("demo", "--engine", "torch", "--out", "run", "--steps", "60", cwd=tmp_path)
+    process = start("demo", "--engine", "torch", "--out", "run", "--steps", "20", cwd=tmp_path)
     wait_until(lambda: len(events(run, "step")) >= 3, "third step", 200.0)
     (server,) = [
         each for each in marked(tmp_path) if "forkserver import main" in " ".join(each.cmdline()) and each.children()
