@@ -222,35 +222,26 @@ def changes(before: Settings, now: Settings) -> list[Change]:
 
     Files are compared by contents if both digests are known: a file that moved is accepted, one with other contents is not.
     """
-    words = {key: _changed(key, before, now) for key in knobs() if key not in NOT_COMPARED}
-    return [Change(key, *found, _refusal(key, before, now)) for key, found in words.items() if found is not None]
+    found = (_change(key, before, now) for key in knobs() if key not in NOT_COMPARED)
+    return [change for change in found if change is not None]
 
 
-def _changed(key: str, before: Settings, now: Settings) -> tuple[str, str] | None:
-    """Return the value of the key before and now, in words; None if it did not change."""
-    then, here = before.sources.get(key), now.sources.get(key)
+def _change(key: str, before: Settings, now: Settings) -> Change | None:
+    """Return the change of a setting; None if it did not change."""
+    then, here, refusal = before.sources.get(key), now.sources.get(key), REFUSED.get(key, "")
     if then is None or here is None:
         then_value = before.values.get(key, _plain(knobs()[key].default))
         if then_value == now.values[key]:
             return None
-        return value_in_words(then_value), value_in_words(now.values[key])
+        return Change(key, value_in_words(then_value), value_in_words(now.values[key]), refusal)
+    are_known = bool(then.digest and here.digest)
+    has_same_contents = are_known and then.digest == here.digest
     if then.path != here.path:
-        return then.path, here.path
-    if _is_same(then, here) is False:
-        return f"{then.path} (digest {then.digest})", f"with other contents (digest {here.digest})"
+        return Change(key, then.path, here.path, "" if has_same_contents else refusal)
+    if are_known and not has_same_contents:
+        other = f"with other contents (digest {here.digest})"
+        return Change(key, f"{then.path} (digest {then.digest})", other, refusal)
     return None
-
-
-def _refusal(key: str, before: Settings, now: Settings) -> str:
-    """Return the reason why a resume cannot change the key; empty if it can, as when its file has only moved."""
-    then, here = before.sources.get(key), now.sources.get(key)
-    has_moved = then is not None and here is not None and _is_same(then, here) is True
-    return "" if has_moved else REFUSED.get(key, "")
-
-
-def _is_same(one: Source, other: Source) -> bool | None:
-    """True if both have the same contents; None if unknown."""
-    return one.digest == other.digest if one.digest and other.digest else None
 
 
 def _plain(value: Any) -> Any:

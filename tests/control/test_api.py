@@ -141,12 +141,15 @@ def event_loop_kind(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.usefixtures("event_loop_kind")
 def test_a_crowd_is_turned_away_and_then_served(operator: FakeOperator, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(api, "CONNECTIONS", 3)
-    monkeypatch.setattr(api, "REQUEST_S", 1.0)
+    monkeypatch.setattr(api, "REQUEST_S", 2.0)
     with served(operator) as url:
         where = (urlsplit(url).hostname, urlsplit(url).port)
         crowd = [socket.create_connection(where, 5.0) for _ in range(3)]
         time.sleep(0.1)
         assert socket.create_connection(where, 5.0).recv(1000) == b""
+        crowd[0].setblocking(False)
+        with pytest.raises(BlockingIOError):  # those that were there first still are
+            crowd[0].recv(1)
         deadline, status = time.monotonic() + 30.0, 0
         while status != 200:  # until the idle ones are shown out
             assert time.monotonic() < deadline
