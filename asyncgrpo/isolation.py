@@ -184,13 +184,7 @@ def _folders(path: Path) -> Iterator[str]:
 
 def limits(timeout_s: float, memory_mb: int, *, is_isolated: bool) -> list[str]:
     """The start of a command line that sets limits of the kernel."""
-    most = {
-        "cpu": math.ceil(timeout_s) + 1,
-        "as": memory_mb << 20,
-        "fsize": MAX_OUTPUT,
-        "nofile": 256,
-        "core": 0,
-    }
+    most = {"cpu": math.ceil(timeout_s) + 1, "as": memory_mb << 20, "fsize": MAX_OUTPUT, "nofile": 256, "core": 0}
     if is_isolated:  # else they would be counted with all processes of the caller's user
         most["nproc"] = MAX_PROCESSES
     return [_tool("prlimit"), *(f"--{name}={value}" for name, value in most.items()), "--"]

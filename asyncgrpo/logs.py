@@ -74,36 +74,30 @@ class _File(logging.handlers.RotatingFileHandler):
             super().close()
 
 
-def setup(
-    role: str, rank: int | str | None = None, folder: Path | None = None, level: int = logging.INFO
-) -> Path | None:
+def setup(role: str, rank: int | None, folder: Path) -> Path:
     """Set up the logging of this process. A second call replaces the first.
 
     Args:
         role: `driver`, `buffer`, `generator` or `learner`.
         rank: number of this process in its role; None: it is the only one.
-        folder: run folder. None: no file, and stderr gets all records from `level` up.
-        level: level of this package's loggers. Other packages log from WARNING up.
+        folder: run folder.
     Returns:
-        The log file, to which records are appended, or None.
+        The log file, to which records are appended.
     """
     who = role if rank is None else f"{role}-{rank}"
-    handlers: list[logging.Handler] = [stderr := logging.StreamHandler(sys.stderr)]
-    path = None
-    if folder is not None:
-        path = folder / "logs" / f"{who}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(_File(path, maxBytes=LARGEST_BYTES, backupCount=OLDER_FILES, encoding="utf-8"))
-        stderr.setLevel(logging.WARNING)
-
+    path = folder / "logs" / f"{who}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = _File(path, maxBytes=LARGEST_BYTES, backupCount=OLDER_FILES, encoding="utf-8")
+    stderr = logging.StreamHandler(sys.stderr)
+    stderr.setLevel(logging.WARNING)
     root = logging.getLogger()
     for old in [handler for handler in root.handlers if handler.name == _OURS]:
         root.removeHandler(old)
         old.close()
-    for handler in handlers:
+    for handler in (file, stderr):
         handler.name = _OURS
         handler.setFormatter(_Format(who))
         root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.getLogger("asyncgrpo").setLevel(level)
+    logging.getLogger("asyncgrpo").setLevel(logging.INFO)
     return path

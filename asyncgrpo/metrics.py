@@ -318,25 +318,22 @@ disk_free_bytes = _gauge(
 # -- the export of a process -------------------------------------------------------------------------------------------
 
 
-def serve(*roles: Role, port: int = 0, host: str = "127.0.0.1", token: str | None = None) -> int:
+def serve(*roles: Role, host: str = "127.0.0.1", token: str | None = None) -> int:
     """Export the metrics of `roles` at http://host:port/metrics from a daemon thread. Call it once per process.
 
     Args:
         roles: the roles of this process, usually one.
-        port: 0 takes a free one.
         host: loopback, unless the run spans several nodes.
         token: required as `Authorization: Bearer <token>`; None: no authentication.
     Returns:
-        The port.
-    Raises:
-        OSError: the port is in use.
+        The port, a free one.
     """
     if "learner" in roles:
         last_step_timestamp_seconds.set_to_current_time()
         checkpoint_last_success_timestamp_seconds.set_to_current_time()
         eval_reward_mean.set(float("nan"))
     app = prometheus.make_wsgi_app(registry(*roles))
-    server = make_server(host, port, app if token is None else _only_with(token, app), ThreadingWSGIServer, _Silent)
+    server = make_server(host, 0, app if token is None else _only_with(token, app), ThreadingWSGIServer, _Silent)
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server.server_port
 

@@ -173,12 +173,8 @@ _KILLS_S = 20.0
 
 def _tidy(made: Path) -> None:
     """Wait for the end of the folder's process, then kill its processes and remove their folders and shared memory."""
-    for ignored in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # a shutdown signals all processes, and the run drains
-        signal.signal(ignored, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)  # a shutdown signals all processes, and the run drains
     with contextlib.suppress(FileNotFoundError), _locked(made / _LOCK):
         pass
     name, root, deadline = made.name, made.parent, time.monotonic() + _KILLS_S

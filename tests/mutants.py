@@ -266,13 +266,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # -- resume and events ---------------------------------------------------------------------------------------------
     "a model that is nowhere else the same may be another": Mutant(
-        "cluster.folder:_refusal",
-        "_is_same(then, here) is True",
-        "_is_same(then, here) is not False",
+        "cluster.folder:_change",
+        '"" if has_same_contents else refusal',
+        '"" if has_same_contents or not are_known else refusal',
         "cluster/test_resume.py",
     ),
     "a setting that an older release did not know has changed": Mutant(
-        "cluster.folder:_changed",
+        "cluster.folder:_change",
         "_plain(knobs()[key].default)",
         "None",
         "cluster/test_resume.py::test_a_knob_that_an_older_release_did_not_know_had_its_default",

@@ -16,10 +16,10 @@ from tests.runs import assert_nothing_left, asyncgrpo, events, replay, start, wa
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS, PROMPTS = 24, 12
+STEPS, PROMPTS = 16, 12
 # Small steps, so that the run is far from its end when it is killed, and one epoch lasts for all of them.
 ARGUMENTS = ["demo", "--engine", "torch", "--max-lag", "2", "--out", "run", "--steps", str(STEPS)]
-ARGUMENTS += ["run.checkpoint_every=4", "run.eval_every=100", f"buffer.prompts_per_step={PROMPTS}"]
+ARGUMENTS += ["run.checkpoint_every=3", "run.eval_every=100", f"buffer.prompts_per_step={PROMPTS}"]
 ARGUMENTS += ["algorithm.group_size=64"]
 # What the guard skips depends on the gradients before the kill, which the run and the replay read from a checkpoint.
 ARGUMENTS += ["learner.spike_factor=1.02", "learner.grad_clip=0.001"]
@@ -31,8 +31,7 @@ class Killed(NamedTuple):
     folder: Path
     run: Path
     audit: subprocess.CompletedProcess[str]
-    """After the first kill, as the replay."""
-    replayed: int
+    """After the first kill."""
     checkpoints: tuple[int, int]
     """The step of the newest one at each kill."""
     undone: tuple[int, int]
@@ -46,13 +45,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     folder, rng = tmp_path_factory.mktemp("killed"), random.Random(1)
     first = kill_after_checkpoint(folder, rng)
     audit = asyncgrpo("audit", "run", cwd=folder)
-    replayed, _ = replay(folder)
     second = kill_after_checkpoint(folder, rng)
     result = asyncgrpo(*ARGUMENTS, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert_nothing_left(folder)
     checkpoints, undone = zip(first, second, strict=True)
-    return Killed(folder, folder / "run", audit, replayed, checkpoints, undone, result.stdout)
+    return Killed(folder, folder / "run", audit, checkpoints, undone, result.stdout)
 
 
 def kill_after_checkpoint(folder: Path, rng: random.Random) -> tuple[int, int]:
@@ -110,7 +108,6 @@ def test_it_passes_its_audit_and_trains_what_was_waiting(killed: Killed):
 
 
 def test_it_is_replayed_along_the_path_that_stands(killed: Killed):
-    assert killed.replayed == 0, "a run that was killed can be replayed up to its end"
     issued = [f.record for f in read_history(killed.run / "journal").found if isinstance(f.record, BatchIssued)]
     assert len(issued) > STEPS, "no step was undone: the test shows nothing"
     code, found = replay(killed.folder)

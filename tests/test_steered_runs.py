@@ -21,7 +21,8 @@ from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SLOW_ENOUGH = ["generators.extra={seconds_per_token: 0.02, median_tokens: 12, sigma: 0.3}"]
+SLOW_ENOUGH = ["generators.extra={seconds_per_token: 0.02, median_tokens: 6, sigma: 0.3}"]
+SLOW_ENOUGH += ["buffer.prompts_per_step=16"]
 SETTINGS = ["--engine", "fake", "--steps", "5000", "--out", "run", "generators.count=1", "run.checkpoint_every=1000"]
 
 

@@ -53,18 +53,13 @@ class RunFolder:
         """
         try:
             self.path.mkdir(0o700, parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._descriptor = hold(self.path / ".lock", 0.0, self._held)
         except OSError as error:
             raise CheckpointError(f"run.out {self.path} cannot be written: {error.strerror}") from error
-        self._lock(self._descriptor)
 
-    def _lock(self, descriptor: int) -> None:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise CheckpointError(
-                f"run.out {self.path} belongs to a run that is still active; stop it or choose another folder"
-            ) from error
+    @property
+    def _held(self) -> str:
+        return f"run.out {self.path} belongs to a run that is still active; stop it or choose another folder"
 
     def release(self) -> None:
         """Release the lock."""
@@ -90,8 +85,9 @@ class RunFolder:
             place = place.parent
         if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
             raise CheckpointError(f"run.out {self.path} cannot be written: {place} is not a writable folder")
-        with contextlib.suppress(FileNotFoundError), open(self.path / ".lock") as lock:
-            self._lock(lock.fileno())
+        with contextlib.suppress(OSError):
+            if not is_unheld(self.path / ".lock"):
+                raise CheckpointError(self._held)
 
     def next_lineage(self) -> int:
         """Allocate the number of this start, from 1. It is synced to disk before use, so that no number is used twice."""
@@ -121,11 +117,14 @@ def is_abandoned(path: Path) -> bool:
         return False
 
 
-def hold(path: Path, within_s: float) -> int:
+def hold(path: Path, within_s: float, held: str = "") -> int:
     """Lock the file `path` until this process ends; return its descriptor.
 
+    Args:
+        held: message for a lock that another process holds.
     Raises:
         CheckpointError: another process still holds it after `within_s`.
+        OSError: it cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + within_s
@@ -136,7 +135,7 @@ def hold(path: Path, within_s: float) -> int:
         except OSError as error:
             if time.monotonic() > deadline:
                 os.close(descriptor)
-                raise CheckpointError(f"{path} is still held by a process of an earlier start") from error
+                raise CheckpointError(held or f"{path} is still held by a process of an earlier start") from error
             time.sleep(0.1)
 
 
@@ -216,35 +215,26 @@ def changes(before: Settings, now: Settings) -> list[Change]:
 
     Files are compared by contents if both digests are known: a file that moved is accepted, one with other contents is not.
     """
-    words = {key: _changed(key, before, now) for key in knobs() if key not in NOT_COMPARED}
-    return [Change(key, *found, _refusal(key, before, now)) for key, found in words.items() if found is not None]
+    found = (_change(key, before, now) for key in knobs() if key not in NOT_COMPARED)
+    return [change for change in found if change is not None]
 
 
-def _changed(key: str, before: Settings, now: Settings) -> tuple[str, str] | None:
-    """Return the value of the key before and now, in words; None if it did not change."""
-    then, here = before.sources.get(key), now.sources.get(key)
+def _change(key: str, before: Settings, now: Settings) -> Change | None:
+    """Return the change of a setting; None if it did not change."""
+    then, here, refusal = before.sources.get(key), now.sources.get(key), REFUSED.get(key, "")
     if then is None or here is None:
         then_value = before.values.get(key, _plain(knobs()[key].default))
         if then_value == now.values[key]:
             return None
-        return value_in_words(then_value), value_in_words(now.values[key])
+        return Change(key, value_in_words(then_value), value_in_words(now.values[key]), refusal)
+    are_known = bool(then.digest and here.digest)
+    has_same_contents = are_known and then.digest == here.digest
     if then.path != here.path:
-        return then.path, here.path
-    if _is_same(then, here) is False:
-        return f"{then.path} (digest {then.digest})", f"with other contents (digest {here.digest})"
+        return Change(key, then.path, here.path, "" if has_same_contents else refusal)
+    if are_known and not has_same_contents:
+        other = f"with other contents (digest {here.digest})"
+        return Change(key, f"{then.path} (digest {then.digest})", other, refusal)
     return None
-
-
-def _refusal(key: str, before: Settings, now: Settings) -> str:
-    """Return the reason why a resume cannot change the key; empty if it can, as when its file has only moved."""
-    then, here = before.sources.get(key), now.sources.get(key)
-    has_moved = then is not None and here is not None and _is_same(then, here) is True
-    return "" if has_moved else REFUSED.get(key, "")
-
-
-def _is_same(one: Source, other: Source) -> bool | None:
-    """True if both have the same contents; None if unknown."""
-    return one.digest == other.digest if one.digest and other.digest else None
 
 
 def _plain(value: Any) -> Any:

@@ -330,14 +330,14 @@ class Fleet:
             if generator is None:
                 yield ProcessStatus(name=name, state="starting", restarts=restarts)
             else:
-                has_begun = self._watch.has_begun(name, generator.incarnation)
-                state: ProcessState = "leaving" if generator.is_leaving else "working" if has_begun else "starting"
+                serves = self._serves(index)
+                state: ProcessState = "leaving" if generator.is_leaving else "working" if serves else "starting"
                 yield process_status(name, state, restarts, self._watch.heartbeat(name, generator.incarnation))
 
     @property
     def is_up(self) -> bool:
         """True if at least one engine serves."""
-        return any(self._watch.has_begun(f"generator-{i}", g.incarnation) for i, g in self._running.items())
+        return any(map(self._serves, self._running))
 
     @property
     def is_whole(self) -> bool:
@@ -345,19 +345,22 @@ class Fleet:
         return (
             self._core is not None
             and len(self._running) == self.wanted
+            and all(map(self._serves, self._running))
             and all(
-                self._watch.has_begun(name := f"generator-{index}", generator.incarnation)
-                and self._watch.buffer_endpoint(name, generator.incarnation) == self._endpoints.buffer_endpoint
-                for index, generator in self._running.items()
+                self._watch.buffer_endpoint(f"generator-{i}", g.incarnation) == self._endpoints.buffer_endpoint
+                for i, g in self._running.items()
             )
         )
+
+    def _serves(self, index: int) -> bool:
+        """Return True if this generator runs and its engine serves."""
+        generator = self._running.get(index)
+        return generator is not None and self._watch.has_begun(f"generator-{index}", generator.incarnation)
 
     def may_lose(self, name: str) -> bool:
         """True if the run survives the end of this generator: its engine serves, or its start may fail once more."""
         index = int(name.rpartition("-")[2])
-        generator = self._running.get(index)
-        has_served = generator is not None and self._watch.has_begun(name, generator.incarnation)
-        return has_served or self._failed_starts[index] + 1 < liveness.FAILED_STARTS
+        return self._serves(index) or self._failed_starts[index] + 1 < liveness.FAILED_STARTS
 
     def work_for(self, core: Core, endpoints: EndpointsChanged) -> None:
         """Connect all generators to `core`.
@@ -396,11 +399,7 @@ class Fleet:
 
     def shut_down(self, timeout_s: float) -> None:
         """Wait for the generators that serve to exit. One that still loads its engine holds no group."""
-        references = [
-            generator.running
-            for index, generator in self._running.items()
-            if self._watch.has_begun(f"generator-{index}", generator.incarnation)
-        ]
+        references = [generator.running for index, generator in self._running.items() if self._serves(index)]
         if references:
             ray.wait(references, num_returns=len(references), timeout=timeout_s)
 
@@ -470,8 +469,7 @@ class Fleet:
             self._due[index] = 0.0
 
     def _ended(self, index: int, generator: _Generator, reason: str, may_restart: bool) -> None:
-        name = f"generator-{index}"
-        has_served = self._watch.has_begun(name, generator.incarnation)
+        name, has_served = f"generator-{index}", self._serves(index)
         del self._running[index]
         ray.kill(generator.actor)
         self._watch.forget(name)

@@ -114,34 +114,31 @@ class Worker:
             waiting: calls that may wait for their turn.
             timeout_s: deadline of a call. One that has begun goes on without its caller.
         """
-        self._calls: queue.Queue[Callable[[], None]] = queue.Queue(maxsize=waiting)
+        self._calls: queue.Queue[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = queue.Queue(
+            maxsize=waiting
+        )
         self._timeout_s = timeout_s
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def _work(self) -> None:
         while True:
-            self._calls.get()()
-
-    async def __call__(self, call: Callable[[], T]) -> T:
-        """Return or raise what `call` does. Raises Refusal if it is not done in time, or the queue is full."""
-        future = concurrent.futures.Future[T]()
-        waited = asyncio.wrap_future(future)
-
-        def work() -> None:
+            future, call = self._calls.get()
             if not future.set_running_or_notify_cancel():  # its caller has gone
-                return
+                continue
             try:
                 future.set_result(call())
             except Exception as problem:
                 future.set_exception(problem)
 
+    async def __call__(self, call: Callable[[], T]) -> T:
+        """Return or raise what `call` does. Raises Refusal if it is not done in time, or the queue is full."""
+        future = concurrent.futures.Future[T]()
         try:
-            self._calls.put_nowait(work)
+            self._calls.put_nowait((future, call))
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.wrap_future(future)
         except queue.Full:
             raise Refusal(429, "this run has too many requests at once; try again later") from None
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                return await waited
         except TimeoutError:
             raise Refusal(
                 504, f"the run's driver did not reply within {self._timeout_s:g} s and may still do it"

@@ -372,8 +372,8 @@ class Look:
     def position(self) -> str:
         """Steps done, of how many."""
         if self.status is None:
-            return position(self.progress)
-        return f"{self.status.step}/{self.status.steps}" if self.status.steps else f"{self.status.step}"
+            return position(self.progress.step, self.progress.total_steps)
+        return position(self.status.step, self.status.steps)
 
     @property
     def state(self) -> str:

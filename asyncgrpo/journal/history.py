@@ -195,7 +195,7 @@ class Damage:
     end: int
 
 
-def scan(data: Buffer | mmap.mmap) -> Iterator[Whole | Damage]:
+def scan(data: bytes | mmap.mmap) -> Iterator[Whole | Damage]:
     """Yield the whole records of a segment and the damage between them, in order."""
     view, offset = memoryview(data), 0
     while offset < len(view):
@@ -206,10 +206,9 @@ def scan(data: Buffer | mmap.mmap) -> Iterator[Whole | Damage]:
         offset = found.end
 
 
-def _next_whole(data: Buffer | mmap.mmap, view: memoryview, start: int) -> int:
+def _next_whole(data: bytes | mmap.mmap, view: memoryview, start: int) -> int:
     """Return the offset of the first whole record from `start` on; the number of bytes if there is none."""
-    text = bytes(data) if isinstance(data, memoryview) else data
-    while (start := text.find(MAGIC, start)) >= 0:
+    while (start := data.find(MAGIC, start)) >= 0:
         if _whole_at(view, start) is not None:
             return start
         start += 1

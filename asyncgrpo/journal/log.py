@@ -354,11 +354,6 @@ def _remove_bodies(path: Path, disk: Disk) -> None:
         if not isinstance(item, Whole):
             raise OSError(f"damaged at offset {item.offset}")
         parts += pack(item.record)
-    _replace(path, parts, disk)
-
-
-def _replace(path: Path, parts: Sequence[Buffer], disk: Disk) -> None:
-    """Replace a file atomically: at every moment the old or the new one is there, whole."""
     temporary = path.with_suffix(f"{SUFFIX}.tmp")
     descriptor = disk.create(temporary)
     try:

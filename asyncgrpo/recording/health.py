@@ -142,7 +142,8 @@ def _no_step(view: View, limit_s: float) -> Finding | None:
     """A step is late only after three times the usual one, so that large models are no stall."""
     if not view.is_running:
         return None
-    since = next((e["time"] for e in view.newest("step", "start", "command") if _moves(e)), view.started)
+    moves = (e["time"] for e in view.newest("step", "start", "command") if e["event"] != "command" or is_command(e))
+    since = next(moves, view.started)
     usual_s = (
         median(sum((step.get("seconds") or {}).values()) for step in view.steps) if len(view.steps) >= FEWEST else None
     )
@@ -153,10 +154,6 @@ def _no_step(view: View, limit_s: float) -> Finding | None:
     usual = f", where one takes {usual_s:.1f} s" if usual_s is not None else ""
     what = f"; the learner waits for {stall['what']}" if stall is not None else ""
     return Finding(f"no optimizer step for {view.now - since:.0f} s{usual}{what}", since)
-
-
-def _moves(event: Event) -> bool:
-    return event["event"] != "command" or is_command(event)
 
 
 def _waits(view: View, limit_s: float) -> Finding | None:

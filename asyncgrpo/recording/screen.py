@@ -117,9 +117,9 @@ def curriculum_line(event: Event) -> str | None:
     return f"{named}: {sum(places.values()):,} places; prompts: {', '.join(kinds)}"
 
 
-def position(progress: Progress) -> str:
+def position(step: int, total: int | None) -> str:
     """Return the steps done, as "17/60", or "17" if the total is unknown."""
-    return f"{progress.step}/{progress.total_steps}" if progress.total_steps else f"{progress.step}"
+    return f"{step}/{total}" if total else f"{step}"
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -359,7 +359,7 @@ def render(progress: Progress, now: float | None = None) -> RenderableType:
     done = "" if progress.share_done is None else f"  {progress.share_done:.0%}"
     return panel(
         progress,
-        f"{progress.run or 'run'}  step {position(progress)}",
+        f"{progress.run or 'run'}  step {position(progress.step, progress.total_steps)}",
         f"{state}{done}  {hour}:{minute:02d}:{second:02d}",
         figures(progress),
         _notes(progress, now),

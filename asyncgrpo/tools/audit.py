@@ -7,7 +7,6 @@ sentence that names the group, the prompt or the step.
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from asyncgrpo.journal.history import (
     Delivered,
     Dropped,
     JournalRecord,
-    RunStarted,
     read_segments,
     starts_of,
     surviving_path,
@@ -56,12 +54,7 @@ def audit(run: Path) -> Audit:
     Raises:
         JournalError: the journal is missing or has no complete record of a start.
     """
-    starts = starts_of(run)
-    newest = Checkpoints(run, keep=1).latest()
-    state = read_state(newest) if newest is not None else None
-    checkpoint = PolicyVersion(state.lineage, state.step) if state is not None else None
-    prompts = msgspec.convert(state.prompts, PromptState) if state is not None else None
-    return _Auditor(run, starts, checkpoint, prompts).audit()
+    return _Auditor(run).audit()
 
 
 class _Group(msgspec.Struct, gc=False):
@@ -88,18 +81,13 @@ class _Manifest(msgspec.Struct):
 class _Auditor:
     """Reads all records once, then runs the checks."""
 
-    def __init__(
-        self,
-        run: Path,
-        starts: Mapping[int, RunStarted],
-        checkpoint: PolicyVersion | None,
-        prompts: PromptState | None,
-    ) -> None:
-        self._run = run
-        self._starts = starts
-        self._path = surviving_path(starts, checkpoint)
-        self._prompts = prompts
-        self._step = checkpoint.number if checkpoint is not None else 0
+    def __init__(self, run: Path) -> None:
+        self._run, self._starts = run, starts_of(run)
+        newest = Checkpoints(run, keep=1).latest()
+        state = read_state(newest) if newest is not None else None
+        self._path = surviving_path(self._starts, PolicyVersion(state.lineage, state.step) if state else None)
+        self._prompts = prompts = msgspec.convert(state.prompts, PromptState) if state is not None else None
+        self._step = state.step if state is not None else 0
         self._delivered: dict[str, _Group] = {}
         self._versions: dict[PolicyVersion, PolicyVersion] = {}
         """Interned versions, shared by groups."""
@@ -115,7 +103,7 @@ class _Auditor:
         """Prompt indices that a start on the path dropped permanently."""
         self.result = Audit(
             step=self._step,
-            starts=len(starts),
+            starts=len(self._starts),
             prompts_done=prompts.frontier + len(prompts.done_beyond) if prompts is not None else 0,
         )
 
@@ -194,15 +182,18 @@ class _Auditor:
         for manifest in [*self._manifests, *self._later]:
             start = self._starts.get(manifest.version.lineage)
             for group in manifest.groups:
-                lag, newest = manifest.version.number - group.oldest.number, group.newest.number
-                bounded = _bounded_lag(group, manifest, start) if start is not None else None
-                most = bound_of(group.lease_id, group.max_lag, start) if start is not None else None
-                if bounded is not None and most is not None and bounded > most:
-                    self._differ(f"group {group.lease_id}: lag {bounded} in step {manifest.step}, max_lag {most}")
-                if newest > manifest.version.number:
+                if start is not None and start.policy != "train":  # which has no bound
+                    decisive = group.newest if start.policy == "mask" else group.oldest  # `mask`: of an older release
+                    lag, most = (
+                        manifest.version.number - decisive.number,
+                        bound_of(group.lease_id, group.max_lag, start),
+                    )
+                    if most is not None and lag > most:
+                        self._differ(f"group {group.lease_id}: lag {lag} in step {manifest.step}, max_lag {most}")
+                if (newest := group.newest.number) > manifest.version.number:
                     self._differ(f"group {group.lease_id} is of weights {newest}, newer than step {manifest.step}")
                 if self._is_on_path(manifest):
-                    self.result.lags[lag] += 1
+                    self.result.lags[manifest.version.number - group.oldest.number] += 1
 
     def _every_bound_was_in_force(self) -> None:
         """Check that the bound in a group's record was in force before its oldest token was sampled."""
@@ -278,14 +269,6 @@ class _Auditor:
             if counted[step] != 1:
                 self._differ(f"step {step} is {counted[step]} times in metrics.jsonl")
         self.result.differences += lag_differences
-
-
-def _bounded_lag(group: _Group, manifest: _Manifest, start: RunStarted) -> int | None:
-    """Return the lag of a group that the run's policy bounds; None if it has no bound."""
-    if start.policy == "train":
-        return None
-    decisive = group.newest if start.policy == "mask" else group.oldest  # `mask`: of an older release
-    return manifest.version.number - decisive.number
 
 
 def _lineage(lease_id: str) -> int:

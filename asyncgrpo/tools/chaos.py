@@ -132,8 +132,7 @@ class Chaos:
             kind, _, actor = self._next().partition(" ")
             self._due_s = now + self._interval_s() if self._faults or not self._plan.faults else math.inf
             self._core_faults += actor in CORE
-            fault = getattr(self, f"_{kind}")(actor)
-            self._open.append(fault)
+            self._open.append(fault := self._inject(kind, actor))
             self._events.write("fault", fault=fault.kind, actor=fault.actor)
             log.warning("chaos: %s %s", fault.kind, fault.actor)
 
@@ -164,47 +163,35 @@ class Chaos:
 
     # -- the kinds of faults -------------------------------------------------------------------------------------------
 
-    def _kill(self, actor: str) -> _Fault:
-        return self._signal("kill", actor, signal.SIGKILL)
-
-    def _freeze(self, actor: str) -> _Fault:
-        return self._signal("freeze", actor, signal.SIGSTOP)
-
-    def _pause(self, actor: str) -> _Fault:
-        fault = self._signal("pause", actor, signal.SIGSTOP)
-        pids, fault.killed = fault.killed, frozenset()
-        self._until(fault, 3.0, lambda: _send(pids, signal.SIGCONT))
+    def _inject(self, kind: str, actor: str) -> _Fault:
+        fault, proxy = _Fault(kind, actor, self._clock(), self._reached), self._proxy
+        match kind:
+            case "kill":
+                fault.actor, fault.killed = self._signal(actor, signal.SIGKILL)
+            case "freeze":
+                fault.actor, fault.killed = self._signal(actor, signal.SIGSTOP)
+            case "pause":
+                fault.actor, paused = self._signal(actor, signal.SIGSTOP)
+                self._until(fault, 3.0, lambda: _send(paused, signal.SIGCONT))
+            case "partition" if proxy is not None:
+                proxy.hold()
+                self._until(fault, 5.0, proxy.release)
+            case "reset" if proxy is not None:
+                proxy.cut()
+            case "full":  # the kernel refuses writes of buffer and learner
+                pids = self._watch.pids("buffer", "learner")
+                _limit_files(pids, 1)
+                self._until(fault, 5.0, lambda: _limit_files(pids, resource.RLIM_INFINITY))
         return fault
 
-    def _partition(self, actor: str) -> _Fault:
-        fault = _Fault("partition", actor, self._clock(), self._reached)
-        if (proxy := self._proxy) is not None:
-            proxy.hold()
-            self._until(fault, 5.0, proxy.release)
-        return fault
-
-    def _reset(self, actor: str) -> _Fault:
-        if self._proxy is not None:
-            self._proxy.cut()
-        return _Fault("reset", actor, self._clock(), self._reached)
-
-    def _full(self, actor: str) -> _Fault:
-        """Make the kernel refuse writes of buffer and learner."""
-        fault = _Fault("full", actor, self._clock(), self._reached)
-        pids = self._watch.pids("buffer", "learner")
-        _limit_files(pids, 1)
-        self._until(fault, 5.0, lambda: _limit_files(pids, resource.RLIM_INFINITY))
-        return fault
-
-    def _signal(self, kind: str, actor: str, number: signal.Signals) -> _Fault:
-        """Send a signal to one process of a role, or to all of them if `actor` is plural."""
+    def _signal(self, actor: str, number: signal.Signals) -> tuple[str, frozenset[int]]:
+        """Send a signal to one process of a role, or to all of them if `actor` is plural. Returns its name, and their ids."""
         names = sorted(self._watch.names(actor.removesuffix("s")))
         names = [name for name in names if actor in CORE or self._fleet.may_lose(name)]
         chosen = names if actor.endswith("s") else [self._rng.choice(names)] if names else []
         pids = self._watch.pids(*chosen) if chosen else []
         _send(pids, number)
-        name = chosen[0] if len(chosen) == 1 else actor
-        return _Fault(kind, name, self._clock(), self._reached, killed=frozenset(pids))
+        return chosen[0] if len(chosen) == 1 else actor, frozenset(pids)
 
     def _until(self, fault: _Fault, about_s: float, heal: Callable[[], object]) -> None:
         fault.heals_at_s, fault.heal = self._clock() + self._rng.uniform(0.5, 1.5) * about_s, heal

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
@@ -317,16 +317,16 @@ def learner_ranks(
     """
     world = config.learner.ranks
     _device(config, world - 1)  # raises here if there are too few GPUs
+    join = partial(_join, config, checkpoint, has_stepped, run)
     store = serve_store("127.0.0.1", RANK_TIMEOUT.total_seconds())
     spawn = multiprocessing.get_context("spawn")
     others = [
-        spawn.Process(target=_follow, args=(config, rank, store.port, checkpoint, has_stepped, run), daemon=True)
-        for rank in range(1, world)
+        spawn.Process(target=_follow, args=(join, rank, world, store.port), daemon=True) for rank in range(1, world)
     ]
     for process in others:
         process.start()
     try:
-        learner, team = _join(config, 0, store, checkpoint, has_stepped, run), Team(0, world)
+        learner, team = join(0, store), Team(0, world)
         yield learner, team
         team.broadcast(RankCommand(what="end"))
         for process in others:
@@ -343,17 +343,17 @@ def learner_ranks(
             dist.destroy_process_group()
 
 
-def _follow(config: Config, rank: int, port: int, checkpoint: str | None, has_stepped: bool, run: Path | None) -> None:
+def _follow(join: Callable[[int, dist.Store], Learner], rank: int, world: int, port: int) -> None:
     """Run another rank, until rank 0 commands its end or disconnects."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     store = visit_store("127.0.0.1", port, RANK_TIMEOUT.total_seconds())
     with suppress(AsyncGRPOError):  # rank 0 raises and reports the same error
-        follow(_join(config, rank, store, checkpoint, has_stepped, run), Team(rank, config.learner.ranks))
+        follow(join(rank, store), Team(rank, world))
         dist.destroy_process_group()
 
 
 def _join(
-    config: Config, rank: int, store: dist.Store, checkpoint: str | None, has_stepped: bool, run: Path | None
+    config: Config, checkpoint: str | None, has_stepped: bool, run: Path | None, rank: int, store: dist.Store
 ) -> Learner:
     transformers_logging.disable_progress_bar()
     device = _device(config, rank)

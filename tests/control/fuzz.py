@@ -17,7 +17,7 @@ from asyncgrpo.control.client import Command
 
 WAIT_S = 30.0
 """For a reply; longer than the server waits for a request."""
-PATIENCE_S = 1.0
+PATIENCE_S = 0.1
 """For a reply, before the server is told that the request ends here."""
 PATHS = ("/api/status", "/api/command", "/api/events", "/api/samples", "/api/alerts")
 COMMANDS = (

@@ -8,7 +8,7 @@ import pytest
 from asyncgrpo.config import schema
 from asyncgrpo.recording.advice import Advice, advise
 from asyncgrpo.recording.events import Event
-from asyncgrpo.recording.pace import FEWEST, SETTLE, WINDOW, pace_of
+from asyncgrpo.recording.pace import FEWEST, SETTLE, TAIL, WINDOW, pace_of
 
 BASE = schema.Config(
     model=schema.ModelConfig(path="m"),
@@ -134,6 +134,11 @@ def test_the_evidence_and_what_stands_beside_the_most_urgent():
     none, *others = advise(run(**SLOW_LEARNER, zero_signal_groups=8, reward_mean=0.98), BASE)
     assert none.bottleneck == "signal" and none.command == "" and "look at the reward function" in none.sentence
     assert none.evidence.endswith("; the mean reward is 0.98") and [other.bottleneck for other in others] == ["learner"]
+
+
+def test_a_wider_bound_gains_less_where_stragglers_hold_up_the_others():
+    assert pace_of(run(**LONG), BASE).predict(max_lag=5)[0] == pytest.approx(STEP_S * (5 / 6) ** TAIL)
+    assert pace_of(run(**TIGHT), BASE).predict(max_lag=2)[0] == pytest.approx(STEP_S * 2 / 3)
 
 
 def test_few_steps_say_nothing():

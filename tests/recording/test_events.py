@@ -160,14 +160,16 @@ def test_a_long_file_is_read_from_near_its_end_and_in_parts(path, monkeypatch):
 
 def test_a_resume_is_seen_though_the_file_has_grown_again(path):
     """Its length says nothing: a fast run writes more than was dropped before anyone looks."""
-    log, follower = EventLog(path), Follower(path)
+    log, follower, from_the_end = EventLog(path), Follower(path), Follower(path, 250)
     for n in (1, 2, 3):
         log.write("step", **step(n))
     assert [event["step"] for event in follower.poll()] == [1, 2, 3]
+    assert [event["step"] for event in from_the_end.poll()] == [3]
     tail = read_tail(path)
     log.resume_at(1)
     for n in (2, 3, 4, 5):
         log.write("step", **step(n, version=f"2.{n}"))
     assert [event.get("step", event["event"]) for event in follower.poll()] == ["rewound", 1, 2, 3, 4, 5]
+    assert [event.get("step", event["event"]) for event in from_the_end.poll()] == ["rewound", 5]
     again = read_tail(path, tail.next, file=tail.file)
     assert again.rewound and [event["version"] for event in again.events] == ["1.1", "2.2", "2.3", "2.4", "2.5"]
