@@ -215,7 +215,7 @@ MUTANTS: dict[str, Mutant] = {
         "wire/test_codec.py::test_every_flipped_bit_is_refused",
     ),
     "version spans may leave a gap": Mutant(
-        "wire.codec:check_group",
+        "wire.codec:_check_header",
         "span.start != end or",
         "",
         "wire/test_codec.py::test_a_group_that_cannot_be_is_refused_and_named",

@@ -1,6 +1,7 @@
 """A mixture of experts goes from the learner into the `torch` engine, and both give its tokens the same log-probs."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,31 +14,20 @@ from tests.learner.helpers import VERSION, config, make_group, random_groups
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3_moe
 
 PROMPT = (5, 77, 130, 9, 201)
-MAKERS = {"qwen3_moe": make_tiny_qwen3_moe, "deepseek_v3": make_tiny_deepseek_v3}
 
 
-@pytest.fixture(scope="module", params=MAKERS)
-def path(request, tmp_path_factory) -> Path:
-    return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
-
-
-def engine_of(path: Path) -> TorchEngine:
-    return TorchEngine(str(path), dtype=torch.float32, device=torch.device("cpu"), max_context=64, max_completions=8)
-
-
-@pytest.fixture
-def trained(path) -> Learner:
-    learner = Learner(config(path, learner={"lr": 1e-2}), rank=0, world=1, device="cpu")
-    for seed in range(2):
-        learner.step(random_groups(4, 4, seed=seed), VERSION)
-    return learner
-
-
-def test_the_learner_agrees_with_what_the_engine_samples(path, trained):
+@pytest.mark.parametrize("make", [make_tiny_qwen3_moe, make_tiny_deepseek_v3])
+def test_the_learner_agrees_with_what_the_engine_samples(make: Callable[[Path], Path], tmp_path: Path) -> None:
     """The gap that a run reports: between the engine's log-probs and the learner's own, under the same weights."""
+    path = make(tmp_path)
+    trained = Learner(config(path, learner={"lr": 1e-2}), rank=0, world=1, device="cpu")
+    for seed in range(2):
+        trained.step(random_groups(4, 4, seed=seed), VERSION)
 
     async def sample() -> list[Completion]:
-        engine = engine_of(path)
+        engine = TorchEngine(
+            str(path), dtype=torch.float32, device=torch.device("cpu"), max_context=64, max_completions=8
+        )
         await engine.start(PolicyVersion(0, 0))
         await engine.load_weights(((info.name, tensor) for info, tensor in trained.weights()), VERSION)
         completions = [a async for a in engine.generate("r", PROMPT, 8, Sampling(max_tokens=24), 0)]
@@ -45,11 +35,6 @@ def test_the_learner_agrees_with_what_the_engine_samples(path, trained):
         return completions
 
     completions = asyncio.run(sample())
-    group = make_group(
-        0,
-        [float(index % 2) for index in range(8)],
-        [completion.token_ids for completion in completions],
-        prompt=PROMPT,
-        logprobs=[completion.logprobs for completion in completions],
-    )
+    token_ids, logprobs = zip(*((one.token_ids, one.logprobs) for one in completions), strict=True)
+    group = make_group(0, [float(index % 2) for index in range(8)], token_ids, prompt=PROMPT, logprobs=logprobs)
     assert trained.step([group], VERSION).logprob_gap_max < 1e-4

@@ -36,11 +36,10 @@ async def test_workers_start_when_calls_need_them_and_every_call_is_answered():
     assert workers_of() == []
 
 
-@pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.slow)])
-async def test_crashed_workers_leave_no_process_and_no_open_file(times):
+async def test_crashed_workers_leave_no_process_and_no_open_file():
     reward = behaving(timeout_s=30, workers=1)
     files = []
-    for _ in range(times):
+    for _ in range(4):
         assert (await score_one(reward, prompt(), "exits")).failure == "crash"
         assert workers_of() == []
         files.append(psutil.Process().num_fds())

@@ -282,7 +282,7 @@ def version_at_completion(complete, self: PendingCompletion, *arguments: Any) ->
 async def first_finished(decided, self: GroupInFlight) -> list[Launched]:
     whole = asyncio.ensure_future(decided(self))
     while not whole.done():
-        done = [one for one in self._launched if one.is_good]
+        done = [one for one in self._launched if one.score is not None and one.score.failure is None]
         if len(done) >= self._min_completions and all(one.score is not None for one in self._baseline):
             whole.cancel()
             return done
@@ -300,11 +300,10 @@ def unbounded_resend(right, *arguments: Any, **named: Any) -> _Overdue:
     return _Overdue(*arguments, **named)
 
 
-@mutant(GeneratorService, "_send")
-async def fire_and_forget(send, self: GeneratorService, message: Message) -> None:
-    if isinstance(message, Serving):
-        self._unacknowledged.clear()
-    await send(self, message)
+@mutant(GeneratorService, "_send_serving")
+async def fire_and_forget(send, self: GeneratorService, *arguments: Any) -> None:
+    self._unacknowledged.clear()
+    await send(self, *arguments)
 
 
 @mutant(GeneratorService, "_handle")
