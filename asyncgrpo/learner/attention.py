@@ -264,14 +264,25 @@ def _as_wide(value: Tensor, key: Tensor) -> Tensor:
     return F.pad(value, (0, key.shape[-1] - value.shape[-1])) if value.shape[-1] < key.shape[-1] else value
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """The flash_attn package, which aligns the causal mask to the last key, as a prefix needs."""
-    function = flash_function()
+def _ragged(
+    function: Callable[..., Tensor] | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    **options: Any,
+) -> Tensor:
+    """Call a kernel for sequences of several lengths."""
     assert function is not None, "chosen only where it is installed"
     width = value.shape[-1]
     key, value = _expand(key, _as_wide(value, key), segments)
     lengths = (segments.queries, segments.keys, segments.longest_query, segments.longest_key)
-    return function(query, key, value, *lengths, softmax_scale=scale, causal=True)[..., :width]
+    return function(query, key, value, *lengths, **options)[..., :width]
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """The flash_attn package, which aligns the causal mask to the last key, as a prefix needs."""
+    return _ragged(flash_function(), query, key, value, segments, softmax_scale=scale, causal=True)
 
 
 @cache
@@ -289,18 +300,13 @@ def flash_function() -> Callable[..., Tensor] | None:
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """Torch's variable-length kernel, for GPUs without flash_attn."""
-    function = varlen_function()
-    assert function is not None, "chosen only where it is installed"
-    width = value.shape[-1]
-    key, value = _expand(key, _as_wide(value, key), segments)
-    heads, groups = query.shape[1], key.shape[1]
+    function, copies = varlen_function(), query.shape[1] // key.shape[1]
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # causal
-    if heads != groups and "enable_gqa" in inspect.signature(function).parameters:
+    if function is not None and copies > 1 and "enable_gqa" in inspect.signature(function).parameters:
         options["enable_gqa"] = True
-    elif heads != groups:  # torch 2.11
-        key, value = (x.repeat_interleave(heads // groups, 1) for x in (key, value))
-    lengths = (segments.queries, segments.keys, segments.longest_query, segments.longest_key)
-    return function(query, key, value, *lengths, **options)[..., :width]
+    elif copies > 1:  # torch 2.11
+        key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+    return _ragged(function, query, key, value, segments, **options)
 
 
 @cache

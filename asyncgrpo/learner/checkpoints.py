@@ -42,10 +42,6 @@ class Checkpoints:
         self._folder = run_dir / "checkpoints"
         self._keep = keep
 
-    def write(self, state: RunState, fill: Callable[[Path], Callable[[], None]]) -> Path:
-        """Write one checkpoint. Raises CheckpointError if the disk refuses it."""
-        return self.begin(state, fill)()
-
     def begin(self, state: RunState, fill: Callable[[Path], Callable[[], None]]) -> Callable[[], Path]:
         """Create the temporary folder of a checkpoint and begin to fill it.
 

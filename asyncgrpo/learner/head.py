@@ -13,8 +13,7 @@ Compiled, a tile is one block: one program reads the logits for the scores, and 
 the gradient. No float32 tensor of that size exists.
 """
 
-import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -137,15 +136,12 @@ def score(
         temperature: of sampling.
         kept: of each target; None: the whole vocabulary.
     """
-    rows = _Rows(weight)
-    scores = [
-        _statistics(rows.exact(logits[block], temperature), targets[here], dropped)[0]
-        for tile in rows.tiles(len(targets))
-        for logits in [rows.logits(hidden[tile], weight)]
-        for block in rows.blocks(len(logits))
-        for here in [slice(tile.start + block.start, tile.start + block.stop)]
-        for dropped in [kept and kept.at(here).dropped(len(weight))]
-    ]
+    rows, scores = _Rows(weight), []
+    for tile in rows.tiles(len(targets)):
+        logits = rows.logits(hidden[tile], weight)
+        for block, here in rows.blocks(tile):
+            dropped = kept and kept.at(here).dropped(len(weight))
+            scores.append(_statistics(rows.exact(logits[block], temperature), targets[here], dropped)[0])
     return TokenScores(torch.cat([one.logprobs for one in scores]), torch.cat([one.entropy for one in scores]))
 
 
@@ -183,7 +179,7 @@ class _FusedLoss(torch.autograd.Function):
         reference: Reference | Teacher | None,
         is_compiled: bool,
     ) -> tuple[Tensor, ...]:
-        rows = _Rows(weight, sums_gradient=weight.requires_grad, is_whole=is_compiled)
+        rows, of_reference = (_Rows(weight, sums_gradient=weight.requires_grad, is_whole=is_compiled) for _ in range(2))
         # Not a list of small tensors: glibc would leave holes between them that are too small for the next block's logits.
         kept = [hidden.new_empty(len(hidden), dtype=_exact(weight.dtype)) for _ in range(2 + (reference is not None))]
         grad_hidden = torch.empty_like(hidden)
@@ -194,10 +190,9 @@ class _FusedLoss(torch.autograd.Function):
         for tile in rows.tiles(len(targets)):
             logits, there = rows.logits(hidden[tile], weight), None
             if isinstance(reference, Reference):
-                there = rows.of_reference().logits(reference.hidden[tile], reference.weight)
+                there = of_reference.logits(reference.hidden[tile], reference.weight)
             grad_logits = logits if logits.dtype == hidden.dtype else torch.empty_like(logits, dtype=hidden.dtype)
-            for block in rows.blocks(len(logits)):
-                here = slice(tile.start + block.start, tile.start + block.stop)
+            for block, here in rows.blocks(tile):
                 if is_compiled and len(logits) > 1:  # 0 and 1 rows would be specialized into programs of their own
                     found, log_sum = _compiled(_scores)(logits[block], targets[here], 1 / temperature)
                     parts = (*objective(here, found)[:2], found.entropy, log_sum, targets[here], 1 / temperature)
@@ -243,21 +238,15 @@ class _Rows:
         if is_whole:
             self._in_block = self._in_tile
         self._memory: Tensor | None = None
-        self._reference: _Rows | None = None
-
-    def of_reference(self) -> "_Rows":
-        """Return the same split with a separate buffer."""
-        if self._reference is None:
-            self._reference = copy.copy(self)
-            self._reference._memory = None
-        return self._reference
 
     def tiles(self, num_tokens: int) -> list[slice]:
         """Return at least one tile, which may be empty."""
         return _cut(num_tokens, self._in_tile)
 
-    def blocks(self, num_rows: int) -> list[slice]:
-        return _cut(num_rows, self._in_block)
+    def blocks(self, tile: slice) -> Iterator[tuple[slice, slice]]:
+        """Yield the rows of each block, in the tile and among all tokens."""
+        for block in _cut(tile.stop - tile.start, self._in_block):
+            yield block, slice(tile.start + block.start, tile.start + block.stop)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return [n, V] logits of one tile before the temperature. On a GPU they are not rounded to bfloat16."""

@@ -31,7 +31,6 @@ from asyncgrpo.learner.model import (
     can_compile,
     compile_layers,
     compiling_pays,
-    decoder_layers,
     keep_gathered,
     refuse_other_tokens,
     reshard,
@@ -94,12 +93,12 @@ class Learner:
         if config.has_reference_copy:
             path = teacher or config.model.path
             self._reference = build_model(path, dtype, self.device, ranks, config, trainable=False, images=images)
-        pays = compiling_pays(config, decoder_layers(self.model), self.model.head.out_features, self.device)
+        pays = compiling_pays(config, self.model.layers, self.model.head.out_features, self.device)
         self._compiles = pays if config.learner.compile is None else config.learner.compile
         self._has_stepped = has_stepped
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.model, config)
-        self._offload = OptimizerOffload(self.optimizer, is_on=config.learner.offload_optimizer)
+        self._stepped = OptimizerOffload(self.optimizer) if config.learner.offload_optimizer else self.optimizer
         self.saver = saving.Saver()
         self._guard = GradientGuard(config.learner.spike_factor, config.learner.grad_clip)
         self._published = PublishedWeights(self.model, dtype)
@@ -157,7 +156,7 @@ class Learner:
         dist.all_reduce(works, dist.ReduceOp.MIN)
         if works.item():
             for model in (self.model, self._reference):
-                compile_layers(decoder_layers(model) if model else [])
+                compile_layers(model.layers if model else [])
             self.model.is_compiled = True
 
     def set_lr(self, lr: float) -> None:
@@ -250,7 +249,7 @@ class Learner:
         return {"live_gap_max": largest.item()}
 
     @torch.no_grad()
-    def _score_proximal(self, batch: PackedBatch) -> objective.Scored:
+    def _score_proximal(self, batch: PackedBatch) -> Precomputed:
         """Score a micro-batch under the weights at the start of the step."""
         batch = batch.to(self.device)
         scored: Scored = self.model(batch)
@@ -259,7 +258,7 @@ class Learner:
         if self.config.has_reference:
             teacher = self._teacher_of(batch)
             reference = teacher.sampled if teacher else self._score_reference(batch).scores.logprobs
-        return objective.Scored(scored.scores.logprobs, reference, scored.values)
+        return Precomputed(scored.scores.logprobs, reference, values=scored.values)
 
     def _teacher_of(self, batch: PackedBatch) -> Teacher | None:
         """Return the log-probs of the served teacher, which take the place of the reference; None: no teacher is served."""
@@ -345,7 +344,7 @@ class Learner:
                     torch.nn.utils.clip_grads_with_norm_(some, self.config.learner.grad_clip, norm)
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr * group["lr_scale"]
-                self._offload.step()
+                self._stepped.step()
             self.steps += skipped is None
         finally:
             self.optimizer.zero_grad(set_to_none=True)

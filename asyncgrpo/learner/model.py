@@ -82,6 +82,8 @@ class TokenScorer(nn.Module):
         """True if the head's loss is compiled."""
         self.offloads = False
         """True if what the decoder saves for its backward pass waits in host memory."""
+        self.layers: list[nn.Module] = []
+        """The layers of the decoder, once it is sharded."""
         self.value_head: nn.Linear | None = None
         if has_critic:  # zeros, so that all values are equal before the first update
             self.value_head = nn.Linear(self.head.in_features, 1)
@@ -224,13 +226,13 @@ def build_model(
         images=images,
     )
     scorer.offloads = trainable and config.learner.activation_checkpointing == "offload"
-    layers = _layers(language_model, path)
+    scorer.layers = _layers(language_model, path)
     experts = distribute_experts(language_model, ranks.experts["expert"]) if ranks.experts else []
     offload = not trainable and config.learner.offload_reference and device.type == "cuda"
     if reader:
         _narrow_frozen(scorer, reader, dtype, is_reference=not trainable)
     shards = [(module, ranks.experts["copies"]) for module in experts if ranks.experts]
-    shards += [(module, ranks.mesh) for module in (*layers, scorer)]
+    shards += [(module, ranks.mesh) for module in (*scorer.layers, scorer)]
     _shard(scorer, shards, dtype, CPUOffloadPolicy() if offload else OffloadPolicy())
     if reader:
         loading.fill(scorer, reader, _name_in_memory, torch.device("cpu") if offload else device)
@@ -477,13 +479,6 @@ def reshard(scorer: TokenScorer) -> None:
     """Drop gathered weights, so that the next forward pass gathers the updated ones."""
     for module in _sharded(scorer):
         module.reshard()
-
-
-def decoder_layers(scorer: TokenScorer) -> list[nn.Module]:
-    """Return the decoder layers of a sharded model."""
-    names = set(scorer.language_model._no_split_modules or ())
-    sharded: list[Any] = [m for m in _sharded(scorer) if type(m).__name__.removeprefix("FSDP") in names]
-    return sharded
 
 
 def _sharded(scorer: TokenScorer) -> list[FSDPModule]:

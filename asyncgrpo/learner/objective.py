@@ -5,12 +5,14 @@ new paper is one function in `algorithms/surrogates.py`. If the gradient of a to
 evaluates it block by block. Otherwise the log-probs of the micro-batch are computed first (`use_scores`).
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec.structs import asdict
 from torch import Tensor
 
 from asyncgrpo.algorithms import corrections, critic, diagnostics, pairwise
@@ -257,31 +259,15 @@ def report_not_run(tokens: SampledTokens, *, version: int) -> Sums:
 def correct(
     one: CorrectionConfig, log_rho: Tensor, advantages: Tensor, mask: Tensor, cu_seqlens: Tensor | None
 ) -> Correction:
-    """Apply one correction as configured. `m2po` needs the tokens of the full step."""
-    if one.kind == "importance":
-        return corrections.importance(
-            log_rho,
-            mask,
-            cu_seqlens,
-            level=one.level,
-            action=one.action,
-            low_ratio=one.low_ratio,
-            high_ratio=one.high_ratio,
-        )
-    if one.kind == "divergence":
-        assert one.max_nats is not None and one.level != "geometric"
-        return corrections.divergence(
-            log_rho, mask, cu_seqlens, estimator=one.estimator, level=one.level, max_nats=one.max_nats
-        )
-    if one.kind == "m2po":
-        return corrections.m2po(
-            log_rho, mask, max_mean_square=0.04 if one.max_mean_square is None else one.max_mean_square
-        )
-    assert cu_seqlens is not None
-    if one.kind == "veto":
-        return corrections.veto(log_rho, mask, cu_seqlens, low_ratio=one.low_ratio, high_ratio=one.high_ratio)
-    assert one.kind == "opsm" and one.max_nats is not None, one
-    return corrections.opsm(log_rho, advantages, mask, cu_seqlens, max_nats=one.max_nats)
+    """Call the function of `corrections` with what it reads of these and of the configuration.
+
+    `m2po` needs the tokens of the full step.
+    """
+    correction = getattr(corrections, one.kind)
+    given = {"advantages": advantages, "cu_seqlens": cu_seqlens}
+    given |= {name: value for name, value in asdict(one).items() if value is not None}
+    read = inspect.signature(correction).parameters
+    return correction(log_rho, mask=mask, **{name: value for name, value in given.items() if name in read})
 
 
 def is_elementwise(settings: AlgorithmConfig) -> bool:
@@ -295,15 +281,8 @@ def is_elementwise(settings: AlgorithmConfig) -> bool:
 # -- values over the full step, before its first gradient --------------------------------------------------------------
 
 
-class Scored(NamedTuple):
-    """Scores of a micro-batch under the weights at the start of the step, [N] each."""
-
-    logprobs: Tensor
-    reference: Tensor | None
-    values: Tensor | None
-
-
-Score = Callable[[PackedBatch], Scored]
+Score = Callable[[PackedBatch], Precomputed]
+"""Scores a micro-batch under the weights at the start of the step: proximal, reference and values, as far as needed."""
 
 
 def needs_precompute(settings: AlgorithmConfig, updates: int) -> bool:
@@ -332,7 +311,7 @@ def precompute(
     microbatches, rollouts = step.trained, step.rollouts
     scored = [score(batch) for batch in microbatches]
     tokens = _StepTokens(microbatches, rollouts, is_counted=is_counted)
-    policy = tokens.all([s.logprobs for s in scored])
+    policy = tokens.all([_present(s.proximal) for s in scored])
     behaviour = torch.from_numpy(np.concatenate([np.zeros(0), *(c.logprobs for c in rollouts.completions)]))
     fields: dict[str, Tensor] = {}
     rewards = rollouts.rewards
@@ -367,10 +346,10 @@ def precompute(
     precomputed = []
     for batch, own in zip(microbatches, scored, strict=True):
         positions = tokens.positions(batch)
-        device = own.logprobs.device
+        device = _present(own.proximal).device
         local = {name: values[positions].to(device) for name, values in fields.items()}
         local = {name: x.float() if x.is_floating_point() else x for name, x in local.items()}
-        precomputed.append(Precomputed(proximal=own.logprobs, reference=own.reference, **local))
+        precomputed.append(own._replace(**local))
     return step, precomputed
 
 

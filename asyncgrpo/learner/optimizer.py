@@ -154,26 +154,21 @@ _ALIGNED = 4
 
 
 class OptimizerOffload:
-    """Steps an AdamW whose moments are on the CPU, one chunk of parameters at a time. Off, it only calls AdamW."""
+    """Steps an AdamW whose moments are on the CPU, one chunk of parameters at a time."""
 
-    def __init__(self, optimizer: AdamW, *, is_on: bool) -> None:
+    def __init__(self, optimizer: AdamW) -> None:
         """
         Args:
             optimizer: without steps so far. Its groups are split into chunks.
         """
         self._optimizer = optimizer
-        self._chunks: list[_Chunk] = []
-        if is_on:
-            optimizer.param_groups = [
-                group | {"params": params} for group in optimizer.param_groups for params in _chunks(group["params"])
-            ]
-            self._chunks = [_Chunk(group["params"], optimizer.state) for group in optimizer.param_groups]
+        optimizer.param_groups = [
+            group | {"params": params} for group in optimizer.param_groups for params in _chunks(group["params"])
+        ]
+        self._chunks = [_Chunk(group["params"], optimizer.state) for group in optimizer.param_groups]
 
     def step(self) -> None:
         """Step the optimizer. Results are bitwise those without offload."""
-        if not self._chunks:
-            self._optimizer.step()
-            return
         groups = self._optimizer.param_groups
         try:
             for group, chunk in zip(groups, self._chunks, strict=True):

@@ -106,7 +106,6 @@ class Taken:
     message: Batch | None
     payload: memoryview
     counters: dict[str, float]
-    waited_s: float
     ended: str | None = None
     """`exhausted`, `draining` or `failing`."""
 
@@ -211,9 +210,9 @@ class Inbox:
                         progressed = now
                     if isinstance(message, Batch):
                         groups = unpack_batch(message, payload)
-                        return Taken(groups, message, payload, message.counters, now - started)
+                        return Taken(groups, message, payload, message.counters)
                     if isinstance(message, NoMore):
-                        return Taken([], None, memoryview(b""), message.counters, now - started, message.why)
+                        return Taken([], None, memoryview(b""), message.counters, message.why)
                     if isinstance(message, Waiting):
                         what = message.what
                         progressed = now if message.is_paused else progressed

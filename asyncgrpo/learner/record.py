@@ -52,8 +52,8 @@ FAR = 0.5
 _LOOKED_AT = ("zero_signal_groups", "lags", "reward_mean", "reward_max", "entropy", "diagnostics")
 
 
-class Watched(msgspec.Struct, frozen=True, kw_only=True):
-    """State of a `TrainingWatch`."""
+class TrainingWatch(msgspec.Struct, kw_only=True):
+    """Emits each warning once per occurrence of its condition. Its fields are its state in a checkpoint."""
 
     steps: list[Event] = []
     """The newest `WINDOW` steps, reduced to the watched fields."""
@@ -68,42 +68,13 @@ class Watched(msgspec.Struct, frozen=True, kw_only=True):
     before: tuple[int, float] | None = None
     """Step and mean reward of the newest evaluation."""
 
-
-class TrainingWatch:
-    """Emits each warning once per occurrence of its condition."""
-
-    def __init__(self, state: Watched | None = None) -> None:
-        """
-        Args:
-            state: state after the events so far; None: there were none.
-        """
-        state = state or Watched()
-        self._steps: deque[Event] = deque(state.steps, maxlen=WINDOW)
-        self._start = state.start
-        self._is_on = dict(state.is_on)
-        self._first = state.first
-        nothing = (0, -math.inf)
-        self._best, self._before = state.best or nothing, state.before or nothing  # evaluations: step, mean reward
-
-    def state(self) -> Watched:
-        """Return the state from which another watch can continue."""
-        evaluated = self._first is not None
-        return Watched(
-            steps=list(self._steps),
-            start=self._start,
-            is_on=self._is_on,
-            first=self._first,
-            best=self._best if evaluated else None,
-            before=self._before if evaluated else None,
-        )
-
     def see(self, event: Event) -> tuple[str, str] | None:
         """Process one event. Return the topic (`signal`, `entropy`, `steps` or `evaluation`) and the text of a new warning,
         or None."""
         if event["event"] == "step" and event.get("zero_signal_groups") is not None:
             event = {name: event.get(name) for name in _LOOKED_AT}
-            self._steps.append(event)
-            self._start = self._start or event
+            self.steps = [*self.steps[1 - WINDOW :], event]
+            self.start = self.start or event
             watched = {"signal": self._signal, "entropy": self._entropy, "steps": self._far}
             return next(filter(None, (self._new(about, look) for about, look in watched.items())), None)
         if event["event"] == "eval" and event.get("reward_mean") is not None:
@@ -112,19 +83,19 @@ class TrainingWatch:
 
     def _new(self, about: str, look: Callable[[], str | bool]) -> tuple[str, str] | None:
         """Return the warning if it is new. `look` returns its text, False if the condition is over, True to keep the state."""
-        if about != "evaluation" and len(self._steps) < WINDOW:
+        if about != "evaluation" and len(self.steps) < WINDOW:
             return None
-        found, was_on = look(), self._is_on.get(about, False)
+        found, was_on = look(), self.is_on.get(about, False)
         if found is not True:
-            self._is_on[about] = bool(found)
+            self.is_on[about] = bool(found)
         return (about, found) if isinstance(found, str) and not was_on else None
 
     def _signal(self) -> str | bool:
-        share = fmean(1 - step["zero_signal_groups"] / max(sum(step["lags"].values()), 1) for step in self._steps)
+        share = fmean(1 - step["zero_signal_groups"] / max(sum(step["lags"].values()), 1) for step in self.steps)
         if share >= LITTLE:
             return share <= ENOUGH
-        reward = self._steps[-1]["reward_mean"]
-        if all(step.get("reward_max") == step["reward_mean"] for step in self._steps) and reward <= 0:
+        reward = self.steps[-1]["reward_mean"]
+        if all(step.get("reward_max") == step["reward_mean"] for step in self.steps) and reward <= 0:
             return (
                 f"no completion of the last {WINDOW} steps has earned more than another (all have {reward:.4g}), so there "
                 "is no signal: reward parts of a right answer, start with easier prompts, or give the model examples "
@@ -138,9 +109,9 @@ class TrainingWatch:
 
     def _entropy(self) -> str | bool:
         """Detect entropy collapse: the policy hardly explores and does not improve, although better completions exist."""
-        assert self._start is not None
+        assert self.start is not None
         entropies, rewards, best = (self._numbers(name) for name in ("entropy", "reward_mean", "reward_max"))
-        before, first = self._start.get("entropy"), self._start["reward_mean"]
+        before, first = self.start.get("entropy"), self.start["reward_mean"]
         if not (entropies and rewards and best and before) or fmean(entropies) >= 2 * NARROW * before:
             return False
         way, half = max(best) - first, WINDOW // 2
@@ -156,7 +127,7 @@ class TrainingWatch:
         )
 
     def _far(self) -> str | bool:
-        distances = [(step.get("diagnostics") or {}).get("kl_k3") for step in self._steps]
+        distances = [(step.get("diagnostics") or {}).get("kl_k3") for step in self.steps]
         known = [distance for distance in distances if distance is not None]
         if not known or fmean(known) <= FAR:
             return bool(known) and fmean(known) > FAR / 2
@@ -167,14 +138,15 @@ class TrainingWatch:
 
     def _numbers(self, name: str) -> Sequence[float]:
         """Return one field of every step of the window; empty if a step lacks it."""
-        found = [step.get(name) for step in self._steps]
+        found = [step.get(name) for step in self.steps]
         return [] if None in found else [number for number in found if number is not None]
 
     def _fall(self, step: int, reward: float) -> str | bool:
-        self._first = reward if self._first is None else self._first
-        before, self._before = self._before, (step, reward)
-        best_step, best = self._best = max(self._best, self._before, key=lambda seen: seen[1])
-        if max(before[1], reward) >= best - FALL * (best - self._first):
+        self.first = reward if self.first is None else self.first
+        newest, before = (step, reward), self.before or (0, -math.inf)
+        best_step, best = max(self.best or newest, newest, key=lambda seen: seen[1])
+        self.best, self.before = (best_step, best), newest
+        if max(before[1], reward) >= best - FALL * (best - self.first):
             return False
         return (
             f"the evaluation has fallen to {reward:.4g} at step {step}, from {best:.4g} at step {best_step}: "
@@ -241,7 +213,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the file of events at the checkpoint."""
     reported: dict[str, int] = msgspec.field(name="told")
     """Groups and completions reported so far, by counter."""
-    watched: Watched
+    watched: TrainingWatch
 
 
 class Recorder:
@@ -279,7 +251,7 @@ class Recorder:
         num_bytes = self.events.sync()
         if num_bytes is None:
             return None
-        return msgspec.to_builtins(Recorded(num_bytes=num_bytes, reported=self._reported, watched=self._watch.state()))
+        return msgspec.to_builtins(Recorded(num_bytes=num_bytes, reported=self._reported, watched=self._watch))
 
     def resume(self, step: int, totals: dict[str, float], record: Mapping[str, Any] | None = None) -> None:
         """Resume after `step`: drop later events, continue the counters from `totals`.
@@ -287,11 +259,10 @@ class Recorder:
         Args:
             record: `state` at the checkpoint; None: unknown, so every event is read.
         """
-        before = msgspec.convert(record, Recorded) if record else None
-        if before is None:
-            before = Recorded(num_bytes=0, reported={}, watched=Watched())
-        self._reported, seen, undone = Counter(before.reported), 0, 0
-        self._watch = TrainingWatch(before.watched)
+        before = Recorded(num_bytes=0, reported={}, watched=TrainingWatch())
+        if record:
+            before = msgspec.convert(record, Recorded)
+        self._reported, self._watch, seen, undone = Counter(before.reported), before.watched, 0, 0
         for event in read_events(self.events.path, before.num_bytes):
             seen = max(seen, _generated(event))
             if is_undone(event, step):
@@ -466,8 +437,7 @@ def figures(counters: Mapping[str, float]) -> dict[str, Any]:
     }
     if not found:
         return {}
-    fields: dict[str, Any] = {name: int(found[name]) for name in ("max_lag", "slots", "under_way")}
-    fields["wanted"] = int(found["wanted"]) if "wanted" in found else None
+    fields: dict[str, Any] = {name: int(found[name]) for name in ("max_lag", "slots", "under_way", "wanted")}
     if "ready_seconds" in found:
         fields["ready_seconds"] = found["ready_seconds"]
     generators = {name: found[name] for name in _OF_GENERATORS if name in found}

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -160,21 +160,20 @@ def build_report(
 class PhaseClock:
     """Seconds by phase. On a GPU a phase ends when the current stream is done; other streams (a broadcast) are ignored."""
 
-    def __init__(self, device: torch.device | None = None, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self._device, self._now = device, now
-        self._lap_started = now()
+        self._device, self._lap_started = device, time.monotonic()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Time a block as `phase`."""
-        started = self._now()
+        started = time.monotonic()
         try:
             yield
         finally:
             if self._device is not None and self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + self._now() - started
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
 
     def lap(self, inside: Mapping[str, float] | None = None) -> dict[str, float]:
         """Return seconds by phase since the last lap; `other` is the time outside of all phases.
@@ -182,7 +181,7 @@ class PhaseClock:
         Args:
             inside: seconds by phase inside `forward_backward`; `optimizer` is listed separately.
         """
-        now = self._now()
+        now = time.monotonic()
         spent, self.seconds = self.seconds, {}
         total, self._lap_started = now - self._lap_started, now
         spent["optimizer"] = (inside or {}).get("optimizer", 0.0)

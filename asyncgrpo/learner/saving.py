@@ -11,7 +11,6 @@ gathered one by one. Adapters are merged, so the folder loads with plain transfo
 
 import contextlib
 import copy
-import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,8 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import snapshot_download
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict, snapshot_download
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
@@ -177,7 +175,8 @@ def begin_export(
 
     def write() -> None:
         try:
-            _write_files(Path(folder), tensors)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            save_torch_state_dict(tensors, folder, max_shard_size=FILE_BYTES)
             _write_configs(Path(folder), scorer.language_model, published.dtype)
             if tokenizer_path is not None:
                 copy_tokenizer(tokenizer_path, Path(folder))
@@ -199,29 +198,6 @@ def copy_tokenizer(source: str, folder: Path) -> None:
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
         else:
             shutil.copyfile(path, folder / path.name)
-
-
-def _write_files(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Write safetensors files of about FILE_BYTES each, and an index if there are several."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files: list[dict[str, Tensor]] = [{}]
-    size_bytes = 0
-    for name, tensor in tensors.items():
-        if size_bytes >= FILE_BYTES:
-            files.append({})
-            size_bytes = 0
-        files[-1][name] = tensor
-        size_bytes += tensor.nbytes
-    names = [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
-    if len(files) == 1:
-        names = ["model.safetensors"]
-    else:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        weight_map = {tensor: name for name, held in zip(names, files, strict=True) for tensor in held}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-    for name, held in zip(names, files, strict=True):
-        save_file(held, folder / name, metadata={"format": "pt"})
 
 
 def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:

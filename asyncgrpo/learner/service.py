@@ -46,11 +46,7 @@ STALL_EVENT_EVERY_S = 30.0
 
 
 class _EndRequested(Exception):
-    """The run was drained or failed while the learner waited for its first generators."""
-
-    def __init__(self, status: str) -> None:
-        super().__init__(status)
-        self.status = status
+    """The run was drained or failed, as its message says, while the learner waited for its first generators."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ class LearnerService:
             self._publisher.wait_for(self._start_with, GENERATORS_START_S, self._while_no_generator)
             status = self._train()
         except _EndRequested as request:
-            status = request.status
+            status = str(request)
         except AsyncGRPOError as error:
             self._save_before_failing(error)
             raise

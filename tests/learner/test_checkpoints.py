@@ -23,28 +23,28 @@ def test_what_was_written_is_read_back_and_old_ones_go(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.latest() is None
     for step in (5, 10, 15):
-        assert read_state(checkpoints.write(state(step), fill)) == state(step)
+        assert read_state(checkpoints.begin(state(step), fill)()) == state(step)
     assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step_000010", "step_000015"]
     assert checkpoints.latest() == tmp_path / "checkpoints" / "step_000015"
 
 
 def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, keep=2)
-    whole = checkpoints.write(state(5), fill)
+    whole = checkpoints.begin(state(5), fill)()
 
     def die(folder: Path) -> Callable[[], None]:
         fill(folder)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        checkpoints.write(state(10), die)
+        checkpoints.begin(state(10), die)()
     assert checkpoints.latest() == whole
-    assert read_state(checkpoints.write(state(10), fill)).step == 10  # what was left does not get in the way
+    assert read_state(checkpoints.begin(state(10), fill)()).step == 10  # what was left does not get in the way
 
 
 def test_a_checkpoint_that_is_being_written_does_not_count_and_an_earlier_start_does_not_end_it(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, keep=2)
-    whole = checkpoints.write(state(5), fill)
+    whole = checkpoints.begin(state(5), fill)()
     finish = checkpoints.begin(state(10), fill)
     assert checkpoints.latest() == whole
     (tmp_path / "lineage").write_text("2")
@@ -58,20 +58,20 @@ def test_a_checkpoint_that_is_being_written_does_not_count_and_an_earlier_start_
 
 def test_a_checkpoint_whose_state_is_gone_is_not_passed_over(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.write(state(5), fill)
-    newest = checkpoints.write(state(10), fill)
+    checkpoints.begin(state(5), fill)()
+    newest = checkpoints.begin(state(10), fill)()
     (newest / "state.json").unlink()
     assert checkpoints.latest() == newest
     with pytest.raises(CheckpointError, match=r"step_000010/state\.json"):
         read_state(newest)
-    assert read_state(checkpoints.write(state(10), fill)).step == 10
+    assert read_state(checkpoints.begin(state(10), fill)()).step == 10
     assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step_000005", "step_000010"]
 
 
 def test_a_disk_that_refuses_is_said_so(tmp_path: Path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(CheckpointError, match="cannot write checkpoint"):
-        Checkpoints(tmp_path, keep=1).write(state(1), fill)
+        Checkpoints(tmp_path, keep=1).begin(state(1), fill)()
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", '{"step": "five", "lineage": 1, "prompts": {}}'])

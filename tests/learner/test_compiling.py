@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.learner.model import compiling_pays, decoder_layers
+from asyncgrpo.learner.model import compiling_pays
 from tests.learner.helpers import VERSION, config, learner, random_groups
 
 GROUPS = random_groups(1, 4)
@@ -15,10 +15,11 @@ GROUPS = random_groups(1, 4)
 
 @pytest.fixture
 def compiled(monkeypatch) -> list[nn.Module]:
-    """The layers that were compiled, which torch is spared."""
+    """The layers that were compiled, which torch is spared, like the programs of the head."""
     layers: list[nn.Module] = []
     monkeypatch.setattr("asyncgrpo.learner.learner.can_compile", lambda device: True)
     monkeypatch.setattr("asyncgrpo.learner.learner.compile_layers", layers.extend)
+    monkeypatch.setattr("asyncgrpo.learner.head._compiled", lambda function: function)
     return layers
 
 
@@ -27,17 +28,17 @@ def test_the_first_step_of_a_process_is_not_compiled_and_all_others_are(path, co
     ours.step(GROUPS, VERSION)
     assert compiled == []
     ours.step(GROUPS, VERSION)
-    assert compiled == decoder_layers(ours.model) != []
+    assert compiled == ours.model.layers != []
     ours.step(GROUPS, VERSION)
-    assert compiled == decoder_layers(ours.model)
+    assert compiled == ours.model.layers
     compiled.clear()
     later = Learner(config(path, learner={"compile": True}), rank=0, world=1, device="cpu", has_stepped=True)
     later.step(GROUPS, VERSION)
-    assert compiled == decoder_layers(later.model), "its process had stepped before"
+    assert compiled == later.model.layers, "its process had stepped before"
     compiled.clear()
     ours = learner(path, learner={"compile": True}, algorithm={"kl_coef": 0.1})
     ours.compile()
-    assert compiled == [*decoder_layers(ours.model), *decoder_layers(ours._reference)], "the reference too"
+    assert compiled == [*ours.model.layers, *ours._reference.layers], "the reference too"
     compiled.clear()
     for wish in (None, False):  # the model is small
         ours = learner(path, learner={"compile": wish})
@@ -93,4 +94,4 @@ def test_where_nothing_can_be_compiled_the_layers_run_as_they_are_with_one_warni
     assert [r.getMessage() for r in caplog.records if "compile" in r.getMessage()] == [
         "learner.compile: the layers run uncompiled, because torch.compile fails here: no C++ compiler found"
     ]
-    assert all(layer._compiled_call_impl is None for layer in decoder_layers(ours.model))
+    assert all(layer._compiled_call_impl is None for layer in ours.model.layers)

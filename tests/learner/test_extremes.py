@@ -14,7 +14,7 @@ import torch.distributed as dist
 from asyncgrpo.config.load import algorithm_names, load_config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.learner.head import TokenScores
-from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, Scored, needs_precompute, precompute
+from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, needs_precompute, precompute
 from asyncgrpo.learner.packing import PackedBatch, Shaping, StepBatch, pack
 from asyncgrpo.learner.report import StepReport, Update, build_report
 from asyncgrpo.types import Group
@@ -89,8 +89,9 @@ def one_step(
             advantages, [advantages[b.rollouts].repeat_interleave(b.cu_seqlens.diff()) for b in step.trained]
         )
 
-    def before(batch: PackedBatch) -> Scored:
-        return Scored(batch.behaviour_logprobs, batch.behaviour_logprobs, torch.zeros_like(batch.behaviour_logprobs))
+    def before(batch: PackedBatch) -> Precomputed:
+        scores = batch.behaviour_logprobs
+        return Precomputed(scores, scores, values=torch.zeros_like(scores))
 
     precomputed = [Precomputed(reference=batch.behaviour_logprobs) for batch in step.trained]
     if needs_precompute(settings, config.learner.updates_per_step):

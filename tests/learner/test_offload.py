@@ -30,7 +30,7 @@ def test_one_chunk_of_moments_is_at_hand_at_a_time(monkeypatch):
     monkeypatch.setattr(learner_optimizer, "_bring_back", lambda here, waiting: None)
     parameters = parameters_on(META, 60, 40, 96, 300, 4)
     optimizer = torch.optim.AdamW(parameters)
-    offload = OptimizerOffload(optimizer, is_on=True)
+    offload = OptimizerOffload(optimizer)
     at_hand, stepped = [], []
 
     def look():
@@ -60,7 +60,7 @@ def test_every_number_is_the_one_of_a_plain_adamw(monkeypatch, chunk_bytes):
         parameters = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
         groups = [{"params": parameters[:4]}, {"params": parameters[4:], "weight_decay": 0.5}]
         optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
-        offload = OptimizerOffload(optimizer, is_on=is_on)
+        offload = OptimizerOffload(optimizer) if is_on else optimizer
         for _ in range(3):
             for parameter in parameters:
                 parameter.grad = torch.randn(parameter.shape, generator=generator)

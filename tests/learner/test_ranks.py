@@ -50,9 +50,8 @@ BASIC = [name for name in SCENARIOS if name not in objectives.STEP_WIDE]
 WORLDS = {
     2: [*BASIC, "several", "pairwise, penalties", "prompt-mean, masked", "gae, kl in the reward"],
     3: [
-        *("small microbatches", "uneven shares", "less work than ranks, with a pass before"),
-        *("several", "pairwise, all, per token", "pairwise, penalties", "prompt-mean, masked"),
-        *("kl k3 in the reward, rloo", "kl full, seq-mean-token-mean", "gae, kl in the reward"),
+        *("uneven shares", "less work than ranks, with a pass before", "several", "pairwise, all, per token"),
+        *("kl k3 in the reward, rloo", "kl full, seq-mean-token-mean"),
     ],
 }
 """Which scenarios are run on how many ranks."""
@@ -77,12 +76,7 @@ def model_of(name: str) -> str:
 
 def run_scenario(name: str, folder: Path, rank: int, world: int):
     sections, groups = SCENARIOS[name]
-    path = str(folder / model_of(name))
-    sections = sections | {
-        "model": {"path": path, "dtype": "float32"} | sections.get("model", {}),
-        "learner": {"device": "cpu", "lr": 1e-3, "tokens_per_microbatch": 4096} | sections.get("learner", {}),
-    }
-    learner = Learner(config(path, **sections), rank=rank, world=world, device="cpu")
+    learner = Learner(config(folder / model_of(name), **sections), rank=rank, world=world, device="cpu")
     disturb(learner)
     report, gradient = step_and_gradient(learner, groups)
     sent = {info.name: tensor.clone() for info, tensor in learner.weights()}

@@ -201,7 +201,7 @@ def test_the_gap_without_replay_is_measured_beside_it(tmp_path, monkeypatch):
     groups = as_sampled(path, [changed_version(group) for group in random_groups(6, 4, answer=(3, 30))])
 
     def step(version=VERSION, **model):
-        return learner(path, model={"path": str(path), "dtype": "float32"} | model).step(groups, version)
+        return learner(path, model=model).step(groups, version)
 
     replayed, later = step(routing_replay="rollout"), PolicyVersion(VERSION.lineage, VERSION.number + 1)
     live = learner(path).step(with_routes(groups, lambda routes: None), VERSION).logprob_gap_max
@@ -234,6 +234,6 @@ def test_replayed_experts_have_the_gradients_of_their_choice(tmp_path):
 
 def test_a_dense_model_has_no_experts_to_replay(tmp_path):
     path = make_tiny_qwen3(tmp_path / "dense")
-    settings = config(path, model={"path": str(path), "routing_replay": "rollout"})
+    settings = config(path, model={"routing_replay": "rollout"})
     with pytest.raises(ConfigError, match="has no experts to choose from"):
         check_language_model(str(path), settings, torch.device("cpu"))

@@ -32,10 +32,10 @@ class Inbox:
 
     def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float], **_: Any) -> Taken:
         if step < STEPS:
-            return Taken([], None, memoryview(b""), {}, 0.0)
+            return Taken([], None, memoryview(b""), {})
         if isinstance(self.end, AsyncGRPOError):
             raise self.end
-        return Taken([], None, memoryview(b""), {}, 0.0, self.end)
+        return Taken([], None, memoryview(b""), {}, self.end)
 
     def trained(self, version: PolicyVersion) -> None:
         self.version = version

@@ -85,9 +85,7 @@ def make_learner(folders, kind: str, top_k: int | None = None):
     ("kind", "top_k", "reward", "falls_to"),
     [
         ("full", None, "constant", 0.6),
-        ("k1+", None, "constant", 0.7),
         ("k1+", 0, "constant", 0.7),
-        ("full", 16, "constant", 0.6),
         ("full", 16, "zeros", 0.85),
     ],
 )

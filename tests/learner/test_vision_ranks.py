@@ -21,17 +21,14 @@ from tests.learner.test_vision import groups_of, prompts_of
 from tests.vision import make_tiny_vl
 
 SECTIONS = {
-    "all weights": {"learner": {"device": "cpu", "lr": 1e-3, "tokens_per_microbatch": 80}},
+    "all weights": {"learner": {"tokens_per_microbatch": 80}},
     "one row": {},
-    "lora": {"model": {"dtype": "float32", "lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1}},
+    "lora": {"model": {"lora": {"rank": 4}}, "algorithm": {"kl_coef": 0.1}},
 }
 
 
 def step(folder: Path, name: str, rank: int, world: int) -> dict:
-    path = folder / "model"
-    sections = dict(SECTIONS[name])
-    sections["model"] = sections.get("model", {}) | {"path": str(path)}
-    settings = config(path, **sections)
+    settings = config(folder / "model", **SECTIONS[name])
     images = Images.of(settings, folder)
     learner = Learner(settings, rank=rank, world=world, device="cpu", images=images)
     ids, seen = learner.model.language_model.config, []

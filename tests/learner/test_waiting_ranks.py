@@ -13,7 +13,7 @@ from asyncgrpo.types import PolicyVersion
 from tests.learner.ranks import run_on_ranks
 from tests.learner.test_service import Inbox, service
 
-GIVES_UP_S = 3
+GIVES_UP_S = 2
 """A rank that hears nothing for so long."""
 
 
@@ -25,7 +25,7 @@ class Paused(Inbox):
         while time.monotonic() < end_s:
             named["while_waiting"]("the end of the pause", 1.0)
             time.sleep(0.05)
-        return Taken([], None, memoryview(b""), {}, 0.0, "draining")
+        return Taken([], None, memoryview(b""), {}, "draining")
 
 
 def wait_on_a_rank(rank: int, world: int, folder: str) -> None:
