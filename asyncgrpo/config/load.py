@@ -99,12 +99,10 @@ def find(path: str | Path) -> Path:
     if file.is_dir():
         raise ConfigError(f"{path} is a folder; give a YAML file in it")
     names = shipped_names()
-    if file.stem in names:
-        if str(path) == file.stem:
-            return shipped(file.stem)
-        raise ConfigError(f"file {path} does not exist; the one that comes with the package is called `{file.stem}`")
+    if str(path) in names:
+        return shipped(str(path))
     beside = {other.stem: str(other) for other in sorted(file.parent.glob("*.y*ml"))}
-    known = {name: name for name in names} | beside
+    known = beside | {name: name for name in names}
     close = difflib.get_close_matches(file.stem, known, n=1, cutoff=0.5)
     hint = f"did you mean {known[close[0]]}?" if close else f"the package brings {', '.join(names)}"
     raise ConfigError(f"file {path} does not exist; {hint}")
