@@ -301,6 +301,16 @@ class Split:
     max_lag: int
     policy: str = "wait"
 
+    @property
+    def settings(self) -> dict[str, int]:
+        """Values of the settings of a run with this split."""
+        return {
+            "generators.count": self.generators,
+            "learner.ranks": self.ranks,
+            "generators.groups_in_flight": self.groups_in_flight,
+            "buffer.max_lag": self.max_lag,
+        }
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -451,13 +461,7 @@ class Option:
     @property
     def flags(self) -> list[str]:
         """The settings of the split."""
-        split = self.split
-        return [
-            f"generators.count={split.generators}",
-            f"learner.ranks={split.ranks}",
-            f"generators.groups_in_flight={split.groups_in_flight}",
-            f"buffer.max_lag={split.max_lag}",
-        ]
+        return [f"{key}={value}" for key, value in self.split.settings.items()]
 
 
 @dataclass(frozen=True)
@@ -521,16 +525,8 @@ def fits(profile: Profile, split: Split) -> bool:
     if not (profile.config and profile.gpus_each):
         return True
     config = recorded(profile.config, "the profile")
-    size = size_at(config.model.path)
-    if size is None:
-        return True
-    placed = {
-        "generators.count": split.generators,
-        "generators.groups_in_flight": split.groups_in_flight,
-        "learner.ranks": split.ranks,
-        "cluster.share_gpu": False,
-    }
-    return not problems(size, changed(config, placed), Card.of(config))
+    size, placed = size_at(config.model.path), changed(config, split.settings | {"cluster.share_gpu": False})
+    return size is None or not problems(size, placed, Card.of(config))
 
 
 # -- of a run ----------------------------------------------------------------------------------------------------------

@@ -388,6 +388,7 @@ def simulate(
     run = VirtualRun(case)
     with _quiet():
         run.run()
+    assert len(run.seen) == case.steps, "the prompts of the case ran out"
     seen = run.seen[begin:]
     first = run.seen[begin - 1]
     elapsed_s = (seen[-1].start_s - first.start_s) * slowdown
