@@ -290,7 +290,7 @@ def _updates_per_step(given: Given) -> int:
     return max(1, round(_count(given, "data.train_batch_size") / mini))
 
 
-def verl_max_lag(_: Any, given: Given, ours: str) -> Translated:
+def verl_max_lag(_: Any, given: Given, ours: str) -> dict[str, Any]:
     """The steps by which a group is behind at most: so many prompts begin between two synchronizations, and no more."""
     if not _is_fully_async(given):
         return {ours: 1}
@@ -352,11 +352,9 @@ def verl_tokens(value: Any, given: Given, ours: str) -> Translated:
 def _learner_ranks(given: Given) -> int:
     """Return the ranks of the learner; 0, which everything divides, where verl's GPUs are not given."""
     try:
-        found = verl_gpus(None, given, "")
+        return int(verl_gpus(None, given, "").get("learner.ranks", 1))
     except Odd:
         return 0
-    assert isinstance(found, dict)
-    return int(found.get("learner.ranks", 1))
 
 
 def verl_warmup_steps(value: Any, given: Given, ours: str) -> Translated:
@@ -402,7 +400,7 @@ def verl_reward_model(value: Any, given: Given, ours: str) -> Translated:
     return {ours: "model"}
 
 
-def verl_gpus(_: Any, given: Given, __: str) -> Translated:
+def verl_gpus(_: Any, given: Given, __: str) -> dict[str, Any]:
     """verl's GPUs do both jobs in turn, or each its own where the rollout has some of its own (fully asynchronous)."""
     each, gpus = _count(given, f"{_ROLLOUT}tensor_model_parallel_size", 1), _gpus_of_trainer(given)
     if (of_rollout := _gpus_of_rollout(given)) is not None:
@@ -528,9 +526,7 @@ def verl_engines(_: Any, given: Given, ours: str) -> Translated:
     """`hybrid_engine=False`: the recipes with GPUs of their own for generation, fully asynchronous or one step off."""
     if _V1_MODE in given:
         return verl_batches_ahead(None, given, ours)
-    lag = verl_max_lag(None, given, ours)
-    assert isinstance(lag, dict)
-    return lag | verl_anchor(None, given, "algorithm.anchor")
+    return verl_max_lag(None, given, ours) | verl_anchor(None, given, "algorithm.anchor")
 
 
 def _has_ratio(given: Given) -> bool:
@@ -628,7 +624,7 @@ def trl_prompts_per_step(_: Any, given: Given, ours: str) -> Translated:
     return {ours: update * updates // size} | ({"learner.minibatches": updates} if updates > 1 else {})
 
 
-def trl_steps(value: Any, given: Given, ours: str) -> Translated:
+def trl_steps(value: Any, given: Given, ours: str) -> dict[str, Any]:
     """TRL counts updates. A step here has all updates of a generation batch."""
     _update, updates, passes = _counts(given)
     if _count({"its value": value}, "its value") % (updates * passes):
@@ -637,8 +633,7 @@ def trl_steps(value: Any, given: Given, ours: str) -> Translated:
 
 
 def trl_end(value: Any, given: Given, ours: str) -> Translated:
-    steps = trl_steps(value, given, ours)
-    return steps | {"run.epochs": None} if isinstance(steps, dict) else steps
+    return trl_steps(value, given, ours) | {"run.epochs": None}
 
 
 def trl_epochs(value: Any, given: Given, ours: str) -> Translated:

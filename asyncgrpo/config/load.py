@@ -99,12 +99,10 @@ def find(path: str | Path) -> Path:
     if file.is_dir():
         raise ConfigError(f"{path} is a folder; give a YAML file in it")
     names = shipped_names()
-    if file.stem in names:
-        if str(path) == file.stem:
-            return shipped(file.stem)
-        raise ConfigError(f"file {path} does not exist; the one that comes with the package is called `{file.stem}`")
+    if str(path) in names:
+        return shipped(str(path))
     beside = {other.stem: str(other) for other in sorted(file.parent.glob("*.y*ml"))}
-    known = {name: name for name in names} | beside
+    known = beside | {name: name for name in names}
     close = difflib.get_close_matches(file.stem, known, n=1, cutoff=0.5)
     hint = f"did you mean {known[close[0]]}?" if close else f"the package brings {', '.join(names)}"
     raise ConfigError(f"file {path} does not exist; {hint}")
@@ -158,8 +156,7 @@ def load_values(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file} cannot be read: {why}") from error
     if not isinstance(values, DictConfig):
         raise ConfigError(f"{file} holds a list; a configuration is a mapping such as `model: {{path: ...}}`")
-    plain = OmegaConf.to_container(values)
-    assert isinstance(plain, dict)
+    plain: Any = OmegaConf.to_container(values)
     return {str(key): value for key, value in plain.items()}
 
 
@@ -202,8 +199,7 @@ def parse(text: str) -> Any:
 
 def yaml_value(text: str) -> Any:
     """Parse `text` as YAML, interpolations not resolved. Raises YAMLError or OmegaConfBaseException."""
-    value = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    assert isinstance(value, dict)
+    value: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     return value["value"]
 
 
@@ -307,8 +303,7 @@ def _parse(overrides: Sequence[str]) -> dict[str, Any]:
             OmegaConf.update(values, key, _parse_value(key, text), force_add=True)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{COMMAND_LINE}: `{override}` cannot be set ({_first_line(error)})") from error
-    plain = OmegaConf.to_container(values)
-    assert isinstance(plain, dict)
+    plain: Any = OmegaConf.to_container(values)
     return by_key(plain)
 
 
@@ -356,11 +351,10 @@ def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:
     """Merge the layers into plain values by dotted key, with interpolations resolved."""
     try:
         merged = OmegaConf.merge(*map(nested, _without_leftovers(layers)))
-        plain = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        plain: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(f"{where}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
-    assert isinstance(plain, dict)
     return by_key(plain)
 
 

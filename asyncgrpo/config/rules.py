@@ -192,10 +192,10 @@ def check_model(config: Config) -> None:
     except FileNotFoundError as error:
         below = next((f"; did you mean {found.parent}?" for found in sorted(folder.glob("*/config.json"))), "")
         raise ConfigError(f"model.path: the folder {config.model.path} has no config.json{below}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {file} cannot be read as JSON ({error})") from error
-    except AttributeError as error:
-        raise ConfigError(f"model.path: {file} has no JSON object that describes a model") from error
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"model.path: {file} cannot be read as a JSON object that describes a model ({error})"
+        ) from error
     if settings.get("model_type") in VISION_MODELS and config.generators.engine == "torch":
         raise ConfigError(
             f"generators.engine is torch, which has no vision towers, and {config.model.path} is a {settings['model_type']}; "

@@ -99,14 +99,10 @@ class PromptSource:
         """Issue the next (prompt_index, prompt): the oldest given back, else a new one. None: no prompt to issue now."""
         if not self._is_ordered(self._next_ordinary_index):
             return None
-        if self._given_back:
-            prompt_index = heapq.heappop(self._given_back)
-        elif (new := self._peek_new()) is not None:
-            prompt_index, self._next = new, new + 1
-        else:
-            return None
-        self._outstanding.add(prompt_index)
-        return prompt_index, self.prompt(prompt_index)
+        if self._given_back or (new := self._peek_new()) is None:
+            return self._issued(self._given_back)
+        self._next = new + 1
+        return self._issued([new])
 
     def done(self, prompt_index: int, rewards: Sequence[float] = ()) -> None:
         """Mark a prompt as trained or permanently dropped. It is never issued again.
@@ -141,9 +137,13 @@ class PromptSource:
 
     def next_isolated(self) -> tuple[int, Prompt] | None:
         """Issue the oldest isolated (prompt_index, prompt); None if no prompt is isolated."""
-        if not self._isolated:
+        return self._issued(self._isolated)
+
+    def _issued(self, heap: list[int]) -> tuple[int, Prompt] | None:
+        """Issue the smallest prompt index of a heap; None if it is empty."""
+        if not heap:
             return None
-        prompt_index = heapq.heappop(self._isolated)
+        prompt_index = heapq.heappop(heap)
         self._outstanding.add(prompt_index)
         return prompt_index, self.prompt(prompt_index)
 

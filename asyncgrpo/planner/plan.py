@@ -106,32 +106,40 @@ def _means(lengths: Lengths, prompts: int, completions: int) -> tuple[float, flo
     return float(drawn.mean()), float(drawn.max(axis=1).mean())
 
 
-class DecodeCurve(_Part, frozen=True, kw_only=True):
-    """Seconds of one token of each of b concurrent completions of an engine: a + c b."""
+class _Line(_Part, frozen=True, kw_only=True):
+    """Seconds that grow with a load."""
 
     base_s: NotNegative
-    """a: however few run."""
+    """However small the load: a."""
+    measured: tuple[tuple[float, float], ...] = ()
+    """(load, seconds) as measured."""
+
+    def at(self, load: float) -> float:
+        raise NotImplementedError
+
+    @property
+    def residual(self) -> float:
+        """Largest relative error of the line at a measured point; 0 without points."""
+        return max((abs(self.at(load) / seconds - 1) for load, seconds in self.measured), default=0.0)
+
+
+class DecodeCurve(_Line, frozen=True, kw_only=True):
+    """Seconds of one token of each of b concurrent completions of an engine: a + c b."""
+
     per_completion_s: NotNegative
     """c: for each one more."""
-    measured: tuple[tuple[float, float], ...] = ()
-    """(b, seconds) as measured."""
 
-    def token_seconds(self, running: float) -> float:
-        return self.base_s + self.per_completion_s * running
+    def at(self, load: float) -> float:
+        return self.base_s + self.per_completion_s * load
 
     def rate(self, running: float) -> float:
         """Return the tokens a second of one engine at so many completions."""
-        return running / self.token_seconds(running) if running else 0.0
+        return running / self.at(running) if running else 0.0
 
     @property
     def knee(self) -> float:
         """b* = 3 a / c: load at three quarters of the largest throughput. Infinite if c is 0."""
         return 3 * self.base_s / self.per_completion_s if self.per_completion_s else float("inf")
-
-    @property
-    def residual(self) -> float:
-        """Largest relative error of the line at a measured point; 0 without points."""
-        return max((abs(self.token_seconds(b) / seconds - 1) for b, seconds in self.measured), default=0.0)
 
     def is_near(self, running: float) -> bool:
         """Return True if the curve was measured at about this load."""
@@ -163,25 +171,14 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return float(best[0]), float(best[1])
 
 
-class LearnerTimes(_Part, frozen=True, kw_only=True):
-    """Seconds of a step of the learner, without its publication."""
+class LearnerTimes(_Line, frozen=True, kw_only=True):
+    """Seconds of a step of the learner, without its publication, by the tokens of each rank, prompts included."""
 
-    base_s: NotNegative
-    """However few tokens are trained."""
     rank_s_per_token: NotNegative
     """For each token, times the ranks that share the work."""
-    measured: tuple[tuple[float, float], ...] = ()
-    """(tokens for each rank, seconds) as measured."""
 
-    def seconds(self, tokens: float, ranks: int) -> float:
-        """Return the seconds of a step of so many tokens, prompts included."""
-        return self.base_s + self.rank_s_per_token * tokens / ranks
-
-    @property
-    def residual(self) -> float:
-        """Largest relative error of the line at a measured point."""
-        errors = [abs((self.base_s + self.rank_s_per_token * each) / seconds - 1) for each, seconds in self.measured]
-        return max(errors, default=0.0)
+    def at(self, load: float) -> float:
+        return self.base_s + self.rank_s_per_token * load
 
     @staticmethod
     def fit(measured: list[tuple[float, float]]) -> "LearnerTimes":
@@ -304,6 +301,16 @@ class Split:
     max_lag: int
     policy: str = "wait"
 
+    @property
+    def settings(self) -> dict[str, int]:
+        """Values of the settings of a run with this split."""
+        return {
+            "generators.count": self.generators,
+            "learner.ranks": self.ranks,
+            "generators.groups_in_flight": self.groups_in_flight,
+            "buffer.max_lag": self.max_lag,
+        }
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -333,7 +340,7 @@ def predict(profile: Profile, split: Split) -> Prediction:
 def learner_seconds(profile: Profile, ranks: int) -> float:
     """Return T_l: a step of the learner, its publication included."""
     tokens = profile.learner_tokens(profile.lengths.mean)
-    return profile.learner.seconds(tokens, ranks) + profile.publish_s
+    return profile.learner.at(tokens / ranks) + profile.publish_s
 
 
 def generate_seconds(profile: Profile, generators: int, in_flight: float) -> tuple[float, float]:
@@ -387,7 +394,7 @@ def _synchronous(profile: Profile, split: Split) -> Prediction:
     waves_s = each * lengths.mean / decode.rate(most) if most < each else 0.0  # those that do not fit at once follow
     generate_s = max(longest_s + decode.per_completion_s * each * lengths.mean, waves_s) + profile.reward_s
     learn_s = learner_seconds(profile, split.ranks)
-    running = each * lengths.mean * decode.token_seconds(most / 2) / generate_s
+    running = each * lengths.mean * decode.at(most / 2) / generate_s
     return _prediction(profile, split, generate_s + learn_s, learn_s, running, 0.0, "longest completions")
 
 
@@ -401,7 +408,7 @@ def _asynchronous(profile: Profile, split: Split) -> Prediction:
         in_flight = max(1.0, min(float(engines * split.groups_in_flight), slots))
         generate_s, most = generate_seconds(profile, engines, in_flight)
         running = min(most, _running_at(profile, engines, step_s))
-        tail_s = (longest * profile.decode.token_seconds(running) + profile.reward_s + learn_s) / bound
+        tail_s = (longest * profile.decode.at(running) + profile.reward_s + learn_s) / bound
         both_s = (generate_s**SMOOTH + tail_s**SMOOTH) ** (1 / SMOOTH)
         step_s += 0.5 * (max(learn_s, both_s) - step_s)
     lag = in_flight / _useful(profile) + learn_s / step_s
@@ -416,7 +423,7 @@ def _asynchronous(profile: Profile, split: Split) -> Prediction:
 def _just_in_time_lag(profile: Profile, running: float, step_s: float) -> float:
     """Return the mean lag where generators begin groups just in time."""
     longest = profile.lengths.sample(DRAWN, profile.group_size).max(axis=1)
-    steps = (longest * profile.decode.token_seconds(running) + profile.reward_s) / step_s
+    steps = (longest * profile.decode.at(running) + profile.reward_s) / step_s
     return 1 + sum(float((steps > k).mean()) for k in range(1, math.ceil(float(steps.max())) + 1))
 
 
@@ -454,13 +461,7 @@ class Option:
     @property
     def flags(self) -> list[str]:
         """The settings of the split."""
-        split = self.split
-        return [
-            f"generators.count={split.generators}",
-            f"learner.ranks={split.ranks}",
-            f"generators.groups_in_flight={split.groups_in_flight}",
-            f"buffer.max_lag={split.max_lag}",
-        ]
+        return [f"{key}={value}" for key, value in self.split.settings.items()]
 
 
 @dataclass(frozen=True)
@@ -529,16 +530,8 @@ def fits(profile: Profile, split: Split) -> bool:
     if not (profile.config and profile.gpus_each):
         return True
     config = recorded(profile.config, "the profile")
-    size = size_at(config.model.path)
-    if size is None:
-        return True
-    placed = {
-        "generators.count": split.generators,
-        "generators.groups_in_flight": split.groups_in_flight,
-        "learner.ranks": split.ranks,
-        "cluster.share_gpu": False,
-    }
-    return not problems(size, changed(config, placed), Card.of(config))
+    size, placed = size_at(config.model.path), changed(config, split.settings | {"cluster.share_gpu": False})
+    return size is None or not problems(size, placed, Card.of(config))
 
 
 # -- of a run ----------------------------------------------------------------------------------------------------------

@@ -16,12 +16,13 @@ from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
 from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
-from asyncgrpo.config import schema
+from asyncgrpo.config.schema import Config
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.ranks import Inbox, Team
@@ -257,21 +258,18 @@ class VirtualRun:
         self._learner._checkpoints = no_checkpoints  # type: ignore[assignment]
         self._tick()
 
-    def _config(self) -> schema.Config:
+    def _config(self) -> Config:
         case = self.case
-        return schema.Config(
-            model=schema.ModelConfig(path="none"),
-            data=schema.DataConfig(train="none"),
-            run=schema.RunConfig(seed=case.seed, checkpoint_every=10**9),
-            algorithm=schema.AlgorithmConfig(group_size=case.group_size, filter_zero_signal=case.filters),
-            buffer=schema.BufferConfig(
-                prompts_per_step=case.per_step,
-                max_lag=case.max_lag,
-                policy=case.policy,  # type: ignore[arg-type]
-                lease_timeout_s=1e9,
-            ),
-            generators=schema.GeneratorConfig(engine="fake", count=case.generators),
-        )
+        lag = {"max_lag": case.max_lag, "policy": case.policy}
+        settings = {
+            "model": {"path": "none"},
+            "data": {"train": "none"},
+            "run": {"seed": case.seed, "checkpoint_every": 10**9},
+            "algorithm": {"group_size": case.group_size, "filter_zero_signal": case.filters},
+            "buffer": lag | {"prompts_per_step": case.per_step, "lease_timeout_s": 1e9},
+            "generators": {"engine": "fake", "count": case.generators},
+        }
+        return msgspec.convert(settings, Config)
 
     def _generator(self, index: int) -> GeneratorService:
         peer, case = f"generator-{index}", self.case
@@ -347,10 +345,10 @@ class PlannedCase(Case):
 
     def train_seconds(self, tokens: int) -> float:
         mean = tokens * self.unit / (self.per_step * self.group_size)
-        return self.profile.learner.seconds(self.profile.learner_tokens(mean), self.ranks) / self.slowdown
+        return self.profile.learner.at(self.profile.learner_tokens(mean) / self.ranks) / self.slowdown
 
     def token_seconds(self, running: int) -> float:
-        return self.unit * self.profile.decode.token_seconds(running) / self.slowdown
+        return self.unit * self.profile.decode.at(running) / self.slowdown
 
 
 def simulate(
@@ -390,6 +388,7 @@ def simulate(
     run = VirtualRun(case)
     with _quiet():
         run.run()
+    assert len(run.seen) == case.steps, "the prompts of the case ran out"
     seen = run.seen[begin:]
     first = run.seen[begin - 1]
     elapsed_s = (seen[-1].start_s - first.start_s) * slowdown

@@ -190,7 +190,7 @@ class TestMistakes:
 
     def test_a_missing_file_is_answered_with_the_nearest(self, file):
         assert f"did you mean {file}?" in message_of(path=file.parent / "mime.yaml")
-        assert "is called `quickstart`" in message_of(path=file.parent / "quickstart.yaml")
+        assert "did you mean quickstart?" in message_of(path=file.parent / "quickstart.yaml")
         assert "did you mean quickstart?" in message_of(path=Path("quick_start"))
 
     def test_several_misspelt_keys_are_all_told(self, file):

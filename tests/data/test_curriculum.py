@@ -81,7 +81,7 @@ def drawn(size: int, number: int) -> np.ndarray:
     return np.array(random.Random(number).sample(range(size), size))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(SHARES, min_size=4, max_size=7), st.integers(1, 9))
 def test_whatever_the_shares_become_a_round_is_full_and_no_prompt_is_left_out_of_two_rounds(history, first):
     size = min(map(len, history))
@@ -136,7 +136,7 @@ def test_the_order_of_a_seed_and_its_shares_never_changes(tmp_path):
 GOLDEN_ORDER = [3, 7, 4, 2, 9, 3, 8, 1, 6, 5]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.25, 1.0, 3.0])), min_size=1, max_size=3), st.integers(0, 3)
 )
@@ -283,7 +283,7 @@ class AnyRun(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-AnyRun.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True)
+AnyRun.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None, derandomize=True)
 TestAnyRun = AnyRun.TestCase
 
 

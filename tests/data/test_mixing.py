@@ -24,7 +24,7 @@ def order(source: PromptSource, count: int) -> list[str]:
 SOURCES = st.lists(st.tuples(st.integers(1, 30), st.sampled_from([0.1, 0.25, 0.5, 1.0, 3.0])), min_size=1, max_size=4)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(SOURCES, st.integers(0, 5), st.booleans())
 def test_a_source_issues_each_of_its_prompts_once_a_round_and_has_its_share_of_every_stretch(sources, seed, shuffle):
     sizes, weights = zip(*sources, strict=True)

@@ -67,6 +67,8 @@ def test_other_files_go_through_the_columns_map():
 def test_chat_turns_lose_the_keys_that_parquet_filled_up():
     turns = [{"role": "user", "content": "2+2?", "name": None}]
     assert first_record({"prompt": turns, "ground_truth": "4"})[1].messages == TURN
+    blank = {"role": "system", "content": ""}
+    assert first_record({"prompt": [blank, *turns], "ground_truth": "4"})[1].messages == [blank, *TURN]
 
 
 def test_a_prompt_under_another_name_leaves_the_rest_of_the_schema_as_it_is():
@@ -114,6 +116,7 @@ VERL = {"prompt": TURN, "reward_model": {"ground_truth": "4"}}
             "image 0 is missing; expected a path",
         ),
         ({"question": "a", "answer": "b"}, {"question": "a"}, "no answer; an answer is named"),
+        (PLAIN, {**PLAIN, "prompt": " \n"}, "its prompt is empty"),
         (PLAIN, {**PLAIN, "prompt": "a\ud800"}, r"\ud800"),
         (PLAIN, {**PLAIN, "extra_info": '{"\\ud83d": 1}'}, r"\ud83d"),
         (PLAIN, {**PLAIN, "ground_truth": 10**30}, "it cannot be encoded"),

@@ -98,6 +98,6 @@ def test_an_aborted_group_gives_its_room_to_the_next():
 )
 def test_formulas_agree_with_the_product_on_the_virtual_clock(split: Split, base_s: float, sigma: float, within: float):
     task = profile(lengths=long_tail(sigma), learner=LearnerTimes(base_s=base_s, rank_s_per_token=0.0005))
-    formula, product = predict(task, split), simulate(task, split, steps=60)
+    formula, product = predict(task, split), simulate(task, split, steps=40)
     assert formula.step_s == pytest.approx(product.step_s, rel=within)
     assert formula.lag_mean == pytest.approx(product.lag_mean, rel=0.25, abs=0.05)

@@ -46,7 +46,7 @@ def test_the_curve_is_the_line_through_the_points():
 
 def test_neither_part_of_a_curve_is_negative_and_one_load_leaves_open_which_part_is_its_own():
     curve = DecodeCurve.fit([(10.0, 0.04), (12.0, 0.04)])
-    assert (curve.token_seconds(11.0), curve.base_s) == pytest.approx((0.04, 0.02))
+    assert (curve.at(11.0), curve.base_s) == pytest.approx((0.04, 0.02))
     falling = DecodeCurve.fit([(1.0, 0.03), (8.0, 0.02)])
     assert falling.per_completion_s == 0 and 0.02 < falling.base_s < 0.03
     through_less_than_nothing = DecodeCurve.fit([(1.0, 0.001), (8.0, 0.02)])
@@ -56,7 +56,7 @@ def test_neither_part_of_a_curve_is_negative_and_one_load_leaves_open_which_part
 def test_the_learner_s_line_is_found_at_two_sizes_and_goes_through_zero_at_one():
     two = LearnerTimes.fit([(100.0, 1.5), (400.0, 3.0)])
     assert (two.base_s, two.rank_s_per_token) == pytest.approx((1.0, 0.005))
-    assert two.seconds(800.0, ranks=2) == pytest.approx(3.0)
+    assert two.at(400.0) == pytest.approx(3.0)
     assert LearnerTimes.fit([(100.0, 1.0), (101.0, 1.0)]).base_s == 0
 
 

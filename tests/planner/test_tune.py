@@ -5,7 +5,7 @@ import pytest
 
 from asyncgrpo.config.load import load_config
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
-from asyncgrpo.planner.plan import DecodeCurve, Profile, read_profile
+from asyncgrpo.planner.plan import DecodeCurve, Profile, make_plan, read_profile
 from asyncgrpo.planner.tune import Measure, learner_points, profile_of
 from tests.runs import assert_nothing_left, asyncgrpo
 
@@ -88,9 +88,9 @@ def test_a_profile_is_measured_on_the_cluster(tmp_path):
     # A busy machine is slower than its engine; a difference of two times may come out a little below.
     assert all(seconds >= 0.85 * (0.004 + 0.0002 * load) for load, seconds in profile.decode.measured)
     assert 15 < profile.lengths.mean < 35 and profile.lengths.spread(4) > 1.2
-    assert profile.publish_s > 0 and profile.learner.seconds(800, ranks=1) > 0
+    assert profile.publish_s > 0 and profile.learner.at(800) > 0
     assert {tokens < 200 for tokens, _ in profile.learner.measured} == {True, False}, "steps of two sizes"
-    assert asyncgrpo("plan", "--gpus", "4", cwd=tmp_path).returncode == 0
+    assert len(make_plan(profile, 4).options) == 3
     assert msgspec.json.decode((tmp_path / "profile.json").read_bytes())["config"]["generators"]["engine"] == "fake"
 
 
