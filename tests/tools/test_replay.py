@@ -35,12 +35,7 @@ def test_a_preset_leaves_alone_which_groups_were_trained(recorded: Config, is_fi
 
 
 @pytest.mark.parametrize(
-    "override",
-    [
-        "algorithm.group_size=4",
-        "algorithm.filter_zero_signal=true",
-        "sampling.temperature=0.5",
-    ],
+    "override", ["algorithm.group_size=4", "algorithm.filter_zero_signal=true", "sampling.temperature=0.5"]
 )
 def test_a_setting_that_made_the_groups_is_refused(recorded: Config, override: str):
     with pytest.raises(ConfigError, match=f"a replay cannot change {override.partition('=')[0]}: the groups"):
