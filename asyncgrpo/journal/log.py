@@ -141,12 +141,8 @@ class Journal:
         """
         assert durability != "memory", "InMemory is for this"
         self._folder = history.folder
-        self._run_started = run_started
-        self._durability = durability
-        self._keep = keep
-        self._now = clock
-        self._disk = disk or Disk()
-        self._segment_bytes = segment_bytes
+        self._run_started, self._durability, self._keep = run_started, durability, keep
+        self._now, self._disk, self._segment_bytes = clock, disk or Disk(), segment_bytes
         self._number = max((s.number for s in history.segments), default=0) + 1
         # Last segment of an earlier process, which may have been killed before it synced.
         self._inherited = history.segments[-1].path if history.segments else None
