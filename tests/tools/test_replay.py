@@ -66,6 +66,7 @@ def test_the_same_numbers_are_equal_whatever_time_it_took():
     assert Pair(3, broken, broken).differences == []
     pair = Pair(3, None, STEP)
     assert pair.differences == [] and pair.values("loss") == (None, 0.1), "it was not recorded"
+    assert not Replayed([pair]).is_equal, "nothing was compared"
 
 
 @pytest.mark.parametrize(
