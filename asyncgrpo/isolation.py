@@ -94,12 +94,7 @@ def run_isolated(
 
 
 def run_to_end(
-    command: Sequence[str],
-    *,
-    stdin: str,
-    environment: Mapping[str, str],
-    timeout_s: float,
-    descriptors: Sequence[int],
+    command: Sequence[str], *, stdin: str, environment: Mapping[str, str], timeout_s: float, descriptors: Sequence[int]
 ) -> Ended:
     """Run a process in a session of its own, and kill its process group at the end or the deadline."""
     with memory_file(stdin) as source, memory_file() as stdout, memory_file() as stderr:

@@ -22,15 +22,17 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import prometheus_client as prometheus
 import psutil
 from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -59,8 +61,20 @@ LAGS = (*range(33), 48, 64, 128)
 TOKENS = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 
 
-def _declare(metric: Any, roles: tuple[Role, ...], **labels: tuple[str, ...]) -> Any:
-    """Register a metric for its roles, and start each combination of its label values at 0."""
+Metric = TypeVar("Metric", bound=MetricWrapperBase)
+
+
+def _declare(
+    kind: type[Metric], name: str, text: str, /, *roles: Role, buckets: Sequence[float] = (), **labels: Sequence[str]
+) -> Metric:
+    """Declare a metric of some roles, and start each combination of its label values at 0.
+
+    Args:
+        buckets: of a histogram.
+        labels: values by label; () if they are not known here. Then the code that sets them bounds their number.
+    """
+    more: dict[str, Any] = {"buckets": buckets} if buckets else {}
+    metric = kind(PREFIX + name, text, tuple(labels), registry=None, **more)
     for role in roles:
         _metrics_by_role[role].append(metric)
     if labels:
@@ -69,27 +83,8 @@ def _declare(metric: Any, roles: tuple[Role, ...], **labels: tuple[str, ...]) ->
     return metric
 
 
-def _counter(name: str, text: str, *roles: Role, **labels: tuple[str, ...]) -> prometheus.Counter:
-    return _declare(prometheus.Counter(PREFIX + name, text, tuple(labels), registry=None), roles, **labels)
-
-
-def _gauge(name: str, text: str, *roles: Role, **labels: tuple[str, ...]) -> prometheus.Gauge:
-    return _declare(prometheus.Gauge(PREFIX + name, text, tuple(labels), registry=None), roles, **labels)
-
-
-def _named_gauge(name: str, text: str, *roles: Role, labels: tuple[str, ...]) -> prometheus.Gauge:
-    """Declare a gauge with label values that are not known here. The code that sets it bounds their number."""
-    return _declare(prometheus.Gauge(PREFIX + name, text, labels, registry=None), roles)
-
-
-def _histogram(name: str, text: str, *roles: Role, buckets: tuple[float, ...]) -> prometheus.Histogram:
-    return _declare(prometheus.Histogram(PREFIX + name, text, buckets=buckets, registry=None), roles)
-
-
-def _info(name: str, text: str, *roles: Role) -> prometheus.Info:
-    """Declare an info metric. The client exports it with the suffix `_info`."""
-    return _declare(prometheus.Info(PREFIX + name, text, registry=None), roles)
-
+_counter, _gauge = partial(_declare, prometheus.Counter), partial(_declare, prometheus.Gauge)
+_histogram, _info = partial(_declare, prometheus.Histogram), partial(_declare, prometheus.Info)
 
 # fmt: off
 # ---------------------------------------------------------------------------------------------------------- every role
@@ -260,7 +255,7 @@ _OF_PARTS = {
     "reward_parts": ("reward_part_mean", "Mean of each named part of the rewards in the last step that had it; at most 32."),
     "reward_parts_std": ("reward_part_std", "Standard deviation of each named part of the rewards in the last step that had it."),
 }
-PART_GAUGES = {field: _named_gauge(name, text, "learner", labels=("part",)) for field, (name, text) in _OF_PARTS.items()}
+PART_GAUGES = {field: _gauge(name, text, "learner", part=()) for field, (name, text) in _OF_PARTS.items()}
 """Gauges of the named parts of rewards by the field of a step."""
 MAX_SOURCES = 16
 _OF_SOURCES = {
@@ -269,12 +264,12 @@ _OF_SOURCES = {
     "zero_signal_share": ("source_zero_signal_ratio", "Share of the trained groups of each data_source without signal."),
     "completion_length_mean": ("source_completion_length_mean", "Mean sampled tokens of a completion of each data_source."),
 }
-SOURCE_GAUGES = {field: _named_gauge(name, text, "learner", labels=("source",)) for field, (name, text) in _OF_SOURCES.items()}
+SOURCE_GAUGES = {field: _gauge(name, text, "learner", source=()) for field, (name, text) in _OF_SOURCES.items()}
 """Gauges of a data_source by the field of its numbers in a step."""
 
 eval_reward_mean = _gauge("eval_reward_mean", "Mean reward of the last evaluation; NaN before the first.", "learner")
-eval_suite = _named_gauge(
-    "eval_suite", "Number of the last evaluation of a suite: reward, pass@k or maj@n.", "learner", labels=("suite", "number"))
+eval_suite = _gauge(
+    "eval_suite", "Number of the last evaluation of a suite: reward, pass@k or maj@n.", "learner", suite=(), number=())
 
 weight_sync_total = _counter(
     "weight_sync_total",

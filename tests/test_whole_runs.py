@@ -16,15 +16,7 @@ from asyncgrpo import scratch
 from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.recording.events import read_events
 from tests.models import make_tiny_qwen3_moe
-from tests.runs import (
-    assert_nothing_left,
-    asyncgrpo,
-    events,
-    left_behind,
-    replay,
-    start,
-    wait_until,
-)
+from tests.runs import assert_nothing_left, asyncgrpo, events, left_behind, replay, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

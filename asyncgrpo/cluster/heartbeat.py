@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -68,32 +69,23 @@ class Heart:
         self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
-        client = Client(self._endpoint, f"{self._name}-{self._incarnation}", self._keys)
-        try:
-            self._beat(client)
-        finally:
-            client.close()
+        with closing(Client(self._endpoint, f"{self._name}-{self._incarnation}", self._keys)) as client:
+            while not self._over.is_set():
+                self._beat(client)
 
     def _beat(self, client: Client) -> None:
-        while not self._over.is_set():
-            client.send(
-                Heartbeat(
-                    name=self._name,
-                    incarnation=self._incarnation,
-                    pid=os.getpid(),
-                    waits=metrics.waits(),
-                    **{name: read() for name, read in self._fields.items()},
-                )
-            )
-            due = time.monotonic() + liveness.HEARTBEAT_S
-            while (left_s := due - time.monotonic()) > 0 and not self._over.is_set():
-                try:
-                    received = client.receive(min(left_s, 0.2))
-                except WireError as error:
-                    log.warning("refused a message of the driver: %s", error)
-                    continue
-                if received is not None and (handle := self._on_message.get(type(received[0]))) is not None:
-                    handle(received[0])
+        """Send a heartbeat, and take in the driver's messages until the next one is due."""
+        fields = {name: read() for name, read in self._fields.items()}
+        waits, due = metrics.waits(), time.monotonic() + liveness.HEARTBEAT_S
+        client.send(Heartbeat(name=self._name, incarnation=self._incarnation, pid=os.getpid(), waits=waits, **fields))
+        while (left_s := due - time.monotonic()) > 0 and not self._over.is_set():
+            try:
+                received = client.receive(min(left_s, 0.2))
+            except WireError as error:
+                log.warning("refused a message of the driver: %s", error)
+                continue
+            if received is not None and (handle := self._on_message.get(type(received[0]))) is not None:
+                handle(received[0])
 
     def _dump_stacks(self, message: DumpStacks) -> None:
         self._stacks.parent.mkdir(parents=True, exist_ok=True)

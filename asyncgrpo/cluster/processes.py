@@ -80,8 +80,7 @@ class Core:
             self._follow_start(references.keys(), time.monotonic() - began_s, late)
 
         ready, *leaders = results(references, while_starting)
-        self.addresses = {f"learner-{i}": leader.metrics_address for i, leader in enumerate(leaders)}
-        self.addresses["buffer"] = ready.metrics_address
+        self.addresses = dict(zip(references, (one.metrics_address for one in (ready, *leaders)), strict=True))
         self._control = Client(ready.endpoint, "driver", setup.keys)
         self.endpoints = EndpointsChanged(buffer_endpoint=ready.endpoint, weights_endpoint=leaders[0].weights_endpoint)
         return ready, leaders
@@ -211,9 +210,7 @@ class Budget:
         Args:
             allowed: restarts in any hour.
         """
-        self._name = name
-        self._allowed = allowed
-        self._clock = clock
+        self._name, self._allowed, self._clock = name, allowed, clock
         self._recent: deque[float] = deque()
         self.count = 0
         """Restarts so far."""
@@ -283,11 +280,8 @@ class Fleet:
         Args:
             on_address: called with a name and the address of its metrics; None when it has left.
         """
-        self._setup = setup
-        self._placement = placement
-        self._watch = watch
-        self._events = events
-        self._on_address = on_address
+        self._setup, self._placement, self._watch = setup, placement, watch
+        self._events, self._on_address = events, on_address
         self._running: dict[int, _Generator] = {}
         self._due: dict[int, float] = {}
         self._ended_by: dict[int, str] = {}

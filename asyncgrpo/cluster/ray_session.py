@@ -78,16 +78,11 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Ray would warn at every start that it requires a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-    common = {
-        "namespace": "asyncgrpo",
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-        "configure_logging": False,
-    }
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     try:
         if address is not None:
             check_ray(address)
-            ray.init(address=address, **common)
+            ray.init(address=address, namespace="asyncgrpo", **quiet)
         else:
             scratch.tidy_at_end()  # Ray's agents would outlive a killed driver by a minute
             os.environ.pop(_MODE, None)  # without it, Ray requires a token and sets it again
@@ -99,7 +94,8 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
                 _temp_dir=_temporary(),
-                **common,
+                namespace="asyncgrpo",
+                **quiet,
             )
             _protect_token()
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:

@@ -334,8 +334,4 @@ def in_words(command: Command) -> str:
             return f"scale generators {count}"
         case ChangeSettings(settings=settings):
             return "set " + " ".join(f"{key}={value}" for key, value in settings.items())
-        case DrainRun():
-            return "drain"
-        case WriteCheckpoint():
-            return "checkpoint"
-    return type(command).__name__.lower()
+    return str(command.__struct_config__.tag)

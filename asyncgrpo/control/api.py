@@ -152,56 +152,64 @@ class _Rejected(asyncio.Protocol):
         transport.close()
 
 
-class HttpServer:
-    """Serves an application from a daemon thread, whose event loop its handlers must not block."""
+@contextmanager
+def listening(app: web.Application, bind: str, port: int) -> Iterator[str]:
+    """Serve an application during the block, from a daemon thread, whose event loop its handlers must not block.
 
-    def __init__(self, app: web.Application) -> None:
-        self._app = app
-        self._end: Callable[[], object] | None = None
+    At the end every connection is closed; a request that is being served gets a second.
 
-    def start(self, host: str, port: int) -> int:
-        """Listen, and return the port. Raises OSError: the address cannot be bound."""
-        listens = concurrent.futures.Future[int]()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(host, port, listens)), name="control", daemon=True
-        )
-        self._thread.start()
-        return listens.result(START_S)
+    Args:
+        port: 0 takes a free one.
+    Yields:
+        The URL.
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    started = concurrent.futures.Future[tuple[int, Callable[[], object]]]()
+    thread = threading.Thread(target=lambda: asyncio.run(_serve(app, bind, port, started)), name="control", daemon=True)
+    thread.start()
+    try:
+        port, end = started.result(START_S)
+    except OSError as problem:
+        where = f"control.bind {bind} and control.port {port}"
+        raise ConfigError(f"{where}: the admin API cannot listen there: {problem.strerror}") from problem
+    try:
+        yield f"http://[{bind}]:{port}" if ":" in bind else f"http://{bind}:{port}"
+    finally:
+        end()
+        thread.join(5.0)
 
-    def close(self) -> None:
-        """Close every connection and end the thread. A request that is being served gets a second."""
-        if self._end is not None:
-            self._end()
-            self._thread.join(5.0)
 
-    async def _serve(self, host: str, port: int, listens: concurrent.futures.Future[int]) -> None:
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        runner = web.AppRunner(
-            self._app,
-            handle_signals=False,
-            shutdown_timeout=1.0,
-            keepalive_timeout=REQUEST_S,
-            lingering_time=0.2,
-            access_log=None,
-            auto_decompress=False,
-        )
-        await runner.setup()
-        server = runner.server
-        assert server is not None
+async def _serve(
+    app: web.Application, bind: str, port: int, started: concurrent.futures.Future[tuple[int, Callable[[], object]]]
+) -> None:
+    """Serve until the function is called that `started` gets with the port."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    runner = web.AppRunner(
+        app,
+        handle_signals=False,
+        shutdown_timeout=1.0,
+        keepalive_timeout=REQUEST_S,
+        lingering_time=0.2,
+        access_log=None,
+        auto_decompress=False,
+    )
+    await runner.setup()
+    server = runner.server
+    assert server is not None
 
-        def connection() -> asyncio.BaseProtocol:
-            return server() if len(server.connections) < CONNECTIONS else _Rejected()
+    def connection() -> asyncio.BaseProtocol:
+        return server() if len(server.connections) < CONNECTIONS else _Rejected()
 
-        try:
-            listener = await loop.create_server(connection, host, port)
-        except OSError as problem:
-            listens.set_exception(problem)
-            return
-        self._end = partial(loop.call_soon_threadsafe, ended.set)
-        listens.set_result(listener.sockets[0].getsockname()[1])
-        await ended.wait()
-        listener.close()
-        await runner.cleanup()
+    try:
+        listener = await loop.create_server(connection, bind, port)
+    except OSError as problem:
+        started.set_exception(problem)
+        return
+    started.set_result((listener.sockets[0].getsockname()[1], partial(loop.call_soon_threadsafe, ended.set)))
+    await ended.wait()
+    listener.close()
+    await runner.cleanup()
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -252,17 +260,14 @@ class _OfRunbook(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Api:
-    """The admin API of one run, in a thread of its own."""
+    """The admin API of one run."""
 
-    def __init__(self, operator: Operator, run_dir: Path, *, bind: str, port: int, token: str) -> None:
+    def __init__(self, operator: Operator, run_dir: Path, *, token: str) -> None:
         """
         Args:
-            bind: address to listen at.
-            port: 0 takes a free one.
             token: what a client must send.
         """
         self._operator, self._run_dir = operator, run_dir
-        self._bind, self._port = bind, port
         self._expected = f"Bearer {token}".encode()
         self._commands = Worker("control-commands", timeout_s=COMMAND_S)
         self._looks = Worker("control-status", timeout_s=READ_S, waiting=64)
@@ -272,25 +277,10 @@ class Api:
         self._open |= {"/": partial(_file, _PAGE / "index.html"), "/healthz": _healthz}
         """Handlers that ask for no token."""
         routes = {path: partial(_answer_to, kind, answer) for path, (kind, answer) in self._answers().items()}
-        app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
+        self.app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
         for path, do in (self._open | routes).items():
-            app.router.add_get(path, do, allow_head=False)
-        app.router.add_post("/api/command", self._command)
-        self._server = HttpServer(app)
-
-    def start(self) -> str:
-        """Listen, and return the URL. Raises ConfigError: the address cannot be bound."""
-        try:
-            port = self._server.start(self._bind, self._port)
-        except OSError as problem:
-            where = f"control.bind {self._bind} and control.port {self._port}"
-            raise ConfigError(f"{where}: the admin API cannot listen there: {problem.strerror}") from problem
-        host = f"[{self._bind}]" if ":" in self._bind else self._bind
-        return f"http://{host}:{port}"
-
-    def close(self) -> None:
-        """Stop listening. A command that is being carried out goes on."""
-        self._server.close()
+            self.app.router.add_get(path, do, allow_head=False)
+        self.app.router.add_post("/api/command", self._command)
 
     # -- one request
 
@@ -386,14 +376,12 @@ def serving(operator: Operator, run_dir: Path, config: ControlConfig) -> Iterato
         yield None
         return
     token = secrets.token_urlsafe(32)
-    api = Api(operator, run_dir, bind=config.bind, port=config.port, token=token)
-    url = api.start()
-    write_address(run_dir, Address.of_this_process(url, token))
-    try:
-        yield url
-    finally:
-        (run_dir / FILE).unlink(missing_ok=True)
-        api.close()
+    with listening(Api(operator, run_dir, token=token).app, config.bind, config.port) as url:
+        write_address(run_dir, Address.of_this_process(url, token))
+        try:
+            yield url
+        finally:
+            (run_dir / FILE).unlink(missing_ok=True)
 
 
 # -- problems ----------------------------------------------------------------------------------------------------------

@@ -29,37 +29,37 @@ from asyncgrpo.recording.screen import figures, position
 # -- commands ----------------------------------------------------------------------------------------------------------
 
 
-class _Command(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Command(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="command"):
     pass
 
 
-class Pause(_Command, frozen=True, tag="pause", tag_field="command"):
+class Pause(_Command, frozen=True, tag="pause"):
     """No more leases and no more batches. What is in flight is finished and kept."""
 
 
-class Resume(_Command, frozen=True, tag="resume", tag_field="command"):
+class Resume(_Command, frozen=True, tag="resume"):
     """Go on after `Pause`."""
 
 
-class DrainRun(_Command, frozen=True, tag="drain", tag_field="command"):
+class DrainRun(_Command, frozen=True, tag="drain"):
     """End in order: the step in flight, a checkpoint, exit code 0; the same as SIGTERM."""
 
 
-class WriteCheckpoint(_Command, frozen=True, tag="checkpoint", tag_field="command"):
+class WriteCheckpoint(_Command, frozen=True, tag="checkpoint"):
     """Write a checkpoint after the step in flight."""
 
 
-class Evaluate(_Command, frozen=True, tag="evaluate", tag_field="command"):
+class Evaluate(_Command, frozen=True, tag="evaluate"):
     """Sample `data.eval` after the step in flight."""
 
 
-class Scale(_Command, frozen=True, tag="scale", tag_field="command"):
+class Scale(_Command, frozen=True, tag="scale"):
     """Run so many generators, within `generators.min` and `generators.max`."""
 
     generators: Annotated[int, Meta(ge=1, le=4096)]
 
 
-class ChangeSettings(_Command, frozen=True, tag="set", tag_field="command"):
+class ChangeSettings(_Command, frozen=True, tag="set"):
     """Change settings while the run goes on; all of them, or none if one is refused."""
 
     settings: Annotated[dict[str, float | int], Meta(min_length=1, max_length=16)]

@@ -20,7 +20,6 @@ It is written to a file, durably, before that prompt is issued. From then on the
 prompt after every restart. The files take four bytes per prompt and round and are kept.
 """
 
-import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ import xxhash
 
 from asyncgrpo import metrics
 from asyncgrpo.errors import CheckpointError
+from asyncgrpo.host import replace_file, sync
 from asyncgrpo.types import Frozen
 
 # -- mixture -----------------------------------------------------------------------------------------------------------
@@ -290,15 +290,6 @@ def _write(path: Path, decided: Round) -> None:
     """Write the file atomically and durably. Raises OSError."""
     data = msgspec.msgpack.encode(decided)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
-        file.write(xxhash.xxh3_64_digest(data) + data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    replace_file(path, xxhash.xxh3_64_digest(data) + data, is_durable=True)
     for folder in (path.parent, path.parent.parent):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(folder)

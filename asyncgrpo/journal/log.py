@@ -16,7 +16,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -117,14 +116,6 @@ class InMemory:
         pass
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """A record that is not durable."""
-
-    record: JournalRecord
-    parts: list[Buffer]
-
-
 class Journal:
     """The journal of one start of a run: see the module's docstring. One thread writes it."""
 
@@ -150,23 +141,22 @@ class Journal:
         """
         assert durability != "memory", "InMemory is for this"
         self._folder = history.folder
-        self._run_started = run_started
-        self._durability = durability
-        self._keep = keep
-        self._now = clock
-        self._disk = disk or Disk()
-        self._segment_bytes = segment_bytes
+        self._run_started, self._durability, self._keep = run_started, durability, keep
+        self._now, self._disk, self._segment_bytes = clock, disk or Disk(), segment_bytes
         self._number = max((s.number for s in history.segments), default=0) + 1
         # Last segment of an earlier process, which may have been killed before it synced.
         self._inherited = history.segments[-1].path if history.segments else None
         self._descriptor: int | None = None
         self._size = self._safe_size = 0  # bytes of the segment, and of its durable records
-        self._waiting: deque[_Waiting] = deque()  # records that are not durable
+        self._waiting: deque[tuple[JournalRecord, list[Buffer]]] = deque()  # records that are not durable
         self._num_written = 0  # the written ones among them
-        self._appended = self._num_durable = 0
+        self._num_durable = 0
+        self.position = 0
+        """Position of the last appended record, for `is_durable`."""
         self._synced_s = self._tried_s = clock()
         self._logged_s: float | None = None
-        self._error: str | None = None
+        self.is_blocked: str | None = None
+        """The error for which the journal cannot be written; None: it can be."""
         self._is_dirty = False
         self._issued: list[BatchIssued] = []
         self._with_bodies = {s.number for s in history.segments if s.has_bodies and not s.damage}
@@ -184,21 +174,11 @@ class Journal:
         """File of the current segment."""
         return segment_path(self._folder, self._number)
 
-    @property
-    def is_blocked(self) -> str | None:
-        """The error for which the journal cannot be written; None: it can be."""
-        return self._error
-
-    @property
-    def position(self) -> int:
-        """Position of the last appended record, for `is_durable`."""
-        return self._appended
-
     def append(self, record: JournalRecord, body: Sequence[Buffer] = ()) -> None:
         """Write a record, or keep it in memory until the disk accepts it."""
-        self._waiting.append(_Waiting(record, pack(record, list(body))))
-        self._appended += 1
-        if self._error is None:
+        self._waiting.append((record, pack(record, list(body))))
+        self.position += 1
+        if self.is_blocked is None:
             self._attempt(self._write)
 
     def append_group(self, message: Deliver, payload: Buffer, max_lag: int, head: Buffer | None = None) -> None:
@@ -212,7 +192,7 @@ class Journal:
     def tick(self) -> None:
         """Sync if the interval is over, or retry after a failure. Call it a few times a second."""
         now_s = self._now()
-        if self._error is not None:
+        if self.is_blocked is not None:
             if now_s - self._tried_s >= RETRY_EVERY_S:
                 self._attempt(self._begin_again)
         elif self._durability == "fsync_interval" and self._is_dirty and now_s - self._synced_s >= SYNC_EVERY_S:
@@ -220,9 +200,9 @@ class Journal:
 
     def sync(self) -> bool:
         """Sync everything now, at any durability. Return True if that succeeded."""
-        if self._error is None and self._is_dirty:
+        if self.is_blocked is None and self._is_dirty:
             self._attempt(self._sync)
-        return self._error is None
+        return self.is_blocked is None
 
     def close(self) -> None:
         """Sync and close the file."""
@@ -238,19 +218,19 @@ class Journal:
         except OSError as error:
             self._close_file()
             self._num_written = 0  # only durable records of the segment count; the others are written again
-            self._error = f"{self.path}: {error.strerror or error}"
+            self.is_blocked = f"{self.path}: {error.strerror or error}"
             metrics.journal_blocked.set(1)
             self._log_error()
         else:
-            if self._error is not None:
+            if self.is_blocked is not None:
                 log.warning("the journal %s can be written again", self._folder)
-            self._error, self._logged_s = None, None
+            self.is_blocked, self._logged_s = None, None
             metrics.journal_blocked.set(0)
 
     def _log_error(self) -> None:
         if self._logged_s is None or self._tried_s - self._logged_s >= LOG_EVERY_S:
             self._logged_s = self._tried_s
-            log.error("the journal cannot be written (%s): no group is acknowledged, no lease granted", self._error)
+            log.error("the journal cannot be written (%s): no group is acknowledged, no lease granted", self.is_blocked)
 
     def _begin_segment(self) -> None:
         self._size = self._safe_size = 0
@@ -270,10 +250,10 @@ class Journal:
 
     def _write(self) -> None:
         while self._num_written < len(self._waiting):
-            waiting = self._waiting[self._num_written]
-            self._put(waiting.parts)
+            record, parts = self._waiting[self._num_written]
+            self._put(parts)
             self._num_written += 1
-            self._track(waiting.record, self._number if len(waiting.parts) > 1 else None)
+            self._track(record, self._number if len(parts) > 1 else None)
             if self._size >= self._segment_bytes:
                 self._sync()
                 self._close_file()
@@ -281,7 +261,7 @@ class Journal:
                 self._begin_segment()
             elif self._durability == "fsync_each":
                 self._sync()
-            if isinstance(waiting.record, Committed):
+            if isinstance(record, Committed):
                 self._retire()
         # Not earlier: a failed sync at the end of a segment may lose records in it.
         if self._durability == "written":

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from asyncgrpo.errors import CheckpointError
+from asyncgrpo.host import sync
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Checkpoints:
                 os.rename(final, replaced)
                 shutil.rmtree(replaced, ignore_errors=True)
             os.rename(temporary, final)
-            _sync(self._folder)
+            sync(self._folder)
         except OSError as error:
             raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
         for old in self._all()[: -self._keep]:
@@ -107,13 +108,5 @@ def read_state(checkpoint: Path) -> RunState:
 def _sync_tree(folder: Path) -> None:
     for parent, _, files in os.walk(folder):
         for name in files:
-            _sync(Path(parent) / name)
-        _sync(Path(parent))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync(Path(parent) / name)
+        sync(Path(parent))

@@ -92,11 +92,8 @@ class Chaos:
     def __init__(
         self, plan: Plan, watch: Watch, fleet: Fleet, events: EventLog, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._plan = plan
-        self._watch = watch
-        self._fleet = fleet
-        self._events = events
-        self._clock = clock
+        self._plan, self._watch, self._fleet = plan, watch, fleet
+        self._events, self._clock = events, clock
         self._rng = random.Random(plan.seed)
         self._open: list[_Fault] = []
         self._due_s: float | None = None

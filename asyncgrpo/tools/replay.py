@@ -428,7 +428,8 @@ class Replay:
         path = timeline.run / "metrics.jsonl"
         recorded = list(read_events(path)) if path.exists() else []
         self._steps = {event["version"]: event for event in recorded if event["event"] == "step"}
-        self._rates = [] if any(o.startswith("learner.lr=") for o in overrides) else _rates(recorded)
+        changes = [event for event in recorded if event["event"] == "lr_changed"]
+        self._rates = [] if any(o.startswith("learner.lr=") for o in overrides) else changes
         self._digests = {event["version"]: event.get("digest") for event in recorded if event["event"] == "sync"}
         self._result = Replayed()
 
@@ -480,7 +481,10 @@ class Replay:
             self._compare_weights(leg.steps[0].version, learner, team, config)
             clock = PhaseClock()
             for planned in leg.steps:
-                self._set_lr(planned.version, config.learner.lr, learner, team)
+                lr = lr_at(planned.version, self._rates, config.learner.lr)
+                if lr != learner.config.learner.lr:
+                    team.broadcast(RankCommand(what="set_lr", lr=lr))
+                    learner.set_lr(lr)
                 pair = self._step(planned, learner, team, clock)
                 self._result.pairs.append(pair)
                 on_step(pair)
@@ -488,14 +492,6 @@ class Replay:
             if save is not None:
                 team.broadcast(RankCommand(what="save", folder=save))
                 learner.save(save)
-
-    def _set_lr(self, version: PolicyVersion, configured: float, learner: Learner, team: Team) -> None:
-        """Set the peak learning rate of the step from `version`, which an operator may have changed."""
-        of_start = [(at, lr) for at, lr in self._rates if at.lineage == version.lineage and at.number <= version.number]
-        _, lr = max(of_start, default=(version, configured))
-        if lr != learner.config.learner.lr:
-            team.broadcast(RankCommand(what="set_lr", lr=lr))
-            learner.set_lr(lr)
 
     def _step(self, planned: PlannedStep, learner: Learner, team: Team, clock: PhaseClock) -> Pair:
         with clock("wait_data"):
@@ -534,7 +530,8 @@ class Replay:
             self._result.other_weights.append(str(version))
 
 
-def _rates(recorded: Sequence[Event]) -> list[tuple[PolicyVersion, float]]:
-    """Return the changes of the peak learning rate by an operator, with the first version of each."""
-    changes = (event for event in recorded if event["event"] == "lr_changed")
-    return [(PolicyVersion.parse(event["version"]), event["lr"]) for event in changes]
+def lr_at(version: PolicyVersion, changes: Sequence[Event], configured: float) -> float:
+    """Return the peak learning rate of the step from `version`, which an operator may have changed (`lr_changed`)."""
+    rates = [(PolicyVersion.parse(event["version"]), event["lr"]) for event in changes]
+    of_start = [(at, lr) for at, lr in rates if at.lineage == version.lineage and at.number <= version.number]
+    return max(of_start, default=(version, configured))[1]

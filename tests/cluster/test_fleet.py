@@ -193,6 +193,15 @@ def test_a_run_may_lose_a_generator_that_serves_or_whose_start_may_fail_once_mor
             fleet.reconcile()
 
 
+def test_ends_of_an_engine_that_has_served_are_no_failed_starts(plane):
+    fleet, watch, _, written = plane
+    fleet._budgets[0] = Budget("generator-0", 9)
+    for start in range(liveness.FAILED_STARTS + 1):
+        watch.silent_s = {f"generator-0 1.{start}": 500.0}
+        fleet.reconcile()
+    assert len(written) == liveness.FAILED_STARTS + 1
+
+
 def states(fleet: Fleet) -> dict[str, str]:
     return {process.name: process.state for process in fleet.processes()}
 

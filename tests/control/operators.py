@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from asyncgrpo.control.api import Api
+from asyncgrpo.control.api import Api, listening
 from asyncgrpo.control.client import Command, Pause, ProcessStatus, Resume, Scale, Status
 from asyncgrpo.errors import CommandRefused
 from asyncgrpo.recording.advice import Advice
@@ -77,13 +77,12 @@ class FakeOperator:
 
 
 @contextmanager
-def served(operator: FakeOperator, **settings: Any) -> Iterator[str]:
-    api = Api(operator, operator.run_dir, **{"bind": "127.0.0.1", "port": 0, "token": TOKEN, **settings})
-    try:
-        yield api.start()
-    finally:
-        operator.released.set()
-        api.close()
+def served(operator: FakeOperator) -> Iterator[str]:
+    with listening(Api(operator, operator.run_dir, token=TOKEN).app, "127.0.0.1", 0) as url:
+        try:
+            yield url
+        finally:
+            operator.released.set()
 
 
 def step(number: int, **fields: Any) -> dict[str, Any]:

@@ -191,6 +191,8 @@ def test_the_address_is_there_while_it_serves_and_only_for_its_user(operator: Fa
         assert ask(address.url, "/api/status", token=address.token)[0] == 200
     with pytest.raises(RunNotAlive, match=r"is not going on: it has no control\.json"):
         read_address(run)
+    with pytest.raises(urllib.error.URLError, match="refused"):
+        fetch(f"{url}/healthz", timeout_s=2.0)
 
 
 def test_with_no_port_there_is_no_api_and_a_port_that_is_taken_is_named(operator: FakeOperator):

@@ -52,7 +52,7 @@ def test_a_key_asks_before_it_pauses(operators: list[FakeOperator]):
     top.refresh()
     assert top.press("\t") and top.press("p")
     assert "pause two? y: yes" in shown(top)
-    top.press("n")
+    top.press("x")
     assert operators[1].commands == []
     top.press("p")
     top.press("y")

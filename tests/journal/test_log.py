@@ -190,6 +190,15 @@ def test_bodies_of_trained_and_dropped_groups_are_given_up_and_the_ledger_stays(
     assert history.damage == []
 
 
+def test_the_segment_that_is_written_keeps_its_bodies(tmp_path: Path):
+    log = journal(tmp_path / "j")
+    log.append(*delivered(*group(0)))
+    log.append(BatchIssued(step=1, version=PolicyVersion(1, 0), lease_ids=("1.0.0",)))
+    log.append(Committed(step=1, prompts=began().prompts))
+    log.append(*delivered(*group(1)))
+    assert set(groups_in(read_history(tmp_path / "j"))) == {0, 1}, "another file in its place would lose what follows"
+
+
 @pytest.mark.parametrize("at_most", [1, 10**9])
 def test_what_a_call_wrote_in_part_is_written_to_its_end(tmp_path: Path, monkeypatch, at_most: int):
     """A call may take less than it was given, and it is given no more parts than it takes."""

@@ -1,5 +1,6 @@
 """Which faults chaos injects, and the proxy that holds and cuts connections."""
 
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -13,16 +14,19 @@ from asyncgrpo.wire.supervision import Drain
 ORDER = ("kill generator", "reset network", "partition network", "kill generator")
 
 
-def injected(plan: Plan, looks: int, *, steps_a_look: int = 1, may_lose: bool = True) -> list[str]:
+def injected(plan: Plan, looks: int, *, steps_a_look: int = 1, may_lose: bool = True, generator: int = 0) -> list[str]:
     """The faults of a run that is looked at once a second and has no processes. Its first core has made a step.
 
     Args:
         steps_a_look: of every core after that.
         may_lose: whether the run would go on without a generator.
+        generator: process id of its generator; 0: none.
     """
     now, told = [0.0], []
     watch = SimpleNamespace(
-        pids=lambda *roles: [1] if roles == ("buffer", "learner") else [],
+        pids=lambda *roles: {("buffer", "learner"): [1], ("generator-0",): [generator] * (generator > 0)}.get(
+            roles, []
+        ),
         names=lambda role: ["generator-0"] if role == "generator" else [],
     )
     events = SimpleNamespace(write=lambda event, **fields: told.append((event, fields)))
@@ -57,6 +61,15 @@ def test_no_core_is_struck_whose_loss_would_end_the_run():
 def test_no_generator_is_struck_whose_loss_would_end_the_run(may_lose: bool):
     faults = injected(Plan(per_hour=3600.0, seed=1), 200, may_lose=may_lose)
     assert ("kill generator-0" in faults) == may_lose
+
+
+def test_what_is_paused_goes_on(monkeypatch: pytest.MonkeyPatch):
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr("asyncgrpo.tools.chaos.os.kill", lambda *what: sent.append(what))
+    assert injected(Plan(per_hour=3600.0, seed=1, faults=("pause generator",)), 30, generator=7) == [
+        "pause generator-0"
+    ]
+    assert sent == [(7, signal.SIGSTOP), (7, signal.SIGCONT)]
 
 
 @pytest.fixture

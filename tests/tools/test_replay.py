@@ -10,7 +10,8 @@ from asyncgrpo.config.load import load_config, with_overrides
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.recording.events import as_written
-from asyncgrpo.tools.replay import Pair, Replayed, replay_config
+from asyncgrpo.tools.replay import Pair, Replayed, lr_at, replay_config
+from asyncgrpo.types import PolicyVersion
 
 
 @pytest.fixture
@@ -35,12 +36,7 @@ def test_a_preset_leaves_alone_which_groups_were_trained(recorded: Config, is_fi
 
 
 @pytest.mark.parametrize(
-    "override",
-    [
-        "algorithm.group_size=4",
-        "algorithm.filter_zero_signal=true",
-        "sampling.temperature=0.5",
-    ],
+    "override", ["algorithm.group_size=4", "algorithm.filter_zero_signal=true", "sampling.temperature=0.5"]
 )
 def test_a_setting_that_made_the_groups_is_refused(recorded: Config, override: str):
     with pytest.raises(ConfigError, match=f"a replay cannot change {override.partition('=')[0]}: the groups"):
@@ -70,6 +66,7 @@ def test_the_same_numbers_are_equal_whatever_time_it_took():
     assert Pair(3, broken, broken).differences == []
     pair = Pair(3, None, STEP)
     assert pair.differences == [] and pair.values("loss") == (None, 0.1), "it was not recorded"
+    assert not Replayed([pair]).is_equal, "nothing was compared"
 
 
 @pytest.mark.parametrize(
@@ -90,3 +87,9 @@ def test_the_verdict_names_the_first_step_that_differs():
     pairs = [Pair(step, as_written(STEP), as_written(STEP | {"loss": loss})) for step, loss in ((6, 0.1), (7, 0.2))]
     verdict = Equality().last_line(Replayed(pairs))
     assert all(words in verdict for words in ("1 of 2 steps", "step 7", "loss was 0.1 and is 0.2"))
+
+
+def test_a_step_has_the_learning_rate_that_was_set_before_it_in_its_start():
+    changes = [{"event": "lr_changed", "version": version, "lr": lr} for version, lr in (("1.4", 0.5), ("1.6", 0.2))]
+    rates = [lr_at(PolicyVersion(*version), changes, 1.0) for version in ((1, 3), (1, 4), (1, 5), (1, 6), (2, 6))]
+    assert rates == [1.0, 0.5, 0.5, 0.2, 1.0]
