@@ -104,7 +104,7 @@ class JudgeReward(Reward):
         try:
             return self._score_of(await self._service.post(self._request(prompt, completion.text)))
         except ServiceError as error:
-            return failed("timeout" if error.is_late else "judge", str(error))
+            return error.score("judge")
 
     def _request(self, prompt: Prompt, completion_text: str) -> bytes:
         parts = {"prompt": text_of(prompt), "completion": completion_text, "answer": _as_text(prompt.answer)}
@@ -318,7 +318,7 @@ class ServedModelReward(Reward):
             reply = await self._service.post(msgspec.json.encode({"input_ids": sequences}))
             outputs = msgspec.json.decode(reply, type=list[_Output])
         except ServiceError as error:
-            return [failed("timeout" if error.is_late else "model", str(error))] * len(sequences)
+            return [error.score("model")] * len(sequences)
         except msgspec.MsgspecError as error:
             return [failed("model", f"{self._service.url}: the reply has no scores: {error}")] * len(sequences)
         if len(outputs) != len(sequences):
