@@ -468,7 +468,7 @@ def load_code(config: dict[str, Any]) -> Scorer:
     settings = msgspec.convert(config, RewardConfig)
     code = settings.code
     runner = LocalRunner(timeout_s=code.timeout_s, memory_mb=code.memory_mb, unsafe=code.unsafe)
-    return lambda call: score_code(call.completion_text, call.ground_truth, runner.run, settings)
+    return lambda call: score_code(call.completion_text, call.prompt.answer, runner.run, settings)
 
 
 # -- the reward --------------------------------------------------------------------------------------------------------
