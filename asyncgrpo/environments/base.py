@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError, RewardError
-from asyncgrpo.rewards.base import LARGEST
+from asyncgrpo.rewards.base import LARGEST, last_text
 from asyncgrpo.types import Prompt
 
 LONGEST_REPLY = 1 << 20
@@ -33,7 +33,7 @@ def task_of(prompt: Prompt, seed: int) -> Task:
     Args:
         seed: the same for all completions of a prompt, so that what they are compared by is the model's doing.
     """
-    text = prompt.turns[-1]["content"] if prompt.turns else prompt.text
+    text = last_text(prompt)
     return {
         "prompt": text,
         "messages": list(prompt.turns) or [{"role": "user", "content": text}],

@@ -208,7 +208,7 @@ async def _serve(made: Loaded, host: Host) -> None:
         ask = decoder.decode(asked[1])
         key = ask.episode, ask.method
         running[key] = asyncio.create_task(answer(asked[0], ask))
-        running[key].add_done_callback(partial(lambda key, _: running.pop(key), key))
+        running[key].add_done_callback(partial(lambda key, _: running.pop(key, None), key))
 
 
 # -- beside the generator ----------------------------------------------------------------------------------------------

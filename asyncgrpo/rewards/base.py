@@ -36,6 +36,11 @@ def is_training(prompt: Prompt) -> bool:
     return prompt.prompt_id.startswith("train/")
 
 
+def last_text(prompt: Prompt) -> str:
+    """The prompt before tokenisation; of chat turns the last one."""
+    return str(prompt.turns[-1]["content"]) if prompt.turns else prompt.text
+
+
 class Reward:
     """Scores completions. `build.build_reward` makes one. These defaults suit one whose calls wait for no worker."""
 

@@ -70,17 +70,8 @@ class Ran(NamedTuple):
     """Empty: it ended by itself with exit code 0. `TIMEOUT`: it was late. Else a text for people."""
 
 
-class RunnerError(RewardError):
-    """The runner failed, and not the program."""
-
-    def __init__(self, failure: str, detail: str) -> None:
-        super().__init__(detail)
-        self.failure = failure
-        """Of the `Score`."""
-
-
 Runner = Callable[[Program], Awaitable[Ran]]
-"""Runs a program to its end or to its deadline. Raises RunnerError."""
+"""Runs a program to its end or to its deadline. Raises ServiceError: the runner failed, and not the program."""
 
 
 # -- bubblewrap --------------------------------------------------------------------------------------------------------
@@ -110,7 +101,7 @@ class LocalRunner:
             return Ran(problem=f"{program.language} runs only in Sandbox Fusion (reward.code.url)")
         ended = self._run_to_end(program)
         if not ended.is_started:
-            raise RunnerError("sandbox", f"bwrap could not start a program: {last_line(ended.stderr)}")
+            raise ServiceError(f"bwrap could not start a program: {last_line(ended.stderr)}")
         return Ran(ended.stdout, TIMEOUT if ended.is_late else _problem(ended.code, ended.stderr))
 
     def _run_to_end(self, program: Program) -> Ended:
@@ -212,10 +203,7 @@ class FusionRunner:
     async def run(self, program: Program) -> Ran:
         """Run a program. See `Runner`."""
         body = {"code": program.code, "language": program.language, "stdin": program.stdin} | self._limits
-        try:
-            return _ran(await self._service.post(msgspec.json.encode(body)))
-        except ServiceError as error:
-            raise RunnerError("timeout" if error.is_late else "sandbox", str(error)) from error
+        return _ran(await self._service.post(msgspec.json.encode(body)))
 
     async def close(self) -> None:
         """Close the connections; requests that run fail."""
@@ -226,14 +214,14 @@ def _ran(body: bytes) -> Ran:
     try:
         reply = msgspec.json.decode(body, type=_FusionReply)
     except msgspec.MsgspecError as error:
-        raise RunnerError("sandbox", f"the reply is not one of Sandbox Fusion: {error}") from error
+        raise ServiceError(f"the reply is not one of Sandbox Fusion: {error}") from error
     compiled, run = reply.compile_result, reply.run_result
     if reply.status not in ("Success", "Failed"):
-        raise RunnerError("sandbox", f"Sandbox Fusion replied {reply.status}: {(reply.message or '')[:200]}")
+        raise ServiceError(f"Sandbox Fusion replied {reply.status}: {(reply.message or '')[:200]}")
     if compiled is not None and (problem := _problem_of(compiled)):
         return Ran(problem=problem if problem == TIMEOUT else f"it does not compile: {problem}")
     if run is None:
-        raise RunnerError("sandbox", f"Sandbox Fusion replied {reply.status} and no run_result")
+        raise ServiceError(f"Sandbox Fusion replied {reply.status} and no run_result")
     return Ran(run.stdout or "", _problem_of(run) or ("" if reply.status == "Success" else "failed"))
 
 
@@ -451,8 +439,8 @@ async def score_code(completion_text: str, ground_truth: Any, runner: Runner, co
             return failed("timeout", text)
         try:
             ran = await runner(Program(test.program(code), language, test.stdin))
-        except RunnerError as error:
-            return failed(error.failure, str(error))
+        except ServiceError as error:
+            return error.score("sandbox")
         if not ran.problem and test.passed(ran.stdout):
             passed += 1
             continue
@@ -480,7 +468,7 @@ def load_code(config: dict[str, Any]) -> Scorer:
     settings = msgspec.convert(config, RewardConfig)
     code = settings.code
     runner = LocalRunner(timeout_s=code.timeout_s, memory_mb=code.memory_mb, unsafe=code.unsafe)
-    return lambda call: score_code(call.completion_text, call.ground_truth, runner.run, settings)
+    return lambda call: score_code(call.completion_text, call.prompt.answer, runner.run, settings)
 
 
 # -- the reward --------------------------------------------------------------------------------------------------------

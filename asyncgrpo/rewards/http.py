@@ -10,18 +10,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncgrpo.errors import RewardError
+from asyncgrpo.rewards.base import failed
+from asyncgrpo.types import Score
 
 FIRST_WAIT_S, LAST_WAIT_S = 0.2, 5.0
 """First and longest backoff; a jitter of up to half is added."""
 
 
 class ServiceError(RewardError):
-    """A service gave no usable reply."""
+    """A service gave no usable reply, or a sandbox ran no program."""
 
     def __init__(self, detail: str, *, is_late: bool = False) -> None:
         super().__init__(detail)
         self.is_late = is_late
         """True if it missed the deadline."""
+
+    def score(self, failure: str) -> Score:
+        """Return the score of a completion that has none for this reason: `timeout`, or else `failure`."""
+        return failed("timeout" if self.is_late else failure, str(self))
 
 
 class _Unavailable(Exception):

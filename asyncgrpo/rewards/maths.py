@@ -30,6 +30,7 @@ from typing import Any
 
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.pool import Call
+from asyncgrpo.types import Prompt
 
 TAIL = 4_000
 """Characters of free text that are searched for an answer."""
@@ -54,7 +55,8 @@ def load_maths(format_score: float) -> Callable[[Call], float | dict[str, float]
     """Bound this process's memory, import math-verify and use it once, so that the first call is as quick as others."""
     bound_memory()
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of the timers that we turn off on purpose
-    score_maths(Call(data_source="math", completions=("the answer is $\\frac{1}{2}$",), ground_truth="0.5"))
+    half = Prompt(prompt_id="", token_ids=(), source="math", answer="0.5")
+    score_maths(Call(prompt=half, completions=("the answer is $\\frac{1}{2}$",)))
     return functools.partial(score_maths, format_score=format_score)
 
 
@@ -73,8 +75,8 @@ def score_maths(call: Call, *, format_score: float = 0.1) -> float | dict[str, f
     Raises:
         RewardError: the row has no ground truth.
     """
-    prefers_hash = "gsm8k" in call.data_source.lower()
-    golds = call.ground_truth if isinstance(call.ground_truth, list) else [call.ground_truth]
+    prefers_hash = "gsm8k" in call.prompt.source.lower()
+    golds = call.prompt.answer if isinstance(call.prompt.answer, list) else [call.prompt.answer]
     final = final_answer(call.completion_text, prefers_hash)
     answer = _parse_free(call.completion_text) if final is None else _parse_whole(final)
     correct = any(_equal(_gold_text(gold, prefers_hash), final, answer) for gold in golds)
@@ -207,7 +209,7 @@ def score_gym(call: Call) -> float:
     Raises:
         RewardError: the row does not name its task.
     """
-    match call.info.get("reasoning_gym"):
+    match call.prompt.info.get("reasoning_gym"):
         case {"name": str(name), "parameters": dict(parameters), "index": int(index)}:
             pass
         case _:

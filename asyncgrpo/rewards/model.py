@@ -26,7 +26,7 @@ from asyncgrpo.config.reach import check_service, find_model
 from asyncgrpo.config.schema import JudgeConfig, RewardModelConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.host import cores, importing
-from asyncgrpo.rewards.base import Reward, Sampled, each_in_turn, failed, score_of_value
+from asyncgrpo.rewards.base import Reward, Sampled, each_in_turn, failed, last_text, score_of_value
 from asyncgrpo.rewards.http import Service, ServiceError
 from asyncgrpo.rewards.pool import Call, PoolReward, call_of
 from asyncgrpo.types import Prompt, Score
@@ -104,7 +104,7 @@ class JudgeReward(Reward):
         try:
             return self._score_of(await self._service.post(self._request(prompt, completion.text)))
         except ServiceError as error:
-            return failed("timeout" if error.is_late else "judge", str(error))
+            return error.score("judge")
 
     def _request(self, prompt: Prompt, completion_text: str) -> bytes:
         parts = {"prompt": text_of(prompt), "completion": completion_text, "answer": _as_text(prompt.answer)}
@@ -234,8 +234,8 @@ class ModelReward(PoolReward):
 def sequences_of(tokenizer: Any, call: Call) -> list[list[int]]:
     """Prompt and each completion of a group as the model of this tokenizer of transformers reads them."""
     if tokenizer.chat_template is None:
-        return [list(tokenizer(call.prompt_text + text)["input_ids"]) for text in call.completions]
-    turns = list(call.turns) or [{"role": "user", "content": call.prompt_text}]
+        return [list(tokenizer(last_text(call.prompt) + text)["input_ids"]) for text in call.completions]
+    turns = list(call.prompt.turns) or [{"role": "user", "content": last_text(call.prompt)}]
     conversations = [[*turns, {"role": "assistant", "content": text}] for text in call.completions]
     return [list(tokenizer.apply_chat_template(one, tokenize=True, return_dict=False)) for one in conversations]
 
@@ -318,7 +318,7 @@ class ServedModelReward(Reward):
             reply = await self._service.post(msgspec.json.encode({"input_ids": sequences}))
             outputs = msgspec.json.decode(reply, type=list[_Output])
         except ServiceError as error:
-            return [failed("timeout" if error.is_late else "model", str(error))] * len(sequences)
+            return [error.score("model")] * len(sequences)
         except msgspec.MsgspecError as error:
             return [failed("model", f"{self._service.url}: the reply has no scores: {error}")] * len(sequences)
         if len(outputs) != len(sequences):

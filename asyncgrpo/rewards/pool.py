@@ -44,15 +44,10 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True):
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Completions of one prompt to score, and what their reward may read."""
 
-    data_source: str
+    prompt: Prompt
+    """Without its token ids."""
     completions: tuple[str, ...]
     """One, unless the scorer takes groups."""
-    ground_truth: Any
-    info: dict[str, Any] = {}
-    prompt_text: str = ""
-    """The prompt before tokenisation; of chat turns the last one."""
-    turns: tuple[dict[str, Any], ...] = ()
-    """Of `Prompt`."""
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The token ids of each completion, where the scorer takes groups."""
     is_group: bool = False
@@ -266,12 +261,8 @@ def _count(change: int) -> None:
 def call_of(prompt: Prompt, completions: Sequence[Sampled], *, is_group: bool = False) -> Call:
     """Return the call to a worker that scores these completions of this prompt."""
     return Call(
-        data_source=prompt.source,
+        prompt=msgspec.structs.replace(prompt, token_ids=()),
         completions=tuple(one.text for one in completions),
-        ground_truth=prompt.answer,
-        info=prompt.info,
-        prompt_text=prompt.turns[-1]["content"] if prompt.turns else prompt.text,
-        turns=prompt.turns,
         completion_ids=tuple(tuple(one.token_ids) for one in completions) if is_group else (),
         is_group=is_group,
     )

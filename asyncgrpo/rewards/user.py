@@ -28,7 +28,7 @@ import msgspec
 
 from asyncgrpo.errors import RewardError
 from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded, run_apart
-from asyncgrpo.rewards.base import Sampled, describe, failed
+from asyncgrpo.rewards.base import Sampled, describe, failed, last_text
 from asyncgrpo.rewards.pool import NOTHING, Call, WorkerReady, call_of, start_worker
 from asyncgrpo.rewards.rules import reference_of
 from asyncgrpo.types import Prompt, Score
@@ -156,26 +156,28 @@ def find_in(module: ModuleType, path: Path, name: str, kind: Literal["function",
 Getters = dict[str, Callable[[Call], Any]]
 
 _VERL: Getters = {
-    "data_source": lambda call: call.data_source,
+    "data_source": lambda call: call.prompt.source,
     "solution_str": lambda call: call.completion_text,
-    "ground_truth": lambda call: call.ground_truth,
-    "extra_info": lambda call: call.info,
+    "ground_truth": lambda call: call.prompt.answer,
+    "extra_info": lambda call: call.prompt.info,
 }
 _KEYWORD: Getters = {
-    "prompt": lambda call: call.prompt_text,
+    "prompt": lambda call: last_text(call.prompt),
     "completion": lambda call: call.completion_text,
-    "answer": lambda call: call.ground_truth,
-    "info": lambda call: call.info,
+    "answer": lambda call: call.prompt.answer,
+    "info": lambda call: call.prompt.info,
 }
 _VERL_BATCH: Getters = {
-    "data_sources": lambda call: [call.data_source] * len(call.completions),
+    "data_sources": lambda call: [call.prompt.source] * len(call.completions),
     "solution_strs": lambda call: list(call.completions),
-    "ground_truths": lambda call: [call.ground_truth] * len(call.completions),
-    "extra_infos": lambda call: [call.info] * len(call.completions),
+    "ground_truths": lambda call: [call.prompt.answer] * len(call.completions),
+    "extra_infos": lambda call: [call.prompt.info] * len(call.completions),
 }
 _TRL: Getters = {
-    "prompts": lambda call: [list(call.turns) if call.turns else call.prompt_text] * len(call.completions),
-    "completions": lambda call: [_as_trl(text, is_chat=bool(call.turns)) for text in call.completions],
+    "prompts": lambda call: (
+        [list(call.prompt.turns) if call.prompt.turns else last_text(call.prompt)] * len(call.completions)
+    ),
+    "completions": lambda call: [_as_trl(text, is_chat=bool(call.prompt.turns)) for text in call.completions],
     "completion_ids": lambda call: [list(ids) for ids in call.completion_ids],
 }
 _OF_TRL_ITSELF = {"trainer_state", "environments", "log_extra", "log_metric"}
@@ -236,9 +238,9 @@ def recognise(function: Callable[..., Any], path: Path, name: str, kwargs: Mappi
 
 def _columns(call: Call) -> dict[str, Any]:
     """Return the columns of the row, repeated. Answer and source have each name that a file may give them."""
-    answer, source = call.ground_truth, call.data_source
+    answer, source = call.prompt.answer, call.prompt.source
     known = {"ground_truth": answer, "answer": answer, "solution": answer, "data_source": source, "task": source}
-    columns = known | {"extra_info": call.info} | call.info
+    columns = known | {"extra_info": call.prompt.info} | call.prompt.info
     return {name: [value] * len(call.completions) for name, value in columns.items()}
 
 

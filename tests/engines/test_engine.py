@@ -6,6 +6,7 @@ Engines with a model are checked against a plain transformers forward under the 
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,25 +46,21 @@ def rigs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], R
         rig.stop()
 
 
-@pytest.fixture(params=["fake", "torch-qwen3", SGLANG])
-def rig(rigs: Callable[[str], Rig], request: pytest.FixtureRequest) -> Rig:
-    """Each engine, with one architecture."""
-    return rigs(request.param)
+def each_of(*names: Any) -> Any:
+    """A fixture that is each of these engines."""
+
+    @pytest.fixture(params=names)
+    def rig(rigs: Callable[[str], Rig], request: pytest.FixtureRequest) -> Rig:
+        return rigs(request.param)
+
+    return rig
 
 
-@pytest.fixture(params=["fake", *MODELS])
-def every_rig(rigs: Callable[[str], Rig], request: pytest.FixtureRequest) -> Rig:
-    return rigs(request.param)
-
-
-@pytest.fixture(params=MODELS)
-def model_rig(rigs: Callable[[str], Rig], request: pytest.FixtureRequest) -> Rig:
-    return rigs(request.param)
-
-
-@pytest.fixture(params=["fake", "torch-qwen3", "torch-llama"])
-def seeded_rig(rigs: Callable[[str], Rig], request: pytest.FixtureRequest) -> Rig:
-    return rigs(request.param)
+rig = each_of("fake", "torch-qwen3", SGLANG)
+every_rig = each_of("fake", *MODELS)
+model_rig = each_of(*MODELS)
+seeded_rig = each_of("fake", "torch-qwen3", "torch-llama")
+choosing_rig = each_of(SGLANG)
 
 
 def texts(completions: list[Completion]) -> list[tuple[int, ...]]:
@@ -256,11 +253,6 @@ def test_top_k_and_top_p_restrict_what_is_sampled(model_rig: Rig, top_k: int, to
 # --- what SGLang records: the experts of each token, and the tokens that top-p and top-k left
 
 
-@pytest.fixture
-def choosing_rig(rigs: Callable[[str], Rig]) -> Rig:
-    return rigs("sglang")
-
-
 @torch.no_grad()
 def forward(rig: Rig, completion: Completion) -> tuple[torch.Tensor, np.ndarray]:
     """Log-probs before each sampled token, and the experts of all tokens but the last, by transformers."""
@@ -276,7 +268,6 @@ def forward(rig: Rig, completion: Completion) -> tuple[torch.Tensor, np.ndarray]
     return logits, torch.stack(found, 1)[:-1].numpy()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{"top_p": 0.9}, {"top_k": 7}, {"top_p": 0.9, "top_k": 7, "temperature": 0.8}])
 def test_log_probs_are_those_over_the_tokens_that_were_kept(choosing_rig: Rig, sampling: dict) -> None:
     for completion in choosing_rig.run(choosing_rig.sample(PROMPT, 3, max_tokens=12, **sampling)):
@@ -297,7 +288,6 @@ def test_log_probs_are_those_over_the_tokens_that_were_kept(choosing_rig: Rig, s
                 assert dropped <= 0.1 + 1e-4
 
 
-@pytest.mark.slow
 def test_routes_are_the_experts_that_transformers_takes(choosing_rig: Rig) -> None:
     for completion in choosing_rig.run(choosing_rig.sample(PROMPT, 3, max_tokens=12)):
         assert completion.kept is None

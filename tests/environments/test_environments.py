@@ -178,7 +178,7 @@ async def test_episodes_are_spread_over_processes():
     host = hosted(processes=2)
     episodes = [host.episode(task()) for _ in range(4)]
     await asyncio.gather(*(one.reset() for one in episodes))
-    assert len(processes_of(host)) == 2
+    assert len(processes_of(host)) == 2 and [len(one.episodes) for one in host._processes] == [2, 2]
     await host.close()
 
 

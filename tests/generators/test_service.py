@@ -189,6 +189,16 @@ def test_a_change_of_weights_takes_time_of_its_own():
     assert activities.seconds() == GeneratorSeconds(generate=13.0, weights=2.0, idle=1.0, sampling=3 * 10 + 3 * 2 + 3)
 
 
+def test_the_time_in_which_a_completion_waits_for_its_environment_is_of_scoring():
+    clock = [0.0]
+    activities = Activities(lambda: clock[0])
+    activities.begin("generate")
+    with activities.instead("reward", of="generate"):
+        clock[0] = 5.0
+    clock[0] = 7.0
+    assert activities.seconds() == GeneratorSeconds(generate=2.0, reward=5.0, sampling=2.0, scoring=5.0)
+
+
 def test_an_engine_that_hangs_ends_its_generator():
     with Rig(injected_fault=lambda completion, length: "hang") as rig:
         rig.generator._engine.probe = asyncio.Event().wait  # type: ignore[method-assign]

@@ -272,6 +272,7 @@ async def test_log_probs_and_versions_of_turns_are_those_of_the_model_that_sampl
     assert len(one.turns) == 3 and [span.version for span in one.spans] == [V1, V2]
     change = one.spans[0].end
     assert change == len(one.turns[0]), "the weights changed between the first turn and the second"
+    assert one.spans[1] == VersionSpan(V2, change, len(one.token_ids))
     for network, part in ((old, slice(0, change)), (new, slice(change, None))):
         expected = true_logprobs(network, _Prompted(), one)
         np.testing.assert_allclose(one.logprobs[part], expected[part], atol=2e-6)

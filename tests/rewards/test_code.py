@@ -7,7 +7,8 @@ import pytest
 
 from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.code import TIMEOUT, Program, Ran, Returns, RunnerError, code_of, read_tests, score_code
+from asyncgrpo.rewards.code import TIMEOUT, Program, Ran, Returns, code_of, read_tests, score_code
+from asyncgrpo.rewards.http import ServiceError
 from asyncgrpo.types import Score
 
 
@@ -128,7 +129,7 @@ async def test_no_test_is_started_after_one_that_was_late():
 
 async def test_what_is_no_fault_of_the_code_is_a_named_failure():
     def does(program: Program) -> Ran:
-        raise RunnerError("sandbox", "no sandbox today")
+        raise ServiceError("no sandbox today")
 
     scored, programs = await score(lambda _: Ran("4"), FORMS[0], timeout_s=-1.0)
     assert (scored.value, scored.failure, programs) == (None, "timeout", []), "its tests could not be started in time"

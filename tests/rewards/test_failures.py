@@ -59,6 +59,7 @@ async def test_named_numbers_beside_the_score_become_parts(reward):
         ("number nan", "not_finite", "nan"),
         ("too_large_whole_number", "not_finite", "inf"),
         ("number 1e308", "too_large", "1e+308, and rewards reach from -1e+06 to 1e+06"),
+        ("number -1000001", "too_large", "-1000001, and"),
         ("nothing", "bad_type", "NoneType"),
         ("numpy_array", "bad_type", "ndarray"),
         ("dict_without_score", "bad_type", "['reward']"),
@@ -81,7 +82,8 @@ async def test_what_is_no_number_has_a_name_and_the_next_call_works(reward, beha
 @pytest.mark.parametrize("behaviour", ["hang", "hang_in_c", "hang_deaf", "slow"])
 async def test_a_hang_is_killed_and_named(hasty, behaviour):
     worker = int((await score_one(hasty, prompt(), "pid")).value)
-    score = await score_one(hasty, prompt(), behaviour)
+    async with asyncio.timeout(20):
+        score = await score_one(hasty, prompt(), behaviour)
     assert (score.value, score.failure) == (None, "timeout")
     assert "0.5 s" in score.detail
     assert not psutil.pid_exists(worker)

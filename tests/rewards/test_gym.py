@@ -19,14 +19,8 @@ SUM = {"name": "chain_sum", "parameters": {"min_terms": 2, "max_terms": 2, "size
 
 
 def score(text: str, task: dict) -> float:
-    return score_gym(
-        Call(
-            data_source=f"reasoning-gym:{task['name']}",
-            completions=(text,),
-            ground_truth="",
-            info={"reasoning_gym": task},
-        )
-    )
+    row = prompt(answer="", source=f"reasoning-gym:{task['name']}", info={"reasoning_gym": task})
+    return score_gym(Call(prompt=row, completions=(text,)))
 
 
 def task_of(task: dict) -> dict:

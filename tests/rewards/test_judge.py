@@ -136,6 +136,7 @@ async def test_no_more_than_max_concurrent_requests_run_at_once(judge):
     scores = await reward.score(prompt(), [Sampled("a")] * 12)
     assert [score.value for score in scores] == [0.7] * 12
     assert judge.most <= 3
+    assert max(score.waited for score in scores) > 0
     await reward.close()
 
 

@@ -5,10 +5,11 @@ import pytest
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.maths import final_answer, score_maths
 from asyncgrpo.rewards.pool import Call
+from tests.rewards.conftest import prompt
 
 
 def score(completion_text, ground_truth, source="math_reasoning"):
-    return score_maths(Call(data_source=source, completions=(completion_text,), ground_truth=ground_truth))
+    return score_maths(Call(prompt=prompt(ground_truth, source), completions=(completion_text,)))
 
 
 RIGHT = [

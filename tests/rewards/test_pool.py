@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from asyncgrpo.rewards.base import score_one
-from asyncgrpo.rewards.pool import Call, PoolReward
+from asyncgrpo.rewards.pool import PoolReward
 from tests.rewards.conftest import behaving, prompt, workers_of
 from tests.runs import wait_until
 
@@ -118,7 +118,7 @@ async def test_a_start_does_not_count_against_the_deadline(reward_file):
 
 async def test_a_worker_that_cannot_start_any_more_is_a_named_failure():
     pool = PoolReward("asyncgrpo.no_such_module:load", workers=1, timeout_s=1)
-    (score,) = await pool.call(Call(data_source="", completions=("",), ground_truth=""))
+    score = await score_one(pool, prompt(), "")
     assert score.failure == "crash"
     assert "no_such_module" in score.detail
     await pool.close()

@@ -7,12 +7,11 @@ import pytest
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.pool import Call
 from asyncgrpo.rewards.user import check_user_function, load_user_function, split_spec
-from asyncgrpo.types import Prompt
-from tests.rewards.conftest import workers_of
+from tests.rewards.conftest import prompt, workers_of
 from tests.runs import wait_until
 
 pytestmark = pytest.mark.usefixtures("_imports_are_put_back")
-CALL = Call(data_source="math", completions=("it is 42",), ground_truth="42", info={"level": 3}, prompt_text="6 * 7?")
+CALL = Call(prompt=prompt(source="math", info={"level": 3}, text="6 * 7?"), completions=("it is 42",))
 VERL = ("math", "it is 42", "42", {"level": 3})
 
 
@@ -122,8 +121,7 @@ def test_a_file_is_imported_in_a_worker_and_what_goes_wrong_is_one_sentence(rewa
 )
 def test_a_function_that_cannot_score_the_ground_truth_is_warned_of(reward_file, caplog, body, warned):
     path = reward_file(f"def compute_score(completion, answer):\n    {body}")
-    trial = Prompt(prompt_id="train/0", token_ids=(), text="6 * 7?", answer="42")
-    check_user_function(path, trial=trial, trial_timeout_s=1)
+    check_user_function(path, trial=prompt(text="6 * 7?"), trial_timeout_s=1)
     assert warned in caplog.text and bool(warned) == bool(caplog.text)
 
 

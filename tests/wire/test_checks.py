@@ -93,6 +93,7 @@ LEASE = make_lease(lease_id="1.7.0", group_id="1.7", prompt_index=7, prompt=make
         {"prompt_index": 8},
         {"purpose": "eval"},
         {"prompt": Prompt(prompt_id="train/7", token_ids=(1, 2, 4))},
+        {"prompt": msgspec.structs.replace(make_group().prompt, images=("another",))},
     ],
 )
 def test_another_answer_than_was_asked_for_is_refused(fields):

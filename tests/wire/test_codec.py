@@ -122,6 +122,13 @@ def test_malformed_choices_are_refused(fields, at, complaint):
         unpack_group(change(message, **fields), bytes(payload))
 
 
+def test_counts_of_kept_tokens_that_do_not_add_up_are_refused():
+    message, payload = pack_group(with_choices(make_group()))
+    for count in (2, 4):  # of the third token of the first completion, which has 3
+        with pytest.raises(WireError, match="do not add up"):
+            unpack_group(message, payload[: 4 * 18] + bytes([count, 0, 0, 0]) + payload[4 * 19 :])
+
+
 def test_every_flipped_bit_is_refused():
     frames = [bytes(frame) for frame in encode(*pack_group(make_group()))]
     rng = random.Random(0)
