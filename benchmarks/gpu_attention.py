@@ -7,7 +7,6 @@ The reference is `scaled_dot_product_attention` in float64, segment by segment, 
 tensor's error is `|found - exact| / |exact|`. Times are of longer rows; operations count what a query sees, once.
 """
 
-import argparse
 import statistics
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from asyncgrpo.learner.attention import KERNELS, Family, Segments
 from benchmarks.gpu_clock import Stopwatch
-from benchmarks.measuring import line, rounded, show
+from benchmarks.measuring import device_parser, line, rounded, show
 
 
 class Heads(NamedTuple):
@@ -48,9 +47,7 @@ NAMES = ("output", "dQ", "dK", "dV")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true")
+    parser = device_parser(__doc__)
     parser.add_argument("--runs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1234)
     arguments = parser.parse_args(argv)

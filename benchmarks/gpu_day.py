@@ -99,7 +99,7 @@ PARTS = [
     _own("shared-memory", "gpu_weights shared-memory", 40, 150),
     _own("nccl", "gpu_weights nccl", 60, 150),
     _own("memory", "gpu_memory", 110, 400),
-    _own("experts", "gpu_experts", 25, 150),
+    _own("experts", "gpu_memory --experts", 25, 150),
     _card("memory-1.7b", "gpu_memory --shape 1.7b", 100, 300),
     _own("demo", "gpu_demo", 120, 300),
     _card("demo-0.6b", "gpu_demo --shape 0.6b", 120, 300),

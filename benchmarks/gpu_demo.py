@@ -6,7 +6,6 @@
 Needs ray. The second one rewards at random, because random weights give no completion that any rule would reward.
 """
 
-import argparse
 import importlib.util
 import json
 import statistics
@@ -18,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import rounded, show, where
+from benchmarks.measuring import device_parser, rounded, show, where
 from benchmarks.trials import Fence, events
 
 SEED = 0
@@ -43,9 +42,7 @@ RANDOM_REWARD = "import random\n\n\ndef compute_score(completion):\n    return r
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true")
+    parser = device_parser(__doc__)
     parser.add_argument("--shape", help="none: the demo's own model")
     parser.add_argument("--steps", type=int)
     arguments = parser.parse_args(argv)
@@ -115,14 +112,14 @@ def figures(metrics: Path) -> dict[str, Any]:
 def _prepare(folder: Path, shape: str, device: str) -> Path:
     """Make the run's folder as `asyncgrpo demo` does, but with a larger model; the file of its reward."""
     from asyncgrpo.data.demo import make_demo_model, write_demo_task
-    from benchmarks.shapes import SHAPES, write_model
+    from benchmarks.shapes import SHAPES, qwen3, write_model
 
     data = folder / "data"
     data.mkdir(parents=True)
     make_demo_model(folder / "model", seed=SEED)  # for its tokenizer
     special = json.loads((folder / "model" / "config.json").read_text())
     ends = {name: special[name] for name in ("eos_token_id", "pad_token_id")}
-    write_model(folder / "model", SHAPES[shape], device=device, seed=SEED, **ends)
+    write_model(folder / "model", qwen3(SHAPES[shape], **ends), device=device, seed=SEED)
     write_demo_task(data / "train.jsonl", data / "eval.jsonl", seed=SEED)
     reward = folder / "random_reward.py"
     reward.write_text(RANDOM_REWARD)

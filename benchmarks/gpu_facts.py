@@ -3,7 +3,6 @@
 python -m benchmarks.gpu_facts
 """
 
-import argparse
 import importlib.metadata
 import importlib.util
 import inspect
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_clock import Stopwatch, matmul_tflops
-from benchmarks.measuring import rounded, show, where
+from benchmarks.measuring import device_parser, rounded, show, where
 
 PACKAGES = ("torch", "triton", "transformers", "peft", "flash_attn", "ray", "sglang", "msgspec", "pyzmq", "omegaconf")
 PACKAGES += ("pyarrow", "pytest", "nvidia-nccl-cu13")
@@ -27,10 +26,7 @@ QUERY = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    device = parser.parse_args(argv).device
+    device = device_parser(__doc__).parse_args(argv).device
     facts = {"python": sys.version.split()[0], "packages": ", ".join(versions())} | host() | kernels()
     if device == "cuda":
         facts |= card()

@@ -1,30 +1,39 @@
 """One learner step in each way of saving memory: peak on the card, beside what was predicted, and seconds.
 
     python -m benchmarks.gpu_memory --shape 0.6b
+    python -m benchmarks.gpu_memory --experts        a mixture, plain and through the exchanges of `learner.parallel`
 
 Every way is a `Learner` of its own, built from a folder on the disk as in a run, in one process after the other's memory is
 given back. Two steps on random rollouts: the first makes the optimizer's moments, the second is measured. Measured is
 `torch.cuda.max_memory_allocated`; predicted, the sum of `asyncgrpo/config/memory.py` without what torch does not count.
+
+The mixture is a Qwen3-MoE. A process group of one rank sends everything to itself, by NCCL on a card: tokens to experts and
+back, tokens for heads, and sampled tokens for the head. So the CUDA path of both exchanges runs, without a second card; their
+speed between cards does not show. `same`: the gradient's norm is that of the plain step but for rounding. NOT RUN ON A CARD YET.
 """
 
-import argparse
 import gc
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import Qwen3MoeConfig
 
 from asyncgrpo.config.memory import learner_rank
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.schema import Config
 from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.parallel import Ranks, Row
 from asyncgrpo.types import Group
-from benchmarks.measuring import rounded, show, where
+from benchmarks.measuring import device_parser, rounded, show, where
 from benchmarks.rollouts import VERSION, make_groups, reasoning_lengths
-from benchmarks.shapes import SHAPES, write_model
+from benchmarks.shapes import SHAPES, qwen3, write_model
 
 SEED = 1234
 GROUP = 8
@@ -37,31 +46,61 @@ WAYS: dict[str, dict[str, Any]] = {
     "LoRA of rank 16": {"model": {"lora": {"rank": 16}}, "learner": {"lr": 1e-4}},
 }
 """Settings beside those of `config_of`."""
+OF_EXPERTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "through the exchanges": {},
+    "balanced": {"algorithm": {"router_aux_coef": 0.001}},
+    "recomputed activations": {"learner": {"activation_checkpointing": True}},
+    "layer inputs on the host": {"learner": {"activation_checkpointing": "offload"}},
+}
+FULL = {"hidden_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16, "moe_intermediate_size": 384}
+FULL |= {"num_key_value_heads": 4, "num_experts": 32, "num_experts_per_tok": 8, "vocab_size": 32_768, "head_dim": 64}
+TINY = FULL | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "moe_intermediate_size": 32}
+TINY |= {"num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 512, "head_dim": 16}
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true")
+    parser = device_parser(__doc__)
     parser.add_argument("--shape", choices=list(SHAPES), default="0.6b")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts")
     parser.add_argument("--budget", type=int, default=16_384, help="tokens of a row")
     arguments = parser.parse_args(argv)
-    name, budget = ("tiny", 256) if arguments.tiny else (arguments.shape, arguments.budget)
+    is_mixture, device = arguments.experts, arguments.device
+    name, budget = ("experts" if is_mixture else arguments.shape, arguments.budget)
+    if arguments.tiny:
+        name, budget = "tiny", 256
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    shape = SHAPES[name]
+    mixture = TINY if arguments.tiny else FULL
+    vocabulary = mixture["vocab_size"] if is_mixture else SHAPES[name].vocabulary
     drawn = {"prompt": (8, 16), "median": 24, "longest": 64} if arguments.tiny else {"longest": budget // 2}
     lengths = reasoning_lengths(tokens=3 * budget, size=GROUP, seed=SEED, **drawn)  # type: ignore[arg-type]
-    groups = make_groups(lengths, vocabulary=shape.vocabulary, seed=SEED)
+    groups, norm = make_groups(lengths, vocabulary=vocabulary, seed=SEED), None
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), shape, device=arguments.device, seed=SEED)
-        for way, settings in WAYS.items():
-            _give_back(arguments.device)
-            about = {"what": "memory of a step", "way": way, "shape": name, "budget": budget}
+        config = Qwen3MoeConfig(**mixture) if is_mixture else qwen3(SHAPES[name])
+        write_model(Path(folder), config, device=device, seed=SEED)
+        for way, settings in (OF_EXPERTS if is_mixture else WAYS).items():
+            _give_back(device)
+            what = "step of experts" if is_mixture else "memory of a step"
+            about = {"what": what, "way": way, "shape": name, "budget": budget}
             try:
-                show(about | measure(config_of(folder, arguments.device, budget, settings), groups, arguments.device))
+                with mock.patch.object(Ranks, "of", _to_itself if way == "through the exchanges" else Ranks.of):
+                    found = measure(config_of(folder, device, budget, settings), groups, device)
             except (ImportError, RuntimeError) as error:  # out of memory is a RuntimeError
                 show(about | {"error": " ".join(str(error).split())[:300]})
+                continue
+            if is_mixture and way != "balanced":
+                norm = norm or found["grad_norm"]
+                found["same"] = abs(found["grad_norm"] / norm - 1) < 0.05
+            show(about | found)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _to_itself(device: str, world: int, sizes: object) -> Ranks:
+    """One rank that exchanges as several do."""
+    experts = init_device_mesh(device, (1, 1), mesh_dim_names=("copies", "expert"))
+    return Ranks(init_device_mesh(device, (world,)), experts, Row(experts.get_group("expert")))
 
 
 def measure(config: Config, groups: list[Group], device: str) -> dict[str, Any]:

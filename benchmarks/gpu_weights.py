@@ -31,7 +31,7 @@ from asyncgrpo.weights.digest import box_digest, digest
 from asyncgrpo.weights.group import WeightGroup, form_group, serve_store, visit_store
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
-from benchmarks.measuring import ROOT, line, rounded, show
+from benchmarks.measuring import ROOT, device_parser, line, rounded, show
 from tests.weights.publishing import publish
 
 HOST = "127.0.0.1"
@@ -45,10 +45,8 @@ CASE_S = 60.0
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = device_parser(__doc__)
     parser.add_argument("what", choices=["copies", "shared-memory", "nccl"])
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--case", choices=list(CASES), help="of nccl: this one, in this process")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--port", type=int, default=0)

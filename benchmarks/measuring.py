@@ -4,6 +4,7 @@ A benchmark prints one JSON line for each measurement, warms up, repeats, and as
 with the least and the largest beside them: one figure alone cannot be told from an accident.
 """
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -16,6 +17,14 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+
+
+def device_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser for a benchmark on a card, described by the docstring of its module."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes")
+    return parser
 
 
 def line(what: str, values: Sequence[float], unit: str, *, seed: int, digits: int = 4, **fields: object) -> dict:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from transformers import Qwen3Config
+    from transformers import PretrainedConfig, Qwen3Config
 
     from asyncgrpo.learner.packing import PackedBatch
 
@@ -66,14 +66,14 @@ def qwen3(shape: Shape, **settings: Any) -> "Qwen3Config":
     )
 
 
-def write_model(folder: Path, shape: Shape, *, device: str, seed: int, **settings: Any) -> Path:
-    """Write a bfloat16 model of `shape` into `folder`, and return it. It is drawn on `device`."""
+def write_model(folder: Path, config: "PretrainedConfig", *, device: str, seed: int) -> Path:
+    """Write a random bfloat16 model into `folder`, and return it. It is drawn on `device`."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(qwen3(shape, **settings), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
 

@@ -25,7 +25,7 @@ from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import Group, Lease, PolicyVersion, Prompt
 from tests.runs import asyncgrpo, events
 
-STEPS = 4
+STEPS = 3
 
 
 @pytest.fixture

@@ -36,19 +36,11 @@ def merge(parts: Iterable[Sums]) -> Sums:
 def report(parts: Iterable[Sums]) -> dict[str, float]:
     """Merge the sums of micro-batches and divide them.
 
-    Covers the reports of `ratio_sums`, `update_sums`, `lag_sums` and `share_sums`, and the shares of every `kept_sums` and
-    `outside_sums`, if present. Other sums are left to the caller.
+    Covers the reports of `ratio_sums`, `update_sums`, `lag_sums` and `share_sums`, which must be there, and the shares of every
+    `kept_sums` and `outside_sums`. Other sums are left to the caller.
     """
     sums = {name: total.item() for name, total in merge(parts).items()}
-    found: dict[str, float] = {}
-    for name, divide in (
-        ("rho", ratio_report),
-        ("update", update_report),
-        ("lag", lag_report),
-        ("share", share_report),
-    ):
-        if f"{name}_tokens" in sums or f"{name}_tokens_0" in sums:
-            found |= divide(sums)
+    found = ratio_report(sums) | update_report(sums) | lag_report(sums) | share_report(sums)
     for name in [key.removesuffix("_sequences") for key in sums if key.endswith("_sequences")]:
         if name not in ("rho", "lag"):
             found |= shares(name, sums)

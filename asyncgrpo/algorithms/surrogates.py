@@ -84,14 +84,12 @@ def surrogate(
 
     def register(function: Callable[..., Surrogate]) -> Callable[..., Surrogate]:
         name = function.__name__
-        traits = (
-            (SEQUENCE_LEVEL, sequence_level),
-            (WITH_RATIO, with_ratio),
-            (TRAINS_ZERO_ADVANTAGE, trains_zero_advantage),
-        )
-        for names, has_trait in traits:
-            if has_trait:
-                names.add(name)
+        if sequence_level:
+            SEQUENCE_LEVEL.add(name)
+        if with_ratio:
+            WITH_RATIO.add(name)
+        if trains_zero_advantage:
+            TRAINS_ZERO_ADVANTAGE.add(name)
 
         @wraps(function)
         @torch.no_grad()

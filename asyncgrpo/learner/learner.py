@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 from torch import Tensor
+from torch.optim import AdamW
 
 from asyncgrpo.algorithms.critic import value_loss
 from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, gap_sums, merge
@@ -98,7 +99,9 @@ class Learner:
         self._has_stepped = has_stepped
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(self.model, config)
-        self._stepped = OptimizerOffload(self.optimizer) if config.learner.offload_optimizer else self.optimizer
+        self._stepped: OptimizerOffload | AdamW = self.optimizer
+        if config.learner.offload_optimizer:
+            self._stepped = OptimizerOffload(self.optimizer)
         self.saver = saving.Saver()
         self._guard = GradientGuard(config.learner.spike_factor, config.learner.grad_clip)
         self._published = PublishedWeights(self.model, dtype)

@@ -71,6 +71,13 @@ def test_a_prompt_that_ends_every_generator_is_dropped_in_all_epochs_and_all_oth
     assert buffer.outcomes["trained"] == 3 * 7 and buffer.prompts.num_done == 3 * 8
 
 
+def test_a_prompt_that_is_to_blame_for_some_of_its_attempts_is_dropped_and_not_in_quarantine():
+    buffer = begun(max_attempts=2)
+    for reason in ("failed", "lease_timeout"):
+        buffer.fail(buffer.lease("a", 0.0).lease_id, reason)
+    assert buffer.outcomes["dropped_lease_timeout"] == 1 and not buffer.quarantine.cases
+
+
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from asyncgrpo.buffer.admission import AutoLag, JustInTime
 from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.journal.history import BoundChanged
+from asyncgrpo.journal.history import BoundChanged, Dropped
 from asyncgrpo.types import Lease, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver
-from tests.buffer.test_buffer import deliver, lease_all, make_buffer, v
+from tests.buffer.test_buffer import Recording, deliver, lease_all, make_buffer, v
 
 TOKENS = 4
 
@@ -64,6 +64,18 @@ def test_whether_a_quick_group_may_overtake_an_old_one_at_its_deadline(policy, t
         if policy == "train":
             buffer.accept(spanning(slow, 0), b"")
             assert step(buffer, 9) == [slow.prompt_index], "of any age"
+    balance(buffer)
+
+
+def test_what_is_given_up_for_its_age_is_recorded_by_its_state_until_its_last_attempt():
+    journal = Recording()
+    buffer, leases = started("drop", journal=journal)
+    for version in (9, 19, 29):
+        buffer.accept(spanning(leases[0], version - 9), b"")
+        buffer.trained(v(version))
+        leases = lease_all(buffer)
+    drops = [(record.reason, record.is_final) for record in journal.records if isinstance(record, Dropped)]
+    assert drops == [("stale", False), ("cancelled", False)] * 2 + [("always_stale", True)] * 2
     balance(buffer)
 
 

@@ -51,6 +51,10 @@ class Plane(Served):
         (message,) = [message for to, message in self.lines.sent if to == "learner"]
         return message
 
+    def waits(self) -> str:
+        """What the learner is told that it waits for."""
+        return next(message.what for _, message in self.pass_time(1.5) if isinstance(message, Waiting))
+
     def steer(self, **asked) -> list[tuple[str, Message]]:
         """What is sent once something that a person asks for is in effect."""
         self.service.steer(Steer(revision=self.service.steered + 1, **asked))
@@ -79,6 +83,7 @@ def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch
     plane.hear("learner", Take(step=0, version=v(0)))
     plane.deliver(first, 1.0, 1.0)
     (third,) = plane.granted()
+    assert "1 since the last batch had equal rewards and were replaced" in plane.waits()
     plane.deliver(second, 0.0, 1.0)
     plane.deliver(third, 1.0, 0.0)
     batch = plane.told()
@@ -88,6 +93,7 @@ def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch
     plane.train()
     (last,) = plane.granted()
     plane.hear("learner", Take(step=1, version=v(1)))
+    assert "were replaced" not in plane.waits()
     plane.deliver(last, 0.0, 0.0)
     ended = plane.told()
     assert isinstance(ended, NoMore) and ended.why == "exhausted", "where nothing has a signal the run ends in order"

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("ranks")
 
 def learner_on(device, path, **sections) -> Learner:
     """A learner in the dtype that the sections say, else bfloat16."""
-    where = {"model": {"path": str(path), "dtype": "bfloat16"}, "learner": {"device": device.type, "lr": 1e-3}}
+    where = {"model": {"dtype": "bfloat16"}, "learner": {"device": device.type}}
     merged = {name: where.get(name, {}) | sections.get(name, {}) for name in where | sections}
     return Learner(config(path, **merged), rank=0, world=1, device=device)
 

@@ -20,6 +20,15 @@ from tests.models import make_tiny_qwen3, make_tiny_qwen3_moe
 TILE = 2**18
 
 
+@pytest.fixture
+def small_tiles(monkeypatch) -> None:
+    """Of the head, in the learner and in the prediction."""
+    for where in (head.TILE_LOGITS, head.BLOCK_LOGITS):
+        monkeypatch.setitem(where, "cpu", TILE)
+    monkeypatch.setattr(head, "SUMMED_ROWS", 1)  # as few as a tile holds, which is more than 512 with real tiles
+    monkeypatch.setattr(memory, "TILE_LOGITS", TILE)
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
     """Large enough that weights, activations and logits each matter."""
@@ -41,11 +50,7 @@ def path(tmp_path_factory) -> str:
         pytest.param(1, {"learner.activation_checkpointing": True}, marks=pytest.mark.slow),
     ],
 )
-def test_the_peak_of_a_step_is_as_predicted(path, monkeypatch, ranks, settings):
-    for where, name in ((head.TILE_LOGITS, "cpu"), (head.BLOCK_LOGITS, "cpu")):
-        monkeypatch.setitem(where, name, TILE)
-    monkeypatch.setattr(head, "SUMMED_ROWS", 1)  # as few as a tile holds, which is more than 512 with real tiles
-    monkeypatch.setattr(memory, "TILE_LOGITS", TILE)
+def test_the_peak_of_a_step_is_as_predicted(path, small_tiles, ranks, settings):
     base = config(path, model={"dtype": "bfloat16"}, sampling={"max_tokens": 128}, data={"max_prompt_tokens": 64})
     run = changed(base, {"learner.ranks": ranks, "learner.tokens_per_microbatch": 300} | settings)
     groups = random_groups(4 * ranks, 4, vocab=4000, prompt=(20, 40), answer=(40, 60))
@@ -64,15 +69,11 @@ def test_the_peak_of_a_step_is_as_predicted(path, monkeypatch, ranks, settings):
 
 
 @pytest.mark.parametrize("recompute", [True, "offload"])
-def test_context_divides_the_activations_of_a_long_row(tmp_path, monkeypatch, recompute):
+def test_context_divides_the_activations_of_a_long_row(tmp_path, monkeypatch, small_tiles, recompute):
     """Of one row of 32,768 tokens. Attention saves what it saves, and computes nothing; host memory is not counted."""
     path, length = make_tiny_qwen3(tmp_path, hidden=128, layers=2), 32_768
     monkeypatch.setitem(attention.KERNELS, "cpu", lambda q, k, v, *_: _SavesAttention.apply(q, k, v))
     monkeypatch.setattr(model, "save_on_cpu", _uncounted)
-    for where, name in ((head.TILE_LOGITS, "cpu"), (head.BLOCK_LOGITS, "cpu")):
-        monkeypatch.setitem(where, name, TILE)
-    monkeypatch.setattr(head, "SUMMED_ROWS", 1)
-    monkeypatch.setattr(memory, "TILE_LOGITS", TILE)
 
     def groups(tokens: int) -> list:
         return [make_group(0, [1.0, 0.0], [np.arange(tokens) % 200, [1]])]

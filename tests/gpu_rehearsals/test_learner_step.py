@@ -41,7 +41,7 @@ def kernels(monkeypatch) -> list[str]:
 
 
 def learner(path: Path, sections: dict) -> Learner:
-    model = {"path": str(path), "dtype": "bfloat16"} | sections.get("model", {})
+    model = {"dtype": "bfloat16"} | sections.get("model", {})
     return Learner(config(path, **sections | {"model": model}), rank=0, world=WORLD, device=CARD)
 
 

@@ -61,8 +61,8 @@ def start_ray(cluster: Cluster, folder: Path) -> None:
     cluster.wait_for_ray(2)
 
 
-def lose_the_generators(cluster: Cluster, work: Path, steps: int, *settings: str, gap_s: float = 2.0) -> None:
-    """Run the demo, and lose the second node at a third of its steps; after `gap_s` a third one joins. It ends well."""
+def lose_the_generators(cluster: Cluster, work: Path, steps: int, *settings: str) -> None:
+    """Run the demo, and lose the second node at a third of its steps; then a third one joins. It ends well."""
     run, output = work / "run", work / "output.txt"
     arguments = [*DEMO, *APART, "--steps", str(steps), f"cluster.ray_address={cluster.ray_address}", *settings]
     process = cluster.start(1, *command(*arguments, "cluster.bind=0.0.0.0"), output=output, cwd=work)
@@ -71,7 +71,7 @@ def lose_the_generators(cluster: Cluster, work: Path, steps: int, *settings: str
     assert process.poll() is None, output.read_text()
     assert_metrics_ask_for_the_token(cluster, work)
     cluster.lose(2)
-    time.sleep(gap_s)
+    time.sleep(2.0)
     cluster.add(3)
     cluster.start_ray(3, '{"second": 4}')
     assert process.wait(timeout=240) == 0, output.read_text()
@@ -133,29 +133,3 @@ def test_a_run_on_two_nodes_survives_the_one_with_all_generators(cluster: Cluste
     loopback = cluster.run(1, *command(*DEMO, *elsewhere, f"cluster.ray_address={cluster.ray_address}"), cwd=work)
     assert loopback.returncode == 1 and "set cluster.bind=0.0.0.0" in loopback.stdout + loopback.stderr
     lose_the_generators(cluster, work, 24, *SOON)
-
-
-def main() -> None:
-    """The same for longer, with the limits of a real run; prints what happened when."""
-    steps, gap_s = int(sys.argv[1]), float(sys.argv[2])
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))
-    cluster = Cluster(folder, {"RAY_AUTH_MODE": "token"})
-    try:
-        cluster.add(1)
-        cluster.add(2)
-        start_ray(cluster, folder)
-        lose_the_generators(cluster, folder, steps, *sys.argv[3:], gap_s=gap_s)
-    finally:
-        cluster.close()
-    run = folder / "run"
-    began_s = events(run, "start")[0]["time"]
-    for kind in ("restart", "sync", "end"):
-        for event in events(run, kind):
-            if kind != "sync" or event["ms"] > 1000 or event.get("left_out"):
-                said = {name: text for name, text in event.items() if name not in ("time", "event", "tokens", "digest")}
-                print(f"{event['time'] - began_s:7.1f} s  {kind}  {said}")
-    print(f"{len(events(run, 'sync'))} publications, all proved; {(run / 'logs' / 'driver.log').read_text()}")
-
-
-if __name__ == "__main__":  # python -m tests.gpu_rehearsals.test_nodes STEPS SECONDS-WITHOUT-THE-NODE [key=value ...]
-    main()
