@@ -190,6 +190,15 @@ def test_bodies_of_trained_and_dropped_groups_are_given_up_and_the_ledger_stays(
     assert history.damage == []
 
 
+def test_a_checkpoint_settles_the_groups_of_its_own_step(tmp_path: Path):
+    log = journal(tmp_path / "j", segment_bytes=1)
+    for number in range(3):
+        log.append(*delivered(*group(number)))
+        log.append(BatchIssued(step=number + 1, version=PolicyVersion(1, number), lease_ids=(f"1.{number}.0",)))
+    log.append(Committed(step=2, prompts=began().prompts))
+    assert set(groups_in(read_history(tmp_path / "j"))) == {2}
+
+
 def test_the_segment_that_is_written_keeps_its_bodies(tmp_path: Path):
     log = journal(tmp_path / "j")
     log.append(*delivered(*group(0)))
