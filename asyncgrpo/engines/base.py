@@ -170,8 +170,6 @@ class PendingCompletion:
 
     def sampled_by(self, version: PolicyVersion, start: int) -> None:
         """Note that `version` samples the tokens from `start` on. `start` never decreases between calls."""
-        if self._starts and self._starts[-1][1] == start:
-            self._starts.pop()  # that version sampled nothing
         if not self._starts or self._starts[-1][0] != version:
             self._starts.append((version, start))
 
