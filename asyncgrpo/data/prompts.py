@@ -127,13 +127,16 @@ class PromptSource:
 
     def give_back(self, prompt_index: int) -> None:
         """Take back an outstanding prompt whose lease failed. It is issued again before any new one."""
-        self._outstanding.remove(prompt_index)
-        heapq.heappush(self._given_back, prompt_index)
+        self._take_back(prompt_index, self._given_back)
 
     def isolate(self, prompt_index: int) -> None:
         """Take back an outstanding prompt that only `next_isolated` issues again."""
+        self._take_back(prompt_index, self._isolated)
+
+    def _take_back(self, prompt_index: int, heap: list[int]) -> None:
+        assert prompt_index in self._outstanding, f"prompt {prompt_index} is not outstanding"
         self._outstanding.remove(prompt_index)
-        heapq.heappush(self._isolated, prompt_index)
+        heapq.heappush(heap, prompt_index)
 
     def next_isolated(self) -> tuple[int, Prompt] | None:
         """Issue the oldest isolated (prompt_index, prompt); None if no prompt is isolated."""

@@ -145,7 +145,9 @@ def begin(config: Config, *, step: int | None = 4) -> None:
     lineage = folder.next_lineage()
     EventLog(folder.path / "metrics.jsonl").write("start", run="run", lineage=1, version="1.0", step=0, sizes="")
     if step is not None:
-        Checkpoints(folder.path, 2).write(RunState(step=step, lineage=lineage, prompts={}), lambda place: lambda: None)
+        Checkpoints(folder.path, 2).begin(
+            RunState(step=step, lineage=lineage, prompts={}), lambda place: lambda: None
+        )()
     folder.release()
 
 

@@ -32,13 +32,13 @@ def shared(tmp_path) -> Config:
 
 def test_its_size_is_given_in_tokens(shared):
     pytest.importorskip("sglang")
-    extra = build_engine(shared, seed=0).extra
+    extra = build_engine(shared, seed=0).options.extra
     fit = engine_gpu(size_at(shared.model.path), shared, Card.of(shared))
     assert extra["max_total_tokens"] == fit.tokens >= fit.wanted * fit.longest
     check_extra(changed(shared, {"generators.extra": extra}).generators)
-    assert build_engine(changed(shared, {"cluster.share_gpu": False}), seed=0).extra == {}
+    assert build_engine(changed(shared, {"cluster.share_gpu": False}), seed=0).options.extra == {}
     own = changed(shared, {"generators.extra": {"max_total_tokens": 5000}})
-    assert build_engine(own, seed=0).extra["max_total_tokens"] == 5000
+    assert build_engine(own, seed=0).options.extra["max_total_tokens"] == 5000
 
 
 @pytest.mark.parametrize("learner_is", ["not there", "loaded", "training"])

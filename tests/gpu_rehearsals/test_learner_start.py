@@ -28,7 +28,7 @@ def chosen(monkeypatch) -> list[int]:
 
 def test_a_rank_names_its_card_by_index(monkeypatch, chosen):
     """Ray shows each rank one card, which is card 0 to it."""
-    monkeypatch.setattr(wiring, "_begin", lambda *arguments, **named: ("127.0.0.1", 1))
+    monkeypatch.setattr(wiring, "begin", lambda *arguments, **named: ("127.0.0.1", 1))
     settings = config("unused", learner={"device": "cuda", "ranks": WORLD})
     actor = wiring.LearnerActor({}, 1)
     actor.start(wiring.Setup(settings, Path("unused"), 1, None, None, "tcp://127.0.0.1:1", 1))

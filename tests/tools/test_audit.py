@@ -52,7 +52,7 @@ class FakeRun:
 
     def checkpoint(self, step: int, prompts: PromptState, lineage: int = 1) -> None:
         saved = RunState(step=step, lineage=lineage, prompts=msgspec.to_builtins(prompts))
-        Checkpoints(self.folder, keep=3).write(saved, lambda folder: lambda: None)
+        Checkpoints(self.folder, keep=3).begin(saved, lambda folder: lambda: None)()
         self.journal.append(Committed(step=step, prompts=prompts))
 
 

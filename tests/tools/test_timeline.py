@@ -56,7 +56,7 @@ class FakeRun:
 
     def checkpoint(self) -> PolicyVersion:
         saved = RunState(step=self.step, lineage=self.lineage, prompts={})
-        Checkpoints(self.folder, keep=9).write(saved, lambda folder: lambda: None)
+        Checkpoints(self.folder, keep=9).begin(saved, lambda folder: lambda: None)()
         self.journal.append(Committed(step=self.step, prompts=began().prompts))
         return PolicyVersion(self.lineage, self.step)
 
