@@ -1,4 +1,4 @@
-"""How the tests are dealt to the workers of `pytest -n 3`.
+"""How the tests are dealt to the workers of `pytest -n 2`.
 
 A file goes to one worker, in order, since its tests share what they start. In a few files every test starts a whole run
 of its own, and is dealt alone. The longest go first, so that no worker is still busy when the others have ended.
