@@ -199,11 +199,11 @@ class Core:
             ray.kill(actor)
 
 
-# -- the limit on restarts ---------------------------------------------------------------------------------------------
+# -- the limits on restarts --------------------------------------------------------------------------------------------
 
 
 class Budget:
-    """A limit on restarts within an hour."""
+    """The limits on restarts of one process: within an hour, and of starts in a row that never served."""
 
     def __init__(self, name: str, allowed: int, clock: Callable[[], float] = time.monotonic) -> None:
         """
@@ -214,6 +214,8 @@ class Budget:
         self._recent: deque[float] = deque()
         self.count = 0
         """Restarts so far."""
+        self.failed_starts = 0
+        """Starts in a row that ended before the process served."""
 
     def spend(self, reason: str) -> int:
         """Count a restart and return the total. Raises AsyncGRPOError above the limit."""
@@ -228,6 +230,23 @@ class Budget:
         self._recent.append(now)
         self.count += 1
         return self.count
+
+    def backoff_s(self, reason: str, *, has_served: bool) -> float:
+        """Count the end of a process that serves an engine, and return the seconds until its next start.
+
+        Args:
+            has_served: of the start that ended.
+        Raises:
+            AsyncGRPOError: it may not start again.
+        """
+        self.failed_starts = 0 if has_served else self.failed_starts + 1
+        if self.failed_starts >= liveness.FAILED_STARTS:
+            raise AsyncGRPOError(
+                f"{self._name} ended {liveness.FAILED_STARTS} times before its engine served anything; the last time: {reason}"
+            )
+        count = self.spend(reason)
+        log.warning("%s ended (%s); restart %d", self._name, reason, count)
+        return liveness.BACKOFF_S[self.failed_starts]
 
     @property
     def spent(self) -> float:
@@ -287,7 +306,6 @@ class Fleet:
         self._ended_by: dict[int, str] = {}
         """Reason why the previous incarnation ended, for generators that are due."""
         self._starts: Counter[int] = Counter()
-        self._failed_starts: Counter[int] = Counter()
         self._budgets: dict[int, Budget] = {}
         self._core: Core | None = None
         self._endpoints = NOWHERE
@@ -354,7 +372,7 @@ class Fleet:
     def may_lose(self, name: str) -> bool:
         """True if the run survives the end of this generator: its engine serves, or its start may fail once more."""
         index = int(name.rpartition("-")[2])
-        return self._serves(index) or self._failed_starts[index] + 1 < liveness.FAILED_STARTS
+        return self._serves(index) or self._budgets[index].failed_starts + 1 < liveness.FAILED_STARTS
 
     def work_for(self, core: Core, endpoints: EndpointsChanged) -> None:
         """Connect all generators to `core`.
@@ -474,15 +492,8 @@ class Fleet:
             return
         if not may_restart:
             return
-        self._failed_starts[index] = 0 if has_served else self._failed_starts[index] + 1
-        if self._failed_starts[index] >= liveness.FAILED_STARTS:
-            raise AsyncGRPOError(
-                f"{name} ended {liveness.FAILED_STARTS} times before its engine served anything; the last time: {reason}"
-            )
-        count = self._budgets[index].spend(reason)
-        log.warning("%s ended (%s); restart %d", name, reason, count)
+        self._due[index] = time.monotonic() + self._budgets[index].backoff_s(reason, has_served=has_served)
         self._ended_by[index] = reason
-        self._due[index] = time.monotonic() + liveness.BACKOFF_S[self._failed_starts[index]]
 
 
 def process_status(

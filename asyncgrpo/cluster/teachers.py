@@ -4,7 +4,6 @@ A server that ends or hangs is restarted at the same address. Until it replies a
 service that they ask. A server that cannot be restarted there ends the run.
 """
 
-import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -25,15 +24,6 @@ from asyncgrpo.host import importing
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.recording.events import EventLog
 
-log = logging.getLogger(__name__)
-
-
-class _Server:
-    """The service of a teacher's process, which ticks with each proof of health."""
-
-    def __init__(self) -> None:
-        self.progress = LoopProgress()
-
 
 class TeacherActor:
     """Runs the server of one teacher."""
@@ -47,7 +37,8 @@ class TeacherActor:
         """
         set_environment(environment)
         self._setup, self._source, self._index, self._start = setup, source, index, start
-        self._server = _Server()
+        self.progress = LoopProgress()
+        """Ticks with each proof of the server's health."""
 
     def start(self, port: int) -> tuple[tuple[str, int], tuple[str, int]]:
         """Start logs and heartbeats. Returns the address of the server and that of the metrics.
@@ -59,7 +50,7 @@ class TeacherActor:
             self._setup,
             "teacher",
             incarnation_of(self._setup, self._start),
-            lambda: self._server if self._server.progress.age_s is not None else None,
+            lambda: self,
             rank=self._index,
         )
         self._address = exported[0], port or _free_port(exported[0])
@@ -83,7 +74,7 @@ class TeacherActor:
             max_completions=config.teacher.max_concurrent,
             memory_fraction=TEACHER_MEMORY,
         )
-        key, tick = self._setup.teacher_key, self._server.progress.tick
+        key, tick = self._setup.teacher_key, self.progress.tick
         serve(options, self._address, key, tick, probe_every_s=liveness.PROBE_EVERY_S)
 
 
@@ -101,7 +92,7 @@ class _Teacher:
     actor: Actor
     incarnation: str
     address: Reference
-    """Result of `start`."""
+    """Result of `start`. None once it is known to be right."""
     running: Reference
     """Result of `run`, when it ends."""
     began_s: float
@@ -129,7 +120,6 @@ class Teachers:
         self._setup, self._placement, self._watch, self._events = setup, placement, watch, events
         self._sources = list(setup.config.teacher.own)
         self._budgets = [Budget(name, setup.config.generators.restarts) for name in self._names]
-        self._failed_starts = [0] * len(self._sources)
         self._due: dict[int, float] = {}
         self._addresses: list[tuple[str, int]] = []
         metrics.restarts_spent_ratio.labels(of="teacher").set_function(
@@ -207,19 +197,21 @@ class Teachers:
     def _unhealthy_reason(self, index: int, teacher: _Teacher) -> str | None:
         """Return the reason to replace a server; None if it is healthy. Raises AsyncGRPOError if none can replace it."""
         name, cluster = self._names[index], self._setup.config.cluster
-        for reference in (teacher.address, teacher.running):
-            if has_ended(reference):
-                try:
-                    address = result(reference, name)
-                except AsyncGRPOError as error:
-                    return in_a_line(error, name)
-                if reference is teacher.running:
-                    return "its server ended"
-                if address[0] != self._addresses[index]:
-                    host, _ = self._addresses[index]
-                    raise AsyncGRPOError(
-                        f"{name} is lost with its node {host}; the same command starts it on another one"
-                    )
+        try:
+            if teacher.address is not None and has_ended(teacher.address):
+                address, _ = result(teacher.address, name)
+                teacher.address = None
+            else:
+                address = self._addresses[index]
+            if has_ended(teacher.running):
+                result(teacher.running, name)
+                return "its server ended"
+        except AsyncGRPOError as error:
+            return in_a_line(error, name)
+        if address != self._addresses[index]:
+            raise AsyncGRPOError(
+                f"{name} is lost with its node {self._addresses[index][0]}; the same command starts it on another one"
+            )
         if not self._is_up(index) and time.monotonic() - teacher.began_s > cluster.stall_timeout_s:
             raise StalledError(
                 f"{name} did not load its model within {cluster.stall_timeout_s:.0f} s (cluster.stall_timeout_s)"
@@ -233,13 +225,6 @@ class Teachers:
         self._watch.forget(name)
         if not may_restart:
             return
-        self._failed_starts[index] = 0 if was_up else self._failed_starts[index] + 1
-        if self._failed_starts[index] >= liveness.FAILED_STARTS:
-            raise AsyncGRPOError(
-                f"{name} ended {liveness.FAILED_STARTS} times before it served; the last time: {reason}"
-            )
-        count = self._budgets[index].spend(reason)
-        log.warning("%s ended (%s); restart %d", name, reason, count)
-        self._events.write("restart", actor=name, reason=reason, count=count)
+        self._due[index] = time.monotonic() + self._budgets[index].backoff_s(reason, has_served=was_up)
+        self._events.write("restart", actor=name, reason=reason, count=self._budgets[index].count)
         metrics.actor_restarts_total.labels(actor="teacher").inc()
-        self._due[index] = time.monotonic() + liveness.BACKOFF_S[self._failed_starts[index]]
