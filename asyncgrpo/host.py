@@ -76,12 +76,21 @@ stderr_file: Path | None = None
 """File to which stderr of this process and its children is written; None: it is not known."""
 
 
-def last_error() -> str:
-    """Return the last exception in `stderr_file`; empty if there is none. A library may only report that its child failed."""
-    if stderr_file is None or not stderr_file.is_file():
+def stderr_size() -> int:
+    """Return the size of `stderr_file`, bytes; 0 if it does not exist."""
+    return stderr_file.stat().st_size if stderr_file is not None and stderr_file.is_file() else 0
+
+
+def last_error(since: int) -> str:
+    """Return the last exception in `stderr_file`; empty if there is none. A library may only report that its child failed.
+
+    Args:
+        since: size of the file before the library was called.
+    """
+    if stderr_file is None or (size := stderr_size()) <= since:
         return ""
     with stderr_file.open("rb") as file:
-        file.seek(max(0, stderr_file.stat().st_size - 2**16))
+        file.seek(max(since, size - 2**16))
         text = file.read().decode(errors="replace")
     found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .*$", text, re.MULTILINE)
     return found[-1][:300] if found else ""

@@ -125,10 +125,11 @@ def test_the_collector_is_off_in_a_block_of_imports_and_afterwards_as_it_was(req
 
 
 def test_the_last_exception_of_a_child_is_found(tmp_path, monkeypatch):
-    assert host.last_error() == ""
+    assert (host.stderr_size(), host.last_error(0)) == (0, "")
     monkeypatch.setattr(host, "stderr_file", tmp_path / "stderr")
-    assert host.last_error() == ""
+    assert (host.stderr_size(), host.last_error(0)) == (0, "")
     with (tmp_path / "stderr").open("w") as file:
         subprocess.run([sys.executable, "-c", "import nothing_like_it"], stderr=file, check=False)
         file.write("later\nError\n")
-    assert host.last_error() == "ModuleNotFoundError: No module named 'nothing_like_it'"
+    assert host.last_error(0) == "ModuleNotFoundError: No module named 'nothing_like_it'"
+    assert host.last_error(host.stderr_size()) == "", "it was there before"

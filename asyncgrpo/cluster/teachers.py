@@ -62,7 +62,6 @@ class TeacherActor:
             import torch
 
             from asyncgrpo.engines.sglang.engine import SGLangOptions
-            from asyncgrpo.engines.sglang.server import serve
 
         config = self._setup.config
         options = SGLangOptions(
@@ -74,6 +73,10 @@ class TeacherActor:
             max_completions=config.teacher.max_concurrent,
             memory_fraction=TEACHER_MEMORY,
         )
+        options.prepare()
+        with importing():
+            from asyncgrpo.engines.sglang.server import serve
+
         key, tick = self._setup.teacher_key, self.progress.tick
         serve(options, self._address, key, tick, probe_every_s=liveness.PROBE_EVERY_S)
 

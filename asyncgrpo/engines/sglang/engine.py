@@ -33,7 +33,7 @@ from asyncgrpo.data.images import Images
 from asyncgrpo.engines.base import EngineBase, EngineOccupancy, Request
 from asyncgrpo.engines.sglang.proof import Given, Proof, listed, question
 from asyncgrpo.errors import EngineError, RequestError
-from asyncgrpo.host import last_error
+from asyncgrpo.host import last_error, stderr_size
 from asyncgrpo.types import Completion, KeptTokens, PolicyVersion, Sampling, VersionSpan
 from asyncgrpo.weights.arena import SharedTensors
 
@@ -77,6 +77,12 @@ class SGLangOptions:
     extra: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `sglang.Engine`, which override all others."""
 
+    def prepare(self) -> None:
+        """Set the environment variables that SGLang reads when it is imported."""
+        if self.device == "cpu":
+            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores make it ten times slower
+
 
 class SGLangEngine(EngineBase[SGLangRequest]):
     """A model in SGLang's processes, see `base.Engine` for the methods.
@@ -109,10 +115,8 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         """Start SGLang. Blocks the event loop until the model is loaded: its processes must be children of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise EngineError("the sglang engine must be started from the main thread of its process")
-        if self.options.device == "cpu":
-            os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores make it ten times slower
-        self._former_handler = signal.getsignal(signal.SIGQUIT)
+        self.options.prepare()
+        self._former_handler, before = signal.getsignal(signal.SIGQUIT), stderr_size()
         try:
             with kept():
                 from asyncgrpo.engines.sglang import processes
@@ -120,7 +124,7 @@ class SGLangEngine(EngineBase[SGLangRequest]):
                 own = processes.arguments(self.options)
                 self._engine = processes.launch(weight_version=str(version), **own | self.options.extra)
         except Exception as error:
-            why = last_error() or error
+            why = last_error(before) or error
             raise EngineError(f"SGLang cannot start with the model {self.options.model_path}: {why}") from error
         self._connect()
         self.vocab_size = self._manager.model_config.vocab_size

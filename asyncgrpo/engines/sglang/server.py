@@ -2,7 +2,6 @@
 
 import contextlib
 import http.client
-import os
 import threading
 import time
 import urllib.request
@@ -28,6 +27,8 @@ def serve(
 ) -> None:
     """Serve a model until a process of the server ends. Call it from the main thread; it may kill this process.
 
+    Call `options.prepare` before this module is imported.
+
     Args:
         address: host and port to listen at.
         key: bearer token that requests must send.
@@ -36,9 +37,6 @@ def serve(
         EngineError: the server cannot start.
     """
     host, port = address
-    if options.device == "cpu":
-        os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
     def probe() -> None:
         while True:
