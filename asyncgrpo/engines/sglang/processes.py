@@ -220,14 +220,19 @@ class OurEngine(Engine):
                 os.unlink(file)
 
 
+def mark_files() -> None:
+    """Give sockets and semaphores that SGLang makes in this process names by which `scratch` removes them."""
+    engine.PortArgs = OurPortArgs
+    multiprocessing.current_process()._config["semprefix"] = f"/{scratch.mark()}"  # type: ignore[attr-defined]
+
+
 def launch(**arguments: Any) -> OurEngine:
     """Start one engine and block until its model is loaded. A failed start kills its processes and raises the error."""
     before = set(multiprocessing.active_children())
     handler = signal.getsignal(signal.SIGQUIT)
-    engine.PortArgs = OurPortArgs
+    mark_files()
     if warm.is_on():
         engine.mp = warm.Context()
-    multiprocessing.current_process()._config["semprefix"] = f"/{scratch.mark()}"  # type: ignore[attr-defined]
     logging.getLogger(Engine.__module__).setLevel(logging.CRITICAL)  # it logs the handler of SIGQUIT as an error
     try:
         return OurEngine(**arguments, custom_sigquit_handler=raise_launch_failure)

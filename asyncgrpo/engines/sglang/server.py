@@ -48,6 +48,7 @@ def serve(
     def begin() -> None:
         threading.Thread(target=probe, name="health", daemon=True).start()
 
+    processes.mark_files()
     try:
         own = processes.arguments(options) | {"host": host, "port": port, "api_key": key} | options.extra
         launch_server(ServerArgs(**own), run_scheduler_process_func=processes.run_scheduler, launch_callback=begin)
