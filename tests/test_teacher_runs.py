@@ -9,7 +9,7 @@ import pytest
 
 from asyncgrpo.data.demo import make_demo_model
 from tests.rewards.teachers import TeacherServer
-from tests.runs import assert_nothing_left, asyncgrpo, command_of, events, start, wait_until
+from tests.runs import assert_nothing_left, asyncgrpo, command_of, events, shared_memory, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -70,6 +70,8 @@ def test_a_teacher_that_the_run_starts_is_replaced_when_it_dies(tmp_path: Path):
     (scheduler,) = [
         one for one in psutil.Process(status_of_teacher(tmp_path)["pid"]).children() if "scheduler" in command_of(one)
     ]
+    files = [path.name for path in shared_memory([scheduler.parent(), scheduler])]
+    assert files and all("asyncgrpo-" in name for name in files), "by their mark what a killed one leaves is removed"
     scheduler.kill()
     wait_until(lambda: bool(events(run, "restart")), "restart", 60.0)
     wait_for_steps(run)
