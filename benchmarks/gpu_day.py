@@ -13,25 +13,22 @@ A part is a process of its own, prints JSON lines, and ends within its limit. `d
 line; `log.txt` beside it, what else a part printed. A part that is done is not run again; one that failed is noted with its
 error and the others go on; one that was cut off, or skipped for want of a package, begins again at the next `run`.
 
-The calls, for a machine that is lent by the call: 30 minutes in all, at most 10 a call, 64 MiB carried with each, and bare
-again 30 seconds after the last call, so they follow each other at once. Python is 3.12 there, with torch 2.11 and transformers
-5.17. First, in the checkout that is carried (47 MiB of wheels; Ray's Java part is left out of them, so that one call is enough):
+The calls, for a machine that is lent by the call: 15 minutes in all with its starts, 64 MiB carried with each, and bare again
+30 seconds after the last call. Python is 3.12 there, with torch 2.11 and transformers 5.17. First, in the checkout that is
+carried (51 MiB of wheels; Ray's Java part is left out of them, so that one call is enough):
 
-    printf '/.whl/\\n/.gpuday/\\n' >>.git/info/exclude; mkdir -p .gpuday
+    printf '/.whl/\\n/.gpuday/\\n' >>"$(git rev-parse --git-path info/exclude)"; mkdir -p .gpuday
     python -m benchmarks.gpu_day wheels .whl; git rev-parse --short HEAD      # put the commit in the place of COMMIT
 
-Then three calls, each with carry `.whl` and `.gpuday`, timeout 600, and this command, in which PARTS is that of the table:
+Then this command twice, each with carry `.whl` and `.gpuday`, and a timeout of N + 60. N is 350 at first: facts, tests, memory
+and demo, which show what is correct. Give the machine back, mend what failed, name it after `run` with `--again`, and call again
+without a name, N being what the loan has left, less 180 for the start of a machine and the files:
 
     python3 -m benchmarks.gpu_day install .whl /root/site && export PYTHONPATH=/root/site:$PWD PYTHONUNBUFFERED=1 &&
-    python3 -m benchmarks.gpu_day run PARTS --commit COMMIT --seconds 570; cp .gpuday/* $OUT/
-
-    call  PARTS                                                              expected s
-    1     facts tests attention hand-over shared-memory nccl memory experts  465
-    2     demo demo-0.6b learner-0.6b                                        460
-    3     none: 1.7B, three ways of 8B, and what the others left             510
+    python3 -m benchmarks.gpu_day run --commit COMMIT --seconds N; cp .gpuday/* $OUT/
 
 After each call copy what came back into `.gpuday`: then a machine that is lost costs no part that was done. Should a part
-hang, its limit ends it, and the next ones go on. Last, here:
+hang, its limit ends it, and the next ones go on. Parts that found no time wait for another card. Last, here:
 
     python -m benchmarks.gpu_day table --into docs/benchmarks.md
 """
@@ -94,16 +91,16 @@ _8B = f"{_LEARNER} --tokens 65536 --runs 1 --parts steps --shapes 8b"
 PARTS = [
     _own("facts", "gpu_facts", 20, 90),
     Part("tests", "pytest", _TESTS, _TESTS, 90, 300),
+    _own("memory", "gpu_memory", 110, 400),
+    _own("demo", "gpu_demo", 120, 300),
     _own("attention", "gpu_attention", 60, 240),
     _own("hand-over", "gpu_weights copies", 60, 240),
     _own("shared-memory", "gpu_weights shared-memory", 40, 150),
     _own("nccl", "gpu_weights nccl", 60, 150),
-    _own("memory", "gpu_memory", 110, 400),
-    _own("experts", "gpu_memory --experts", 25, 150),
-    _card("memory-1.7b", "gpu_memory --shape 1.7b", 100, 300),
-    _own("demo", "gpu_demo", 120, 300),
-    _card("demo-0.6b", "gpu_demo --shape 0.6b", 120, 300),
     _card("learner-0.6b", f"{_LEARNER} 32768 --runs 2 --shapes 0.6b", 220, 540, _TINY),
+    _own("experts", "gpu_memory --experts", 25, 150),
+    _card("demo-0.6b", "gpu_demo --shape 0.6b", 120, 300),
+    _card("memory-1.7b", "gpu_memory --shape 1.7b", 100, 300),
     _card("learner-1.7b", f"{_LEARNER} 32768 --runs 2 --parts steps --shapes 1.7b", 110, 540),
     _card("learner-8b-lora", f"{_8B} --lora 16", 90, 540),
     _card("learner-8b-half", f"{_8B} --layers 18", 90, 540),

@@ -18,11 +18,11 @@ NAMES = (
     *("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime"),
     *("typer", "pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
     *("ray", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py"),
-    *("pytest-asyncio", "pillow"),
+    "pytest-asyncio",
 )
 """Packages that are carried, each line with what its first one needs."""
 THERE = frozenset(
-    {"aiohttp", "matplotlib", "numpy", "peft", "psutil", "pyarrow", "safetensors", "torch", "transformers"}
+    {"aiohttp", "matplotlib", "numpy", "peft", "pillow", "psutil", "pyarrow", "safetensors", "torch", "transformers"}
 )
 """What asyncgrpo needs and the machine has."""
 PYTHON = "3.12"
