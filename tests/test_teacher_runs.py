@@ -61,11 +61,15 @@ def status_of_teacher(folder: Path) -> dict:
     return teacher
 
 
-def test_a_teacher_that_the_run_starts_is_replaced_when_it_dies(tmp_path: Path):
+def test_a_teacher_that_the_run_starts_is_replaced_when_it_cannot_load_or_dies(tmp_path: Path):
     pytest.importorskip("sglang")
     make_demo_model(tmp_path / "teacher", seed=5)
-    run = tmp_path / "run"
+    weights, run = tmp_path / "teacher" / "model.safetensors", tmp_path / "run"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[: len(whole) // 2])
     process = start(*DEMO, "--steps", "10000", "teacher.path=teacher", cwd=tmp_path)
+    wait_until(lambda: bool(events(run, "restart")), "restart", 60.0)
+    weights.write_bytes(whole)
     wait_for_steps(run)
     (scheduler,) = [
         one for one in psutil.Process(status_of_teacher(tmp_path)["pid"]).children() if "scheduler" in command_of(one)
@@ -73,14 +77,16 @@ def test_a_teacher_that_the_run_starts_is_replaced_when_it_dies(tmp_path: Path):
     files = [path.name for path in shared_memory([scheduler.parent(), scheduler])]
     assert files and all("asyncgrpo-" in name for name in files), "by their mark what a killed one leaves is removed"
     scheduler.kill()
-    wait_until(lambda: bool(events(run, "restart")), "restart", 60.0)
+    wait_until(lambda: len(events(run, "restart")) > 1, "restart", 60.0)
     wait_for_steps(run)
     teacher = status_of_teacher(tmp_path)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=90) == 0, (tmp_path / "output.txt").read_text()
-    (restart,) = events(run, "restart")
-    assert (restart["actor"], restart["count"]) == ("teacher-0", 1)
-    assert (teacher["state"], teacher["restarts"]) == ("working", 1)
+    unreadable, died = events(run, "restart")
+    assert (unreadable["actor"], unreadable["count"]) == ("teacher-0", 1)
+    assert "SafetensorError" in unreadable["reason"]
+    assert (died["actor"], died["count"]) == ("teacher-0", 2)
+    assert (teacher["state"], teacher["restarts"]) == ("working", 2)
     assert all(step["kl_reference"] > 0 for step in events(run, "step"))
     audit = asyncgrpo("audit", "run", cwd=tmp_path)
     assert audit.returncode == 0, audit.stdout + audit.stderr

@@ -1,7 +1,9 @@
 """SGLang's own HTTP server for a model that a run needs beside its engines: a teacher."""
 
+import asyncio
 import contextlib
 import http.client
+import os
 import threading
 import time
 import urllib.request
@@ -10,11 +12,12 @@ from collections.abc import Callable
 from asyncgrpo.engines.sglang import processes
 from asyncgrpo.engines.sglang.engine import SGLangOptions
 from asyncgrpo.errors import EngineError
-from asyncgrpo.host import importing
+from asyncgrpo.host import importing, last_error, stderr_size
 
 with importing():
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import kill_process_tree
 
 
 def serve(
@@ -49,8 +52,22 @@ def serve(
         threading.Thread(target=probe, name="health", daemon=True).start()
 
     processes.mark_files()
+    before = stderr_size()
     try:
-        own = processes.arguments(options) | {"host": host, "port": port, "api_key": key} | options.extra
-        launch_server(ServerArgs(**own), run_scheduler_process_func=processes.run_scheduler, launch_callback=begin)
+        own = processes.arguments(options) | {"host": host, "port": port, "api_key": key}
+        launch_server(
+            ServerArgs(**own | options.extra, custom_sigquit_handler=_end),
+            run_scheduler_process_func=processes.run_scheduler,
+            launch_callback=begin,
+        )
     except Exception as error:
-        raise EngineError(f"SGLang cannot serve the model {options.model_path}: {error}") from error
+        why = last_error(before) or error
+        raise EngineError(f"SGLang cannot serve the model {options.model_path}: {why}") from error
+
+
+def _end(signum: int, frame: object) -> None:
+    """Handle SIGQUIT, with which a child reports its failure. An event loop would swallow an exception."""
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        kill_process_tree(os.getpid())
+    processes.raise_launch_failure(signum, frame)
