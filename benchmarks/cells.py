@@ -1,4 +1,4 @@
-"""Models and batches for measuring learners, as files that any learner can read. It does not import asyncgrpo.
+"""Models and batches for measuring learners, as files that any learner can read.
 
 Models are random and Qwen3-shaped; batches are seeded rollouts whose lengths have a long tail: groups of 8 completions to a
 prompt of 16 to 64 tokens, completions lognormal (median 96, sigma 0.9) cut to 8 to 1,024 tokens.
@@ -42,8 +42,6 @@ class Batch:
     """[N] of float32, as sampled."""
     rewards: np.ndarray
     """[N] 0 or 1."""
-    advantages: np.ndarray
-    """[N] float32, GRPO's."""
 
     @property
     def num_tokens(self) -> int:
@@ -63,15 +61,12 @@ def make_batch(name: str) -> Batch:
     completions = [rng.integers(8, vocab, length) for length in lengths]
     logprobs = [(-np.log(vocab) + 0.05 * rng.standard_normal(length)).astype(np.float32) for length in lengths]
     rewards = (rng.random(count) < 0.4).astype(np.float64)
-    by_group = rewards.reshape(groups, GROUP_SIZE)
-    centred = by_group - by_group.mean(1, keepdims=True)
-    advantages = centred / (by_group.std(1, ddof=1, keepdims=True) + 1e-6)
     repeated = [prompts[i // GROUP_SIZE] for i in range(count)]
-    return Batch(repeated, completions, logprobs, rewards, advantages.reshape(-1).astype(np.float32))
+    return Batch(repeated, completions, logprobs, rewards)
 
 
 def make_model(folder: Path, name: str) -> Path:
-    """The folder of the random model of that name, with a tokenizer of bytes. The first call writes it."""
+    """The folder of the random model of that name. The first call writes it."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -94,19 +89,4 @@ def make_model(folder: Path, name: str) -> Path:
         pad_token_id=0,
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
-    _write_tokenizer(path)
     return path
-
-
-def _write_tokenizer(path: Path) -> None:
-    """Write a tokenizer with one id for each byte. It is never used, but trainers load one."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<unk>"
-    ).save_pretrained(path)

@@ -1,6 +1,6 @@
-"""One full learner step: CPU seconds, tokens per CPU second and peak memory, beside TRL's learner and a supervised step.
+"""One full learner step: CPU seconds, tokens per CPU second and peak memory, beside a supervised step.
 
-python -m benchmarks.learner_step --model tiny --batch tail --rounds 5 --trl-python PATH/python
+python -m benchmarks.learner_step --model tiny --batch tail --rounds 5
 
 Every cell is a fresh process with one thread, and the cells of a round run one after the other, so that what a shared
 machine does to one it does to its neighbours; figures are CPU seconds of the process, median of the steps after the
@@ -11,7 +11,6 @@ first. The last lines have, for each pair, the median, least and largest of the 
     asyncgrpo apart       the same with learner.share_prompts=false
     supervised            the same model, rows, attention, optimizer and FSDP, trained to repeat the completions: all logits of
     supervised compiled   a row, in float32, torch's own cross-entropy and autograd
-    trl async             `benchmarks/trl_learner.py`, where --trl-python names a Python that has trl
 """
 
 import argparse
@@ -37,8 +36,6 @@ OURS = {
     "supervised compiled": {"compile": True},
 }
 PAIRS = (
-    ("asyncgrpo", "trl async"),
-    ("asyncgrpo compiled", "trl async"),
     ("asyncgrpo", "asyncgrpo apart"),
     ("supervised", "asyncgrpo"),
     ("supervised compiled", "asyncgrpo compiled"),
@@ -52,8 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="measured in each cell")
     parser.add_argument("--budget", type=int, default=2048, help="learner.tokens_per_microbatch")
-    parser.add_argument("--cells", nargs="+", choices=[*OURS, "trl async"], help="only these")
-    parser.add_argument("--trl-python", help="a Python that has trl; none: only our cells")
+    parser.add_argument("--cells", nargs="+", choices=list(OURS), default=list(OURS), help="only these")
     parser.add_argument("--cell", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help="where models are kept; none: a temporary folder")
     arguments = parser.parse_args(argv)
@@ -67,12 +63,11 @@ def main(argv: list[str] | None = None) -> None:
 def compare(arguments: argparse.Namespace, folder: Path) -> None:
     """Measure all cells, round by round, and their ratios."""
     model, tokens = make_model(folder, arguments.model), make_batch(arguments.batch).num_tokens
-    cells = arguments.cells or [*OURS, *(["trl async"] if arguments.trl_python else [])]
-    seconds: dict[str, list[float]] = {cell: [] for cell in cells}
+    seconds: dict[str, list[float]] = {cell: [] for cell in arguments.cells}
     about = {"model": arguments.model, "batch": arguments.batch, "tokens": tokens, "budget": arguments.budget}
     for number in range(arguments.rounds):
-        for cell in cells:
-            found = _run(arguments, cell, model, folder)
+        for cell in arguments.cells:
+            found = _run(arguments, cell, model)
             seconds[cell].append(median := statistics.median(found["cpu_s"]))
             sizes = {"tokens_per_s": round(tokens / median), "peak_mb": round(found["peak_mb"]), **about}
             show(line("learner step", found["cpu_s"], "CPU s", seed=SEED, cell=cell, round=number, **sizes))
@@ -82,13 +77,9 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
             show(line("ratio of CPU s, by rounds", ratios, "", seed=SEED, of=one, to=other, **about))
 
 
-def _run(arguments: argparse.Namespace, cell: str, model: Path, folder: Path) -> dict[str, Any]:
-    shared = ["--model", str(model), "--batch", arguments.batch, "--steps", str(arguments.steps)]
-    if cell == "trl async":
-        command = [arguments.trl_python, "-m", "benchmarks.trl_learner", *shared, "--out", str(folder / "trl")]
-    else:
-        command = [sys.executable, "-m", "benchmarks.learner_step", "--cell", cell]
-        command += [*shared, "--budget", str(arguments.budget)]
+def _run(arguments: argparse.Namespace, cell: str, model: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.learner_step", "--cell", cell, "--model", str(model)]
+    command += ["--batch", arguments.batch, "--steps", str(arguments.steps), "--budget", str(arguments.budget)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     lines = [line for line in result.stdout.splitlines() if line.startswith('{"cpu_s"')]
@@ -99,7 +90,7 @@ def _run(arguments: argparse.Namespace, cell: str, model: Path, folder: Path) ->
 
 
 def run_cell(arguments: argparse.Namespace) -> None:
-    """Measure one of our cells, in this process."""
+    """Measure one cell, in this process."""
     import msgspec
     import torch
 
