@@ -91,7 +91,7 @@ _histogram, _info = partial(_declare, prometheus.Histogram), partial(_declare, p
 
 build_info = _info("build", "Version of asyncgrpo that runs in this process.", *ROLES)
 
-WAITS = ("batch", "publish", "checkpoint", "eval", "lease", "ack", "weights", "reward", "engine", "generators")
+WAITS = ("generators", "batch", "checkpoint", "engine", "reward")
 waiting_seconds = _gauge(
     "waiting_seconds", "Duration of this process's current wait for the thing named, seconds; 0 without one.",
     *ROLES, what=WAITS)
@@ -133,7 +133,7 @@ group_ready_seconds = _histogram(
 max_lag_steps = _gauge("max_lag_steps", "The bound on group_lag_steps that is in force.", "buffer")
 bias_distance = _gauge(
     "bias_distance", "Distance of trained from generated groups in one respect, 0 to 1; 0 before enough are settled.",
-    "buffer", of=("length", "reward", "source", "age"))
+    "buffer", of=("length", "reward"))
 bias_threshold = _gauge("bias_threshold", "Distance above which the buffer warns.", "buffer")
 rejected_frames_total = _counter(
     "rejected_frames_total", "Messages that the buffer refused, by reason.", "buffer",
@@ -300,8 +300,8 @@ actor_restarts_total = _counter(
     actor=("buffer", "generator", "learner", "teacher"))
 restarts_spent_ratio = _gauge(
     "restarts_spent_ratio",
-    "Share of the restarts of an hour that are spent; at 1 the next one ends the run. Of generators: of the worst one.",
-    "driver", of=("core", "generator"))
+    "Share of the restarts of an hour that are spent; at 1 the next one ends the run. Of generators and teachers: the worst.",
+    "driver", of=("core", "generator", "teacher"))
 advice_gain_ratio = _gauge(
     "advice_gain_ratio", "Share by which a step would be shorter if the advice on this bottleneck were followed, 0 to 1.",
     "driver", bottleneck=("health", "signal", "generators", "learner", "reward", "bound", "lengths", "weights", "cores", "none"))

@@ -153,12 +153,12 @@ def test_a_wait_shows_its_age_while_it_lasts_also_in_another_thread_and_zero_aft
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
 
     def age() -> float:
-        return value("waiting_seconds", what="publish")
+        return value("waiting_seconds", what="checkpoint")
 
-    with pytest.raises(ValueError), metrics.waiting("publish"):
+    with pytest.raises(ValueError), metrics.waiting("checkpoint"):
         now[0] += 30
         assert age() == 30
-        with metrics.waiting("publish"):
+        with metrics.waiting("checkpoint"):
             now[0] += 5
             assert age() == 35
         thread = threading.Thread(target=lambda: seen.append(age()))
@@ -167,6 +167,12 @@ def test_a_wait_shows_its_age_while_it_lasts_also_in_another_thread_and_zero_aft
         assert age() == 35 == seen[0]
         raise ValueError
     assert age() == 0
+
+
+def test_every_wait_that_is_exported_is_measured_somewhere():
+    sources = (path.read_text() for path in Path(metrics.__file__).parent.rglob("*.py"))
+    measured = {what for text in sources for what in re.findall(r'metrics\.waiting\("(\w+)"\)', text)}
+    assert measured == set(metrics.WAITS)
 
 
 def test_every_process_exports_its_memory_and_open_files_and_those_of_what_it_started():

@@ -126,7 +126,8 @@ class LearnerService:
             AsyncGRPOError: training cannot continue. A last checkpoint was written if possible.
         """
         try:
-            self._publisher.wait_for(self._start_with, GENERATORS_START_S, self._while_no_generator)
+            with metrics.waiting("generators"):
+                self._publisher.wait_for(self._start_with, GENERATORS_START_S, self._while_no_generator)
             status = self._train()
         except _EndRequested as request:
             status = str(request)
