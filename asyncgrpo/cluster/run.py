@@ -105,6 +105,8 @@ class Run:
         self._folder = folder
         self._sizes = sizes
         self._asked_to_stop = 0
+        self._report: Callable[[str], None] = lambda text: None
+        self._chaos: Faults | None = None
         self._targets: dict[str, tuple[str, int]] = {}
         self._events = EventLog(folder.path / "metrics.jsonl")
         self._phases: set[str] = set()
@@ -118,6 +120,7 @@ class Run:
         Raises:
             AsyncGRPOError: the reason why the run failed, one sentence.
         """
+        self._report = report
         logs.setup("driver", None, self._folder.path)
         self._end_phase("checks and files")
         retire_targets_beside(self._folder.path, is_abandoned)
@@ -125,18 +128,17 @@ class Run:
         with ray_session_of(config):
             self._end_phase("Ray")
             self._config = config = decide_device(config)
-            placement = Placement(
-                config, learner_on_gpu=uses_cuda(config)
-            )  # may wait for GPUs: a signal ends it at once
+            # It may wait for GPUs: a signal ends it at once.
+            placement = self._placement = Placement(config, learner_on_gpu=uses_cuda(config))
             try:
                 # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
                 with _on_signals(self._stop):
-                    status = self._supervise(placement, before, report)
+                    status = self._supervise(before)
             finally:
                 placement.release()
         return Outcome(status, self._folder.path)
 
-    def _supervise(self, placement: Placement, before: Path | None, report: Callable[[str], None]) -> str:
+    def _supervise(self, before: Path | None) -> str:
         """Run to the end, and write the `end` event and the targets for Prometheus. Returns `done` or `drained`.
 
         Args:
@@ -144,8 +146,8 @@ class Run:
         """
         targets = MISSED  # unless the run ends in order
         try:
-            check_bind_reaches(self._config, placement.addresses)
-            status = self._start_services(placement, report)
+            check_bind_reaches(self._config, self._placement.addresses)
+            status = self._start_services()
             targets = {}
         except KeyboardInterrupt:
             targets = {}
@@ -164,13 +166,12 @@ class Run:
             write_targets(self._folder.path, targets)
         return status
 
-    def _start_services(self, placement: Placement, report: Callable[[str], None]) -> str:
+    def _start_services(self) -> str:
         """Start watch, fleet, steering and admin API, and run cores until training has ended."""
-        config = self._config
+        config, placement, keys = self._config, self._placement, Keys.make()
         host = host_of(config)
-        keys = Keys.make()
         metrics_token = self._serve_metrics(host)
-        watch = Watch(config.cluster.bind, keys, host=host)
+        watch = self._watch = Watch(config.cluster.bind, keys, host=host)
         setup = Setup(
             config=config,
             run_dir=self._folder.path,
@@ -184,19 +185,20 @@ class Run:
         )
         teachers = self._teachers = Teachers(setup, placement, watch, self._events, on_address=self._export_from)
         setup = replace(setup, teacher_urls=teachers.urls)
-        fleet = Fleet(setup, placement, watch, self._events, on_address=self._export_from)
+        self._fleet = Fleet(setup, placement, watch, self._events, on_address=self._export_from)
         steering = self._steering = Steering(
             config, self._given, self._folder, self._events, drain=self._ask_to_stop, gpus=cluster_gpus()
         )
-        chaos = self._plan.begin(watch, fleet, self._events) if self._plan is not None else None
+        if self._plan is not None:
+            self._chaos = self._plan.begin(watch, self._fleet, self._events)
         try:
             with serving(steering, self._folder.path, config.control) as url:
                 if url is not None:
                     metrics.page_info.info({"url": url})
                     folder = shlex.quote(os.path.relpath(self._folder.path))
-                    report(f"watch it with `asyncgrpo top {folder}`, or in a browser: `asyncgrpo page {folder}`")
-                report("the buffer, the learner and the engines are starting")
-                return self._run_cores(setup, placement, fleet, watch, chaos, report)
+                    self._report(f"watch it with `asyncgrpo top {folder}`, or in a browser: `asyncgrpo page {folder}`")
+                self._report("the buffer, the learner and the engines are starting")
+                return self._run_cores(setup)
         except AsyncGRPOError as error:
             # The command prints the sentence; the log has the traceback.
             log.info("run failed: %s", error, exc_info=error.__cause__)
@@ -205,27 +207,20 @@ class Run:
             raise
         finally:
             steering.end()
-            if chaos is not None:
-                chaos.end()
+            if self._chaos is not None:
+                self._chaos.end()
             teachers.end()
             watch.close()
 
-    def _run_cores(
-        self,
-        setup: Setup,
-        placement: Placement,
-        fleet: Fleet,
-        watch: Watch,
-        chaos: Faults | None,
-        report: Callable[[str], None],
-    ) -> str:
+    def _run_cores(self, setup: Setup) -> str:
         """Train with one core until it is lost, then with the next. Generators live on. Returns how training ended."""
-        budget, losses_in_a_row = Budget("buffer and learner", setup.config.generators.restarts), 0
+        fleet, losses_in_a_row = self._fleet, 0
+        budget = Budget("buffer and learner", setup.config.generators.restarts)
         metrics.restarts_spent_ratio.labels(of="core").set_function(lambda: budget.spent)
         while True:
-            core = Core(setup, placement, watch)
+            core = Core(setup, self._placement, self._watch)
             try:
-                return self._train(core, fleet, watch, chaos, report)
+                return self._train(core)
             except ProcessLost as loss:
                 has_trained = (core.steps_done or 0) > core.first_step
                 losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
@@ -235,7 +230,7 @@ class Run:
                     raise
                 self._record_loss(loss, budget.spend(str(loss)))
             except AsyncGRPOError as error:
-                self._save_last_steps(core, fleet, watch, str(error))
+                self._save_last_steps(core, str(error))
                 raise
             finally:
                 fleet.leave()
@@ -256,10 +251,9 @@ class Run:
         self._export_from("driver", (host, metrics.serve("driver", host=host, token=token)))
         return token
 
-    def _train(
-        self, core: Core, fleet: Fleet, watch: Watch, chaos: Faults | None, report: Callable[[str], None]
-    ) -> str:
+    def _train(self, core: Core) -> str:
         """Train with one core. Raises ProcessLost if another core may continue, another AsyncGRPOError if none can."""
+        fleet, watch, chaos = self._fleet, self._watch, self._chaos
 
         def poll_processes() -> None:
             watch.listen()
@@ -283,7 +277,9 @@ class Run:
             time.sleep(POLL_S)
         for name, address in core.addresses.items():
             self._export_from(name, address)
-        self._report_start(ready, report)
+        if ready.recovered:
+            counts = ", ".join(f"{count} {what}" for what, count in sorted(ready.recovered.items()))
+            self._report(f"untrained groups of earlier starts: {counts}")
         self._steering.steps = ready.steps
         core.run(leaders[0], self._about(ready))
         fleet.work_for(core, core.endpoints if chaos is None else chaos.route(core.endpoints))
@@ -307,7 +303,7 @@ class Run:
             raise ProcessLost("buffer: the process exited without reporting an error")
         return status
 
-    def _save_last_steps(self, core: Core, fleet: Fleet, watch: Watch, reason: str) -> None:
+    def _save_last_steps(self, core: Core, reason: str) -> None:
         """Save the steps since the last checkpoint before the run fails, within `LAST_CHECKPOINT_S`. Failures are logged."""
         if not core.can_save:
             return
@@ -319,16 +315,11 @@ class Run:
             while core.status() is None:
                 if time.monotonic() > deadline:
                     raise StalledError(f"the learner did not end within {within_s:.0f} s")
-                watch.listen()
-                fleet.reconcile(may_restart=False)
+                self._watch.listen()
+                self._fleet.reconcile(may_restart=False)
                 time.sleep(POLL_S)
         except AsyncGRPOError as trouble:
             log.error("no last checkpoint: %s", trouble)
-
-    def _report_start(self, ready: BufferReady, report: Callable[[str], None]) -> None:
-        if ready.recovered:
-            counts = ", ".join(f"{count} {what}" for what, count in sorted(ready.recovered.items()))
-            report(f"untrained groups of earlier starts: {counts}")
 
     def _about(self, ready: BufferReady) -> dict[str, Any]:
         """Return the fields of the `start` event that the driver knows."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -42,10 +43,10 @@ def give_up(core: Core, folder: Path) -> list[bool]:
     """Returns for each look at the generators whether one might be started again."""
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"), cluster=ClusterConfig(stall_timeout_s=0.7))
     looks: list[bool] = []
-    fleet = SimpleNamespace(reconcile=lambda *, may_restart: looks.append(may_restart))
-    watch = SimpleNamespace(listen=lambda: None)
-    run = Run(config, SimpleNamespace(path=folder), "")  # type: ignore[arg-type]
-    run._save_last_steps(core, fleet, watch, "generator-1 ended too often")  # type: ignore[arg-type]
+    run: Any = Run(config, SimpleNamespace(path=folder), "")  # type: ignore[arg-type]
+    run._fleet = SimpleNamespace(reconcile=lambda *, may_restart: looks.append(may_restart))
+    run._watch = SimpleNamespace(listen=lambda: None)
+    run._save_last_steps(core, "generator-1 ended too often")
     return looks
 
 
@@ -60,7 +61,7 @@ def test_neither_its_end_nor_its_silence_holds_up_the_end_of_the_run(tmp_path: P
 
 
 def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[[Run], str]) -> Run:
-    def listed(run: Run, placement: object, report: object) -> str:
+    def listed(run: Run) -> str:
         run._export_from("learner-0", ("127.0.0.1", 4711))
         return keep_going(run)
 
@@ -113,7 +114,9 @@ def setup_on(bind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
     monkeypatch.setattr(run_module, "Core", core)
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"), cluster=ClusterConfig(bind=bind))
     with pytest.raises(NoFurther):
-        Run(config, RunFolder(folder), "")._start_services(SimpleNamespace(), lambda text: None)  # type: ignore[arg-type]
+        run: Any = Run(config, RunFolder(folder), "")
+        run._placement = SimpleNamespace()
+        run._start_services()
     return told[0]
 
 
