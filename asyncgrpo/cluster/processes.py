@@ -310,12 +310,10 @@ class Fleet:
         self._core: Core | None = None
         self._endpoints = NOWHERE
         self._may_start = True
-        metrics.restarts_spent_ratio.labels(of="generator").set_function(self._restarts_spent)
+        metrics.restarts_spent_ratio.labels(of="generator").set_function(
+            lambda: max(budget.spent for budget in tuple(self._budgets.values()))  # called by a scrape, in its thread
+        )
         self.scale(setup.config.generators.count)
-
-    def _restarts_spent(self) -> float:
-        """Return the largest share of its restarts that a generator has used. Called by a metrics scrape."""
-        return max(budget.spent for budget in tuple(self._budgets.values()))
 
     def scale(self, count: int) -> None:
         """Run `count` generators, those with the lowest numbers."""

@@ -12,7 +12,7 @@ and prints the differences.
 import logging
 import queue
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from operator import attrgetter
@@ -252,7 +252,8 @@ class Steering:
             raise CommandRefused("buffer.policy=train has one bound for the whole run")
         before = {key: attrgetter(key)(self.config) for key in settings}
         self._configure([f"{key}={value}" for key, value in settings.items()])
-        self._change(**{_FIELDS[key]: attrgetter(key)(self.config) for key in settings})
+        # A field of `Steer` is named as its setting, without the section.
+        self._change(**{key.rpartition(".")[2]: attrgetter(key)(self.config) for key in settings})
         return ", ".join(f"{key} {before[key]} -> {attrgetter(key)(self.config)}" for key in settings)
 
     # -- the requested state -------------------------------------------------------------------------------------------
@@ -307,18 +308,12 @@ class Steering:
             advice=self._advice if state == "training" else (),
         )
 
-    def _processes(self, core: Core | None, fleet: Fleet, watch: Watch) -> list[ProcessStatus]:
-        names = ["buffer", *(f"learner-{rank}" for rank in range(self.config.learner.ranks))]
+    def _processes(self, core: Core | None, fleet: Fleet, watch: Watch) -> Iterator[ProcessStatus]:
         lineage = core.incarnation if core is not None else ""
-        found = []
-        for name in names:
+        for name in ("buffer", *(f"learner-{rank}" for rank in range(self.config.learner.ranks))):
             state: ProcessState = "working" if core is not None and watch.has_begun(name, lineage) else "starting"
-            found.append(process_status(name, state, 0, watch.heartbeat(name, lineage)))
-        return [*found, *fleet.processes()]
-
-
-_FIELDS = {"learner.lr": "lr", "buffer.max_lag": "max_lag", "generators.groups_in_flight": "groups_in_flight"}
-"""The field of `Steer` for each setting that may change."""
+            yield process_status(name, state, 0, watch.heartbeat(name, lineage))
+        yield from fleet.processes()
 
 
 def bounds(config: Config) -> tuple[int, int]:
