@@ -289,10 +289,10 @@ def execute(
                 outcome = Run(config, folder, sizes, chaos).execute(report=report)
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.events import read_events
-    from asyncgrpo.recording.progress import progress_of
+    from asyncgrpo.recording.progress import Progress
     from asyncgrpo.recording.screen import summary
 
-    progress = progress_of(events)
+    progress = Progress.of(read_events(events))
     if progress.steps:
         plot(read_events(events), folder.path / "curves.png")
     report(summary(progress))

@@ -6,10 +6,9 @@
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from asyncgrpo.recording.events import Event, read_events
+from asyncgrpo.recording.events import Event
 
 RECENT = 10
 """Steps over which rates and shares are averaged."""
@@ -355,8 +354,3 @@ def warning_of(event: Event) -> str | None:
 def counts_in_words(counts: Mapping[str, int]) -> str:
     """Format counts as "crash 1, timeout 3"."""
     return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
-
-
-def progress_of(path: Path) -> Progress:
-    """Return the progress of a run by its file of events; empty if there is none."""
-    return Progress.of(read_events(path) if path.exists() else ())
