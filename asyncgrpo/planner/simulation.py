@@ -28,15 +28,7 @@ from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.ranks import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.planner.plan import Prediction, Profile, Split, predict
-from asyncgrpo.planner.stand_ins import (
-    BufferSocket,
-    GeneratorLine,
-    LearnerLine,
-    Receiver,
-    Silent,
-    VirtualEngine,
-    VirtualLoop,
-)
+from asyncgrpo.planner.stand_ins import GeneratorLine, LearnerLine, Receiver, Silent, VirtualEngine, VirtualLoop
 from asyncgrpo.rewards.base import Reward, Sampled
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Group, PolicyVersion, Prompt, Sampling, Score
@@ -232,7 +224,7 @@ class VirtualRun:
         sampling = Sampling(max_tokens=LONGEST)
         self.buffer = Buffer(config.buffer, config.algorithm, source, sampling, seed=case.seed, lineage=1)
         self._service = BufferService(
-            BufferSocket(self._from_buffer),  # type: ignore[arg-type]
+            SimpleNamespace(send=self._from_buffer),  # type: ignore[arg-type]
             self.buffer,
             Evaluations((), Sampling(), 0, 1e9),
         )
@@ -290,7 +282,7 @@ class VirtualRun:
     def _to_buffer(self, peer: str, message: Message, payload: Any) -> None:
         self._loop.call_later(self.case.latency_s, self._turn, (peer, encode(message, payload)))
 
-    def _from_buffer(self, peer: str, message: Message, payload: Any) -> bool:
+    def _from_buffer(self, peer: str, message: Message, payload: Any = b"") -> bool:
         frames = [bytes(frame) for frame in encode(message, payload)]
         self._loop.call_later(self.case.latency_s, self._lines[peer].arrive, frames)
         return True

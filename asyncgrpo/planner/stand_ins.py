@@ -154,19 +154,6 @@ class LearnerLine:
         """Nothing to close."""
 
 
-class BufferSocket:
-    """Stands for `wire.sockets.Server`. `send` returns False if the peer is gone."""
-
-    def __init__(self, send: Callable[[str, Message, Buffer], bool]) -> None:
-        self._send = send
-
-    def send(self, peer: str, message: Message, payload: Buffer = b"") -> bool:
-        return self._send(peer, message, payload)
-
-    def receive(self, timeout_s: float) -> tuple[str, Sequence[Buffer]] | None:
-        raise NotImplementedError("the simulation calls `turn` with what arrives")
-
-
 class Receiver:
     """Stands for `weights.Receiver`: it only joins."""
 

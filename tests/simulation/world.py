@@ -6,6 +6,7 @@
 import random
 from collections import Counter, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import msgspec
@@ -26,7 +27,7 @@ from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.learner.ranks import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
-from asyncgrpo.planner.stand_ins import BufferSocket, Frames, LearnerLine, Silent, VirtualLoop
+from asyncgrpo.planner.stand_ins import Frames, LearnerLine, Silent, VirtualLoop
 from asyncgrpo.rewards.breaker import STREAK
 from asyncgrpo.types import PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire import Message
@@ -284,7 +285,7 @@ class World:
         evaluations = Evaluations(
             held_out, self._sampling, run.seed, self.config.buffer.lease_timeout_s, lineage=self._lineage
         )
-        self._service = BufferService(BufferSocket(self._from_buffer), buffer, evaluations)  # type: ignore[arg-type]
+        self._service = BufferService(SimpleNamespace(send=self._from_buffer), buffer, evaluations)  # type: ignore[arg-type]
         self.publisher = Publisher(self, rng)
         self._line = LearnerLine(self.loop, self._from_learner)
         step = 0 if state is None else state.step
@@ -427,7 +428,7 @@ class World:
 
         self.network.carry("learner", "buffer", message, payload, arrive)
 
-    def _from_buffer(self, peer: str, message: Message, payload: Frame) -> bool:
+    def _from_buffer(self, peer: str, message: Message, payload: Frame = b"") -> bool:
         self.checker.sent_by_buffer(message)
         if peer == "learner":
             line = self._line
