@@ -6,14 +6,14 @@ import itertools
 import math
 from asyncio import events
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import Context
 from typing import Any
 
 import numpy as np
 
-from asyncgrpo.engines.base import EngineOccupancy, PendingCompletion, Request
-from asyncgrpo.types import Completion, PolicyVersion, Sampling
+from asyncgrpo.engines.base import EngineBase, EngineOccupancy, PendingCompletion, Request
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode
 
@@ -183,8 +183,10 @@ class Silent:
         """Accept a call."""
 
 
-class VirtualEngine:
-    """`engines.base.Engine` of continuous batching: of b that run, every completion gets a token each a + c b seconds."""
+class VirtualEngine(EngineBase[Request]):
+    """An engine of continuous batching: of b that run, every completion gets a token each a + c b seconds."""
+
+    request_type, vocab_size, max_context = Request, 2, 2**31
 
     def __init__(
         self,
@@ -200,6 +202,7 @@ class VirtualEngine:
             swap_s: seconds for which a change of weights stops sampling.
             capacity: completions that run at once at most, the others wait; none: all run.
         """
+        super().__init__()
         self._lengths_of, self._token_s, self._swap_s = lengths_of, token_s, swap_s
         self._capacity = math.inf if capacity is None else capacity
         self.aborted_tokens = 0.0
@@ -216,46 +219,34 @@ class VirtualEngine:
         self._ties = itertools.count()
         self._paused = False
         self._wake: asyncio.TimerHandle | None = None
-        self.version = PolicyVersion(0, 0)
 
     async def start(self, version: PolicyVersion) -> None:
-        self.version = version
+        self._started(version)
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        num_completions: int,
-        sampling: Sampling,
-        seed: int,
-        *images: Any,
-    ) -> AsyncIterator[Completion]:
+    def _begin(self, request: Request) -> None:
         self._advance()
-        request = Request(request_id, prompt, num_completions, sampling, seed)
-        lengths = self._lengths_of(*map(int, request_id.split(".")[1:3]))
+        lengths = self._lengths_of(*map(int, request.request_id.split(".")[1:3]))
         self._queued += ((int(lengths[completion.index]), completion) for completion in request.pending)
         self._admit()
         self._set_alarm()
-        async for completion in request.completions():
-            yield completion
 
-    async def load_weights(self, tensors: Iterable, version: PolicyVersion, **how: Any) -> None:
+    async def _load(self, tensors: Iterable, version: PolicyVersion, *, keep_kv: bool) -> None:
         self._advance()
         self._paused = True
         self._set_alarm()
         await asyncio.sleep(self._swap_s)
         self._advance()
-        self._paused, self.version = False, version
+        self._paused, self._version = False, version
         for _, _, start, completion in self._running:
             completion.sampled_by(version, int(self._tokens - start))
         self._set_alarm()
 
-    async def abort(self, request_id: str) -> None:
+    def _abort(self, request: Request) -> None:
+        """Free the places of a request. Its caller awaits no completion of it."""
         self._advance()
-        ended = [entry for entry in self._running if entry[3].request.request_id == request_id]
-        self.aborted_tokens += sum(self._tokens - start for _, _, start, _ in ended)
-        self._running = [entry for entry in self._running if entry[3].request.request_id != request_id]
-        self._queued = deque(entry for entry in self._queued if entry[1].request.request_id != request_id)
+        self.aborted_tokens += sum(self._tokens - start for _, _, start, one in self._running if one.request is request)
+        self._running = [entry for entry in self._running if entry[3].request is not request]
+        self._queued = deque(entry for entry in self._queued if entry[1].request is not request)
         heapq.heapify(self._running)
         self._admit()
         self._set_alarm()
@@ -276,6 +267,9 @@ class VirtualEngine:
 
     async def close(self) -> None:
         """Nothing runs."""
+
+    async def _end(self, request: Request) -> None:
+        """Leave the rest running: only an abort frees places."""
 
     def _admit(self) -> None:
         while self._queued and len(self._running) < self._capacity:

@@ -14,7 +14,7 @@ from asyncgrpo.planner.plan import (
 )
 from asyncgrpo.planner.simulation import simulate
 from asyncgrpo.planner.stand_ins import VirtualEngine, VirtualLoop
-from asyncgrpo.types import Sampling
+from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 from tests.planner.profiles import long_tail, profile
 
@@ -79,6 +79,7 @@ async def sampled(engine: VirtualEngine, request_id: str) -> int:
 def test_an_aborted_group_gives_its_room_to_the_next():
     loop = VirtualLoop()  # type: ignore[abstract]
     engine = VirtualEngine(lambda prompt, attempt: np.array([10]), lambda running: 1.0, 0.0, capacity=1)
+    loop.create_task(engine.start(PolicyVersion(0, 0)))
     first, second = (loop.create_task(sampled(engine, f"lease.{prompt}.0")) for prompt in range(2))
     loop.run_until(1.0)
     loop.create_task(engine.abort("lease.0.0"))
