@@ -32,6 +32,7 @@ from asyncgrpo.errors import AsyncGRPOError
 from asyncgrpo.planner.plan import DecodeCurve, LearnerTimes, Lengths, Profile
 from asyncgrpo.recording.events import Event, read_events
 from asyncgrpo.recording.pace import FEWEST, SETTLE
+from asyncgrpo.recording.progress import seconds_of
 from asyncgrpo.rewards.base import score_one
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import PolicyVersion, Prompt, Sampling
@@ -120,7 +121,7 @@ def _run(config: Config, log: Callable[[str], None]) -> tuple[list[Event], Rows]
         raise AsyncGRPOError(f"asked to stop in the run of {prompts} prompts a step: no profile is written")
     steps = [event for event in read_events(path / "metrics.jsonl") if event["event"] == "step"][SETTLE:]
     files = sorted((path / "samples").rglob("step_*.parquet"))[SETTLE:]
-    seconds = statistics.median(sum(step["seconds"].values()) for step in steps)
+    seconds = statistics.median(map(seconds_of, steps))
     log(
         f"run: {prompts} prompts a step, {seconds:.2f} s a step, {_publish_s(steps):.2f} s of it publication "
         f"({time.monotonic() - started:.0f} s in all)"

@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from asyncgrpo.recording.events import Event
 from asyncgrpo.recording.pace import FEWEST, is_command
-from asyncgrpo.recording.progress import RECENT, Progress, counts_in_words, sync_line
+from asyncgrpo.recording.progress import RECENT, Progress, counts_in_words, seconds_of, sync_line
 
 SHOWN_S = 3600.0
 """Age up to which a warning of the learner or the buffer is shown."""
@@ -144,9 +144,7 @@ def _no_step(view: View, limit_s: float) -> Finding | None:
         return None
     moves = (e["time"] for e in view.newest("step", "start", "command") if e["event"] != "command" or is_command(e))
     since = next(moves, view.started)
-    usual_s = (
-        median(sum((step.get("seconds") or {}).values()) for step in view.steps) if len(view.steps) >= FEWEST else None
-    )
+    usual_s = median(map(seconds_of, view.steps)) if len(view.steps) >= FEWEST else None
     late_s = max(limit_s, STARTING_S) if usual_s is None else max(limit_s, 3 * usual_s)
     if view.now - since <= late_s:
         return None

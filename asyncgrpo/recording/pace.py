@@ -26,6 +26,7 @@ from typing import Literal
 
 from asyncgrpo.config.schema import Config
 from asyncgrpo.recording.events import Event
+from asyncgrpo.recording.progress import seconds_of
 
 WINDOW = 100
 """Largest number of steps in a window."""
@@ -384,9 +385,5 @@ def _typical(steps: Sequence[Event]) -> list[Event]:
     """
     if len(steps) <= FEWEST:
         return list(steps)
-    longest, next_longest = sorted(steps, key=_seconds, reverse=True)[:2]
-    return [step for step in steps if step is not longest or _seconds(step) <= 2 * _seconds(next_longest)]
-
-
-def _seconds(step: Event) -> float:
-    return sum(step["seconds"].values())
+    longest, next_longest = sorted(steps, key=seconds_of, reverse=True)[:2]
+    return [step for step in steps if step is not longest or seconds_of(step) <= 2 * seconds_of(next_longest)]

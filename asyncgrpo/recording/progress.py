@@ -159,7 +159,7 @@ class Progress:
         if self.steps and not self.resumed:
             self.training_seconds += max(0.0, event["time"] - self.steps[-1]["time"])
         else:
-            self.training_seconds += sum((event.get("seconds") or {}).values())
+            self.training_seconds += seconds_of(event)
         self.resumed = False
         _keep(self.steps, event, RECENT + 1)
         self.tokens = event.get("tokens") or self.tokens
@@ -264,7 +264,7 @@ class Progress:
         """Return tokens generated and trained per second, over the last steps."""
         recent = self.steps[-RECENT - 1 :]
         if len(recent) < 2 or (elapsed := recent[-1]["time"] - recent[0]["time"]) <= 0:
-            seconds = sum((self.last.get("seconds") or {}).values())
+            seconds = seconds_of(self.last)
             first = (self.last.get("tokens_generated") or 0, self.last.get("tokens_trained") or 0)
             return (first[0] / seconds, first[1] / seconds) if seconds > 0 else (0.0, 0.0)
         generated = (recent[-1].get("tokens_generated") or 0) - (recent[0].get("tokens_generated") or 0)
@@ -286,6 +286,11 @@ def shares(spent: Mapping[str, float]) -> dict[str, float]:
     """Return shares of the time by activity; {} without any."""
     total = sum(spent.values())
     return {what: seconds / total for what, seconds in spent.items()} if total > 0 else {}
+
+
+def seconds_of(step: Event) -> float:
+    """Return the wall time of a step; 0 if it has none."""
+    return sum((step.get("seconds") or {}).values())
 
 
 def seconds_by_activity(step: Event) -> Counter[str]:

@@ -257,15 +257,6 @@ def paths_in(folder: Path) -> dict[int, Path]:
     return {int(step): files[step] for step in sorted(filter(str.isdigit, files), key=int)}
 
 
-def files_of(run: Path, folder: Folder = TRAINED) -> dict[int, Path]:
-    """Return the sample files in a folder of the run, by step, in order. Raises DataError if there are none."""
-    files = paths_in(run / folder)
-    if not files:
-        why = f"it writes them after its first {'step' if folder == TRAINED else 'evaluation of data.eval'}"
-        raise DataError(f"{run} holds no {folder}/step_*.parquet: {why if run.is_dir() else 'no such folder'}")
-    return files
-
-
 def search(
     run: Path,
     step: int | None = None,
@@ -293,7 +284,10 @@ def search(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    files = files_of(run, folder)
+    files = paths_in(run / folder)
+    if not files:
+        why = f"it writes them after its first {'step' if folder == TRAINED else 'evaluation of data.eval'}"
+        raise DataError(f"{run} holds no {folder}/step_*.parquet: {why if run.is_dir() else 'no such folder'}")
     steps = list(files)
     step = steps[-1] if step is None else step
     if step not in files:
