@@ -304,15 +304,13 @@ def _fewer_generators(pace: Pace, config: Config) -> Advice | None:
 def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> Advice | None:
     """Return advice for a run that the learner limits: more ranks or rarer checkpoints."""
     ranks = pace.ranks
-    steps = {more: pace.predict(ranks=more)[0] for more in range(ranks + 1, 2 * ranks + 1)}
-    room = min(free_gpus(config, gpus), pace.more_ranks)
+    room = min(ranks, free_gpus(config, gpus), pace.more_ranks)
     if pace.checkpoint_s > PUBLISHES * pace.step_s:
         gain = pace.gain(pace.predict(checkpoint=0.5)[0])
         change = f"run.checkpoint_every={2 * config.run.checkpoint_every}"
     else:
-        wanted, gain = _smallest(
-            pace, {more: step_s for more, step_s in steps.items() if more <= ranks + room} or {ranks: pace.step_s}
-        )
+        steps = {more: pace.predict(ranks=more)[0] for more in range(ranks + 1, ranks + room + 1)}
+        wanted, gain = _smallest(pace, steps or {ranks: pace.step_s})
         change = f"learner.ranks={wanted}"
     if gain < WORTH:
         most_s = pace.predict(ranks=2 * ranks, cores=False)[0]
