@@ -161,7 +161,7 @@ def test_another_user_of_this_machine_is_heard_by_no_process_of_a_run(tmp_path):
     subprocess.run([sys.executable, "-c", STRANGER, *endpoints], check=True, timeout=60, env=environment())
     watch.listen()
     assert server.receive(0.0) is None
-    assert not watch.has_heard("buffer", "1")
+    assert watch.heartbeat("buffer", "1") is None
     weights._receive()
     assert weights.generators == []
     stranger, friend = (Client(weights.endpoint, f"weights-{i}", k) for i, k in enumerate((Keys.make(), keys)))

@@ -155,10 +155,6 @@ class Watch:
             return f"its loop has not turned for {known.heartbeat.loop_age_s:.0f} s"
         return None
 
-    def has_heard(self, name: str, incarnation: str) -> bool:
-        """True if it has sent a heartbeat."""
-        return self._of(name, incarnation) is not None
-
     def has_begun(self, name: str, incarnation: str) -> bool:
         """True if its main loop has turned at least once."""
         known = self._of(name, incarnation)

@@ -97,7 +97,7 @@ class Core:
         if waited_s < min(NO_PLACE_S, stall_s):
             return
         for name in names:
-            if self._watch.has_heard(name, incarnation):
+            if self._watch.heartbeat(name, incarnation) is not None:
                 continue
             if waited_s >= stall_s:
                 raise StalledError(f"{self._placement.waits(name, waited_s)} (cluster.stall_timeout_s)")

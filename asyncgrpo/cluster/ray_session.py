@@ -89,11 +89,12 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
             if is_loopback(bind):
                 _keep_on_loopback()
             _start_only_what_is_used()
+            folder = str(scratch.folder())  # which a later start removes if this process is killed
             ray.init(
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
-                _temp_dir=_temporary(),
+                _temp_dir=folder if len(folder) <= _LONGEST_FOLDER else None,
                 namespace="asyncgrpo",
                 **quiet,
             )
@@ -165,12 +166,6 @@ def check_ray(address: str) -> None:
         socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=RAY_REPLIES_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(f"cluster.ray_address {address}: no Ray cluster replies there ({error})") from error
-
-
-def _temporary() -> str | None:
-    """Return our own folder for Ray's session, which a later start removes if this process is killed. None: too long."""
-    folder = str(scratch.folder())
-    return folder if len(folder) <= _LONGEST_FOLDER else None
 
 
 def _keep_on_loopback() -> None:

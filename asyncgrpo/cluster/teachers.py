@@ -122,6 +122,7 @@ class Teachers:
         """
         self._setup, self._placement, self._watch, self._events = setup, placement, watch, events
         self._sources = list(setup.config.teacher.own)
+        self._names = [f"teacher-{index}" for index in range(len(self._sources))]
         self._budgets = [Budget(name, setup.config.generators.restarts) for name in self._names]
         self._due: dict[int, float] = {}
         self._addresses: list[tuple[str, int]] = []
@@ -139,10 +140,6 @@ class Teachers:
         for name, (address, exported) in zip(self._names, started, strict=True):
             self._addresses.append(address)
             on_address(name, exported)
-
-    @property
-    def _names(self) -> list[str]:
-        return [f"teacher-{index}" for index in range(len(self._sources))]
 
     @property
     def urls(self) -> dict[str, str]:
@@ -188,12 +185,8 @@ class Teachers:
 
     def _start(self, index: int, port: int) -> _Teacher:
         start = self._budgets[index].count
-        options = self._placement.teacher(index)
-        actor = (
-            ray.remote(TeacherActor)
-            .options(**options)
-            .remote(environment_to_share(), self._setup, self._sources[index], index, start)
-        )
+        options, arguments = self._placement.teacher(index), (self._setup, self._sources[index], index, start)
+        actor = ray.remote(TeacherActor).options(**options).remote(environment_to_share(), *arguments)
         address, running = actor.start.remote(port), actor.run.remote()
         return _Teacher(actor, incarnation_of(self._setup, start), address, running, time.monotonic())
 

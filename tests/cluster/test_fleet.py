@@ -270,7 +270,7 @@ def start(monkeypatch: pytest.MonkeyPatch):
         placement: Any = SimpleNamespace(
             here=lambda: {}, learner=lambda rank: {}, waits=lambda name, seconds: f"{name} waits since {seconds:.0f} s"
         )
-        watch: Any = SimpleNamespace(has_heard=lambda name, incarnation: name in alive)
+        watch: Any = SimpleNamespace(heartbeat=lambda name, incarnation: True if name in alive else None)
 
         def results(references: dict[str, object], while_waiting: Any) -> list[object]:
             for now_s[0], alive_now in looks:
