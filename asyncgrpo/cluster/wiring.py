@@ -350,17 +350,15 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
     more += f" {reward.kwargs}" if reward.kwargs else ""
     more += f" {config.teacher.path or config.teacher.url} {config.teacher.top_k}" if config.teacher.is_on else ""
     more += "" if reward.combine == "sum" else f" {reward.combine}"
+    completions = f"{algorithm.group_size}, {algorithm.advantage == 'remax'}"
+    completions += "" if algorithm.min_completions is None else f", {algorithm.min_completions} or more"
+    if played_in := environment.name or environment.tools or environment.agent:
+        completions += f", {environment.max_turns} turns in {played_in}"
     return {
         "prompts": prompts + ("" if config.data.curriculum == "none" else f" {config.data.curriculum}"),
         "model": config.model.path,
         "sampling": repr(sampling),
-        "completions": f"{algorithm.group_size}, {algorithm.advantage == 'remax'}"
-        + ("" if algorithm.min_completions is None else f", {algorithm.min_completions} or more")
-        + (
-            f", {environment.max_turns} turns in {played_in}"
-            if (played_in := environment.name or environment.tools or environment.agent)
-            else ""
-        ),
+        "completions": completions,
         "reward": f"{reward.functions} {reward.weights} {reward.format_score} {reward.qa_score} {digests}{more}",
     }
 

@@ -166,9 +166,8 @@ class _Rank:
         moments = 0 if config.learner.offload_optimizer else self.moments
         always = self.always()
         if self.config.has_reference_copy:
-            always["reference"] += (
-                item * self.reference_size.root_parameters
-            )  # gathered, and not dropped after its forward pass
+            # Its root is gathered, and not dropped after its forward pass.
+            always["reference"] += item * self.reference_size.root_parameters
         running = always | {"moments": moments, "gathered": gathered}
 
         # The vision tower reads a row that is all images, in pixels of float32 and of the model's dtype.

@@ -154,15 +154,12 @@ def _engine_and_environment(config: Config) -> Iterator[str]:
 
 def refuse_images(config: Config) -> None:
     """Raise ConfigError for the first setting that does not fit prompts with images."""
-    environment = config.environment
-    refused = {
-        "environments and agents give text alone (environment.*); leave them out": bool(
-            environment.name or environment.tools or environment.agent
-        ),
-        "learner.parallel.context above 1 divides rows of text alone; use 1": config.learner.parallel.context > 1,
-    }
-    why = next((why for why, is_set in refused.items() if is_set), None)
-    if why is not None:
+    environment, why = config.environment, ""
+    if environment.name or environment.tools or environment.agent:
+        why = "environments and agents give text alone (environment.*); leave them out"
+    elif config.learner.parallel.context > 1:
+        why = "learner.parallel.context above 1 divides rows of text alone; use 1"
+    if why:
         raise ConfigError(f"{', '.join(config.data.sources)}: prompts have images, but {why}")
 
 

@@ -184,11 +184,9 @@ class LearnerTimes(_Line, frozen=True, kw_only=True):
     def fit(measured: list[tuple[float, float]]) -> "LearnerTimes":
         """Fit (tokens per rank, seconds of a step). With one size alone, all of the time depends on tokens."""
         tokens, seconds = np.array([t for t, _ in measured]), np.array([s for _, s in measured])
-        if tokens.max() < 1.2 * tokens.min():
-            return LearnerTimes(
-                base_s=0.0, rank_s_per_token=float(np.mean(seconds) / np.mean(tokens)), measured=tuple(measured)
-            )
-        base, each = _line(tokens, seconds)
+        base, each = 0.0, float(np.mean(seconds) / np.mean(tokens))
+        if tokens.max() >= 1.2 * tokens.min():
+            base, each = _line(tokens, seconds)
         return LearnerTimes(base_s=base, rank_s_per_token=each, measured=tuple(measured))
 
 

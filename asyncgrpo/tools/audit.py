@@ -184,10 +184,8 @@ class _Auditor:
             for group in manifest.groups:
                 if start is not None and start.policy != "train":  # which has no bound
                     decisive = group.newest if start.policy == "mask" else group.oldest  # `mask`: of an older release
-                    lag, most = (
-                        manifest.version.number - decisive.number,
-                        bound_of(group.lease_id, group.max_lag, start),
-                    )
+                    lag = manifest.version.number - decisive.number
+                    most = bound_of(group.lease_id, group.max_lag, start)
                     if most is not None and lag > most:
                         self._differ(f"group {group.lease_id}: lag {lag} in step {manifest.step}, max_lag {most}")
                 if (newest := group.newest.number) > manifest.version.number:
