@@ -29,7 +29,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from asyncgrpo.config.schema import ControlConfig
-from asyncgrpo.control.client import FILE, Address, Command, Done, Operator, Problems, Status, write_address
+from asyncgrpo.control.client import FILE, Address, Command, Operator, Status, write_address
 from asyncgrpo.data.images import FOLDER as IMAGES
 from asyncgrpo.data.images import preview
 from asyncgrpo.errors import CommandRefused, ConfigError, DataError
@@ -317,8 +317,8 @@ class Api:
         run_dir, file = self._run_dir, self._run_dir / "metrics.jsonl"
         reads, status = self._reads, partial(self._looks, self._operator.status)
 
-        async def alerts(_: _Nothing) -> Problems:
-            return Problems(await reads(partial(problems_of, run_dir, await status())))
+        async def alerts(_: _Nothing) -> dict[str, list[Problem]]:
+            return {"problems": await reads(partial(problems_of, run_dir, await status()))}
 
         async def runbook(asked: _OfRunbook) -> dict[str, str]:
             return {"text": await reads(partial(read_runbook, asked.name))}
@@ -343,7 +343,7 @@ class Api:
             command: Command = msgspec.json.decode(await body_of(request), type=Command)
         except (msgspec.MsgspecError, UnicodeDecodeError) as problem:
             raise Refusal(400, f"this is not a command: {problem}") from None
-        return as_json(Done(await self._commands(partial(self._operator.carry_out, command))))
+        return as_json({"done": await self._commands(partial(self._operator.carry_out, command))})
 
 
 async def _answer_to(kind: type[T], answer: Callable[[T], Awaitable[Any]], request: web.Request) -> web.Response:

@@ -74,13 +74,6 @@ class ChangeSettings(_Command, frozen=True, tag="set"):
 Command = Pause | Resume | DrainRun | WriteCheckpoint | Evaluate | Scale | ChangeSettings
 
 
-class Done(Struct, frozen=True):
-    """The reply to a command."""
-
-    done: str
-    """Summary of what was done, in a sentence."""
-
-
 CHANGEABLE = {
     "learner.lr": "peak learning rate; the schedule goes on from where it is",
     "buffer.max_lag": "bound on the lag, optimizer steps; for leases from now on",
@@ -134,13 +127,6 @@ class Status(Struct, frozen=True, kw_only=True):
     """Processes that a run that is starting waits for; empty in every other state."""
     advice: tuple[Advice, ...] = ()
     """Most urgent first; () unless the run trains."""
-
-
-class Problems(Struct, frozen=True):
-    """Conditions of a run that need attention."""
-
-    problems: list[Problem]
-    """Most urgent first."""
 
 
 class Operator(Protocol):
@@ -267,11 +253,12 @@ class RunClient:
 
     def problems(self) -> list[Problem]:
         """Return its problems, most urgent first."""
-        return self._ask("/api/alerts", Problems).problems
+        return self._ask("/api/alerts", dict[str, list[Problem]])["problems"]
 
     def send(self, command: Command) -> str:
         """Have it carry out a command; returns what was done, in a sentence. Raises CommandRefused."""
-        return self._ask("/api/command", Done, body=msgspec.json.encode(command), timeout_s=COMMAND_S).done
+        body = msgspec.json.encode(command)
+        return self._ask("/api/command", dict[str, str], body=body, timeout_s=COMMAND_S)["done"]
 
     def _ask(self, path: str, kind: type[T], *, body: bytes | None = None, timeout_s: float = REPLY_S) -> T:
         address = self._address
