@@ -244,15 +244,11 @@ class RewardConfig(Section, frozen=True):
     @property
     def at_once(self) -> int:
         """Maximum concurrent calls of a generator."""
-        return self._at_once[0]
+        return self.at_once_and_key[0]
 
     @property
-    def at_once_key(self) -> str:
-        """Key that sets `at_once`."""
-        return self._at_once[1]
-
-    @property
-    def _at_once(self) -> tuple[int, str]:
+    def at_once_and_key(self) -> tuple[int, str]:
+        """`at_once`, and the key that sets it."""
         there = [(self.num_workers, "reward.workers")]
         if self.code.url is not None:
             there.append((self.code.max_concurrent, "reward.code.max_concurrent"))

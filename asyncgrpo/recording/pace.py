@@ -278,7 +278,7 @@ def scoring_setting(config: Config) -> tuple[int, str] | None:
         return config.teacher.max_concurrent, "teacher.max_concurrent"
     environment = config.environment
     if environment.name is None and environment.agent is None and not environment.tools:
-        return config.reward.at_once, config.reward.at_once_key
+        return config.reward.at_once_and_key
     return (environment.processes, "environment.processes") if environment.files and not environment.agent else None
 
 
