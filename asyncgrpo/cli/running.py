@@ -32,7 +32,6 @@ from asyncgrpo.recording.loggers import check_loggers
 if TYPE_CHECKING:  # importing the cluster imports ray
     from rich.console import Console
 
-    from asyncgrpo.cluster.run import Outcome
     from asyncgrpo.rewards.base import Reward
     from asyncgrpo.tools.chaos import Plan
     from asyncgrpo.types import Prompt
@@ -240,8 +239,8 @@ def preview(config: Config, algorithm: str | None = None) -> None:
 
 def execute(
     config: Config, *, algorithm: str | None = None, make: Callable[[], None] | None = None, chaos: "Plan | None" = None
-) -> "Outcome":
-    """Run `config` in its folder until it is done or asked to stop, and show its progress.
+) -> str:
+    """Run `config` in its folder until it is done or asked to stop, and show its progress. Returns `done` or `drained`.
 
     An unfinished run in the folder resumes from its newest checkpoint. The checks run while Ray starts.
 
@@ -286,7 +285,7 @@ def execute(
             record(config, folder, standing)
             events = folder.path / "metrics.jsonl"
             with _screen(events, console):
-                outcome = Run(config, folder, sizes, chaos).execute(report=report)
+                status = Run(config, folder, sizes, chaos).execute(report=report)
     from asyncgrpo.recording.curves import plot
     from asyncgrpo.recording.events import read_events
     from asyncgrpo.recording.progress import Progress
@@ -296,7 +295,7 @@ def execute(
     if progress.steps:
         plot(read_events(events), folder.path / "curves.png")
     report(summary(progress))
-    return outcome
+    return status
 
 
 @contextmanager

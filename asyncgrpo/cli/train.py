@@ -93,8 +93,7 @@ def _start(
     config = with_tools(load_config(file, settings, algorithm=algorithm))
     if dry_run:
         return preview(config, algorithm)
-    outcome = execute(config, algorithm=algorithm)
-    _print_next(outcome.status, outcome.run_dir, folder)
+    _print_next(execute(config, algorithm=algorithm), config.run.out, folder)
 
 
 def _choose_folder(default: str, explicit: str | None) -> Path:
@@ -106,9 +105,9 @@ def _choose_folder(default: str, explicit: str | None) -> Path:
     return Path(explicit) if explicit is not None else unused(Path(default))
 
 
-def _print_next(status: str, run_dir: Path, folder: Path | None) -> None:
+def _print_next(status: str, out: str, folder: Path | None) -> None:
     """Print the command for the samples of a finished run, or the one that resumes an interrupted run."""
-    done = status == "done"
+    done, run_dir = status == "done", Path(out).absolute()
     typer.echo(f"next: {command('samples', run_dir, '--best')}" if done else f"to resume: {same_command(folder)}")
 
 
@@ -179,10 +178,10 @@ def demo(
 
         plan = Plan(per_hour=chaos, seed=seed, faults=tuple(faults.split(",")) if faults else ())
     make = None if is_made else partial(_make, folder, seed, has_teacher=teacher)
-    outcome = execute(config, algorithm=algorithm, make=make, chaos=plan)
+    status = execute(config, algorithm=algorithm, make=make, chaos=plan)
     if chaos is not None:
-        audit(outcome.run_dir)
-    _print_next(outcome.status, outcome.run_dir, None if out else folder)
+        audit(Path(config.run.out).absolute())
+    _print_next(status, config.run.out, None if out else folder)
 
 
 def _best_engine() -> str:

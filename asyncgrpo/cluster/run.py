@@ -20,7 +20,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -59,15 +59,6 @@ LAST_CHECKPOINT_S = 600.0
 """Time for the last step and checkpoint of a run that fails."""
 STACKS_S = 1.5
 """Time for processes to write their stacks before they are killed."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """End of a run."""
-
-    status: str
-    """`done` or `drained`."""
-    run_dir: Path
 
 
 class Faults(Protocol):
@@ -112,8 +103,8 @@ class Run:
         self._phases: set[str] = set()
         self._phase_began = psutil.Process().create_time()
 
-    def execute(self, report: Callable[[str], None] = lambda text: None) -> Outcome:
-        """Run to the end.
+    def execute(self, report: Callable[[str], None] = lambda text: None) -> str:
+        """Run to the end. Returns `done` or `drained`.
 
         Args:
             report: called with messages about the start, for the screen.
@@ -133,10 +124,9 @@ class Run:
             try:
                 # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
                 with _on_signals(self._stop):
-                    status = self._supervise(before)
+                    return self._supervise(before)
             finally:
                 placement.release()
-        return Outcome(status, self._folder.path)
 
     def _supervise(self, before: Path | None) -> str:
         """Run to the end, and write the `end` event and the targets for Prometheus. Returns `done` or `drained`.
@@ -156,11 +146,10 @@ class Run:
             status = "drained"  # during the start of a core: nothing was trained since the last checkpoint
             self._events.write("end", status=status, step=self._step_so_far())
         except AsyncGRPOError as error:
-            reason = str(error)
+            reason, step = str(error), self._step_so_far()
             if self._folder.checkpoint() != before:
-                step = self._step_so_far()
                 reason += f"; checkpoint of step {step} written; the same command goes on from there"
-            self._events.write("end", status="failed", step=self._step_so_far(), reason=reason)
+            self._events.write("end", status="failed", step=step, reason=reason)
             raise AsyncGRPOError(reason) from error
         finally:
             write_targets(self._folder.path, targets)

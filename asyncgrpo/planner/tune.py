@@ -113,11 +113,11 @@ def _run(config: Config, log: Callable[[str], None]) -> tuple[list[Event], Rows]
     folder.claim()
     try:
         record(config, folder, look(config, folder))
-        outcome = Run(config, folder, sizes_in_words(config)).execute()
+        status = Run(config, folder, sizes_in_words(config)).execute()
     finally:
         folder.release()
     prompts = config.buffer.prompts_per_step
-    if outcome.status != "done":
+    if status != "done":
         raise AsyncGRPOError(f"asked to stop in the run of {prompts} prompts a step: no profile is written")
     steps = [event for event in read_events(path / "metrics.jsonl") if event["event"] == "step"][SETTLE:]
     files = sorted((path / "samples").rglob("step_*.parquet"))[SETTLE:]

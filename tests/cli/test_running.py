@@ -27,7 +27,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list:
         state = RunState(step=2, lineage=lineage, prompts={})
         Checkpoints(self._folder.path, 2).begin(state, lambda place: lambda: None)()
         self._events.write("end", status="drained", step=2)
-        return run.Outcome("drained", self._folder.path)
+        return "drained"
 
     monkeypatch.setattr(run.Run, "execute", execute)
     monkeypatch.setattr(ray_session, "ray_session_of", lambda config: nullcontext())
