@@ -390,25 +390,32 @@ class Equality:
         return f"all {compared} steps are bitwise identical{weights}"
 
 
+QUANTITIES = {
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+    "clip_ratio": "clip share",
+    "diagnostics.kl_k3": "KL to samplers",
+    "diagnostics.ess_token": "ESS",
+}
+"""Fields of a step that are shown side by side, and their labels. ESS is a share of the tokens."""
+
+
 class SideBySide:
     """Table of a replay with changes: two objectives on the same groups."""
 
     def __init__(self) -> None:
-        from asyncgrpo.tools.replay import QUANTITIES
-
         names = "".join(f"{name:^20}" for name in QUANTITIES.values())
         sides = f"{'recorded':>10}{'replayed':>10}" * len(QUANTITIES)
         self.head = f"{'':>6}{'':>8}{'':>6}{names}".rstrip() + f"\n{'step':>6}{'reward':>8}{'lag':>6}{sides}"
 
     def row(self, pair: "Pair") -> str:
         from asyncgrpo.recording.progress import lags_of, mean_lag
-        from asyncgrpo.tools.replay import QUANTITIES
 
         cells = "".join(f"{_short(value):>10}" for field in QUANTITIES for value in pair.values(field))
         return f"{pair.step:>6}{pair.replayed['reward_mean']:>8.3f}{mean_lag(lags_of(pair.replayed)):>6.2f}{cells}"
 
     def last_line(self, result: "Replayed") -> str:
-        from asyncgrpo.tools.replay import QUANTITIES, means
+        from asyncgrpo.tools.replay import means
 
         both = {name: map(_short, means(result.pairs, field)) for field, name in QUANTITIES.items()}
         parts = ", ".join(f"{name} {' -> '.join(sides)}" for name, sides in both.items())
@@ -424,8 +431,6 @@ def _short(value: float | None) -> str:
 
 
 def _as_json(result: "Replayed", folder: Path, changes: list[str]) -> dict[str, object]:
-    from asyncgrpo.tools.replay import QUANTITIES
-
     def side(pair: "Pair", which: int) -> dict[str, object]:
         return {name: pair.values(name)[which] for name in QUANTITIES}
 

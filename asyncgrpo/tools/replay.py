@@ -217,15 +217,6 @@ COUNTED = (
 """Fields counted by the buffer. A replay copies them, because it has no buffer."""
 _NOT_OF_THE_STEP = {"event", "time", "seconds", *COUNTED}
 
-QUANTITIES = {
-    "loss": "loss",
-    "grad_norm": "gradient norm",
-    "clip_ratio": "clip share",
-    "diagnostics.kl_k3": "KL to samplers",
-    "diagnostics.ess_token": "ESS",
-}
-"""Fields of a step that are shown side by side, and their labels. ESS is a share of the tokens."""
-
 
 @dataclass(frozen=True)
 class Pair:
