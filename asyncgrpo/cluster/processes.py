@@ -470,14 +470,6 @@ class Fleet:
             self._events.write("restart", actor=f"generator-{index}", reason=reason, count=self._budgets[index].count)
             metrics.actor_restarts_total.labels(actor="generator").inc()
 
-    def _left(self, index: int) -> None:
-        """Release a generator that has left. It restarts only if it is wanted again."""
-        log.info("generator-%d has left", index)
-        self._on_address(f"generator-{index}", None)
-        self._placement.release_generator(index)
-        if index < self.wanted:
-            self._due[index] = 0.0
-
     def _ended(self, index: int, generator: _Generator, reason: str, may_restart: bool) -> None:
         name, has_served = f"generator-{index}", self._serves(index)
         del self._running[index]
@@ -486,12 +478,14 @@ class Fleet:
         if self._core is not None:
             self._core.generator_lost(name, generator.incarnation)
         if generator.is_leaving:
-            self._left(index)
-            return
-        if not may_restart:
-            return
-        self._due[index] = time.monotonic() + self._budgets[index].backoff_s(reason, has_served=has_served)
-        self._ended_by[index] = reason
+            log.info("%s has left", name)
+            self._on_address(name, None)
+            self._placement.release_generator(index)
+            if index < self.wanted:  # again
+                self._due[index] = 0.0
+        elif may_restart:
+            self._due[index] = time.monotonic() + self._budgets[index].backoff_s(reason, has_served=has_served)
+            self._ended_by[index] = reason
 
 
 def process_status(
