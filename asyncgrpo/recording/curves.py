@@ -122,7 +122,6 @@ def _gap(axes: Any, steps: Rows, syncs: Rows) -> None:
     # Markers, because at a lag above 0 few steps have completions of the current version, often only the first.
     marked = {"linewidth": 1.4, "marker": "o", "markersize": 4}
     checked = [{"step": int(sync["version"].rpartition(".")[2]), "gap": sync["gap_max"]} for sync in syncs]
-    drawn = False
     for label, (x, y), colour, style in (
         ("largest, check sequences", _points(checked, "gap"), _GREY, {"linewidth": 1.2}),
         ("largest, completions of lag 0", _points(steps, "logprob_gap_max"), _RED, marked),
@@ -130,8 +129,7 @@ def _gap(axes: Any, steps: Rows, syncs: Rows) -> None:
     ):
         if positive := [(step, gap) for step, gap in zip(x, y, strict=True) if gap > 0]:
             axes.plot(*zip(*positive, strict=True), color=colour, label=label, **style)
-            drawn = True
-    if drawn:
+    if axes.lines:
         axes.set_yscale("log")
         axes.legend(loc="best", frameon=False, fontsize=9)
 

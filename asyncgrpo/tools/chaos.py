@@ -89,11 +89,9 @@ _WEIGHTS = {
 class Chaos:
     """Injects faults into one run, with kinds and times from the seed."""
 
-    def __init__(
-        self, plan: Plan, watch: Watch, fleet: Fleet, events: EventLog, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, plan: Plan, watch: Watch, fleet: Fleet, events: EventLog) -> None:
         self._plan, self._watch, self._fleet = plan, watch, fleet
-        self._events, self._clock = events, clock
+        self._events, self._clock = events, time.monotonic
         self._rng = random.Random(plan.seed)
         self._open: list[_Fault] = []
         self._due_s: float | None = None
