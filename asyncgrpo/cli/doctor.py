@@ -70,9 +70,9 @@ def all_findings(out: Path) -> Iterator[Finding]:
     yield check_sglang()
 
 
-def can_train(findings: list[Finding]) -> bool:
-    """Return True if no needed check failed. The torch engine needs nothing beyond them."""
-    return not any(finding.needed and finding.status == "failed" for finding in findings)
+def broken(findings: list[Finding]) -> list[str]:
+    """Return the needed checks that failed. The torch engine needs nothing beyond them."""
+    return [finding.name for finding in findings if finding.needed and finding.status == "failed"]
 
 
 def version_of(package: str) -> str | None:
@@ -228,9 +228,8 @@ def doctor(out: Annotated[Path, typer.Option("--out", help="Folder for the runs.
         typer.echo(f"{typer.style(sign, fg=colour)} {finding.name:14} {finding.detail}")
         if finding.fix:
             typer.echo(f"{'':17}fix: {finding.fix}")
-    if not can_train(findings):
-        broken = [finding.name for finding in findings if finding.needed and finding.status == "failed"]
-        typer.echo(f"\nThis machine cannot train yet; fix {', '.join(broken)} first.")
+    if to_fix := broken(findings):
+        typer.echo(f"\nThis machine cannot train yet; fix {', '.join(to_fix)} first.")
         raise typer.Exit(1)
     has_sglang = any(finding.name == "sglang engine" and finding.status == "ok" for finding in findings)
     typer.echo(f"\nThis machine can train, with the engine {'torch or sglang' if has_sglang else 'torch'}.")

@@ -32,8 +32,8 @@ from asyncgrpo.recording.loggers import check_loggers
 if TYPE_CHECKING:  # importing the cluster imports ray
     from rich.console import Console
 
+    from asyncgrpo.cluster.run import FaultPlan
     from asyncgrpo.rewards.base import Reward
-    from asyncgrpo.tools.chaos import Plan
     from asyncgrpo.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -238,7 +238,11 @@ def preview(config: Config, algorithm: str | None = None) -> None:
 
 
 def execute(
-    config: Config, *, algorithm: str | None = None, make: Callable[[], None] | None = None, chaos: "Plan | None" = None
+    config: Config,
+    *,
+    algorithm: str | None = None,
+    make: Callable[[], None] | None = None,
+    chaos: "FaultPlan | None" = None,
 ) -> str:
     """Run `config` in its folder until it is done or asked to stop, and show its progress. Returns `done` or `drained`.
 

@@ -74,10 +74,8 @@ class Faults(Protocol):
         """Undo every fault that is still in effect."""
 
 
-class FaultPlan(Protocol):
-    """Creates the faults of a run."""
-
-    def begin(self, watch: Watch, fleet: Fleet, events: EventLog) -> Faults: ...
+FaultPlan = Callable[[Watch, Fleet, EventLog], Faults]
+"""Starts to inject faults into a run."""
 
 
 class Run:
@@ -179,7 +177,7 @@ class Run:
             config, self._given, self._folder, self._events, drain=self._ask_to_stop, gpus=cluster_gpus()
         )
         if self._plan is not None:
-            self._chaos = self._plan.begin(watch, self._fleet, self._events)
+            self._chaos = self._plan(watch, self._fleet, self._events)
         try:
             with serving(steering, self._folder.path, config.control) as url:
                 if url is not None:

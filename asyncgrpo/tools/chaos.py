@@ -46,10 +46,6 @@ class Plan:
     faults: tuple[str, ...] = ()
     """Kind and actor of each fault in order, for example `kill generator`; empty: random, without end."""
 
-    def begin(self, watch: Watch, fleet: Fleet, events: EventLog) -> "Chaos":
-        """Start injecting faults into a run."""
-        return Chaos(self, watch, fleet, events)
-
 
 @dataclass
 class _Fault:

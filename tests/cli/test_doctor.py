@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from asyncgrpo.cli import doctor
-from asyncgrpo.cli.doctor import Finding, can_train
+from asyncgrpo.cli.doctor import Finding, broken
 from asyncgrpo.host import Host
 
 FINE = [Finding("torch", "ok", ""), Finding("transformers", "ok", "")]
@@ -32,7 +32,7 @@ def test_a_person_gets_a_line_for_each_finding_and_how_to_mend_it(asyncgrpo, tmp
 
 def test_training_is_possible_unless_something_needed_failed():
     harmless = Finding("sglang engine", "failed", "", needed=False), Finding("memory", "warning", "")
-    assert can_train([*FINE, *harmless]) and not can_train([*FINE, Finding("ray", "failed", "")])
+    assert broken([*FINE, *harmless]) == [] and broken([*FINE, Finding("ray", "failed", "")]) == ["ray"]
 
 
 def test_a_runs_folder_that_cannot_be_made_and_too_few_open_files_are_found(tmp_path):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from asyncgrpo.liveness import FAILED_STARTS
-from asyncgrpo.tools.chaos import CORE, Plan, Proxy
+from asyncgrpo.tools.chaos import CORE, Chaos, Plan, Proxy
 from asyncgrpo.wire.codec import decode
 from asyncgrpo.wire.sockets import Client, Server
 from asyncgrpo.wire.supervision import Drain
@@ -30,7 +30,7 @@ def injected(plan: Plan, looks: int, *, steps_a_look: int = 1, may_lose: bool = 
         names=lambda role: ["generator-0"] if role == "generator" else [],
     )
     events = SimpleNamespace(write=lambda event, **fields: told.append((event, fields)))
-    chaos = plan.begin(watch, SimpleNamespace(is_whole=True, may_lose=lambda name: may_lose), events)
+    chaos = Chaos(plan, watch, SimpleNamespace(is_whole=True, may_lose=lambda name: may_lose), events)
     chaos._clock = lambda: now[0]
     core = SimpleNamespace(setup=SimpleNamespace(lineage=1), first_step=0, steps_done=1)
     for _ in range(looks):
