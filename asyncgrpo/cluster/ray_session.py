@@ -322,9 +322,8 @@ def check_gpus(config: Config, there: int, *, learner_on_gpu: bool) -> None:
     generators, on_cpu = config.generators, "" if learner_on_gpu else " on the CPU"
     parts = f"learner.ranks {config.learner.ranks}{on_cpu}, generators.count {generators.count} x generators.gpus_each"
     parts += f" {generators.gpus_each}{', shared' if config.cluster.share_gpu else ''}"
-    parts += (
-        f", {len(config.teacher.own)} x teacher.gpus_each {config.teacher_gpus_each}" if config.teacher_gpus else ""
-    )
+    if config.teacher_gpus:
+        parts += f", {len(config.teacher.own)} x teacher.gpus_each {config.teacher_gpus_each}"
     raise ConfigError(f"this run needs {wanted} GPU{'s' * (wanted > 1)} ({parts}), the cluster has {there}; {hint}")
 
 

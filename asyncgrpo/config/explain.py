@@ -208,10 +208,8 @@ def sizes_in_words(config: Config, algorithm: str | None = None) -> str:
         on = f"{_count(config.teacher_gpus_each, 'GPU')} each" if config.teacher_gpus else "on CPU"
         processes += f" + {_count(len(config.teacher.own), 'teacher')} ({on})"
     processes += " sharing 1 GPU" if config.cluster.share_gpu else total
-    processes += (
-        f"; {f'LoRA of rank {config.model.lora.rank}' if config.model.lora.rank else 'all weights'} trained in "
-    )
-    processes += f"microbatches of at most {learner.tokens_per_microbatch:,} tokens per rank"
+    trained = f"LoRA of rank {config.model.lora.rank}" if config.model.lora.rank else "all weights"
+    processes += f"; {trained} trained in microbatches of at most {learner.tokens_per_microbatch:,} tokens per rank"
     ends = [_count(number, unit) for number, unit in ((run.steps, "step"), (run.epochs, "epoch")) if number]
     end = f"ends after {' or '.join(ends)}{', whichever is first' * (len(ends) > 1)}" if ends else "has no end"
     end += f"; checkpoint every {_count(run.checkpoint_every, 'step')}, "

@@ -200,10 +200,8 @@ class Pace:
 
     def has_cores(self, generators: int, ranks: int) -> bool:
         """Return True if the free cores allow the additional processes. Both kinds are assumed to share the cores."""
-        more = (max(0, generators - self.generators), max(0, ranks - self.ranks))
-        return (
-            sum(n / max(room, 1e-9) for n, room in zip(more, (self.more_generators, self.more_ranks), strict=True)) <= 1
-        )
+        of_generators = max(0, generators - self.generators) / max(self.more_generators, 1e-9)
+        return of_generators + max(0, ranks - self.ranks) / max(self.more_ranks, 1e-9) <= 1
 
     def predict(
         self,
