@@ -82,10 +82,8 @@ class TeacherActor:
 
 
 def _free_port(host: str) -> int:
-    with socket.socket() as free:
-        free.bind((host, 0))
-        port: int = free.getsockname()[1]
-        return port
+    with socket.create_server((host, 0)) as free:
+        return int(free.getsockname()[1])
 
 
 @dataclass

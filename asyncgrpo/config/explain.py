@@ -168,7 +168,7 @@ def explain(key: str | None = None) -> str:
     """
     if key is None or key in sections():
         rows = [knob for knob in knobs().values() if key is None or knob.key.startswith(key + ".")]
-        return "\n".join(f"{knob.key:34} {_default(knob, '(required)'):14} {knob.description}" for knob in rows)
+        return "\n".join(f"{knob.key:34} {default_of(knob, '(required)'):14} {knob.description}" for knob in rows)
     parent, _, name = key.rpartition(".")
     knob = knobs().get(key) or (knobs()[parent].fields.get(name) if parent in knobs() else None)
     if knob is None:
@@ -177,14 +177,15 @@ def explain(key: str | None = None) -> str:
     lines = [
         f"{knob.key}: {knob.description}",
         f"  value    {type_in_words(knob.type)}",
-        f"  default  {_default(knob, 'none, it must be given')}",
+        f"  default  {default_of(knob, 'none, it must be given')}",
         f"  section  {knob.section}",
     ]
     lines += [f"  {field.key} ({value_in_words(field.default)}): {field.description}" for field in knob.fields.values()]
     return "\n".join(lines)
 
 
-def _default(knob: Knob, required: str) -> str:
+def default_of(knob: Knob, required: str) -> str:
+    """Return the default of a key in words; `required` if it has none."""
     return required if knob.required else value_in_words(knob.default)
 
 

@@ -19,7 +19,7 @@ import msgspec
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from asyncgrpo.config.explain import knobs, near, value_in_words
+from asyncgrpo.config.explain import default_of, knobs, near, value_in_words
 from asyncgrpo.config.foreign_rules import TRL, VERL, KeyMap, TranslatedKey, merged
 from asyncgrpo.config.load import load_values, nested, parse, text_of
 from asyncgrpo.errors import ConfigError
@@ -439,7 +439,4 @@ def assignments(ours: dict[str, Any]) -> list[str]:
 
 def default_in_words(key: str) -> str:
     """The default of one of our keys; empty for a key below a mapping (`generators.extra.x`)."""
-    knob = knobs().get(key)
-    if knob is None:
-        return ""
-    return "required" if knob.required else value_in_words(knob.default)
+    return default_of(knobs()[key], "required") if key in knobs() else ""
