@@ -81,19 +81,30 @@ def stderr_size() -> int:
     return stderr_file.stat().st_size if stderr_file is not None and stderr_file.is_file() else 0
 
 
+DELIVERED_S = 5.0
+"""Longest wait for output that is on its way to `stderr_file`."""
+
+
 def last_error(since: int) -> str:
     """Return the last exception in `stderr_file`; empty if there is none. A library may only report that its child failed.
+
+    Ray copies stderr through a pipe into the file, in a thread. So this writes a line to stderr and waits until it is there.
 
     Args:
         since: size of the file before the library was called.
     """
-    if stderr_file is None or (size := stderr_size()) <= since:
+    if stderr_file is None or not stderr_file.is_file():
         return ""
-    with stderr_file.open("rb") as file:
-        file.seek(max(since, size - 2**16))
-        text = file.read().decode(errors="replace")
-    found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .*$", text, re.MULTILINE)
-    return found[-1][:300] if found else ""
+    end, deadline = f"read for its last exception at {time.monotonic_ns()}\n", time.monotonic() + DELIVERED_S
+    os.write(2, end.encode())
+    while True:
+        with stderr_file.open("rb") as file:
+            file.seek(max(since, stderr_size() - 2**16))
+            text = file.read().decode(errors="replace")
+        if end in text or time.monotonic() > deadline:
+            found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .*$", text, re.MULTILINE)
+            return found[-1][:300] if found else ""
+        time.sleep(0.01)
 
 
 _CGROUP = Path("/sys/fs/cgroup")

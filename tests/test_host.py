@@ -4,6 +4,8 @@ import gc
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import psutil
 import pytest
@@ -124,12 +126,31 @@ def test_the_collector_is_off_in_a_block_of_imports_and_afterwards_as_it_was(req
     assert not gc.isenabled()
 
 
-def test_the_last_exception_of_a_child_is_found(tmp_path, monkeypatch):
+def test_the_last_exception_of_a_child_is_found_although_its_output_arrives_late(tmp_path, monkeypatch):
     assert (host.stderr_size(), host.last_error(0)) == (0, "")
     monkeypatch.setattr(host, "stderr_file", tmp_path / "stderr")
     assert (host.stderr_size(), host.last_error(0)) == (0, "")
-    with (tmp_path / "stderr").open("w") as file:
-        subprocess.run([sys.executable, "-c", "import nothing_like_it"], stderr=file, check=False)
-        file.write("later\nError\n")
-    assert host.last_error(0) == "ModuleNotFoundError: No module named 'nothing_like_it'"
-    assert host.last_error(host.stderr_size()) == "", "it was there before"
+    (tmp_path / "stderr").touch()
+    reader, writer = os.pipe()
+
+    def copy() -> None:
+        """As a thread of Ray does, with a delay."""
+        with (tmp_path / "stderr").open("ab", buffering=0) as file:
+            while data := os.read(reader, 2**16):
+                time.sleep(0.1)
+                file.write(data)
+
+    copying, former = threading.Thread(target=copy), os.dup(2)
+    copying.start()
+    os.dup2(writer, 2)
+    try:
+        subprocess.run([sys.executable, "-c", "import nothing_like_it"], check=False)
+        os.write(2, b"later\nError\n")
+        assert host.last_error(0) == "ModuleNotFoundError: No module named 'nothing_like_it'"
+        assert host.last_error(host.stderr_size()) == "", "it was there before"
+    finally:
+        os.dup2(former, 2)
+        for file in (writer, former):
+            os.close(file)
+        copying.join()
+        os.close(reader)
