@@ -20,9 +20,10 @@ carried (51 MiB of wheels; Ray's Java part is left out of them, so that one call
     printf '/.whl/\\n/.gpuday/\\n' >>"$(git rev-parse --git-path info/exclude)"; mkdir -p .gpuday
     python -m benchmarks.gpu_day wheels .whl; git rev-parse --short HEAD      # put the commit in the place of COMMIT
 
-Then this command twice, each with carry `.whl` and `.gpuday`, and a timeout of N + 60. N is 350 at first: facts, tests, memory
-and demo, which show what is correct. Give the machine back, mend what failed, name it after `run` with `--again`, and call again
-without a name, N being what the loan has left, less 180 for the start of a machine and the files:
+Then this command twice, each with carry `.whl` and `.gpuday`, and a timeout of N + 60. The first call has N = 350 and runs facts,
+tests, memory and demo, which show what is correct. Give the machine back and mend what failed. The second call has as N what the
+loan has left, less 180 for the start of the machine and the files. It runs the parts that are left. To repeat a part there, put
+`run PART --again` before it:
 
     python3 -m benchmarks.gpu_day install .whl /root/site && export PYTHONPATH=/root/site:$PWD PYTHONUNBUFFERED=1 &&
     python3 -m benchmarks.gpu_day run --commit COMMIT --seconds N; cp .gpuday/* $OUT/

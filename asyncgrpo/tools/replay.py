@@ -177,8 +177,12 @@ def _check(run: Path, wanted: list[BatchIssued], groups: dict[str, Found], from_
 
 def _checkpoints(run: Path, path: dict[int, int]) -> dict[int, Path]:
     """Return the checkpoints on the path, by step."""
-    states = {file.parent: read_state(file.parent) for file in run.glob("checkpoints/step_*/state.json")}
-    return {s.step: folder for folder, s in states.items() if is_on(path, PolicyVersion(s.lineage, s.step))}
+    found = {}
+    for file in run.glob("checkpoints/step_*/state.json"):
+        state = read_state(file.parent)
+        if is_on(path, PolicyVersion(state.lineage, state.step)):
+            found[state.step] = file.parent
+    return found
 
 
 def _legs(
