@@ -1,6 +1,6 @@
-"""`asyncgrpo tune`, `plan` and `simulate`: how many GPUs for each side."""
+"""`asyncgrpo tune` and `plan`: how many GPUs for each side."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,7 +76,7 @@ def plan(
 
     The settings of the best one are printed.
 
-    From a profile, all splits are predicted in closed form. `simulate` runs the best of them on a virtual clock.
+    From a profile, all splits are predicted by formulas.
 
     From a run, its steps under the present conditions are the measurement, and the advice of the run is printed with them:
     the model is the same. On a machine without GPUs a split needs free cores.
@@ -104,33 +104,6 @@ def plan(
     typer.echo(f"use: {' '.join(made.options[0].flags)}")
     for warning in _warnings(made):
         typer.echo(f"note: {warning}")
-
-
-@app.command("simulate", epilog=example("simulate --gpus 64 --profile profile.json"))
-def simulate(
-    gpus: GpusOption = None,
-    profile: ProfileOption = PROFILE,
-    max_lag: MaxLagOption = None,
-    splits: Annotated[int, typer.Option("--splits", min=1, help="Splits to simulate, the best of the plan.")] = 3,
-) -> None:
-    """Simulate the best splits of a plan.
-
-    The buffer, admission, dispatch and learner loop of the product run on a virtual clock, with the lengths and times of the
-    profile.
-    """
-    from asyncgrpo.planner.plan import make_plan, read_profile
-    from asyncgrpo.planner.simulation import simulate as run
-
-    made = make_plan(read_profile(profile), gpus, max_lag)
-    found = [(option, run(made.profile, option.split)) for option in made.options[:splits]]
-    found.sort(key=lambda pair: pair[1].step_s)
-    typer.echo(_title(made))
-    rows = []
-    for option, simulated in found:
-        row = _row(made, replace(option, expected=simulated))
-        both = {"s/step": row["s/step"], "formula": _seconds(option.expected.step_s)}
-        rows.append({"split": row["split"], **both, **row})
-    typer.echo(columns(rows))
 
 
 # -- of a run ----------------------------------------------------------------------------------------------------------

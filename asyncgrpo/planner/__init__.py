@@ -1,1 +1,1 @@
-"""Splits of GPUs between generators and learner: a measured profile, a closed form, a simulation of the product's own code."""
+"""Splits of GPUs between generators and learner: a measured profile, and formulas."""

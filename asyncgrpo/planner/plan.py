@@ -11,31 +11,32 @@ the learner's time and s_g of an engine's; the time in which the weights travel 
     completions        b = (M G / E) · L τ(b) / R                     of M groups, those that are still sampled
     generation         T_g = B' G L / (E μ(b)) + s_g
     learner            T_l = t_0 + t · tokens / N + s_l
-    tail               T_t = (L* τ(b) + r + T_l) / (max_lag + 1)      L* = E[longest of B G max(1, max_lag / 2)]
-    step               T = max(T_l, (T_g⁶ + T_t⁶)^⅙)
+    start of step n    S_n = max(S_{n−1} + max(T_l / 0.95, T_g), S_{n−1−max_lag} + T_l + r + τ(b) X_n)      X_n = longest of B G
+    step               T = E[S_n − S_{n−1}]
     saturation         b / b*                                         unlike idleness, it sees a starved engine
 
-A group that is leased at version v is trained by the step that starts at v + max_lag, so max_lag + 1 steps last at least as
-long as their longest completion: the tail. Such stretches overlap, so that the longest of max_lag / 2 steps counts (found by
-simulation). The sixth power is a smooth maximum: where both are near, they add to each other.
+The second term of S_n is the tail. A group takes its slot when the step n − 1 − max_lag has ended, and is trained by step n, so
+max_lag + 1 steps last at least as long as the longest completion of each batch among them. Such stretches overlap, and a batch
+that waited for one completion finds the next ones ready. So T has no closed form: the recursion runs with lengths that are drawn.
 At max_lag 0 nothing overlaps: T = a E[longest of B G] + c B' G L / E + r + T_l, the integral of τ over those that are left.
 
 The mean lag counts publications from a group's lease to its step. By Little's law it is
 
-    where generation decides     M / B' + 1 − idle_l
-    where the learner decides    1 + Σ p_k,   p_k = P(R > k T), k = 1, 2, ...
+    T_g > T_l     M / B' + 1 − idle_l
+    T_g ≤ T_l     1 + Σ p_k,   p_k = P(R > k T), k = 1, 2, ...
 
 and at most max_lag. Admission keeps B + F groups under way, F of them in flight when the learner asks. So its lag is the steps
-that a group takes to generate, and not the bound. The learner may wait for 5 % of its time, which keeps the margin small.
+that a group takes to generate, and not the bound. The learner may wait for 5 % of its time, which keeps the margin small. Where
+it starves, for more than a quarter of it, all slots are used.
 
-Sources: Little (1961) for M = R / T; the rest is worked out here, checked against `simulation.py` in tests/planner, and
-against runs in docs/tuning.md.
+Sources: Little (1961) for M = R / T; the rest is worked out here. tests/planner compares it with the product's scheduler on a
+virtual clock, docs/benchmarks.md with runs.
 
-A profile has the measurements of a task on some hardware, as one JSON file. `tune.py` measures it on the cluster, and
-`simulation.py` simulates it.
+A profile has the measurements of a task on some hardware, as one JSON file. `tune.py` measures it on the cluster.
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
+from asyncgrpo.buffer.admission import JustInTime
 from asyncgrpo.config.load import load_config, recorded
 from asyncgrpo.config.memory import Card
 from asyncgrpo.config.model_size import size_at
@@ -58,7 +60,7 @@ from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
 
 # -- measurements: a profile -------------------------------------------------------------------------------------------
 
-FORMAT = 2
+FORMAT = 3
 NEAR = 1.5
 """A decode curve is trusted up to so many times the load at which it was measured."""
 
@@ -197,8 +199,6 @@ class Profile(_Part, frozen=True, kw_only=True):
     source: str
     """Origin, as shown to the user."""
     hardware: str
-    model: str = ""
-    engine: str = ""
     config: dict[str, Any] = {}
     """The configuration that was measured; empty: none."""
     prompts_per_step: Count
@@ -210,10 +210,6 @@ class Profile(_Part, frozen=True, kw_only=True):
     ranks: Count
     gpus_each: Annotated[int, Meta(ge=0)]
     """GPUs of one engine; 0: it ran on the CPU, and counts as one process."""
-    max_lag: Annotated[int, Meta(ge=0)] = 4
-    admission: str = "fresh"
-    """Unused. Profiles of older releases have it."""
-    policy: str = "wait"
     prompt_tokens: NotNegative = 0.0
     """Mean."""
     shares_prompts: bool = True
@@ -263,7 +259,10 @@ def write_profile(profile: Profile, path: Path) -> None:
 def read_profile(path: Path) -> Profile:
     """Read a profile. Raises ConfigError, which names the file and the error in it."""
     try:
-        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        if (version := found.get("format", FORMAT)) != FORMAT:
+            raise ConfigError(f"{path} has format {version}, this asyncgrpo reads {FORMAT}; measure it again")
+        return msgspec.convert(found, Profile)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}); `asyncgrpo tune CONFIG` writes a profile, and `asyncgrpo plan --from "
@@ -271,17 +270,15 @@ def read_profile(path: Path) -> Profile:
         ) from error
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not a profile: {error}; `asyncgrpo tune CONFIG` writes one") from error
-    if profile.format != FORMAT:
-        raise ConfigError(f"{path} has format {profile.format}, this asyncgrpo reads {FORMAT}; measure it again")
-    return profile
 
 
 # -- prediction of one split -------------------------------------------------------------------------------------------
 
-ROUNDS = 24
+ROUNDS = 8
 DRAWN = 4096
-"""Groups of which the time is drawn for the lag."""
-SMOOTH = 6
+"""Groups whose longest completion is drawn."""
+PATHS, TURNS = 64, 8
+"""Recursions of the step that run side by side; steps of each, in stretches of max_lag + 1. The first half does not count."""
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Bounds that are tried."""
 NEARLY = 0.02
@@ -297,7 +294,6 @@ class Split:
     groups_in_flight: int
     """Of one engine."""
     max_lag: int
-    policy: str = "wait"
 
     @property
     def settings(self) -> dict[str, int]:
@@ -331,7 +327,7 @@ class Prediction:
 
 
 def predict(profile: Profile, split: Split) -> Prediction:
-    """Return the step of a split by the closed form."""
+    """Return the expected step of a split."""
     return _synchronous(profile, split) if split.max_lag == 0 else _asynchronous(profile, split)
 
 
@@ -399,28 +395,52 @@ def _synchronous(profile: Profile, split: Split) -> Prediction:
 def _asynchronous(profile: Profile, split: Split) -> Prediction:
     batch, engines, bound = profile.prompts_per_step, split.generators, split.max_lag + 1
     learn_s = learner_seconds(profile, split.ranks)
-    longest = profile.lengths.longest_of(batch * max(1, split.max_lag // 2), profile.group_size)
+    trained_s = learn_s / (1 - JustInTime.MAY_WAIT)
+    longest = _longest_of_batches(profile, TURNS * bound)
     step_s = learn_s
     for _ in range(ROUNDS):
         slots = bound * batch - batch * min(1.0, learn_s / step_s) - batch / 2
         in_flight = max(1.0, min(float(engines * split.groups_in_flight), slots))
         generate_s, most = generate_seconds(profile, engines, in_flight)
         running = min(most, _running_at(profile, engines, step_s))
-        tail_s = (longest * profile.decode.at(running) + profile.reward_s + learn_s) / bound
-        both_s = (generate_s**SMOOTH + tail_s**SMOOTH) ** (1 / SMOOTH)
-        step_s += 0.5 * (max(learn_s, both_s) - step_s)
+        tail_s = longest * profile.decode.at(running) + profile.reward_s + learn_s
+        step_s += 0.7 * (_mean_step(max(trained_s, generate_s), tail_s, bound) - step_s)
     lag = in_flight / _useful(profile) + learn_s / step_s
-    if learn_s >= both_s:
-        bottleneck = "learner"
+    if learn_s >= generate_s and learn_s >= (1 - JustInTime.STARVES) * step_s:
         lag = min(lag, _just_in_time_lag(profile, running, step_s))
+    if step_s <= (1 + NEARLY) * trained_s:
+        bottleneck = "learner"
     else:
-        bottleneck = "generators" if generate_s >= tail_s else "longest completions"
+        bottleneck = "generators" if generate_s >= _mean_step(trained_s, tail_s, bound) else "longest completions"
     return _prediction(profile, split, step_s, learn_s, running, min(lag, split.max_lag), bottleneck)
+
+
+@cache
+def _longest_of_groups(lengths: Lengths, completions: int) -> np.ndarray:
+    """Draw [DRAWN] tokens, sorted: the longest completion of each group."""
+    return np.sort(lengths.sample(DRAWN, completions).max(axis=1))
+
+
+def _longest_of_batches(profile: Profile, steps: int) -> np.ndarray:
+    """Draw [steps, PATHS] tokens: the longest completion of each batch."""
+    groups = _longest_of_groups(profile.lengths, profile.group_size)
+    uniform = np.random.default_rng(0).random((steps, PATHS))
+    return groups[(uniform ** (1 / profile.prompts_per_step) * len(groups)).astype(int)]  # the largest of so many draws
+
+
+def _mean_step(least_s: float, tail_s: np.ndarray, bound: int) -> float:
+    """Return E[S_n − S_{n−1}] of S_n = max(S_{n−1} + `least_s`, S_{n−`bound`} + `tail_s`_n)."""
+    starts = [np.zeros(tail_s.shape[1])]
+    for n, tail in enumerate(tail_s, start=1):
+        start = starts[-1] + least_s
+        starts.append(np.maximum(start, starts[n - bound] + tail) if n >= bound else start)
+    half = len(tail_s) // 2
+    return float((starts[-1] - starts[half]).mean()) / (len(tail_s) - half)
 
 
 def _just_in_time_lag(profile: Profile, running: float, step_s: float) -> float:
     """Return the mean lag where generators begin groups just in time."""
-    longest = profile.lengths.sample(DRAWN, profile.group_size).max(axis=1)
+    longest = _longest_of_groups(profile.lengths, profile.group_size)
     steps = (longest * profile.decode.at(running) + profile.reward_s) / step_s
     return 1 + sum(float((steps > k).mean()) for k in range(1, math.ceil(float(steps.max())) + 1))
 
@@ -496,7 +516,7 @@ def splits(profile: Profile, gpus: int, max_lag: int | None = None) -> list[Spli
     in_flight, multiple = groups_in_flight(profile), ranks_multiple(profile)
     counts = range(1, (gpus - 1) // each + 1)
     ranks = {count: (gpus - count * each) // multiple * multiple for count in counts}
-    found = [Split(count, some, in_flight, 0, profile.policy) for count, some in ranks.items() if some]
+    found = [Split(count, some, in_flight, 0) for count, some in ranks.items() if some]
     if not found:
         raise ConfigError(f"{gpus} {profile.units} are too few: learner.parallel takes a multiple of {multiple} ranks")
     return [replace(split, max_lag=best_max_lag(profile, split) if max_lag is None else max_lag) for split in found]
@@ -519,8 +539,10 @@ def groups_in_flight(profile: Profile) -> int:
 
 def best_max_lag(profile: Profile, split: Split) -> int:
     """Return the smallest bound with a step at most `NEARLY` longer than that of the largest."""
-    steps = {lag: predict(profile, replace(split, max_lag=lag)).step_s for lag in LAGS}
-    return next(lag for lag in LAGS if steps[lag] <= (1 + NEARLY) * min(steps.values()))
+    at_most_s = (1 + NEARLY) * predict(profile, replace(split, max_lag=LAGS[-1])).step_s
+    return LAGS[
+        bisect_left(LAGS[:-1], True, key=lambda lag: predict(profile, replace(split, max_lag=lag)).step_s <= at_most_s)
+    ]
 
 
 def fits(profile: Profile, split: Split) -> bool:

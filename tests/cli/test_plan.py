@@ -1,14 +1,11 @@
-"""`plan`, `tune` and `simulate`: their output, and bad input in one sentence."""
+"""`plan` and `tune`: their output, and bad input in one sentence."""
 
-import functools
 import json
 from pathlib import Path
 
 import pytest
 
-from asyncgrpo.planner import simulation
 from asyncgrpo.planner.plan import pace_of_run, write_profile
-from asyncgrpo.planner.simulation import simulate as simulation_of
 from asyncgrpo.recording.advice import advise
 from asyncgrpo.recording.events import read_events
 from tests.planner.profiles import long_tail, profile
@@ -32,25 +29,16 @@ def test_a_plan_names_the_settings_to_use(measured, asyncgrpo):
     assert made["options"][0]["step_s"] == min(one["step_s"] for one in made["options"])
 
 
-def test_the_best_splits_are_simulated(measured, asyncgrpo, monkeypatch):
-    simulate = functools.cache(lambda split: simulation_of(profile(lengths=long_tail()), split))  # it takes seconds
-    monkeypatch.setattr(simulation, "simulate", lambda measured, split: simulate(split))
-    planned = json.loads(asyncgrpo("plan", "--gpus", "3", "--json").out)["options"]
-    table = asyncgrpo("simulate", "--gpus", "3", "--splits", "1").out.splitlines()
-    assert table[1].split()[:3] == ["split", "s/step", "formula"] and len(table) == 3
-    step_s, formula = map(float, table[2].split()[1:3])
-    assert formula == pytest.approx(planned[0]["step_s"], abs=0.05)
-    assert step_s == pytest.approx(formula, rel=0.2) and step_s != formula, "simulated, not computed"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan", "--profile", "gone.json"], "gone.json cannot be read"),
+        (
+            ["plan", "--profile", "gone.json"],
+            "gone.json cannot be read (No such file or directory); `asyncgrpo tune CONFIG`",
+        ),
         (["plan", "--from", "gone"], "gone is not a run folder"),
         (["plan", "--profile", "mine.json", "--from", "gone"], "--profile and --from exclude each other"),
         (["plan", "--gpus", "1"], "--gpus"),
-        (["simulate", "--profile", "gone.json"], "asyncgrpo tune CONFIG"),
         (["tune", "nothing.yaml"], "nothing.yaml"),
     ],
 )

@@ -8,8 +8,8 @@ import pytest
 
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
-from asyncgrpo.planner.stand_ins import VirtualLoop
 from asyncgrpo.types import Completion, PolicyVersion, Sampling
+from tests.simulation.virtual import VirtualLoop
 
 PROMPT = (1, 2, 3)
 

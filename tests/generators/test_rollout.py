@@ -10,12 +10,12 @@ from asyncgrpo.engines.base import PendingCompletion
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.generators.rollout import GivenUp, GroupInFlight, Played, TooFewCompletions
-from asyncgrpo.planner.stand_ins import VirtualLoop
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.teacher import TaughtScore
 from asyncgrpo.types import Discarded, Group, Lease, PolicyVersion, Prompt, Sampling, Score, TeacherLogprobs
 from asyncgrpo.wire.codec import pack_group, unpack_group
 from tests.rewards.stubs import OneByOne
+from tests.simulation.virtual import VirtualLoop
 
 SEED = 7000
 

@@ -12,7 +12,6 @@ from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.rollout import Activities
 from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService, TokenTime
-from asyncgrpo.planner.stand_ins import GeneratorLine, Receiver, VirtualLoop
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import GeneratorSeconds, Lease, PolicyVersion, Prompt, Sampling, Score
@@ -32,6 +31,7 @@ from asyncgrpo.wire.rollouts import (
 )
 from tests.generators.test_rollout import make_lease
 from tests.rewards.stubs import OneByOne
+from tests.simulation.virtual import GeneratorLine, Receiver, VirtualLoop
 from tests.test_metrics import value
 
 LEASE = make_lease(2, prompt=Prompt(prompt_id="train/0", token_ids=(1,)), sampling=Sampling(max_tokens=4))

@@ -1,6 +1,6 @@
 """The formulas, on cases that are worked out by hand, and against the product's own scheduler on the virtual clock."""
 
-import numpy as np
+import msgspec
 import pytest
 
 from asyncgrpo.planner.plan import (
@@ -12,11 +12,9 @@ from asyncgrpo.planner.plan import (
     learner_seconds,
     predict,
 )
-from asyncgrpo.planner.simulation import simulate
-from asyncgrpo.planner.stand_ins import VirtualEngine, VirtualLoop
-from asyncgrpo.types import PolicyVersion, Sampling
 from asyncgrpo.wire.rollouts import SCORED_AT_ONCE_S
-from tests.planner.profiles import long_tail, profile
+from tests.planner.profiles import profile
+from tests.planner.scheduler import Scheduled
 
 
 def test_the_learner_s_step_has_its_fixed_part_its_tokens_and_its_publication():
@@ -66,39 +64,21 @@ def test_a_second_generator_helps_where_generators_decide_and_a_sixth_does_not()
     assert steps[3] == pytest.approx(steps[2])
 
 
-def test_groups_without_signal_are_replaced_on_the_virtual_clock():
-    tasks = (profile(filtered=share, learner=LearnerTimes(base_s=0.1, rank_s_per_token=0.0)) for share in (0.0, 0.5))
-    every, half = (simulate(task, Split(2, 2, 4, 2), start=2, steps=8) for task in tasks)
-    assert half.step_s > 1.5 * every.step_s
-
-
-async def sampled(engine: VirtualEngine, request_id: str) -> int:
-    return len([one async for one in engine.generate(request_id, (1,), 1, Sampling(max_tokens=9), 0)])
-
-
-def test_an_aborted_group_gives_its_room_to_the_next():
-    loop = VirtualLoop()  # type: ignore[abstract]
-    engine = VirtualEngine(lambda prompt, attempt: np.array([10]), lambda running: 1.0, 0.0, capacity=1)
-    loop.create_task(engine.start(PolicyVersion(0, 0)))
-    first, second = (loop.create_task(sampled(engine, f"lease.{prompt}.0")) for prompt in range(2))
-    loop.run_until(1.0)
-    loop.create_task(engine.abort("lease.0.0"))
-    loop.run_until(20.0)
-    assert second.done() and not first.done()
-    first.cancel()
-
-
 @pytest.mark.parametrize(
-    ("split", "base_s", "sigma", "within"),
+    ("split", "base_s", "sigma", "filtered", "within"),
     [
-        (Split(2, 2, 4, 4), 0.2, 0.5, 0.1),  # generators decide
-        (Split(3, 2, 6, 1), 0.2, 0.5, 0.15),  # the bound does
-        (Split(2, 2, 4, 0), 1.0, 0.5, 0.1),  # nothing overlaps
-        (Split(4, 2, 8, 8), 3.0, 1.0, 0.22),  # all three do, with a long tail: a maximum of means is too low
+        (Split(2, 2, 4, 4), 0.2, 0.5, 0.0, 0.1),  # generators decide
+        (Split(2, 2, 4, 4), 0.2, 0.5, 0.5, 0.1),  # and half of the groups have no signal
+        (Split(3, 2, 6, 1), 0.2, 0.5, 0.0, 0.1),  # the bound decides
+        (Split(2, 2, 4, 0), 1.0, 0.5, 0.0, 0.1),  # nothing overlaps
+        (Split(4, 2, 8, 8), 3.0, 1.0, 0.0, 0.12),  # all three decide, with a long tail
     ],
 )
-def test_formulas_agree_with_the_product_on_the_virtual_clock(split: Split, base_s: float, sigma: float, within: float):
-    task = profile(lengths=long_tail(sigma), learner=LearnerTimes(base_s=base_s, rank_s_per_token=0.0005))
-    formula, product = predict(task, split), simulate(task, split, steps=40)
+def test_formulas_agree_with_the_product_on_the_virtual_clock(
+    split: Split, base_s: float, sigma: float, filtered: float, within: float
+):
+    task = profile(learner=LearnerTimes(base_s=base_s, rank_s_per_token=0.0005), pause_s=0.0, filtered=filtered)
+    product = Scheduled(task, split, sigma=sigma, steps=40)
+    formula = predict(msgspec.structs.replace(task, lengths=product.lengths), split)
     assert formula.step_s == pytest.approx(product.step_s, rel=within)
     assert formula.lag_mean == pytest.approx(product.lag_mean, rel=0.25, abs=0.05)

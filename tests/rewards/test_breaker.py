@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from asyncgrpo import metrics
-from asyncgrpo.planner.stand_ins import VirtualLoop
 from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.breaker import FIRST_PROBE_S, LAST_PROBE_S, MAX_KINDS, REST, STREAK, Breaker, Tally
 from asyncgrpo.types import Prompt, RewardHealth, Score
 from tests.rewards.stubs import OneByOne
+from tests.simulation.virtual import VirtualLoop
 
 
 def prompt(number: int) -> Prompt:

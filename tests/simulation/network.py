@@ -8,10 +8,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from asyncgrpo.planner.stand_ins import Frames, VirtualLoop
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, encode
 from tests.simulation.faults import Faults
+from tests.simulation.virtual import Frames, VirtualLoop
 
 LATENCY_S = 0.002, 0.02
 

@@ -19,13 +19,13 @@ from asyncgrpo.engines.fake import FakeEngine, InjectedFault
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.checkpoints import RunState
-from asyncgrpo.planner.stand_ins import Frames, GeneratorLine, Receiver
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Group, PolicyVersion, Prompt, Score
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.rollouts import REWARDS_PAUSED, Deliver, LeaseFailed, Serving
 from tests.rewards.stubs import OneByOne
+from tests.simulation.virtual import Frames, GeneratorLine, Receiver
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -27,7 +27,6 @@ from asyncgrpo.journal.log import Journal
 from asyncgrpo.learner.checkpoints import RunState
 from asyncgrpo.learner.ranks import Inbox, Team
 from asyncgrpo.learner.service import LearnerService
-from asyncgrpo.planner.stand_ins import Frames, LearnerLine, Silent, VirtualLoop
 from asyncgrpo.rewards.breaker import STREAK
 from asyncgrpo.types import PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire import Message
@@ -50,6 +49,7 @@ from tests.simulation.network import Network
 from tests.simulation.nodes import VOCABULARY, AtOnce, GeneratorHost, MemoryCheckpoints, Publisher, Trainer
 from tests.simulation.promises import Promises
 from tests.simulation.surroundings import folder_in_memory, quiet, reading_checkpoints_of, scaled
+from tests.simulation.virtual import Frames, LearnerLine, Silent, VirtualLoop
 
 LAGS = 0, 1, 4
 POLICIES = "wait", "drop", "train"

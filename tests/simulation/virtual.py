@@ -1,19 +1,14 @@
-"""Virtual time, and stand-ins on it: sockets, the receiver of weights, the recorder, and an engine of continuous batching."""
+"""Virtual time, and stand-ins on it: sockets, the receiver of weights, and the recorder."""
 
 import asyncio
 import heapq
 import itertools
-import math
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any
 
-import numpy as np
-
-from asyncgrpo.engines.base import EngineBase, EngineOccupancy, PendingCompletion, Request
-from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode
 
@@ -181,122 +176,3 @@ class Silent:
 
     def __call__(self, *arguments: Any, **named: Any) -> None:
         """Accept a call."""
-
-
-class VirtualEngine(EngineBase[Request]):
-    """An engine of continuous batching: of b that run, every completion gets a token each a + c b seconds."""
-
-    request_type, vocab_size, max_context = Request, 2, 2**31
-
-    def __init__(
-        self,
-        lengths_of: Callable[[int, int], np.ndarray],
-        token_s: Callable[[int], float],
-        swap_s: float,
-        capacity: int | None = None,
-    ) -> None:
-        """
-        Args:
-            lengths_of: [completions] tokens of the group of this prompt index and attempt.
-            token_s: seconds of a token of each of so many that run.
-            swap_s: seconds for which a change of weights stops sampling.
-            capacity: completions that run at once at most, the others wait; none: all run.
-        """
-        super().__init__()
-        self._lengths_of, self._token_s, self._swap_s = lengths_of, token_s, swap_s
-        self._capacity = math.inf if capacity is None else capacity
-        self.aborted_tokens = 0.0
-        self.busy_s = 0.0
-        """Seconds with at least one completion."""
-        self.completion_s = 0.0
-        """Seconds summed over the completions that ran at once."""
-        self._tokens = 0.0  # that a completion has got which runs since the start
-        self._since_s = 0.0
-        self._running: list[tuple[float, int, float, PendingCompletion]] = []
-        """End, tie, start, completion, in `_tokens`; a heap."""
-        self._queued: deque[tuple[int, PendingCompletion]] = deque()
-        """Tokens and completion of those that wait for room."""
-        self._ties = itertools.count()
-        self._paused = False
-        self._wake: asyncio.TimerHandle | None = None
-
-    async def start(self, version: PolicyVersion) -> None:
-        self._started(version)
-
-    def _begin(self, request: Request) -> None:
-        self._advance()
-        lengths = self._lengths_of(*map(int, request.request_id.split(".")[1:3]))
-        self._queued += ((int(lengths[completion.index]), completion) for completion in request.pending)
-        self._admit()
-        self._set_alarm()
-
-    async def _load(self, tensors: Iterable, version: PolicyVersion, *, keep_kv: bool) -> None:
-        self._advance()
-        self._paused = True
-        self._set_alarm()
-        await asyncio.sleep(self._swap_s)
-        self._advance()
-        self._paused, self._version = False, version
-        for _, _, start, completion in self._running:
-            completion.sampled_by(version, int(self._tokens - start))
-        self._set_alarm()
-
-    def _abort(self, request: Request) -> None:
-        """Free the places of a request. Its caller awaits no completion of it."""
-        self._advance()
-        self.aborted_tokens += sum(self._tokens - start for _, _, start, one in self._running if one.request is request)
-        self._running = [entry for entry in self._running if entry[3].request is not request]
-        self._queued = deque(entry for entry in self._queued if entry[1].request is not request)
-        heapq.heapify(self._running)
-        self._admit()
-        self._set_alarm()
-
-    def occupancy(self) -> EngineOccupancy:
-        self._advance()
-        running = len(self._running)
-        return EngineOccupancy(running, 0, running, math.nan, self._tokens, self.busy_s)
-
-    async def probe(self) -> None:
-        """It never hangs."""
-
-    async def checksum(self) -> str:
-        return ""
-
-    async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
-        return []
-
-    async def close(self) -> None:
-        """Nothing runs."""
-
-    async def _end(self, request: Request) -> None:
-        """Leave the rest running: only an abort frees places."""
-
-    def _admit(self) -> None:
-        while self._queued and len(self._running) < self._capacity:
-            length, completion = self._queued.popleft()
-            completion.sampled_by(self.version, 0)
-            heapq.heappush(self._running, (self._tokens + length, next(self._ties), self._tokens, completion))
-
-    def _advance(self) -> None:
-        now_s, running = asyncio.get_running_loop().time(), len(self._running)
-        elapsed_s, self._since_s = now_s - self._since_s, now_s
-        if running and not self._paused:
-            self._tokens += elapsed_s / self._token_s(running)
-            self.busy_s += elapsed_s
-            self.completion_s += elapsed_s * running
-
-    def _set_alarm(self) -> None:
-        if self._wake is not None:
-            self._wake.cancel()
-        if self._running and not self._paused:
-            wait_s = (self._running[0][0] - self._tokens) * self._token_s(len(self._running))
-            self._wake = asyncio.get_running_loop().call_later(max(0.0, wait_s), self._complete)
-
-    def _complete(self) -> None:
-        self._advance()
-        while self._running and self._running[0][0] <= self._tokens + 1e-6:
-            end, _, start, completion = heapq.heappop(self._running)
-            length = round(end - start)
-            completion.complete(np.zeros(length, np.int32), np.zeros(length, np.float32), "length")
-        self._admit()
-        self._set_alarm()
