@@ -56,23 +56,27 @@ class JustInTime:
     ready when it asked, a part of the surplus is taken off, too, which ends a start in a few steps. The wait is wall-clock
     time, so an engine that delivers a batch all at once, slightly late, adds little. The rule needs no model of lengths.
 
+    A learner *starves* while it waited for more than a quarter of the last steps' time. Then the target rises by P in each step,
+    up to all slots. So it does where generators cannot keep up, and where single steps wait long for one completion: after such
+    a step many groups are ready, and the steps that train them wait for nothing, so no single step shows it.
+
     Generators that are busy all the time finish a group no sooner if more groups run beside it. So if the learner waits in
     every step, a trial of a few steps takes a quarter off the target, or half a batch if that is more. If the learner then
     waits longer by `MAY_WAIT`, the old target returns, and the pause until the next trial doubles, as it does if the target
     grows back later. Otherwise the smaller one stays, and the learner may wait as long as before the trial. No trial begins
     while the learner starves: its waits then vary too much for a trial of a few steps.
 
-    If the generators cannot keep up, all slots are used. So they are in every start until its second request, the first one
-    that follows a training step. The bound and its proof still hold, because this only begins fewer groups than the slots
-    allow. It cannot deadlock: at least P groups are always under way.
+    All slots are used in every start until its second request, the first one that follows a training step. The bound and its
+    proof still hold, because this only begins fewer groups than the slots allow. It cannot deadlock: at least P groups are
+    always under way.
     """
 
     MAY_WAIT = 0.05
     """Share of its time that the learner may wait."""
     SURPLUS = 1 / 8
     """Share of the surplus that a step takes off."""
-    STARVES = 0.25
-    """Share of its time from which a learner that waits starves."""
+    STARVES, STEPS = 0.25, 16
+    """Share of its time from which a learner that waits starves; steps over which the share is taken."""
     TRIAL_STEPS, LONGEST_PAUSE = 4, 192
     """Steps of a trial, and of the first pause; of the longest one."""
 
@@ -92,6 +96,8 @@ class JustInTime:
         """Steps of a pause, and those left of the pause or trial that goes on."""
         self._waits: deque[float] = deque(maxlen=self.TRIAL_STEPS)
         """Shares of the last steps that the learner waited."""
+        self._seconds: deque[tuple[float, float]] = deque(maxlen=self.STEPS)
+        """Seconds that the learner waited, and of the whole step, of the last steps."""
         self._in_flight, self._ready, self._asked_s = 0, 0, 0.0
         self._taken_s: float | None = None
         """Time of the last `batch_taken`."""
@@ -120,14 +126,21 @@ class JustInTime:
             return
         if math.isinf(self._target):
             self._target = self._in_flight + self._ready
-        waited = (now_s - self._asked_s) / max(now_s - before_s, 1e-9)
-        self._waits.append(waited)
+        waited_s, step_s = now_s - self._asked_s, max(now_s - before_s, 1e-9)
+        self._seconds.append((waited_s, step_s))
+        self._waits.append(waited_s / step_s)
         self._steps_left -= 1
         if self._before is not None:
             self._judge_trial(*self._before)
+        elif self._starves():
+            self._target += self._per_step
         else:
-            self._correct(waited)
+            self._correct(waited_s / step_s)
         self._target = min(max(self._target, self._per_step), slots)
+
+    def _starves(self) -> bool:
+        waited_s, elapsed_s = map(sum, zip(*self._seconds, strict=True))
+        return waited_s > self.STARVES * elapsed_s
 
     def _correct(self, waited: float) -> None:
         surplus = max(0, self._ready - self._per_step)
@@ -139,7 +152,7 @@ class JustInTime:
         self._steps_left = self.TRIAL_STEPS
         if self._target >= self._fewer_than:  # it has grown back since the last trial
             self._lengthen_pause()
-        elif mean <= self.STARVES and min(self._waits) > self.MAY_WAIT / 2 and self._target > self._per_step:
+        elif min(self._waits) > self.MAY_WAIT / 2 and self._target > self._per_step:
             self._before = self._target, mean
             self._target -= max(self._target / 4, self._per_step / 2)
             self._waits.clear()

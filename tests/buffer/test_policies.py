@@ -120,6 +120,15 @@ def test_a_learner_that_starves_gets_all_slots():
     assert admission.wanted(96) == 96, "the bound has become smaller"
 
 
+def test_a_learner_that_seldom_waits_and_then_for_long_gets_all_slots():
+    admission, now_s = begun(), 1.0
+    for number in range(48):  # seven steps find their batch ready, the eighth waits for one long completion
+        wait_s = 4.0 if number % 8 == 7 else 0.0
+        wanted = see_step(admission, now_s + 1.0, 48, 0 if wait_s else 96, wait_s)
+        now_s += 1.0 + wait_s
+    assert wanted == SLOTS
+
+
 @pytest.mark.parametrize("needed", [60, 100])
 def test_the_learner_waits_for_a_twentieth_of_its_time_whatever_number_that_takes(needed):
     """Each group that is missing of `needed` makes it wait for 1/48 of a step. Any number in flight needs itself."""
