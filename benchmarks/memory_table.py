@@ -1,7 +1,7 @@
 """What models hold of 80 GB GPUs, by the arithmetic of `asyncgrpo/config/memory.py`.
 
-python -m benchmarks.memory_table            prints the tables of docs/memory.md
-python -m benchmarks.memory_table --write    puts them there, and the memory of a pod into ops/launch/kuberay.yaml
+python -m benchmarks.memory_table            prints the table of docs/memory.md
+python -m benchmarks.memory_table --write    puts it there, and the memory of a pod into ops/launch/kuberay.yaml
 
 Nothing is measured: the settings are those that `--n-gpus` would choose, the sequences have 512 + 1,024 tokens.
 """
@@ -34,7 +34,6 @@ PAGE = ROOT / "docs" / "memory.md"
 MANIFEST = ROOT / "ops" / "launch" / "kuberay.yaml"
 BEGIN, END = "<!-- memory_table -->", "<!-- /memory_table -->"
 MODELS = ("Qwen3-0.6B", "Qwen3-8B", "Qwen3-32B", "Llama-3.1-70B")
-GPUS = (1, 8, 16)
 RANK = 32
 MOST_GPUS = 64
 VERL = {
@@ -78,7 +77,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/memory.md")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/memory.md")
     if not parser.parse_args(argv).write:
         print(tables())
         return
@@ -88,12 +87,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def tables() -> str:
-    """Both tables, as Markdown."""
-    head = "| model | trained | GPUs | generators | ranks | beside | rank, GiB | at once | host, GiB |"
-    fewest = "| model | trained | here | verl reports |"
-    rows = [_row(name, rank, n_gpus) for name in MODELS for rank in (0, RANK) for n_gpus in GPUS]
-    least = [_fewest(name, rank) for name in MODELS for rank in (0, RANK)]
-    return "\n".join([head, "|---|---|---|---|---|---|---|---|---|", *rows, "", fewest, "|---|---|---|---|", *least])
+    """The table of every model on the fewest GPUs that hold it, and on those of one node, as Markdown."""
+    head = "| model | trained | GPUs | generators | ranks | beside | rank, GiB | at once | host, GiB | verl reports |"
+    rows = [row for name in MODELS for rank in (0, RANK) for row in _rows(name, rank)]
+    return "\n".join([head, "|---|---|---|---|---|---|---|---|---|---|", *rows])
 
 
 def sized(manifest: str) -> str:
@@ -113,13 +110,20 @@ def sized(manifest: str) -> str:
     return re.sub(r"(medium: Memory, sizeLimit: )\w+", rf"\g<1>{shm}", manifest)
 
 
-def _row(name: str, rank: int, n_gpus: int) -> str:
+def _rows(name: str, rank: int) -> Iterator[str]:
     size, config = size_of(PUBLISHED[name]), _config(rank)
-    trained = f"LoRA {rank}" if rank else "all"
-    try:
-        chosen = fitting(size, config, n_gpus)
-    except ConfigError:
-        return f"| {name} | {trained} | {n_gpus} | does not fit | | | | | |"
+    model = f"| {name} | {f'LoRA {rank}' if rank else 'all'} |"
+    fewest = next((n for n in range(1, MOST_GPUS + 1) if _fits(size, config, n)), None)
+    if fewest is None:
+        yield f"{model} does not fit {MOST_GPUS} | | | | | | | {VERL[name, rank]} |"
+        return
+    yield f"{model} {fewest} | {_cells(size, config, fewest)} | {VERL[name, rank]} |"
+    if fewest < GPUS_PER_NODE:
+        yield f"{model} {GPUS_PER_NODE} | {_cells(size, config, GPUS_PER_NODE)} | |"
+
+
+def _cells(size: ModelSize, config: Config, n_gpus: int) -> str:
+    chosen = fitting(size, config, n_gpus)
     run = changed(config, chosen | {"cluster.ray_address": "auto" if n_gpus > GPUS_PER_NODE else None})
     run = settled(size, run, Card.of(run))
     cells = [
@@ -130,7 +134,7 @@ def _row(name: str, rank: int, n_gpus: int) -> str:
         f"{engine_gpu(size, run, Card.of(run)).completions:,}",
         f"{fullest_host(size, run).total / GIB:.0f}",
     ]
-    return f"| {name} | {trained} | {n_gpus} | {' | '.join(cells)} |"
+    return " | ".join(cells)
 
 
 def _beside(chosen: dict[str, Any]) -> Iterator[str]:
@@ -139,12 +143,6 @@ def _beside(chosen: dict[str, Any]) -> Iterator[str]:
         yield "moments on the host"
     if tokens := chosen.get("learner.tokens_per_microbatch"):
         yield f"{tokens:,} tokens"
-
-
-def _fewest(name: str, rank: int) -> str:
-    size, config = size_of(PUBLISHED[name]), _config(rank)
-    here = next((str(n) for n in range(1, MOST_GPUS + 1) if _fits(size, config, n)), f"more than {MOST_GPUS}")
-    return f"| {name} | {f'LoRA {rank}' if rank else 'all'} | {here} | {VERL[name, rank]} |"
 
 
 def _fits(size: ModelSize, config: Config, n_gpus: int) -> bool:
