@@ -35,13 +35,12 @@ from asyncgrpo.learner.model import (
     keep_gathered,
     refuse_other_tokens,
     reshard,
-    whole,
     without_adapters,
 )
 from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, is_elementwise, report_not_run
 from asyncgrpo.learner.optimizer import GradientGuard, OptimizerOffload, learning_rate, make_optimizer
 from asyncgrpo.learner.packing import PackedBatch, Shaping, StepBatch, pack
-from asyncgrpo.learner.parallel import Ranks, by_mesh, total_norm
+from asyncgrpo.learner.parallel import Ranks, by_mesh, gather, total_norm
 from asyncgrpo.learner.publishing import PublishedWeights
 from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report, of_start
 from asyncgrpo.learner.snapshot import Snapshot
@@ -301,7 +300,7 @@ class Learner:
             precomputed = precomputed._replace(reference=scored.scores.logprobs)
             if settings.kl_kind == "full":
                 model = self.model if self._reference is None else self._reference
-                reference = Reference(scored.hidden, whole(model.head.weight, scored.hidden))
+                reference = Reference(scored.hidden, gather(model.head.weight.detach()).to(scored.hidden))
         objective = MicrobatchObjective(
             settings,
             batch,

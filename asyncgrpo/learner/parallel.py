@@ -234,8 +234,13 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
+@torch.no_grad()
+def gather(tensor: Tensor) -> Tensor:
+    """Return the full tensor. Collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the norm of all gradients together. Collective."""
-    norms = [torch.nn.utils.get_total_norm(some) for some in by_mesh(gradients)]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    whole = [gather(torch.nn.utils.get_total_norm(some)) for some in by_mesh(gradients)]
     return whole[0] if len(whole) == 1 else torch.stack(whole).norm()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from asyncgrpo.errors import ConfigError, WeightsError
 from asyncgrpo.learner.loading import Pieces, are_rows, first_row, pieces_of_rows, views_of_rows
 from asyncgrpo.learner.model import TokenScorer
+from asyncgrpo.learner.parallel import gather
 from asyncgrpo.types import TensorInfo
 from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.files import disk_pieces, saved_tensors
@@ -190,11 +191,6 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
             (key,) = layer.lora_A.keys()
             found[f"{name}.weight"] = Adapter(layer.lora_A[key].weight, layer.lora_B[key].weight, layer.scaling[key])
     return found
-
-
-def gather(tensor: Tensor) -> Tensor:
-    """Return the full tensor. Collective if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # -- adapters: merged, bitwise identical for any sharding of the rows --------------------------------------------------
