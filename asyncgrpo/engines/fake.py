@@ -15,7 +15,7 @@ from typing import Literal
 import xxhash
 from torch import Tensor
 
-from asyncgrpo.engines.base import EngineBase, EngineOccupancy, PendingCompletion, Request
+from asyncgrpo.engines.base import Engine, EngineOccupancy, PendingCompletion, Request
 from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import FinishReason, PolicyVersion
@@ -32,7 +32,7 @@ class FakeRequest(Request):
     step_began_s: float
 
 
-class FakeEngine(EngineBase[FakeRequest]):
+class FakeEngine(Engine[FakeRequest]):
     """An engine without a model, see `base.Engine`. At temperature 0 the seed does not matter; top-p and top-k are ignored.
 
     All completions run at once. After a failed `load_weights` a successful one restores the engine, as in the real engines.

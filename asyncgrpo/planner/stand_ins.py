@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncgrpo.engines.base import EngineBase, EngineOccupancy, PendingCompletion, Request
+from asyncgrpo.engines.base import Engine, EngineOccupancy, PendingCompletion, Request
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode
@@ -183,7 +183,7 @@ class Silent:
         """Accept a call."""
 
 
-class VirtualEngine(EngineBase[Request]):
+class VirtualEngine(Engine[Request]):
     """An engine of continuous batching: of b that run, every completion gets a token each a + c b seconds."""
 
     request_type, vocab_size, max_context = Request, 2, 2**31

@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncgrpo.engines.base import EngineBase, EngineOccupancy, PendingCompletion, Request
+from asyncgrpo.engines.base import Engine, EngineOccupancy, PendingCompletion, Request
 from asyncgrpo.engines.torch import decoder
 from asyncgrpo.engines.torch.decoder import Decoder
 from asyncgrpo.errors import EngineError
@@ -32,7 +32,7 @@ from asyncgrpo.weights.files import disk_tensors
 log = logging.getLogger(__name__)
 
 
-class TorchEngine(EngineBase[Request]):
+class TorchEngine(Engine[Request]):
     """A transformers model in this process, see `base.Engine` for the methods.
 
     Completions of one request start together, when there is room for all of them. Noise depends only on the seed of a
