@@ -10,8 +10,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -207,11 +207,8 @@ _HEADERS = {"x-should-retry": "false"}
 """OpenAI's client would retry a request that is refused with 409, or failed."""
 
 
-class Conversation(Protocol):
-    """The model in one episode."""
-
-    async def reply(self, chat: Chat) -> ChatTurn:
-        """The next turn of the model. Raises Refused."""
+Conversation = Callable[[Chat], Awaitable[ChatTurn]]
+"""The model in one episode: returns its next turn. Raises Refused."""
 
 
 class Gateway:
@@ -278,7 +275,7 @@ class Gateway:
                 return _json({"object": "list", "data": [card]})
             case "POST", "chat/completions":
                 chat = read_request(await request.read())
-                return _json(reply_of(await conversation.reply(chat), self._model))
+                return _json(reply_of(await conversation(chat), self._model))
         raise Refused(
             404, "there are POST chat/completions and GET models here, and nothing else of OpenAI's API", "not_found"
         )

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -117,7 +116,14 @@ def load(spec: str) -> Loaded:
         return Loaded(about=about, make=partial(ToolBox, tools), scores=ToolBox.scores, tools=tools)
     if spec.startswith(AGENT):
         path, name = split_spec(spec.removeprefix(AGENT), "run")
-        return _agent(find_in(run_file(path, "agent"), path, name, "function"), path, name)
+        run = find_in(run_file(path, "agent"), path, name, "function")
+        # Its client would ask a proxy for our address otherwise.
+        direct = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))
+        os.environ["NO_PROXY"] = os.environ["no_proxy"] = direct
+        takes = names_of(run, (*GIVEN, *TASK_NAMES), f"{path}: {name}")
+        if "base_url" not in takes:
+            raise RewardError(f"{path}: {name} takes no base_url, so it cannot reach the model that is trained")
+        return Loaded(about=f"agent {name} of {path.name}", make=run, takes=takes)
     path, name = split_spec(spec, "Environment")
     cls = find_in(run_file(path, "environment"), path, name, "class")
     return _environment(cls, f"{path}: {name}", f"{name} of {path.name}")
@@ -133,15 +139,6 @@ def _environment(cls: Any, where: str, about: str) -> Loaded:
     reset = getattr(cls, "reset", None)
     takes = None if reset is None else names_of(reset, TASK_NAMES, f"{where}.reset", skip=1)
     return Loaded(about=f"environment {about}", make=cls, takes=takes, scores=bool(getattr(cls, "scores", True)))
-
-
-def _agent(function: Any, path: Path, name: str) -> Loaded:
-    # Its client would ask a proxy for our address otherwise.
-    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))
-    takes = names_of(function, (*GIVEN, *TASK_NAMES), f"{path}: {name}")
-    if "base_url" not in takes:
-        raise RewardError(f"{path}: {name} takes no base_url, so it cannot reach the model that is trained")
-    return Loaded(about=f"agent {name} of {path.name}", make=function, takes=takes)
 
 
 # -- the process -------------------------------------------------------------------------------------------------------

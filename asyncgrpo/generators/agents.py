@@ -94,7 +94,7 @@ class _AgentPlay(Play[AgentSampler]):
 
     async def run(self) -> Completion:
         """See `Play`."""
-        access = await self._by.gateway.open(self)
+        access = await self._by.gateway.open(self.reply)
         running = asyncio.ensure_future(self._by.agent.run(self._turns.task, access))
         over = asyncio.ensure_future(self._is_over.wait())
         with self._turns.activities.instead("reward", of="generate"):

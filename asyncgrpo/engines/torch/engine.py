@@ -71,7 +71,10 @@ class TorchEngine(Engine[Request]):
             self._model = await asyncio.to_thread(self._read_model)
             self._places = _places(self._model)
             decoder = Decoder(self._model, max_context=self.max_context, max_completions=self.max_completions)
-            _try_out(decoder)
+            # One token, which allocates the cache and reveals a model that cannot run.
+            request = Request("start", (0, 0), 1, Sampling(max_tokens=1), seed=0)
+            decoder.admit([request.pending], PolicyVersion(0, 0))
+            decoder.step()
         except Exception as error:
             raise EngineError(f"the torch engine cannot start with the model {self.model_path}: {error}") from error
         self._started(version)
@@ -182,7 +185,13 @@ class TorchEngine(Engine[Request]):
         model = AutoModelForCausalLM.from_pretrained(
             self.model_path, dtype=self.dtype, attn_implementation=decoder.NAME
         )
-        _require_full_attention(model, self.max_context)
+        config = model.config.get_text_config()  # cache and mask assume that every layer attends to all earlier tokens
+        window = getattr(config, "sliding_window", None)
+        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+        if kinds - {"full_attention", "sliding_attention"}:
+            raise EngineError(f"its layers are {sorted(kinds)}; only full attention is supported")
+        if "sliding_attention" in kinds and window is not None and window < self.max_context:
+            raise EngineError(f"its sliding_window ({window}) is smaller than max_context ({self.max_context})")
         torch.nn.Module.to(model, self.device)
         return model.eval().requires_grad_(False)
 
@@ -195,24 +204,6 @@ def _places(model: PreTrainedModel) -> dict[str, Tensor]:
         if tensor.untyped_storage().data_ptr() not in memory:
             raise EngineError(f"{name} on disk is not a view of a tensor in memory, so it cannot be replaced there")
     return tensors
-
-
-def _try_out(decoder: Decoder) -> None:
-    """Sample one token, which allocates the cache and reveals at the start a model that cannot run."""
-    request = Request("start", (0, 0), 1, Sampling(max_tokens=1), seed=0)
-    decoder.admit([request.pending], PolicyVersion(0, 0))
-    decoder.step()
-
-
-def _require_full_attention(model: PreTrainedModel, max_context: int) -> None:
-    """Raise EngineError for layers that do not attend to all earlier tokens, as cache and mask assume."""
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    if kinds - {"full_attention", "sliding_attention"}:
-        raise EngineError(f"its layers are {sorted(kinds)}; only full attention is supported")
-    if "sliding_attention" in kinds and window is not None and window < max_context:
-        raise EngineError(f"its sliding_window ({window}) is smaller than max_context ({max_context})")
 
 
 # -- weights in place --------------------------------------------------------------------------------------------------
