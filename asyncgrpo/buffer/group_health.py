@@ -7,7 +7,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -214,7 +214,9 @@ class Quarantine:
             return
         try:
             with open(self._path, "ab+") as file:
-                file.write((b"\n" if _is_torn(file) else b"") + msgspec.json.encode(case) + b"\n")
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+                is_torn = file.read(1) not in (b"", b"\n")  # the last line lacks its newline
+                file.write(b"\n" * is_torn + msgspec.json.encode(case) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -228,14 +230,6 @@ def _read(path: Path) -> list[bytes]:
         return []
     except OSError as error:
         raise JournalError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _is_torn(file: BinaryIO) -> bool:
-    """Return True if the last line of the file lacks its newline."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return False
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) != b"\n"
 
 
 # -- groups without signal ---------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ age. Every other group lies on the path to the checkpoint and is trained if the 
 """
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,7 +34,7 @@ from asyncgrpo.journal.history import (
     repair,
     surviving_path,
 )
-from asyncgrpo.journal.log import SEGMENT_BYTES, Disk, InMemory, Journal, Ledger
+from asyncgrpo.journal.log import InMemory, Journal, Ledger
 from asyncgrpo.types import PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -69,17 +69,14 @@ def reopen(
     run_started: RunStarted,
     prompts: PromptSource,
     config: BufferConfig,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    disk: Disk | None = None,
-    segment_bytes: int = SEGMENT_BYTES,
+    **of_journal: Any,
 ) -> Reopened:
     """Read and repair the journal in `folder`, decide on its groups, and continue writing it.
 
     Args:
         run_started: this start.
         prompts: restored from the checkpoint that this start resumes from.
-        clock, disk, segment_bytes: of the `Journal`.
+        of_journal: further arguments of the `Journal`: `clock`, `disk`, `segment_bytes`.
     Raises:
         JournalError: the folder cannot be read. (A failed write is retried.)
     """
@@ -98,9 +95,7 @@ def reopen(
         config.durability,
         survivors=survivors,
         keep=config.keep_journal,
-        clock=clock,
-        disk=disk,
-        segment_bytes=segment_bytes,
+        **of_journal,
     )
     return Reopened(journal, history, verdicts, earlier_failures(history, prompts), run_started.max_lag)
 

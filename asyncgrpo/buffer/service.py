@@ -228,13 +228,10 @@ class BufferService:
             metrics.paused.set(asked.is_paused)
             self._steer, self._may_take = asked, True
         for name, session in self._sessions.items():
-            if session.peer in self._steer.ending and not self._holds(name, session.peer):
-                self._server.send(session.peer, Shutdown())
-
-    def _holds(self, name: str, peer: str) -> bool:
-        """Return True if this generator holds a lease or a group that is not acknowledged."""
-        is_held = self._buffer.held_by(name) or self._evaluations.held_by(name)
-        return bool(is_held) or any(peer == other for _, other, _ in self._unacknowledged.values())
+            if session.peer in self._steer.ending:
+                num_held = self._buffer.held_by(name) + self._evaluations.held_by(name)
+                if not num_held and all(peer != session.peer for _, peer, _ in self._unacknowledged.values()):
+                    self._server.send(session.peer, Shutdown())
 
     # -- messages ------------------------------------------------------------------------------------------------------
 

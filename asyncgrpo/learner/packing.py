@@ -368,10 +368,6 @@ class PackedBatch:
         moved: dict[str, Any] = {f.name: _moved(getattr(self, f.name), device) for f in fields(self)}
         return PackedBatch(**moved)
 
-    def with_advantages(self, advantages: Tensor) -> "PackedBatch":
-        """Return the batch with these advantages [N] of its tokens."""
-        return replace(self, advantages=advantages.to(self.mask.device, torch.float32))
-
 
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Kept):
@@ -412,8 +408,11 @@ class StepBatch:
 
     def with_advantages(self, advantages: Tensor, of_microbatches: Sequence[Tensor]) -> "StepBatch":
         """Return the minibatch with these advantages [A] of completions, and [N] of the tokens of each micro-batch."""
-        trained = tuple(m.with_advantages(a) for m, a in zip(self.trained, of_microbatches, strict=True))
-        return replace(self, trained=trained, advantages=advantages)
+        trained = (
+            replace(batch, advantages=own.to(batch.mask.device, torch.float32))
+            for batch, own in zip(self.trained, of_microbatches, strict=True)
+        )
+        return replace(self, trained=tuple(trained), advantages=advantages)
 
 
 def pack(

@@ -50,8 +50,13 @@ def build_reward(
     taken = set[str]()
     rewards = list[Reward]()
     for spec in specs:
-        if spec.isidentifier():
-            rewards.append(_built_in(spec, config))
+        if spec == "judge":
+            rewards.append(JudgeReward(config.judge))
+        elif spec == "model":
+            of_model = ModelReward if config.model.url is None else ServedModelReward
+            rewards.append(of_model(config.model))
+        elif spec.isidentifier():
+            rewards.append(RuleReward(config, spec))
         else:
             ready = check_user_function(
                 spec,
@@ -77,14 +82,6 @@ def build_reward(
         return rewards[0]
     named = [Weighted(*one) for one in zip(_names(specs), weights, rewards, strict=True)]
     return CombinedReward(named, config.combine)
-
-
-def _built_in(name: str, config: RewardConfig) -> Reward:
-    if name == "judge":
-        return JudgeReward(config.judge)
-    if name == "model":
-        return ModelReward(config.model) if config.model.url is None else ServedModelReward(config.model)
-    return RuleReward(config, name)
 
 
 def _names(specs: tuple[str, ...]) -> list[str]:

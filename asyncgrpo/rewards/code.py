@@ -203,26 +203,22 @@ class FusionRunner:
     async def run(self, program: Program) -> Ran:
         """Run a program. See `Runner`."""
         body = {"code": program.code, "language": program.language, "stdin": program.stdin} | self._limits
-        return _ran(await self._service.post(msgspec.json.encode(body)))
+        try:
+            reply = msgspec.json.decode(await self._service.post(msgspec.json.encode(body)), type=_FusionReply)
+        except msgspec.MsgspecError as error:
+            raise ServiceError(f"the reply is not one of Sandbox Fusion: {error}") from error
+        compiled, run = reply.compile_result, reply.run_result
+        if reply.status not in ("Success", "Failed"):
+            raise ServiceError(f"Sandbox Fusion replied {reply.status}: {(reply.message or '')[:200]}")
+        if compiled is not None and (problem := _problem_of(compiled)):
+            return Ran(problem=problem if problem == TIMEOUT else f"it does not compile: {problem}")
+        if run is None:
+            raise ServiceError(f"Sandbox Fusion replied {reply.status} and no run_result")
+        return Ran(run.stdout or "", _problem_of(run) or ("" if reply.status == "Success" else "failed"))
 
     async def close(self) -> None:
         """Close the connections; requests that run fail."""
         await self._service.close()
-
-
-def _ran(body: bytes) -> Ran:
-    try:
-        reply = msgspec.json.decode(body, type=_FusionReply)
-    except msgspec.MsgspecError as error:
-        raise ServiceError(f"the reply is not one of Sandbox Fusion: {error}") from error
-    compiled, run = reply.compile_result, reply.run_result
-    if reply.status not in ("Success", "Failed"):
-        raise ServiceError(f"Sandbox Fusion replied {reply.status}: {(reply.message or '')[:200]}")
-    if compiled is not None and (problem := _problem_of(compiled)):
-        return Ran(problem=problem if problem == TIMEOUT else f"it does not compile: {problem}")
-    if run is None:
-        raise ServiceError(f"Sandbox Fusion replied {reply.status} and no run_result")
-    return Ran(run.stdout or "", _problem_of(run) or ("" if reply.status == "Success" else "failed"))
 
 
 def _problem_of(result: _FusionResult) -> str:

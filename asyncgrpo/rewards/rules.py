@@ -111,13 +111,9 @@ def _golds(ground_truth: Any) -> list[str]:
 
 def _marked(text: str) -> str | None:
     """The final answer that the completion marks, or None."""
-    found = (find(text) for find in (tagged, last_boxed, _announced))
-    return next((answer for answer in found if answer is not None), None)
-
-
-def _announced(text: str) -> str | None:
-    announced = _ANNOUNCED.findall(text)
-    return str(announced[-1]) if announced else None
+    found = (find(text) for find in (tagged, last_boxed))
+    marked = next((answer for answer in found if answer is not None), None)
+    return marked if marked is not None else next(reversed(_ANNOUNCED.findall(text)), None)
 
 
 def _final(text: str) -> str:

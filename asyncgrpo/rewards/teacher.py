@@ -17,9 +17,9 @@ from asyncgrpo import metrics
 from asyncgrpo.config.reach import check_service, find_model
 from asyncgrpo.config.schema import Config, TeacherConfig
 from asyncgrpo.errors import AsyncGRPOError, ConfigError
-from asyncgrpo.host import importing
 from asyncgrpo.rewards.base import Reward, Sampled, failed, is_training
 from asyncgrpo.rewards.http import Service, ServiceError
+from asyncgrpo.rewards.model import loaded
 from asyncgrpo.types import Completion, Prompt, Score, TeacherLogprobs
 
 LONG_PROMPT = 64
@@ -205,12 +205,7 @@ def _check_tokens(config: Config, path: str, vocabulary: int) -> None:
 def _load(kind: str, path: str) -> Any:
     """Load a class of transformers. Raises ConfigError."""
     find_model(path, "teacher.path")
-    with importing():
-        import transformers
-    try:
-        return getattr(transformers, kind).from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"teacher.path: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+    return loaded(kind, path, "teacher.path", ConfigError)
 
 
 # -- beside a reward ---------------------------------------------------------------------------------------------------
