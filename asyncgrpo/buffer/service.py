@@ -435,7 +435,8 @@ class BufferService:
         return {name: session for name, session in able.items() if not self._speeds.is_benched(name, now_s)} or able
 
     def _is_live(self, session: Session, now_s: float) -> bool:
-        return session.is_live(now_s) and session.peer not in self._steer.leaving
+        """Return True if its last message is recent and it may get leases."""
+        return now_s - session.heard_s <= liveness.QUIET_S and session.peer not in self._steer.leaving
 
     def _room(self, session: Session, now_s: float) -> int:
         """Return the number of leases that a generator may sample for."""
@@ -590,8 +591,7 @@ class BufferService:
 
     def _send_batch(self, take: Take, entries: list[GroupEntry], now_s: float) -> None:
         assert self._learner is not None
-        observe_batch(self._buffer, entries, take.version.number, now_s)
-        figures = batch_figures(self._buffer, entries, now_s) | self._load.since_batch()
+        figures = batch_figures(self._buffer, entries, take.version.number, now_s) | self._load.since_batch()
         message = Batch(
             step=take.step,
             groups=tuple(e.message for e in entries if e.message is not None),
@@ -683,32 +683,23 @@ def counters(buffer: Buffer) -> dict[str, float]:
     return {f"{name}_{key}": float(value) for name, counts in totals.items() for key, value in counts.items()} | now
 
 
-def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], now_s: float) -> dict[str, float]:
-    """Return statistics of a taken batch: occupancy of the buffer and waiting time. Names begin with `OF_ONE_BATCH`.
+def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], version: int, now_s: float) -> dict[str, float]:
+    """Observe the batch of the step that starts at `version` in this process's metrics, and return its statistics.
 
-    `under_way` counts leased and ready groups, the batch included. `ready_seconds` is absent if all groups come from an
-    earlier start.
+    These are the occupancy of the buffer and the waiting time, with names that begin with `OF_ONE_BATCH`. `under_way` counts
+    leased and ready groups, the batch included. `ready_seconds` is absent if all groups come from an earlier start.
     """
     under_way = buffer.count(State.LEASED) + buffer.count(State.READY) + len(batch)
     figures = {"max_lag": buffer.max_lag, "slots": buffer.num_slots, "under_way": under_way, "wanted": buffer.wanted}
     figures_of_batch = {OF_ONE_BATCH + name: float(figure) for name, figure in figures.items()}
-    waited = ready_seconds(batch, now_s)
-    return figures_of_batch | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
-
-
-def ready_seconds(batch: Sequence[GroupEntry], now_s: float) -> list[float]:
-    """Return the time that each group of `batch` was ready, seconds, without groups that an earlier start left."""
-    return [now_s - entry.ready_at_s for entry in batch if entry.ready_at_s is not None]
-
-
-def observe_batch(buffer: Buffer, batch: Sequence[GroupEntry], version: int, now_s: float) -> None:
-    """Observe the batch of the step that starts at `version` in this process's metrics."""
     for entry in batch:
         lag = version - entry.oldest.number
         metrics.group_lag_steps.observe(lag)
         metrics.groups_at_bound_total.inc(lag >= entry.max_lag)
-    for waited_s in ready_seconds(batch, now_s):
+    waited = [now_s - entry.ready_at_s for entry in batch if entry.ready_at_s is not None]
+    for waited_s in waited:
         metrics.group_ready_seconds.observe(waited_s)
+    return figures_of_batch | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
 
 
 class Gauges:

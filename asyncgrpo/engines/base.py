@@ -9,7 +9,7 @@ gets the error.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -38,37 +38,6 @@ class EngineOccupancy(NamedTuple):
     """Total duration of these steps, seconds."""
     present_s: float = 0.0
     """Lower bound of the duration of the step in progress, seconds; 0 without one."""
-
-
-class CompletionSource(Protocol):
-    """Samples completions: an engine, or what samples with one over several turns (`generators.turns.Turns`)."""
-
-    def generate(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        num_completions: int,
-        sampling: Sampling,
-        seed: int,
-        images: tuple[str, ...] = (),
-    ) -> AsyncIterator[Completion]:
-        """Sample `num_completions` completions of `prompt` (token ids); yield each as soon as it is complete, in any order.
-
-        `images` are digests as in `types.Prompt`.
-
-        No request that starts after `load_weights` reuses keys and values computed under older weights. `torch` and `fake`
-        seed completion i by `seed + i`; SGLang uses seeds of its own.
-
-        Raises:
-            RequestError: this request was refused or failed; others continue.
-            EngineError: the engine failed.
-        """
-
-    async def abort(self, request_id: str) -> None:
-        """Abort a request: unfinished completions are yielded with their tokens so far, `finish_reason="abort"`.
-
-        An unknown id is ignored.
-        """
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------
@@ -172,7 +141,7 @@ R = TypeVar("R", bound=Request)
 
 
 class Engine(ABC, Generic[R]):
-    """An inference engine, owned by one process: a `CompletionSource`. `engines.build.build_engine` makes one.
+    """An inference engine, owned by one process. `engines.build.build_engine` makes one.
 
     All methods are called on one event loop. Many calls of `generate` may run at once. A failure reaches every request in
     flight. From then on `generate` raises until `load_weights` succeeds.
@@ -230,7 +199,17 @@ class Engine(ABC, Generic[R]):
         seed: int,
         images: tuple[str, ...] = (),
     ) -> AsyncIterator[Completion]:
-        """See `CompletionSource`."""
+        """Sample `num_completions` completions of `prompt` (token ids); yield each as soon as it is complete, in any order.
+
+        No request that starts after `load_weights` reuses keys and values computed under older weights. `torch` and `fake`
+        seed completion i by `seed + i`; SGLang uses seeds of its own.
+
+        Args:
+            images: digests as in `types.Prompt`.
+        Raises:
+            RequestError: this request was refused or failed; others continue.
+            EngineError: the engine failed.
+        """
         self._require_running()
         if self._failure:
             raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
@@ -248,7 +227,10 @@ class Engine(ABC, Generic[R]):
             await self._end(request)
 
     async def abort(self, request_id: str) -> None:
-        """See `CompletionSource`."""
+        """Abort a request: unfinished completions are yielded with their tokens so far, `finish_reason="abort"`.
+
+        An unknown id is ignored.
+        """
         if request := self._requests.get(request_id):
             self._abort(request)
 

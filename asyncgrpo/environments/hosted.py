@@ -24,9 +24,7 @@ import msgspec
 from asyncgrpo.environments.base import (
     TASK_NAMES,
     Access,
-    Environment,
     EnvironmentFailed,
-    Episode,
     Reply,
     Task,
     names_of,
@@ -265,7 +263,7 @@ class Hosted:
         self._most, self._processes = processes, list[_Process]()
         self._starting = asyncio.Lock()
 
-    def episode(self, task: Task) -> Episode:
+    def episode(self, task: Task) -> "_HostedEpisode":
         """Return an episode for one completion."""
         return _HostedEpisode(self, task)
 
@@ -349,6 +347,3 @@ async def _start(spec: str, timeout_s: float, *, with_schemas: bool = False) -> 
     """Start a process and wait until it has loaded the environment. Raises RewardError."""
     boot = {"spec": spec, "with_schemas": with_schemas}
     return await Guest.start(__name__, boot, spec, timeout_s, ready=Ready)
-
-
-_: type[Environment] = Hosted

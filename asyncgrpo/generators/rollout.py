@@ -14,19 +14,22 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
 from asyncgrpo import metrics
-from asyncgrpo.engines.base import CompletionSource
+from asyncgrpo.engines.base import Engine
 from asyncgrpo.errors import RequestError
 from asyncgrpo.host import CoreClock
 from asyncgrpo.rewards.base import Reward, Sampled
 from asyncgrpo.rewards.breaker import RewardsPaused
 from asyncgrpo.rewards.teacher import TaughtScore
 from asyncgrpo.types import Completion, Discarded, GeneratorSeconds, Group, Lease, Observation, Rollout, Score
+
+if TYPE_CHECKING:
+    from asyncgrpo.generators.turns import Turns
 
 # -- completions of one or several turns -------------------------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class GroupInFlight:
     def __init__(
         self,
         lease: Lease,
-        engine: CompletionSource,
+        engine: "Engine | Turns",
         reward: Reward,
         decode: Decode,
         reward_works: Callable[[], Awaitable[bool]] | None = None,

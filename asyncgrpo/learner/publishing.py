@@ -137,18 +137,12 @@ def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, fla
     """Copy weights to their places in a publication's arena, [num_bytes] uint8 on the CPU.
 
     Args:
-        weights: in the order of the layout.
+        weights: all of the layout.
     Returns:
         A function that returns True once a GPU has written all bytes; None if they are written. The next step may begin
         before, because the GPU queues it behind these copies.
     """
-
-    def parts() -> Iterator[Part]:
-        for info, (given, tensor) in zip(layout.tensors, weights, strict=True):
-            assert info == given, f"{info.name} expected, {given.name} given"
-            yield info.name, 0, tensor
-
-    return fill_parts(parts(), layout, flat)
+    return fill_parts(((info.name, 0, tensor) for info, tensor in weights), layout, flat)
 
 
 def fill_parts(parts: Iterator[Part], layout: Layout, flat: Tensor) -> IsWritten | None:

@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -18,9 +17,8 @@ import torch.distributed as dist
 
 from asyncgrpo import liveness, metrics
 from asyncgrpo.errors import RewardError, StalledError, WireError
-from asyncgrpo.types import Group, PolicyVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.codec import unpack_batch
 from asyncgrpo.wire.rollouts import (
     Batch,
     EvalResult,
@@ -97,19 +95,6 @@ class Team:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Result of `Inbox.take`."""
-
-    groups: list[Group]
-    """Empty if and only if `ended` is set."""
-    message: Batch | None
-    payload: memoryview
-    counters: dict[str, float]
-    ended: str | None = None
-    """`exhausted`, `draining` or `failing`."""
-
-
 class Inbox:
     """Rank 0's connection to the buffer."""
 
@@ -129,8 +114,8 @@ class Inbox:
         *,
         on_eval: Callable[[EvalResult], None],
         while_waiting: Callable[[str, float], None],
-    ) -> Taken:
-        """Return the groups of the step that starts at `version`. Blocks until enough groups are ready.
+    ) -> tuple[Batch | NoMore, memoryview]:
+        """Return the batch of the step that starts at `version`, with its payload. Blocks until enough groups are ready.
 
         Args:
             shares_within: `StepReport.shares_within` of the previous step; empty before the first step of this start.
@@ -195,7 +180,9 @@ class Inbox:
         self._client.send(Finished())
         self._client.close()
 
-    def _wait(self, on_eval: Callable[[EvalResult], None], while_waiting: Callable[[str, float], None]) -> Taken:
+    def _wait(
+        self, on_eval: Callable[[EvalResult], None], while_waiting: Callable[[str, float], None]
+    ) -> tuple[Batch | NoMore, memoryview]:
         started = heard = progressed = logged = self._clock()
         what = "the reply of the buffer"
         with metrics.waiting("batch"):
@@ -208,11 +195,8 @@ class Inbox:
                     for result in getattr(message, "evals", ()):
                         on_eval(result)
                         progressed = now
-                    if isinstance(message, Batch):
-                        groups = unpack_batch(message, payload)
-                        return Taken(groups, message, payload, message.counters)
-                    if isinstance(message, NoMore):
-                        return Taken([], None, memoryview(b""), message.counters, message.why)
+                    if isinstance(message, Batch | NoMore):
+                        return message, payload
                     if isinstance(message, Waiting):
                         what = message.what
                         progressed = now if message.is_paused else progressed

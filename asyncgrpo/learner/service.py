@@ -31,7 +31,7 @@ from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import decode, encode, unpack_batch
-from asyncgrpo.wire.rollouts import Batch
+from asyncgrpo.wire.rollouts import Batch, NoMore
 from asyncgrpo.wire.supervision import Steer
 
 log = logging.getLogger(__name__)
@@ -144,29 +144,29 @@ class LearnerService:
             self.progress.tick()
             self._apply_steering()
             with self._clock("wait_data"):
-                taken = self._inbox.take(
+                message, payload = self._inbox.take(
                     self.step,
                     self.version,
                     self._shares_within,
                     on_eval=self._recorder.evaluation,
                     while_waiting=self._while_waiting,
                 )
-            if taken.ended is not None:
-                self._recorder.last(taken.counters)
-                return {"exhausted": "done", "draining": "drained", "failing": "failed"}[taken.ended]
+                groups = unpack_batch(message, payload) if isinstance(message, Batch) else []
+            if isinstance(message, NoMore):
+                self._recorder.last(message.counters)
+                return {"exhausted": "done", "draining": "drained", "failing": "failed"}[message.why]
             with self._clock("forward_backward"):
                 if self._team.world > 1:
-                    assert taken.message is not None
-                    header, payload = map(bytes, encode(taken.message, taken.payload))
-                    self._team.broadcast(RankCommand(what="step", version=self.version, header=header, payload=payload))
-                report = self._learner.step(taken.groups, self.version)
+                    head, body = map(bytes, encode(message, payload))
+                    self._team.broadcast(RankCommand(what="step", version=self.version, header=head, payload=body))
+                report = self._learner.step(groups, self.version)
             started_from, self.version = self.version, PolicyVersion(self.version.lineage, self.version.number + 1)
             self._updates, self._shares_within = self._learner.steps, report.shares_within
             try:
                 self._publish()
             finally:  # the step is trained even if its weights cannot be offered
                 self._recorder.step(
-                    self.step, started_from, taken.groups, report, taken.counters, self._clock.lap(report.seconds)
+                    self.step, started_from, groups, report, message.counters, self._clock.lap(report.seconds)
                 )
             self._record_publications()
             if self.step % self._config.run.eval_every == 0:

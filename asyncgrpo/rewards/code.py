@@ -204,7 +204,7 @@ class FusionRunner:
         """Run a program. See `Runner`."""
         body = {"code": program.code, "language": program.language, "stdin": program.stdin} | self._limits
         try:
-            reply = msgspec.json.decode(await self._service.post(msgspec.json.encode(body)), type=_FusionReply)
+            reply = msgspec.json.decode(await self._service.ask(msgspec.json.encode(body)), type=_FusionReply)
         except msgspec.MsgspecError as error:
             raise ServiceError(f"the reply is not one of Sandbox Fusion: {error}") from error
         compiled, run = reply.compile_result, reply.run_result

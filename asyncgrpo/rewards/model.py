@@ -106,7 +106,7 @@ class JudgeReward(Reward):
         body = {"messages": [{"role": "user", "content": asked}]} | self._fields
         request = msgspec.json.encode({name: value for name, value in body.items() if value is not None})
         try:
-            choices = msgspec.json.decode(await self._service.post(request), type=_Reply).choices
+            choices = msgspec.json.decode(await self._service.ask(request), type=_Reply).choices
         except ServiceError as error:
             return error.score("judge")
         except msgspec.MsgspecError as error:
@@ -315,7 +315,7 @@ class ServedModelReward(Reward):
         if not sequences:
             return []
         try:
-            reply = await self._service.post(msgspec.json.encode({"input_ids": sequences}))
+            reply = await self._service.ask(msgspec.json.encode({"input_ids": sequences}))
             outputs = msgspec.json.decode(reply, type=list[_Output])
         except ServiceError as error:
             return [error.score("model")] * len(sequences)

@@ -125,7 +125,7 @@ class Teacher:
     async def _ask(self) -> _Model:
         """Ask the server for its model, and look up the size of the vocabulary. Raises ServiceError or ConfigError."""
         try:
-            model = msgspec.json.decode(await self._models.get(), type=_Models).data[0]
+            model = msgspec.json.decode(await self._models.ask(), type=_Models).data[0]
         except (msgspec.MsgspecError, LookupError) as error:
             raise ServiceError(f"{self.url}: the server is neither SGLang's nor vLLM's: {error}") from error
         config = await asyncio.to_thread(_load, "AutoConfig", self._path or model.root or model.id)
@@ -137,7 +137,7 @@ class Teacher:
         sent = self._sent.get(prompt)
         if sent is None or (sent.done() and (sent.cancelled() or sent.exception() is not None)):
             body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}}
-            sent = self._sent[prompt] = asyncio.ensure_future(self._sglang.post(msgspec.json.encode(body)))
+            sent = self._sent[prompt] = asyncio.ensure_future(self._sglang.ask(msgspec.json.encode(body)))
             if len(self._sent) > PROMPTS_KEPT:
                 self._sent.popitem(last=False)
         await asyncio.shield(sent)
@@ -150,7 +150,7 @@ class Teacher:
             "logprob_start_len": start - 1,  # the prefix cache is read up to here; the first entry has no log-prob
             "top_logprobs_num": self._top_k,
         }
-        meta = msgspec.json.decode(await self._sglang.post(msgspec.json.encode(body)))["meta_info"]
+        meta = msgspec.json.decode(await self._sglang.ask(msgspec.json.encode(body)))["meta_info"]
         entries = meta["input_token_logprobs"][1:]
         last = self._vocabulary - 1  # written as 0
         if [token for _, token, _ in entries] != [0 if token == last else token for token in row[start:]]:
@@ -160,7 +160,7 @@ class Teacher:
 
     async def _by_vllm(self, row: list[int], start: int, model: _Model) -> list[_Entry]:
         body = {"model": model.id, "prompt": row, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self._top_k}
-        reply = msgspec.json.decode(await self._vllm.post(msgspec.json.encode(body)))
+        reply = msgspec.json.decode(await self._vllm.ask(msgspec.json.encode(body)))
         found: list[_Entry] = []
         for token, given in zip(row[start:], reply["choices"][0]["prompt_logprobs"][start:], strict=True):
             values = sorted(((one["logprob"], int(name)) for name, one in given.items()), reverse=True)

@@ -11,12 +11,14 @@ import pytest
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, RunConfig
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, StalledError, TrainingError, WeightsError, WireError
 from asyncgrpo.learner.checkpoints import read_state
-from asyncgrpo.learner.ranks import Taken, Team
+from asyncgrpo.learner.ranks import Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.wire.rollouts import Snapshot
+from asyncgrpo.wire.rollouts import Batch, NoMore, Snapshot
 from asyncgrpo.wire.supervision import Steer
 
+Taken = tuple[Batch | NoMore, memoryview]
+NOTHING = memoryview(b"")
 STEPS = 3
 """Trained before something happens. The checkpoint before that is of step 2."""
 
@@ -32,10 +34,10 @@ class Inbox:
 
     def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float], **_: Any) -> Taken:
         if step < STEPS:
-            return Taken([], None, memoryview(b""), {})
+            return Batch(step=step, groups=(), payload_sizes=(), counters={}, evals=(), epoch=0), NOTHING
         if isinstance(self.end, AsyncGRPOError):
             raise self.end
-        return Taken([], None, memoryview(b""), {}, self.end)
+        return NoMore(why=self.end), NOTHING  # type: ignore[arg-type]
 
     def trained(self, version: PolicyVersion) -> None:
         self.version = version

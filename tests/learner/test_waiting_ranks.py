@@ -8,10 +8,11 @@ from typing import Any
 import torch.distributed as dist
 
 from asyncgrpo import liveness
-from asyncgrpo.learner.ranks import Taken, Team
+from asyncgrpo.learner.ranks import Team
 from asyncgrpo.types import PolicyVersion
+from asyncgrpo.wire.rollouts import NoMore
 from tests.learner.ranks import run_on_ranks
-from tests.learner.test_service import Inbox, service
+from tests.learner.test_service import NOTHING, Inbox, Taken, service
 
 GIVES_UP_S = 2
 """A rank that hears nothing for so long."""
@@ -25,7 +26,7 @@ class Paused(Inbox):
         while time.monotonic() < end_s:
             named["while_waiting"]("the end of the pause", 1.0)
             time.sleep(0.05)
-        return Taken([], None, memoryview(b""), {}, "draining")
+        return NoMore(why="draining"), NOTHING
 
 
 def wait_on_a_rank(rank: int, world: int, folder: str) -> None:
