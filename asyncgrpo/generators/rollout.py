@@ -301,8 +301,11 @@ class GroupInFlight:
             done = [one for one in self._launched if one.score is not None]
             has_baseline = all(one.score is not None for one in self._baseline)
             if has_baseline and (is_cut or len(done) == len(self._launched)):
-                if self._is_unscored([*done, *self._baseline]):
-                    self._begin_to_score_again([*done, *self._baseline])
+                some = [*done, *self._baseline]
+                scored = sum(one.score is not None and one.score.failure is None for one in some)
+                # Too few to keep the group, and another call might change that.
+                if self._may_score_again and scored < min(2, len(some)) and any(map(_may_score_later, some)):
+                    self._begin_to_score_again(some)
                     continue
                 if not is_cut or len(done) >= self._min_completions:
                     return done
@@ -318,11 +321,6 @@ class GroupInFlight:
             except TimeoutError:
                 is_late, self._sampled_s = True, asyncio.get_running_loop().time()
                 self._score_waiting()
-
-    def _is_unscored(self, some: list[Launched]) -> bool:
-        """Return True if too few completions have a score to keep the group, and another call might change that."""
-        scored = sum(one.score is not None and one.score.failure is None for one in some)
-        return self._may_score_again and scored < min(2, len(some)) and any(map(_may_score_later, some))
 
     def _begin_to_score_again(self, some: list[Launched]) -> None:
         self._may_score_again = False

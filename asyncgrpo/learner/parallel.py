@@ -151,14 +151,12 @@ class Ranks:
         for name, size in (("context", sizes.context), ("expert", sizes.expert)):
             if world % size:
                 raise ConfigError(f"learner.parallel.{name} is {size}, which does not divide learner.ranks ({world})")
-        experts, row = None, Row()
-        if sizes.expert > 1:
-            experts = init_device_mesh(
-                device_type, (world // sizes.expert, sizes.expert), mesh_dim_names=("copies", "expert")
-            )
-        if sizes.context > 1:
-            shape = (world // sizes.context, sizes.context)
-            row = Row(init_device_mesh(device_type, shape, mesh_dim_names=("data", "context")).get_group("context"))
+
+        def lines_of(size: int, name: str) -> DeviceMesh:
+            return init_device_mesh(device_type, (world // size, size), mesh_dim_names=("copies", name))
+
+        experts = lines_of(sizes.expert, "expert") if sizes.expert > 1 else None
+        row = Row(lines_of(sizes.context, "context").get_group("context")) if sizes.context > 1 else Row()
         return cls(init_device_mesh(device_type, (world,)), experts, row)
 
 

@@ -58,13 +58,7 @@ def build_reward(
         elif spec.isidentifier():
             rewards.append(RuleReward(config, spec))
         else:
-            ready = check_user_function(
-                spec,
-                kwargs=config.kwargs,
-                timeout_s=max(import_timeout_s, config.timeout_s),
-                trial=trial,
-                trial_timeout_s=config.timeout_s,
-            )
+            ready = check_user_function(spec, config, import_timeout_s=import_timeout_s, trial=trial)
             taken.update(ready.kwargs)
             reward = PoolReward(
                 LOAD,

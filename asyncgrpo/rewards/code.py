@@ -35,7 +35,7 @@ from asyncgrpo import isolation
 from asyncgrpo.config.reach import check_service
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.isolation import Ended, last_line, memory_file, run_isolated, run_to_end
+from asyncgrpo.isolation import last_line, memory_file, run_isolated, run_to_end
 from asyncgrpo.rewards.base import MAX_DETAIL, Reward, Sampled, describe, each_in_turn, failed
 from asyncgrpo.rewards.http import Service, ServiceError
 from asyncgrpo.rewards.pool import PoolReward, Scorer
@@ -99,14 +99,8 @@ class LocalRunner:
         """Run a program. See `Runner`."""
         if program.language != "python":
             return Ran(problem=f"{program.language} runs only in Sandbox Fusion (reward.code.url)")
-        ended = self._run_to_end(program)
-        if not ended.is_started:
-            raise ServiceError(f"bwrap could not start a program: {last_line(ended.stderr)}")
-        return Ran(ended.stdout, TIMEOUT if ended.is_late else _problem(ended.code, ended.stderr))
-
-    def _run_to_end(self, program: Program) -> Ended:
         if self._is_isolated:
-            return run_isolated(
+            ended = run_isolated(
                 [*_PYTHON, _MAIN],
                 visible=_visible(),
                 files={_MAIN: program.code},
@@ -116,15 +110,19 @@ class LocalRunner:
                 stdin=program.stdin,
                 number=next(self._numbers),
             )
-        limits = isolation.limits(self._timeout_s, self._memory_mb, is_isolated=False)
-        with memory_file(program.code) as code:
-            return run_to_end(
-                [*limits, *_PYTHON, f"/proc/self/fd/{code.fileno()}"],
-                stdin=program.stdin,
-                environment=_ENVIRONMENT,
-                timeout_s=self._timeout_s,
-                descriptors=[code.fileno()],
-            )
+        else:
+            limits = isolation.limits(self._timeout_s, self._memory_mb, is_isolated=False)
+            with memory_file(program.code) as code:
+                ended = run_to_end(
+                    [*limits, *_PYTHON, f"/proc/self/fd/{code.fileno()}"],
+                    stdin=program.stdin,
+                    environment=_ENVIRONMENT,
+                    timeout_s=self._timeout_s,
+                    descriptors=[code.fileno()],
+                )
+        if not ended.is_started:
+            raise ServiceError(f"bwrap could not start a program: {last_line(ended.stderr)}")
+        return Ran(ended.stdout, TIMEOUT if ended.is_late else _problem(ended.code, ended.stderr))
 
 
 def why_not_isolated() -> str | None:

@@ -22,16 +22,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.guests import START_TIMEOUT_S, GuestEnded, run_apart
+from asyncgrpo.guests import GuestEnded, run_apart
 from asyncgrpo.rewards.base import Sampled, describe, last_text
 from asyncgrpo.rewards.pool import NOTHING, Call, WorkerReady, call_of, start_worker
 from asyncgrpo.rewards.rules import reference_of
 from asyncgrpo.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from asyncgrpo.config.schema import RewardConfig
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +60,12 @@ class Function:
 
 
 def check_user_function(
-    spec: str,
-    *,
-    kwargs: Mapping[str, Any] = NOTHING,
-    timeout_s: float = START_TIMEOUT_S,
-    trial: Prompt | None = None,
-    trial_timeout_s: float = START_TIMEOUT_S,
+    spec: str, config: "RewardConfig", *, import_timeout_s: float, trial: Prompt | None
 ) -> WorkerReady:
     """Check a user's function: load it in a worker, which then ends. Blocks as long as the file's imports take.
 
     Args:
+        import_timeout_s: deadline of importing the file; `reward.timeout_s` if that is longer.
         trial: prompt whose ground truth is scored as a completion. A failure is a warning, because the function may work for
             other completions.
     Raises:
@@ -75,16 +74,17 @@ def check_user_function(
 
     async def load() -> WorkerReady:
         hint = " If it only takes that long, raise reward.timeout_s"
-        guest = await start_worker(LOAD, {"spec": spec, "kwargs": dict(kwargs)}, spec, timeout_s, hint)
+        timeout_s = max(import_timeout_s, config.timeout_s)
+        guest = await start_worker(LOAD, {"spec": spec, "kwargs": config.kwargs}, spec, timeout_s, hint)
         why = ""
         if trial is not None:
             call = call_of(trial, [Sampled(reference_of(trial)[0])], is_group=guest.ready.takes_groups)
             try:
-                reply = await asyncio.wait_for(guest.send(call), trial_timeout_s)
+                reply = await asyncio.wait_for(guest.send(call), config.timeout_s)
                 score = msgspec.msgpack.decode(reply, type=list[Score])[0]
                 why = f"{score.failure}: {score.detail}" if score.failure is not None else ""
             except TimeoutError:
-                why = f"timeout: no score after {trial_timeout_s:g} s"
+                why = f"timeout: no score after {config.timeout_s:g} s"
             except GuestEnded as ended:
                 why = f"crash: the reward worker {ended}"
         await guest.kill()

@@ -3,7 +3,6 @@
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -21,10 +20,10 @@ GIVES_UP_S = 2
 class Paused(Inbox):
     """Nothing comes for twice as long, and then the end."""
 
-    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float], **named: Any) -> Taken:
+    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
         end_s = time.monotonic() + 2 * GIVES_UP_S
         while time.monotonic() < end_s:
-            named["while_waiting"]("the end of the pause", 1.0)
+            self.while_waiting("the end of the pause", 1.0)
             time.sleep(0.05)
         return NoMore(why="draining"), NOTHING
 
@@ -37,7 +36,7 @@ def wait_on_a_rank(rank: int, world: int, folder: str) -> None:
     team = Team(rank, world)
     if rank == 0:
         running = service(Path(folder) / "run", Paused())
-        running._team = team
+        running.team = team
         assert running.run() == "drained"
         return
     heard = []

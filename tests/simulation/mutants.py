@@ -432,8 +432,8 @@ def leases_while_blocked(reply_to_take, self: BufferService, now_s: float) -> No
 
 @mutant(Evaluations, "_lease")
 def evaluation_of_another_start(make_lease, self: Evaluations, *arguments: Any) -> Lease:
-    lineage, self._lineage = self._lineage, 0
+    lineage, self.lineage = self.lineage, 0
     try:
         return make_lease(self, *arguments)
     finally:
-        self._lineage = lineage
+        self.lineage = lineage

@@ -401,8 +401,7 @@ class Proof:
         Args:
             ranks: checksum of each scheduler.
         """
-        found = [name for name, _, _ in self._wrong(ranks)]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(name for name, _, _ in self._wrong(ranks)))
 
     def rely_on_what_follows(self, before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> None:
         """Compare the first weights. Boxes that changed to other values are computed by the loader and left out from now on.
