@@ -286,7 +286,12 @@ class BufferService:
             case Take():
                 self._trained(message.version)
                 self._learner, self._waiting_sent_s = peer, now_s
-                self._note_take(message, now_s)
+                if (
+                    self._asked_for is not None and message.version > self._asked_for
+                ):  # with a report on the step before
+                    waited = self._held_back_s / max(now_s - self._asked_s, 1e-9)
+                    self._buffer.step_ended(message.version, message.shares_within, waited)
+                self._take, self._asked_for, self._asked_s, self._held_back_s = message, message.version, now_s, 0.0
             case Trained(version=version):
                 self._trained(version)
             case RequestEval(step=step):
@@ -545,13 +550,6 @@ class BufferService:
         """Record that the learner has made a version. Two kinds of messages carry it, so that losing one is harmless."""
         if version is not None and (self._buffer.version is None or version > self._buffer.version):
             self._buffer.trained(version)
-
-    def _note_take(self, take: Take, now_s: float) -> None:
-        """Store the learner's request, and the report on the previous step in it."""
-        if self._asked_for is not None and take.version > self._asked_for:
-            waited = self._held_back_s / max(now_s - self._asked_s, 1e-9)
-            self._buffer.step_ended(take.version, take.shares_within, waited)
-        self._take, self._asked_for, self._asked_s, self._held_back_s = take, take.version, now_s, 0.0
 
     def _reply_to_take(self, now_s: float) -> None:
         """Send the learner its batch, or NoMore. Until then, send Waiting once a second."""

@@ -9,6 +9,7 @@ gets the error.
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -43,22 +44,19 @@ class EngineOccupancy(NamedTuple):
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Request:
     """A prompt and its completions, which a caller awaits."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        num_completions: int,
-        sampling: Sampling,
-        seed: int,
-        images: tuple[str, ...] = (),
-    ):
-        self.request_id = request_id
-        self.prompt, self.images = prompt, images
-        self.sampling = sampling
-        self.pending = [PendingCompletion(self, index, seed + index) for index in range(num_completions)]
+    request_id: str
+    prompt: tuple[int, ...]
+    num_completions: int
+    sampling: Sampling
+    seed: int
+    images: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.pending = [PendingCompletion(self, index, self.seed + index) for index in range(self.num_completions)]
         # It holds at most `num_completions` completions, or a failure.
         self._results: asyncio.Queue[Completion | EngineError] = asyncio.Queue()
 

@@ -6,6 +6,7 @@ may gather tensor by tensor. A tied tensor appears once, under its first name. A
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -85,8 +86,11 @@ class PublishedWeights:
                 plain = name.replace(".base_layer.", ".")
                 published = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
                 adapter = adapters.pop(plain, None)
-                pieces = _own_rows(model, plain, tensor) if adapter is None or are_rows(adapter.b) else None
-                first = first_row(cast(DTensor, tensor)) if pieces is not None else 0
+                pieces, first = None, 0
+                if are_rows(tensor) and (adapter is None or are_rows(adapter.b)):
+                    with suppress(WeightsError):  # a piece on disk spans several ranks
+                        pieces = pieces_of_rows(model, plain, tensor.shape)
+                        first = first_row(cast(DTensor, tensor))
                 self._sources.append(_Source(plain, tensor, adapter, published, pieces, first))
         if adapters:
             raise ConfigError(
@@ -153,16 +157,6 @@ def fill_parts(parts: Iterator[Part], layout: Layout, flat: Tensor) -> IsWritten
         place.view(tensor.shape).copy_(tensor, non_blocking=True)
         is_cuda = is_cuda or tensor.is_cuda
     return copied() if is_cuda else None
-
-
-def _own_rows(model: Any, name: str, tensor: Tensor) -> Pieces | None:
-    """Return the layout of a sharded tensor's rows on disk; None if it is not sharded or a piece spans several ranks."""
-    if not are_rows(tensor):
-        return None
-    try:
-        return pieces_of_rows(model, name, tensor.shape)
-    except WeightsError:
-        return None
 
 
 def copied() -> IsWritten:

@@ -493,19 +493,19 @@ class CodeReward(Reward):
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
-        if self._service is None:
+        if (service := self._service) is None:
             return await self._here.score(prompt, completions)
-        return await each_in_turn(self._turn, partial(self._score_there, prompt), completions)
+
+        async def score_there(completion: Sampled) -> Score:
+            try:
+                return await score_code(completion.text, prompt.answer, service.run, self._config)
+            except Exception as error:  # of the row: what it holds instead of tests
+                return failed("exception", describe(error))
+
+        return await each_in_turn(self._turn, score_there, completions)
 
     async def close(self) -> None:
         """End every worker process, and close the connections."""
         await self._here.close()
         if self._service is not None:
             await self._service.close()
-
-    async def _score_there(self, prompt: Prompt, completion: Sampled) -> Score:
-        assert self._service is not None
-        try:
-            return await score_code(completion.text, prompt.answer, self._service.run, self._config)
-        except Exception as error:  # of the row: what it holds instead of tests
-            return failed("exception", describe(error))

@@ -44,8 +44,8 @@ T = TypeVar("T")
 class SGLangRequest(Request):
     """A request, its tasks, and SGLang's ids of its completions."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.tasks: list[asyncio.Task[None]] = []
         self.rids: list[str] = []
         self.is_aborted = False
