@@ -555,37 +555,36 @@ class BufferService:
         """Send the learner its batch, or NoMore. Until then, send Waiting once a second."""
         if self._learner is None:
             return
+        why: Literal["exhausted", "draining", "failing"] | None = None
         if self._last_evals:
-            if not self._evaluations.in_flight:
-                self._send_no_more("exhausted")
-            else:
-                self._send_waiting(self._learner, now_s)
+            why = None if self._evaluations.in_flight else "exhausted"
+        elif self._take is None:
             return
-        if self._take is None:
-            return
-        if self._drain_reason:
-            self._send_no_more("failing" if self._is_failing else "draining")
-            return
-        if self._batch is None and self._may_take and self._journal.is_blocked is None and not self._steer.is_paused:
-            self._may_take = False
-            self._batch = self._buffer.take(self._take.version, now_s)
-            if self._batch is not None and self._buffer.is_held_back:
-                self._held_back_s = now_s - self._asked_s
-        if self._batch is not None and self._journal.is_blocked is None:  # its manifest is written
-            self._send_batch(self._take, self._batch, now_s)
-        elif self._buffer.exhausted and not self._evaluations.in_flight:
-            self._send_no_more("exhausted")
+        elif self._drain_reason:
+            why = "failing" if self._is_failing else "draining"
         else:
-            self._send_waiting(self._learner, now_s)
-
-    def _send_waiting(self, learner: str, now_s: float) -> None:
-        if now_s - self._waiting_sent_s >= liveness.WAITING_EVERY_S:
+            is_blocked = self._journal.is_blocked is not None
+            if self._batch is None and self._may_take and not is_blocked and not self._steer.is_paused:
+                self._may_take = False
+                self._batch = self._buffer.take(self._take.version, now_s)
+                if self._batch is not None and self._buffer.is_held_back:
+                    self._held_back_s = now_s - self._asked_s
+            if self._batch is not None and self._journal.is_blocked is None:  # its manifest is written
+                self._send_batch(self._take, self._batch, now_s)
+                return
+            if self._buffer.exhausted and not self._evaluations.in_flight:
+                why = "exhausted"
+        if why is not None:
+            evals = self._evaluations.take_finished()
+            self._server.send(self._learner, NoMore(why=why, counters=counters(self._buffer), evals=evals))
+            self._take, self._last_evals = None, False
+        elif now_s - self._waiting_sent_s >= liveness.WAITING_EVERY_S:
             self._waiting_sent_s = now_s
             what, hopeless = self._describe_wait(now_s), self._rewards.fatal_reason
             message = Waiting(
                 what=what, evals=self._evaluations.take_finished(), hopeless=hopeless, is_paused=self._steer.is_paused
             )
-            self._server.send(learner, message)
+            self._server.send(self._learner, message)
 
     def _send_batch(self, take: Take, entries: list[GroupEntry], now_s: float) -> None:
         assert self._learner is not None
@@ -601,13 +600,6 @@ class BufferService:
         self._server.send(self._learner, message, b"".join(e.payload for e in entries))
         self._take = self._batch = None
         self._filtered_before = self._buffer.filtered.total()
-
-    def _send_no_more(self, why: Literal["exhausted", "draining", "failing"]) -> None:
-        assert self._learner is not None
-        self._server.send(
-            self._learner, NoMore(why=why, counters=counters(self._buffer), evals=self._evaluations.take_finished())
-        )
-        self._take, self._last_evals = None, False
 
     def _send_snapshots(self, now_s: float) -> None:
         """Send snapshots once the journal is synced: a checkpoint must not contain a step whose manifest may be lost."""

@@ -94,11 +94,6 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     scores: bool = True
     tools: dict[str, Callable[..., Any]] = {}
 
-    def arguments(self, task: Task, access: Access | None = None) -> dict[str, Any]:
-        """Return the values of `takes`."""
-        known = task if access is None else task | msgspec.structs.asdict(access)
-        return {name: known[name] for name in self.takes or ()}
-
 
 def load(spec: str) -> Loaded:
     """Load what a built-in name, `FILE.py`, `FILE.py:CLASS`, `tools:` and a JSON list, or `agent:` and `FILE.py:FUNCTION` name.
@@ -183,7 +178,8 @@ async def _serve(made: Loaded, host: Host) -> None:
                     await call(close)
                 return Answer()
         assert ask.task is not None
-        arguments = made.arguments(ask.task, ask.access)
+        known = ask.task if ask.access is None else ask.task | msgspec.structs.asdict(ask.access)
+        arguments = {name: known[name] for name in made.takes or ()}
         if ask.method == "run":
             value = await call(made.make, **arguments)
             return Answer(score=None if value is None else score_of_value(value))

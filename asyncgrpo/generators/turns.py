@@ -341,12 +341,7 @@ def build_sampler(config: Config, engine: Engine, tokenizer: "PreTrainedTokenize
             agent=agent,
             gateway=Gateway(os.path.basename(config.model.path.rstrip("/"))),
             open_=opening(tokenizer),
-            temperature=config.sampling.temperature,
-            top_p=config.sampling.top_p,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_turns=config.environment.max_turns,
-            system_prompt=config.data.system_prompt,
-            unfinished_score=0.0 if config.reward.function is None else None,
+            config=config,
         )
     if (environment := build_environment(config.environment)) is not None:
         return TurnSampler(

@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from asyncgrpo.algorithms.advantages import (
 from asyncgrpo.config.schema import CRITIC, Config
 from asyncgrpo.learner.attention import Family, Segments
 from asyncgrpo.learner.head import Kept, Teacher
-from asyncgrpo.types import Completion, Group, PolicyVersion, Rollout
+from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout
 
 # -- completions and their rewards -------------------------------------------------------------------------------------
 
@@ -299,29 +299,30 @@ class Pictured(NamedTuple):
 
     start: int
     stop: int
-    token_ids: tuple[int, ...]
-    """Of the prompt."""
-    images: tuple[str, ...]
-    """Digests."""
-    prompt_id: str
+    prompt: Prompt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SampledTokens:
-    """N tokens of S completions that the model does not run on; fields as in `PackedBatch`."""
+    """N sampled tokens of S completions."""
 
     cu_seqlens: Tensor
+    """[S+1] int64, start of each completion in N; the last entry is N."""
     mask: Tensor
+    """[N] bool, False on completions that are not trained."""
     behaviour_logprobs: Tensor
+    """[N] float32, nats, of the generator when it sampled."""
     versions: Tensor
+    """[N] int64, version number of the weights that sampled each token."""
 
-    def to(self, device: torch.device) -> "SampledTokens":
+    def to(self, device: torch.device) -> Self:
         """Return the tokens on another device."""
-        return SampledTokens(*(getattr(self, f.name).to(device) for f in fields(self)))
+        moved: dict[str, Any] = {f.name: _moved(getattr(self, f.name), device) for f in fields(self)}
+        return replace(self, **moved)
 
 
-@dataclass(frozen=True)
-class PackedBatch:
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch(SampledTokens):
     """One micro-batch: T tokens that the model runs on, without padding, and the N sampled tokens that they predict.
 
     The last token of a completion is not run, because it predicts no token. A prompt shared by several completions is run
@@ -338,16 +339,8 @@ class PackedBatch:
     """[N] int64, position in T of the token before each sampled token."""
     targets: Tensor
     """[N] int64, the sampled tokens."""
-    cu_seqlens: Tensor
-    """[S+1] int64, start of each completion in N; the last entry is N."""
-    mask: Tensor
-    """[N] bool, False on completions that are not trained."""
-    behaviour_logprobs: Tensor
-    """[N] float32, nats, of the generator when it sampled."""
     advantages: Tensor
     """[N] float32, advantage of each token."""
-    versions: Tensor
-    """[N] int64, version number of the weights that sampled each token."""
     is_current: Tensor
     """[N] bool, True on completions that the learner's current weights sampled from first to last token."""
     rollouts: Tensor
@@ -362,11 +355,6 @@ class PackedBatch:
     """Of each prompt with images. Pixels are built where the row is run."""
     teacher: Teacher | None = None
     """Log-probs of a served teacher for each of the N; None: there is none."""
-
-    def to(self, device: torch.device) -> "PackedBatch":
-        """Return the batch on another device."""
-        moved: dict[str, Any] = {f.name: _moved(getattr(self, f.name), device) for f in fields(self)}
-        return PackedBatch(**moved)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -517,7 +505,7 @@ class _Rows:
             layout.add(self.prompts[group], completions, self.share_prompts)
             prompt = self.groups[group].prompt
             if prompt.images:
-                pictured.append(Pictured(start, layout.size, prompt.token_ids, prompt.images, prompt.prompt_id))
+                pictured.append(Pictured(start, layout.size, prompt))
         if missing := -layout.size % self.multiple or (0 if pieces else self.multiple):
             layout.add(np.zeros(missing, np.int64), [], True)
         chosen = [rollout for piece in pieces for rollout in piece]
@@ -525,16 +513,13 @@ class _Rows:
         sampled, lengths = self.sampled(index), self.rollouts.lengths[index]
         completions = [self.rollouts.completions[rollout] for rollout in chosen]
         return PackedBatch(
+            **vars(sampled),
             token_ids=_joined(layout.token_ids, np.int64),
             position_ids=_joined(layout.position_ids, np.int64),
             segments=Segments.of(layout.families),
             read_at=_joined(layout.read_at, np.int64),
             targets=_joined([c.token_ids for c in completions], np.int64),
-            cu_seqlens=sampled.cu_seqlens,
-            mask=sampled.mask,
-            behaviour_logprobs=sampled.behaviour_logprobs,
             advantages=self.advantages[index].repeat_interleave(lengths).float(),
-            versions=sampled.versions,
             is_current=torch.tensor(
                 [_is_current(c, self.version) for c in completions], dtype=torch.bool
             ).repeat_interleave(lengths),

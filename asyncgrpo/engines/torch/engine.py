@@ -120,7 +120,12 @@ class TorchEngine(Engine[Request]):
                 self._work.clear()
                 await self._work.wait()
             try:
-                self._admit(decoder)
+                room, batches = self.max_completions - decoder.num_running, []
+                while self._waiting and len(self._waiting[0]) <= room:
+                    batches.append(self._waiting.popleft())
+                    room -= len(batches[-1])
+                if batches:
+                    decoder.admit(batches, self._version)
                 if decoder.num_running:
                     began_s = time.monotonic()
                     decoder.step()
@@ -129,15 +134,6 @@ class TorchEngine(Engine[Request]):
                 log.exception("a step of the torch engine failed, weight_version=%s", self._version)
                 self._fail(EngineError(f"sampling failed under weights {self._version}: {error}"))
             await asyncio.sleep(0)
-
-    def _admit(self, decoder: Decoder) -> None:
-        room = self.max_completions - decoder.num_running
-        batches = []
-        while self._waiting and len(self._waiting[0]) <= room:
-            batches.append(self._waiting.popleft())
-            room -= len(batches[-1])
-        if batches:
-            decoder.admit(batches, self._version)
 
     def _begin(self, request: Request) -> None:
         for first in range(0, len(request.pending), self.max_completions):
