@@ -195,7 +195,13 @@ class Quarantine:
         self._path = path
         self.cases: dict[str, Case] = {}
         """Cases by prompt id."""
-        for text in _read(path) if path is not None else []:
+        try:
+            content = path.read_bytes() if path is not None else b""
+        except FileNotFoundError:
+            content = b""
+        except OSError as error:
+            raise JournalError(f"{path} cannot be read: {error.strerror}") from error
+        for text in filter(bytes.strip, content.splitlines()):
             try:
                 case = msgspec.json.decode(text, type=Case)
             except msgspec.MsgspecError as error:
@@ -221,15 +227,6 @@ class Quarantine:
                 os.fsync(file.fileno())
         except OSError as error:
             log.error("%s cannot be written: %s", self._path, error)
-
-
-def _read(path: Path) -> list[bytes]:
-    try:
-        return [line for line in path.read_bytes().splitlines() if line.strip()]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise JournalError(f"{path} cannot be read: {error.strerror}") from error
 
 
 # -- groups without signal ---------------------------------------------------------------------------------------------

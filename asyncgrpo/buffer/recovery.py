@@ -7,7 +7,6 @@ age. Every other group lies on the path to the checkpoint and is trained if the 
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,16 +161,6 @@ def bound_of(lease_id: str, max_lag: int | None, start: RunStarted) -> int:
     return max_lag if start.max_lag_is_auto or is_its_own else min(max_lag, start.max_lag)
 
 
-def trained_on(history: History, path: Mapping[int, int]) -> set[str]:
-    """Return the lease ids of the groups that the path was trained on."""
-    return {
-        lease_id
-        for found in history.found
-        if isinstance(record := found.record, BatchIssued) and record.step <= path.get(record.version.lineage, -1)
-        for lease_id in record.lease_ids
-    }
-
-
 def judge(history: History, prompts: PromptSource, run_started: RunStarted, config: BufferConfig) -> list[Verdict]:
     """A verdict on every group that is neither trained on the path nor dropped, in order of arrival.
 
@@ -184,8 +173,12 @@ def judge(history: History, prompts: PromptSource, run_started: RunStarted, conf
     """
     path = surviving_path(history.starts, run_started.parent)
     step = 0 if run_started.parent is None else run_started.parent.number
-    settled = trained_on(history, path)
-    settled |= {found.record.lease_id for found in history.found if isinstance(found.record, Dropped)}
+    settled = set[str]()  # leases of groups that were dropped, or that the path was trained on
+    for found in history.found:
+        if isinstance(record := found.record, Dropped):
+            settled.add(record.lease_id)
+        elif isinstance(record, BatchIssued) and record.step <= path.get(record.version.lineage, -1):
+            settled.update(record.lease_ids)
     verdicts: dict[str, Verdict] = {}  # by lease id
     for found in history.found:
         if isinstance(record := found.record, Delivered) and record.lease_id not in settled:

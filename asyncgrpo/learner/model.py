@@ -518,12 +518,9 @@ def can_compile(device: torch.device) -> bool:
     It needs a C++ compiler and a writable folder like all programs, and fails before ranks wait for one another.
     """
     _keep_programs()
-
-    def small(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.silu(x) * 2
-
     try:
-        torch.compile(small, dynamic=True)(torch.ones(8, device=device))
+        small = torch.compile(lambda x: nn.functional.silu(x) * 2, dynamic=True)
+        small(torch.ones(8, device=device))
     except Exception as error:  # of many kinds, from compiler, disk or torch
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         log.warning("learner.compile: the layers run uncompiled, because torch.compile fails here: %s", reason[:300])

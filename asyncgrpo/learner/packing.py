@@ -83,10 +83,8 @@ class ScoredRollouts(NamedTuple):
     """[A] int64, sampled tokens."""
     is_trained: Tensor
     """[A] bool; the other completions only count in the statistics of their group."""
-    num_unusable: int
-    """Completions left out: without a finite score, aborted, or malformed."""
     num_malformed: int
-    """Unusable completions with an invalid behaviour log-prob."""
+    """Completions left out for an invalid behaviour log-prob; others have no finite score, or were aborted."""
 
     def advantages(self, estimator: str, rewards: Tensor | None = None) -> Tensor:
         """Return [A] float64 advantages of the named estimator, from `rewards` if given; 0 for a critic to replace."""
@@ -107,7 +105,7 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
         "a prompt has no tokens, so the first token of its completions has no context"
     )
     given = [(number, group.group_id, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
-    malformed = _are_malformed([rollout.completion for *_, rollout in given])
+    malformed = [_is_malformed(rollout.completion) for *_, rollout in given]
     found = [(*one, math.nan if is_bad else _reward(one[2])) for one, is_bad in zip(given, malformed, strict=True)]
     greedy = {number: reward for number, _, r, reward in found if r.completion.index >= group_size}
     sampled = [entry for entry in found if entry[2].completion.index < group_size]
@@ -134,7 +132,6 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
         baseline_rewards=torch.tensor([greedy.get(number, np.nan) for number, *_ in usable], dtype=torch.float64),
         lengths=lengths,
         is_trained=is_trained,
-        num_unusable=len(sampled) - len(usable),
         num_malformed=sum(
             is_bad and one[2].completion.index < group_size for one, is_bad in zip(given, malformed, strict=True)
         ),
@@ -149,13 +146,9 @@ def _reward(rollout: Rollout) -> float:
     return value
 
 
-def _are_malformed(completions: Sequence[Completion]) -> list[bool]:
-    """Return True for each completion with an invalid behaviour log-prob: not finite, above 0, or never sampled."""
-    logprobs = np.concatenate([np.zeros(0, np.float32), *(one.logprobs for one in completions)])
-    is_bad = ~((logprobs >= LEAST_LOGPROB) & (logprobs <= ROUNDING))
-    ends = np.cumsum([0, *(len(one.logprobs) for one in completions)])
-    before = np.concatenate([[0], np.cumsum(is_bad)])[ends]
-    return (before[1:] > before[:-1]).tolist()
+def _is_malformed(completion: Completion) -> bool:
+    """Return True if a behaviour log-prob is invalid: not finite, above 0, or never sampled."""
+    return not ((completion.logprobs >= LEAST_LOGPROB) & (completion.logprobs <= ROUNDING)).all()
 
 
 # -- rows of about equal size ------------------------------------------------------------------------------------------

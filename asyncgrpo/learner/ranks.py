@@ -63,10 +63,6 @@ class Team:
         self.world = world
         self._sent_s = time.monotonic()
 
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
-
     def broadcast(self, command: RankCommand) -> None:
         """Send a command from rank 0 to all other ranks."""
         if self.world == 1:

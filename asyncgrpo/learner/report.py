@@ -254,11 +254,8 @@ def turn_fields(rollouts: list[Rollout]) -> dict[str, float]:
     """Return the figures of a batch with environments; empty without observations."""
     completions = [r.completion for r in rollouts]
     observed = sum(len(one.token_ids) for c in completions for one in c.observations)
-    return (
-        {"turns_mean": float(np.mean([len(c.turns) for c in completions])), "tokens_observed": observed}
-        if observed
-        else {}
-    )
+    turns_mean = float(np.mean([len(c.turns) for c in completions]))
+    return {"turns_mean": turns_mean, "tokens_observed": observed} if observed else {}
 
 
 def parts_of(rollouts: list[Rollout]) -> dict[str, list[float]]:

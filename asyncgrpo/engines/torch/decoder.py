@@ -172,9 +172,8 @@ class Decoder:
     @property
     def kv_use(self) -> float:
         """Share of the cache's positions that hold keys and values of running completions."""
-        held = (
-            int(self._rows["length"][: self.num_running].sum()) - self.num_running
-        )  # the last token of each is not there
+        # The last token of each is not there.
+        held = int(self._rows["length"][: self.num_running].sum()) - self.num_running
         return held / (self.max_completions * self.max_context)
 
     @torch.inference_mode()
