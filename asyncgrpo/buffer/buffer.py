@@ -343,7 +343,9 @@ class Buffer:
         num_tokens, left_out = message.num_tokens, message.discarded.tokens
         self.tokens["generated"] += num_tokens + left_out
         entry = self._entries.get(message.group_id)
-        if self._is_done(message) or (entry is not None and entry.state is not State.LEASED):
+        is_ours = message.group_id == f"{self.lineage}.{message.prompt_index}"  # of this start
+        is_done = is_ours and self.prompts.is_done(message.prompt_index)
+        if is_done or (entry is not None and entry.state is not State.LEASED):
             self.outcomes["duplicate"] += 1
             self.tokens["duplicate"] += num_tokens + left_out
             return "duplicate"
@@ -561,11 +563,6 @@ class Buffer:
         if entry is None or entry.state is not State.LEASED or entry.lease.lease_id != lease_id:
             return None
         return entry
-
-    def _is_done(self, message: Deliver) -> bool:
-        """Return True if this group was trained, filtered or dropped already, in this lineage."""
-        is_ours = message.group_id == f"{self.lineage}.{message.prompt_index}"
-        return is_ours and self.prompts.is_done(message.prompt_index)
 
     def _is_complete(self, message: Deliver) -> bool:
         """Return True if a group has the number of completions that its lease asks for."""

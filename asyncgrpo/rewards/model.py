@@ -79,12 +79,18 @@ class JudgeReward(Reward):
         if settings.url is None:
             raise RewardError("reward.function names judge, and reward.judge.url is not set; give the judge's address")
         self._scale, self._fields = settings.scale, FIELDS | settings.extra
-        self._template, self._pattern = _template_of(settings), _pattern_of(settings.pattern)
-        self._service = Service(
-            chat_url(settings.url),
-            deadline_s=settings.timeout_s,
-            headers=_authorization(settings.api_key_env),
-        )
+        self._template, headers = _template_of(settings), dict[str, str]()
+        try:
+            self._pattern = re.compile(PATTERN if settings.pattern is None else settings.pattern)
+        except re.error as error:
+            raise RewardError(
+                f"reward.judge.pattern: {settings.pattern} is not a regular expression: {error}"
+            ) from None
+        if (variable := settings.api_key_env) is not None:
+            if not (key := os.environ.get(variable)):
+                raise RewardError(f"reward.judge.api_key_env names {variable}, which is not set in the environment")
+            headers = {"Authorization": f"Bearer {key}"}
+        self._service = Service(chat_url(settings.url), deadline_s=settings.timeout_s, headers=headers)
         self._turn = asyncio.Semaphore(settings.max_concurrent)
         self.about = f"judge, {self._fields['model']} at {self._service.url}"
 
@@ -163,21 +169,6 @@ def chat_url(url: str) -> str:
     """The address of chat completions below `url`, which may end in `/v1` or in `/chat/completions`, or in neither."""
     url = url.rstrip("/").removesuffix("/chat/completions")
     return (url if urlsplit(url).path.strip("/") else f"{url}/v1") + "/chat/completions"
-
-
-def _pattern_of(pattern: str | None) -> re.Pattern[str]:
-    try:
-        return re.compile(PATTERN if pattern is None else pattern)
-    except re.error as error:
-        raise RewardError(f"reward.judge.pattern: {pattern} is not a regular expression: {error}") from None
-
-
-def _authorization(variable: str | None) -> dict[str, str]:
-    if variable is None:
-        return {}
-    if not (key := os.environ.get(variable)):
-        raise RewardError(f"reward.judge.api_key_env names {variable}, which is not set in the environment")
-    return {"Authorization": f"Bearer {key}"}
 
 
 def _as_text(answer: Any) -> str:
