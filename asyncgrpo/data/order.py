@@ -236,7 +236,11 @@ class Curriculum:
         if decided is None:
             decided = self._unwritten[path] = self._decide(source, number, self._shares[begin : begin + size], draw)
         if path in self._unwritten:
-            _write(path, decided)
+            data = msgspec.msgpack.encode(decided)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, xxhash.xxh3_64_digest(data) + data, is_durable=True)
+            for folder in (path.parent, path.parent.parent):
+                sync(folder)
             del self._unwritten[path]
         self._show(decided)
         return np.frombuffer(decided.order, np.int32)
@@ -280,12 +284,3 @@ class Curriculum:
             totals = sum((Counter(getattr(one, name)) for one in self._rounds.values()), Counter[str]())
             for kind in KINDS:
                 metric.labels(kind=kind).set(totals[kind])
-
-
-def _write(path: Path, decided: Round) -> None:
-    """Write the file atomically and durably. Raises OSError."""
-    data = msgspec.msgpack.encode(decided)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, xxhash.xxh3_64_digest(data) + data, is_durable=True)
-    for folder in (path.parent, path.parent.parent):
-        sync(folder)

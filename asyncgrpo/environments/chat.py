@@ -17,6 +17,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from asyncgrpo.config.schema import SamplingConfig
 from asyncgrpo.environments.base import Access
 from asyncgrpo.environments.tools import read_turn
 from asyncgrpo.errors import AsyncGRPOError
@@ -95,10 +96,10 @@ def read_request(body: bytes) -> Chat:
     )
 
 
-def check_sampling(chat: Chat, *, temperature: float, top_p: float) -> None:
+def check_sampling(chat: Chat, sampling: SamplingConfig) -> None:
     """Refuse another temperature or top_p than those of the run, under which log-probs are recorded. Raises Refused."""
-    for name, ours in (("temperature", temperature), ("top_p", top_p)):
-        theirs = getattr(chat, name)
+    for name in ("temperature", "top_p"):
+        ours, theirs = getattr(sampling, name), getattr(chat, name)
         if theirs is not None and theirs != ours:
             raise Refused(
                 400,

@@ -107,8 +107,7 @@ class _AgentPlay(Play[AgentSampler]):
 
     async def reply(self, chat: Chat) -> ChatTurn:
         """Sample the turn that a call of the agent asks for. Raises Refused."""
-        sampling = self._by.config.sampling
-        check_sampling(chat, temperature=sampling.temperature, top_p=sampling.top_p)
+        check_sampling(chat, self._by.config.sampling)
         self._check_extends(chat)
         self._is_quiet.clear()
         try:

@@ -59,7 +59,7 @@ class TorchEngine(Engine[Request]):
         # The caller bounds it by the requests in flight. Each entry enters the batch as a whole.
         self._waiting: deque[list[PendingCompletion]] = deque()
         self._work = asyncio.Event()
-        self._decoder: Decoder | None = None
+        self._decoder: Decoder
         self._places: dict[str, Tensor] = {}
         self._sent: dict[str, str] = {}
         """Digests of the tensors that were loaded last, where they are held in the dtype in which they came."""
@@ -92,11 +92,9 @@ class TorchEngine(Engine[Request]):
 
     async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
         self._require_running()
-        assert self._decoder is not None
         return self._decoder.score(sequences, start)
 
     def occupancy(self) -> EngineOccupancy:
-        assert self._decoder is not None
         waiting, use = sum(map(len, self._waiting)), self._decoder
         return EngineOccupancy(
             use.num_running, waiting, self.max_completions, use.kv_use, steps=self._steps, step_s=self._step_s
@@ -107,7 +105,7 @@ class TorchEngine(Engine[Request]):
 
     async def close(self) -> None:
         self._fail(EngineError("the engine was closed"))
-        self._decoder, self._is_running = None, False
+        self._is_running = False
         if self._stepping:
             self._stepping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -143,7 +141,7 @@ class TorchEngine(Engine[Request]):
     def _abort(self, request: Request) -> None:
         if all(completion.is_complete for completion in request.pending):
             return
-        if self._decoder:
+        if self._is_running:
             self._decoder.end(request)
         self._waiting = deque(completions for completions in self._waiting if completions[0].request is not request)
         for completion in request.pending:
@@ -154,7 +152,6 @@ class TorchEngine(Engine[Request]):
         self._abort(request)
 
     async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
-        assert self._decoder is not None
         # Without an await here, `_run` cannot step on partly replaced weights.
         replace_tensors(self._places, self._noted(tensors))
         self._decoder.change_version(version)
@@ -173,7 +170,7 @@ class TorchEngine(Engine[Request]):
     def _fail(self, failure: EngineError) -> None:
         self._waiting.clear()
         super()._fail(failure)
-        if self._decoder:
+        if self._is_running:
             self._decoder.clear()
 
     def _read_model(self) -> PreTrainedModel:
