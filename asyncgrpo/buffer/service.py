@@ -286,9 +286,8 @@ class BufferService:
             case Take():
                 self._trained(message.version)
                 self._learner, self._waiting_sent_s = peer, now_s
-                if (
-                    self._asked_for is not None and message.version > self._asked_for
-                ):  # with a report on the step before
+                # With a report on the step before.
+                if self._asked_for is not None and message.version > self._asked_for:
                     waited = self._held_back_s / max(now_s - self._asked_s, 1e-9)
                     self._buffer.step_ended(message.version, message.shares_within, waited)
                 self._take, self._asked_for, self._asked_s, self._held_back_s = message, message.version, now_s, 0.0

@@ -19,7 +19,7 @@ from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, FinishReason, PolicyVersion, Sampling, VersionSpan
 from asyncgrpo.weights.arena import SharedTensors
 
-# -- what is asked of them ----------------------------------------------------------------------------------------------
+# -- load --------------------------------------------------------------------------------------------------------------
 
 
 class EngineOccupancy(NamedTuple):
