@@ -58,7 +58,6 @@ Level = Literal["token", "sequence", "geometric"]
 @torch.no_grad()
 def at_level(log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor | None, *, level: Level) -> Tensor:
     """Return [T] log-ratio of each token, its sequence, or its sequence per trained token; 0 where the mask is False."""
-    assert level in ("token", "sequence", "geometric"), level
     x = upcast(log_ratio)
     if level == "token":
         return torch.where(mask, x, 0.0)

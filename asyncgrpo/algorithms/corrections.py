@@ -94,7 +94,6 @@ def importance(
     Source:
         TIS: arXiv:2110.00641 and arXiv:2505.24298. IcePop: arXiv:2510.18855.
     """
-    assert action in ("truncate", "clip", "mask", "reject"), action
     assert action != "truncate" or low_ratio is None, "truncate has no lower bound; clip has"
     x = at_level(log_rho, mask, cu_seqlens, level=level)
     inside = _is_inside(x.exp(), low_ratio, high_ratio)

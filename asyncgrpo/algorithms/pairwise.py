@@ -50,7 +50,6 @@ def pairs(rewards: Tensor, group_ids: Tensor, *, kind: PairKind, generator: torc
         group_ids: [S] integers, equal for completions of one prompt. Any order, any values.
         generator: for "random", on the device of the rewards; None: torch's default.
     """
-    assert kind in ("best_worst", "random", "all"), kind
     rewards = rewards.to(torch.float64)
     groups = Groups(group_ids)
     if kind == "best_worst":

@@ -17,7 +17,7 @@ Time is an argument and nothing is random: equal calls give equal replies.
 import enum
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from asyncgrpo.buffer.admission import AutoLag, JustInTime, deadlines_are_kept
 from asyncgrpo.buffer.group_health import (
@@ -95,34 +95,30 @@ class GroupEntry:
         self.oldest = message.versions[0]
 
 
+@dataclass(eq=False)
 class Buffer:
     """Prompts and groups of a run: see the module's docstring."""
 
-    def __init__(
-        self,
-        config: BufferConfig,
-        algorithm: AlgorithmConfig,
-        prompts: PromptSource,
-        sampling: Sampling,
-        *,
-        seed: int,
-        lineage: int,
-        journal: Ledger | None = None,
-        quarantine: Quarantine | None = None,
-        max_lag: int | None = None,
-        max_attempts: int = MAX_ATTEMPTS,
-    ) -> None:
-        """
-        Args:
-            journal: records every group that is kept, handed over or dropped; None: kept in memory only.
-            quarantine: prompts that are not leased; None: none yet, kept in memory only.
-            max_lag: with `buffer.max_lag: auto`, the bound in force when the run ended that this start goes on from;
-                None: it is new.
-        """
-        self.journal: Ledger = journal or InMemory()
-        self._config = config
+    config: BufferConfig
+    algorithm: AlgorithmConfig
+    prompts: PromptSource
+    """Those that are done are part of a checkpoint. The journal has the groups in flight."""
+    sampling: Sampling
+    _: KW_ONLY
+    seed: int
+    lineage: int
+    journal: Ledger = field(default_factory=InMemory)
+    """Records every group that is kept, handed over or dropped."""
+    quarantine: Quarantine = field(default_factory=Quarantine)
+    """Prompts that are not leased."""
+    last_max_lag: int | None = None
+    """With `buffer.max_lag: auto`, the bound in force when the run ended that this start goes on from; None: it is new."""
+    max_attempts: int = MAX_ATTEMPTS
+
+    def __post_init__(self) -> None:
+        config, algorithm = self.config, self.algorithm
         self._admission = JustInTime(config.prompts_per_step)
-        self._auto = AutoLag(config.auto_lag.max, max_lag) if config.max_lag == "auto" else None
+        self._auto = AutoLag(config.auto_lag.max, self.last_max_lag) if config.max_lag == "auto" else None
         self._max_lag = config.largest_max_lag
         self.is_held_back = False
         """True if the bound on lag was why the last `take` returned None."""
@@ -130,11 +126,6 @@ class Buffer:
         self._group_size, self._with_greedy = algorithm.group_size, algorithm.advantage == "remax"
         self._min_completions = algorithm.min_completions or algorithm.group_size
         self._filters = algorithm.filter_zero_signal
-        self.prompts = prompts
-        """Those that are done are part of a checkpoint. The journal has the groups in flight."""
-        self._sampling = sampling
-        self._seed = seed
-        self._lineage = lineage
         self._entries: dict[str, GroupEntry] = {}  # by group id, in order of first lease
         # Aggregates over the entries, updated by `_enter`, `_set_state` and `_leave`: no message scans all entries.
         self._in_state: Counter[State] = Counter()
@@ -143,10 +134,8 @@ class Buffer:
         self._attempts: Counter[int] = Counter()  # failed attempts by prompt index
         self._blamed: Counter[int] = Counter()  # the failed attempts among them that the prompt caused
         self._ended: Counter[int] = Counter()  # finished leases by prompt index, so that no lease id is granted twice
-        self._max_attempts = max_attempts
         self.deadlines = Deadlines(config.straggler_factor, config.lease_timeout_s)
         self._isolated = IsolatedPrompts()
-        self.quarantine = quarantine or Quarantine()
         self.version: PolicyVersion | None = None
         self.draining = False
         self.outcomes: Counter[str] = Counter()
@@ -179,8 +168,8 @@ class Buffer:
             return None
         prompt_index, prompt = issued
         attempt = self._ended[prompt_index]
-        group_id = f"{self._lineage}.{prompt_index}"
-        limit_s = self.deadlines.seconds(is_last=self._attempts[prompt_index] + 1 >= self._max_attempts)
+        group_id = f"{self.lineage}.{prompt_index}"
+        limit_s = self.deadlines.seconds(is_last=self._attempts[prompt_index] + 1 >= self.max_attempts)
         lease = Lease(
             lease_id=f"{group_id}.{attempt}",
             group_id=group_id,
@@ -189,8 +178,8 @@ class Buffer:
             purpose="train",
             prompt=prompt,
             num_completions=self._group_size,
-            sampling=self._sampling,
-            seed=group_seed(self._seed, prompt_index, attempt),
+            sampling=self.sampling,
+            seed=group_seed(self.seed, prompt_index, attempt),
             with_greedy=self._with_greedy,
             min_completions=self._min_completions,
             cut_after_s=CUT_AT * limit_s,
@@ -227,7 +216,7 @@ class Buffer:
             unusable = "quarantined" if prompt.prompt_id in self.quarantine else "" if prompt.token_ids else "too_long"
             if unusable:
                 self.outcomes["leased"] += 1
-                lease_id = f"{self._lineage}.{prompt_index}.{self._ended[prompt_index]}"
+                lease_id = f"{self.lineage}.{prompt_index}.{self._ended[prompt_index]}"
                 self._record_drop(lease_id, prompt_index, unusable, is_final=True)
                 self._finish(prompt_index, f"dropped_{unusable}")
                 num_dropped += 1
@@ -354,7 +343,9 @@ class Buffer:
         num_tokens, left_out = message.num_tokens, message.discarded.tokens
         self.tokens["generated"] += num_tokens + left_out
         entry = self._entries.get(message.group_id)
-        if self._is_done(message) or (entry is not None and entry.state is not State.LEASED):
+        is_ours = message.group_id == f"{self.lineage}.{message.prompt_index}"  # of this start
+        is_done = is_ours and self.prompts.is_done(message.prompt_index)
+        if is_done or (entry is not None and entry.state is not State.LEASED):
             self.outcomes["duplicate"] += 1
             self.tokens["duplicate"] += num_tokens + left_out
             return "duplicate"
@@ -365,7 +356,7 @@ class Buffer:
             return "no_such_lease"
         if not self._is_complete(message):
             return self._refuse(message, "incomplete")
-        if not message.versions or any(version.lineage != self._lineage for version in message.versions):
+        if not message.versions or any(version.lineage != self.lineage for version in message.versions):
             return self._refuse(message, "lineage")
         self._isolated.clear(entry.prompt_index)
         self.deadlines.observe(sum(message.timings.values()))
@@ -455,7 +446,7 @@ class Buffer:
     def restore_failures(self, earlier: EarlierFailures) -> None:
         """Charge prompts with what went wrong in earlier starts. Every prompt still gets at least one lease more."""
         for counts, ours in ((earlier.attempts, self._attempts), (earlier.blamed, self._blamed)):
-            ours.update({index: min(count, self._max_attempts - 1) for index, count in counts.items()})
+            ours.update({index: min(count, self.max_attempts - 1) for index, count in counts.items()})
         self._ended.update(earlier.attempts)  # so that they are sampled with other seeds than those that failed
         self._isolated.interrupted(earlier.interruptions.elements())
 
@@ -470,7 +461,7 @@ class Buffer:
             purpose="train",
             prompt=message.prompt,
             num_completions=len(message.rollouts),
-            sampling=self._sampling,
+            sampling=self.sampling,
             seed=0,  # unused: the group is complete
         )
         entry = GroupEntry(lease, "", 0.0, message.versions[0], max_lag)
@@ -498,7 +489,7 @@ class Buffer:
     @property
     def num_slots(self) -> int:
         """Groups that may hold a slot under the bound in force."""
-        return (self.max_lag + 1) * self._config.prompts_per_step
+        return (self.max_lag + 1) * self.config.prompts_per_step
 
     @property
     def wanted(self) -> int:
@@ -534,13 +525,13 @@ class Buffer:
 
     def _has_slot(self, behind: int = 0) -> bool:
         """Return True if a group may begin on weights `behind` steps behind the learner's (`admission.py`)."""
-        return len(self._entries) < (self.max_lag - behind + 1) * self._config.prompts_per_step
+        return len(self._entries) < (self.max_lag - behind + 1) * self.config.prompts_per_step
 
     @property
     def _lacks_a_batch(self) -> bool:
         """True if too few groups are ready. Most arrivals end here, without a scan over the entries."""
         is_last = not self._in_state[State.LEASED] and self.prompts.next_prompt_index is None
-        return self._in_state[State.READY] < self._config.prompts_per_step and not is_last
+        return self._in_state[State.READY] < self.config.prompts_per_step and not is_last
 
     def _choose(self, version: PolicyVersion) -> list[GroupEntry]:
         """Return the ready groups with the earliest deadlines for the step that starts at `version`; empty: none yet.
@@ -549,11 +540,11 @@ class Buffer:
         """
         if self._lacks_a_batch:
             return []
-        per_step = self._config.prompts_per_step
+        per_step = self.config.prompts_per_step
         waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
         waiting.sort(key=lambda e: (e.state is State.LEASED, e.deadline, e.prompt_index))
         batch, remaining = waiting[:per_step], waiting[per_step:]
-        if self._config.policy == "wait" and not deadlines_are_kept(
+        if self.config.policy == "wait" and not deadlines_are_kept(
             (e.deadline for e in remaining), version.number, per_step
         ):
             return []
@@ -562,7 +553,7 @@ class Buffer:
     @property
     def _is_bound_to_wait(self) -> bool:
         """True if a larger bound would give the learner a batch sooner: by taking one, or by beginning more groups."""
-        return self._in_state[State.READY] >= self._config.prompts_per_step or not self._has_slot()
+        return self._in_state[State.READY] >= self.config.prompts_per_step or not self._has_slot()
 
     def _leases_of(self, holder: str) -> list[GroupEntry]:
         return [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
@@ -572,11 +563,6 @@ class Buffer:
         if entry is None or entry.state is not State.LEASED or entry.lease.lease_id != lease_id:
             return None
         return entry
-
-    def _is_done(self, message: Deliver) -> bool:
-        """Return True if this group was trained, filtered or dropped already, in this lineage."""
-        is_ours = message.group_id == f"{self._lineage}.{message.prompt_index}"
-        return is_ours and self.prompts.is_done(message.prompt_index)
 
     def _is_complete(self, message: Deliver) -> bool:
         """Return True if a group has the number of completions that its lease asks for."""
@@ -622,13 +608,13 @@ class Buffer:
         Under `wait` no lease leads to one. It is a second check there, against a generator that sampled with older weights
         than it reported.
         """
-        if self._config.policy == "train":
+        if self.config.policy == "train":
             return
         for entry in [e for e in self._entries.values() if e.state is not State.TAKEN and e.deadline < version.number]:
             if entry.state is State.READY:
                 self.tokens["stale"] += entry.num_tokens
                 self._give_up(entry, "stale")
-            elif self._config.policy == "drop":
+            elif self.config.policy == "drop":
                 self._cancelled.append(entry)
                 self._give_up(entry, "cancelled")
 
@@ -647,7 +633,7 @@ class Buffer:
         prompt_index = entry.prompt_index
         self._attempts[prompt_index] += 1
         attempts = self._attempts[prompt_index]
-        is_final = attempts >= self._max_attempts
+        is_final = attempts >= self.max_attempts
         reason = final_reason if is_final else reason
         self._record_drop(entry.lease.lease_id, prompt_index, reason, is_final=is_final)
         self._leave(entry)
@@ -655,7 +641,7 @@ class Buffer:
             self.outcomes[outcome] += 1
             self._issue_again(prompt_index)
             return
-        if self._blamed[prompt_index] >= self._max_attempts:
+        if self._blamed[prompt_index] >= self.max_attempts:
             prompt_id = entry.lease.prompt.prompt_id
             self.quarantine.add(Case(prompt_id=prompt_id, reason=reason, prompt_index=prompt_index, attempts=attempts))
         self._finish(prompt_index, f"dropped_{reason}")

@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
@@ -189,34 +189,27 @@ class _Evaluation:
     groups: list[Deliver] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class Evaluations:
     """Evaluations of one fixed list of prompts. Several may run at once."""
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        seed: int,
-        lease_timeout_s: float,
-        *,
-        lineage: int = 1,
-        completions: int = 1,
-        success: float = 1.0,
-        keep: Callable[[int, list[Deliver]], None] = lambda step, groups: None,
-    ) -> None:
-        """
-        Args:
-            prompts: of all suites, named by their ids (`suite_of`).
-            lineage: of this start. It is part of every lease id, so that a late group of an earlier start is refused.
-            completions: per prompt.
-            success: smallest reward of a correct completion.
-            keep: called with the step and the groups of each finished evaluation.
-        """
-        self._suites = list(dict.fromkeys(suite_of(prompt.prompt_id) for prompt in prompts))
-        self._completions, self._success, self._keep = completions, success, keep
-        self._prompts, self._sampling, self._seed = prompts, sampling, seed
-        self._lease_timeout_s = lease_timeout_s
-        self._lineage = lineage
+    prompts: Sequence[Prompt]
+    """Of all suites, named by their ids (`suite_of`)."""
+    sampling: Sampling
+    seed: int
+    lease_timeout_s: float
+    _: KW_ONLY
+    lineage: int = 1
+    """Of this start. It is part of every lease id, so that a late group of an earlier start is refused."""
+    completions: int = 1
+    """Per prompt."""
+    success: float = 1.0
+    """Smallest reward of a correct completion."""
+    keep: Callable[[int, list[Deliver]], None] = lambda step, groups: None
+    """Called with the step and the groups of each finished evaluation."""
+
+    def __post_init__(self) -> None:
+        self._suites = list(dict.fromkeys(suite_of(prompt.prompt_id) for prompt in self.prompts))
         self._running: dict[int, _Evaluation] = {}  # by step
         self._queue: deque[Lease] = deque()
         self._leased: dict[str, tuple[Lease, str, float]] = {}  # by lease id: lease, holder, time
@@ -235,11 +228,11 @@ class Evaluations:
 
     def request(self, step: int, now_s: float) -> None:
         """Queue every prompt for the evaluation of `step`. A step is evaluated once."""
-        if not self._prompts or step in self._running:
+        if not self.prompts or step in self._running:
             return
-        suites = {name: Suite(self._success) for name in self._suites}
-        self._running[step] = _Evaluation(step, now_s, len(self._prompts), suites, Suite(self._success))
-        self._queue.extend(self._lease(step, index, 0) for index in range(len(self._prompts)))
+        suites = {name: Suite(self.success) for name in self._suites}
+        self._running[step] = _Evaluation(step, now_s, len(self.prompts), suites, Suite(self.success))
+        self._queue.extend(self._lease(step, index, 0) for index in range(len(self.prompts)))
 
     def lease(self, holder: str, now_s: float, serves: PolicyVersion | None = None) -> Lease | None:
         """Lease the next queued prompt; None if the queue is empty or `serves` is older than the step to evaluate."""
@@ -301,7 +294,7 @@ class Evaluations:
         Args:
             is_excused: True for a holder whose prompts are not why it is late. Its leases are given back.
         """
-        limit = now_s - self._lease_timeout_s
+        limit = now_s - self.lease_timeout_s
         late = [(lease, holder) for lease, holder, since in self._leased.values() if since < limit]
         for lease, holder in late:
             if is_excused(holder):
@@ -327,7 +320,7 @@ class Evaluations:
         if evaluation.missing:
             return
         del self._running[evaluation.step]
-        self._keep(evaluation.step, evaluation.groups)
+        self.keep(evaluation.step, evaluation.groups)
         whole = evaluation.whole.result()
         self._finished.append(
             EvalResult(
@@ -344,17 +337,17 @@ class Evaluations:
         )
 
     def _lease(self, step: int, index: int, attempt: int) -> Lease:
-        group_id = f"eval.{self._lineage}.{step}.{index}"
+        group_id = f"eval.{self.lineage}.{step}.{index}"
         return Lease(
             lease_id=f"{group_id}.{attempt}",
             group_id=group_id,
             attempt=attempt,
             prompt_index=index,
             purpose="eval",
-            prompt=self._prompts[index],
-            num_completions=self._completions,
-            sampling=self._sampling,
-            seed=self._seed + index * self._completions,
+            prompt=self.prompts[index],
+            num_completions=self.completions,
+            sampling=self.sampling,
+            seed=self.seed + index * self.completions,
         )
 
 

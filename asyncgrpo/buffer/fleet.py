@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from asyncgrpo import liveness, metrics
+from asyncgrpo import metrics
 from asyncgrpo.types import GeneratorSeconds, PolicyVersion, RewardHealth
 from asyncgrpo.wire.rollouts import OF_ONE_BATCH, RewardFailed
 
@@ -29,10 +29,6 @@ class Session:
     version: PolicyVersion | None = None
     seconds: GeneratorSeconds | None = None
     """Activity of its process at the last heartbeat; None before the first, as it may have served another buffer."""
-
-    def is_live(self, now_s: float) -> bool:
-        """Return True if its last message is recent."""
-        return now_s - self.heard_s <= liveness.QUIET_S
 
 
 # -- speeds ------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -195,7 +195,13 @@ class Quarantine:
         self._path = path
         self.cases: dict[str, Case] = {}
         """Cases by prompt id."""
-        for text in _read(path) if path is not None else []:
+        try:
+            content = path.read_bytes() if path is not None else b""
+        except FileNotFoundError:
+            content = b""
+        except OSError as error:
+            raise JournalError(f"{path} cannot be read: {error.strerror}") from error
+        for text in filter(bytes.strip, content.splitlines()):
             try:
                 case = msgspec.json.decode(text, type=Case)
             except msgspec.MsgspecError as error:
@@ -214,28 +220,13 @@ class Quarantine:
             return
         try:
             with open(self._path, "ab+") as file:
-                file.write((b"\n" if _is_torn(file) else b"") + msgspec.json.encode(case) + b"\n")
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+                is_torn = file.read(1) not in (b"", b"\n")  # the last line lacks its newline
+                file.write(b"\n" * is_torn + msgspec.json.encode(case) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
             log.error("%s cannot be written: %s", self._path, error)
-
-
-def _read(path: Path) -> list[bytes]:
-    try:
-        return [line for line in path.read_bytes().splitlines() if line.strip()]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise JournalError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _is_torn(file: BinaryIO) -> bool:
-    """Return True if the last line of the file lacks its newline."""
-    if file.seek(0, os.SEEK_END) == 0:
-        return False
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) != b"\n"
 
 
 # -- groups without signal ---------------------------------------------------------------------------------------------

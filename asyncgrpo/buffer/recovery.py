@@ -6,11 +6,10 @@ age. Every other group lies on the path to the checkpoint and is trained if the 
 """
 
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -34,13 +33,13 @@ from asyncgrpo.journal.history import (
     repair,
     surviving_path,
 )
-from asyncgrpo.journal.log import SEGMENT_BYTES, Disk, InMemory, Journal, Ledger
+from asyncgrpo.journal.log import InMemory, Journal, Ledger
 from asyncgrpo.types import PolicyVersion
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verdict:
     """Decision on a group of an earlier start."""
 
@@ -50,6 +49,11 @@ class Verdict:
     """Reason why the group is not trained; None: it is ready."""
     max_lag: int
     """Bound on its lag, optimizer steps."""
+
+    @property
+    def deadline(self) -> int:
+        """Number of the last version at which a step may take it."""
+        return self.record.versions[0].number + self.max_lag
 
 
 @dataclass(frozen=True)
@@ -69,17 +73,14 @@ def reopen(
     run_started: RunStarted,
     prompts: PromptSource,
     config: BufferConfig,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    disk: Disk | None = None,
-    segment_bytes: int = SEGMENT_BYTES,
+    **of_journal: Any,
 ) -> Reopened:
     """Read and repair the journal in `folder`, decide on its groups, and continue writing it.
 
     Args:
         run_started: this start.
         prompts: restored from the checkpoint that this start resumes from.
-        clock, disk, segment_bytes: of the `Journal`.
+        of_journal: further arguments of the `Journal`: `clock`, `disk`, `segment_bytes`.
     Raises:
         JournalError: the folder cannot be read. (A failed write is retried.)
     """
@@ -98,9 +99,7 @@ def reopen(
         config.durability,
         survivors=survivors,
         keep=config.keep_journal,
-        clock=clock,
-        disk=disk,
-        segment_bytes=segment_bytes,
+        **of_journal,
     )
     return Reopened(journal, history, verdicts, earlier_failures(history, prompts), run_started.max_lag)
 
@@ -162,16 +161,6 @@ def bound_of(lease_id: str, max_lag: int | None, start: RunStarted) -> int:
     return max_lag if start.max_lag_is_auto or is_its_own else min(max_lag, start.max_lag)
 
 
-def trained_on(history: History, path: Mapping[int, int]) -> set[str]:
-    """Return the lease ids of the groups that the path was trained on."""
-    return {
-        lease_id
-        for found in history.found
-        if isinstance(record := found.record, BatchIssued) and record.step <= path.get(record.version.lineage, -1)
-        for lease_id in record.lease_ids
-    }
-
-
 def judge(history: History, prompts: PromptSource, run_started: RunStarted, config: BufferConfig) -> list[Verdict]:
     """A verdict on every group that is neither trained on the path nor dropped, in order of arrival.
 
@@ -184,35 +173,41 @@ def judge(history: History, prompts: PromptSource, run_started: RunStarted, conf
     """
     path = surviving_path(history.starts, run_started.parent)
     step = 0 if run_started.parent is None else run_started.parent.number
-    settled = trained_on(history, path)
-    settled |= {found.record.lease_id for found in history.found if isinstance(found.record, Dropped)}
-    undecided: dict[str, tuple[Found, Delivered]] = {}
+    settled = set[str]()  # leases of groups that were dropped, or that the path was trained on
     for found in history.found:
-        if isinstance(found.record, Delivered) and found.record.lease_id not in settled:
-            undecided[found.record.lease_id] = found, found.record
+        if isinstance(record := found.record, Dropped):
+            settled.add(record.lease_id)
+        elif isinstance(record, BatchIssued) and record.step <= path.get(record.version.lineage, -1):
+            settled.update(record.lease_ids)
+    verdicts: dict[str, Verdict] = {}  # by lease id
+    for found in history.found:
+        if isinstance(record := found.record, Delivered) and record.lease_id not in settled:
+            max_lag = bound_of(record.lease_id, record.max_lag, run_started)
+            verdicts[record.lease_id] = Verdict(found, record, None, max_lag)
 
-    reasons: dict[str, str | None] = {}
-    by_prompt_index: dict[int, str] = {}
-    for lease_id, (found, record) in undecided.items():
-        start = history.starts.get(found.lineage)
-        reason: str | None = None
-        if not prompts.is_wanted(record.prompt_index):
-            reason = "superseded"
+    ready: dict[int, Verdict] = {}  # by prompt index
+    for one in verdicts.values():
+        start, index = history.starts.get(one.found.lineage), one.record.prompt_index
+        if not prompts.is_wanted(index):
+            one.reason = "superseded"
         elif start is None or start.compatibility_key != run_started.compatibility_key:
-            reason = "incompatible"
-        elif not all(is_on(path, version) for version in record.versions):
-            reason = "ahead"
-        elif not found.body_bytes:
-            reason = "damaged"
-        reasons[lease_id] = reason
-        if reason is None:
-            if (earlier := by_prompt_index.get(record.prompt_index)) is not None:
-                reasons[earlier] = "superseded"
-            by_prompt_index[record.prompt_index] = lease_id
-    ready = [undecided[lease_id][1] for lease_id in by_prompt_index.values()]
-    bounds = {name: bound_of(name, record.max_lag, run_started) for name, (_, record) in undecided.items()}
-    reasons |= dict.fromkeys(_late(ready, bounds, step, config), "stale")
-    return [Verdict(found, record, reasons[name], bounds[name]) for name, (found, record) in undecided.items()]
+            one.reason = "incompatible"
+        elif not all(is_on(path, version) for version in one.record.versions):
+            one.reason = "ahead"
+        elif not one.found.body_bytes:
+            one.reason = "damaged"
+        else:
+            if (earlier := ready.get(index)) is not None:
+                earlier.reason = "superseded"
+            ready[index] = one
+    # Under `wait` no group is late unless `max_lag` or P decreased, because admission bounds them (`admission.py`).
+    place = 0
+    for one in sorted(ready.values(), key=lambda v: (v.deadline, v.record.prompt_index)):
+        if config.policy == "train" or place < (one.deadline - step + 1) * config.prompts_per_step:
+            place += 1
+        else:  # too old before P groups a step would train it
+            one.reason = "stale"
+    return list(verdicts.values())
 
 
 FAILED_ATTEMPTS = BLAMED | {"lease_timeout", "incomplete", "unscored", "lineage", "stale", "cancelled"}
@@ -235,20 +230,3 @@ def earlier_failures(history: History, prompts: PromptSource) -> EarlierFailures
             case Delivered(prompt_index=index):
                 earlier.interruptions.pop(index, None)
     return earlier
-
-
-def _late(records: list[Delivered], bounds: Mapping[str, int], step: int, config: BufferConfig) -> list[str]:
-    """Return the lease ids of ready groups that become too old before P groups a step would train them.
-
-    Under `wait` there are none unless `max_lag` or P decreased, because admission bounds them (`admission.py`).
-    """
-    if config.policy == "train":
-        return []
-    deadlines = {r.lease_id: r.versions[0].number + bounds[r.lease_id] for r in records}
-    late, place = [], 0
-    for record in sorted(records, key=lambda r: (deadlines[r.lease_id], r.prompt_index)):
-        if place < (deadlines[record.lease_id] - step + 1) * config.prompts_per_step:
-            place += 1
-        else:
-            late.append(record.lease_id)
-    return late

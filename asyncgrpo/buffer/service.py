@@ -228,13 +228,10 @@ class BufferService:
             metrics.paused.set(asked.is_paused)
             self._steer, self._may_take = asked, True
         for name, session in self._sessions.items():
-            if session.peer in self._steer.ending and not self._holds(name, session.peer):
-                self._server.send(session.peer, Shutdown())
-
-    def _holds(self, name: str, peer: str) -> bool:
-        """Return True if this generator holds a lease or a group that is not acknowledged."""
-        is_held = self._buffer.held_by(name) or self._evaluations.held_by(name)
-        return bool(is_held) or any(peer == other for _, other, _ in self._unacknowledged.values())
+            if session.peer in self._steer.ending:
+                num_held = self._buffer.held_by(name) + self._evaluations.held_by(name)
+                if not num_held and all(peer != session.peer for _, peer, _ in self._unacknowledged.values()):
+                    self._server.send(session.peer, Shutdown())
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -289,7 +286,11 @@ class BufferService:
             case Take():
                 self._trained(message.version)
                 self._learner, self._waiting_sent_s = peer, now_s
-                self._note_take(message, now_s)
+                # With a report on the step before.
+                if self._asked_for is not None and message.version > self._asked_for:
+                    waited = self._held_back_s / max(now_s - self._asked_s, 1e-9)
+                    self._buffer.step_ended(message.version, message.shares_within, waited)
+                self._take, self._asked_for, self._asked_s, self._held_back_s = message, message.version, now_s, 0.0
             case Trained(version=version):
                 self._trained(version)
             case RequestEval(step=step):
@@ -438,7 +439,8 @@ class BufferService:
         return {name: session for name, session in able.items() if not self._speeds.is_benched(name, now_s)} or able
 
     def _is_live(self, session: Session, now_s: float) -> bool:
-        return session.is_live(now_s) and session.peer not in self._steer.leaving
+        """Return True if its last message is recent and it may get leases."""
+        return now_s - session.heard_s <= liveness.QUIET_S and session.peer not in self._steer.leaving
 
     def _room(self, session: Session, now_s: float) -> int:
         """Return the number of leases that a generator may sample for."""
@@ -548,53 +550,44 @@ class BufferService:
         if version is not None and (self._buffer.version is None or version > self._buffer.version):
             self._buffer.trained(version)
 
-    def _note_take(self, take: Take, now_s: float) -> None:
-        """Store the learner's request, and the report on the previous step in it."""
-        if self._asked_for is not None and take.version > self._asked_for:
-            waited = self._held_back_s / max(now_s - self._asked_s, 1e-9)
-            self._buffer.step_ended(take.version, take.shares_within, waited)
-        self._take, self._asked_for, self._asked_s, self._held_back_s = take, take.version, now_s, 0.0
-
     def _reply_to_take(self, now_s: float) -> None:
         """Send the learner its batch, or NoMore. Until then, send Waiting once a second."""
         if self._learner is None:
             return
+        why: Literal["exhausted", "draining", "failing"] | None = None
         if self._last_evals:
-            if not self._evaluations.in_flight:
-                self._send_no_more("exhausted")
-            else:
-                self._send_waiting(self._learner, now_s)
+            why = None if self._evaluations.in_flight else "exhausted"
+        elif self._take is None:
             return
-        if self._take is None:
-            return
-        if self._drain_reason:
-            self._send_no_more("failing" if self._is_failing else "draining")
-            return
-        if self._batch is None and self._may_take and self._journal.is_blocked is None and not self._steer.is_paused:
-            self._may_take = False
-            self._batch = self._buffer.take(self._take.version, now_s)
-            if self._batch is not None and self._buffer.is_held_back:
-                self._held_back_s = now_s - self._asked_s
-        if self._batch is not None and self._journal.is_blocked is None:  # its manifest is written
-            self._send_batch(self._take, self._batch, now_s)
-        elif self._buffer.exhausted and not self._evaluations.in_flight:
-            self._send_no_more("exhausted")
+        elif self._drain_reason:
+            why = "failing" if self._is_failing else "draining"
         else:
-            self._send_waiting(self._learner, now_s)
-
-    def _send_waiting(self, learner: str, now_s: float) -> None:
-        if now_s - self._waiting_sent_s >= liveness.WAITING_EVERY_S:
+            is_blocked = self._journal.is_blocked is not None
+            if self._batch is None and self._may_take and not is_blocked and not self._steer.is_paused:
+                self._may_take = False
+                self._batch = self._buffer.take(self._take.version, now_s)
+                if self._batch is not None and self._buffer.is_held_back:
+                    self._held_back_s = now_s - self._asked_s
+            if self._batch is not None and self._journal.is_blocked is None:  # its manifest is written
+                self._send_batch(self._take, self._batch, now_s)
+                return
+            if self._buffer.exhausted and not self._evaluations.in_flight:
+                why = "exhausted"
+        if why is not None:
+            evals = self._evaluations.take_finished()
+            self._server.send(self._learner, NoMore(why=why, counters=counters(self._buffer), evals=evals))
+            self._take, self._last_evals = None, False
+        elif now_s - self._waiting_sent_s >= liveness.WAITING_EVERY_S:
             self._waiting_sent_s = now_s
             what, hopeless = self._describe_wait(now_s), self._rewards.fatal_reason
             message = Waiting(
                 what=what, evals=self._evaluations.take_finished(), hopeless=hopeless, is_paused=self._steer.is_paused
             )
-            self._server.send(learner, message)
+            self._server.send(self._learner, message)
 
     def _send_batch(self, take: Take, entries: list[GroupEntry], now_s: float) -> None:
         assert self._learner is not None
-        observe_batch(self._buffer, entries, take.version.number, now_s)
-        figures = batch_figures(self._buffer, entries, now_s) | self._load.since_batch()
+        figures = batch_figures(self._buffer, entries, take.version.number, now_s) | self._load.since_batch()
         message = Batch(
             step=take.step,
             groups=tuple(e.message for e in entries if e.message is not None),
@@ -606,13 +599,6 @@ class BufferService:
         self._server.send(self._learner, message, b"".join(e.payload for e in entries))
         self._take = self._batch = None
         self._filtered_before = self._buffer.filtered.total()
-
-    def _send_no_more(self, why: Literal["exhausted", "draining", "failing"]) -> None:
-        assert self._learner is not None
-        self._server.send(
-            self._learner, NoMore(why=why, counters=counters(self._buffer), evals=self._evaluations.take_finished())
-        )
-        self._take, self._last_evals = None, False
 
     def _send_snapshots(self, now_s: float) -> None:
         """Send snapshots once the journal is synced: a checkpoint must not contain a step whose manifest may be lost."""
@@ -686,32 +672,23 @@ def counters(buffer: Buffer) -> dict[str, float]:
     return {f"{name}_{key}": float(value) for name, counts in totals.items() for key, value in counts.items()} | now
 
 
-def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], now_s: float) -> dict[str, float]:
-    """Return statistics of a taken batch: occupancy of the buffer and waiting time. Names begin with `OF_ONE_BATCH`.
+def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], version: int, now_s: float) -> dict[str, float]:
+    """Observe the batch of the step that starts at `version` in this process's metrics, and return its statistics.
 
-    `under_way` counts leased and ready groups, the batch included. `ready_seconds` is absent if all groups come from an
-    earlier start.
+    These are the occupancy of the buffer and the waiting time, with names that begin with `OF_ONE_BATCH`. `under_way` counts
+    leased and ready groups, the batch included. `ready_seconds` is absent if all groups come from an earlier start.
     """
     under_way = buffer.count(State.LEASED) + buffer.count(State.READY) + len(batch)
     figures = {"max_lag": buffer.max_lag, "slots": buffer.num_slots, "under_way": under_way, "wanted": buffer.wanted}
     figures_of_batch = {OF_ONE_BATCH + name: float(figure) for name, figure in figures.items()}
-    waited = ready_seconds(batch, now_s)
-    return figures_of_batch | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
-
-
-def ready_seconds(batch: Sequence[GroupEntry], now_s: float) -> list[float]:
-    """Return the time that each group of `batch` was ready, seconds, without groups that an earlier start left."""
-    return [now_s - entry.ready_at_s for entry in batch if entry.ready_at_s is not None]
-
-
-def observe_batch(buffer: Buffer, batch: Sequence[GroupEntry], version: int, now_s: float) -> None:
-    """Observe the batch of the step that starts at `version` in this process's metrics."""
     for entry in batch:
         lag = version - entry.oldest.number
         metrics.group_lag_steps.observe(lag)
         metrics.groups_at_bound_total.inc(lag >= entry.max_lag)
-    for waited_s in ready_seconds(batch, now_s):
+    waited = [now_s - entry.ready_at_s for entry in batch if entry.ready_at_s is not None]
+    for waited_s in waited:
         metrics.group_ready_seconds.observe(waited_s)
+    return figures_of_batch | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
 
 
 class Gauges:

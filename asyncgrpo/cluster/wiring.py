@@ -309,7 +309,7 @@ def _recovered_buffer(
         lineage=setup.lineage,
         journal=reopened.journal,
         quarantine=Quarantine(setup.run_dir / QUARANTINE_FILE),
-        max_lag=reopened.max_lag,
+        last_max_lag=reopened.max_lag,
     )
     metrics.bias_threshold.set(BIAS_THRESHOLD)
     return buffer, bring_back(buffer, reopened, images)
@@ -555,7 +555,7 @@ class LearnerActor:
             if self._setup.checkpoint is not None:
                 learner.load(str(self._setup.checkpoint / "resume"))
             team = Team(rank, world)
-            if not team.leads:
+            if team.rank > 0:
                 learner.snapshot.connect(leader.weights_endpoint, host_of(config), self._setup.keys)
                 follow(learner, team)
                 return "done"

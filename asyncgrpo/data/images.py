@@ -10,7 +10,6 @@ import binascii
 import contextlib
 import io
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -24,6 +23,7 @@ from asyncgrpo.config.rules import VISION_MODELS
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.sources import Misfit, kind, one_line
 from asyncgrpo.errors import ConfigError, DataError
+from asyncgrpo.host import replace_file
 from asyncgrpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -194,9 +194,7 @@ class Images:
         digest = xxhash.xxh3_128_hexdigest(content)
         if self._folder is not None and not (self._folder / digest).exists():
             self._folder.mkdir(parents=True, exist_ok=True)
-            temporary = self._folder / f".{digest}.{os.getpid()}"
-            temporary.write_bytes(content)
-            os.replace(temporary, self._folder / digest)
+            replace_file(self._folder / digest, content)
         return digest
 
     def read(self, digest: str, of: str) -> bytes:

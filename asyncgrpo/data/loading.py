@@ -393,80 +393,64 @@ class Checked(NamedTuple):
 
 
 def check(config: Config, on_progress: Callable[[str], object] = log.info) -> dict[str, Checked]:
-    """Check all rows of a run: those of `train`, and those of each held-out suite.
+    """Check all rows of a run: those of `train`, and those of each held-out suite. All are read, and few are tokenised.
+
+    Renders prompts with images, one prompt per sequence of roles, because a chat template may refuse a sequence, and more until
+    one is not too long. Logs a warning if only some rows of a source lack an answer.
 
     Args:
         on_progress: called with a line every few seconds.
     Raises:
-        ConfigError, DataError: model or data cannot be used.
+        DataError: a row cannot be used, or all of a source are longer than `data.max_prompt_tokens`.
+        ConfigError: the model cannot be used, the tokenizer produces tokens that it does not have, or a setting does not fit
+            images.
     """
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
-    vocabulary, found = vocabulary_size(config.model.path), dict[str, Checked]()
-    images = Images.of(config)
-    for name, sources, limit in [
+    vocabulary, images = vocabulary_size(config.model.path), Images.of(config)
+
+    def check_source(source: str, limit: int | None) -> Checked:
+        schema, rows = open_source(source, config.data)
+        seen, sources = set[tuple[str, ...]](), set[str]()
+        longest, fits, index, unanswered = 0, False, -1, list[int]()
+        reported_s = time.monotonic()
+        for index, row in enumerate(itertools.islice(rows, limit)):
+            if time.monotonic() > reported_s + PROGRESS_EVERY_S:
+                reported_s = time.monotonic()
+                on_progress(f"{source}: checked {index:,} of {len(rows):,} rows")
+            record = schema.to_record(row, index)
+            sources.add(record.source)
+            if record.answer in (None, ""):
+                unanswered.append(index)
+            roles = tuple(turn["role"] for turn in record.messages)
+            if record.images:
+                refuse_images(config)
+            elif fits and roles in seen:
+                continue
+            seen.add(roles)
+            token_ids = rendered(source, index, record, tokenizer, config.data, images).token_ids
+            if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
+                raise ConfigError(
+                    f"{source}, row {index}: the tokenizer of model.path produces token {max(token_ids)}, but the vocabulary "
+                    f"of the model has {vocabulary} tokens; use the model's own tokenizer"
+                )
+            longest = max(longest, len(token_ids))
+            fits = fits or len(token_ids) <= config.data.max_prompt_tokens
+        if not fits:
+            raise all_too_long(source, index + 1, longest, config.data)
+        if 0 < len(unanswered) <= index:
+            which = ", ".join(map(str, unanswered[:10])) + ", ..." * (len(unanswered) > 10)
+            log.warning("%s: %d of %d rows have no answer: %s", source, len(unanswered), index + 1, which)
+        return Checked(index + 1, sources)
+
+    found = dict[str, Checked]()
+    for name, chosen, limit in [
         ("train", config.data.sources, None),
         *((name, (source,), config.data.eval_rows) for name, source in config.data.suites.items()),
     ]:
-        read = [_check_source(one, tokenizer, config, vocabulary, limit, on_progress, images) for one in sources]
+        read = [check_source(one, limit) for one in chosen]
         found[name] = Checked(sum(one.rows for one in read), set().union(*(one.sources for one in read)))
     return found
-
-
-def _check_source(
-    source: str,
-    tokenizer: "PreTrainedTokenizerBase",
-    config: Config,
-    vocabulary: int | None,
-    limit: int | None,
-    on_progress: Callable[[str], object],
-    images: Images | None,
-) -> Checked:
-    """Check the rows of one source. All are read, and few are tokenised.
-
-    Renders prompts with images, one prompt per sequence of roles, because a chat template may refuse a sequence, and more until
-    one is not too long. Logs a warning if only some rows lack an answer.
-
-    Args:
-        vocabulary: size of the model's vocabulary, if known.
-        limit: rows to use, from the start; None: all.
-        images: of the run; None: the model reads none.
-    Raises:
-        DataError: a row cannot be used, or all are longer than `data.max_prompt_tokens`.
-        ConfigError: the tokenizer produces tokens that the model does not have, or a setting does not fit images.
-    """
-    schema, rows = open_source(source, config.data)
-    seen, sources = set[tuple[str, ...]](), set[str]()
-    longest, fits, index, unanswered = 0, False, -1, list[int]()
-    reported_s = time.monotonic()
-    for index, row in enumerate(itertools.islice(rows, limit)):
-        if time.monotonic() > reported_s + PROGRESS_EVERY_S:
-            reported_s = time.monotonic()
-            on_progress(f"{source}: checked {index:,} of {len(rows):,} rows")
-        record = schema.to_record(row, index)
-        sources.add(record.source)
-        if record.answer in (None, ""):
-            unanswered.append(index)
-        roles = tuple(turn["role"] for turn in record.messages)
-        if record.images:
-            refuse_images(config)
-        elif fits and roles in seen:
-            continue
-        seen.add(roles)
-        token_ids = rendered(source, index, record, tokenizer, config.data, images).token_ids
-        if vocabulary is not None and max(token_ids, default=0) >= vocabulary:
-            raise ConfigError(
-                f"{source}, row {index}: the tokenizer of model.path produces token {max(token_ids)}, but the vocabulary of "
-                f"the model has {vocabulary} tokens; use the model's own tokenizer"
-            )
-        longest = max(longest, len(token_ids))
-        fits = fits or len(token_ids) <= config.data.max_prompt_tokens
-    if not fits:
-        raise all_too_long(source, index + 1, longest, config.data)
-    if 0 < len(unanswered) <= index:
-        which = ", ".join(map(str, unanswered[:10])) + ", ..." * (len(unanswered) > 10)
-        log.warning("%s: %d of %d rows have no answer: %s", source, len(unanswered), index + 1, which)
-    return Checked(index + 1, sources)
 
 
 def all_too_long(source: str | Path, count: int, longest: int, config: DataConfig) -> DataError:

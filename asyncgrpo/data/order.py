@@ -64,7 +64,9 @@ class Mixture:
 
     def order(self, epoch: int, round_order: RoundOrder) -> Indices:
         """Return [sum of sizes] indices into the list of all prompts, in the order of `epoch`."""
-        source_at = _spread(self.places)
+        # Equal distances between the places of one source.
+        at = np.concatenate([(np.arange(count) + 0.5) / count for count in self.places])
+        source_at = np.repeat(np.arange(len(self.places)), self.places)[np.argsort(at, kind="stable")]
         found = np.empty(len(source_at), np.int64)
         for source, (begin, size, count) in enumerate(zip(self.begins, self._sizes, self.places, strict=True)):
             first, offset = divmod(epoch * count, size)
@@ -86,12 +88,6 @@ def places(total: int, weights: Sequence[float]) -> tuple[int, ...]:
         else:
             counts[-min(one for one in behind if counts[-one[1]] > 1)[1]] -= 1
     return tuple(counts)
-
-
-def _spread(counts: Sequence[int]) -> Indices:
-    """Return [sum of counts] the source at each place, with equal distances between places of one source."""
-    at = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
-    return np.repeat(np.arange(len(counts)), counts)[np.argsort(at, kind="stable")]
 
 
 # -- curriculum --------------------------------------------------------------------------------------------------------
@@ -240,7 +236,11 @@ class Curriculum:
         if decided is None:
             decided = self._unwritten[path] = self._decide(source, number, self._shares[begin : begin + size], draw)
         if path in self._unwritten:
-            _write(path, decided)
+            data = msgspec.msgpack.encode(decided)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, xxhash.xxh3_64_digest(data) + data, is_durable=True)
+            for folder in (path.parent, path.parent.parent):
+                sync(folder)
             del self._unwritten[path]
         self._show(decided)
         return np.frombuffer(decided.order, np.int32)
@@ -284,12 +284,3 @@ class Curriculum:
             totals = sum((Counter(getattr(one, name)) for one in self._rounds.values()), Counter[str]())
             for kind in KINDS:
                 metric.labels(kind=kind).set(totals[kind])
-
-
-def _write(path: Path, decided: Round) -> None:
-    """Write the file atomically and durably. Raises OSError."""
-    data = msgspec.msgpack.encode(decided)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, xxhash.xxh3_64_digest(data) + data, is_durable=True)
-    for folder in (path.parent, path.parent.parent):
-        sync(folder)

@@ -8,6 +8,7 @@ were not done are issued again, and done ones are not.
 import heapq
 import logging
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -45,6 +46,7 @@ class PromptState(Frozen):
         return msgspec.structs.replace(self, shares=b"")
 
 
+@dataclass(eq=False)
 class PromptSource:
     """Issues the prompts of a run in order and tracks which are done.
 
@@ -52,33 +54,27 @@ class PromptSource:
     given back and issued again. Not thread-safe; owned by one process.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seed: int,
-        shuffle: bool,
-        epochs: int | None,
-        weights: Sequence[float] = (),
-        sizes: Sequence[int] = (),
-        curriculum: Curriculum | None = None,
-    ) -> None:
-        """
-        Args:
-            prompts: at least one.
-            seed: determines the order of each epoch, with the number of the epoch.
-            shuffle: False keeps the given order in each epoch.
-            epochs: number of epochs; None: unlimited.
-            weights: of the sources; empty: all prompts have one order.
-            sizes: prompts of each source; required with weights.
-            curriculum: of this run; None: the run never had one.
-        """
-        assert prompts, "a prompt source needs prompts"
-        self._prompts = prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._end = None if epochs is None else epochs * len(self._prompts)
-        self._fingerprint = prompts.fingerprint if isinstance(prompts, Prompts) else fingerprint_of(prompts)
+    prompts: Sequence[Prompt]
+    """At least one."""
+    _: KW_ONLY
+    seed: int
+    """Determines the order of each epoch, with the number of the epoch."""
+    shuffle: bool
+    """False keeps the given order in each epoch."""
+    epochs: int | None
+    """Number of epochs; None: unlimited."""
+    weights: Sequence[float] = ()
+    """Of the sources; empty: all prompts have one order."""
+    sizes: Sequence[int] = ()
+    """Prompts of each source; required with weights."""
+    curriculum: Curriculum | None = None
+    """Of this run; None: the run never had one."""
+
+    def __post_init__(self) -> None:
+        assert self.prompts, "a prompt source needs prompts"
+        self._end = None if self.epochs is None else self.epochs * len(self.prompts)
+        given = self.prompts
+        self._fingerprint = given.fingerprint if isinstance(given, Prompts) else fingerprint_of(given)
         self._frontier = 0
         self._next = 0
         self._done_beyond: set[int] = set()
@@ -86,12 +82,11 @@ class PromptSource:
         self._given_back: list[int] = []  # a heap
         self._isolated: list[int] = []  # a heap
         self._claimed: set[int] = set()
-        self._weights = tuple(weights)
-        self._mixture = Mixture(sizes, weights) if weights else None
+        self._weights = tuple(self.weights)
+        self._mixture = Mixture(self.sizes, self.weights) if self.weights else None
         self._permutation = lru_cache(maxsize=2)(self._order_of)
-        self._curriculum = curriculum
-        if curriculum is not None:
-            curriculum.begin(f"{self._fingerprint} {seed} {shuffle} {self._weights}", len(prompts))
+        if self.curriculum is not None:
+            self.curriculum.begin(f"{self._fingerprint} {self.seed} {self.shuffle} {self._weights}", len(self.prompts))
         self.is_blocked: str | None = None
         """Reason if the order of the next prompt's epoch cannot be written; else None."""
 
@@ -112,8 +107,8 @@ class PromptSource:
         Args:
             rewards: of its completions, if it was trained or filtered.
         """
-        if self._curriculum is not None and self._curriculum.is_on and rewards:
-            self._curriculum.note(self._row(prompt_index), rewards)
+        if self.curriculum is not None and self.curriculum.is_on and rewards:
+            self.curriculum.note(self._row(prompt_index), rewards)
         if prompt_index in self._outstanding:
             self._outstanding.remove(prompt_index)
         else:
@@ -158,19 +153,19 @@ class PromptSource:
 
     def prompt(self, prompt_index: int) -> Prompt:
         """Return the prompt of an index, which is equal in all processes with these prompts and seed."""
-        return self._prompts[self._row(prompt_index)]
+        return self.prompts[self._row(prompt_index)]
 
     def state(self) -> PromptState:
         """Return the state for a restart. It is small, because only outstanding prompts lie between done ones."""
         return PromptState(
             frontier=self._frontier,
             done_beyond=tuple(sorted(self._done_beyond)),
-            seed=self._seed,
-            shuffle=self._shuffle,
-            num_prompts=len(self._prompts),
+            seed=self.seed,
+            shuffle=self.shuffle,
+            num_prompts=len(self.prompts),
             fingerprint=self._fingerprint,
             weights=self._weights,
-            shares=self._curriculum.state() if self._curriculum is not None else b"",
+            shares=self.curriculum.state() if self.curriculum is not None else b"",
         )
 
     def restore(self, state: PromptState) -> None:
@@ -192,11 +187,11 @@ class PromptSource:
                 raise CheckpointError(
                     f"the checkpoint's prompt order cannot be continued: {name} was {then} and is now {now}"
                 )
-        if self._curriculum is not None:
-            first = state.frontier // len(self._prompts)
-            begun = {index // len(self._prompts) for index in (state.frontier - 1, *state.done_beyond)}
+        if self.curriculum is not None:
+            first = state.frontier // len(self.prompts)
+            begun = {index // len(self.prompts) for index in (state.frontier - 1, *state.done_beyond)}
             under_way = [epoch for epoch in sorted(begun) if epoch >= first]
-            self._curriculum.restore(state.shares, lambda: [self._permutation(epoch) for epoch in under_way])
+            self.curriculum.restore(state.shares, lambda: [self._permutation(epoch) for epoch in under_way])
         self._frontier = self._next = state.frontier
         self._done_beyond = set(state.done_beyond)
         self._outstanding.clear()
@@ -215,7 +210,7 @@ class PromptSource:
     @property
     def num_prompts(self) -> int:
         """Prompts per epoch."""
-        return len(self._prompts)
+        return len(self.prompts)
 
     @property
     def num_done(self) -> int:
@@ -225,7 +220,7 @@ class PromptSource:
     @property
     def epoch(self) -> int:
         """Complete epochs."""
-        return self._frontier // len(self._prompts)
+        return self._frontier // len(self.prompts)
 
     @property
     def next_prompt_index(self) -> int | None:
@@ -250,12 +245,12 @@ class PromptSource:
     @property
     def longest_gap(self) -> int:
         """Maximum distance between two prompt indices of one prompt."""
-        rounds = 1 + (SOLVED_EVERY if self._curriculum is not None else 1)
-        return rounds * (len(self._prompts) if self._mixture is None else self._mixture.longest_round)
+        rounds = 1 + (SOLVED_EVERY if self.curriculum is not None else 1)
+        return rounds * (len(self.prompts) if self._mixture is None else self._mixture.longest_round)
 
     def rounds_begun(self) -> list[dict[str, Any]]:
         """Return the rounds that began since the last call, as `Curriculum.rounds_begun`."""
-        return self._curriculum.rounds_begun() if self._curriculum is not None else []
+        return self.curriculum.rounds_begun() if self.curriculum is not None else []
 
     @property
     def is_exhausted(self) -> bool:
@@ -273,7 +268,7 @@ class PromptSource:
         """Return True if the order of the prompt's epoch is decided and, if required, written."""
         if prompt_index is not None:
             try:
-                self._permutation(prompt_index // len(self._prompts))
+                self._permutation(prompt_index // len(self.prompts))
             except OSError as error:
                 if self.is_blocked is None:
                     log.error("prompts are not leased until the order of their epoch is written: %s", error)
@@ -283,13 +278,13 @@ class PromptSource:
         return True
 
     def _row(self, prompt_index: int) -> int:
-        epoch, position = divmod(prompt_index, len(self._prompts))
+        epoch, position = divmod(prompt_index, len(self.prompts))
         return int(self._permutation(epoch)[position])
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """Return [num_prompts] indices of the prompts in the order of `epoch`."""
         if self._mixture is None:
-            return self._round(0, epoch, len(self._prompts))
+            return self._round(0, epoch, len(self.prompts))
         return self._mixture.order(epoch, self._round)
 
     def _round(self, source: int, number: int, size: int) -> np.ndarray:
@@ -299,15 +294,15 @@ class PromptSource:
         """
 
         def draw(number: int) -> np.ndarray:
-            if not self._shuffle:
+            if not self.shuffle:
                 return np.arange(size)
-            key = [self._seed, number] if self._mixture is None else [self._seed, number, source]
+            key = [self.seed, number] if self._mixture is None else [self.seed, number, source]
             return np.argsort(np.random.Philox(np.random.SeedSequence(key)).random_raw(size), kind="stable")
 
-        if self._curriculum is None:
+        if self.curriculum is None:
             return draw(number)
         begin = 0 if self._mixture is None else self._mixture.begins[source]
-        return self._curriculum.order(source, number, begin, size, draw)
+        return self.curriculum.order(source, number, begin, size, draw)
 
 
 def _least(heads: list[int], other: int | None) -> int | None:

@@ -1,4 +1,4 @@
-"""The engine protocol, and the common base of the engines: requests and their bookkeeping.
+"""The base of all engines: requests and their bookkeeping.
 
 An engine lives on one asyncio event loop. It samples, reports the policy version of each token, and swaps its weights
 between two tokens. It is independent of rewards, groups, the buffer and the network. A request ends in exactly one of three
@@ -7,8 +7,10 @@ gets the error.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +19,7 @@ from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, FinishReason, PolicyVersion, Sampling, VersionSpan
 from asyncgrpo.weights.arena import SharedTensors
 
-# -- the protocol ------------------------------------------------------------------------------------------------------
+# -- load --------------------------------------------------------------------------------------------------------------
 
 
 class EngineOccupancy(NamedTuple):
@@ -39,106 +41,22 @@ class EngineOccupancy(NamedTuple):
     """Lower bound of the duration of the step in progress, seconds; 0 without one."""
 
 
-class CompletionSource(Protocol):
-    """Samples completions: an engine, or what samples with one over several turns (`generators.turns.Turns`)."""
-
-    def generate(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        num_completions: int,
-        sampling: Sampling,
-        seed: int,
-        images: tuple[str, ...] = (),
-    ) -> AsyncIterator[Completion]:
-        """Sample `num_completions` completions of `prompt` (token ids); yield each as soon as it is complete, in any order.
-
-        `images` are digests as in `types.Prompt`.
-
-        No request that starts after `load_weights` reuses keys and values computed under older weights. `torch` and `fake`
-        seed completion i by `seed + i`; SGLang uses seeds of its own.
-
-        Raises:
-            RequestError: this request was refused or failed; others continue.
-            EngineError: the engine failed.
-        """
-
-    async def abort(self, request_id: str) -> None:
-        """Abort a request: unfinished completions are yielded with their tokens so far, `finish_reason="abort"`.
-
-        An unknown id is ignored.
-        """
-
-
-class Engine(CompletionSource, Protocol):
-    """An inference engine, owned by one process. `engines.build.build_engine` makes one.
-
-    All methods are called on one event loop. Many calls of `generate` may run at once.
-    """
-
-    @property
-    def version(self) -> PolicyVersion:
-        """Version of the weights that sample the next token."""
-
-    async def start(self, version: PolicyVersion) -> None:
-        """Load the model from its folder. Its weights count as `version`. Raises EngineError."""
-
-    async def load_weights(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        version: PolicyVersion,
-        *,
-        keep_kv: bool = True,
-    ) -> None:
-        """Replace the weights between two tokens. Requests in flight continue; their later tokens carry `version`.
-
-        Args:
-            tensors: name on disk and CPU tensor, every tensor of the model's checkpoint; read only during the call.
-            version: becomes `self.version` once all tensors are in place.
-            keep_kv: True: requests in flight keep their keys and values; False: they are recomputed.
-        Raises:
-            EngineError: the weights may be part old, part new, and the engine does not sample with them.
-        """
-
-    async def checksum(self) -> str:
-        """Return the digest of the engine's weights, equal on two engines of one kind exactly if their weights are equal."""
-
-    async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
-        """Return the log-probs of the tokens from `start` on of each sequence (token ids), in order, nats, at temperature 1,
-        under the present weights; empty if this engine has no model. `start` is at least 1.
-
-        It takes the path of a request, so that it is affected by the same faults, such as stale keys and values.
-        """
-
-    def occupancy(self) -> EngineOccupancy:
-        """Return the present load. Quick: it needs no reply of another process."""
-
-    async def probe(self) -> None:
-        """Return as soon as the model's process replies: at once, or between two batches. Block while it is stuck."""
-
-    async def close(self) -> None:
-        """Stop the engine and all its processes."""
-
-
 # -- requests ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Request:
     """A prompt and its completions, which a caller awaits."""
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        num_completions: int,
-        sampling: Sampling,
-        seed: int,
-        images: tuple[str, ...] = (),
-    ):
-        self.request_id = request_id
-        self.prompt, self.images = prompt, images
-        self.sampling = sampling
-        self.pending = [PendingCompletion(self, index, seed + index) for index in range(num_completions)]
+    request_id: str
+    prompt: tuple[int, ...]
+    num_completions: int
+    sampling: Sampling
+    seed: int
+    images: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.pending = [PendingCompletion(self, index, self.seed + index) for index in range(self.num_completions)]
         # It holds at most `num_completions` completions, or a failure.
         self._results: asyncio.Queue[Completion | EngineError] = asyncio.Queue()
 
@@ -214,16 +132,17 @@ def check_request(request: Request, *, vocab_size: int, max_context: int) -> Non
         raise RequestError(f"request {request.request_id}: {problem}")
 
 
-# -- the base of engines -----------------------------------------------------------------------------------------------
+# -- engines -----------------------------------------------------------------------------------------------------------
 
 
 R = TypeVar("R", bound=Request)
 
 
-class EngineBase(Generic[R]):
-    """Common base of all engines: requests in flight, the failure that stops sampling, and the guard of a weight change.
+class Engine(ABC, Generic[R]):
+    """An inference engine, owned by one process. `engines.build.build_engine` makes one.
 
-    A failure reaches every request in flight. From then on `generate` raises until `load_weights` succeeds.
+    All methods are called on one event loop. Many calls of `generate` may run at once. A failure reaches every request in
+    flight. From then on `generate` raises until `load_weights` succeeds.
     """
 
     request_type: type[R]
@@ -238,10 +157,36 @@ class EngineBase(Generic[R]):
 
     @property
     def version(self) -> PolicyVersion:
+        """Version of the weights that sample the next token."""
         return self._version
 
-    def _started(self, version: PolicyVersion) -> None:
-        self._version, self._failure, self._is_running = version, None, True
+    @abstractmethod
+    async def start(self, version: PolicyVersion) -> None:
+        """Load the model from its folder, and call `_started`. Its weights count as `version`. Raises EngineError."""
+
+    @abstractmethod
+    async def checksum(self) -> str:
+        """Return the digest of the engine's weights, equal on two engines of one kind exactly if their weights are equal."""
+
+    @abstractmethod
+    async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
+        """Return the log-probs of the tokens from `start` on of each sequence (token ids), in order, nats, at temperature 1,
+        under the present weights; empty if this engine has no model. `start` is at least 1.
+
+        It takes the path of a request, so that it is affected by the same faults, such as stale keys and values.
+        """
+
+    @abstractmethod
+    def occupancy(self) -> EngineOccupancy:
+        """Return the present load. Quick: it needs no reply of another process."""
+
+    @abstractmethod
+    async def probe(self) -> None:
+        """Return as soon as the model's process replies: at once, or between two batches. Block while it is stuck."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop the engine and all its processes."""
 
     async def generate(
         self,
@@ -252,6 +197,17 @@ class EngineBase(Generic[R]):
         seed: int,
         images: tuple[str, ...] = (),
     ) -> AsyncIterator[Completion]:
+        """Sample `num_completions` completions of `prompt` (token ids); yield each as soon as it is complete, in any order.
+
+        No request that starts after `load_weights` reuses keys and values computed under older weights. `torch` and `fake`
+        seed completion i by `seed + i`; SGLang uses seeds of its own.
+
+        Args:
+            images: digests as in `types.Prompt`.
+        Raises:
+            RequestError: this request was refused or failed; others continue.
+            EngineError: the engine failed.
+        """
         self._require_running()
         if self._failure:
             raise EngineError(f"the engine does not sample: {self._failure}") from self._failure
@@ -269,16 +225,25 @@ class EngineBase(Generic[R]):
             await self._end(request)
 
     async def abort(self, request_id: str) -> None:
+        """Abort a request: unfinished completions are yielded with their tokens so far, `finish_reason="abort"`.
+
+        An unknown id is ignored.
+        """
         if request := self._requests.get(request_id):
             self._abort(request)
 
     async def load_weights(
-        self,
-        tensors: Iterable[tuple[str, Tensor]],
-        version: PolicyVersion,
-        *,
-        keep_kv: bool = True,
+        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool = True
     ) -> None:
+        """Replace the weights between two tokens. Requests in flight continue; their later tokens carry `version`.
+
+        Args:
+            tensors: name on disk and CPU tensor, every tensor of the model's checkpoint; read only during the call.
+            version: becomes `self.version` once all tensors are in place.
+            keep_kv: True: requests in flight keep their keys and values; False: they are recomputed.
+        Raises:
+            EngineError: the weights may be part old, part new, and the engine does not sample with them.
+        """
         self._require_running()
         try:
             await self._load(tensors, version, keep_kv=keep_kv)
@@ -292,21 +257,24 @@ class EngineBase(Generic[R]):
             raise failure from error
         self._version, self._failure = version, None
 
+    @abstractmethod
     def _begin(self, request: R) -> None:
         """Start to sample. Completions are delivered to the request."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _abort(self, request: R) -> None:
         """Complete every unfinished completion with its tokens so far."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _end(self, request: R) -> None:
         """Stop the remaining work for a request whose caller has left."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
-        """Replace the weights, see `Engine.load_weights`. An exception makes the engine fail."""
-        raise NotImplementedError
+        """Replace the weights, see `load_weights`. An exception makes the engine fail."""
+
+    def _started(self, version: PolicyVersion) -> None:
+        self._version, self._failure, self._is_running = version, None, True
 
     def _fail(self, failure: EngineError) -> None:
         self._failure = failure

@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
 
 import xxhash
 from torch import Tensor
 
-from asyncgrpo.engines.base import EngineBase, EngineOccupancy, PendingCompletion, Request
+from asyncgrpo.engines.base import Engine, EngineOccupancy, PendingCompletion, Request
 from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import FinishReason, PolicyVersion
@@ -32,7 +33,8 @@ class FakeRequest(Request):
     step_began_s: float
 
 
-class FakeEngine(EngineBase[FakeRequest]):
+@dataclass(eq=False, kw_only=True)
+class FakeEngine(Engine[FakeRequest]):
     """An engine without a model, see `base.Engine`. At temperature 0 the seed does not matter; top-p and top-k are ignored.
 
     All completions run at once. After a failed `load_weights` a successful one restores the engine, as in the real engines.
@@ -40,38 +42,27 @@ class FakeEngine(EngineBase[FakeRequest]):
 
     request_type = FakeRequest
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 256,
-        max_context: int = 4096,
-        max_completions: int = 256,
-        seconds_per_token: float = 0.0,
-        fail_after_tokens: int | None = None,
-        injected_fault: Callable[[PendingCompletion, int], InjectedFault | None] = lambda completion, length: None,
-        median_tokens: float | None = None,
-        sigma: float = 1.0,
-        seconds_per_completion: float = 0.0,
-    ):
-        """
-        Args:
-            vocab_size: token ids are 0 .. vocab_size - 1.
-            max_context: longest prompt plus completion, tokens.
-            max_completions: reported number of places; more completions are sampled all the same.
-            seconds_per_token: time of one token of every running completion; at 0 other tasks still get their turn.
-            fail_after_tokens: number of sampled tokens after which the engine fails permanently. None: never.
-            injected_fault: called before each token of a completion with its length so far.
-            median_tokens: median of the log-normal lengths at which completions stop. Half of the variance belongs to the
-                prompt: for some prompts all completions are long. None: they stop at any sampled stop token.
-            sigma: standard deviation of the logarithm of these lengths; above 1 there are strong stragglers.
-            seconds_per_completion: added to `seconds_per_token` for each running completion, as in continuous batching.
-        """
+    vocab_size: int = 256
+    """Token ids are 0 .. vocab_size - 1."""
+    max_context: int = 4096
+    max_completions: int = 256
+    """Reported number of places; more completions are sampled all the same."""
+    seconds_per_token: float = 0.0
+    """Time of one token of every running completion; at 0 other tasks still get their turn."""
+    fail_after_tokens: int | None = None
+    """Number of sampled tokens after which the engine fails permanently. None: never."""
+    injected_fault: Callable[[PendingCompletion, int], InjectedFault | None] = lambda completion, length: None
+    """Called before each token of a completion with its length so far."""
+    median_tokens: float | None = None
+    """Median of the log-normal lengths at which completions stop. Half of the variance belongs to the prompt: for some prompts
+    all completions are long. None: they stop at any sampled stop token."""
+    sigma: float = 1.0
+    """Standard deviation of the logarithm of these lengths; above 1 there are strong stragglers."""
+    seconds_per_completion: float = 0.0
+    """Added to `seconds_per_token` for each running completion, as in continuous batching."""
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.vocab_size, self.max_context, self.max_completions = vocab_size, max_context, max_completions
-        self.seconds_per_token = seconds_per_token
-        self.fail_after_tokens, self.injected_fault = fail_after_tokens, injected_fault
-        self.median_tokens, self.sigma = median_tokens, sigma
-        self.seconds_per_completion = seconds_per_completion
         self._num_sampled = self._steps = 0
         self._step_s = 0.0
         self._checksum = weights_digest(())

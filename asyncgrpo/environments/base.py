@@ -1,13 +1,13 @@
-"""The `Environment` protocol, and how what a class of a user returns becomes a `Reply`.
+"""What an environment is asked and replies, and how what a class of a user returns becomes a `Reply`.
 
 An environment is asked for an episode for each completion. It may begin with a message, reads each turn of
-the model, and answers until it is done.
+the model, and answers until it is done. `build.Environment` has the classes of environments.
 """
 
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -58,34 +58,6 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """Adds to the reward of the episode."""
     done: bool = False
     """True if the episode is over."""
-
-
-class Episode(Protocol):
-    """One completion in an environment. Its calls raise EnvironmentFailed."""
-
-    async def reset(self) -> Reply:
-        """Begin. Call it first, and once."""
-
-    async def step(self, text: str) -> Reply:
-        """The reply to a turn of the model."""
-
-    async def close(self) -> None:
-        """End the episode, finished or not, and release what it holds."""
-
-
-class Environment(Protocol):
-    """A class of episodes."""
-
-    scores: bool
-    """True if the sum of its rewards is the score of a completion. Otherwise a reward scores it, as without environment."""
-    about: str
-    """Description for messages."""
-
-    def episode(self, task: Task) -> Episode:
-        """An episode for one completion; it begins with `reset`."""
-
-    async def close(self) -> None:
-        """End every process of it."""
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):

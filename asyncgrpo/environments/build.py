@@ -3,12 +3,19 @@
 import json
 
 from asyncgrpo.config.schema import Config, EnvironmentConfig, changed
-from asyncgrpo.environments.base import Environment
 from asyncgrpo.environments.hosted import AGENT, AGENT_CALLS, Hosted, Ready, check_environment
 from asyncgrpo.environments.openenv import OpenEnv, text_field_at
 from asyncgrpo.environments.tools import BUILTIN, SPEC
 from asyncgrpo.errors import ConfigError, RewardError
 from asyncgrpo.guests import START_TIMEOUT_S
+
+Environment = Hosted | OpenEnv
+"""An environment makes an `episode` for each completion.
+
+Its `scores` is true if the sum of its rewards is the score of a completion; otherwise a reward scores it, as without
+environment. `about` describes it in messages. An episode begins with `reset`, called once; `step` replies to a turn of the
+model; `close` ends it, finished or not, and releases what it holds. All raise EnvironmentFailed.
+"""
 
 
 def build_environment(config: EnvironmentConfig) -> Environment | None:

@@ -10,13 +10,14 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from asyncgrpo.config.schema import SamplingConfig
 from asyncgrpo.environments.base import Access
 from asyncgrpo.environments.tools import read_turn
 from asyncgrpo.errors import AsyncGRPOError
@@ -95,10 +96,10 @@ def read_request(body: bytes) -> Chat:
     )
 
 
-def check_sampling(chat: Chat, *, temperature: float, top_p: float) -> None:
+def check_sampling(chat: Chat, sampling: SamplingConfig) -> None:
     """Refuse another temperature or top_p than those of the run, under which log-probs are recorded. Raises Refused."""
-    for name, ours in (("temperature", temperature), ("top_p", top_p)):
-        theirs = getattr(chat, name)
+    for name in ("temperature", "top_p"):
+        ours, theirs = getattr(sampling, name), getattr(chat, name)
         if theirs is not None and theirs != ours:
             raise Refused(
                 400,
@@ -207,11 +208,8 @@ _HEADERS = {"x-should-retry": "false"}
 """OpenAI's client would retry a request that is refused with 409, or failed."""
 
 
-class Conversation(Protocol):
-    """The model in one episode."""
-
-    async def reply(self, chat: Chat) -> ChatTurn:
-        """The next turn of the model. Raises Refused."""
+Conversation = Callable[[Chat], Awaitable[ChatTurn]]
+"""The model in one episode: returns its next turn. Raises Refused."""
 
 
 class Gateway:
@@ -278,7 +276,7 @@ class Gateway:
                 return _json({"object": "list", "data": [card]})
             case "POST", "chat/completions":
                 chat = read_request(await request.read())
-                return _json(reply_of(await conversation.reply(chat), self._model))
+                return _json(reply_of(await conversation(chat), self._model))
         raise Refused(
             404, "there are POST chat/completions and GET models here, and nothing else of OpenAI's API", "not_found"
         )

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -25,9 +24,7 @@ import msgspec
 from asyncgrpo.environments.base import (
     TASK_NAMES,
     Access,
-    Environment,
     EnvironmentFailed,
-    Episode,
     Reply,
     Task,
     names_of,
@@ -97,11 +94,6 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
     scores: bool = True
     tools: dict[str, Callable[..., Any]] = {}
 
-    def arguments(self, task: Task, access: Access | None = None) -> dict[str, Any]:
-        """Return the values of `takes`."""
-        known = task if access is None else task | msgspec.structs.asdict(access)
-        return {name: known[name] for name in self.takes or ()}
-
 
 def load(spec: str) -> Loaded:
     """Load what a built-in name, `FILE.py`, `FILE.py:CLASS`, `tools:` and a JSON list, or `agent:` and `FILE.py:FUNCTION` name.
@@ -117,7 +109,14 @@ def load(spec: str) -> Loaded:
         return Loaded(about=about, make=partial(ToolBox, tools), scores=ToolBox.scores, tools=tools)
     if spec.startswith(AGENT):
         path, name = split_spec(spec.removeprefix(AGENT), "run")
-        return _agent(find_in(run_file(path, "agent"), path, name, "function"), path, name)
+        run = find_in(run_file(path, "agent"), path, name, "function")
+        # Its client would ask a proxy for our address otherwise.
+        direct = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))
+        os.environ["NO_PROXY"] = os.environ["no_proxy"] = direct
+        takes = names_of(run, (*GIVEN, *TASK_NAMES), f"{path}: {name}")
+        if "base_url" not in takes:
+            raise RewardError(f"{path}: {name} takes no base_url, so it cannot reach the model that is trained")
+        return Loaded(about=f"agent {name} of {path.name}", make=run, takes=takes)
     path, name = split_spec(spec, "Environment")
     cls = find_in(run_file(path, "environment"), path, name, "class")
     return _environment(cls, f"{path}: {name}", f"{name} of {path.name}")
@@ -133,15 +132,6 @@ def _environment(cls: Any, where: str, about: str) -> Loaded:
     reset = getattr(cls, "reset", None)
     takes = None if reset is None else names_of(reset, TASK_NAMES, f"{where}.reset", skip=1)
     return Loaded(about=f"environment {about}", make=cls, takes=takes, scores=bool(getattr(cls, "scores", True)))
-
-
-def _agent(function: Any, path: Path, name: str) -> Loaded:
-    # Its client would ask a proxy for our address otherwise.
-    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [os.environ.get("no_proxy"), "127.0.0.1"]))
-    takes = names_of(function, (*GIVEN, *TASK_NAMES), f"{path}: {name}")
-    if "base_url" not in takes:
-        raise RewardError(f"{path}: {name} takes no base_url, so it cannot reach the model that is trained")
-    return Loaded(about=f"agent {name} of {path.name}", make=function, takes=takes)
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -188,7 +178,8 @@ async def _serve(made: Loaded, host: Host) -> None:
                     await call(close)
                 return Answer()
         assert ask.task is not None
-        arguments = made.arguments(ask.task, ask.access)
+        known = ask.task if ask.access is None else ask.task | msgspec.structs.asdict(ask.access)
+        arguments = {name: known[name] for name in made.takes or ()}
         if ask.method == "run":
             value = await call(made.make, **arguments)
             return Answer(score=None if value is None else score_of_value(value))
@@ -268,7 +259,7 @@ class Hosted:
         self._most, self._processes = processes, list[_Process]()
         self._starting = asyncio.Lock()
 
-    def episode(self, task: Task) -> Episode:
+    def episode(self, task: Task) -> "_HostedEpisode":
         """Return an episode for one completion."""
         return _HostedEpisode(self, task)
 
@@ -352,6 +343,3 @@ async def _start(spec: str, timeout_s: float, *, with_schemas: bool = False) -> 
     """Start a process and wait until it has loaded the environment. Raises RewardError."""
     boot = {"spec": spec, "with_schemas": with_schemas}
     return await Guest.start(__name__, boot, spec, timeout_s, ready=Ready)
-
-
-_: type[Environment] = Hosted

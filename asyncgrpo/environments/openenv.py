@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from asyncgrpo.config.reach import check_service
-from asyncgrpo.environments.base import Environment, EnvironmentFailed, Episode, Reply, Task, reply_of_step
+from asyncgrpo.environments.base import EnvironmentFailed, Reply, Task, reply_of_step
 from asyncgrpo.errors import ConfigError
 
 CHECK_S = 4.0
@@ -48,7 +48,7 @@ class OpenEnv:
         self.about = f"environment at {self.url}"
         self._http: aiohttp.ClientSession | None = None
 
-    def episode(self, task: Task) -> Episode:
+    def episode(self, task: Task) -> "_Session":
         """An episode for one completion: a session of its own."""
         return _Session(self, task)
 
@@ -70,7 +70,7 @@ class _Session:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def reset(self) -> Reply:
-        """See `Episode`. The server gets the seed and the row's `extra_info`, of which it takes what its reset knows."""
+        """Begin. The server gets the seed and the row's `extra_info`, of which it takes what its reset knows."""
         async with self._within("reset"):
             while True:
                 self._socket = await self._of.connect()
@@ -84,7 +84,7 @@ class _Session:
         raise AssertionError
 
     async def step(self, text: str) -> Reply:
-        """See `Episode`."""
+        """Return the reply to a turn of the model."""
         field = self._of.text_field
         try:
             action = {field: text} if field is not None else msgspec.json.decode(text, type=dict[str, Any])
@@ -97,7 +97,7 @@ class _Session:
         return Reply(messages=({"role": "user", "content": f"error: {problem}"},), reward=0.0)
 
     async def close(self) -> None:
-        """See `Episode`."""
+        """End the session."""
         if self._socket is not None and not self._socket.closed:
             with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
                 await self._socket.send_str('{"type": "close"}')
@@ -170,6 +170,3 @@ def text_field_at(url: str) -> str | None:
         ) from error
     fields.pop("metadata", None)
     return next(iter(fields)) if len(fields) == 1 and next(iter(fields.values())).get("type") == "string" else None
-
-
-_: type[Environment] = OpenEnv

@@ -214,21 +214,16 @@ def load_tools(specs: list[str]) -> dict[str, Callable[..., Any]]:
     """The functions that `calculator` or `FILE.py:FUNCTION` name, by their names. Raises RewardError, one sentence."""
     tools: dict[str, Callable[..., Any]] = {}
     for spec in specs:
-        function = BUILTIN_TOOLS[spec] if spec in BUILTIN_TOOLS else _of_file(spec)
+        path, name = split_spec(spec, "")
+        if spec not in BUILTIN_TOOLS and not name:
+            raise RewardError(
+                f"environment.tools: {spec} is not a tool; there are {', '.join(BUILTIN_TOOLS)}, and FILE.py:FUNCTION"
+            )
+        function = BUILTIN_TOOLS.get(spec) or find_in(run_file(path, "tools"), path, name, "function")
         if function.__name__ in tools:
             raise RewardError(f"environment.tools names {function.__name__} twice")
         tools[function.__name__] = function
     return tools
-
-
-def _of_file(spec: str) -> Callable[..., Any]:
-    path, name = split_spec(spec, "")
-    if not name:
-        raise RewardError(
-            f"environment.tools: {spec} is not a tool; there are {', '.join(BUILTIN_TOOLS)}, and FILE.py:FUNCTION"
-        )
-    function: Callable[..., Any] = find_in(run_file(path, "tools"), path, name, "function")
-    return function
 
 
 def schemas_of(tools: dict[str, Callable[..., Any]]) -> list[dict[str, Any]]:

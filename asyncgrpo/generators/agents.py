@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+from asyncgrpo.config.schema import Config
+from asyncgrpo.data.tokenizer import with_system
 from asyncgrpo.environments.base import LONGEST_REPLY, EnvironmentFailed
 from asyncgrpo.environments.chat import (
     Chat,
@@ -44,24 +46,13 @@ class AgentSampler(Sampler):
     agent: Hosted
     gateway: Gateway
     open_: Open
-    temperature: float
-    """Of the run; the only one that a call may name."""
-    top_p: float
-    max_prompt_tokens: int
-    """Most tokens of the first messages."""
-    max_turns: int
-    """Most calls in a completion."""
-    system_prompt: str | None = None
-    """Is in front of the messages that an agent is given, as in the row's prompt."""
-    unfinished_score: float | None = 0.0
-    """Of a completion whose agent gave up where there was no room; None: a reward scores it."""
+    config: Config
+    """Of the run. A call may name no other sampling."""
 
     def of(self, prompt: Prompt, activities: Activities | None = None) -> Turns:
         """See `Sampler`."""
-        turns = prompt.turns or ({"role": "user", "content": prompt.text},)
-        if self.system_prompt is not None and all(one["role"] != "system" for one in turns):
-            turns = ({"role": "system", "content": self.system_prompt}, *turns)
-        return super().of(msgspec.structs.replace(prompt, turns=turns), activities)
+        turns = with_system(prompt.turns or [{"role": "user", "content": prompt.text}], self.config.data.system_prompt)
+        return super().of(msgspec.structs.replace(prompt, turns=tuple(turns)), activities)
 
     def play(self, turns: Turns, index: int, transcript: Transcript) -> Play:
         """See `Sampler`."""
@@ -94,7 +85,7 @@ class _AgentPlay(Play[AgentSampler]):
 
     async def run(self) -> Completion:
         """See `Play`."""
-        access = await self._by.gateway.open(self)
+        access = await self._by.gateway.open(self.reply)
         running = asyncio.ensure_future(self._by.agent.run(self._turns.task, access))
         over = asyncio.ensure_future(self._is_over.wait())
         with self._turns.activities.instead("reward", of="generate"):
@@ -116,7 +107,7 @@ class _AgentPlay(Play[AgentSampler]):
 
     async def reply(self, chat: Chat) -> ChatTurn:
         """Sample the turn that a call of the agent asks for. Raises Refused."""
-        check_sampling(chat, temperature=self._by.temperature, top_p=self._by.top_p)
+        check_sampling(chat, self._by.config.sampling)
         self._check_extends(chat)
         self._is_quiet.clear()
         try:
@@ -177,8 +168,8 @@ class _AgentPlay(Play[AgentSampler]):
         new = chat.messages[len(self._messages) :]
         if (size := sum(len(one["content"]) for one in new)) > LONGEST_REPLY:
             raise Refused(413, f"new messages of {size:,} characters; at most {LONGEST_REPLY:,} may come at once")
-        if len(self._transcript.turns) >= self._by.max_turns:
-            raise self._no_room(f"this completion has had its {self._by.max_turns} turns (environment.max_turns)")
+        if len(self._transcript.turns) >= (most := self._by.config.environment.max_turns):
+            raise self._no_room(f"this completion has had its {most} turns (environment.max_turns)")
         try:
             if self._messages:
                 token_ids = self._by.continue_(for_template(new), self._transcript.last_token)
@@ -193,7 +184,10 @@ class _AgentPlay(Play[AgentSampler]):
             raise Refused(400, str(error)) from error
 
     def _open(self, chat: Chat) -> None:
-        opening, longest = self._by.open_(for_template(chat.messages), chat.tools), self._by.max_prompt_tokens
+        opening, longest = (
+            self._by.open_(for_template(chat.messages), chat.tools),
+            self._by.config.data.max_prompt_tokens,
+        )
         if len(opening) > longest:
             raise Refused(
                 400,
@@ -239,8 +233,8 @@ class _AgentPlay(Play[AgentSampler]):
         made = self._completion("abort" if failure else "length" if self._is_full else self._reason)
         if failure:
             return dataclasses.replace(failed_in_play(made, failure, self._by.tally), opening=self._opening)
-        if error is not None and self._by.unfinished_score is not None:
-            score = Score(value=self._by.unfinished_score)
+        if error is not None and self._by.config.reward.function is None:  # it gave up where there was no room
+            score = Score(value=0.0)
         return dataclasses.replace(made, score=score)
 
     def _completion(self, reason: FinishReason) -> Played:

@@ -14,19 +14,22 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
 from asyncgrpo import metrics
-from asyncgrpo.engines.base import CompletionSource
+from asyncgrpo.engines.base import Engine
 from asyncgrpo.errors import RequestError
 from asyncgrpo.host import CoreClock
 from asyncgrpo.rewards.base import Reward, Sampled
 from asyncgrpo.rewards.breaker import RewardsPaused
 from asyncgrpo.rewards.teacher import TaughtScore
 from asyncgrpo.types import Completion, Discarded, GeneratorSeconds, Group, Lease, Observation, Rollout, Score
+
+if TYPE_CHECKING:
+    from asyncgrpo.generators.turns import Turns
 
 # -- completions of one or several turns -------------------------------------------------------------------------------
 
@@ -195,7 +198,7 @@ class GroupInFlight:
     def __init__(
         self,
         lease: Lease,
-        engine: CompletionSource,
+        engine: "Engine | Turns",
         reward: Reward,
         decode: Decode,
         reward_works: Callable[[], Awaitable[bool]] | None = None,
@@ -298,8 +301,11 @@ class GroupInFlight:
             done = [one for one in self._launched if one.score is not None]
             has_baseline = all(one.score is not None for one in self._baseline)
             if has_baseline and (is_cut or len(done) == len(self._launched)):
-                if self._is_unscored([*done, *self._baseline]):
-                    self._begin_to_score_again([*done, *self._baseline])
+                some = [*done, *self._baseline]
+                scored = sum(one.score is not None and one.score.failure is None for one in some)
+                # Too few to keep the group, and another call might change that.
+                if self._may_score_again and scored < min(2, len(some)) and any(map(_may_score_later, some)):
+                    self._begin_to_score_again(some)
                     continue
                 if not is_cut or len(done) >= self._min_completions:
                     return done
@@ -315,11 +321,6 @@ class GroupInFlight:
             except TimeoutError:
                 is_late, self._sampled_s = True, asyncio.get_running_loop().time()
                 self._score_waiting()
-
-    def _is_unscored(self, some: list[Launched]) -> bool:
-        """Return True if too few completions have a score to keep the group, and another call might change that."""
-        scored = sum(one.score is not None and one.score.failure is None for one in some)
-        return self._may_score_again and scored < min(2, len(some)) and any(map(_may_score_later, some))
 
     def _begin_to_score_again(self, some: list[Launched]) -> None:
         self._may_score_again = False

@@ -14,7 +14,7 @@ import concurrent.futures
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -83,44 +83,33 @@ class Work:
     task: asyncio.Task[None]
 
 
+@dataclass(eq=False)
 class GeneratorService:
     """Runs one engine until the buffer sends `Shutdown`."""
 
-    def __init__(
-        self,
-        generator_id: str,
-        incarnation: str,
-        engine: Engine,
-        reward: Breaker,
-        decode: Decode,
-        *,
-        window: int,
-        keep_kv: bool,
-        load_timeout_s: float,
-        stuck_after_s: float,
-        buffer_endpoint: str,
-        weights_endpoint: str,
-        host: str,
-        keys: Keys | None,
-        turns: "Sampler | None" = None,
-        cores: CoreClock | None = None,
-    ) -> None:
-        """
-        Args:
-            buffer_endpoint, weights_endpoint: of the core; empty if unknown until `move` is called.
-            window: training groups in progress at once.
-            stuck_after_s: deadline of the engine for replying to a probe.
-            turns: samples completions of several turns; None: a completion is one turn.
-            cores: of this machine; None: cores are not counted.
-        """
-        self._id, self._incarnation = generator_id, incarnation
-        self._engine, self._reward, self._decode = engine, reward, decode
-        self._window, self._turns = window, turns
-        self._cores = cores
-        self._keep_kv = keep_kv
-        self._load_timeout_s, self._stuck_after_s = load_timeout_s, stuck_after_s
-        self.buffer_endpoint, self._weights_endpoint = buffer_endpoint, weights_endpoint
-        self._host, self._keys = host, keys
+    generator_id: str
+    incarnation: str
+    engine: Engine
+    reward: Breaker
+    decode: Decode
+    _: KW_ONLY
+    window: int
+    """Training groups in progress at once."""
+    keep_kv: bool
+    load_timeout_s: float
+    stuck_after_s: float
+    """Deadline of the engine for replying to a probe."""
+    buffer_endpoint: str
+    weights_endpoint: str
+    """Of the core, as `buffer_endpoint`; empty if unknown until `move` is called."""
+    host: str
+    keys: Keys | None
+    turns: "Sampler | None" = None
+    """Samples completions of several turns; None: a completion is one turn."""
+    cores: CoreClock | None = None
+    """Of this machine; None: cores are not counted."""
+
+    def __post_init__(self) -> None:
         self._num_failed = 0  # consecutive leases whose requests failed
         self._version: PolicyVersion | None = None
         self._has_scored = False
@@ -138,18 +127,18 @@ class GeneratorService:
         self._wake = lambda: self._loop.call_soon_threadsafe(self._leave_buffer.set)
         try:
             with metrics.waiting("engine"):
-                await self._engine.start(UNPUBLISHED)
-            self._activities = Activities(self._loop.time, self._cores)
+                await self.engine.start(UNPUBLISHED)
+            self._activities = Activities(self._loop.time, self.cores)
             while not self._is_over:
                 while not self.buffer_endpoint:  # generators start in parallel with the core
                     await self._leave_buffer.wait()
                     self._leave_buffer.clear()
                 await self._serve()
         finally:
-            await self._reward.close()
-            if self._turns is not None:
-                await self._turns.close()
-            await self._engine.close()
+            await self.reward.close()
+            if self.turns is not None:
+                await self.turns.close()
+            await self.engine.close()
 
     def move(self, buffer_endpoint: str, weights_endpoint: str) -> None:
         """Switch to this buffer and this learner. Safe to call from any thread, at any time."""
@@ -157,7 +146,7 @@ class GeneratorService:
             return
         if self.buffer_endpoint:
             log.warning("buffer and learner restarted: moving to %s", buffer_endpoint)
-        self._weights_endpoint = weights_endpoint
+        self.weights_endpoint = weights_endpoint
         self.buffer_endpoint = buffer_endpoint  # last, because the loop watches it
         self._wake()
 
@@ -194,24 +183,24 @@ class GeneratorService:
             WeightsError: the thread is stuck. Beside the next receiver it could load older weights over newer ones.
         """
         receiver.stop()
-        deadline = self._loop.time() + (SHUTDOWN_S if self._is_over else self._load_timeout_s)
+        deadline = self._loop.time() + (SHUTDOWN_S if self._is_over else self.load_timeout_s)
         while receiver.is_alive and self._loop.time() < deadline:
             await asyncio.sleep(0.05)
         if receiver.is_alive and not self._is_over:
-            raise WeightsError(f"{self._id}: the weight receiver did not stop")
+            raise WeightsError(f"{self.generator_id}: the weight receiver did not stop")
 
     def _connect(self) -> AsyncClient:
-        return AsyncClient(self.buffer_endpoint, f"{self._id}-{self._incarnation}", self._keys)
+        return AsyncClient(self.buffer_endpoint, f"{self.generator_id}-{self.incarnation}", self.keys)
 
     def _receiver(self) -> Receiver:
         return Receiver(
-            self._weights_endpoint,
-            generator_id=self._id,
-            incarnation=self._incarnation,
-            host=self._host,
+            self.weights_endpoint,
+            generator_id=self.generator_id,
+            incarnation=self.incarnation,
+            host=self.host,
             apply=self._apply_weights,
             score=self._score,
-            keys=self._keys,
+            keys=self.keys,
         )
 
     # -- the buffer ----------------------------------------------------------------------------------------------------
@@ -230,9 +219,9 @@ class GeneratorService:
             case Grant(lease=lease):
                 # A buffer that lost touch with this generator frees its leases and may grant the same ones again.
                 if lease.lease_id not in self._working and lease.lease_id not in self._unacknowledged:
-                    reward, engine = self._reward, self._engine
-                    sampler = engine if self._turns is None else self._turns.of(lease.prompt, self._activities)
-                    group = GroupInFlight(lease, sampler, reward, self._decode, reward.works, self._activities)
+                    reward, engine = self.reward, self.engine
+                    sampler = engine if self.turns is None else self.turns.of(lease.prompt, self._activities)
+                    group = GroupInFlight(lease, sampler, reward, self.decode, reward.works, self._activities)
                     task = self._tasks.create_task(self._work(lease, group), name=lease.lease_id)
                     self._working[lease.lease_id] = Work(group, task)
                     metrics.groups_in_flight.set(len(self._working))
@@ -258,7 +247,7 @@ class GeneratorService:
         """Generate the group of one lease and deliver it, or report the failure."""
         notifying = self._tasks.create_task(self._notify_when_sampled(lease, group_in_flight))
         try:
-            group = await group_in_flight.generate(self._id)
+            group = await group_in_flight.generate(self.generator_id)
         except RequestError as error:
             self._num_failed += 1
             if self._num_failed >= MAX_FAILED_LEASES:
@@ -271,7 +260,7 @@ class GeneratorService:
         except RewardsPaused as error:
             await self._return(lease, REWARDS_PAUSED, error, group_in_flight.num_tokens)
         except TooFewCompletions as error:
-            reason = REWARDS_PAUSED if self._reward.is_paused else "lease_timeout"
+            reason = REWARDS_PAUSED if self.reward.is_paused else "lease_timeout"
             await self._return(lease, reason, error, group_in_flight.num_tokens)
         except Exception as error:
             log.exception("lease %s failed", lease.lease_id)
@@ -290,14 +279,14 @@ class GeneratorService:
     async def _notify_when_sampled(self, lease: Lease, group_in_flight: GroupInFlight) -> None:
         await group_in_flight.is_sampled.wait()
         await asyncio.sleep(SCORED_AT_ONCE_S)
-        await self._client.send(AwaitsScores(generator_id=self._id, lease_id=lease.lease_id))
+        await self._client.send(AwaitsScores(generator_id=self.generator_id, lease_id=lease.lease_id))
 
     async def _return(self, lease: Lease, reason: str, error: Exception, num_tokens: int) -> None:
         level = logging.INFO if reason in ("cancelled", REWARDS_PAUSED) else logging.WARNING
         log.log(level, "returned lease %s of prompt %s: %s", lease.lease_id, lease.prompt.prompt_id, error)
         metrics.tokens_generated_total.inc(num_tokens)
         message = LeaseFailed(
-            generator_id=self._id,
+            generator_id=self.generator_id,
             lease_id=lease.lease_id,
             reason=reason,
             detail=f"{type(error).__name__}: {error}"[:300],
@@ -312,8 +301,8 @@ class GeneratorService:
             self.progress.tick()
             await asyncio.sleep(liveness.HEARTBEAT_S)
             if receiver.failure is not None:
-                raise WeightsError(f"{self._id} cannot receive weights") from receiver.failure
-            use = self._engine.occupancy()
+                raise WeightsError(f"{self.generator_id} cannot receive weights") from receiver.failure
+            use = self.engine.occupancy()
             observe_engine(use)
             token_s = self._token_time.poll(use)
             await self._send_serving(None if self._activities.is_active("weights") else token_s, use.running)
@@ -330,11 +319,11 @@ class GeneratorService:
     async def _report_rewards(self) -> None:
         """Report at once when rewards pause or resume, and when a new kind of failure appears."""
         while True:
-            await self._reward.changed.wait()
-            self._reward.changed.clear()
-            for news in self._reward.news():
+            await self.reward.changed.wait()
+            self.reward.changed.clear()
+            for news in self.reward.news():
                 message = RewardFailed(
-                    generator_id=self._id, failure=news.kind[:256], detail=news.detail, count=news.count
+                    generator_id=self.generator_id, failure=news.kind[:256], detail=news.detail, count=news.count
                 )
                 await self._client.send(message)
             await self._send_serving()
@@ -344,23 +333,25 @@ class GeneratorService:
         while True:
             await asyncio.sleep(liveness.PROBE_EVERY_S)
             try:
-                async with asyncio.timeout(self._stuck_after_s):
-                    await self._engine.probe()
+                async with asyncio.timeout(self.stuck_after_s):
+                    await self.engine.probe()
             except TimeoutError as error:
-                raise EngineError(f"the engine has not replied for {self._stuck_after_s:.0f} s") from error
+                raise EngineError(f"the engine has not replied for {self.stuck_after_s:.0f} s") from error
 
     async def _register(self) -> None:
         await self._client.send(
-            Register(protocol=PROTOCOL, generator_id=self._id, incarnation=self._incarnation, window=self._window)
+            Register(
+                protocol=PROTOCOL, generator_id=self.generator_id, incarnation=self.incarnation, window=self.window
+            )
         )
         await self._send_serving()
 
     async def _send_serving(self, token_s: float | None = None, running: int = 0) -> None:
         """Send a `Serving`. Only heartbeats carry the time of a token: the buffer counts consecutive slow ones."""
         message = Serving(
-            generator_id=self._id,
+            generator_id=self.generator_id,
             version=self._version,
-            rewards=self._reward.health,
+            rewards=self.reward.health,
             seconds=self._activities.seconds(),
             token_s=token_s,
             running=running,
@@ -373,22 +364,22 @@ class GeneratorService:
         """Swap weights on the event loop and wait for the result. Called by the receiver's thread."""
         future = asyncio.run_coroutine_threadsafe(self._swap(tensors, version), self._loop)
         try:
-            return future.result(self._load_timeout_s)
+            return future.result(self.load_timeout_s)
         except concurrent.futures.TimeoutError as error:
-            raise EngineError(f"the engine did not load {version} within {self._load_timeout_s:.0f} s") from error
+            raise EngineError(f"the engine did not load {version} within {self.load_timeout_s:.0f} s") from error
 
     def _score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
         """Score sequences under the present weights. Called by the receiver's thread, between two swaps."""
         within_s = SCORE_WITHIN_S if self._has_scored else FIRST_SCORE_WITHIN_S
-        scores = asyncio.run_coroutine_threadsafe(self._engine.score(sequences, start), self._loop).result(within_s)
+        scores = asyncio.run_coroutine_threadsafe(self.engine.score(sequences, start), self._loop).result(within_s)
         self._has_scored = True
         return scores
 
     async def _swap(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
         with self._activities.during("weights"):
-            await self._engine.load_weights(tensors, version, keep_kv=self._keep_kv)
-            checksum = await self._engine.checksum()
-        self._token_time.reset(self._engine.occupancy())
+            await self.engine.load_weights(tensors, version, keep_kv=self.keep_kv)
+            checksum = await self.engine.checksum()
+        self._token_time.reset(self.engine.occupancy())
         self._version = version
         metrics.generator_policy_version.set(version.number)
         await self._send_serving()

@@ -19,8 +19,8 @@ import numpy as np
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.tokenizer import continuation, decoder, opening
 from asyncgrpo.engines.base import Engine
-from asyncgrpo.environments.base import Environment, EnvironmentFailed, task_of
-from asyncgrpo.environments.build import build_agent, build_environment, environment_scores
+from asyncgrpo.environments.base import EnvironmentFailed, task_of
+from asyncgrpo.environments.build import Environment, build_agent, build_environment, environment_scores
 from asyncgrpo.errors import DataError, RequestError
 from asyncgrpo.generators.rollout import FAILURE, Activities, Decode, Played
 from asyncgrpo.rewards.base import failed
@@ -176,7 +176,7 @@ class TurnSampler(Sampler):
 
 
 class Turns:
-    """Samples the completions of one prompt turn by turn: the `CompletionSource` of a group."""
+    """Samples the completions of one prompt turn by turn: in place of an engine."""
 
     def __init__(self, sampler: Sampler, prompt: Prompt, activities: Activities) -> None:
         self.sampler, self.activities = sampler, activities
@@ -341,12 +341,7 @@ def build_sampler(config: Config, engine: Engine, tokenizer: "PreTrainedTokenize
             agent=agent,
             gateway=Gateway(os.path.basename(config.model.path.rstrip("/"))),
             open_=opening(tokenizer),
-            temperature=config.sampling.temperature,
-            top_p=config.sampling.top_p,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-            max_turns=config.environment.max_turns,
-            system_prompt=config.data.system_prompt,
-            unfinished_score=0.0 if config.reward.function is None else None,
+            config=config,
         )
     if (environment := build_environment(config.environment)) is not None:
         return TurnSampler(

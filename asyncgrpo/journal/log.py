@@ -220,17 +220,14 @@ class Journal:
             self._num_written = 0  # only durable records of the segment count; the others are written again
             self.is_blocked = f"{self.path}: {error.strerror or error}"
             metrics.journal_blocked.set(1)
-            self._log_error()
+            if self._logged_s is None or self._tried_s - self._logged_s >= LOG_EVERY_S:
+                self._logged_s, why = self._tried_s, self.is_blocked
+                log.error("the journal cannot be written (%s): no group is acknowledged, no lease granted", why)
         else:
             if self.is_blocked is not None:
                 log.warning("the journal %s can be written again", self._folder)
             self.is_blocked, self._logged_s = None, None
             metrics.journal_blocked.set(0)
-
-    def _log_error(self) -> None:
-        if self._logged_s is None or self._tried_s - self._logged_s >= LOG_EVERY_S:
-            self._logged_s = self._tried_s
-            log.error("the journal cannot be written (%s): no group is acknowledged, no lease granted", self.is_blocked)
 
     def _begin_segment(self) -> None:
         self._size = self._safe_size = 0

@@ -221,7 +221,7 @@ def install(model: PreTrainedModel, kernel: str, row: Row = ALONE) -> None:
     """
     name = f"asyncgrpo_{kernel}"
     AttentionInterface.register(name, _for_transformers(KERNELS[kernel], row))
-    AttentionMaskInterface.register(name, _no_mask)
+    AttentionMaskInterface.register(name, lambda *_, **__: None)  # no mask
     parts = model.config.sub_configs  # a vision tower keeps its own attention
     model.set_attn_implementation({"text_config": name} if "vision_config" in parts else name)
 
@@ -246,10 +246,6 @@ def _for_transformers(kernel: Kernel, row: Row) -> Callable[..., tuple[Tensor, N
         return row.by_tokens(kernel(query, key, value, segments, scaling))[None], None
 
     return attention
-
-
-def _no_mask(*ignored: Any, **also_ignored: Any) -> None:
-    return None
 
 
 def _expand(key: Tensor, value: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
@@ -327,17 +323,14 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: 
     outputs = []
     for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        mask = _sees(q.shape[2], k.shape[2], q.device) if q.shape[2] != k.shape[2] else None
+        own, seen, mask = q.shape[2], k.shape[2], None
+        if own != seen:  # the last query attends to the last key
+            mask = torch.ones(own, seen, dtype=torch.bool, device=q.device).tril(seen - own)
         attended = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
         outputs.append(attended[0].transpose(0, 1))
     return torch.cat(outputs)
-
-
-def _sees(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return a causal mask [queries, keys] bool, in which the last query attends to the last key."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def _cpu(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:

@@ -66,7 +66,9 @@ class Checkpoints:
         try:
             wait()
             (temporary / "state.json").write_bytes(msgspec.json.encode(state))
-            _sync_tree(temporary)
+            for parent, _, files in os.walk(temporary):
+                for path in (*(Path(parent) / name for name in files), Path(parent)):
+                    sync(path)
             check_owner(self._folder.parent, state.lineage)
             if final.exists():  # an earlier attempt at the same step
                 shutil.rmtree(replaced := temporary.with_suffix(".old"), ignore_errors=True)
@@ -103,10 +105,3 @@ def read_state(checkpoint: Path) -> RunState:
         return msgspec.json.decode(path.read_bytes(), type=RunState)
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path} is not a readable checkpoint state: {error}") from error
-
-
-def _sync_tree(folder: Path) -> None:
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            sync(Path(parent) / name)
-        sync(Path(parent))

@@ -15,7 +15,7 @@ the gradient. No float32 tensor of that size exists.
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,11 +80,8 @@ class LossGradients(NamedTuple):
         return LossGradients(self.logprobs[where], entropy, reference_kl)
 
 
-class Objective(Protocol):
-    """A loss that the head evaluates one block of tokens at a time."""
-
-    def __call__(self, tokens: slice, scores: TokenScores) -> LossGradients:
-        """Return the loss gradients of a slice of the N tokens, given their scores."""
+Objective = Callable[[slice, TokenScores], LossGradients]
+"""A loss that the head evaluates block by block: from a slice of the N tokens and their scores to its gradients."""
 
 
 class Reference(NamedTuple):
@@ -213,8 +210,10 @@ class _FusedLoss(torch.autograd.Function):
                     if part is not None:
                         whole[here] = part
             torch.mm(grad_logits, weight, out=grad_hidden[tile])
-            if grad_weight is not None:
-                _add_product(grad_weight, grad_logits.t(), hidden[tile], share, add)
+            if grad_weight is not None and share is not None:  # narrower than the sum
+                add(grad_weight, torch.mm(grad_logits.t(), hidden[tile], out=share))
+            elif grad_weight is not None:
+                grad_weight.addmm_(grad_logits.t(), hidden[tile])
         ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype))
         ctx.mark_non_differentiable(*kept)
         return hidden.new_zeros((), dtype=torch.float32), *kept
@@ -268,14 +267,6 @@ def _cut(length: int, size: int) -> list[slice]:
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor, share: Tensor | None, add: Callable[..., Any]) -> None:
-    """Add `a @ b` to `total`, through `share` if their dtype is narrower than that of the sum."""
-    if share is None:
-        total.addmm_(a, b)
-    else:
-        add(total, torch.mm(a, b, out=share))
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

@@ -35,13 +35,12 @@ from asyncgrpo.learner.model import (
     keep_gathered,
     refuse_other_tokens,
     reshard,
-    whole,
     without_adapters,
 )
 from asyncgrpo.learner.objective import MicrobatchObjective, Precomputed, is_elementwise, report_not_run
 from asyncgrpo.learner.optimizer import GradientGuard, OptimizerOffload, learning_rate, make_optimizer
 from asyncgrpo.learner.packing import PackedBatch, Shaping, StepBatch, pack
-from asyncgrpo.learner.parallel import Ranks, by_mesh, total_norm
+from asyncgrpo.learner.parallel import Ranks, by_mesh, gather, total_norm
 from asyncgrpo.learner.publishing import PublishedWeights
 from asyncgrpo.learner.report import PhaseClock, StepReport, Update, build_report, of_start
 from asyncgrpo.learner.snapshot import Snapshot
@@ -126,7 +125,9 @@ class Learner:
         totals: list[Sums] = []
         loads: list[Tensor] = []
         with clock("pack"):
-            packed = [self._pack(part, version) for part in self._minibatches(groups)]
+            count = min(self.config.learner.minibatches, max(len(groups), 1))
+            bounds = itertools.pairwise(len(groups) * i // count for i in range(count + 1))
+            packed = [self._pack(groups[start:end], version) for start, end in bounds]
         with clock("forward_backward"):
             live = self._live_gap(packed[0].trained[0], version)
             ahead = [self._precompute(batch) for batch in packed]
@@ -143,14 +144,11 @@ class Learner:
                 load = self.model.routers.end_update(is_made=updates[-1].skipped is None)
                 loads += [] if load is None else [load]
             totals.append(sums if self._precomputes else of_start(sums, len(updates), len(ahead)))
-        return build_report(
-            totals,
-            batches,
-            updates,
-            group_size=self.config.algorithm.group_size,
-            seconds=clock.seconds,
-            more_diagnostics=live | ({"expert_load": _largest_share(torch.stack(loads).sum(0))} if loads else {}),
-        )
+        if loads:  # the largest number of tokens of an expert, as a multiple of its layer's mean
+            load = torch.stack(loads).sum(0)
+            live["expert_load"] = float((load.amax(1) / load.double().mean(1).clamp(min=1e-9)).max())
+        size = self.config.algorithm.group_size
+        return build_report(totals, batches, updates, group_size=size, seconds=clock.seconds, more_diagnostics=live)
 
     def compile(self) -> None:
         """Compile the layers and the head's loss if every rank can. Collective. Called by `step` if configured."""
@@ -193,12 +191,6 @@ class Learner:
     def begin_export(self, folder: str, tokenizer_path: str | None = None) -> Callable[[], None]:
         """Gather a Hugging Face model folder on rank 0. Collective. Returns a function that writes it, from any thread."""
         return saving.begin_export(folder, self.model, self._published, tokenizer_path)
-
-    def _minibatches(self, groups: list[Group]) -> list[list[Group]]:
-        """Return the groups of each update, in order."""
-        count = min(self.config.learner.minibatches, max(len(groups), 1))
-        bounds = [len(groups) * i // count for i in range(count + 1)]
-        return [groups[start:end] for start, end in itertools.pairwise(bounds)]
 
     def _order(self, count: int, version: PolicyVersion) -> list[int]:
         """Return the minibatch of each update: in order in the first pass, shuffled in every further pass.
@@ -301,7 +293,7 @@ class Learner:
             precomputed = precomputed._replace(reference=scored.scores.logprobs)
             if settings.kl_kind == "full":
                 model = self.model if self._reference is None else self._reference
-                reference = Reference(scored.hidden, whole(model.head.weight, scored.hidden))
+                reference = Reference(scored.hidden, gather(model.head.weight.detach()).to(scored.hidden))
         objective = MicrobatchObjective(
             settings,
             batch,
@@ -359,11 +351,6 @@ class Learner:
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine)
         return merge(dict(zip(sums, theirs.cpu(), strict=True)) for theirs in everyone[:: self._ranks.row.size])
-
-
-def _largest_share(loads: Tensor) -> float:
-    """Return the largest number of tokens of an expert as a multiple of its layer's mean, of [routers, E]."""
-    return float((loads.amax(1) / loads.double().mean(1).clamp(min=1e-9)).max())
 
 
 def has_only_policy_gradient(config: Config) -> bool:

@@ -107,7 +107,13 @@ class ShardReader:
         """
         if getattr(model.config, "quantization_config", None) is not None:
             raise WeightsError(f"{path} is quantized")
-        _download(path)
+        if not Path(path).expanduser().is_dir():  # one process of a machine downloads, the others wait
+            from huggingface_hub import snapshot_download
+
+            try:
+                snapshot_download(path, allow_patterns=["*.json", "model*.safetensors"])
+            except Exception as error:  # of many kinds; transformers reports the cause later
+                raise WeightsError(f"{path} cannot be downloaded: {error}") from error
         self._files = open_tensors(path)
         self._pieces = {name: pieces_of_rows(model, name, tensor.shape) for name, tensor in saved_tensors(model)}
         self._compare(model)
@@ -192,18 +198,6 @@ def are_rows(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and all(getattr(placement, "dim", None) == 0 for placement in tensor.placements)
 
 
-def _download(path: str) -> None:
-    """Download the weights of a hub id that are not cached. One process of a machine downloads, the others wait."""
-    if Path(path).expanduser().is_dir():
-        return
-    from huggingface_hub import snapshot_download
-
-    try:
-        snapshot_download(path, allow_patterns=["*.json", "model*.safetensors"])
-    except Exception as error:  # of many kinds; transformers reports the cause later
-        raise WeightsError(f"{path} cannot be downloaded: {error}") from error
-
-
 # -- shards ------------------------------------------------------------------------------------------------------------
 
 
@@ -220,13 +214,10 @@ def fill(model: nn.Module, reader: ShardReader, name_of: Callable[[str], str], d
     for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied one is assigned to every owner
         if isinstance(parameter, DTensor) and parameter.is_meta:
             if id(parameter) not in read:
-                read[id(parameter)] = _read_shard(reader, name_of(name), parameter, device)
+                stop = (start := first_row(parameter)) + len(parameter.to_local())
+                rows = reader.rows(name_of(name), start, stop, parameter.dtype).to(device)
+                # Not from_local, which would move an offloaded shard to the mesh's device.
+                shard = DTensor(rows, parameter._spec, requires_grad=False)
+                read[id(parameter)] = nn.Parameter(shard, parameter.requires_grad)
             state[name] = read[id(parameter)]
     model.load_state_dict(state, strict=False, assign=True)
-
-
-def _read_shard(reader: ShardReader, name: str, parameter: DTensor, device: torch.device) -> nn.Parameter:
-    start = first_row(parameter)
-    rows = reader.rows(name, start, start + len(parameter.to_local()), parameter.dtype).to(device)
-    # Not from_local, which would move an offloaded shard to the mesh's device.
-    return nn.Parameter(DTensor(rows, parameter._spec, requires_grad=False), parameter.requires_grad)

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
@@ -163,13 +162,6 @@ class TokenScorer(nn.Module):
         return TokenScores(logprobs, entropy, kl)
 
 
-@torch.no_grad()
-def whole(weight: Tensor, like: Tensor) -> Tensor:
-    """Return the full weight in device and dtype of `like`. Collective if it is sharded."""
-    full = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
-    return full.to(like.device, like.dtype)
-
-
 # -- building and sharding ---------------------------------------------------------------------------------------------
 
 
@@ -233,7 +225,14 @@ def build_model(
         _narrow_frozen(scorer, reader, dtype, is_reference=not trainable)
     shards = [(module, ranks.experts["copies"]) for module in experts if ranks.experts]
     shards += [(module, ranks.mesh) for module in (*scorer.layers, scorer)]
-    _shard(scorer, shards, dtype, CPUOffloadPolicy() if offload else OffloadPolicy())
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module, mesh in shards:  # inner ones first; the scorer is the last
+        fully_shard(
+            module, mesh=mesh, mp_policy=precision, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy()
+        )
+    for sharded in _sharded(scorer):
+        sharded.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
     if reader:
         loading.fill(scorer, reader, _name_in_memory, torch.device("cpu") if offload else device)
     return scorer
@@ -395,15 +394,17 @@ def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> Non
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> PreTrainedModel:
-    """Freeze the model and add LoRA adapters to its linear layers, equal on all ranks for one seed."""
+    """Freeze the model and add LoRA adapters to linear layers of its decoder, equal on all ranks for one seed."""
     try:
         import peft
     except ImportError as error:
         raise ConfigError("model.lora.rank is above 0, but peft is not installed; install asyncgrpo[lora]") from error
+    # Fused experts and routers are not linear layers.
+    linear = {layer for layer in model.get_decoder().modules() if isinstance(layer, nn.Linear)}
     adapters = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works
-        target_modules=list(lora.targets) or _linear_layers(model),
+        target_modules=list(lora.targets) or [name for name, layer in model.named_modules() if layer in linear],
         lora_dropout=0.0,
     )
     with torch.random.fork_rng(devices=[]):
@@ -419,12 +420,6 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> PreT
             f"model.lora.targets ({', '.join(lora.targets)}) match the vision tower, which is not trained"
         )
     return model
-
-
-def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of all linear layers of the decoder. Fused experts and routers are not linear layers."""
-    linear = {layer for layer in model.get_decoder().modules() if isinstance(layer, nn.Linear)}
-    return [name for name, layer in model.named_modules() if layer in linear]
 
 
 @contextlib.contextmanager
@@ -450,18 +445,6 @@ def _layers(model: PreTrainedModel, path: str) -> list[nn.Module]:
     if not layers:
         raise ConfigError(f"model.path ({path}): {type(model).__name__} does not name its decoder layers to shard")
     return layers
-
-
-def _shard(
-    scorer: TokenScorer, shards: list[tuple[nn.Module, DeviceMesh]], dtype: torch.dtype, offload: OffloadPolicy
-) -> None:
-    """Apply FSDP2 in place to these modules, inner ones first, each over its mesh; the scorer is the last."""
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module, mesh in shards:
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    for sharded in _sharded(scorer):
-        sharded.set_force_sum_reduction_for_comms(True)
-        sharded.set_gradient_divide_factor(1.0)
 
 
 def keep_gathered(scorer: TokenScorer, keep: bool) -> None:
@@ -535,12 +518,9 @@ def can_compile(device: torch.device) -> bool:
     It needs a C++ compiler and a writable folder like all programs, and fails before ranks wait for one another.
     """
     _keep_programs()
-
-    def small(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.silu(x) * 2
-
     try:
-        torch.compile(small, dynamic=True)(torch.ones(8, device=device))
+        small = torch.compile(lambda x: nn.functional.silu(x) * 2, dynamic=True)
+        small(torch.ones(8, device=device))
     except Exception as error:  # of many kinds, from compiler, disk or torch
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         log.warning("learner.compile: the layers run uncompiled, because torch.compile fails here: %s", reason[:300])

@@ -108,7 +108,13 @@ class GradientGuard:
         """
         if norm == 0:  # no evidence about later norms
             return None
-        reason = self._objection(norm)
+        reason: str | None = None
+        usual = median(self._norms) if len(self._norms) >= ENOUGH else math.inf
+        if not math.isfinite(norm):
+            reason = f"the gradient norm is {norm}"
+        elif self._factor is not None and norm > self._factor * max(usual, self._clip):
+            above = f"the recent median, {usual:.3g}" if usual > self._clip else f"learner.grad_clip, {self._clip:g}"
+            reason = f"the gradient norm, {norm:.3g}, is above learner.spike_factor ({self._factor:g}) x {above}"
         if reason is None:
             self.skips = 0
             self._norms.append(norm)
@@ -131,17 +137,6 @@ class GradientGuard:
         skips, *norms = memory.tolist()
         self.skips = int(skips)
         self._norms = deque((norm for norm in norms if not math.isnan(norm)), maxlen=WINDOW)
-
-    def _objection(self, norm: float) -> str | None:
-        if not math.isfinite(norm):
-            return f"the gradient norm is {norm}"
-        if self._factor is None or len(self._norms) < ENOUGH:
-            return None
-        usual = median(self._norms)
-        if norm <= self._factor * max(usual, self._clip):
-            return None
-        measure = f"the recent median, {usual:.3g}" if usual > self._clip else f"learner.grad_clip, {self._clip:g}"
-        return f"the gradient norm, {norm:.3g}, is above learner.spike_factor ({self._factor:g}) x {measure}"
 
 
 # -- moments on the CPU ------------------------------------------------------------------------------------------------

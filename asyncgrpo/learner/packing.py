@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from asyncgrpo.algorithms.advantages import (
 from asyncgrpo.config.schema import CRITIC, Config
 from asyncgrpo.learner.attention import Family, Segments
 from asyncgrpo.learner.head import Kept, Teacher
-from asyncgrpo.types import Completion, Group, PolicyVersion, Rollout
+from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout
 
 # -- completions and their rewards -------------------------------------------------------------------------------------
 
@@ -83,10 +83,8 @@ class ScoredRollouts(NamedTuple):
     """[A] int64, sampled tokens."""
     is_trained: Tensor
     """[A] bool; the other completions only count in the statistics of their group."""
-    num_unusable: int
-    """Completions left out: without a finite score, aborted, or malformed."""
     num_malformed: int
-    """Unusable completions with an invalid behaviour log-prob."""
+    """Completions left out for an invalid behaviour log-prob; others have no finite score, or were aborted."""
 
     def advantages(self, estimator: str, rewards: Tensor | None = None) -> Tensor:
         """Return [A] float64 advantages of the named estimator, from `rewards` if given; 0 for a critic to replace."""
@@ -107,7 +105,7 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
         "a prompt has no tokens, so the first token of its completions has no context"
     )
     given = [(number, group.group_id, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
-    malformed = _are_malformed([rollout.completion for *_, rollout in given])
+    malformed = [_is_malformed(rollout.completion) for *_, rollout in given]
     found = [(*one, math.nan if is_bad else _reward(one[2])) for one, is_bad in zip(given, malformed, strict=True)]
     greedy = {number: reward for number, _, r, reward in found if r.completion.index >= group_size}
     sampled = [entry for entry in found if entry[2].completion.index < group_size]
@@ -134,7 +132,6 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
         baseline_rewards=torch.tensor([greedy.get(number, np.nan) for number, *_ in usable], dtype=torch.float64),
         lengths=lengths,
         is_trained=is_trained,
-        num_unusable=len(sampled) - len(usable),
         num_malformed=sum(
             is_bad and one[2].completion.index < group_size for one, is_bad in zip(given, malformed, strict=True)
         ),
@@ -149,13 +146,9 @@ def _reward(rollout: Rollout) -> float:
     return value
 
 
-def _are_malformed(completions: Sequence[Completion]) -> list[bool]:
-    """Return True for each completion with an invalid behaviour log-prob: not finite, above 0, or never sampled."""
-    logprobs = np.concatenate([np.zeros(0, np.float32), *(one.logprobs for one in completions)])
-    is_bad = ~((logprobs >= LEAST_LOGPROB) & (logprobs <= ROUNDING))
-    ends = np.cumsum([0, *(len(one.logprobs) for one in completions)])
-    before = np.concatenate([[0], np.cumsum(is_bad)])[ends]
-    return (before[1:] > before[:-1]).tolist()
+def _is_malformed(completion: Completion) -> bool:
+    """Return True if a behaviour log-prob is invalid: not finite, above 0, or never sampled."""
+    return not ((completion.logprobs >= LEAST_LOGPROB) & (completion.logprobs <= ROUNDING)).all()
 
 
 # -- rows of about equal size ------------------------------------------------------------------------------------------
@@ -299,29 +292,30 @@ class Pictured(NamedTuple):
 
     start: int
     stop: int
-    token_ids: tuple[int, ...]
-    """Of the prompt."""
-    images: tuple[str, ...]
-    """Digests."""
-    prompt_id: str
+    prompt: Prompt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SampledTokens:
-    """N tokens of S completions that the model does not run on; fields as in `PackedBatch`."""
+    """N sampled tokens of S completions."""
 
     cu_seqlens: Tensor
+    """[S+1] int64, start of each completion in N; the last entry is N."""
     mask: Tensor
+    """[N] bool, False on completions that are not trained."""
     behaviour_logprobs: Tensor
+    """[N] float32, nats, of the generator when it sampled."""
     versions: Tensor
+    """[N] int64, version number of the weights that sampled each token."""
 
-    def to(self, device: torch.device) -> "SampledTokens":
+    def to(self, device: torch.device) -> Self:
         """Return the tokens on another device."""
-        return SampledTokens(*(getattr(self, f.name).to(device) for f in fields(self)))
+        moved: dict[str, Any] = {f.name: _moved(getattr(self, f.name), device) for f in fields(self)}
+        return replace(self, **moved)
 
 
-@dataclass(frozen=True)
-class PackedBatch:
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch(SampledTokens):
     """One micro-batch: T tokens that the model runs on, without padding, and the N sampled tokens that they predict.
 
     The last token of a completion is not run, because it predicts no token. A prompt shared by several completions is run
@@ -338,16 +332,8 @@ class PackedBatch:
     """[N] int64, position in T of the token before each sampled token."""
     targets: Tensor
     """[N] int64, the sampled tokens."""
-    cu_seqlens: Tensor
-    """[S+1] int64, start of each completion in N; the last entry is N."""
-    mask: Tensor
-    """[N] bool, False on completions that are not trained."""
-    behaviour_logprobs: Tensor
-    """[N] float32, nats, of the generator when it sampled."""
     advantages: Tensor
     """[N] float32, advantage of each token."""
-    versions: Tensor
-    """[N] int64, version number of the weights that sampled each token."""
     is_current: Tensor
     """[N] bool, True on completions that the learner's current weights sampled from first to last token."""
     rollouts: Tensor
@@ -362,15 +348,6 @@ class PackedBatch:
     """Of each prompt with images. Pixels are built where the row is run."""
     teacher: Teacher | None = None
     """Log-probs of a served teacher for each of the N; None: there is none."""
-
-    def to(self, device: torch.device) -> "PackedBatch":
-        """Return the batch on another device."""
-        moved: dict[str, Any] = {f.name: _moved(getattr(self, f.name), device) for f in fields(self)}
-        return PackedBatch(**moved)
-
-    def with_advantages(self, advantages: Tensor) -> "PackedBatch":
-        """Return the batch with these advantages [N] of its tokens."""
-        return replace(self, advantages=advantages.to(self.mask.device, torch.float32))
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -412,8 +389,11 @@ class StepBatch:
 
     def with_advantages(self, advantages: Tensor, of_microbatches: Sequence[Tensor]) -> "StepBatch":
         """Return the minibatch with these advantages [A] of completions, and [N] of the tokens of each micro-batch."""
-        trained = tuple(m.with_advantages(a) for m, a in zip(self.trained, of_microbatches, strict=True))
-        return replace(self, trained=trained, advantages=advantages)
+        trained = (
+            replace(batch, advantages=own.to(batch.mask.device, torch.float32))
+            for batch, own in zip(self.trained, of_microbatches, strict=True)
+        )
+        return replace(self, trained=tuple(trained), advantages=advantages)
 
 
 def pack(
@@ -518,7 +498,7 @@ class _Rows:
             layout.add(self.prompts[group], completions, self.share_prompts)
             prompt = self.groups[group].prompt
             if prompt.images:
-                pictured.append(Pictured(start, layout.size, prompt.token_ids, prompt.images, prompt.prompt_id))
+                pictured.append(Pictured(start, layout.size, prompt))
         if missing := -layout.size % self.multiple or (0 if pieces else self.multiple):
             layout.add(np.zeros(missing, np.int64), [], True)
         chosen = [rollout for piece in pieces for rollout in piece]
@@ -526,16 +506,13 @@ class _Rows:
         sampled, lengths = self.sampled(index), self.rollouts.lengths[index]
         completions = [self.rollouts.completions[rollout] for rollout in chosen]
         return PackedBatch(
+            **vars(sampled),
             token_ids=_joined(layout.token_ids, np.int64),
             position_ids=_joined(layout.position_ids, np.int64),
             segments=Segments.of(layout.families),
             read_at=_joined(layout.read_at, np.int64),
             targets=_joined([c.token_ids for c in completions], np.int64),
-            cu_seqlens=sampled.cu_seqlens,
-            mask=sampled.mask,
-            behaviour_logprobs=sampled.behaviour_logprobs,
             advantages=self.advantages[index].repeat_interleave(lengths).float(),
-            versions=sampled.versions,
             is_current=torch.tensor(
                 [_is_current(c, self.version) for c in completions], dtype=torch.bool
             ).repeat_interleave(lengths),

@@ -151,14 +151,12 @@ class Ranks:
         for name, size in (("context", sizes.context), ("expert", sizes.expert)):
             if world % size:
                 raise ConfigError(f"learner.parallel.{name} is {size}, which does not divide learner.ranks ({world})")
-        experts, row = None, Row()
-        if sizes.expert > 1:
-            experts = init_device_mesh(
-                device_type, (world // sizes.expert, sizes.expert), mesh_dim_names=("copies", "expert")
-            )
-        if sizes.context > 1:
-            shape = (world // sizes.context, sizes.context)
-            row = Row(init_device_mesh(device_type, shape, mesh_dim_names=("data", "context")).get_group("context"))
+
+        def lines_of(size: int, name: str) -> DeviceMesh:
+            return init_device_mesh(device_type, (world // size, size), mesh_dim_names=("copies", name))
+
+        experts = lines_of(sizes.expert, "expert") if sizes.expert > 1 else None
+        row = Row(lines_of(sizes.context, "context").get_group("context")) if sizes.context > 1 else Row()
         return cls(init_device_mesh(device_type, (world,)), experts, row)
 
 
@@ -234,8 +232,13 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
+@torch.no_grad()
+def gather(tensor: Tensor) -> Tensor:
+    """Return the full tensor. Collective if it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     """Return the norm of all gradients together. Collective."""
-    norms = [torch.nn.utils.get_total_norm(some) for some in by_mesh(gradients)]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    whole = [gather(torch.nn.utils.get_total_norm(some)) for some in by_mesh(gradients)]
     return whole[0] if len(whole) == 1 else torch.stack(whole).norm()

@@ -6,6 +6,7 @@ may gather tensor by tensor. A tied tensor appears once, under its first name. A
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from asyncgrpo.errors import ConfigError, WeightsError
 from asyncgrpo.learner.loading import Pieces, are_rows, first_row, pieces_of_rows, views_of_rows
 from asyncgrpo.learner.model import TokenScorer
+from asyncgrpo.learner.parallel import gather
 from asyncgrpo.types import TensorInfo
 from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.files import disk_pieces, saved_tensors
@@ -84,8 +86,11 @@ class PublishedWeights:
                 plain = name.replace(".base_layer.", ".")
                 published = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
                 adapter = adapters.pop(plain, None)
-                pieces = _own_rows(model, plain, tensor) if adapter is None or are_rows(adapter.b) else None
-                first = first_row(cast(DTensor, tensor)) if pieces is not None else 0
+                pieces, first = None, 0
+                if are_rows(tensor) and (adapter is None or are_rows(adapter.b)):
+                    with suppress(WeightsError):  # a piece on disk spans several ranks
+                        pieces = pieces_of_rows(model, plain, tensor.shape)
+                        first = first_row(cast(DTensor, tensor))
                 self._sources.append(_Source(plain, tensor, adapter, published, pieces, first))
         if adapters:
             raise ConfigError(
@@ -136,18 +141,12 @@ def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, fla
     """Copy weights to their places in a publication's arena, [num_bytes] uint8 on the CPU.
 
     Args:
-        weights: in the order of the layout.
+        weights: all of the layout.
     Returns:
         A function that returns True once a GPU has written all bytes; None if they are written. The next step may begin
         before, because the GPU queues it behind these copies.
     """
-
-    def parts() -> Iterator[Part]:
-        for info, (given, tensor) in zip(layout.tensors, weights, strict=True):
-            assert info == given, f"{info.name} expected, {given.name} given"
-            yield info.name, 0, tensor
-
-    return fill_parts(parts(), layout, flat)
+    return fill_parts(((info.name, 0, tensor) for info, tensor in weights), layout, flat)
 
 
 def fill_parts(parts: Iterator[Part], layout: Layout, flat: Tensor) -> IsWritten | None:
@@ -158,16 +157,6 @@ def fill_parts(parts: Iterator[Part], layout: Layout, flat: Tensor) -> IsWritten
         place.view(tensor.shape).copy_(tensor, non_blocking=True)
         is_cuda = is_cuda or tensor.is_cuda
     return copied() if is_cuda else None
-
-
-def _own_rows(model: Any, name: str, tensor: Tensor) -> Pieces | None:
-    """Return the layout of a sharded tensor's rows on disk; None if it is not sharded or a piece spans several ranks."""
-    if not are_rows(tensor):
-        return None
-    try:
-        return pieces_of_rows(model, name, tensor.shape)
-    except WeightsError:
-        return None
 
 
 def copied() -> IsWritten:
@@ -190,11 +179,6 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
             (key,) = layer.lora_A.keys()
             found[f"{name}.weight"] = Adapter(layer.lora_A[key].weight, layer.lora_B[key].weight, layer.scaling[key])
     return found
-
-
-def gather(tensor: Tensor) -> Tensor:
-    """Return the full tensor. Collective if it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # -- adapters: merged, bitwise identical for any sharding of the rows --------------------------------------------------

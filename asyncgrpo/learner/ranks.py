@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -18,9 +17,8 @@ import torch.distributed as dist
 
 from asyncgrpo import liveness, metrics
 from asyncgrpo.errors import RewardError, StalledError, WireError
-from asyncgrpo.types import Group, PolicyVersion
+from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.codec import unpack_batch
 from asyncgrpo.wire.rollouts import (
     Batch,
     EvalResult,
@@ -65,10 +63,6 @@ class Team:
         self.world = world
         self._sent_s = time.monotonic()
 
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
-
     def broadcast(self, command: RankCommand) -> None:
         """Send a command from rank 0 to all other ranks."""
         if self.world == 1:
@@ -97,19 +91,6 @@ class Team:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Result of `Inbox.take`."""
-
-    groups: list[Group]
-    """Empty if and only if `ended` is set."""
-    message: Batch | None
-    payload: memoryview
-    counters: dict[str, float]
-    ended: str | None = None
-    """`exhausted`, `draining` or `failing`."""
-
-
 class Inbox:
     """Rank 0's connection to the buffer."""
 
@@ -120,34 +101,30 @@ class Inbox:
         self._trained: PolicyVersion | None = None
         self._early: tuple[Message, memoryview] | None = None
         """A reply to `take` that arrived before a pending snapshot."""
+        self.on_eval: Callable[[EvalResult], object] = lambda result: None
+        """Called with every complete evaluation."""
+        self.while_waiting: Callable[[str, float], object] = lambda what, seconds: None
+        """Called about once a second with the missing item and the time waited so far, seconds."""
 
     def take(
-        self,
-        step: int,
-        version: PolicyVersion,
-        shares_within: dict[int, float],
-        *,
-        on_eval: Callable[[EvalResult], None],
-        while_waiting: Callable[[str, float], None],
-    ) -> Taken:
-        """Return the groups of the step that starts at `version`. Blocks until enough groups are ready.
+        self, step: int, version: PolicyVersion, shares_within: dict[int, float]
+    ) -> tuple[Batch | NoMore, memoryview]:
+        """Return the batch of the step that starts at `version`, with its payload. Blocks until enough groups are ready.
 
         Args:
             shares_within: `StepReport.shares_within` of the previous step; empty before the first step of this start.
-            on_eval: called with every complete evaluation.
-            while_waiting: called about once a second with the missing item and the time waited so far, seconds.
         Raises:
             StalledError: no group and no evaluation arrived within `stall_timeout_s`; names the missing item.
             RewardError: every reward call failed, so no group can arrive.
             WireError: the buffer does not respond.
         """
         self._client.send(Take(step=step, version=version, shares_within=shares_within))
-        return self._wait(on_eval, while_waiting)
+        return self._wait()
 
-    def last_evals(self, on_eval: Callable[[EvalResult], None], while_waiting: Callable[[str, float], None]) -> None:
+    def last_evals(self) -> None:
         """Wait for the pending evaluations. No batch is taken afterwards."""
         self._client.send(LastEvals())
-        self._wait(on_eval, while_waiting)
+        self._wait()
 
     def trained(self, version: PolicyVersion) -> None:
         """Report to the buffer that all groups taken before `version` are trained, which frees their slots."""
@@ -195,7 +172,7 @@ class Inbox:
         self._client.send(Finished())
         self._client.close()
 
-    def _wait(self, on_eval: Callable[[EvalResult], None], while_waiting: Callable[[str, float], None]) -> Taken:
+    def _wait(self) -> tuple[Batch | NoMore, memoryview]:
         started = heard = progressed = logged = self._clock()
         what = "the reply of the buffer"
         with metrics.waiting("batch"):
@@ -206,17 +183,14 @@ class Inbox:
                     heard = now
                     message, payload = received
                     for result in getattr(message, "evals", ()):
-                        on_eval(result)
+                        self.on_eval(result)
                         progressed = now
-                    if isinstance(message, Batch):
-                        groups = unpack_batch(message, payload)
-                        return Taken(groups, message, payload, message.counters)
-                    if isinstance(message, NoMore):
-                        return Taken([], None, memoryview(b""), message.counters, message.why)
+                    if isinstance(message, Batch | NoMore):
+                        return message, payload
                     if isinstance(message, Waiting):
                         what = message.what
                         progressed = now if message.is_paused else progressed
-                        while_waiting(what, now - started)
+                        self.while_waiting(what, now - started)
                         if message.hopeless:
                             raise RewardError(message.hopeless)
                 if now - logged >= liveness.RANK_HEARTBEAT_S:

@@ -264,12 +264,14 @@ class Recorder:
             before = msgspec.convert(record, Recorded)
         self._reported, self._watch, seen, undone = Counter(before.reported), before.watched, 0, 0
         for event in read_events(self.events.path, before.num_bytes):
-            seen = max(seen, _generated(event))
+            # Tokens of the run so far; not every event has them, and those of older releases had one number.
+            seen = max(seen, int((event.get("tokens") or event).get("generated") or event.get("tokens_generated") or 0))
             if is_undone(event, step):
                 undone += event["event"] == "step"
             else:
                 self._watch.see(event)
-                self._reported.update(_reported_by(event))
+                for prefix, field in _REPORTED.items():
+                    self._reported.update({prefix + name: n for name, n in (event.get(field) or {}).items()})
         self.undone = {"generated": seen, "undone_steps": undone}
         self.events.resume_at(step, before.num_bytes)
         self._ledger = Ledger(totals, seen)
@@ -286,11 +288,13 @@ class Recorder:
         """Record one optimizer step that started from `version`."""
         event = step_fields(groups, version, report, self._success) | self._count(counters)
         self._left = {}
+        now, before = self._cores.count(), self._cores_before
+        self._cores_before = now
         event |= {
             "step": step,
             "version": f"{version.lineage}.{step}",
             "seconds": seconds,
-            "cores": self._core_seconds(),
+            "cores": {name: count - old for name, count, old in zip(now._fields, now, before, strict=True)},
         }
         metrics.observe_step(event)
         written = self.events.write("step", **event)
@@ -300,12 +304,6 @@ class Recorder:
         if step % self._every == 0:
             self.flush()
             self._writing = self._writer.submit(self._write_samples, step, version, groups, report)
-
-    def _core_seconds(self) -> dict[str, float]:
-        """Return the core-seconds since the previous step."""
-        now, before = self._cores.count(), self._cores_before
-        self._cores_before = now
-        return {name: count - old for name, count, old in zip(now._fields, now, before, strict=True)}
 
     def sync(self, publication: Publication) -> None:
         """Record a publication that landed."""
@@ -317,7 +315,13 @@ class Recorder:
         metrics.generators_in_sync.set(len(set().union(*self._in_sync)))
         self._published = max(self._published, publication.version.number)
         metrics.learner_policy_version.set(self._published)
-        gap = _observed_gap(publication)
+        fields: dict[str, Any] = {"left_out": list(publication.dropped)} if publication.dropped else {}
+        if (gap := publication.gap) is not None:
+            metrics.sync_gap_mean.set(gap.mean)
+            metrics.sync_gap_max.set(gap.max)
+            metrics.sync_gap_limit.set(publication.gap_limit)
+            fields |= {"gap_mean": gap.mean, "gap_max": gap.max, "gap_limit": publication.gap_limit}
+            fields |= {"differing": list(publication.differing)} if publication.differing else {}
         self.events.write(
             "sync",
             version=str(publication.version),
@@ -328,8 +332,7 @@ class Recorder:
             sent_bytes=publication.sent_bytes,
             digest=publication.digest,
             attempts=publication.attempts,
-            **({"left_out": list(publication.dropped)} if publication.dropped else {}),
-            **gap,
+            **fields,
         )
 
     def last(self, counters: dict[str, float]) -> dict[str, float]:
@@ -446,25 +449,3 @@ def figures(counters: Mapping[str, float]) -> dict[str, Any]:
 
 _REPORTED = {"groups_dropped_": "dropped", "filtered_": "filtered", "completions_": "discarded"}
 """Prefixes of counters whose growth an event reports, and the field of the event."""
-
-
-def _reported_by(event: Event) -> dict[str, int]:
-    """Return the growth of counters that an event reports, by counter."""
-    return {prefix + name: n for prefix, field in _REPORTED.items() for name, n in (event.get(field) or {}).items()}
-
-
-def _generated(event: Event) -> int:
-    """Return the tokens of the run so far according to an event; 0 if it has no such field."""
-    return int((event.get("tokens") or event).get("generated") or event.get("tokens_generated") or 0)
-
-
-def _observed_gap(publication: Publication) -> dict[str, Any]:
-    """Set the sync gap metrics and return the fields of its event; empty if no engine reported a gap."""
-    gap = publication.gap
-    if gap is None:
-        return {}
-    metrics.sync_gap_mean.set(gap.mean)
-    metrics.sync_gap_max.set(gap.max)
-    metrics.sync_gap_limit.set(publication.gap_limit)
-    differing = {"differing": list(publication.differing)} if publication.differing else {}
-    return {"gap_mean": gap.mean, "gap_max": gap.max, "gap_limit": publication.gap_limit, **differing}

@@ -57,8 +57,6 @@ class StepReport:
     scoring pass at the start of the step, the weights of each update of the first pass stand in for the proximal policy."""
     importance_capped: float
     """Share of tokens above the upper bound of the first importance correction."""
-    effective_sample_share: float
-    """(Σρ)² / (n Σρ²) of those ratios: 1 when all are equal."""
     shares_within: dict[int, float]
     """Effective sample share of the completions up to each lag; the largest lag is that of the oldest token."""
     kl_reference: float | None
@@ -74,12 +72,8 @@ class StepReport:
     group_size: int
     """Sampled completions per group. Completions from this index on are greedy baselines."""
     tokens_trained: int
-    rollouts: int
-    """Completions trained."""
-    rollouts_unusable: int
-    """Completions left out: without a finite score, aborted, or malformed."""
     malformed_logprobs: int
-    """Unusable completions with a behaviour log-prob that is not finite, above 0 or below -10,000 nats."""
+    """Completions left out for a behaviour log-prob that is not finite, above 0 or below -10,000 nats."""
     zero_signal_groups: int
     """Groups whose advantages are all exactly 0."""
     signal_share: float
@@ -134,7 +128,6 @@ def build_report(
         clip_ratio=sums["clipped"] / tokens,
         importance_mean=diagnostics["ratio_mean"],
         importance_capped=diagnostics.get("bounded_above", 0.0),
-        effective_sample_share=diagnostics["ess_token"],
         shares_within=shares_within(sums),
         kl_reference=sums["kl"] / tokens if "kl" in sums else None,
         value_loss=sums["value_loss"] / len(updates) if "value_loss" in sums else None,
@@ -143,8 +136,6 @@ def build_report(
         diagnostics=diagnostics,
         group_size=group_size,
         tokens_trained=sum(batch.num_tokens for batch in batches),
-        rollouts=sum(batch.num_completions for batch in batches),
-        rollouts_unusable=sum(batch.rollouts.num_unusable for batch in batches),
         malformed_logprobs=sum(batch.rollouts.num_malformed for batch in batches),
         zero_signal_groups=sum(batch.zero_signal_groups for batch in batches),
         signal_share=sum(batch.signal_share for batch in batches) / len(batches),
@@ -263,11 +254,8 @@ def turn_fields(rollouts: list[Rollout]) -> dict[str, float]:
     """Return the figures of a batch with environments; empty without observations."""
     completions = [r.completion for r in rollouts]
     observed = sum(len(one.token_ids) for c in completions for one in c.observations)
-    return (
-        {"turns_mean": float(np.mean([len(c.turns) for c in completions])), "tokens_observed": observed}
-        if observed
-        else {}
-    )
+    turns_mean = float(np.mean([len(c.turns) for c in completions]))
+    return {"turns_mean": turns_mean, "tokens_observed": observed} if observed else {}
 
 
 def parts_of(rollouts: list[Rollout]) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from asyncgrpo.data.images import has_vision
 from asyncgrpo.errors import CheckpointError
@@ -177,7 +177,12 @@ def begin_export(
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             save_torch_state_dict(tensors, folder, max_shard_size=FILE_BYTES)
-            _write_configs(Path(folder), scorer.language_model, published.dtype)
+            model = scorer.language_model
+            config = copy.deepcopy(model.config)
+            config.dtype = published.dtype
+            config.save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
             if tokenizer_path is not None:
                 copy_tokenizer(tokenizer_path, Path(folder))
         except Exception as error:
@@ -198,11 +203,3 @@ def copy_tokenizer(source: str, folder: Path) -> None:
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
         else:
             shutil.copyfile(path, folder / path.name)
-
-
-def _write_configs(folder: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
-    config = copy.deepcopy(model.config)
-    config.dtype = dtype
-    config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -31,7 +31,7 @@ from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import decode, encode, unpack_batch
-from asyncgrpo.wire.rollouts import Batch
+from asyncgrpo.wire.rollouts import Batch, NoMore
 from asyncgrpo.wire.supervision import Steer
 
 log = logging.getLogger(__name__)
@@ -58,48 +58,37 @@ class _Saving:
     path: Future[Path]
 
 
+@dataclass(eq=False)
 class LearnerService:
     """Rank 0 of the learner: the loop, publications, checkpoints and the record."""
 
-    def __init__(
-        self,
-        config: Config,
-        learner: Learner,
-        team: Team,
-        inbox: Inbox,
-        publisher: Publisher,
-        recorder: Recorder,
-        *,
-        lineage: int,
-        run_dir: Path,
-        start_with: int,
-        last_step: int | None,
-    ) -> None:
-        """
-        Args:
-            lineage: number of this start; unique within the run.
-            start_with: generators to wait for before the first publication.
-            last_step: number of optimizer steps of the run; None: until the buffer is exhausted.
-        """
-        self._config = config
-        self._learner = learner
-        self._team = team
-        self._inbox = inbox
-        self._publisher = publisher
-        self._recorder = recorder
-        self._checkpoints = Checkpoints(run_dir, config.run.keep_checkpoints)
-        self._run_dir = run_dir
-        self._start_with = start_with
-        self._last_step = last_step
+    config: Config
+    learner: Learner
+    team: Team
+    inbox: Inbox
+    publisher: Publisher
+    recorder: Recorder
+    _: KW_ONLY
+    lineage: int
+    """Number of this start; unique within the run."""
+    run_dir: Path
+    start_with: int
+    """Generators to wait for before the first publication."""
+    last_step: int | None
+    """Number of optimizer steps of the run; None: until the buffer is exhausted."""
+
+    def __post_init__(self) -> None:
+        self.inbox.on_eval, self.inbox.while_waiting = self.recorder.evaluation, self._while_waiting
+        self._checkpoints = Checkpoints(self.run_dir, self.config.run.keep_checkpoints)
         self.progress = LoopProgress()
         self._clock = PhaseClock()
         self._stall_reported_s = 0.0
         self._evaluated = -1
         self._writer: Executor = ThreadPoolExecutor(1)
         self._saving: _Saving | None = None
-        self.version = PolicyVersion(lineage, 0)
+        self.version = PolicyVersion(self.lineage, 0)
         self._shares_within: dict[int, float] = {}  # of the last step
-        self._updates = learner.steps  # updates contained in the weights of `version`
+        self._updates = self.learner.steps  # updates contained in the weights of `version`
         self._offered: PolicyVersion | None = None  # newest version that the publisher accepted
         self._steer_requested = self._steer = Steer()  # newest operator request, and the one in effect
 
@@ -127,7 +116,7 @@ class LearnerService:
         """
         try:
             with metrics.waiting("generators"):
-                self._publisher.wait_for(self._start_with, GENERATORS_START_S, self._while_no_generator)
+                self.publisher.wait_for(self.start_with, GENERATORS_START_S, self._while_no_generator)
             status = self._train()
         except _EndRequested as request:
             status = str(request)
@@ -140,39 +129,33 @@ class LearnerService:
         self._publish()
         self._evaluate()
         self._clock.lap()  # start-up time belongs to no step
-        while self._last_step is None or self.step < self._last_step:
+        while self.last_step is None or self.step < self.last_step:
             self.progress.tick()
             self._apply_steering()
             with self._clock("wait_data"):
-                taken = self._inbox.take(
-                    self.step,
-                    self.version,
-                    self._shares_within,
-                    on_eval=self._recorder.evaluation,
-                    while_waiting=self._while_waiting,
-                )
-            if taken.ended is not None:
-                self._recorder.last(taken.counters)
-                return {"exhausted": "done", "draining": "drained", "failing": "failed"}[taken.ended]
+                message, payload = self.inbox.take(self.step, self.version, self._shares_within)
+                groups = unpack_batch(message, payload) if isinstance(message, Batch) else []
+            if isinstance(message, NoMore):
+                self.recorder.last(message.counters)
+                return {"exhausted": "done", "draining": "drained", "failing": "failed"}[message.why]
             with self._clock("forward_backward"):
-                if self._team.world > 1:
-                    assert taken.message is not None
-                    header, payload = map(bytes, encode(taken.message, taken.payload))
-                    self._team.broadcast(RankCommand(what="step", version=self.version, header=header, payload=payload))
-                report = self._learner.step(taken.groups, self.version)
+                if self.team.world > 1:
+                    head, body = map(bytes, encode(message, payload))
+                    self.team.broadcast(RankCommand(what="step", version=self.version, header=head, payload=body))
+                report = self.learner.step(groups, self.version)
             started_from, self.version = self.version, PolicyVersion(self.version.lineage, self.version.number + 1)
-            self._updates, self._shares_within = self._learner.steps, report.shares_within
+            self._updates, self._shares_within = self.learner.steps, report.shares_within
             try:
                 self._publish()
             finally:  # the step is trained even if its weights cannot be offered
-                self._recorder.step(
-                    self.step, started_from, taken.groups, report, taken.counters, self._clock.lap(report.seconds)
+                self.recorder.step(
+                    self.step, started_from, groups, report, message.counters, self._clock.lap(report.seconds)
                 )
             self._record_publications()
-            if self.step % self._config.run.eval_every == 0:
+            if self.step % self.config.run.eval_every == 0:
                 self._evaluate()
             self._try_finish_checkpoint()
-            if self.step % self._config.run.checkpoint_every == 0:
+            if self.step % self.config.run.checkpoint_every == 0:
                 self._try_checkpoint()
         return "done"
 
@@ -180,7 +163,7 @@ class LearnerService:
         """Restore step, totals and record from `checkpoint`. `Learner.load` restores model and optimizer."""
         state = read_state(checkpoint)
         self.version = PolicyVersion(self.version.lineage, state.step)
-        self._recorder.resume(state.step, state.totals, state.record)
+        self.recorder.resume(state.step, state.totals, state.record)
 
     def _apply_steering(self) -> None:
         """Apply the newest operator request."""
@@ -188,10 +171,10 @@ class LearnerService:
         if new.revision <= old.revision:
             return
         if new.lr is not None and new.lr != old.lr:
-            self._team.broadcast(RankCommand(what="set_lr", lr=new.lr))
-            self._learner.set_lr(new.lr)
-            self._recorder.events.write("lr_changed", version=str(self.version), lr=new.lr)
-        self._publisher.dismiss(new.leaving)
+            self.team.broadcast(RankCommand(what="set_lr", lr=new.lr))
+            self.learner.set_lr(new.lr)
+            self.recorder.events.write("lr_changed", version=str(self.version), lr=new.lr)
+        self.publisher.dismiss(new.leaving)
         if new.evaluations > old.evaluations:
             self._evaluate()
         if new.checkpoints > old.checkpoints:
@@ -200,36 +183,36 @@ class LearnerService:
 
     def _publish(self) -> None:
         """Free the slots of the last step and offer its weights. Generators receive them beside the next step."""
-        self._inbox.trained(self.version)
+        self.inbox.trained(self.version)
         self._offer_weights()
 
     def _offer_weights(self) -> None:
         """Offer the newest weights once. Retried from `_while_waiting` while both arenas are in use."""
         if self._offered != self.version:
             with self._clock("publish"):
-                if self._publisher.offer(self.version, self._fill_arena):
+                if self.publisher.offer(self.version, self._fill_arena):
                     self._offered = self.version
-                    self._team.broadcast(RankCommand(what="check"))  # every engine scores the same sequences
-                    self._publisher.expect(self.version, self._learner.check.score())
+                    self.team.broadcast(RankCommand(what="check"))  # every engine scores the same sequences
+                    self.publisher.expect(self.version, self.learner.check.score())
 
     def _fill_arena(self, layout: Layout, flat: Tensor) -> IsWritten | None:
-        file = self._publisher.file
-        self._team.broadcast(RankCommand(what="snapshot", file=file, start=int(flat.storage_offset())))
-        return self._learner.snapshot.write(flat, file)
+        file = self.publisher.file
+        self.team.broadcast(RankCommand(what="snapshot", file=file, start=int(flat.storage_offset())))
+        return self.learner.snapshot.write(flat, file)
 
     def _record_publications(self) -> None:
         """Record the publications that landed. Raises WeightsError if no publication can land."""
-        for publication in self._publisher.reports():
-            self._recorder.sync(publication)
+        for publication in self.publisher.reports():
+            self.recorder.sync(publication)
 
     def _evaluate(self) -> None:
-        if self._config.data.eval is not None and self._evaluated != self.step:
+        if self.config.data.eval is not None and self._evaluated != self.step:
             self._evaluated = self.step
-            self._inbox.request_eval(self.step)
+            self.inbox.request_eval(self.step)
 
     def _try_checkpoint(self) -> None:
         """Write a checkpoint. If the disk refuses it, training continues and the previous checkpoint stays."""
-        check_owner(self._run_dir, self.version.lineage)
+        check_owner(self.run_dir, self.version.lineage)
         try:
             self._checkpoint()
         except CheckpointError as error:
@@ -239,10 +222,10 @@ class LearnerService:
         """Save the steps since the last checkpoint before the run fails. Failures here are logged, not raised."""
         if isinstance(error, WireError):
             log.error("no last checkpoint: the buffer, which knows the finished prompts, does not respond")
-        elif self._learner.steps != self._updates:
+        elif self.learner.steps != self._updates:
             log.error("no last checkpoint: the weights are between two steps")
         else:
-            self._inbox.give_up(str(error))
+            self.inbox.give_up(str(error))
             try:
                 self._last_checkpoint(SNAPSHOT_WITHIN_S)
             except AsyncGRPOError as failure:
@@ -253,11 +236,11 @@ class LearnerService:
 
         The step counts even if no generator received its weights: no later group can be sampled from them.
         """
-        check_owner(self._run_dir, self.version.lineage)
+        check_owner(self.run_dir, self.version.lineage)
         self._try_finish_checkpoint(waits=True)
         latest = self._checkpoints.latest()
         if latest is None or read_state(latest).step != self.step:
-            self._inbox.trained(self.version)
+            self.inbox.trained(self.version)
             self._checkpoint(within_s)
             self._finish_checkpoint(waits=True)
 
@@ -270,17 +253,17 @@ class LearnerService:
             CheckpointError: the disk refused.
         """
         self._try_finish_checkpoint(waits=True)
-        snapshot = self._inbox.snapshot(within_s)
+        snapshot = self.inbox.snapshot(within_s)
         state = RunState(
             step=self.step,
             lineage=self.version.lineage,
             prompts=snapshot.state,
-            totals=self._recorder.last(snapshot.counters),
-            record=self._recorder.state(),
+            totals=self.recorder.last(snapshot.counters),
+            record=self.recorder.state(),
         )
         with self._clock("checkpoint"), metrics.waiting("checkpoint"):
             started = time.monotonic()
-            self._recorder.flush()
+            self.recorder.flush()
             finish = self._checkpoints.begin(state, self._fill)
             self._saving = _Saving(self.step, started, self._writer.submit(finish))
         self._finish_checkpoint()
@@ -302,10 +285,10 @@ class LearnerService:
             with suppress(WeightsError):  # the loop raises it again
                 self._record_publications()  # a resume drops events after the checkpoint event
         seconds = time.monotonic() - saving.started
-        self._inbox.saved(saving.step)
+        self.inbox.saved(saving.step)
         metrics.checkpoint_seconds.observe(seconds)
         metrics.checkpoint_last_success_timestamp_seconds.set_to_current_time()
-        self._recorder.events.write("checkpoint", step=saving.step, path=str(path), seconds=seconds)
+        self.recorder.events.write("checkpoint", step=saving.step, path=str(path), seconds=seconds)
 
     def _try_finish_checkpoint(self, *, waits: bool = False) -> None:
         """Finish a checkpoint. If the disk refused it, training continues and the previous checkpoint stays."""
@@ -315,10 +298,10 @@ class LearnerService:
             log.error("%s; training continues", error)
 
     def _fill(self, folder: Path) -> Callable[[], None]:
-        self._team.broadcast(RankCommand(what="save", folder=str(folder / "resume")))
-        saved = self._learner.begin_save(str(folder / "resume"))
-        self._team.broadcast(RankCommand(what="export", folder=str(folder / "hf")))
-        write_export = self._learner.begin_export(str(folder / "hf"), self._config.model.path)
+        self.team.broadcast(RankCommand(what="save", folder=str(folder / "resume")))
+        saved = self.learner.begin_save(str(folder / "resume"))
+        self.team.broadcast(RankCommand(what="export", folder=str(folder / "hf")))
+        write_export = self.learner.begin_export(str(folder / "hf"), self.config.model.path)
 
         def finish() -> None:
             saved()
@@ -328,27 +311,27 @@ class LearnerService:
 
     def _end(self, status: str) -> str:
         """Run the last evaluation, write the last checkpoint and export, and close everything."""
-        if status == "done" and self._config.data.eval is not None:
+        if status == "done" and self.config.data.eval is not None:
             self._evaluate()
             with self._clock("eval"):
-                self._inbox.last_evals(self._recorder.evaluation, self._while_waiting)
+                self.inbox.last_evals()
         self._last_checkpoint()
         if status == "done":
-            final = str(self._run_dir / "final")
-            self._team.broadcast(RankCommand(what="export", folder=final))
-            self._learner.export(final, self._config.model.path)
-        self._team.broadcast(RankCommand(what="end"))
+            final = str(self.run_dir / "final")
+            self.team.broadcast(RankCommand(what="export", folder=final))
+            self.learner.export(final, self.config.model.path)
+        self.team.broadcast(RankCommand(what="end"))
         if status != "failed":
             deadline = time.monotonic() + LAST_PUBLICATION_S
-            while not self._publisher.is_idle and time.monotonic() < deadline:
+            while not self.publisher.is_idle and time.monotonic() < deadline:
                 time.sleep(0.01)
             with suppress(WeightsError):  # the run is over
                 self._record_publications()
-            self._recorder.end(status, self.step)
-        self._learner.snapshot.close()
-        self._recorder.close()
-        self._publisher.close()
-        self._inbox.finish()
+            self.recorder.end(status, self.step)
+        self.learner.snapshot.close()
+        self.recorder.close()
+        self.publisher.close()
+        self.inbox.finish()
         return status
 
     def _while_waiting(self, what: str, seconds: float) -> None:
@@ -362,16 +345,16 @@ class LearnerService:
     def _while_no_generator(self, what: str, seconds: float) -> None:
         """Poll the buffer for a drain while no `take` is pending."""
         self._report_waiting(what, seconds)
-        snapshot = self._inbox.snapshot()
+        snapshot = self.inbox.snapshot()
         if snapshot.draining:
             raise _EndRequested("failed" if snapshot.failing else "drained")
 
     def _report_waiting(self, what: str, seconds: float) -> None:
         self.progress.tick()
-        self._team.send_heartbeat()
+        self.team.send_heartbeat()
         if seconds - self._stall_reported_s >= STALL_EVENT_EVERY_S:
             self._stall_reported_s = seconds
-            self._recorder.events.write("stall", what=what, seconds=seconds)
+            self.recorder.events.write("stall", what=what, seconds=seconds)
         elif seconds < self._stall_reported_s:
             self._stall_reported_s = 0.0
 

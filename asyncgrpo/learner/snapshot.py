@@ -11,11 +11,12 @@ import logging
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-import numpy as np
+import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
@@ -29,8 +30,7 @@ from asyncgrpo.wire.sockets import Keys
 log = logging.getLogger(__name__)
 
 POLL_EVERY_S = 0.001
-NAME_BYTES = 128
-"""Size of a machine's identity (`scratch.same_machine`), which has about 60 bytes, and of the name of a file."""
+T = TypeVar("T")
 
 
 class Snapshot:
@@ -59,7 +59,7 @@ class Snapshot:
         self._timeout_s = config.timeout_s + self._layout.num_bytes / liveness.READ_BYTES_PER_S
         self._mapped: MappedArenas | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        machines = _gather_names(same_machine(), world)
+        machines = _gather(same_machine(), world)
         leaders = [machines.index(machine) for machine in machines]
         self._leader = leaders[rank]
         self._mates = [other for other in range(world) if leaders[other] == rank != other]
@@ -69,13 +69,13 @@ class Snapshot:
         self.streams: list[Stream] = []
         """Bytes that each of them sends."""
         self._arenas = Arenas(self._layout) if rank in self._others else None
-        self._files = _gather_names(self._arenas.file if self._arenas else "", world)
+        self._files = _gather(self._arenas.file if self._arenas else "", world)
         self._sender: Sender | None = None
         if self._others:
             if missing := [leader for leader in self._others if not self._files[leader]]:
                 trouble = self._arenas.trouble if self._arenas else ""
                 raise WeightsError(f"learner ranks {missing} have too little shared memory for the weights {trouble}")
-            owned = _gather_runs(self._runs(), world)
+            owned = _gather(self._runs(), world)
             self.streams = [
                 Stream(run for rank, runs in enumerate(owned) if leaders[rank] == leader for run in runs)
                 for leader in self._others
@@ -186,22 +186,12 @@ def wait_until(written: IsWritten | None) -> None:
         time.sleep(POLL_EVERY_S)
 
 
-def _gather_names(mine: str, world: int) -> list[str]:
-    """Return a short text of every rank. Collective."""
-    if world == 1:
-        return [mine]
-    name = torch.frombuffer(bytearray(mine.encode().ljust(NAME_BYTES)[:NAME_BYTES]), dtype=torch.uint8)
-    everyone = [torch.empty_like(name) for _ in range(world)]
-    dist.all_gather(everyone, name)
-    return [bytes(name.numpy()).decode().rstrip() for name in everyone]
-
-
-def _gather_runs(mine: list[tuple[int, int]], world: int) -> list[list[tuple[int, int]]]:
-    """Return the runs of every rank. Collective."""
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(counts, torch.tensor([len(mine)]))
-    padded = torch.zeros(int(max(counts)), 2, dtype=torch.int64)
-    padded[: len(mine)] = torch.from_numpy(np.array(mine, np.int64).reshape(-1, 2))
-    everyone = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(everyone, padded)
-    return [runs[: int(count)].tolist() for runs, count in zip(everyone, counts, strict=True)]
+def _gather(mine: T, world: int) -> list[T]:
+    """Return a value of plain types of every rank. Collective."""
+    data = torch.frombuffer(bytearray(msgspec.msgpack.encode(mine)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(data)]))
+    everyone = [data.new_zeros(int(max(sizes))) for _ in range(world)]
+    dist.all_gather(everyone, nn.functional.pad(data, (0, len(everyone[0]) - len(data))))
+    parts = (one[: int(size)].numpy().tobytes() for one, size in zip(everyone, sizes, strict=True))
+    return [msgspec.msgpack.decode(part, type=type(mine)) for part in parts]

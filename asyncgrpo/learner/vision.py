@@ -15,6 +15,7 @@ from asyncgrpo.config.model_size import VISION
 from asyncgrpo.data.images import Images
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner.packing import PackedBatch
+from asyncgrpo.types import Prompt
 
 
 def tower_of(model: PreTrainedModel) -> nn.Module | None:
@@ -49,8 +50,8 @@ class Vision:
         is_image = torch.zeros_like(batch.token_ids, dtype=torch.bool)
         features, deeper = [], []
         for one in batch.pictured:
-            seen, row = self._of(one.token_ids, one.images, one.prompt_id, device), slice(one.start, one.stop)
-            place, length = batch.position_ids[row], len(one.token_ids)
+            seen, row = self._of(one.prompt, device), slice(one.start, one.stop)
+            place, length = batch.position_ids[row], len(one.prompt.token_ids)
             in_prompt = place.clamp(max=length - 1)
             after = (place - length).clamp(min=-1) + 1  # 0 in the prompt, then 1, 2, ...
             last = seen.positions.max() * (after > 0)
@@ -70,13 +71,15 @@ class Vision:
         return inputs
 
     @torch.no_grad()
-    def _of(self, token_ids: tuple[int, ...], digests: tuple[str, ...], prompt_id: str, device: torch.device) -> _Of:
+    def _of(self, prompt: Prompt, device: torch.device) -> _Of:
         if self._images is None:
-            raise ConfigError(f"prompt {prompt_id} has images, and the learner was built without the folder of the run")
-        values, grid = (x.to(device) for x in self._images.pixels(digests, f"of prompt {prompt_id}"))
+            raise ConfigError(
+                f"prompt {prompt.prompt_id} has images, and the learner was built without the folder of the run"
+            )
+        values, grid = (x.to(device) for x in self._images.pixels(prompt.images, f"of prompt {prompt.prompt_id}"))
         model: Any = self._model.base_model
         out = model.get_image_features(values, grid, return_dict=True)
-        ids = torch.tensor(token_ids, device=device)
+        ids = torch.tensor(prompt.token_ids, device=device)
         is_image = (ids == self._images.token_id).long()
         positions, _ = model.get_rope_index(ids[None], is_image[None], image_grid_thw=grid)
         deeper = [torch.cat(list(level)) for level in getattr(out, "deepstack_features", None) or ()]

@@ -154,7 +154,15 @@ class Breaker(Reward):
             self._good = call
             self._close_circuit()
         elif (last := next((s for s in reversed(failures) if s.failure not in OF_THE_PROMPT), None)) is not None:
-            self._note_failure(call, last)
+            now_s = asyncio.get_running_loop().time()
+            self._failed += 1
+            self._streak += 1
+            self._last = f"{last.failure}: {last.detail}"
+            if self._failing_since_s is None:
+                self._failing_since_s = now_s
+            self._keep(call)
+            if self._streak >= STREAK or (self._streak >= SLOW_STREAK and now_s - self._failing_since_s >= SLOW_S):
+                self._begin_check()
         return scores
 
     def _report(self, call: _Call, score: Score) -> None:
@@ -165,17 +173,6 @@ class Breaker(Reward):
             )
             self._news.append(News(kind, score.detail, count))
             self.changed.set()
-
-    def _note_failure(self, call: _Call, score: Score) -> None:
-        now_s = asyncio.get_running_loop().time()
-        self._failed += 1
-        self._streak += 1
-        self._last = f"{score.failure}: {score.detail}"
-        if self._failing_since_s is None:
-            self._failing_since_s = now_s
-        self._keep(call)
-        if self._streak >= STREAK or (self._streak >= SLOW_STREAK and now_s - self._failing_since_s >= SLOW_S):
-            self._begin_check()
 
     def _keep(self, call: _Call) -> None:
         if self.teaches and not is_training(call.prompt):

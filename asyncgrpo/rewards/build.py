@@ -6,7 +6,7 @@ comes back as a named failure, never as a silent 0.
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,16 +50,15 @@ def build_reward(
     taken = set[str]()
     rewards = list[Reward]()
     for spec in specs:
-        if spec.isidentifier():
-            rewards.append(_built_in(spec, config))
+        if spec == "judge":
+            rewards.append(JudgeReward(config.judge))
+        elif spec == "model":
+            of_model = ModelReward if config.model.url is None else ServedModelReward
+            rewards.append(of_model(config.model))
+        elif spec.isidentifier():
+            rewards.append(RuleReward(config, spec))
         else:
-            ready = check_user_function(
-                spec,
-                kwargs=config.kwargs,
-                timeout_s=max(import_timeout_s, config.timeout_s),
-                trial=trial,
-                trial_timeout_s=config.timeout_s,
-            )
+            ready = check_user_function(spec, config, import_timeout_s=import_timeout_s, trial=trial)
             taken.update(ready.kwargs)
             reward = PoolReward(
                 LOAD,
@@ -77,14 +76,6 @@ def build_reward(
         return rewards[0]
     named = [Weighted(*one) for one in zip(_names(specs), weights, rewards, strict=True)]
     return CombinedReward(named, config.combine)
-
-
-def _built_in(name: str, config: RewardConfig) -> Reward:
-    if name == "judge":
-        return JudgeReward(config.judge)
-    if name == "model":
-        return ModelReward(config.model) if config.model.url is None else ServedModelReward(config.model)
-    return RuleReward(config, name)
 
 
 def _names(specs: tuple[str, ...]) -> list[str]:
@@ -125,6 +116,12 @@ class CombinedReward(Reward):
 
     def __init__(self, rewards: Sequence[Weighted], combine: Literal["sum", "first", "gate"] = "sum") -> None:
         self._rewards, self._how = rewards, combine
+        self._rounds: dict[str, Sequence[Sequence[Weighted]]] = {
+            "sum": [rewards],
+            "first": [[one] for one in rewards],
+            "gate": [rewards[:1], rewards[1:]],
+        }
+        """The rewards that are called at the same time, one round after the other, by the kind of combination."""
         self.takes_groups = any(one.reward.takes_groups for one in rewards)
         self.about = f"{combine} of {', '.join(f'{one.weight:g} x {one.reward.about}' for one in rewards)}"
 
@@ -137,7 +134,7 @@ class CombinedReward(Reward):
         """Score completions. See `rewards.base.Reward`."""
         given: list[dict[str, Score]] = [{} for _ in completions]  # by name of the reward, in their order
         left = list(range(len(completions)))
-        for some in self._rounds():
+        for some in self._rounds[self._how]:
             scores = await asyncio.gather(
                 *(one.reward.score(prompt, [completions[index] for index in left]) for one in some)
             )
@@ -153,16 +150,6 @@ class CombinedReward(Reward):
         """End every worker process."""
         for one in self._rewards:
             await one.reward.close()
-
-    def _rounds(self) -> Iterator[Sequence[Weighted]]:
-        """The rewards that are called at the same time, one round after the other."""
-        if self._how == "sum":
-            yield self._rewards
-        elif self._how == "gate":
-            yield self._rewards[:1]
-            yield self._rewards[1:]
-        else:
-            yield from ([one] for one in self._rewards)
 
     def _goes_on(self, given: dict[str, Score]) -> bool:
         """Return True if rewards of the next round are called for a completion, by the scores of those before."""

@@ -35,7 +35,7 @@ from asyncgrpo import isolation
 from asyncgrpo.config.reach import check_service
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.isolation import Ended, last_line, memory_file, run_isolated, run_to_end
+from asyncgrpo.isolation import last_line, memory_file, run_isolated, run_to_end
 from asyncgrpo.rewards.base import MAX_DETAIL, Reward, Sampled, describe, each_in_turn, failed
 from asyncgrpo.rewards.http import Service, ServiceError
 from asyncgrpo.rewards.pool import PoolReward, Scorer
@@ -99,14 +99,8 @@ class LocalRunner:
         """Run a program. See `Runner`."""
         if program.language != "python":
             return Ran(problem=f"{program.language} runs only in Sandbox Fusion (reward.code.url)")
-        ended = self._run_to_end(program)
-        if not ended.is_started:
-            raise ServiceError(f"bwrap could not start a program: {last_line(ended.stderr)}")
-        return Ran(ended.stdout, TIMEOUT if ended.is_late else _problem(ended.code, ended.stderr))
-
-    def _run_to_end(self, program: Program) -> Ended:
         if self._is_isolated:
-            return run_isolated(
+            ended = run_isolated(
                 [*_PYTHON, _MAIN],
                 visible=_visible(),
                 files={_MAIN: program.code},
@@ -116,15 +110,19 @@ class LocalRunner:
                 stdin=program.stdin,
                 number=next(self._numbers),
             )
-        limits = isolation.limits(self._timeout_s, self._memory_mb, is_isolated=False)
-        with memory_file(program.code) as code:
-            return run_to_end(
-                [*limits, *_PYTHON, f"/proc/self/fd/{code.fileno()}"],
-                stdin=program.stdin,
-                environment=_ENVIRONMENT,
-                timeout_s=self._timeout_s,
-                descriptors=[code.fileno()],
-            )
+        else:
+            limits = isolation.limits(self._timeout_s, self._memory_mb, is_isolated=False)
+            with memory_file(program.code) as code:
+                ended = run_to_end(
+                    [*limits, *_PYTHON, f"/proc/self/fd/{code.fileno()}"],
+                    stdin=program.stdin,
+                    environment=_ENVIRONMENT,
+                    timeout_s=self._timeout_s,
+                    descriptors=[code.fileno()],
+                )
+        if not ended.is_started:
+            raise ServiceError(f"bwrap could not start a program: {last_line(ended.stderr)}")
+        return Ran(ended.stdout, TIMEOUT if ended.is_late else _problem(ended.code, ended.stderr))
 
 
 def why_not_isolated() -> str | None:
@@ -203,26 +201,22 @@ class FusionRunner:
     async def run(self, program: Program) -> Ran:
         """Run a program. See `Runner`."""
         body = {"code": program.code, "language": program.language, "stdin": program.stdin} | self._limits
-        return _ran(await self._service.post(msgspec.json.encode(body)))
+        try:
+            reply = msgspec.json.decode(await self._service.ask(msgspec.json.encode(body)), type=_FusionReply)
+        except msgspec.MsgspecError as error:
+            raise ServiceError(f"the reply is not one of Sandbox Fusion: {error}") from error
+        compiled, run = reply.compile_result, reply.run_result
+        if reply.status not in ("Success", "Failed"):
+            raise ServiceError(f"Sandbox Fusion replied {reply.status}: {(reply.message or '')[:200]}")
+        if compiled is not None and (problem := _problem_of(compiled)):
+            return Ran(problem=problem if problem == TIMEOUT else f"it does not compile: {problem}")
+        if run is None:
+            raise ServiceError(f"Sandbox Fusion replied {reply.status} and no run_result")
+        return Ran(run.stdout or "", _problem_of(run) or ("" if reply.status == "Success" else "failed"))
 
     async def close(self) -> None:
         """Close the connections; requests that run fail."""
         await self._service.close()
-
-
-def _ran(body: bytes) -> Ran:
-    try:
-        reply = msgspec.json.decode(body, type=_FusionReply)
-    except msgspec.MsgspecError as error:
-        raise ServiceError(f"the reply is not one of Sandbox Fusion: {error}") from error
-    compiled, run = reply.compile_result, reply.run_result
-    if reply.status not in ("Success", "Failed"):
-        raise ServiceError(f"Sandbox Fusion replied {reply.status}: {(reply.message or '')[:200]}")
-    if compiled is not None and (problem := _problem_of(compiled)):
-        return Ran(problem=problem if problem == TIMEOUT else f"it does not compile: {problem}")
-    if run is None:
-        raise ServiceError(f"Sandbox Fusion replied {reply.status} and no run_result")
-    return Ran(run.stdout or "", _problem_of(run) or ("" if reply.status == "Success" else "failed"))
 
 
 def _problem_of(result: _FusionResult) -> str:
@@ -499,19 +493,19 @@ class CodeReward(Reward):
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
-        if self._service is None:
+        if (service := self._service) is None:
             return await self._here.score(prompt, completions)
-        return await each_in_turn(self._turn, partial(self._score_there, prompt), completions)
+
+        async def score_there(completion: Sampled) -> Score:
+            try:
+                return await score_code(completion.text, prompt.answer, service.run, self._config)
+            except Exception as error:  # of the row: what it holds instead of tests
+                return failed("exception", describe(error))
+
+        return await each_in_turn(self._turn, score_there, completions)
 
     async def close(self) -> None:
         """End every worker process, and close the connections."""
         await self._here.close()
         if self._service is not None:
             await self._service.close()
-
-    async def _score_there(self, prompt: Prompt, completion: Sampled) -> Score:
-        assert self._service is not None
-        try:
-            return await score_code(completion.text, prompt.answer, self._service.run, self._config)
-        except Exception as error:  # of the row: what it holds instead of tests
-            return failed("exception", describe(error))

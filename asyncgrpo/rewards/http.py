@@ -48,21 +48,14 @@ class Service:
         self._headers = {"Content-Type": "application/json"} | dict(headers or {})
         self._session: Any = None
 
-    async def post(self, body: bytes) -> bytes:
-        """Return the reply to `body`. Raises ServiceError."""
-        return await self._ask("POST", body)
-
-    async def get(self) -> bytes:
-        """Return the reply to a GET. Raises ServiceError."""
-        return await self._ask("GET", None)
-
-    async def _ask(self, method: str, body: bytes | None) -> bytes:
+    async def ask(self, body: bytes | None = None) -> bytes:
+        """Return the reply to a POST of `body`, or to a GET without one. Raises ServiceError."""
         tried, problem = 0, ""
         try:
             async with asyncio.timeout(self._deadline_s):
                 while True:
                     try:
-                        return await self._send(method, body)
+                        return await self._send(body)
                     except _Unavailable as error:
                         tried, problem = tried + 1, str(error)
                     wait_s = min(FIRST_WAIT_S * 2 ** (tried - 1), LAST_WAIT_S)
@@ -77,7 +70,7 @@ class Service:
         if self._session is not None:
             await self._session.close()
 
-    async def _send(self, method: str, body: bytes | None) -> bytes:
+    async def _send(self, body: bytes | None) -> bytes:
         import aiohttp
 
         if self._session is None:  # here, because it belongs to the event loop
@@ -85,6 +78,7 @@ class Service:
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
             )
         try:
+            method = "GET" if body is None else "POST"
             async with self._session.request(method, self.url, data=body, headers=self._headers) as response:
                 if response.status == 429 or response.status >= 500:
                     raise _Unavailable(f"HTTP {response.status}")

@@ -24,7 +24,7 @@ import msgspec
 
 from asyncgrpo.config.reach import check_service, find_model
 from asyncgrpo.config.schema import JudgeConfig, RewardModelConfig
-from asyncgrpo.errors import RewardError
+from asyncgrpo.errors import AsyncGRPOError, RewardError
 from asyncgrpo.host import cores, importing
 from asyncgrpo.rewards.base import Reward, Sampled, each_in_turn, failed, last_text, score_of_value
 from asyncgrpo.rewards.http import Service, ServiceError
@@ -79,12 +79,18 @@ class JudgeReward(Reward):
         if settings.url is None:
             raise RewardError("reward.function names judge, and reward.judge.url is not set; give the judge's address")
         self._scale, self._fields = settings.scale, FIELDS | settings.extra
-        self._template, self._pattern = _template_of(settings), _pattern_of(settings.pattern)
-        self._service = Service(
-            chat_url(settings.url),
-            deadline_s=settings.timeout_s,
-            headers=_authorization(settings.api_key_env),
-        )
+        self._template, headers = _template_of(settings), dict[str, str]()
+        try:
+            self._pattern = re.compile(PATTERN if settings.pattern is None else settings.pattern)
+        except re.error as error:
+            raise RewardError(
+                f"reward.judge.pattern: {settings.pattern} is not a regular expression: {error}"
+            ) from None
+        if (variable := settings.api_key_env) is not None:
+            if not (key := os.environ.get(variable)):
+                raise RewardError(f"reward.judge.api_key_env names {variable}, which is not set in the environment")
+            headers = {"Authorization": f"Bearer {key}"}
+        self._service = Service(chat_url(settings.url), deadline_s=settings.timeout_s, headers=headers)
         self._turn = asyncio.Semaphore(settings.max_concurrent)
         self.about = f"judge, {self._fields['model']} at {self._service.url}"
 
@@ -101,20 +107,14 @@ class JudgeReward(Reward):
         await self._service.close()
 
     async def _score_one(self, prompt: Prompt, completion: Sampled) -> Score:
+        parts = {"prompt": text_of(prompt), "completion": completion.text, "answer": _as_text(prompt.answer)}
+        asked = _FIELD.sub(lambda field: parts[field[1]], self._template)
+        body = {"messages": [{"role": "user", "content": asked}]} | self._fields
+        request = msgspec.json.encode({name: value for name, value in body.items() if value is not None})
         try:
-            return self._score_of(await self._service.post(self._request(prompt, completion.text)))
+            choices = msgspec.json.decode(await self._service.ask(request), type=_Reply).choices
         except ServiceError as error:
             return error.score("judge")
-
-    def _request(self, prompt: Prompt, completion_text: str) -> bytes:
-        parts = {"prompt": text_of(prompt), "completion": completion_text, "answer": _as_text(prompt.answer)}
-        text = _FIELD.sub(lambda field: parts[field[1]], self._template)
-        body = {"messages": [{"role": "user", "content": text}]} | self._fields
-        return msgspec.json.encode({name: value for name, value in body.items() if value is not None})
-
-    def _score_of(self, reply: bytes) -> Score:
-        try:
-            choices = msgspec.json.decode(reply, type=_Reply).choices
         except msgspec.MsgspecError as error:
             return failed("judge", f"{self._service.url}: the reply is not a chat completion: {error}")
         text = (choices[0].message.content if choices else None) or ""
@@ -171,21 +171,6 @@ def chat_url(url: str) -> str:
     return (url if urlsplit(url).path.strip("/") else f"{url}/v1") + "/chat/completions"
 
 
-def _pattern_of(pattern: str | None) -> re.Pattern[str]:
-    try:
-        return re.compile(PATTERN if pattern is None else pattern)
-    except re.error as error:
-        raise RewardError(f"reward.judge.pattern: {pattern} is not a regular expression: {error}") from None
-
-
-def _authorization(variable: str | None) -> dict[str, str]:
-    if variable is None:
-        return {}
-    if not (key := os.environ.get(variable)):
-        raise RewardError(f"reward.judge.api_key_env names {variable}, which is not set in the environment")
-    return {"Authorization": f"Bearer {key}"}
-
-
 def _as_text(answer: Any) -> str:
     return "" if answer is None else answer if isinstance(answer, str) else msgspec.json.encode(answer).decode()
 
@@ -240,14 +225,20 @@ def sequences_of(tokenizer: Any, call: Call) -> list[list[int]]:
     return [list(tokenizer.apply_chat_template(one, tokenize=True, return_dict=False)) for one in conversations]
 
 
-def _loaded(kind: str, path: str, **options: Any) -> Any:
-    """Load a class of transformers from `reward.model.path`. Raises RewardError."""
+def loaded(
+    kind: str,
+    path: str,
+    key: str = "reward.model.path",
+    refusal: type[AsyncGRPOError] = RewardError,
+    **options: Any,
+) -> Any:
+    """Load a class of transformers from the path that `key` names. Raises `refusal`."""
     with importing():
         import transformers
     try:
         return getattr(transformers, kind).from_pretrained(path, **options)
     except (OSError, ValueError) as error:
-        raise RewardError(f"reward.model.path: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise refusal(f"{key}: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 def positions_of(config: Any) -> int:
@@ -287,8 +278,8 @@ class ServedModelReward(Reward):
                 "served, for its tokenizer"
             )
         find_model(config.path, "reward.model.path")
-        self._tokenizer = _loaded("AutoTokenizer", config.path)
-        self._longest = positions_of(_loaded("AutoConfig", config.path))
+        self._tokenizer = loaded("AutoTokenizer", config.path)
+        self._longest = positions_of(loaded("AutoConfig", config.path))
         self._service = Service(f"{config.url.rstrip('/')}/classify", deadline_s=config.timeout_s)
         self.about = f"reward model {config.path} at {self._service.url}, one call for a group"
 
@@ -315,7 +306,7 @@ class ServedModelReward(Reward):
         if not sequences:
             return []
         try:
-            reply = await self._service.post(msgspec.json.encode({"input_ids": sequences}))
+            reply = await self._service.ask(msgspec.json.encode({"input_ids": sequences}))
             outputs = msgspec.json.decode(reply, type=list[_Output])
         except ServiceError as error:
             return [error.score("model")] * len(sequences)
@@ -342,8 +333,8 @@ class SequenceScorer:
         if not torch.cuda.is_available() and device.startswith("cuda"):
             raise RewardError(f"reward.model.device is {device}, and this process sees no GPU; use cpu")
         torch.set_num_threads(cores())
-        self._tokenizer = _loaded("AutoTokenizer", path)
-        model = _loaded("AutoModelForSequenceClassification", path, dtype="auto")
+        self._tokenizer = loaded("AutoTokenizer", path)
+        model = loaded("AutoModelForSequenceClassification", path, dtype="auto")
         if model.config.num_labels != 1:
             raise RewardError(
                 f"reward.model.path: {path} has {model.config.num_labels} outputs; a reward model has one"

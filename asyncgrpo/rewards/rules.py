@@ -52,7 +52,8 @@ def text_match(completion_text: str, ground_truth: Any) -> float:
     if marked is not None:
         return float(normalise(marked) in golds)
     line = normalise(_last_line(completion_text))
-    return float(any(_occurs(gold, line) for gold in golds if gold))
+    is_chinese = re.compile(r"[\u2e80-\u9fff]").search  # without spaces, so that it may occur at any place
+    return float(any(gold in line if is_chinese(gold) else f" {gold} " in f" {line} " for gold in golds if gold))
 
 
 def label_match(completion_text: str, ground_truth: Any) -> float:
@@ -111,13 +112,9 @@ def _golds(ground_truth: Any) -> list[str]:
 
 def _marked(text: str) -> str | None:
     """The final answer that the completion marks, or None."""
-    found = (find(text) for find in (tagged, last_boxed, _announced))
-    return next((answer for answer in found if answer is not None), None)
-
-
-def _announced(text: str) -> str | None:
-    announced = _ANNOUNCED.findall(text)
-    return str(announced[-1]) if announced else None
+    found = (find(text) for find in (tagged, last_boxed))
+    marked = next((answer for answer in found if answer is not None), None)
+    return marked if marked is not None else next(reversed(_ANNOUNCED.findall(text)), None)
 
 
 def _final(text: str) -> str:
@@ -135,13 +132,6 @@ def normalise(text: str) -> str:
     text = unicodedata.normalize("NFKC", text).casefold()
     text = "".join(" " if unicodedata.category(character)[0] in "PC" else character for character in text)
     return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
-
-
-def _occurs(gold: str, line: str) -> bool:
-    """Return True if `gold` occurs in `line` as whole words; in Chinese, which has no spaces, at any place."""
-    if re.search(r"[\u2e80-\u9fff]", gold):
-        return gold in line
-    return f" {gold} " in f" {line} "
 
 
 # -- the shape of a completion -----------------------------------------------------------------------------------------

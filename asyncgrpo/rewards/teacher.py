@@ -17,9 +17,9 @@ from asyncgrpo import metrics
 from asyncgrpo.config.reach import check_service, find_model
 from asyncgrpo.config.schema import Config, TeacherConfig
 from asyncgrpo.errors import AsyncGRPOError, ConfigError
-from asyncgrpo.host import importing
 from asyncgrpo.rewards.base import Reward, Sampled, failed, is_training
 from asyncgrpo.rewards.http import Service, ServiceError
+from asyncgrpo.rewards.model import loaded
 from asyncgrpo.types import Completion, Prompt, Score, TeacherLogprobs
 
 LONG_PROMPT = 64
@@ -125,7 +125,7 @@ class Teacher:
     async def _ask(self) -> _Model:
         """Ask the server for its model, and look up the size of the vocabulary. Raises ServiceError or ConfigError."""
         try:
-            model = msgspec.json.decode(await self._models.get(), type=_Models).data[0]
+            model = msgspec.json.decode(await self._models.ask(), type=_Models).data[0]
         except (msgspec.MsgspecError, LookupError) as error:
             raise ServiceError(f"{self.url}: the server is neither SGLang's nor vLLM's: {error}") from error
         config = await asyncio.to_thread(_load, "AutoConfig", self._path or model.root or model.id)
@@ -137,7 +137,7 @@ class Teacher:
         sent = self._sent.get(prompt)
         if sent is None or (sent.done() and (sent.cancelled() or sent.exception() is not None)):
             body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}}
-            sent = self._sent[prompt] = asyncio.ensure_future(self._sglang.post(msgspec.json.encode(body)))
+            sent = self._sent[prompt] = asyncio.ensure_future(self._sglang.ask(msgspec.json.encode(body)))
             if len(self._sent) > PROMPTS_KEPT:
                 self._sent.popitem(last=False)
         await asyncio.shield(sent)
@@ -150,7 +150,7 @@ class Teacher:
             "logprob_start_len": start - 1,  # the prefix cache is read up to here; the first entry has no log-prob
             "top_logprobs_num": self._top_k,
         }
-        meta = msgspec.json.decode(await self._sglang.post(msgspec.json.encode(body)))["meta_info"]
+        meta = msgspec.json.decode(await self._sglang.ask(msgspec.json.encode(body)))["meta_info"]
         entries = meta["input_token_logprobs"][1:]
         last = self._vocabulary - 1  # written as 0
         if [token for _, token, _ in entries] != [0 if token == last else token for token in row[start:]]:
@@ -160,7 +160,7 @@ class Teacher:
 
     async def _by_vllm(self, row: list[int], start: int, model: _Model) -> list[_Entry]:
         body = {"model": model.id, "prompt": row, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self._top_k}
-        reply = msgspec.json.decode(await self._vllm.post(msgspec.json.encode(body)))
+        reply = msgspec.json.decode(await self._vllm.ask(msgspec.json.encode(body)))
         found: list[_Entry] = []
         for token, given in zip(row[start:], reply["choices"][0]["prompt_logprobs"][start:], strict=True):
             values = sorted(((one["logprob"], int(name)) for name, one in given.items()), reverse=True)
@@ -205,12 +205,7 @@ def _check_tokens(config: Config, path: str, vocabulary: int) -> None:
 def _load(kind: str, path: str) -> Any:
     """Load a class of transformers. Raises ConfigError."""
     find_model(path, "teacher.path")
-    with importing():
-        import transformers
-    try:
-        return getattr(transformers, kind).from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"teacher.path: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+    return loaded(kind, path, "teacher.path", ConfigError)
 
 
 # -- beside a reward ---------------------------------------------------------------------------------------------------

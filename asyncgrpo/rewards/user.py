@@ -22,16 +22,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded, run_apart
-from asyncgrpo.rewards.base import Sampled, describe, failed, last_text
+from asyncgrpo.guests import GuestEnded, run_apart
+from asyncgrpo.rewards.base import Sampled, describe, last_text
 from asyncgrpo.rewards.pool import NOTHING, Call, WorkerReady, call_of, start_worker
 from asyncgrpo.rewards.rules import reference_of
 from asyncgrpo.types import Prompt, Score
+
+if TYPE_CHECKING:
+    from asyncgrpo.config.schema import RewardConfig
 
 log = logging.getLogger(__name__)
 
@@ -57,16 +60,12 @@ class Function:
 
 
 def check_user_function(
-    spec: str,
-    *,
-    kwargs: Mapping[str, Any] = NOTHING,
-    timeout_s: float = START_TIMEOUT_S,
-    trial: Prompt | None = None,
-    trial_timeout_s: float = START_TIMEOUT_S,
+    spec: str, config: "RewardConfig", *, import_timeout_s: float, trial: Prompt | None
 ) -> WorkerReady:
     """Check a user's function: load it in a worker, which then ends. Blocks as long as the file's imports take.
 
     Args:
+        import_timeout_s: deadline of importing the file; `reward.timeout_s` if that is longer.
         trial: prompt whose ground truth is scored as a completion. A failure is a warning, because the function may work for
             other completions.
     Raises:
@@ -75,26 +74,25 @@ def check_user_function(
 
     async def load() -> WorkerReady:
         hint = " If it only takes that long, raise reward.timeout_s"
-        guest = await start_worker(LOAD, {"spec": spec, "kwargs": dict(kwargs)}, spec, timeout_s, hint)
-        score = None if trial is None else await _try(guest, trial, trial_timeout_s)
+        timeout_s = max(import_timeout_s, config.timeout_s)
+        guest = await start_worker(LOAD, {"spec": spec, "kwargs": config.kwargs}, spec, timeout_s, hint)
+        why = ""
+        if trial is not None:
+            call = call_of(trial, [Sampled(reference_of(trial)[0])], is_group=guest.ready.takes_groups)
+            try:
+                reply = await asyncio.wait_for(guest.send(call), config.timeout_s)
+                score = msgspec.msgpack.decode(reply, type=list[Score])[0]
+                why = f"{score.failure}: {score.detail}" if score.failure is not None else ""
+            except TimeoutError:
+                why = f"timeout: no score after {config.timeout_s:g} s"
+            except GuestEnded as ended:
+                why = f"crash: the reward worker {ended}"
         await guest.kill()
-        if score is not None and score.failure is not None:
-            why = f"{score.failure}: {score.detail}"
+        if why:
             log.warning("%s: the ground truth of row 0, as a completion, could not be scored (%s)", spec, why)
         return guest.ready
 
     return run_apart(load())
-
-
-async def _try(guest: Guest, prompt: Prompt, timeout_s: float) -> Score:
-    """Score the ground truth of a prompt as its completion."""
-    reply = guest.send(call_of(prompt, [Sampled(reference_of(prompt)[0])], is_group=guest.ready.takes_groups))
-    try:
-        return msgspec.msgpack.decode(await asyncio.wait_for(reply, timeout_s), type=list[Score])[0]
-    except TimeoutError:
-        return failed("timeout", f"no score after {timeout_s:g} s")
-    except GuestEnded as ended:
-        return failed("crash", f"the reward worker {ended}")
 
 
 def load_user_function(spec: str, kwargs: Mapping[str, Any] = NOTHING) -> Function:
@@ -177,7 +175,9 @@ _TRL: Getters = {
     "prompts": lambda call: (
         [list(call.prompt.turns) if call.prompt.turns else last_text(call.prompt)] * len(call.completions)
     ),
-    "completions": lambda call: [_as_trl(text, is_chat=bool(call.prompt.turns)) for text in call.completions],
+    "completions": lambda call: [
+        [{"role": "assistant", "content": text}] if call.prompt.turns else text for text in call.completions
+    ],
     "completion_ids": lambda call: [list(ids) for ids in call.completion_ids],
 }
 _OF_TRL_ITSELF = {"trainer_state", "environments", "log_extra", "log_metric"}
@@ -242,8 +242,3 @@ def _columns(call: Call) -> dict[str, Any]:
     known = {"ground_truth": answer, "answer": answer, "solution": answer, "data_source": source, "task": source}
     columns = known | {"extra_info": call.prompt.info} | call.prompt.info
     return {name: [value] * len(call.completions) for name, value in columns.items()}
-
-
-def _as_trl(text: str, *, is_chat: bool) -> str | list[dict[str, str]]:
-    """A completion as TRL gives it: after chat turns it is a list of one turn."""
-    return [{"role": "assistant", "content": text}] if is_chat else text

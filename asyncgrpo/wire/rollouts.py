@@ -87,12 +87,8 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def num_bytes(self) -> int:
         """Size of its arrays in the payload, bytes."""
         kept = self.num_tokens + self.kept if self.kept else 0
-        return 8 * self.num_tokens + 4 * (self.num_observed + kept + self.num_taught) + self.routes_bytes
-
-    @property
-    def num_taught(self) -> int:
-        """Numbers of `TeacherLogprobs`, ids included."""
-        return self.num_tokens * (2 * self.teacher - 1) if self.teacher else 0
+        taught = self.num_tokens * (2 * self.teacher - 1) if self.teacher else 0  # ids included
+        return 8 * self.num_tokens + 4 * (self.num_observed + kept + taught) + self.routes_bytes
 
 
 class Deliver(Message):

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import zmq
@@ -120,7 +121,8 @@ class Server:
         if keys is not None:
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback(credentials_provider=_AllowOnly(keys.client_public))
+            only = SimpleNamespace(callback=lambda domain, key: key == keys.client_public)
+            self._authenticator.configure_curve_callback(credentials_provider=only)
             self._socket.curve_server = True
             self._socket.curve_publickey = keys.server_public
             self._socket.curve_secretkey = keys.server_secret
@@ -180,16 +182,6 @@ class Server:
             self._authenticator = None
         self._socket.close()
         self._context.term()
-
-
-class _AllowOnly:
-    """Credentials callback that accepts a single client key."""
-
-    def __init__(self, client_public: bytes) -> None:
-        self._allowed = client_public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._allowed
 
 
 class _Dealer:

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from asyncgrpo.buffer.buffer import Buffer, group_seed
-from asyncgrpo.buffer.group_health import MIN_GROUPS, zero_signal
+from asyncgrpo.buffer.group_health import MIN_GROUPS, Quarantine, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.journal.history import Dropped, JournalRecord
@@ -52,7 +52,7 @@ def make_buffer(
         msgspec.structs.replace(one, token_ids=()) if i in too_long else one for i, one in enumerate(prompts(count))
     ]
     source = PromptSource(some, seed=0, shuffle=shuffle, epochs=epochs)
-    given = {"journal": journal, "quarantine": quarantine, "max_attempts": max_attempts}
+    given = {"journal": journal or InMemory(), "quarantine": quarantine or Quarantine(), "max_attempts": max_attempts}
     return (EagerBuffer if is_eager else Buffer)(config, objective, source, Sampling(), seed=0, lineage=1, **given)
 
 

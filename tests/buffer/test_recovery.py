@@ -50,7 +50,7 @@ def start(
         seed=0,
         lineage=lineage,
         journal=reopened.journal,
-        max_lag=reopened.max_lag,
+        last_max_lag=reopened.max_lag,
         max_attempts=max_attempts,
     )
     return buffer, bring_back(buffer, reopened)

@@ -48,7 +48,7 @@ async def test_agents_that_are_not_async_call_the_model_at_the_same_time():
             return ChatTurn({"role": "assistant", "content": chat.messages[0]["content"] * 2}, "stop", 1, 1)
 
     gateway, host = Gateway("m"), hosted("asks")
-    access = [await gateway.open(Model()) for _ in range(20)]
+    access = [await gateway.open(Model().reply) for _ in range(20)]
     found = await asyncio.gather(*(host.run(task(), one) for one in access))
     assert found == [Score(value=4.0)] * 20
     await host.close()

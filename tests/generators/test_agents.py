@@ -11,6 +11,7 @@ import msgspec
 import openai
 import pytest
 
+from asyncgrpo.config.schema import Config, DataConfig, EnvironmentConfig, ModelConfig
 from asyncgrpo.environments.base import Access, EnvironmentFailed, Task
 from asyncgrpo.environments.chat import LARGEST_BODY, Gateway
 from asyncgrpo.generators.agents import AgentSampler
@@ -47,10 +48,11 @@ class Local:
         self.closed = True
 
 
-def sampler(engine, agent: Agent, **options: Any) -> AgentSampler:
-    limits = {"temperature": 1.0, "top_p": 1.0, "max_prompt_tokens": 300, "max_turns": 8}
-    parts = {"decode": decode, "continue_": go_on, "open_": render, "gateway": Gateway("tiny")}
-    return AgentSampler(engine=engine, agent=Local(agent), **limits | parts | options)
+def sampler(engine, agent: Agent, *, max_turns: int = 8, system_prompt: str | None = None) -> AgentSampler:
+    data = DataConfig(train="rows.jsonl", max_prompt_tokens=300, system_prompt=system_prompt)
+    config = Config(model=ModelConfig(path="tiny"), data=data, environment=EnvironmentConfig(max_turns=max_turns))
+    parts = {"decode": decode, "continue_": go_on, "open_": render, "gateway": Gateway("tiny"), "config": config}
+    return AgentSampler(engine=engine, agent=Local(agent), **parts)
 
 
 async def play(engine, agent: Agent, *, max_tokens: int = 200, count: int = 1, **options: Any) -> list[Completion]:

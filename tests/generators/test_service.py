@@ -133,7 +133,7 @@ def test_an_engine_that_is_up_before_its_buffer_waits_for_its_address_and_joins_
             rig.generator.move("buffer", "weights")  # another thread does, while this one is busy
 
     if while_it_starts:
-        rig.generator._engine.start = start  # type: ignore[method-assign]
+        rig.generator.engine.start = start  # type: ignore[method-assign]
     with rig:
         rig.until(5.0)
         if not while_it_starts:
@@ -210,7 +210,7 @@ def test_a_lease_that_comes_again_before_its_group_is_acknowledged_is_not_worked
 
 def test_an_engine_that_hangs_ends_its_generator():
     with Rig(injected_fault=lambda completion, length: "hang") as rig:
-        rig.generator._engine.probe = asyncio.Event().wait  # type: ignore[method-assign]
+        rig.generator.engine.probe = asyncio.Event().wait  # type: ignore[method-assign]
         rig.hear(Grant(lease=LEASE))
         rig.until(14.0)
         assert not rig.task.done()
@@ -228,7 +228,7 @@ def test_a_cancelled_lease_ends_at_once_and_says_what_was_sampled_for_it(purpose
         rig.hear(Cancel(lease_ids=("1.0.0", "another"), reason="stale"))
         rig.until(3.0)
         assert [(f.lease_id, f.reason, f.tokens) for f in rig.of(LeaseFailed)] == [("1.0.0", "cancelled", tokens)]
-        assert not rig.generator._engine._requests and rig.of(Deliver) == []
+        assert not rig.generator.engine._requests and rig.of(Deliver) == []
 
 
 def hear_leases(rig: Rig, *leases: Lease) -> None:
@@ -263,7 +263,7 @@ def test_a_group_with_too_few_completions_at_its_cut_is_given_back_as_late():
     with Rig(injected_fault=lambda completion, length: "hang") as rig:
         hear_leases(rig, numbered(0, cut_after_s=5.0, min_completions=1))
         assert [message.reason for message in rig.of(LeaseFailed)] == ["lease_timeout"]
-        assert rig.of(Deliver) == [] and not rig.generator._engine._requests
+        assert rig.of(Deliver) == [] and not rig.generator.engine._requests
 
 
 class Outage(OneByOne):

@@ -120,7 +120,7 @@ def test_completions_without_score_or_aborted_or_without_logprobs_are_left_out_a
     group = make_group(0, [1.0, None, 0.0, 1.0, 1.0], [[1], [2], [3], [4], [5]])
     group = changed(changed(group, 3, finish_reason="abort"), 4, logprobs=np.float32([math.nan]))
     step = packed([group])
-    assert (step.num_completions, step.rollouts.num_unusable, step.num_tokens) == (2, 3, 2)
+    assert (step.num_completions, step.num_tokens) == (2, 2)
     assert step.rollouts.num_malformed == 1
     assert by_key(step).keys() == {("g0", 0), ("g0", 2)}
     assert by_key(step)["g0", 0] == pytest.approx(0.5 / (math.sqrt(0.5) + 1e-6))
@@ -226,7 +226,7 @@ def test_greedy_completions_are_baselines_and_nothing_else():
     step = packed([first, second], group_size=2, advantage="remax")
     assert step.rollouts.keys == (("g0", 0), ("g0", 1), ("g1", 0), ("g1", 1))
     assert step.advantages.tolist() == [0.75, -0.25, 0.0, 0.0], "without a baseline nothing is learned"
-    assert (step.num_tokens, step.num_completions, step.rollouts.num_unusable) == (5, 4, 0)
+    assert (step.num_tokens, step.num_completions) == (5, 4)
     assert not any({3, 6} & set(batch.targets.tolist()) for batch in step.trained)
     plain = packed([first, second], group_size=2, advantage="dr_grpo")
     assert plain.advantages.tolist() == [0.5, -0.5, 0.5, -0.5], "nor do they take part in a group's statistics"
@@ -241,7 +241,7 @@ def test_greedy_completions_are_baselines_and_nothing_else():
 def test_a_number_that_cannot_be_leaves_its_completion_out_and_is_counted(reward, logprob, malformed):
     group = changed(make_group(0, [1.0, 0.0, reward], [[1], [2], [3, 3]]), 2, logprobs=np.float32([-1.0, logprob]))
     step = packed([group])
-    assert (step.num_completions, step.rollouts.num_unusable, step.rollouts.num_malformed) == (2, 1, malformed)
+    assert (step.num_completions, step.rollouts.num_malformed) == (2, malformed)
     assert step.advantages.tolist() == packed([make_group(0, [1.0, 0.0], [[1], [2]])]).advantages.tolist()
     for odd in (0.0, 1e-3, -700.0):  # by rounding or by chance
         step = packed([changed(make_group(0, [1.0, 0.0], [[1], [2]]), 1, logprobs=np.float32([odd]))])

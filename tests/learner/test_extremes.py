@@ -132,5 +132,5 @@ def test_a_preset_of_nothing_to_train_is_zero(name):
     gradients, report = one_step(
         settings_of(name, "algorithm.truncated=mask"), GAPS["both"], REWARDS["huge"], finish_reason="length"
     )
-    assert (gradients == 0).all() and report.rollouts == 0
+    assert (gradients == 0).all() and report.tokens_trained == 0
     assert [n for n, value in numbers_of(report).items() if not math.isfinite(value)] == []

@@ -31,7 +31,8 @@ class Line:
 def wait(messages: list[Message]) -> list[EvalResult]:
     line, results = Line(messages), []
     inbox = Inbox(line, 100.0, lambda: line.now_s)  # type: ignore[arg-type]
-    inbox.last_evals(results.append, lambda what, seconds: None)
+    inbox.on_eval = results.append
+    inbox.last_evals()
     return results
 
 
@@ -62,8 +63,8 @@ def test_a_batch_that_comes_while_a_snapshot_is_awaited_is_not_lost():
     line = Line([NoMore(why="draining"), Snapshot(state={"done": 3})])
     inbox = Inbox(line, 100.0, lambda: line.now_s)  # type: ignore[arg-type]
     assert inbox.snapshot().state == {"done": 3}
-    taken = inbox.take(3, AT, {}, on_eval=lambda result: None, while_waiting=lambda what, seconds: None)
-    assert taken.ended == "draining" and line.messages == []
+    taken = inbox.take(3, AT, {})
+    assert taken[0] == NoMore(why="draining") and line.messages == []
 
 
 def test_a_request_for_a_snapshot_that_was_lost_is_not_awaited_because_the_buffer_talks_of_a_batch():

@@ -81,7 +81,7 @@ def test_sample_shares_compare_the_weights_at_the_start_with_those_that_sampled(
     of_tokens, of_completions = np.exp(np.concatenate(log_rho)), np.exp([x.sum() for x in log_rho])
     assert report.diagnostics["ess_sequence"] == pytest.approx(sample_share(of_completions), rel=1e-4)
     expected = pytest.approx(sample_share(of_tokens), rel=1e-4)
-    assert report.effective_sample_share == expected and report.shares_within[1] == expected
+    assert report.diagnostics["ess_token"] == expected and report.shares_within[1] == expected
     assert report.importance_mean == pytest.approx(of_tokens.mean(), rel=1e-4)
 
 

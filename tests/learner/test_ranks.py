@@ -56,8 +56,8 @@ WORLDS = {
 }
 """Which scenarios are run on how many ranks."""
 FIELDS = (
-    "loss", "grad_norm", "entropy", "importance_mean", "logprob_gap_max", "effective_sample_share", "tokens_trained",
-    "rollouts", "zero_signal_groups", "zero_gradients", "value_loss", "kl_reference",
+    "loss", "grad_norm", "entropy", "importance_mean", "logprob_gap_max", "tokens_trained",
+    "zero_signal_groups", "zero_gradients", "value_loss", "kl_reference",
 )  # fmt: skip
 
 

@@ -4,19 +4,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, RunConfig
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, StalledError, TrainingError, WeightsError, WireError
 from asyncgrpo.learner.checkpoints import read_state
-from asyncgrpo.learner.ranks import Taken, Team
+from asyncgrpo.learner.ranks import Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.wire.rollouts import Snapshot
+from asyncgrpo.wire.rollouts import Batch, NoMore, Snapshot
 from asyncgrpo.wire.supervision import Steer
 
+Taken = tuple[Batch | NoMore, memoryview]
+NOTHING = memoryview(b"")
 STEPS = 3
 """Trained before something happens. The checkpoint before that is of step 2."""
 
@@ -30,12 +31,12 @@ class Inbox:
         self.version: PolicyVersion | None = None
         self.trained_in_snapshot: int | None = None
 
-    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float], **_: Any) -> Taken:
+    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
         if step < STEPS:
-            return Taken([], None, memoryview(b""), {})
+            return Batch(step=step, groups=(), payload_sizes=(), counters={}, evals=(), epoch=0), NOTHING
         if isinstance(self.end, AsyncGRPOError):
             raise self.end
-        return Taken([], None, memoryview(b""), {}, self.end)
+        return NoMore(why=self.end), NOTHING  # type: ignore[arg-type]
 
     def trained(self, version: PolicyVersion) -> None:
         self.version = version
@@ -152,17 +153,17 @@ def test_a_run_that_is_to_end_has_a_checkpoint_of_its_last_step(tmp_path: Path, 
     learner = service(tmp_path, Inbox(why))
     assert learner.run() == {"draining": "drained", "failing": "failed"}[why]
     assert saved(tmp_path) == (3, 3)
-    assert learner._recorder.ends == (["drained"] if why == "draining" else []), "who gives it up says that it failed"
+    assert learner.recorder.ends == (["drained"] if why == "draining" else []), "who gives it up says that it failed"
 
 
 def test_weights_that_found_no_free_arena_are_offered_again_while_the_learner_waits(tmp_path: Path):
     publisher = Publisher()
 
     class Busy(Inbox):
-        def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float], **named: Any) -> Taken:
+        def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
             if step == 2:
                 publisher.is_full = False
-                named["while_waiting"]("groups", 1.0)
+                self.while_waiting("groups", 1.0)
             publisher.is_full = step == 1
             return super().take(step, version, shares_within)
 
@@ -208,11 +209,11 @@ class Asking(Inbox):
         self.asked, self.evaluations = asked, 0
         self.learner: LearnerService | None = None
 
-    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float], **named: Any) -> Taken:
+    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
         if step == 1 and self.learner is not None:
             self.learner.steer(self.asked)
             for _ in range(2):
-                named["while_waiting"]("the end of the pause", 1.0)
+                self.while_waiting("the end of the pause", 1.0)
         return super().take(step, version, shares_within)
 
     def request_eval(self, step: int) -> None:
@@ -224,7 +225,7 @@ def test_a_learner_that_waits_does_what_a_person_asks_for_once(tmp_path: Path):
     running = service(tmp_path, inbox, learner=learner)
     inbox.learner = running
     written = []
-    running._recorder.events.write = lambda event, **fields: written.append((event, fields))
+    running.recorder.events.write = lambda event, **fields: written.append((event, fields))
     assert running.run() == "done" and running.steered == 1
     assert learner.rates == [1e-3, 1e-5, 1e-5]
     assert [fields for event, fields in written if event == "lr_changed"] == [{"version": "1.1", "lr": 1e-5}]
@@ -256,8 +257,8 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it
     learner = SlowDisk(until=STEPS)
     running = service(tmp_path, Inbox(), learner=learner)
     written, told = [], []
-    running._recorder.events.write = lambda event, **fields: written.append((event, fields.get("step")))
-    running._inbox.saved = told.append
+    running.recorder.events.write = lambda event, **fields: written.append((event, fields.get("step")))
+    running.inbox.saved = told.append
     assert running.run() == "done"
     assert learner.step_at_end == [STEPS, STEPS], "that of step 2 ended behind step 3"
     assert [step for event, step in written if event == "checkpoint"] == told == [2, STEPS]

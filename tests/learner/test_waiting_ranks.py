@@ -3,15 +3,15 @@
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from asyncgrpo import liveness
-from asyncgrpo.learner.ranks import Taken, Team
+from asyncgrpo.learner.ranks import Team
 from asyncgrpo.types import PolicyVersion
+from asyncgrpo.wire.rollouts import NoMore
 from tests.learner.ranks import run_on_ranks
-from tests.learner.test_service import Inbox, service
+from tests.learner.test_service import NOTHING, Inbox, Taken, service
 
 GIVES_UP_S = 2
 """A rank that hears nothing for so long."""
@@ -20,12 +20,12 @@ GIVES_UP_S = 2
 class Paused(Inbox):
     """Nothing comes for twice as long, and then the end."""
 
-    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float], **named: Any) -> Taken:
+    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
         end_s = time.monotonic() + 2 * GIVES_UP_S
         while time.monotonic() < end_s:
-            named["while_waiting"]("the end of the pause", 1.0)
+            self.while_waiting("the end of the pause", 1.0)
             time.sleep(0.05)
-        return Taken([], None, memoryview(b""), {}, "draining")
+        return NoMore(why="draining"), NOTHING
 
 
 def wait_on_a_rank(rank: int, world: int, folder: str) -> None:
@@ -36,7 +36,7 @@ def wait_on_a_rank(rank: int, world: int, folder: str) -> None:
     team = Team(rank, world)
     if rank == 0:
         running = service(Path(folder) / "run", Paused())
-        running._team = team
+        running.team = team
         assert running.run() == "drained"
         return
     heard = []

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.pool import Call
 from asyncgrpo.rewards.user import check_user_function, load_user_function, split_spec
@@ -104,7 +105,8 @@ def test_what_is_wrong_with_a_file_is_one_sentence(reward_file, tmp_path, text, 
 )
 def test_a_file_is_imported_in_a_worker_and_what_goes_wrong_is_one_sentence(reward_file, capfd, text, said):
     with pytest.raises(RewardError, match=said):
-        check_user_function(reward_file(text), timeout_s=1 if "while" in text else 30)
+        timeout_s = 1 if "while" in text else 30
+        check_user_function(reward_file(text), RewardConfig(timeout_s=timeout_s), import_timeout_s=1, trial=None)
     assert capfd.readouterr().err == "" and "my_reward" not in sys.modules
     wait_until(lambda: not workers_of(), lambda: f"end of {workers_of()}", 30.0)  # SIGKILL takes its time under load
 
@@ -121,7 +123,7 @@ def test_a_file_is_imported_in_a_worker_and_what_goes_wrong_is_one_sentence(rewa
 )
 def test_a_function_that_cannot_score_the_ground_truth_is_warned_of(reward_file, caplog, body, warned):
     path = reward_file(f"def compute_score(completion, answer):\n    {body}")
-    check_user_function(path, trial=prompt(text="6 * 7?"), trial_timeout_s=1)
+    check_user_function(path, RewardConfig(timeout_s=1), import_timeout_s=60, trial=prompt(text="6 * 7?"))
     assert warned in caplog.text and bool(warned) == bool(caplog.text)
 
 

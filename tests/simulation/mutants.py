@@ -108,7 +108,7 @@ def forget_dedup(accept, self: Buffer, message: Deliver, payload: bytes, *rest: 
     if refusal != "duplicate" or message.group_id in self._entries:
         return refusal
     same = {name: getattr(message, name) for name in ("lease_id", "group_id", "attempt", "prompt_index", "prompt")}
-    size, sampling = self._group_size, self._sampling
+    size, sampling = self._group_size, self.sampling
     lease = Lease(**same, purpose="train", num_completions=size, sampling=sampling, seed=0)
     oldest = min(span.version for rollout in message.rollouts for span in rollout.spans)
     entry = GroupEntry(lease, "", 0.0, oldest, self.max_lag)
@@ -181,11 +181,11 @@ def evicted_without_refill(give_up, self: Buffer, *dropped: Any) -> None:
 
 @mutant(Buffer, "_give_up")
 def stale_for_ever(give_up, self: Buffer, *dropped: Any) -> None:
-    self._max_attempts, limit = 10**6, self._max_attempts
+    self.max_attempts, limit = 10**6, self.max_attempts
     try:
         give_up(self, *dropped)
     finally:
-        self._max_attempts = limit
+        self.max_attempts = limit
 
 
 class _Unsorted(list):
@@ -214,7 +214,7 @@ def bound_of_now(step_ended, self: Buffer, *arguments: Any) -> None:
 
 @mutant(Buffer, "_has_slot")
 def slots_of_the_largest_bound(has_slot, self: Buffer, behind: int = 0) -> bool:
-    return len(self._entries) < self._config.num_slots
+    return len(self._entries) < self.config.num_slots
 
 
 @mutant(AutoLag, "step_ended")
@@ -432,8 +432,8 @@ def leases_while_blocked(reply_to_take, self: BufferService, now_s: float) -> No
 
 @mutant(Evaluations, "_lease")
 def evaluation_of_another_start(make_lease, self: Evaluations, *arguments: Any) -> Lease:
-    lineage, self._lineage = self._lineage, 0
+    lineage, self.lineage = self.lineage, 0
     try:
         return make_lease(self, *arguments)
     finally:
-        self._lineage = lineage
+        self.lineage = lineage

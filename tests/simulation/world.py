@@ -270,7 +270,7 @@ class World:
             lineage=self._lineage,
             journal=reopened.journal,
             quarantine=self.quarantine,
-            max_lag=reopened.max_lag,
+            last_max_lag=reopened.max_lag,
         )
         self._buffer = buffer
         # Before it is written down, which may be the last that this process does.

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.data.images import Images
-from asyncgrpo.engines.base import EngineBase, EngineOccupancy, Request
+from asyncgrpo.engines.base import Engine, EngineOccupancy, Request
 from asyncgrpo.engines.sglang.proof import Given, Proof, listed, question
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.host import last_error, stderr_size
@@ -44,8 +44,8 @@ T = TypeVar("T")
 class SGLangRequest(Request):
     """A request, its tasks, and SGLang's ids of its completions."""
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.tasks: list[asyncio.Task[None]] = []
         self.rids: list[str] = []
         self.is_aborted = False
@@ -84,7 +84,7 @@ class SGLangOptions:
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores make it ten times slower
 
 
-class SGLangEngine(EngineBase[SGLangRequest]):
+class SGLangEngine(Engine[SGLangRequest]):
     """A model in SGLang's processes, see `base.Engine` for the methods.
 
     The death of one of SGLang's processes is final: close this engine and start another. The `seed` of a request has no
@@ -347,7 +347,13 @@ class SGLangEngine(EngineBase[SGLangRequest]):
         before, _ = await self._reply(self._check("checksum"))
         await self._write(given, version, keep_kv)
         proof.rely_on_what_follows(before, (await self._reply(self._check("checksum")))[0])
-        self._log_proof(proof)
+        log.info("%s", proof.summary())
+        if proof.nowhere:
+            log.warning("tensors without a parameter in SGLang's model: %s", listed(sorted(proof.nowhere)))
+        if proof.do_not_follow:
+            names = listed(proof.do_not_follow)
+            self._ignores = f"the published weights do not cover the model: {names} did not follow them"
+            log.error("%s", self._ignores)
 
     async def _write(self, given: Given, version: PolicyVersion, keep_kv: bool) -> None:
         await self._reply(self._replace_weights(given, version, keep_kv))
@@ -366,16 +372,6 @@ class SGLangEngine(EngineBase[SGLangRequest]):
                 self._version = version
             finally:
                 self._may_submit.set()
-
-    def _log_proof(self, proof: Proof) -> None:
-        """Log the mapping that the first weights revealed."""
-        log.info("%s", proof.summary())
-        if proof.nowhere:
-            log.warning("tensors without a parameter in SGLang's model: %s", listed(sorted(proof.nowhere)))
-        if proof.do_not_follow:
-            names = listed(proof.do_not_follow)
-            self._ignores = f"the published weights do not cover the model: {names} did not follow them"
-            log.error("%s", self._ignores)
 
     async def _reply(self, call: Coroutine[Any, Any, T]) -> T:
         """Wait for SGLang's reply to a call. Raises EngineError if SGLang dies first.

@@ -45,7 +45,7 @@ with importing():  # also in the scheduler's process, which imports this module 
     from sglang.srt.utils.hf_transformers_utils import get_context_length
     from sglang.srt.utils.weight_checker import ChecksumInfo, WeightChecker, overall_checksum
     from sglang.srt.utils.weight_versions import WeightVersionEvent
-    from transformers import AutoConfig, PretrainedConfig
+    from transformers import AutoConfig
 
     from asyncgrpo.engines.sglang.weights import Mapped
 
@@ -209,10 +209,7 @@ class OurEngine(Engine):
         kill(self.get_all_child_pids())
         for socket in (manager.recv_from_detokenizer, manager.send_to_scheduler, self.send_to_rpc):
             socket.close(linger=0)
-        self._remove_files()
-
-    def _remove_files(self) -> None:
-        """Remove the sockets and the shared memory that SGLang leaves."""
+        # The sockets and the shared memory that SGLang leaves.
         addresses = [value for value in vars(self.port_args).values() if isinstance(value, str)]
         files = [address.removeprefix("ipc://") for address in addresses if address.startswith("ipc://")]
         for file in [*files, shm_path_for(self.port_args.instance_id)]:
@@ -246,7 +243,11 @@ def launch(**arguments: Any) -> OurEngine:
 def kill(pids: Collection[int | None]) -> None:
     """Kill these children and their children, and wait until they are gone."""
     handles = [child for child in multiprocessing.active_children() if child.pid in pids]
-    processes = [process for pid in pids for process in _tree(pid)]
+    processes: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child = psutil.Process(pid)
+            processes += [child, *child.children(recursive=True)]
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -286,25 +287,13 @@ def arguments(options: "SGLangOptions") -> dict[str, Any]:
     if options.device != "cpu":
         # Logits are float32 sums of the head's products, as in the learner; SGLang would round them to `dtype` first.
         return common | {"mem_fraction_static": options.memory_fraction, "enable_fp32_lm_head": True}
-    room = CACHE_BYTES_ON_CPU // _cache_bytes_per_token(config, options.dtype)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    of_token = 2 * config.num_hidden_layers * heads * head_dim * options.dtype.itemsize  # keys and values of all layers
+    room = CACHE_BYTES_ON_CPU // of_token
     return common | {
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "sleep_on_idle": True,
         "max_total_tokens": max(context, min(options.max_completions * context + NUM_SEQUENCES * LENGTH, room)),
     }
-
-
-def _cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys and values, over all layers and key heads."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize)
-
-
-def _tree(pid: int | None) -> list[psutil.Process]:
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []

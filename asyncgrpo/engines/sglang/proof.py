@@ -69,25 +69,19 @@ class Untraceable(Exception):
 
 def trace(model: nn.Module, published: Iterable[Published]) -> tuple[list[Part], dict[str, str]]:
     """Return the parts of a model's parameters, and the tensors that cannot be traced with the reason of each."""
-    infos = list(published)
-    tracer = _Tracer(model)
-    with torch.no_grad():
-        try:
+    infos, tracer = list(published), _Tracer(model)
+    try:
+        with torch.no_grad():
             tracer.load(infos)
-        except Exception:  # one by one, to find those that cannot be traced
-            return _trace_each(model, infos)
-    return tracer.parts, {}
-
-
-def _trace_each(model: nn.Module, infos: list[Published]) -> tuple[list[Part], dict[str, str]]:
+        return tracer.parts, {}
+    except Exception as error:
+        if len(infos) == 1:
+            return [], {infos[0][0]: f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     parts, untraced = list[Part](), dict[str, str]()
-    for info in infos:
-        tracer = _Tracer(model)
-        try:
-            tracer.load([info])
-            parts += tracer.parts
-        except Exception as error:
-            untraced[info[0]] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    for info in infos:  # one by one, to find those that cannot be traced
+        some, problem = trace(model, [info])
+        parts += some
+        untraced |= problem
     return parts, untraced
 
 
@@ -312,10 +306,14 @@ class Held:
         self._parts, untraced = trace(model, published)
         self._left = left_by(model, self._parts)
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state(model).items()}
-        made = [[*_plain(part.box), part.parameter, dtypes[part.parameter]] for part in self._parts]
+        made = [
+            (part.box.tensor, part.box.start, part.box.size, part.parameter, dtypes[part.parameter])
+            for part in self._parts
+        ]
         parameters = {name for name, _ in model.named_parameters()}  # buffers may stay unwritten
         left = {name: places for name, places in self._left.items() if name in parameters}
-        others = [name for name, values in rest(model, left).items() if not _is_constant(values)]
+        # Padding is constant, and so are scales that no checkpoint has.
+        others = [name for name, values in rest(model, left).items() if not (values == values[0]).all()]
         return {"parts": json.dumps(made), "untraced": json.dumps(untraced), "others": json.dumps(others)}
 
     def checksum(self, model: nn.Module, skipped: Iterable[str]) -> dict[str, str]:
@@ -331,15 +329,6 @@ class Held:
         for name, values in rest(model, {n: at for n, at in self._left.items() if n not in leave_out}).items():
             digests[name] = f"{box_digest(values, name, (len(values),), (0,)):016x}"
         return digests
-
-
-def _plain(box: Box) -> tuple[Any, ...]:
-    return box.tensor, box.start, box.size
-
-
-def _is_constant(values: Tensor) -> bool:
-    """True for padding, and for scales that no checkpoint has."""
-    return bool((values == values[0]).all())
 
 
 # -- in the generator --------------------------------------------------------------------------------------------------
@@ -412,8 +401,7 @@ class Proof:
         Args:
             ranks: checksum of each scheduler.
         """
-        found = [name for name, _, _ in self._wrong(ranks)]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(name for name, _, _ in self._wrong(ranks)))
 
     def rely_on_what_follows(self, before: Sequence[Mapping[str, str]], after: Sequence[Mapping[str, str]]) -> None:
         """Compare the first weights. Boxes that changed to other values are computed by the loader and left out from now on.

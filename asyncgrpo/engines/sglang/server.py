@@ -48,9 +48,6 @@ def serve(
                 on_health()
             time.sleep(probe_every_s)
 
-    def begin() -> None:
-        threading.Thread(target=probe, name="health", daemon=True).start()
-
     processes.mark_files()
     before = stderr_size()
     try:
@@ -58,7 +55,7 @@ def serve(
         launch_server(
             ServerArgs(**own | options.extra, custom_sigquit_handler=_end),
             run_scheduler_process_func=processes.run_scheduler,
-            launch_callback=begin,
+            launch_callback=threading.Thread(target=probe, name="health", daemon=True).start,
         )
     except Exception as error:
         why = last_error(before) or error

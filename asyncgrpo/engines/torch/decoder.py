@@ -172,9 +172,8 @@ class Decoder:
     @property
     def kv_use(self) -> float:
         """Share of the cache's positions that hold keys and values of running completions."""
-        held = (
-            int(self._rows["length"][: self.num_running].sum()) - self.num_running
-        )  # the last token of each is not there
+        # The last token of each is not there.
+        held = int(self._rows["length"][: self.num_running].sum()) - self.num_running
         return held / (self.max_completions * self.max_context)
 
     @torch.inference_mode()
@@ -197,7 +196,9 @@ class Decoder:
         lengths = row["length"]
         logits = self._forward(self._tokens[all_rows, lengths - 1], lengths - 1)
         noise = uniforms(row["seed"], lengths - row["prompt_length"])
-        sampled, sampled_logprobs = sample(logits, self._current_knobs(), self._on_device(noise))
+        if self._knobs is None:
+            self._knobs = Knobs.of(row["temperature"], row["top_p"], row["top_k"], self.vocab_size, self._device)
+        sampled, sampled_logprobs = sample(logits, self._knobs, self._on_device(noise))
         tokens, logprobs = sampled.cpu().numpy(), sampled_logprobs.cpu().numpy()
         if not np.isfinite(logprobs).all():
             raise EngineError("the model returned logits that are not finite")
@@ -291,20 +292,17 @@ class Decoder:
         """Fill `slots[i]` with the keys and values of `sequences[i]`, in forwards of about PREFILL_TOKENS."""
         todo = sorted((i for i, tokens in enumerate(sequences) if len(tokens)), key=lambda i: -len(sequences[i]))
         while todo:  # longest first, so that padding is short
-            count = max(1, PREFILL_TOKENS // len(sequences[todo[0]]))
-            self._prefill_together([sequences[i] for i in todo[:count]], [slots[i] for i in todo[:count]])
-            todo = todo[count:]
-
-    def _prefill_together(self, sequences: Sequence[np.ndarray], slots: Sequence[Sequence[int]]) -> None:
-        """Run one forward over right-padded sequences. Causality hides the padding from every real token."""
-        padded = np.zeros((len(sequences), max(map(len, sequences))), np.int64)
-        for row, tokens in enumerate(sequences):
-            padded[row, : len(tokens)] = tokens
-        prefilled = DynamicCache()
-        self._model.base_model(input_ids=self._on_device(padded), past_key_values=prefilled, use_cache=True)
-        sources = np.repeat(np.arange(len(slots)), [len(targets) for targets in slots])
-        targets = np.array([slot for targets in slots for slot in targets])
-        self._cache.fill(prefilled, self._on_device(sources), self._on_device(targets))
+            longest = len(sequences[todo[0]])
+            count = max(1, PREFILL_TOKENS // longest)
+            some, todo = todo[:count], todo[count:]
+            padded = np.zeros((len(some), longest), np.int64)  # causality hides the padding from every real token
+            for row, i in enumerate(some):
+                padded[row, : len(sequences[i])] = sequences[i]
+            prefilled = DynamicCache()
+            self._model.base_model(input_ids=self._on_device(padded), past_key_values=prefilled, use_cache=True)
+            sources = np.repeat(np.arange(len(some)), [len(slots[i]) for i in some])
+            targets = np.array([slot for i in some for slot in slots[i]])
+            self._cache.fill(prefilled, self._on_device(sources), self._on_device(targets))
 
     def _forward(self, tokens: np.ndarray, positions: np.ndarray) -> Tensor:
         """Run one token per row ([R] each) and return logits [R, V]."""
@@ -320,12 +318,6 @@ class Decoder:
             past_key_values=self._cache,
             use_cache=True,
         ).logits[:, 0]
-
-    def _current_knobs(self) -> Knobs:
-        if self._knobs is None:
-            row = self._rows[: self.num_running]
-            self._knobs = Knobs.of(row["temperature"], row["top_p"], row["top_k"], self.vocab_size, self._device)
-        return self._knobs
 
     def _on_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from asyncgrpo.engines.base import EngineBase, EngineOccupancy, PendingCompletion, Request
+from asyncgrpo.engines.base import Engine, EngineOccupancy, PendingCompletion, Request
 from asyncgrpo.engines.torch import decoder
 from asyncgrpo.engines.torch.decoder import Decoder
 from asyncgrpo.errors import EngineError
@@ -32,7 +32,7 @@ from asyncgrpo.weights.files import disk_tensors
 log = logging.getLogger(__name__)
 
 
-class TorchEngine(EngineBase[Request]):
+class TorchEngine(Engine[Request]):
     """A transformers model in this process, see `base.Engine` for the methods.
 
     Completions of one request start together, when there is room for all of them. Noise depends only on the seed of a
@@ -59,7 +59,7 @@ class TorchEngine(EngineBase[Request]):
         # The caller bounds it by the requests in flight. Each entry enters the batch as a whole.
         self._waiting: deque[list[PendingCompletion]] = deque()
         self._work = asyncio.Event()
-        self._decoder: Decoder | None = None
+        self._decoder: Decoder
         self._places: dict[str, Tensor] = {}
         self._sent: dict[str, str] = {}
         """Digests of the tensors that were loaded last, where they are held in the dtype in which they came."""
@@ -71,7 +71,10 @@ class TorchEngine(EngineBase[Request]):
             self._model = await asyncio.to_thread(self._read_model)
             self._places = _places(self._model)
             decoder = Decoder(self._model, max_context=self.max_context, max_completions=self.max_completions)
-            _try_out(decoder)
+            # One token, which allocates the cache and reveals a model that cannot run.
+            request = Request("start", (0, 0), 1, Sampling(max_tokens=1), seed=0)
+            decoder.admit([request.pending], PolicyVersion(0, 0))
+            decoder.step()
         except Exception as error:
             raise EngineError(f"the torch engine cannot start with the model {self.model_path}: {error}") from error
         self._started(version)
@@ -89,11 +92,9 @@ class TorchEngine(EngineBase[Request]):
 
     async def score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
         self._require_running()
-        assert self._decoder is not None
         return self._decoder.score(sequences, start)
 
     def occupancy(self) -> EngineOccupancy:
-        assert self._decoder is not None
         waiting, use = sum(map(len, self._waiting)), self._decoder
         return EngineOccupancy(
             use.num_running, waiting, self.max_completions, use.kv_use, steps=self._steps, step_s=self._step_s
@@ -104,7 +105,7 @@ class TorchEngine(EngineBase[Request]):
 
     async def close(self) -> None:
         self._fail(EngineError("the engine was closed"))
-        self._decoder, self._is_running = None, False
+        self._is_running = False
         if self._stepping:
             self._stepping.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -117,7 +118,12 @@ class TorchEngine(EngineBase[Request]):
                 self._work.clear()
                 await self._work.wait()
             try:
-                self._admit(decoder)
+                room, batches = self.max_completions - decoder.num_running, []
+                while self._waiting and len(self._waiting[0]) <= room:
+                    batches.append(self._waiting.popleft())
+                    room -= len(batches[-1])
+                if batches:
+                    decoder.admit(batches, self._version)
                 if decoder.num_running:
                     began_s = time.monotonic()
                     decoder.step()
@@ -127,15 +133,6 @@ class TorchEngine(EngineBase[Request]):
                 self._fail(EngineError(f"sampling failed under weights {self._version}: {error}"))
             await asyncio.sleep(0)
 
-    def _admit(self, decoder: Decoder) -> None:
-        room = self.max_completions - decoder.num_running
-        batches = []
-        while self._waiting and len(self._waiting[0]) <= room:
-            batches.append(self._waiting.popleft())
-            room -= len(batches[-1])
-        if batches:
-            decoder.admit(batches, self._version)
-
     def _begin(self, request: Request) -> None:
         for first in range(0, len(request.pending), self.max_completions):
             self._waiting.append(request.pending[first : first + self.max_completions])
@@ -144,7 +141,7 @@ class TorchEngine(EngineBase[Request]):
     def _abort(self, request: Request) -> None:
         if all(completion.is_complete for completion in request.pending):
             return
-        if self._decoder:
+        if self._is_running:
             self._decoder.end(request)
         self._waiting = deque(completions for completions in self._waiting if completions[0].request is not request)
         for completion in request.pending:
@@ -155,7 +152,6 @@ class TorchEngine(EngineBase[Request]):
         self._abort(request)
 
     async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
-        assert self._decoder is not None
         # Without an await here, `_run` cannot step on partly replaced weights.
         replace_tensors(self._places, self._noted(tensors))
         self._decoder.change_version(version)
@@ -174,7 +170,7 @@ class TorchEngine(EngineBase[Request]):
     def _fail(self, failure: EngineError) -> None:
         self._waiting.clear()
         super()._fail(failure)
-        if self._decoder:
+        if self._is_running:
             self._decoder.clear()
 
     def _read_model(self) -> PreTrainedModel:
@@ -182,7 +178,13 @@ class TorchEngine(EngineBase[Request]):
         model = AutoModelForCausalLM.from_pretrained(
             self.model_path, dtype=self.dtype, attn_implementation=decoder.NAME
         )
-        _require_full_attention(model, self.max_context)
+        config = model.config.get_text_config()  # cache and mask assume that every layer attends to all earlier tokens
+        window = getattr(config, "sliding_window", None)
+        kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+        if kinds - {"full_attention", "sliding_attention"}:
+            raise EngineError(f"its layers are {sorted(kinds)}; only full attention is supported")
+        if "sliding_attention" in kinds and window is not None and window < self.max_context:
+            raise EngineError(f"its sliding_window ({window}) is smaller than max_context ({self.max_context})")
         torch.nn.Module.to(model, self.device)
         return model.eval().requires_grad_(False)
 
@@ -195,24 +197,6 @@ def _places(model: PreTrainedModel) -> dict[str, Tensor]:
         if tensor.untyped_storage().data_ptr() not in memory:
             raise EngineError(f"{name} on disk is not a view of a tensor in memory, so it cannot be replaced there")
     return tensors
-
-
-def _try_out(decoder: Decoder) -> None:
-    """Sample one token, which allocates the cache and reveals at the start a model that cannot run."""
-    request = Request("start", (0, 0), 1, Sampling(max_tokens=1), seed=0)
-    decoder.admit([request.pending], PolicyVersion(0, 0))
-    decoder.step()
-
-
-def _require_full_attention(model: PreTrainedModel, max_context: int) -> None:
-    """Raise EngineError for layers that do not attend to all earlier tokens, as cache and mask assume."""
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    if kinds - {"full_attention", "sliding_attention"}:
-        raise EngineError(f"its layers are {sorted(kinds)}; only full attention is supported")
-    if "sliding_attention" in kinds and window is not None and window < max_context:
-        raise EngineError(f"its sliding_window ({window}) is smaller than max_context ({max_context})")
 
 
 # -- weights in place --------------------------------------------------------------------------------------------------
