@@ -141,12 +141,13 @@ def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, fla
     """Copy weights to their places in a publication's arena, [num_bytes] uint8 on the CPU.
 
     Args:
-        weights: all of the layout.
+        weights: in the order of the layout.
     Returns:
         A function that returns True once a GPU has written all bytes; None if they are written. The next step may begin
         before, because the GPU queues it behind these copies.
     """
-    return fill_parts(((info.name, 0, tensor) for info, tensor in weights), layout, flat)
+    parts = zip(layout.tensors, weights, strict=True)  # a tensor that is missing would keep the bytes of an older version
+    return fill_parts(((info.name, 0, tensor) for info, (_, tensor) in parts), layout, flat)
 
 
 def fill_parts(parts: Iterator[Part], layout: Layout, flat: Tensor) -> IsWritten | None:

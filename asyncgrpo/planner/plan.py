@@ -27,7 +27,8 @@ The mean lag counts publications from a group's lease to its step. By Little's l
 
 and at most max_lag. Admission keeps B + F groups under way, F of them in flight when the learner asks. So its lag is the steps
 that a group takes to generate, and not the bound. The learner may wait for 5 % of its time, which keeps the margin small. Where
-it starves, for more than a quarter of it, all slots are used.
+it starves, for more than a quarter of it, all slots are used; if the tail is the reason, they are full of groups that are ready,
+and the lag is max_lag.
 
 Sources: Little (1961) for M = R / T; the rest is worked out here. tests/planner compares it with the product's scheduler on a
 virtual clock, docs/benchmarks.md with runs.
@@ -405,13 +406,15 @@ def _asynchronous(profile: Profile, split: Split) -> Prediction:
         running = min(most, _running_at(profile, engines, step_s))
         tail_s = longest * profile.decode.at(running) + profile.reward_s + learn_s
         step_s += 0.7 * (_mean_step(max(trained_s, generate_s), tail_s, bound) - step_s)
-    lag = in_flight / _useful(profile) + learn_s / step_s
-    if learn_s >= generate_s and learn_s >= (1 - JustInTime.STARVES) * step_s:
-        lag = min(lag, _just_in_time_lag(profile, running, step_s))
     if step_s <= (1 + NEARLY) * trained_s:
         bottleneck = "learner"
     else:
         bottleneck = "generators" if generate_s >= _mean_step(trained_s, tail_s, bound) else "longest completions"
+    lag, starves = in_flight / _useful(profile) + learn_s / step_s, learn_s < (1 - JustInTime.STARVES) * step_s
+    if starves and bottleneck == "longest completions":
+        lag = split.max_lag
+    elif learn_s >= generate_s and not starves:
+        lag = min(lag, _just_in_time_lag(profile, running, step_s))
     return _prediction(profile, split, step_s, learn_s, running, min(lag, split.max_lag), bottleneck)
 
 
