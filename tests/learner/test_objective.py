@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from asyncgrpo.algorithms import surrogates
 from asyncgrpo.config import rules
 from asyncgrpo.config.schema import AlgorithmConfig
+from asyncgrpo.learner import model as learner_model
 from asyncgrpo.learner.learner import Learner
 from tests.learner import objectives
 from tests.learner.helpers import (
@@ -30,7 +31,7 @@ from tests.learner.helpers import (
 )
 from tests.learner.objectives import CASES, MAX_TOKENS, VOCAB
 from tests.learner.reference import Policy, Result, Setup
-from tests.models import make_tiny_qwen3
+from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +39,11 @@ def path(tmp_path_factory):
     return make_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), hidden=32, vocab=VOCAB)
 
 
-def learner(path, algorithm: dict, *, loss: str | None = None, **options) -> Learner:
+def learner(path, algorithm: dict, *, loss: str | None = None, temperature: float = 1.0, **options) -> Learner:
     """Whose weights are not the initial ones; `loss` is one that no file knows."""
     options = {"tokens_per_microbatch": 10_000, "lr": 1e-3} | options
-    settings = config(path, algorithm=algorithm, learner=options, sampling={"max_tokens": MAX_TOKENS})
+    sampling = {"max_tokens": MAX_TOKENS, "temperature": temperature}
+    settings = config(path, algorithm=algorithm, learner=options, sampling=sampling)
     if loss is not None:
         settings = replace(settings, algorithm=replace(settings.algorithm, loss=loss))
     made = Learner(settings, rank=0, world=1, device="cpu")
@@ -54,10 +56,13 @@ def policies(path) -> dict[str, Policy]:
     """The learner's weights at the start, with and without a critic, and the initial ones."""
     found = {"initial": Policy(path, load(path).state_dict())}
     for name, algorithm in (("now", {}), ("critic", {"advantage": "gae"})):
-        ours = learner(path, algorithm)
-        weights = {n.removeprefix("language_model."): p.full_tensor() for n, p in ours.model.named_parameters()}
-        found[name] = Policy(path, {n: p.detach().clone() for n, p in weights.items()})
+        found[name] = policy_of(path, learner(path, algorithm))
     return found
+
+
+def policy_of(path, ours: Learner) -> Policy:
+    weights = {n.removeprefix("language_model."): p.full_tensor() for n, p in ours.model.named_parameters()}
+    return Policy(path, {n: p.detach().clone() for n, p in weights.items()})
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +95,32 @@ def test_loss_and_gradient_are_those_of_one_answer_at_a_time(path, groups, expec
     assert report.loss == pytest.approx(expected.loss, rel=1e-4, abs=1e-5)
     if report.value_loss is not None:
         assert report.value_loss == pytest.approx(expected.value_loss, rel=1e-4)
+
+
+FAMILIES = {
+    "qwen3": make_tiny_qwen3,
+    "tied": lambda path, **shape: make_tiny_qwen3(path, tie=True, **shape),
+    "llama": make_tiny_llama,
+    "qwen3_moe": make_tiny_qwen3_moe,
+    "deepseek_v3": make_tiny_deepseek_v3,
+}
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_every_family_by_every_kernel_are_those_of_one_answer_at_a_time(
+    tmp_path, monkeypatch, family, kernel
+):
+    monkeypatch.setattr(learner_model, "choose_kernel", lambda device, dtype: kernel)
+    path, groups = FAMILIES[family](tmp_path, hidden=32, vocab=VOCAB), objectives.groups()
+    for share_prompts in (True, False):
+        options = {"temperature": 0.7, "tokens_per_microbatch": 100, "share_prompts": share_prompts}
+        ours = learner(path, CASES["entropy"], **options)
+        now = policy_of(path, ours)
+        expected = setup({"now": now, "initial": None}, CASES["entropy"], temperature=0.7).update(groups)
+        report, gradient = step_and_gradient(ours, groups)
+        assert_same_gradient(gradient, expected.gradient, 1e-4)
+        assert report.loss == pytest.approx(expected.loss, rel=1e-4, abs=1e-5)
 
 
 SAME = ({"kl k3", "kl low_var_kl"}, {"kl k3+", "kl low_var_kl+"})
