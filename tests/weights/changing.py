@@ -36,10 +36,10 @@ def change(flat: Tensor, share: float, random: np.random.Generator, place: Calla
             view.view(-1)[at : at + 5] = SPECIAL.roll(at)
 
 
-def as_bytes(tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
-    """[LAYOUT.num_bytes] uint8: what an engine was given, as it lies in a publication."""
-    flat = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
-    for (info, view), (name, tensor) in zip(LAYOUT.views(flat), tensors, strict=True):
+def as_bytes(tensors: Iterable[tuple[str, Tensor]], layout: Layout = LAYOUT) -> Tensor:
+    """[layout.num_bytes] uint8: what an engine was given, as it lies in a publication."""
+    flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for (info, view), (name, tensor) in zip(layout.views(flat), tensors, strict=True):
         assert info.name == name
         view.copy_(tensor)
     return flat
