@@ -1,5 +1,6 @@
 """The head with the loss inside is autograd of the plain formula, one tile of logits at a time."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -186,18 +187,20 @@ def test_certain_and_impossible_tokens_are_finite():
     assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made."""
+class Operations(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made, and how often a tensor of a shape was added to in place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.largest, self.sums = 0, Counter[torch.Size]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.add_.Tensor, torch.ops.aten.addmm_.default):
+            self.sums[args[0].shape] += 1
         result = function(*args, **(kwargs or {}))
         for one in result if isinstance(result, tuple | list) else (result,):
             if isinstance(one, Tensor):
-                self.numel = max(self.numel, one.numel())
+                self.largest = max(self.largest, one.numel())
         return result
 
 
@@ -209,37 +212,23 @@ def test_logits_of_all_tokens_never_exist(monkeypatch, tokens, vocab):
     hidden = torch.randn(tokens, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=True)
     targets = torch.randint(vocab, (tokens,))
-    with Largest() as seen:
+    with Operations() as seen:
         score(hidden[:256], weight, targets[:256], temperature=0.9)
         full_kl = tokens < 100  # all there is, where there is time for it
         reference = Reference(hidden.detach(), weight.detach()) if full_kl else None
         objective = Objective(entropy=full_kl, full_kl=full_kl)
         fused_loss(hidden, weight, targets, objective, temperature=0.9, reference=reference)[0].backward()
     assert vocab * width < limit < tokens * vocab
-    assert limit / 2 < seen.numel <= limit
-
-
-class Sums(TorchDispatchMode):
-    """Counts the operations that write a tensor of a shape in place."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function in (torch.ops.aten.add_.Tensor, torch.ops.aten.addmm_.default) and (
-            args[0].shape == self.shape
-        )
-        return function(*args, **(kwargs or {}))
+    assert limit / 2 < seen.largest <= limit
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_gradient_of_a_large_head_is_read_and_written_once_for_many_tokens(dtype):
     """Each time costs as much as the products of 20 tokens: with a large vocabulary, more than they do."""
     hidden, weight, targets, _ = inputs(dtype, tokens=512, vocab=40_000)
-    with Sums(weight.shape) as sums:
+    with Operations() as seen:
         fused_loss(hidden, weight, targets, Objective(entropy=False, full_kl=False), temperature=1.0)
-    assert sums.count == 1
+    assert seen.sums[weight.shape] == 1
 
 
 @pytest.mark.slow
