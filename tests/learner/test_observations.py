@@ -1,14 +1,12 @@
-"""What an environment says is read by the model. That it is no part of the loss: `objectives.groups`."""
+"""What an environment said. That the model reads it: `test_batching`; that it is no part of the loss: `objectives.groups`."""
 
 import dataclasses
 
 import numpy as np
-import pytest
 
 from asyncgrpo.types import Completion, Group, Observation
 from asyncgrpo.wire.codec import pack_group, unpack_group
 from tests.learner.helpers import random_groups
-from tests.learner.test_batching import history, packed
 
 
 def with_observations(group: Group, seed: int) -> Group:
@@ -25,33 +23,6 @@ def with_observations(group: Group, seed: int) -> Group:
 
 
 GROUPS = [with_observations(group, seed) for seed, group in enumerate(random_groups(6, 4))]
-
-
-@pytest.mark.parametrize("share_prompts", [True, False])
-@pytest.mark.parametrize("world", [1, 2])
-def test_each_sampled_token_is_predicted_once_and_after_all_that_the_model_had_read(share_prompts, world):
-    found = {}
-    for rank in range(world):
-        step = packed(GROUPS, rank=rank, world=world, budget=48, share_prompts=share_prompts)
-        for batch in step.trained:
-            assert len(batch.token_ids) <= 48, "rows have room for observations"
-            assert len(batch.targets) == len(batch.read_at) == len(batch.behaviour_logprobs)
-            for number, completion in enumerate(batch.rollouts.tolist()):
-                start, end = batch.cu_seqlens[number : number + 2].tolist()
-                read = [history(batch, int(batch.read_at[n])) for n in range(start, end)]
-                assert step.rollouts.keys[completion] not in found
-                found[step.rollouts.keys[completion]] = read, batch.targets[start:end].tolist()
-    for group in GROUPS:
-        for one in group.rollouts:
-            completion, said = one.completion, {o.at: o.token_ids.tolist() for o in one.completion.observations}
-            read, targets = found.pop((group.group_id, completion.index))
-            assert targets == completion.token_ids.tolist()
-            seen = list(group.prompt.token_ids)
-            for index, token in enumerate(targets):
-                seen += said.get(index, [])
-                assert read[index] == (seen, list(range(len(seen))))
-                seen = [*seen, token]
-    assert found == {}
 
 
 def test_a_group_with_observations_travels_as_it_is():

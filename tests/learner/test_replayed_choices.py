@@ -8,31 +8,12 @@ import torch
 
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner.model import check_language_model
-from asyncgrpo.learner.packing import pack
 from asyncgrpo.learner.routing import Routers
 from asyncgrpo.types import Completion, KeptTokens, Observation, PolicyVersion, VersionSpan
 from tests.learner.helpers import VERSION, config, learner, load, make_group, random_groups, step_and_gradient
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 
 # -- kept tokens; their scores and gradients: `test_head` ---------------------------------------------------------------
-
-
-def test_kept_tokens_follow_their_tokens_into_the_micro_batches():
-    groups = random_groups(4, 3)
-    numbered = []
-    for group in groups:
-        rollouts = []
-        for rollout in group.rollouts:
-            ids = rollout.completion.token_ids
-            kept = KeptTokens(np.stack([ids, ids + 1000], 1).ravel(), np.full(len(ids), 2, np.int32))
-            kept = kept if rollout.completion.index else None
-            rollouts.append(replace(rollout, completion=replace(rollout.completion, kept=kept)))
-        numbered.append(replace(group, rollouts=tuple(rollouts)))
-    for batch in pack(numbered, VERSION, rank=0, world=1, tokens_per_microbatch=40).trained:
-        for start in range(0, len(batch.targets), 3):
-            targets, kept = batch.targets[start : start + 3], batch.kept.at(slice(start, start + 3))
-            for target, ids in zip(targets.tolist(), kept.ids.tensor_split(kept.ends[:-1]), strict=True):
-                assert ids.tolist() in ([], [target, target + 1000])
 
 
 @torch.no_grad()
