@@ -129,6 +129,8 @@ def test_a_shared_prompt_is_run_once_and_the_last_token_of_a_completion_never():
     assert batch.segments.key_positions is None, "nothing is shared, so keys are the row itself"
     alone = make_group(1, [1.0], [[1, 2]], prompt=(7, 8))
     assert packed([alone]).trained[0].segments.key_positions is None, "nor by a completion that is alone"
+    (batch,) = packed([changed(alone, 0, observations=(said(1, 2), said(2, 3)))]).trained
+    assert batch.token_ids.tolist() == [7, 8, 1, 2, 2], "nor is what was said behind the last token"
 
 
 def test_completions_without_score_or_aborted_or_without_logprobs_are_left_out_and_counted():
