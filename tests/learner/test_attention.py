@@ -100,14 +100,17 @@ def plain(mask: Tensor, scale: float):
     return attend
 
 
-def check(kernel: str, segments: Segments, dtype: torch.dtype, *, scale: float = 0.25, **shape) -> None:
-    tensors = inputs(segments, **shape)
+def check(
+    kernel: str, segments: Segments, dtype: torch.dtype, *, scale: float = 0.25, device: str = "cpu", **shape
+) -> None:
+    """Compare the output and its gradients by query, key and value, each as a whole tensor."""
+    tensors, there = inputs(segments, **shape), segments.to(torch.device(device))
     exact = results(plain(visible(segments), scale), [x.to(dtype).double() for x in tensors], torch.float64)
-    ours = results(lambda q, k, v: KERNELS[kernel](q, k, v, segments, scale), tensors, dtype)
+    ours = results(lambda q, k, v: KERNELS[kernel](q, k, v, there, scale), [x.to(device) for x in tensors], dtype)
     for what, expected, found in zip(("output", "dQ", "dK", "dV"), exact, ours, strict=True):
-        assert found.shape == expected.shape and found.isfinite().all(), what
+        assert found.device.type == device and found.shape == expected.shape and found.isfinite().all(), what
         scale_of_error = max(expected.norm(), exact[0].norm())  # one token alone has no gradient by its query
-        error = (found.double() - expected).norm() / scale_of_error
+        error = (found.double().cpu() - expected).norm() / scale_of_error
         assert error < TOLERANCE[dtype], (what, error)
 
 

@@ -1,45 +1,22 @@
 """Mixtures of experts: fused in memory, trained there, and published as they are on disk."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import HrmTextConfig, HrmTextForCausalLM
 
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.model import load_language_model
-from tests.learner import helpers
-from tests.learner.helpers import (
-    VERSION,
-    make_group,
-    random_groups,
-    step_and_gradient,
-    weights,
-)
+from tests.learner.helpers import VERSION, learner, make_group, random_groups, step_and_gradient, weights
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3_moe
 
 GROUPS = random_groups(5, 4)
-MAKERS = {"qwen3_moe": make_tiny_qwen3_moe, "deepseek_v3": make_tiny_deepseek_v3}
 BIAS = "e_score_correction_bias"
-
-
-@pytest.fixture(scope="module", params=MAKERS)
-def path(request, tmp_path_factory) -> Path:
-    return MAKERS[request.param](tmp_path_factory.mktemp(request.param))
-
-
-def learner(path, *, dtype="float32") -> Learner:
-    return helpers.learner(path, model={"dtype": dtype}, learner={"lr": 1e-2})
-
-
-# --- what is published
 
 
 def test_the_bias_that_chooses_experts_is_not_rounded(tmp_path):
     path = make_tiny_deepseek_v3(tmp_path)
-    ours, file = learner(path, dtype="bfloat16"), load_file(path / "model.safetensors")
+    ours, file = learner(path, model={"dtype": "bfloat16"}), load_file(path / "model.safetensors")
     ours.step(GROUPS, VERSION)
     published = weights(ours)
     assert {n: t.dtype for n, t in published.items() if t.dtype != torch.bfloat16} == {
@@ -48,13 +25,11 @@ def test_the_bias_that_chooses_experts_is_not_rounded(tmp_path):
     assert all(published[n].equal(t) for n, t in file.items() if n.endswith(BIAS)), "training leaves it as it is"
 
 
-# --- what is trained
-
-
+@pytest.mark.parametrize("make", [make_tiny_qwen3_moe, make_tiny_deepseek_v3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_expert_that_was_used_has_a_gradient_and_no_other(path, dtype):
+def test_every_expert_that_was_used_has_a_gradient_and_no_other(tmp_path, dtype, make):
     """Most experts see no token."""
-    ours = learner(path, dtype=dtype)
+    ours = learner(make(tmp_path), model={"dtype": dtype})
     used: dict[str, set[int]] = {}
     for name, module in ours.model.language_model.named_modules():
         if name.endswith(".experts"):
@@ -69,9 +44,6 @@ def test_every_expert_that_was_used_has_a_gradient_and_no_other(path, dtype):
             assert gradient.isfinite().all()
             assert set(gradient.flatten(1).any(dim=1).nonzero().flatten().tolist()) == experts
         assert seen[name.replace(".experts", ".gate.weight")].any(), "the router is trained"
-
-
-# --- what is refused
 
 
 def test_a_model_that_cannot_be_published_is_refused_by_type(tmp_path):
