@@ -1,7 +1,6 @@
 """Several ranks write each their rows into the arenas of their machine: the bytes that one rank would have gathered."""
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,11 @@ from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Arenas, IsWritten, Layout
-from asyncgrpo.weights.digest import add_digests, digest
-from asyncgrpo.weights.publisher import Publisher
-from asyncgrpo.weights.receiver import Receiver
 from tests.learner.helpers import config, random_groups
 from tests.learner.ranks import run_on_ranks
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
-from tests.weights.changing import as_bytes
+from tests.weights.changing import Engine
+from tests.weights.publishing import HOST, Plane, wait_until
 
 GROUPS = random_groups(4, 4)
 LORA = {"lora": {"rank": 4}}
@@ -83,22 +80,19 @@ def machines_publish(rank: int, world: int, folder: str) -> None:
 
 
 def publish(learner: Learner, case: str, gathered: list[str]) -> None:
-    layout, is_first = Layout(learner.layout()), learner.rank == 0
-    about, held, receivers = ["", ""], list[dict[PolicyVersion, Tensor]](), list[Receiver]()
-    if is_first:
-        config = WeightsConfig(bucket_mb=1)
-        publisher = Publisher(config, maps=True, backend="gloo", bind="127.0.0.1", host="127.0.0.1", keys=None)
-        publisher.start(learner.layout(), others=learner.snapshot.streams)
-        about = [publisher.endpoint, publisher.file]
+    layout, engines, about = Layout(learner.layout()), list[Engine](), ["", ""]
+    if learner.rank == 0:
+        plane = Plane(WeightsConfig(bucket_mb=1), maps=True)
+        plane.publisher.start(learner.layout(), others=learner.snapshot.streams)
+        about = [plane.publisher.endpoint, plane.publisher.file]
     dist.broadcast_object_list(about)
     endpoint, file = about
-    learner.snapshot.connect(endpoint, "127.0.0.1", None)
-    if is_first:
-        held = [{}, {}]
-        receivers = [receive_into(engine, layout, endpoint, number) for number, engine in enumerate(held)]
-        for receiver in receivers:
-            receiver.start()
-        publisher.wait_for(2, 30.0, lambda what, seconds: None)
+    learner.snapshot.connect(endpoint, HOST, None)
+    if learner.rank == 0:
+        engines = [Engine(layout), Engine(layout)]
+        for number, engine in enumerate(engines):
+            plane.join(f"generator-{number}", apply=engine.apply)
+        plane.publisher.wait_for(2, 30.0, lambda what, seconds: None)
 
     def fill(layout: Layout, flat: Tensor) -> IsWritten | None:
         dist.broadcast_object_list([int(flat.storage_offset())])
@@ -108,9 +102,8 @@ def publish(learner: Learner, case: str, gathered: list[str]) -> None:
         version = PolicyVersion(1, number)
         learner.step(GROUPS, version)
         gathered.clear()
-        if is_first:
-            while not publisher.offer(version, fill):
-                time.sleep(0.01)
+        if learner.rank == 0:
+            wait_until(lambda version=version: plane.publisher.offer(version, fill), "an arena")
         else:
             start = [0]
             dist.broadcast_object_list(start)
@@ -118,30 +111,16 @@ def publish(learner: Learner, case: str, gathered: list[str]) -> None:
         assert len(gathered) == (14 if case == "adapters" else 0), "of each adapter the small matrix alone is gathered"
         expected = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         fill_arena(learner.weights(), layout, expected)
-        for engine in held:
-            deadline = time.monotonic() + 30.0
-            while version not in engine:
-                assert time.monotonic() < deadline, f"{case}: {version} did not arrive"
-                time.sleep(0.01)
-            assert torch.equal(engine[version], expected), f"{case}, {number}"
-    if is_first:
-        report, *_ = publisher.reports()
+        for engine in engines:
+            wait_until(lambda held=engine.held, version=version: version in held, f"{version} of {case}")
+            assert torch.equal(engine.held[version], expected), f"{case}, {number}"
+    if learner.rank == 0:
+        report, *_ = plane.publisher.reports()
         assert report.attempts == 1 and report.sent_bytes == 2 * layout.num_bytes
     dist.barrier()
-    for receiver in receivers:
-        receiver.stop()
     learner.snapshot.close()
-    if is_first:
-        publisher.close()
-
-
-def receive_into(held: dict[PolicyVersion, Tensor], layout: Layout, endpoint: str, number: int) -> Receiver:
-    def apply(tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
-        held[version] = as_bytes(tensors, layout)
-        return add_digests([digest(held[version])])
-
-    name = f"generator-{number}"
-    return Receiver(endpoint, generator_id=name, incarnation="0", host="127.0.0.1", apply=apply, keys=None)
+    if learner.rank == 0:
+        plane.close()
 
 
 def test_each_rank_writes_and_each_machine_sends_its_own_rows(tmp_path):

@@ -1,13 +1,15 @@
-"""Weights of every kind of dtype that change bit by bit, for whoever publishes deltas of them."""
+"""Weights of every kind of dtype that change bit by bit, and engines that hold what they were given."""
 
+import threading
 from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncgrpo.types import TensorInfo
+from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.digest import add_digests, digest
 
 LAYOUT = Layout(
     [
@@ -43,3 +45,22 @@ def as_bytes(tensors: Iterable[tuple[str, Tensor]], layout: Layout = LAYOUT) -> 
         assert info.name == name
         view.copy_(tensor)
     return flat
+
+
+class Engine:
+    """Holds a copy of what it was given at each version, byte for byte."""
+
+    def __init__(self, layout: Layout = LAYOUT) -> None:
+        self.layout = layout
+        self.held: dict[PolicyVersion, Tensor] = {}
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    @property
+    def newest(self) -> PolicyVersion | None:
+        return max(self.held, default=None)
+
+    def apply(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
+        self.may_go_on.wait(30.0)
+        flat = self.held[version] = as_bytes(tensors, self.layout)
+        return add_digests([digest(flat)])
