@@ -48,16 +48,9 @@ def test_shares_follow_the_weights_and_not_the_sizes():
     assert places(7, (1.0, 1.0, 1.0)) == (3, 2, 2)
 
 
-def test_the_seed_decides_the_order_of_every_round():
-    assert order(mixed((8, 8), (1, 1), seed=3), 64) == order(mixed((8, 8), (1, 1), seed=3), 64)
+def test_the_seed_decides_the_order_of_every_round_and_of_each_source():
     assert order(mixed((8, 8), (1, 1), seed=3), 16) != order(mixed((8, 8), (1, 1), seed=4), 16)
-    rounds = [p for p in order(mixed((8, 8), (1, 1)), 32) if p[0] == "0"]
-    assert rounds[:8] != rounds[8:]
-    other = [p for p in order(mixed((8, 8), (1, 1)), 32) if p[0] == "1"]
-    assert [p[2:] for p in rounds] != [p[2:] for p in other], "each source has an order of its own"
-    assert [p for p in order(mixed((4, 4), (1, 1), shuffle=False), 16) if p[0] == "1"] == [
-        "1/0",
-        "1/1",
-        "1/2",
-        "1/3",
-    ] * 2
+    rounds, other = ([p[2:] for p in order(mixed((8, 8), (1, 1)), 32) if p[0] == source] for source in "01")
+    assert rounds[:8] != rounds[8:] and rounds != other
+    plain = order(mixed((4, 4), (1, 1), shuffle=False), 16)
+    assert [p for p in plain if p[0] == "1"] == [f"1/{row}" for row in range(4)] * 2

@@ -171,6 +171,8 @@ RIGS: dict[str, Callable[[Path], Rig]] = {
     "torch-llama": lambda folder: torch_rig(make_tiny_llama(folder, vocab=VOCAB)),
     "torch-qwen3-moe": lambda folder: torch_rig(make_tiny_qwen3_moe(folder, vocab=VOCAB)),
     "torch-deepseek-v3": lambda folder: torch_rig(make_tiny_deepseek_v3(folder, vocab=VOCAB)),
-    "sglang": lambda folder: sglang_rig(make_tiny_qwen3_moe(folder, vocab=VOCAB), records_routes=True),
+    "sglang": lambda folder: sglang_rig(
+        make_tiny_deepseek_v3(folder, vocab=VOCAB, layers=3, for_sglang=True), records_routes=True
+    ),
 }
 """How to build each engine, in an empty folder for its model."""

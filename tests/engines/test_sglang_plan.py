@@ -1,6 +1,6 @@
 """What a plan says of loaders that fuse, split, transpose and join, and what a proof says of live parameters later.
 
-Small models are in the place of SGLang's. The real engine is in `test_sglang_engine.py` and `test_sglang_follows.py`.
+Small models are in the place of SGLang's. The real engine is in `test_sglang_engine.py` and `test_sglang_scheduler.py`.
 """
 
 from collections.abc import Iterable

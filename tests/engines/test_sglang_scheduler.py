@@ -1,16 +1,18 @@
-"""What our scheduler adds to SGLang's: the label of a token that is under way when weights change, and the fences.
+"""What our scheduler adds to SGLang's: the label of a token that is under way when weights change, the fences, and the proof.
 
 SGLang's overlap schedule launches a batch before it reads the result of the one before. A fake device stands for the GPU
 on which such a batch still runs; that our calls reach a real one is shown by no test here.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from asyncgrpo.types import Completion
-from tests.engines.engines import VOCAB, Rig, sglang_rig
+from asyncgrpo.types import Completion, PolicyVersion
+from asyncgrpo.weights.publication import CheckSequences
+from tests.engines.engines import MAX_CONTEXT, VOCAB, Rig, sglang_rig
 from tests.models import make_tiny_qwen3
 
 pytest.importorskip("sglang")
@@ -32,6 +34,28 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         rig.start()
     yield rig
     rig.stop()
+
+
+IGNORED, FUSED = (f"model.layers.0.self_attn.{name}_proj.weight" for name in ("k", "qkv"))
+"""SGLang keeps it in one parameter with those of queries and values."""
+
+
+def test_a_tensor_that_the_engine_ignores_is_found_by_its_first_weights(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Keep it first. A version that is skipped later: `test_sglang_tensor_parallel.py`."""
+    weights, check = rig.weights(1), CheckSequences.draw(VOCAB, MAX_CONTEXT)
+    weights["model.unknown"] = weights.pop(IGNORED)
+
+    async def load_without() -> None:
+        await rig.engine.load_weights(weights.items(), PolicyVersion(0, 1))
+        await rig.engine.checksum()
+        assert rig.engine.does_not_follow.endswith(f"model: {FUSED} did not follow them")
+        assert all(map(math.isnan, await rig.engine.score(check.tokens, check.start)))
+        await rig.load(0)
+
+    rig.run(load_without())
+    assert "tensors without a parameter in SGLang's model: model.unknown" in caplog.text
 
 
 def test_every_token_bears_the_version_that_sampled_it(rig: Rig) -> None:

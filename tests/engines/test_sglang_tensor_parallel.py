@@ -1,4 +1,4 @@
-"""SGLang with its model split over two processes, here two processes on CPU cores in the place of two GPUs."""
+"""SGLang with a mixture of experts split over two processes, here two processes on CPU cores in the place of two GPUs."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from asyncgrpo.types import Completion
 from tests.engines.engines import LAST_NORM, VOCAB, Rig, sglang_rig
-from tests.models import make_tiny_qwen3
+from tests.models import make_tiny_qwen3_moe
 from tests.runs import shared_memory
 
 pytest.importorskip("sglang")
@@ -21,7 +21,7 @@ PROMPT = (5, 77, 130, 9, 201)
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    folder = make_tiny_qwen3(tmp_path_factory.mktemp("model"), vocab=VOCAB, layers=1)
+    folder = make_tiny_qwen3_moe(tmp_path_factory.mktemp("model"), vocab=VOCAB, layers=1, experts=4)
     rig = sglang_rig(folder, tensor_parallel=2, max_completions=4)
     cores = sorted(os.sched_getaffinity(0))
     with pytest.MonkeyPatch.context() as patch:

@@ -17,7 +17,7 @@ from asyncgrpo.generators.rollout import GroupInFlight, Played
 from asyncgrpo.generators.turns import TurnSampler
 from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling, Score, VersionSpan
 from tests.generators.test_rollout import LengthReward, make_lease
-from tests.learner.test_observations import true_logprobs
+from tests.learner.helpers import plain_logprobs
 
 V1, V2 = PolicyVersion(1, 1), PolicyVersion(1, 2)
 END = 0
@@ -274,9 +274,5 @@ async def test_log_probs_and_versions_of_turns_are_those_of_the_model_that_sampl
     assert change == len(one.turns[0]), "the weights changed between the first turn and the second"
     assert one.spans[1] == VersionSpan(V2, change, len(one.token_ids))
     for network, part in ((old, slice(0, change)), (new, slice(change, None))):
-        expected = true_logprobs(network, _Prompted(), one)
+        expected = plain_logprobs(network, PROMPT.token_ids, one)
         np.testing.assert_allclose(one.logprobs[part], expected[part], atol=2e-6)
-
-
-class _Prompted:
-    prompt = PROMPT

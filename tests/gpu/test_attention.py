@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from asyncgrpo.learner.attention import KERNELS, Segments
-from tests.learner.test_attention import TOLERANCE, inputs, of_lengths, plain, random_families, results, visible
+from tests.learner.test_attention import check, of_lengths, random_families
 
 ON = {"cuda": ("varlen", "flash_attention_2", "sdpa"), "cpu": ("cpu", "sdpa")}
 LENGTHS = {
@@ -30,27 +29,14 @@ def kernel(request: pytest.FixtureRequest, device: torch.device) -> str:
     return request.param
 
 
-def check(device: torch.device, kernel: str, segments: Segments, **shape: int) -> None:
-    """Compare the output and its gradients by query, key and value, each as a whole tensor."""
-    scale, dtype = 0.125, torch.bfloat16
-    tensors = inputs(segments, **shape)
-    exact = results(plain(visible(segments), scale), [x.to(dtype).double() for x in tensors], torch.float64)
-    there = segments.to(device)
-    found = results(lambda q, k, v: KERNELS[kernel](q, k, v, there, scale), [x.to(device) for x in tensors], dtype)
-    for what, expected, got in zip(("output", "dQ", "dK", "dV"), exact, found, strict=True):
-        assert got.device.type == device.type and got.shape == expected.shape and got.isfinite().all(), what
-        error = (got.double().cpu() - expected).norm() / max(expected.norm(), exact[0].norm())
-        assert error < TOLERANCE[dtype], (what, error)
-
-
 @pytest.mark.parametrize(("heads", "groups", "width"), HEADS)
 @pytest.mark.parametrize("seed", range(2))
 def test_random_families(device, kernel, seed, heads, groups, width):
-    check(
-        device, kernel, random_families(seed, groups=3, longest=90), heads=heads, groups=groups, width=width, seed=seed
-    )
+    shape = {"heads": heads, "groups": groups, "width": width, "seed": seed}
+    check(kernel, random_families(seed, groups=3, longest=90), torch.bfloat16, scale=0.125, device=device.type, **shape)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_lengths(device, kernel, lengths):
-    check(device, kernel, of_lengths(*LENGTHS[lengths]), heads=4, groups=2, width=64)
+    shape = {"heads": 4, "groups": 2, "width": 64}
+    check(kernel, of_lengths(*LENGTHS[lengths]), torch.bfloat16, scale=0.125, device=device.type, **shape)

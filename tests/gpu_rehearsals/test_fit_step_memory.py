@@ -70,8 +70,8 @@ def test_the_peak_of_a_step_is_as_predicted(path, small_tiles, ranks, settings):
 
 @pytest.mark.parametrize("recompute", [True, "offload"])
 def test_context_divides_the_activations_of_a_long_row(tmp_path, monkeypatch, small_tiles, recompute):
-    """Of one row of 32,768 tokens. Attention saves what it saves, and computes nothing; host memory is not counted."""
-    path, length = make_tiny_qwen3(tmp_path, hidden=128, layers=2), 32_768
+    """Of one row of 8,192 tokens. Attention saves what it saves, and computes nothing; host memory is not counted."""
+    path, length = make_tiny_qwen3(tmp_path, hidden=128, layers=2), 8192
     monkeypatch.setitem(attention.KERNELS, "cpu", lambda q, k, v, *_: _SavesAttention.apply(q, k, v))
     monkeypatch.setattr(model, "save_on_cpu", _uncounted)
 

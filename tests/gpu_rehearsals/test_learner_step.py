@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncgrpo.cluster import wiring
 from asyncgrpo.learner import attention
 from asyncgrpo.learner.learner import Learner
 from tests.gpu_rehearsals.fake_cuda import fake_gpu
@@ -82,6 +83,17 @@ def test_a_mixture_is_built_and_publishes(tmp_path, make):
         published = list(ours.weights())
         assert [info for info, _ in published] == ours.layout()
         assert {tensor.device for _, tensor in published} == {CARD}
+
+
+def test_a_rank_names_its_card_by_index(tmp_path, monkeypatch):
+    """Ray shows each rank one card, which is card 0 to it."""
+    monkeypatch.setattr(wiring, "begin", lambda *arguments, **named: ("127.0.0.1", 1))
+    settings = config(make_tiny_qwen3(tmp_path), learner={"device": "cuda", "ranks": WORLD})
+    actor = wiring.LearnerActor({}, 1)
+    with fake_gpu(WORLD):
+        actor.start(wiring.Setup(settings, tmp_path, 1, None, None, "tcp://127.0.0.1:1", 1))
+        ours = Learner(settings, rank=0, world=WORLD, device=actor._device)
+    assert {parameter.device for parameter in ours.parameters} == {CARD}
 
 
 def test_the_rehearsal_finds_a_card_without_an_index(tmp_path):

@@ -102,12 +102,20 @@ def with_teacher(groups: list[Group], *, top_k: int, vocab: int = 260, seed: int
 
 
 def plain_logprobs(path, prompt, completion, *, temperature: float = 1.0) -> np.ndarray:
-    """Log-probs of one completion from an unpacked, unsharded forward pass of transformers."""
+    """Log-probs from an unpacked, unsharded forward pass of transformers.
+
+    Of the ids of a completion, or of the sampled tokens of a `Completion`, each after all that came before it.
+    """
     model = path if isinstance(path, torch.nn.Module) else load(path)
-    tokens = torch.tensor([[*prompt, *completion]])
+    said = {one.at: one.token_ids.tolist() for one in getattr(completion, "observations", ())}
+    tokens, places = list(prompt), []
+    for index, token in enumerate(np.asarray(getattr(completion, "token_ids", completion)).tolist()):
+        tokens += said.get(index, [])
+        places.append(len(tokens))
+        tokens.append(token)
     with torch.no_grad():
-        logprobs = (model(tokens).logits[0].float() / temperature).log_softmax(-1)
-    return logprobs[len(prompt) - 1 : -1].gather(-1, tokens[0, len(prompt) :, None]).squeeze(-1).numpy()
+        logprobs = (model(torch.tensor([tokens])).logits[0].float() / temperature).log_softmax(-1)
+    return np.array([logprobs[place - 1, tokens[place]].item() for place in places], np.float32)
 
 
 def load(path) -> torch.nn.Module:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from asyncgrpo.types import Group, PolicyVersion, VersionSpan
+from asyncgrpo.types import Group, Observation, PolicyVersion, VersionSpan
 from tests.learner.helpers import OLDER, VERSION, changed, make_group
 
 OLDEST = PolicyVersion(VERSION.lineage, VERSION.number - 3)
@@ -103,11 +103,11 @@ STEP_WIDE = (
 
 
 def groups(logprobs=None) -> list[Group]:
-    """Six prompts: an empty completion, one-token completions, a constant group, a failure, a singleton, cut completions, and
-    several versions, in one completion too.
+    """Six prompts: an empty completion, one-token completions, a constant group, a failure, a singleton, cut completions,
+    observations before, between and behind the tokens of one, and several versions, in one completion too.
 
     Args:
-        logprobs: function of prompt and completion; behaviour log-probs are around them.
+        logprobs: function of the ids of a prompt and a completion; behaviour log-probs are around them.
     """
     rng = np.random.default_rng(4)
     lengths = [(9, 1, 4, 6), (3, 0, 7), (2, 5), (4, 1, 8), (3,), (6, 2, 12)]
@@ -116,16 +116,18 @@ def groups(logprobs=None) -> list[Group]:
     for number, (sizes, given) in enumerate(zip(lengths, rewards, strict=True)):
         prompt = tuple(rng.integers(0, VOCAB, rng.integers(1, 9)).tolist())
         completions = [rng.integers(0, VOCAB, n).tolist() for n in sizes]
-        behaviour = []
-        for completion in completions:
-            exact = logprobs(prompt, completion) if logprobs and completion else np.full(len(completion), -4.0)
-            noise = rng.normal(0, 0.2, len(completion)) + (rng.random(len(completion)) < 0.1) * rng.choice([-0.9, 0.9])
-            behaviour.append(np.minimum(exact + noise, -1e-3))
+        noise = [rng.normal(0, 0.2, n) + (rng.random(n) < 0.1) * rng.choice([-0.9, 0.9]) for n in sizes]
         version = (VERSION, OLDER, OLDEST)[number % 3]
-        made.append(make_group(number, given, completions, prompt=prompt, logprobs=behaviour, version=version))
+        made.append(make_group(number, given, completions, prompt=prompt, logprobs=noise, version=version))
     made[0] = changed(
         made[0], 0, spans=(VersionSpan(OLDEST, 0, 3), VersionSpan(OLDER, 3, 5), VersionSpan(VERSION, 5, 9))
     )
     made[1] = changed(made[1], 2, finish_reason="length")
     made[5] = changed(made[5], 2, finish_reason="length")
+    said = (Observation(at, np.arange(at + 1, 3 * at + 3, dtype=np.int32)) for at in (0, 3, 8))
+    made[3] = changed(made[3], 2, observations=tuple(said))
+    for group in made:
+        for completion in (rollout.completion for rollout in group.rollouts if len(rollout.completion.token_ids)):
+            exact = logprobs(group.prompt.token_ids, completion) if logprobs else -4.0
+            np.minimum(exact + completion.logprobs, -1e-3, out=completion.logprobs)
     return made

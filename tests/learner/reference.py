@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from asyncgrpo.config.schema import AlgorithmConfig, CorrectionConfig
-from asyncgrpo.types import Group
+from asyncgrpo.types import Completion, Group
 from tests.algorithms import oracle_advantages, oracle_losses
 from tests.learner.helpers import load
 
@@ -23,6 +23,8 @@ class Policy:
 
     def __init__(self, path, weights: dict[str, Tensor]) -> None:
         self.model = load(path).double()
+        if hasattr(self.model.config, "num_experts_per_tok"):
+            self.model.set_experts_implementation("eager")  # the others have no float64
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(weights[name])
@@ -31,12 +33,14 @@ class Policy:
         }
         self._answers: dict[tuple, Completed] = {}
 
-    def completion(self, prompt: tuple[int, ...], tokens: list[int], temperature: float) -> "Completed":
+    def completion(self, prompt: tuple[int, ...], completion: Completion, temperature: float) -> "Completed":
         """What it says of one completion, with gradient; computed once."""
+        tokens = completion.token_ids.tolist()
         key = (prompt, *tokens)
         if key not in self._answers:
-            where = slice(len(prompt) - 1, len(prompt) + len(tokens) - 1)
-            hidden = self.model.get_decoder()(torch.tensor([[*prompt, *tokens]])).last_hidden_state[0, where]
+            ids = torch.tensor([[*prompt, *completion.all_token_ids.tolist()]])
+            where = torch.from_numpy(completion.sampled_at) + len(prompt) - 1
+            hidden = self.model.get_decoder()(ids).last_hidden_state[0, where]
             log_p = (self.model.get_output_embeddings()(hidden) / temperature).log_softmax(-1)
             values = torch.zeros(len(tokens), dtype=torch.float64)
             if self.value_head:
@@ -96,7 +100,7 @@ class _Update:
         self.trained = [not (self.settings.truncated == "mask" and c.finish_reason == "length") for _, c, _ in found]
 
         def under(policy: Policy) -> list[Completed]:
-            return [policy.completion(g.prompt.token_ids, c.token_ids.tolist(), setup.temperature) for g, c, _ in found]
+            return [policy.completion(g.prompt.token_ids, c, setup.temperature) for g, c, _ in found]
 
         self.now, self.start = under(setup.now), under(setup.start)
         self.initial = under(setup.initial) if setup.initial is not None else None

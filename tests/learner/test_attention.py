@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -101,14 +100,17 @@ def plain(mask: Tensor, scale: float):
     return attend
 
 
-def check(kernel: str, segments: Segments, dtype: torch.dtype, *, scale: float = 0.25, **shape) -> None:
-    tensors = inputs(segments, **shape)
+def check(
+    kernel: str, segments: Segments, dtype: torch.dtype, *, scale: float = 0.25, device: str = "cpu", **shape
+) -> None:
+    """Compare the output and its gradients by query, key and value, each as a whole tensor."""
+    tensors, there = inputs(segments, **shape), segments.to(torch.device(device))
     exact = results(plain(visible(segments), scale), [x.to(dtype).double() for x in tensors], torch.float64)
-    ours = results(lambda q, k, v: KERNELS[kernel](q, k, v, segments, scale), tensors, dtype)
+    ours = results(lambda q, k, v: KERNELS[kernel](q, k, v, there, scale), [x.to(device) for x in tensors], dtype)
     for what, expected, found in zip(("output", "dQ", "dK", "dV"), exact, ours, strict=True):
-        assert found.shape == expected.shape and found.isfinite().all(), what
+        assert found.device.type == device and found.shape == expected.shape and found.isfinite().all(), what
         scale_of_error = max(expected.norm(), exact[0].norm())  # one token alone has no gradient by its query
-        error = (found.double() - expected).norm() / scale_of_error
+        error = (found.double().cpu() - expected).norm() / scale_of_error
         assert error < TOLERANCE[dtype], (what, error)
 
 
@@ -184,31 +186,22 @@ def test_nothing_leaks_from_tokens_outside(kernel):
         assert torch.equal(is_same, ~mask[:, t]), t
 
 
-def test_segments_say_the_same_in_families_and_in_keys():
-    """Kernels for GPUs read the tensors, those for CPUs the families."""
-    for seed in range(5):
-        segments = random_families(seed, groups=4, longest=9)
-        positions = segments.key_positions
-        if positions is None:
-            positions = torch.arange(int(segments.queries[-1]))
-        mask = torch.zeros(int(segments.queries[-1]), int(segments.queries[-1]), dtype=torch.bool)
-        queries, keys = segments.queries.tolist(), segments.keys.tolist()
-        for s in range(len(queries) - 1):
-            seen = positions[keys[s] : keys[s + 1]]
-            rows = queries[s + 1] - queries[s]
-            for i in range(rows):  # causal, the last query sees the last key
-                mask[queries[s] + i, seen[: len(seen) - rows + i + 1]] = True
-        assert torch.equal(mask, visible(segments))
-        assert segments.longest_query == segments.queries.diff().max()
-        assert segments.longest_key == segments.keys.diff().max()
-        assert segments.keys[-1] == len(positions)
+def by_lengths(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, *longest: int, scale: float) -> Tensor:
+    """What kernels for GPUs compute: attention within each sequence, whose last query sees its last key."""
+    assert longest == (queries.diff().max(), keys.diff().max()) and keys[-1] == len(k) == len(v)
+    found = []
+    for parts in zip(*(x.tensor_split(at[1:-1].long()) for x, at in ((q, queries), (k, keys), (v, keys))), strict=True):
+        size, seen = len(parts[0]), len(parts[1])
+        mask = torch.ones(size, seen, dtype=torch.bool).tril(seen - size)
+        found.append(plain(mask, scale)(*parts))
+    return torch.cat(found)
 
 
 @pytest.mark.parametrize("has_gqa", [True, False], ids=["torch 2.13", "torch 2.11"])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (4, 4)])
 def test_varlen_repeats_keys_only_where_the_kernel_cannot_share_them(monkeypatch, heads, groups, has_gqa):
-    """The kernel runs on a GPU alone, so a stand-in with the signature of either release notes what it is given."""
-    segments = of_lengths((3, [2, 4]))
+    """A stand-in with the signature of either release of torch notes what it is given."""
+    segments = random_families(heads, groups=3, longest=9)
     query, key, value, _ = inputs(segments, heads=heads, groups=groups)
     given = {}
 
@@ -219,8 +212,7 @@ def test_varlen_repeats_keys_only_where_the_kernel_cannot_share_them(monkeypatch
     def older(q, k, v, *lengths, scale, window_size):
         assert window_size == (-1, 0)
         given.update(keys=k.shape[1], values=v.shape[1])
-        assert lengths[0].equal(segments.queries) and lengths[1].equal(segments.keys)
-        return attention._sdpa(q, k, v, replace(segments, key_positions=None), scale)
+        return by_lengths(q, k, v, *lengths, scale=scale)
 
     monkeypatch.setattr(attention, "varlen_function", lambda: newer if has_gqa else older)
     found = KERNELS["varlen"](query, key, value, segments, 0.25)
@@ -236,7 +228,7 @@ def test_kernels_that_need_equal_widths_get_values_with_zeros_and_return_their_o
 
     def equal_widths(q, k, v, *lengths, **options):
         assert q.shape[-1] == k.shape[-1] == v.shape[-1], "the kernel's condition"
-        return attention._sdpa(q, k, v, replace(segments, key_positions=None), 0.3)
+        return by_lengths(q, k, v, *lengths, scale=0.3)
 
     monkeypatch.setattr(attention, "varlen_function", lambda: equal_widths)
     monkeypatch.setattr(attention, "flash_function", lambda: equal_widths)

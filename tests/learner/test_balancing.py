@@ -80,26 +80,6 @@ def test_a_bias_moves_towards_an_equal_load_and_is_published(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "algorithm"),
-    [(make_tiny_qwen3_moe, {"router_aux_coef": COEF}), (make_tiny_deepseek_v3, {"router_bias_rate": RATE})],
-)
-def test_a_resumed_run_balances_as_if_it_had_not_stopped(tmp_path, make, algorithm):
-    path = make(tmp_path / "model", experts=EXPERTS)
-    ours, again, plain = (learner(path, algorithm=some) for some in (algorithm, algorithm, {}))
-    ours.step(GROUPS, VERSION)
-    ours.save(str(tmp_path / "checkpoint"))
-    again.load(str(tmp_path / "checkpoint"))
-    for _ in range(2):
-        for one in (ours, again):
-            one.step(GROUPS, VERSION)
-    there = weights(again)
-    assert all(there[name].equal(tensor) for name, tensor in weights(ours).items())
-    # A checkpoint of a run that does not balance has no load.
-    plain.save(str(tmp_path / "plain"))
-    again.load(str(tmp_path / "plain"))
-
-
-@pytest.mark.parametrize(
     ("make", "algorithm", "message"),
     [
         (make_tiny_deepseek_v3, {"router_aux_coef": 0.1}, "algorithm.router_aux_coef is 0.1, but .* no router_aux_loss_coef"),

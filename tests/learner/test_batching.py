@@ -8,16 +8,27 @@ import pytest
 import torch
 
 from asyncgrpo.learner.packing import Shaping, pack
-from asyncgrpo.types import Observation, PolicyVersion, VersionSpan
+from asyncgrpo.types import Group, KeptTokens, Observation, PolicyVersion, VersionSpan
 from tests.algorithms import oracle_advantages
 from tests.learner.helpers import OLDER, VERSION, changed, make_group, random_groups
+from tests.learner.test_observations import with_observations
+
+
+def with_kept_tokens(group: Group) -> Group:
+    """All completions but the first know two tokens that were kept at each place."""
+    for index, one in enumerate(rollout.completion for rollout in group.rollouts[1:]):
+        ids = np.stack([one.token_ids, one.token_ids + 1000], 1).ravel()
+        group = changed(group, index + 1, kept=KeptTokens(ids, np.full(len(one.token_ids), 2, np.int32)))
+    return group
+
 
 GROUPS = [
-    *random_groups(7, 4),
+    *(with_kept_tokens(with_observations(group, seed)) for seed, group in enumerate(random_groups(7, 4))),
     make_group(7, [1.0, 0.0, None, 0.5], [[], [9], [1, 2], [3, 4, 5]], prompt=(8,)),
     make_group(8, [1.0, 1.0], [[6, 7], [8]], prompt=range(20)),
 ]
-"""With an empty completion, one-token completions, an unusable one, a prompt of one token, and a group without signal."""
+"""With observations and kept tokens, an empty completion, one-token completions, an unusable one, a prompt of one token, and a
+group without signal."""
 
 
 def packed(groups=GROUPS, *, rank=0, world=1, budget=64, version=VERSION, **options):
@@ -40,7 +51,10 @@ def read(step) -> dict:
     for batch in step.trained:
         bounds = itertools.pairwise(batch.cu_seqlens.tolist())
         columns = (batch.targets, batch.mask, batch.behaviour_logprobs, batch.advantages, batch.versions)
-        columns = [c.tolist() for c in (*columns, batch.is_current)]
+        kept = [[]] * len(batch.targets)
+        if batch.kept is not None:
+            kept = [ids.tolist() for ids in batch.kept.ids.tensor_split(batch.kept.ends[:-1])]
+        columns = [*(column.tolist() for column in (*columns, batch.is_current)), kept]
         for completion, in_group, (start, end) in zip(batch.rollouts, batch.tokens_in_group, bounds, strict=True):
             tokens = []
             for n in range(start, end):
@@ -62,15 +76,16 @@ def expected(groups, advantages: dict) -> dict:
         )
         for rollout in group.rollouts:
             completion, key = rollout.completion, (group.group_id, rollout.completion.index)
+            read = [*group.prompt.token_ids, *completion.all_token_ids.tolist()]
             if key not in advantages or not len(completion.token_ids):
                 continue
-            prompt, sampled = list(group.prompt.token_ids), completion.token_ids.tolist()
             version = completion.spans[0].version
             a = float(np.float32(advantages[key]))
-            tokens = [
-                (prompt + sampled[:i], token, True, logprob, a, version.number, version == VERSION)
-                for i, (token, logprob) in enumerate(zip(sampled, completion.logprobs.tolist(), strict=True))
-            ]
+            tokens = []
+            for at, logprob in zip(completion.sampled_at.tolist(), completion.logprobs.tolist(), strict=True):
+                seen, token = read[: at + len(group.prompt.token_ids)], read[at + len(group.prompt.token_ids)]
+                kept = [token, token + 1000] if completion.kept is not None else []
+                tokens.append((seen, token, True, logprob, a, version.number, version == VERSION, kept))
             found[key] = (tokens, in_group)
     return found
 
@@ -114,6 +129,8 @@ def test_a_shared_prompt_is_run_once_and_the_last_token_of_a_completion_never():
     assert batch.segments.key_positions is None, "nothing is shared, so keys are the row itself"
     alone = make_group(1, [1.0], [[1, 2]], prompt=(7, 8))
     assert packed([alone]).trained[0].segments.key_positions is None, "nor by a completion that is alone"
+    (batch,) = packed([changed(alone, 0, observations=(said(1, 2), said(2, 3)))]).trained
+    assert batch.token_ids.tolist() == [7, 8, 1, 2, 2], "nor is what was said behind the last token"
 
 
 def test_completions_without_score_or_aborted_or_without_logprobs_are_left_out_and_counted():
@@ -251,8 +268,8 @@ def test_a_number_that_cannot_be_leaves_its_completion_out_and_is_counted(reward
 def test_a_batch_is_moved_whole():
     for share_prompts in (True, False):
         away = packed(share_prompts=share_prompts).trained[0].to(torch.device("meta"))
-        tensors = [getattr(away, name) for name in set(away.__dataclass_fields__) - {"segments", "pictured"}]
-        tensors = [tensor for tensor in tensors if tensor is not None]
+        tensors = [getattr(away, name) for name in set(away.__dataclass_fields__) - {"segments", "pictured", "kept"}]
+        tensors = [tensor for tensor in [*tensors, away.kept.ids] if tensor is not None]
         tensors += [away.segments.queries, away.segments.keys]
         tensors += [away.segments.key_positions] if share_prompts else []
         assert all(tensor.is_meta for tensor in tensors)

@@ -9,7 +9,7 @@ from tests.learner.helpers import learner, plain_logprobs, random_groups
 GROUPS = random_groups(4, 4)
 
 
-@pytest.mark.parametrize("sections", [{}, {"sampling": {"temperature": 0.7}}, {"learner": {"compile": True}}])
+@pytest.mark.parametrize("sections", [{}, {"sampling": {"temperature": 0.7}}])
 def test_the_learner_scores_as_a_plain_forward_does_whatever_the_sampling(path, sections):
     ours = learner(path, **sections)
     check = ours.check.sequences

@@ -7,20 +7,21 @@ import threading
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
 from asyncgrpo.errors import CheckpointError
 from asyncgrpo.learner import optimizer, saving
+from asyncgrpo.types import PolicyVersion
 from tests.learner.helpers import (
     VERSION,
     learner,
     load,
     make_group,
-    plain_logprobs,
     random_groups,
     weights,
     with_true_logprobs,
 )
-from tests.models import make_tiny_qwen3
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 
 GROUPS, MORE = random_groups(4, 4, seed=1), random_groups(4, 4, seed=2)
 CRITIC = {"algorithm": {"advantage": "gae"}, "learner": {"lr": 1e-3}}
@@ -32,32 +33,49 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 HOPELESS = [make_group(0, [0.0, 0.0], [[1], [2]])]
 RESUMES = {
-    "usual": ({"learner": {"warmup_steps": 10, "lr": 1e-2}}, [GROUPS, MORE]),
+    "usual": (make_tiny_qwen3, {"learner": {"warmup_steps": 10, "lr": 1e-2}}, [GROUPS, MORE]),
     # They count for the schedule, and not for the bias correction of AdamW, which has not seen them.
-    "steps without a gradient": ({}, [HOPELESS, GROUPS, HOPELESS]),
-    "critic": (CRITIC, [GROUPS]),
-    "lora": ({"model": {"lora": {"rank": 4}}}, [GROUPS]),
-    "the offloaded optimizer": ({"learner": {"offload_optimizer": True}}, [GROUPS]),
+    "steps without a gradient": (make_tiny_qwen3, {}, [HOPELESS, GROUPS, HOPELESS]),
+    "critic": (make_tiny_qwen3, CRITIC, [GROUPS]),
+    "lora": (make_tiny_qwen3, {"model": {"lora": {"rank": 4}}}, [GROUPS]),
+    "the offloaded optimizer": (make_tiny_qwen3, {"learner": {"offload_optimizer": True}}, [GROUPS]),
+    "shuffled minibatches": (make_tiny_qwen3, {"learner": {"minibatches": 3, "ppo_epochs": 3}}, [GROUPS]),
+    "usual gradients": (
+        make_tiny_qwen3,
+        {"learner": {"spike_factor": 1.001, "grad_clip": 1e-6, "warmup_steps": 10}},
+        [GROUPS, MORE, GROUPS],
+    ),
+    "experts balanced by a loss": (make_tiny_qwen3_moe, {"algorithm": {"router_aux_coef": 0.5}}, [GROUPS]),
+    "experts balanced by biases": (make_tiny_deepseek_v3, {"algorithm": {"router_bias_rate": 0.01}}, [GROUPS]),
 }
 
 
 @pytest.mark.parametrize("case", RESUMES)
-def test_a_resumed_learner_goes_on_bit_for_bit(path, tmp_path, case):
-    sections, before = RESUMES[case]
+def test_a_resumed_learner_goes_on_bit_for_bit(tmp_path, monkeypatch, case):
+    """In another lineage, as a resume is."""
+    make, sections, before = RESUMES[case]
     if case == "lora":
         pytest.importorskip("peft")
+    if case == "usual gradients":
+        monkeypatch.setattr(optimizer, "ENOUGH", 2)
+    path = make(tmp_path / "model")
     first, resumed = learner(path, **sections), learner(path, **sections)
     for groups in before:
         first.step(groups, VERSION)
     first.save(str(tmp_path / "checkpoint"))
     resumed.load(str(tmp_path / "checkpoint"))
-    assert resumed.steps == len(before)
-    for groups in (MORE, GROUPS):
-        ours, theirs = resumed.step(groups, VERSION), first.step(groups, VERSION)
-        for field in ("loss", "grad_norm", "lr", "value_loss"):
+    assert resumed.steps == len(before) * first.config.learner.updates_per_step
+    skipped = []
+    for groups in (MORE, GROUPS, MORE):
+        theirs = first.step(groups, VERSION)
+        ours = resumed.step(groups, PolicyVersion(VERSION.lineage + 1, VERSION.number))
+        for field in ("loss", "grad_norm", "lr", "value_loss", "skipped"):
             assert getattr(ours, field) == getattr(theirs, field), field
+        skipped.append(ours.skipped or "")
+    assert any("spike_factor" in reason for reason in skipped) == (case == "usual gradients")
     for mine, other in zip(resumed.parameters, first.parameters, strict=True):
         assert mine.full_tensor().equal(other.full_tensor())
+    assert_same(weights(resumed), weights(first))
 
 
 def test_a_checkpoint_is_of_the_step_at_which_it_was_begun_and_written_beside_the_next(path, tmp_path, monkeypatch):
@@ -95,20 +113,9 @@ def test_what_cannot_be_written_is_an_error_to_who_waits_and_the_next_checkpoint
         first.export(str(tmp_path / "file"))
 
 
-def test_a_resumed_learner_knows_which_gradients_are_usual(path, tmp_path, monkeypatch):
-    monkeypatch.setattr(optimizer, "ENOUGH", 2)
-    settings = {"learner": {"spike_factor": 1.001, "grad_clip": 1e-6, "warmup_steps": 10}}
-    first = learner(path, **settings)
-    reports = [first.step(groups, VERSION) for groups in (GROUPS, MORE, GROUPS)]
-    first.save(str(tmp_path / "checkpoint"))
-    resumed = learner(path, **settings)
-    resumed.load(str(tmp_path / "checkpoint"))
-    ours, theirs = ([one.step(g, VERSION).skipped for g in (MORE, GROUPS, MORE)] for one in (resumed, first))
-    assert ours == theirs and any("spike_factor" in (reason or "") for reason in ours), reports
-
-
-def test_a_checkpoint_of_an_earlier_release_knows_of_no_gradients_and_is_read(path, tmp_path, monkeypatch):
-    first, resumed, save = learner(path), learner(path), dcp.save
+def test_a_checkpoint_of_an_earlier_release_knows_of_no_gradients_and_is_read(tmp_path, monkeypatch):
+    path, save = make_tiny_qwen3_moe(tmp_path / "model"), dcp.save
+    first, resumed, balanced = (learner(path, algorithm=of) for of in ({}, {}, {"router_aux_coef": 0.1}))
     first.step(GROUPS, VERSION)
 
     def as_earlier(state: dict, **where) -> None:
@@ -118,6 +125,7 @@ def test_a_checkpoint_of_an_earlier_release_knows_of_no_gradients_and_is_read(pa
     first.save(str(tmp_path / "checkpoint"))
     resumed.load(str(tmp_path / "checkpoint"))
     assert resumed.steps == 1 and resumed.step(MORE, VERSION).grad_norm == first.step(MORE, VERSION).grad_norm
+    balanced.load(str(tmp_path / "checkpoint"))  # which has no load of experts
 
 
 def test_an_unfinished_or_foreign_checkpoint_is_refused_by_name(path, tmp_path):
@@ -137,18 +145,35 @@ def test_an_unfinished_or_foreign_checkpoint_is_refused_by_name(path, tmp_path):
         learner(path, **CRITIC).load(str(tmp_path / "plain"))
 
 
-@pytest.mark.parametrize("tie", [False, True])
-def test_an_export_has_the_log_probs_of_the_learner(tmp_path, tie):
-    path = make_tiny_qwen3(tmp_path / "model", tie=tie)
-    ours = learner(path)
-    ours.step(GROUPS, VERSION)
-    ours.export(str(tmp_path / "export"))
-    report = ours.step(with_true_logprobs(tmp_path / "export", GROUPS), VERSION)
+MAKERS = {
+    "qwen3": make_tiny_qwen3,
+    "tied": lambda path: make_tiny_qwen3(path, tie=True),
+    "qwen3_moe": make_tiny_qwen3_moe,
+    "deepseek_v3": make_tiny_deepseek_v3,
+}
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_an_export_is_the_model_that_was_trained(tmp_path, kind, lora):
+    if lora:
+        pytest.importorskip("peft")
+    path, folder = MAKERS[kind](tmp_path / "model"), tmp_path / "export"
+    ours = learner(path, model={"lora": {"rank": lora}}, learner={"lr": 1e-2})
+    for _ in range(2):
+        ours.step(GROUPS, VERSION)
+    ours.export(str(folder))
+    assert load_file(folder / "model.safetensors").keys() == load_file(path / "model.safetensors").keys()
+    tokens, exported = torch.arange(40)[None] * 5, load(folder)
+    assert (exported.lm_head.weight is exported.model.embed_tokens.weight) == (kind == "tied")
+    assert not exported(tokens).logits.equal(load(path)(tokens).logits)
+    if not lora:  # merged, the sums are others
+        trained = load(path)
+        for name, parameter in ours.model.language_model.named_parameters():
+            trained.get_parameter(name).data.copy_(parameter.full_tensor())
+        assert exported(tokens).logits.equal(trained(tokens).logits)
+    report = ours.step(with_true_logprobs(folder, GROUPS), VERSION)
     assert report.logprob_gap_max < 1e-4
-    exported = load(tmp_path / "export")
-    assert (exported.lm_head.weight is exported.model.embed_tokens.weight) == tie
-    tokens = GROUPS[0].prompt.token_ids, GROUPS[0].rollouts[0].completion.token_ids
-    assert abs(plain_logprobs(path, *tokens) - plain_logprobs(tmp_path / "export", *tokens)).max() > 1e-4
 
 
 def test_a_large_export_is_split_into_files_and_keeps_the_tokenizer(path, tmp_path, monkeypatch):

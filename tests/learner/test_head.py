@@ -1,5 +1,6 @@
 """The head with the loss inside is autograd of the plain formula, one tile of logits at a time."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncgrpo.learner.head import LossGradients, Reference, TokenScores, fused_loss, score
+from asyncgrpo.learner.head import Kept, LossGradients, Reference, TokenScores, fused_loss, score
 from tests.learner.helpers import cut_head
 
 WIDTH, VOCAB = 12, 37
@@ -51,16 +52,30 @@ def inputs(dtype: torch.dtype, *, tokens: int = 11, vocab: int = VOCAB) -> tuple
     return hidden, weight, targets, Reference(draw(tokens, WIDTH), draw(vocab, WIDTH))
 
 
-def plain(hidden, weight, targets, objective, *, temperature, reference) -> tuple[Tensor, TokenScores]:
-    """The formula with all logits at once, for autograd."""
-    log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
-    logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    kl = None
-    if reference is not None:
-        log_q = (reference.hidden @ reference.weight.t() / temperature).log_softmax(-1)
-        kl = (log_p.exp() * (log_p - log_q)).sum(-1)
-    return objective.value(logprobs, entropy, kl), TokenScores(logprobs, entropy, kl)
+def some_kept(targets: Tensor) -> Kept:
+    """The target and others, of some tokens; the whole vocabulary, of the others."""
+    generator = torch.Generator().manual_seed(1)
+    counts, ids = [1, 3, 5, 0, 2, 9, 4, VOCAB, 0, 1, 7], []
+    for count, target in zip(counts, targets, strict=True):
+        others = torch.randperm(VOCAB, generator=generator)
+        ids.append(torch.cat([target[None], others[others != target]])[:count])
+    return Kept(torch.cat(ids), torch.tensor(counts).cumsum(0))
+
+
+def plain(hidden, weight, targets, objective, *, temperature, reference, kept=None) -> tuple[Tensor, TokenScores]:
+    """The formula, token by token over the vocabulary that it has, for autograd."""
+    ids = [torch.arange(VOCAB)] * len(targets)
+    if kept is not None:
+        ids = [some if len(some) else torch.arange(VOCAB) for some in kept.ids.tensor_split(kept.ends[:-1])]
+    scores = []
+    for i, columns in enumerate(ids):
+        log_p = (hidden[i] @ weight[columns].t() / temperature).log_softmax(-1)
+        scores.append([log_p[columns == targets[i]].sum(), -(log_p.exp() * log_p).sum()])
+        if reference is not None:
+            log_q = (reference.hidden[i] @ reference.weight[columns].t() / temperature).log_softmax(-1)
+            scores[-1].append((log_p.exp() * (log_p - log_q)).sum())
+    found = TokenScores(*(torch.stack(column) for column in zip(*scores, strict=True)))
+    return objective.value(*found), found
 
 
 def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -72,13 +87,17 @@ def assert_near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("full_kl", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("has_kept", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_values_and_gradients_are_those_of_the_plain_formula(monkeypatch, dtype, temperature, entropy, full_kl, tile):
+def test_values_and_gradients_are_those_of_the_plain_formula(
+    monkeypatch, dtype, has_kept, temperature, entropy, full_kl, tile
+):
     cut_head(monkeypatch, tile * VOCAB + VOCAB // 2)
     objective = Objective(entropy=entropy, full_kl=full_kl)
     hidden, weight, targets, reference = inputs(dtype)
-    reference = reference if full_kl else None
-    root, scores = fused_loss(hidden, weight, targets, objective, temperature=temperature, reference=reference)
+    reference, kept = reference if full_kl else None, some_kept(targets) if has_kept else None
+    options = {"temperature": temperature, "reference": reference, "kept": kept}
+    root, scores = fused_loss(hidden, weight, targets, objective, **options)
     root.backward()
     assert root.item() == 0 and not any(x is not None and x.requires_grad for x in scores)
     assert [n for tile in objective.tiles for n in range(tile.start, tile.stop)] == list(range(11)), "each token once"
@@ -86,8 +105,8 @@ def test_values_and_gradients_are_those_of_the_plain_formula(monkeypatch, dtype,
 
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     if reference is not None:
-        reference = Reference(*(x.double() for x in reference))
-    loss, expected = plain(*exact, targets, objective, temperature=temperature, reference=reference)
+        options["reference"] = Reference(*(x.double() for x in reference))
+    loss, expected = plain(*exact, targets, objective, **options)
     loss.backward()
     for found, value in zip(scores, expected, strict=True):
         assert (found is None) == (value is None)
@@ -95,6 +114,9 @@ def test_values_and_gradients_are_those_of_the_plain_formula(monkeypatch, dtype,
             assert_near(found, value.detach(), dtype)
     assert_near(hidden.grad, exact[0].grad, dtype)
     assert_near(weight.grad, exact[1].grad, dtype)
+    without_loss = score(hidden, weight, targets, temperature=temperature, kept=kept)
+    torch.testing.assert_close(without_loss[:2], scores[:2])
+    assert not without_loss.logprobs.requires_grad and without_loss.reference_kl is None
 
 
 def test_a_root_may_be_multiplied_and_added_to_others_and_a_head_be_frozen():
@@ -109,17 +131,6 @@ def test_a_root_may_be_multiplied_and_added_to_others_and_a_head_be_frozen():
     torch.testing.assert_close(found, (-3 * expected[0] + 1, -3 * expected[1]))
 
 
-def test_a_head_that_is_the_embedding_gets_both_gradients():
-    objective = Objective(entropy=True, full_kl=False)
-    _, weight, targets, _ = inputs(torch.float64)
-    inputs_ids = torch.arange(11) % 5
-    root, _ = fused_loss(weight[inputs_ids].tanh(), weight, targets, objective, temperature=0.9)
-    (found,) = torch.autograd.grad(root, weight)
-    loss, _ = plain(weight[inputs_ids].tanh(), weight, targets, objective, temperature=0.9, reference=None)
-    (expected,) = torch.autograd.grad(loss, weight)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("full_kl", [False, True])
 def test_no_tokens_are_no_gradient(full_kl):
     hidden, weight, targets, reference = inputs(torch.float32, tokens=0)
@@ -131,17 +142,6 @@ def test_no_tokens_are_no_gradient(full_kl):
     assert scores.logprobs.shape == scores.entropy.shape == (0,) and hidden.grad.shape == (0, WIDTH)
     assert (weight.grad == 0).all()
     assert score(hidden, weight, targets, temperature=1.0).logprobs.shape == (0,)
-
-
-@pytest.mark.parametrize("tile", [1, 4, 11, 50])
-def test_scores_without_a_loss_are_the_same(monkeypatch, tile):
-    cut_head(monkeypatch, tile * VOCAB)
-    hidden, weight, targets, _ = inputs(torch.float64)
-    scores = score(hidden, weight, targets, temperature=0.6)
-    _, expected = fused_loss(hidden, weight, targets, Objective(entropy=False, full_kl=False), temperature=0.6)
-    torch.testing.assert_close(scores.logprobs, expected.logprobs, rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(scores.entropy, expected.entropy, rtol=1e-13, atol=1e-13)
-    assert not scores.logprobs.requires_grad and scores.reference_kl is None
 
 
 def test_statistics_of_bfloat16_weights_are_float32():
@@ -187,18 +187,20 @@ def test_certain_and_impossible_tokens_are_finite():
     assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
 
 
-class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made."""
+class Operations(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made, and how often a tensor of a shape was added to in place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.numel = 0
+        self.largest, self.sums = 0, Counter[torch.Size]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.ops.aten.add_.Tensor, torch.ops.aten.addmm_.default):
+            self.sums[args[0].shape] += 1
         result = function(*args, **(kwargs or {}))
         for one in result if isinstance(result, tuple | list) else (result,):
             if isinstance(one, Tensor):
-                self.numel = max(self.numel, one.numel())
+                self.largest = max(self.largest, one.numel())
         return result
 
 
@@ -210,37 +212,23 @@ def test_logits_of_all_tokens_never_exist(monkeypatch, tokens, vocab):
     hidden = torch.randn(tokens, width, requires_grad=True)
     weight = torch.randn(vocab, width, requires_grad=True)
     targets = torch.randint(vocab, (tokens,))
-    with Largest() as seen:
+    with Operations() as seen:
         score(hidden[:256], weight, targets[:256], temperature=0.9)
         full_kl = tokens < 100  # all there is, where there is time for it
         reference = Reference(hidden.detach(), weight.detach()) if full_kl else None
         objective = Objective(entropy=full_kl, full_kl=full_kl)
         fused_loss(hidden, weight, targets, objective, temperature=0.9, reference=reference)[0].backward()
     assert vocab * width < limit < tokens * vocab
-    assert limit / 2 < seen.numel <= limit
-
-
-class Sums(TorchDispatchMode):
-    """Counts the operations that write a tensor of a shape in place."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function in (torch.ops.aten.add_.Tensor, torch.ops.aten.addmm_.default) and (
-            args[0].shape == self.shape
-        )
-        return function(*args, **(kwargs or {}))
+    assert limit / 2 < seen.largest <= limit
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_gradient_of_a_large_head_is_read_and_written_once_for_many_tokens(dtype):
     """Each time costs as much as the products of 20 tokens: with a large vocabulary, more than they do."""
     hidden, weight, targets, _ = inputs(dtype, tokens=512, vocab=40_000)
-    with Sums(weight.shape) as sums:
+    with Operations() as seen:
         fused_loss(hidden, weight, targets, Objective(entropy=False, full_kl=False), temperature=1.0)
-    assert sums.count == 1
+    assert seen.sums[weight.shape] == 1
 
 
 @pytest.mark.slow

@@ -203,18 +203,6 @@ def test_gathered_weights_are_kept_where_all_are_trained_and_no_gpu_is_shared(pa
         torch.testing.assert_close(trained[1][name], tensor, rtol=0, atol=1e-6)
 
 
-def test_recomputing_activations_changes_nothing(path):
-    for algorithm in ({}, {"advantage": "gae", "kl_coef": 0.1}):
-        (first, expected), (second, gradients) = (
-            step_and_gradient(
-                learner(path, algorithm=algorithm, learner={"activation_checkpointing": flag, "lr": 1e-3}), GROUPS
-            )
-            for flag in (False, True)
-        )
-        assert_same_gradient(gradients, expected, 1e-6)
-        assert first.loss == pytest.approx(second.loss, rel=1e-6)
-
-
 @pytest.fixture(scope="module")
 def programs(cache_home):
     """What is kept of compiled layers between starts."""

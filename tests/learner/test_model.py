@@ -22,13 +22,8 @@ from asyncgrpo.learner import attention
 from asyncgrpo.learner import model as learner_model
 from asyncgrpo.learner.model import check_language_model, choose_kernel, load_language_model, recomputes
 from tests.learner.helpers import (
-    VERSION,
-    assert_same_gradient,
     config,
     learner,
-    random_groups,
-    step_and_gradient,
-    weights,
 )
 
 SHAPE = {
@@ -123,18 +118,3 @@ def test_activations_are_recomputed_only_on_a_gpu_that_cannot_hold_them(path, mo
         wished = config(path, learner={"activation_checkpointing": wish})
         assert recomputes(wished, CUDA) == recomputes(wished, CPU) == wish
         assert learner(path, learner={"activation_checkpointing": wish}).model.language_model.training == wish
-
-
-def test_a_second_step_sees_the_weights_of_the_first(path):
-    """Gathered weights are kept from one micro-batch to the next, and must not outlive the update."""
-    groups, options = random_groups(4, 4), {"learner": {"tokens_per_microbatch": 40, "lr": 1e-2}}
-    for algorithm in ({"kl_coef": 0.1}, {"advantage": "gae"}):
-        ours = learner(path, algorithm=algorithm, **options)
-        ours.step(groups, VERSION)
-        fresh = learner(path, algorithm=algorithm, **options)
-        with torch.no_grad():
-            for mine, theirs in zip(fresh.model.parameters(), ours.model.parameters(), strict=True):
-                mine.copy_(theirs)
-        assert weights(fresh).keys() == weights(ours).keys()
-        (_, found), (_, expected) = (step_and_gradient(one, groups) for one in (ours, fresh))
-        assert_same_gradient(found, expected, 1e-7)

@@ -1,15 +1,12 @@
-"""What an environment says is read by the model and is no part of any loss."""
+"""What an environment said. That the model reads it: `test_batching`; that it is no part of the loss: `objectives.groups`."""
 
 import dataclasses
 
 import numpy as np
-import pytest
-import torch
 
 from asyncgrpo.types import Completion, Group, Observation
 from asyncgrpo.wire.codec import pack_group, unpack_group
-from tests.learner.helpers import learner, load, random_groups, step_and_gradient
-from tests.learner.test_batching import history, packed
+from tests.learner.helpers import random_groups
 
 
 def with_observations(group: Group, seed: int) -> Group:
@@ -26,67 +23,6 @@ def with_observations(group: Group, seed: int) -> Group:
 
 
 GROUPS = [with_observations(group, seed) for seed, group in enumerate(random_groups(6, 4))]
-
-
-def true_logprobs(model: torch.nn.Module, group: Group, completion: Completion) -> np.ndarray:
-    """[L] of the sampled tokens, each after all that came before it, from a plain forward pass of transformers."""
-    before, after, at = list(group.prompt.token_ids), [], []
-    said = {one.at: one.token_ids.tolist() for one in completion.observations}
-    for index, token in enumerate(completion.token_ids.tolist()):
-        after += said.get(index, [])
-        at.append(len(before) + len(after))
-        after.append(token)
-    with torch.no_grad():
-        logprobs = model(torch.tensor([[*before, *after]])).logits[0].float().log_softmax(-1)
-    return np.array([logprobs[place - 1, (before + after)[place]].item() for place in at], np.float32)
-
-
-@pytest.mark.parametrize("share_prompts", [True, False])
-@pytest.mark.parametrize("world", [1, 2])
-def test_each_sampled_token_is_predicted_once_and_after_all_that_the_model_had_read(share_prompts, world):
-    found = {}
-    for rank in range(world):
-        step = packed(GROUPS, rank=rank, world=world, budget=48, share_prompts=share_prompts)
-        for batch in step.trained:
-            assert len(batch.token_ids) <= 48, "rows have room for observations"
-            assert len(batch.targets) == len(batch.read_at) == len(batch.behaviour_logprobs)
-            for number, completion in enumerate(batch.rollouts.tolist()):
-                start, end = batch.cu_seqlens[number : number + 2].tolist()
-                read = [history(batch, int(batch.read_at[n])) for n in range(start, end)]
-                assert step.rollouts.keys[completion] not in found
-                found[step.rollouts.keys[completion]] = read, batch.targets[start:end].tolist()
-    for group in GROUPS:
-        for one in group.rollouts:
-            completion, said = one.completion, {o.at: o.token_ids.tolist() for o in one.completion.observations}
-            read, targets = found.pop((group.group_id, completion.index))
-            assert targets == completion.token_ids.tolist()
-            seen = list(group.prompt.token_ids)
-            for index, token in enumerate(targets):
-                seen += said.get(index, [])
-                assert read[index] == (seen, list(range(len(seen))))
-                seen = [*seen, token]
-    assert found == {}
-
-
-def test_the_gradient_is_that_of_the_sampled_tokens_alone(path):
-    """REINFORCE by hand: the mean over sampled tokens of advantage times log-prob, each after all that was read before."""
-    model, total, count = load(path), 0.0, 0
-    step = packed(GROUPS)
-    advantages = dict(zip(step.rollouts.keys, step.advantages.tolist(), strict=True))
-    for group in GROUPS:
-        for completion in (rollout.completion for rollout in group.rollouts):
-            np.copyto(completion.logprobs, true_logprobs(model, group, completion))
-            ids = torch.tensor([[*group.prompt.token_ids, *completion.all_token_ids.tolist()]])
-            places = torch.from_numpy(completion.sampled_at) + len(group.prompt.token_ids)
-            logprobs = model(ids).logits[0].float().log_softmax(-1)
-            chosen = logprobs[places - 1, ids[0, places]]
-            total = total - advantages[group.group_id, completion.index] * chosen.sum()
-            count += len(places)
-    (total / count).backward()
-    report, gradient = step_and_gradient(learner(path, learner={"tokens_per_microbatch": 64}), GROUPS)
-    assert abs(report.logprob_gap_mean) < 1e-6
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradient[name], parameter.grad, rtol=1e-3, atol=1e-6)
 
 
 def test_a_group_with_observations_travels_as_it_is():

@@ -14,13 +14,6 @@ PAIR_COST = 1 / 400
 """Attention that costs as much as everything else at 400 tokens of context."""
 
 
-def rollouts(groups: int, size: int, *, seed: int, longest: int = 60) -> tuple[list[int], list[list[int]]]:
-    """Prompts and answers of unequal lengths; some completions have nothing to run, some groups have no completion."""
-    rng = np.random.default_rng(seed)
-    completions = [rng.integers(0, longest, rng.integers(0, size, endpoint=True)).tolist() for _ in range(groups)]
-    return rng.integers(1, 30, groups).tolist(), completions
-
-
 def tokens_of(row: PackedRow, prompts, completions) -> int:
     """Counted token by token, not as the module does it."""
     return sum(prompts[group] + sum(completions[group][a] for a in members) for group, members in row)
@@ -58,22 +51,22 @@ def check(prompts, completions, *, world: int, budget: int, share_prompts: bool,
     return rows
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
-@pytest.mark.parametrize("world", [1, 2, 3, 40])
-@pytest.mark.parametrize("budget", [1, 30, 64, 100, 500, 100_000])
-def test_every_answer_is_in_one_row_within_the_budget_and_ranks_run_equally_often(world, budget, share_prompts):
-    for seed in range(5):
-        check(*rollouts(9, 6, seed=seed), world=world, budget=budget, share_prompts=share_prompts)
-
-
 LENGTHS = st.lists(
     st.tuples(st.integers(1, 40), st.lists(st.one_of(st.integers(0, 12), st.integers(0, 90)), max_size=7)), max_size=8
 )
 
 
-@settings(max_examples=150, deadline=None)
-@given(LENGTHS, st.integers(1, 5), st.integers(1, 200), st.booleans(), st.sampled_from([0.0, PAIR_COST, 1.0]))
-def test_any_lengths_can_be_packed(groups, world, budget, share_prompts, pair_cost):
+@settings(max_examples=250, deadline=None, derandomize=True)
+@given(
+    LENGTHS,
+    st.sampled_from([1, 2, 3, 4, 5, 40]),
+    st.one_of(st.integers(1, 500), st.just(100_000)),
+    st.booleans(),
+    st.sampled_from([0.0, PAIR_COST, 1.0]),
+)
+def test_every_answer_is_in_one_row_within_the_budget_and_ranks_run_equally_often(
+    groups, world, budget, share_prompts, pair_cost
+):
     prompts, completions = [prompt for prompt, _ in groups], [lengths for _, lengths in groups]
     options = {"world": world, "budget": budget, "share_prompts": share_prompts, "pair_cost": pair_cost}
     rows = check(prompts, completions, **options)

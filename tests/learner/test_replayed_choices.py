@@ -5,88 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import log_softmax
 
 from asyncgrpo.errors import ConfigError
-from asyncgrpo.learner.head import Kept, LossGradients, Reference, fused_loss, score
 from asyncgrpo.learner.model import check_language_model
-from asyncgrpo.learner.packing import pack
 from asyncgrpo.learner.routing import Routers
 from asyncgrpo.types import Completion, KeptTokens, Observation, PolicyVersion, VersionSpan
-from tests.learner.helpers import VERSION, config, cut_head, learner, load, make_group, random_groups, step_and_gradient
+from tests.learner.helpers import VERSION, config, learner, load, make_group, random_groups, step_and_gradient
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 
-# -- kept tokens -------------------------------------------------------------------------------------------------------
-
-N, V, D = 7, 50, 16
-COUNTS = [1, 3, 5, 0, 2, 9, 4]
-"""Kept tokens of each of N; 0: the whole vocabulary."""
-
-
-def drawn() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Kept]:
-    """Hidden states, head, targets and kept tokens, which contain the target."""
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(N, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
-    ids = [torch.randperm(V)[:count] for count in COUNTS]
-    targets = torch.stack([one[0] if len(one) else torch.tensor(3) for one in ids])
-    return (
-        hidden.requires_grad_(),
-        weight.requires_grad_(),
-        targets,
-        Kept(torch.cat(ids), torch.tensor(COUNTS).cumsum(0)),
-    )
-
-
-@pytest.mark.parametrize("block", [10**6, 2 * V, V])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_scores_and_gradients_are_those_of_the_kept_tokens_alone(monkeypatch, block, temperature):
-    cut_head(monkeypatch, block)
-    hidden, weight, targets, kept = drawn()
-    other, there = torch.randn(N, D, dtype=torch.float64), torch.randn(V, D, dtype=torch.float64)
-    by = LossGradients(*torch.randn(3, N, dtype=torch.float64))
-    expected = torch.zeros((), dtype=torch.float64)
-    scores = []
-    for i, ids in enumerate(kept.ids.tensor_split(kept.ends[:-1])):
-        columns = ids if len(ids) else torch.arange(V)
-        log_p = log_softmax(hidden[i] @ weight[columns].T / temperature, -1)
-        log_q = log_softmax(other[i] @ there[columns].T / temperature, -1)
-        at = (columns == targets[i]).nonzero().item()
-        one = log_p[at], -(log_p.exp() * log_p).sum(), (log_p.exp() * (log_p - log_q)).sum()
-        scores.append(torch.stack(one).detach())
-        expected = expected + sum(b[i] * s for b, s in zip(by, one, strict=True))
-    wanted = torch.autograd.grad(expected, (hidden, weight))
-    loss, found = fused_loss(
-        hidden,
-        weight,
-        targets,
-        lambda tokens, scores: by.at(tokens),
-        temperature=temperature,
-        kept=kept,
-        reference=Reference(other, there),
-    )
-    for gradient, one in zip(torch.autograd.grad(loss, (hidden, weight)), wanted, strict=True):
-        torch.testing.assert_close(gradient, one, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(torch.stack(tuple(found), 1), torch.stack(scores), rtol=1e-10, atol=1e-12)
-    again = score(hidden, weight, targets, temperature=temperature, kept=kept)
-    torch.testing.assert_close(torch.stack(again[:2]), torch.stack(tuple(found))[:2])
-
-
-def test_kept_tokens_follow_their_tokens_into_the_micro_batches():
-    groups = random_groups(4, 3)
-    numbered = []
-    for group in groups:
-        rollouts = []
-        for rollout in group.rollouts:
-            ids = rollout.completion.token_ids
-            kept = KeptTokens(np.stack([ids, ids + 1000], 1).ravel(), np.full(len(ids), 2, np.int32))
-            kept = kept if rollout.completion.index else None
-            rollouts.append(replace(rollout, completion=replace(rollout.completion, kept=kept)))
-        numbered.append(replace(group, rollouts=tuple(rollouts)))
-    for batch in pack(numbered, VERSION, rank=0, world=1, tokens_per_microbatch=40).trained:
-        for start in range(0, len(batch.targets), 3):
-            targets, kept = batch.targets[start : start + 3], batch.kept.at(slice(start, start + 3))
-            for target, ids in zip(targets.tolist(), kept.ids.tensor_split(kept.ends[:-1]), strict=True):
-                assert ids.tolist() in ([], [target, target + 1000])
+# -- kept tokens; their scores and gradients: `test_head` ---------------------------------------------------------------
 
 
 @torch.no_grad()

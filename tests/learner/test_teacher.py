@@ -1,6 +1,5 @@
 """A student learns from a teacher's distribution on its own tokens, without any reward."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,6 @@ from tests.learner.helpers import (
     load,
     make_group,
     step_and_gradient,
-    weights,
 )
 
 PROMPTS, COMPLETIONS, LENGTH = 6, 4, 8
@@ -81,35 +79,6 @@ def make_learner(folders, kind: str, top_k: int | None = None):
     return learner(folders / "student", algorithm=algorithm, teacher=SERVED | {"top_k": top_k}, learner={"lr": 3e-3})
 
 
-@pytest.mark.parametrize(
-    ("kind", "top_k", "reward", "falls_to"),
-    [
-        ("full", None, "constant", 0.6),
-        ("k1+", 0, "constant", 0.7),
-        ("full", 16, "zeros", 0.85),
-    ],
-)
-def test_the_divergence_falls(folders, kind, top_k, reward, falls_to):
-    """With a constant reward, and beside one for the digit 0, which the student earns more often."""
-    student, teacher = load(folders / "student"), load(folders / "teacher")
-    ours = make_learner(folders, kind, top_k)
-    found, zeros = [], []
-    for step in range(25):
-        student.load_state_dict(weights(ours), strict=False)
-        rewards = {"constant": lambda tokens: 1.0, "zeros": lambda tokens: float((tokens == 48).float().mean())}
-        groups, tokens, version = sample(student, step, rewards[reward])
-        zeros.append((tokens[:, 5:] == 48).double().mean().item())
-        with torch.no_grad():
-            found.append(divergence(student, teacher, tokens).mean().item())
-        report = ours.step(groups if top_k is None else taught(groups, teacher, tokens, top_k), version)
-        assert report.lr == pytest.approx(3e-3) and report.zero_signal_groups == 0, "every group has a signal"
-        if kind == "full" and top_k is None:
-            assert report.kl_reference == pytest.approx(found[-1], rel=1e-4)
-    print("KL", found[0], np.mean(found[-3:]), zeros[:2], zeros[-2:])
-    assert np.mean(found[-3:]) < falls_to * found[0]
-    assert reward == "constant" or np.mean(zeros[-5:]) > np.mean(zeros[:5])
-
-
 @pytest.mark.parametrize(("kind", "top_k"), [("k1+", 0), ("k2", 0), ("low_var_kl", 0), ("full", VOCABULARY)])
 def test_a_step_is_the_same_with_a_teacher_in_the_learner_and_a_served_one(folders, kind, top_k):
     groups, tokens, version = sample(load(folders / "student"), 0, lambda tokens: float(tokens[0] % 2))
@@ -121,37 +90,23 @@ def test_a_step_is_the_same_with_a_teacher_in_the_learner_and_a_served_one(folde
         there.step(sample(load(folders / "student"), 1)[0], version)
 
 
-def test_the_gradient_is_that_of_the_divergence(folders):
-    student, teacher = load(folders / "student").double(), load(folders / "teacher").double()
-    groups, tokens, version = sample(student, 0)
-    divergence(student, teacher, tokens).mean().backward()
-    ours = learner(
-        folders / "student",
-        algorithm={"teacher": str(folders / "teacher"), "kl_coef": 1.0, "kl_kind": "full", "group_size": COMPLETIONS},
-    )
-    found = step_and_gradient(ours, groups, version)[1]
-    for name, parameter in student.named_parameters():
-        if parameter.grad is not None:
-            error = (found[name].double() - parameter.grad).norm()
-            assert error <= 1e-5 * parameter.grad.norm(), name
-
-
-def test_the_gradient_of_a_served_teacher_is_that_of_the_divergence_over_its_top_tokens_and_the_rest(folders):
-    top_k = 5
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_the_gradient_is_that_of_the_divergence_over_the_top_tokens_of_a_served_teacher_and_the_rest(folders, top_k):
+    """Of a teacher in the learner, over all tokens."""
     student, teacher = load(folders / "student").double(), load(folders / "teacher").double()
     groups, tokens, version = sample(student, 0)
     log_p, log_q = (model(tokens).logits[:, 4:-1].log_softmax(-1) for model in (student, teacher))
-    ids = log_q.topk(top_k).indices
+    ids = log_q.topk(top_k or log_q.shape[-1] - 1).indices
     p, q = (
         torch.cat([x.exp().gather(-1, ids), x.exp().scatter(-1, ids, 0.0).sum(-1, True)], -1) for x in (log_p, log_q)
     )
     expected = (p * (p / q.detach()).log()).sum(-1).mean()
     expected.backward()
-    report, found = step_and_gradient(
-        make_learner(folders, "full", top_k), taught(groups, teacher, tokens, top_k), version
-    )
+    given = groups if top_k is None else taught(groups, teacher, tokens, top_k)
+    report, found = step_and_gradient(make_learner(folders, "full", top_k), given, version)
+    assert report.lr == pytest.approx(3e-3) and report.zero_signal_groups == 0, "every group has a signal"
     assert report.kl_reference == pytest.approx(expected.item(), rel=1e-5)
-    assert expected.item() <= divergence(student, teacher, tokens).mean().item()
+    assert expected.item() <= divergence(student, teacher, tokens).mean().item() * (1 + 1e-9)
     assert_same_gradient(found, {n: p.grad for n, p in student.named_parameters() if p.grad is not None}, 1e-5)
 
 

@@ -1,13 +1,15 @@
-"""Weights of every kind of dtype that change bit by bit, for whoever publishes deltas of them."""
+"""Weights of every kind of dtype that change bit by bit, and engines that hold what they were given."""
 
+import threading
 from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from asyncgrpo.types import TensorInfo
+from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.digest import add_digests, digest
 
 LAYOUT = Layout(
     [
@@ -36,10 +38,29 @@ def change(flat: Tensor, share: float, random: np.random.Generator, place: Calla
             view.view(-1)[at : at + 5] = SPECIAL.roll(at)
 
 
-def as_bytes(tensors: Iterable[tuple[str, Tensor]]) -> Tensor:
-    """[LAYOUT.num_bytes] uint8: what an engine was given, as it lies in a publication."""
-    flat = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
-    for (info, view), (name, tensor) in zip(LAYOUT.views(flat), tensors, strict=True):
+def as_bytes(tensors: Iterable[tuple[str, Tensor]], layout: Layout = LAYOUT) -> Tensor:
+    """[layout.num_bytes] uint8: what an engine was given, as it lies in a publication."""
+    flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    for (info, view), (name, tensor) in zip(layout.views(flat), tensors, strict=True):
         assert info.name == name
         view.copy_(tensor)
     return flat
+
+
+class Engine:
+    """Holds a copy of what it was given at each version, byte for byte."""
+
+    def __init__(self, layout: Layout = LAYOUT) -> None:
+        self.layout = layout
+        self.held: dict[PolicyVersion, Tensor] = {}
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    @property
+    def newest(self) -> PolicyVersion | None:
+        return max(self.held, default=None)
+
+    def apply(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
+        self.may_go_on.wait(30.0)
+        flat = self.held[version] = as_bytes(tensors, self.layout)
+        return add_digests([digest(flat)])

@@ -19,7 +19,7 @@ from asyncgrpo.weights.files import disk_tensors
 from asyncgrpo.weights.publication import BOUNDS, CheckSequences, GapLimit, Publication, SyncCheck, SyncGap
 from asyncgrpo.weights.receiver import Receiver
 from tests.learner.helpers import config, random_groups
-from tests.models import make_tiny_qwen3, make_tiny_qwen3_moe
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 from tests.weights import publishing
 from tests.weights.publishing import wait_until
 
@@ -105,6 +105,7 @@ def paths(tmp_path_factory):
     return {
         "qwen3": make_tiny_qwen3(tmp_path_factory.mktemp("qwen3")),
         "moe": make_tiny_qwen3_moe(tmp_path_factory.mktemp("moe")),
+        "deepseek": make_tiny_deepseek_v3(tmp_path_factory.mktemp("deepseek")),
     }
 
 
@@ -115,10 +116,12 @@ def plane(paths, request) -> Iterator[Plane]:
     made.close()
 
 
-in_both_dtypes = pytest.mark.parametrize("plane", [("qwen3", "float32"), ("qwen3", "bfloat16")], indirect=True)
-
-
-@in_both_dtypes
+@pytest.mark.parametrize(
+    "plane",
+    [("qwen3", "float32"), ("qwen3", "bfloat16"), ("moe", "float32"), ("deepseek", "float32")],
+    indirect=True,
+    ids=str,
+)
 def test_engines_that_compute_with_what_they_were_sent_are_within_the_limit(plane: Plane):
     for _ in range(4):
         publication = plane.step() if plane.version.number >= 0 else plane.publish()

@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    HrmTextConfig,
-    HrmTextForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from asyncgrpo.weights.files import disk_pieces, disk_tensors, saved_tensors
 from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
@@ -84,14 +78,6 @@ def test_all_names_of_a_tied_tensor_are_given_where_asked(tmp_path) -> None:
     model = AutoModelForCausalLM.from_pretrained(make_tiny_qwen3(tmp_path, tie=True))
     extra = disk_tensors(model, remove_duplicate=False).keys() - disk_tensors(model).keys()
     assert extra == {"lm_head.weight"}
-
-
-def test_a_file_that_needs_several_tensors_of_memory_is_refused_by_name() -> None:
-    shape = {"hidden_size": 32, "intermediate_size": 16, "num_layers_per_stack": 1, "num_attention_heads": 2}
-    with torch.device("meta"):
-        model = HrmTextForCausalLM(HrmTextConfig(**shape, vocab_size=40))
-    with pytest.raises(ValueError, match=r"gqkv_proj\.weight on disk is made of .*k_proj\.weight and other tensors"):
-        disk_tensors(model)
 
 
 def test_a_conversion_that_fails_names_the_tensor(tmp_path) -> None:

@@ -16,26 +16,8 @@ from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.delta import State
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.lane import Deltas
-from tests.weights.changing import LAYOUT, as_bytes, change
+from tests.weights.changing import LAYOUT, Engine, change
 from tests.weights.publishing import Plane, wait_until
-
-
-class Engine:
-    """Holds a copy of what it was given at each version, byte for byte."""
-
-    def __init__(self) -> None:
-        self.held: dict[PolicyVersion, Tensor] = {}
-        self.may_go_on = threading.Event()
-        self.may_go_on.set()
-
-    @property
-    def newest(self) -> PolicyVersion | None:
-        return max(self.held, default=None)
-
-    def apply(self, tensors, version: PolicyVersion) -> str:
-        self.may_go_on.wait(30.0)
-        flat = self.held[version] = as_bytes(tensors)
-        return add_digests([digest(flat)])
 
 
 class Fleet(Plane):

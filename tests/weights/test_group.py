@@ -7,8 +7,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -127,16 +127,8 @@ class Traced:
         self.sent: list[torch.Tensor] = []
         self._counts = itertools.count()
 
-    @contextmanager
-    def _context(self, number: int) -> Iterator[None]:
-        self.inside = number
-        self.order.append(f"copies {number}")
-        yield
-        self.inside = -1
-
     def beside(self) -> "Context":
-        number = next(self._counts)
-        return Context(lambda: self._context(number))
+        return Context(self, next(self._counts))
 
     def broadcast(self, flat: torch.Tensor) -> None:
         self.order.append(f"broadcast {self.inside}")
@@ -151,15 +143,15 @@ class Traced:
 class Context(AbstractContextManager):
     """A context that can be entered again, as that of a CUDA stream."""
 
-    def __init__(self, make: Callable[[], AbstractContextManager]) -> None:
-        self._make = make
+    def __init__(self, group: Traced, number: int) -> None:
+        self._group, self._number = group, number
 
     def __enter__(self) -> None:
-        self._now = self._make()
-        self._now.__enter__()
+        self._group.inside = self._number
+        self._group.order.append(f"copies {self._number}")
 
     def __exit__(self, *error: object) -> None:
-        self._now.__exit__(None, None, None)
+        self._group.inside = -1
 
 
 BUCKETS = [[(0, 3), (5, 6)], [(6, 7), (8, 16)], [(16, 17), (20, 24)]]

@@ -12,11 +12,11 @@ from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import lane
 from asyncgrpo.weights.arena import Arenas, Bucket, Stream
-from asyncgrpo.weights.digest import BLOCK, add_digests, digest
+from asyncgrpo.weights.digest import BLOCK
 from asyncgrpo.weights.receiver import _streams
 from asyncgrpo.weights.sender import Sender
 from asyncgrpo.wire.weights import WeightsLayout
-from tests.weights.changing import LAYOUT, as_bytes
+from tests.weights.changing import LAYOUT, Engine
 from tests.weights.publishing import Plane, wait_until
 
 SIZE = LAYOUT.num_bytes
@@ -32,17 +32,12 @@ class Machines(Plane):
         self.publisher.start(list(LAYOUT.tensors), others=[OTHER])
         self.arenas = Arenas(LAYOUT)
         self.sender = Sender(1, self.arenas, OTHER, endpoint=self.publisher.endpoint, host="127.0.0.1", keys=None)
-        self.held: dict[str, dict[PolicyVersion, Tensor]] = {}
+        self.engines: dict[str, Engine] = {}
         self.truth: dict[PolicyVersion, Tensor] = {}
 
     def add(self, name: str) -> None:
-        held = self.held[name] = {}
-
-        def apply(tensors: object, version: PolicyVersion) -> str:
-            held[version] = as_bytes(tensors)
-            return add_digests([digest(held[version])])
-
-        self.join(name, apply=apply)
+        engine = self.engines[name] = Engine()
+        self.join(name, apply=engine.apply)
         wait_until(lambda: name in self.publisher.generators, name)
 
     def publish(self, number: int, *, other_writes: bool = True) -> PolicyVersion:
@@ -70,8 +65,9 @@ class Machines(Plane):
 
     def arrives(self, version: PolicyVersion, *names: str) -> None:
         for name in names:
-            wait_until(lambda name=name: version in self.held[name], f"{version} at {name}")
-            assert torch.equal(self.held[name][version], self.truth[version]), name
+            held = self.engines[name].held
+            wait_until(lambda held=held: version in held, f"{version} at {name}")
+            assert torch.equal(held[version], self.truth[version]), name
 
     def close(self) -> None:
         self.sender.close()
