@@ -50,6 +50,7 @@ def test_an_outage_of_the_teacher_pauses_the_run_and_loses_nothing(tmp_path: Pat
     assert all(step["reward_mean"] == 0 and step["reward_parts"] for step in steps), "the reward is measured alone"
     dropped = [event["dropped"] for event in [*steps, *events(run, "end")] if event.get("dropped")]
     assert dropped == [], "no prompt pays for the outage"
+    assert {e["actor"] for e in events(run, "rewards_paused")} == {e["actor"] for e in events(run, "rewards_resumed")}
     audit = asyncgrpo("audit", "run", cwd=tmp_path)
     assert audit.returncode == 0, audit.stdout + audit.stderr
     assert_nothing_left(tmp_path)
