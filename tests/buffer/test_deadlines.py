@@ -1,8 +1,6 @@
-"""A lease's deadline follows the median of what groups take, and neither collapses nor runs away."""
+"""A lease's deadline follows the median of what groups take, and stays between a floor and a ceiling."""
 
 import math
-import random
-import statistics
 
 import pytest
 
@@ -31,15 +29,3 @@ def after(durations, factor=3.0, longest_s=1800.0) -> Deadlines:
 def test_a_deadline_follows_the_median_between_a_floor_and_a_ceiling(durations, settings, seconds):
     assert after(durations, **settings).seconds(is_last=False) == seconds
     assert after(durations, **settings).seconds(is_last=True) == 1800.0, "the last lease of a prompt has all the time"
-
-
-def test_a_deadline_that_cuts_does_not_feed_on_itself():
-    """Exponential durations, of which those that are cut count too: else the deadline would shrink to the shortest."""
-    rng = random.Random(0)
-    deadlines = Deadlines(2.0, 1e6)
-    given = []
-    for _ in range(3000):
-        limit_s, takes_s = deadlines.seconds(is_last=False), rng.expovariate(1 / 1000.0)
-        given.append(limit_s)
-        deadlines.observe(min(takes_s, limit_s))
-    assert statistics.median(given[1000:]) == pytest.approx(2 * 693.0, rel=0.15)
