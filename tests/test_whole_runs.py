@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import statistics
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -32,36 +31,19 @@ def assert_steps_are_gapless(run: Path, last: int) -> None:
     assert steps == list(range(1, last + 1))
 
 
-def drain(process: subprocess.Popen[str], run: Path, number: signal.Signals) -> None:
-    """Send the signal: the run ends well, and its last step is in a checkpoint."""
-    process.send_signal(number)
-    assert process.wait(timeout=90) == 0, (run.parent / "output.txt").read_text()
-    assert events(run, "checkpoint")[-1]["step"] == events(run, "step")[-1]["step"]
-    assert events(run, "end")[-1]["status"] == "drained"
-
-
-def test_with_real_sglang_engines_the_learner_agrees_with_them_on_every_token_until_ctrl_c_drains(tmp_path: Path):
-    """At `max_lag: 0` the weights that sampled a token are those that train on it."""
-    run = tmp_path / "run"
-    process = start(*["demo", "--engine", "sglang", "--max-lag", "0", "--steps", "500", "--out", "run"], cwd=tmp_path)
-    wait_until(lambda: len(events(run, "step")) >= 3, "third step", 200.0)
-    drain(process, run, signal.SIGINT)
-    for step in events(run, "step"):
-        assert step["lags"] == {"0": 48}
-        assert step["logprob_gap_max"] < 1e-4  # nats: float32 rounding of two implementations
-    assert all(event["engines"] == 2 and event["checksum"] == "ok" for event in events(run, "sync"))
-    assert_nothing_left(tmp_path)
-
-
 @pytest.mark.parametrize(("engine", "signals"), [("torch", [signal.SIGINT] * 2), ("sglang", [signal.SIGKILL])])
 def test_a_run_that_is_cut_off_leaves_no_process_shared_memory_or_folder_behind(
     tmp_path: Path, monkeypatch, engine, signals
 ):
-    """SGLang's processes and the learner's weights have both, and nothing else starts afterwards."""
+    """SGLang's processes and the learner's weights have both, and nothing else starts afterwards.
+
+    At `max_lag: 0` the weights that sampled a token are those that train on it: engine and learner agree on every one.
+    """
+    run = tmp_path / "run"
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # a path that is short enough for Ray's sockets
         monkeypatch.setenv("TMPDIR", temporary)
-        process = start("demo", "--engine", engine, "--out", "run", cwd=tmp_path)
-        wait_until(lambda: bool(events(tmp_path / "run", "step")), "first step", 200.0)
+        process = start("demo", "--engine", engine, "--max-lag", "0", "--steps", "500", "--out", "run", cwd=tmp_path)
+        wait_until(lambda: len(events(run, "step")) >= 3, "third step", 200.0)
         (root,) = Path(temporary).glob("asyncgrpo-*")
         marks = [folder.name for folder in root.iterdir() if folder.is_dir()]
         assert len(marks) > (2 if engine == "sglang" else 1) and memory_of(marks)
@@ -72,6 +54,10 @@ def test_a_run_that_is_cut_off_leaves_no_process_shared_memory_or_folder_behind(
         wait_until(lambda: not left_behind(tmp_path), lambda: f"end of {left_behind(tmp_path)}", 20.0)
         wait_until(lambda: [path.name for path in root.iterdir()] == [".lock"], lambda: f"removal of {marks}", 10.0)
         assert not memory_of(marks)
+    for step in events(run, "step"):
+        assert step["lags"] == {"0": 48}
+        assert step["logprob_gap_max"] < 1e-4  # nats: float32 rounding of two implementations
+    assert all(event["engines"] == 2 and event["checksum"] == "ok" for event in events(run, "sync"))
 
 
 def memory_of(marks: list[str]) -> list[Path]:
@@ -105,12 +91,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     assert_nothing_left(tmp_path)
 
 
-def test_sigterm_drains_and_two_ranks_are_replayed_in_the_same_order(tmp_path: Path):
+def test_ctrl_c_drains_and_two_ranks_are_replayed_in_the_same_order(tmp_path: Path):
     arguments = ["demo", *SHORT, "--out", "run", "--steps", "500", "run.eval_every=100", "learner.ranks=2"]
     run = tmp_path / "run"
     process = start(*arguments, cwd=tmp_path)
     wait_until(lambda: len(events(run, "step")) >= 3, "third step", 200.0)
-    drain(process, run, signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=90) == 0, (tmp_path / "output.txt").read_text()
+    assert events(run, "checkpoint")[-1]["step"] == events(run, "step")[-1]["step"]
+    assert events(run, "end")[-1]["status"] == "drained"
     assert_steps_are_gapless(run, events(run, "step")[-1]["step"])
     assert max(int(lag) for event in events(run, "step") for lag in event["lags"]) <= 1
     assert_nothing_left(tmp_path)
