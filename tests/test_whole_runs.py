@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import statistics
 import tempfile
 import time
 from collections import Counter
@@ -20,10 +19,6 @@ from tests.runs import assert_nothing_left, asyncgrpo, events, left_behind, repl
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SHORT = ["--engine", "torch", "--max-lag", "1"]
-
-
-def rewards(run: Path) -> list[float]:
-    return [event["reward_mean"] for event in events(run, "step")]
 
 
 def assert_steps_are_gapless(run: Path, last: int) -> None:
@@ -62,33 +57,6 @@ def test_a_run_that_is_cut_off_leaves_no_process_shared_memory_or_folder_behind(
 
 def memory_of(marks: list[str]) -> list[Path]:
     return [path for path in scratch.SHARED_MEMORY.iterdir() if any(mark in path.name for mark in marks)]
-
-
-def test_train_on_the_seeds_format_with_a_user_s_reward_learns(tmp_path: Path):
-    """The habits of verl's users: a JSON file, a compute_score, a few flags."""
-    make_demo_model(tmp_path / "demo" / "model", seed=0)
-    rows = [{"prompt": f"{i:03d}", "ground_truth": "7", "data_source": "my_task"} for i in range(600)]
-    (tmp_path / "train.json").write_text(json.dumps(rows))
-    (tmp_path / "my_reward.py").write_text(
-        '''
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Say it as often as you can: a task that a random model learns in a few steps."""
-    return {"score": solution_str.count(ground_truth) / max(1, len(solution_str)), "length": len(solution_str)}
-'''
-    )
-    result = asyncgrpo(
-        *["train", "--model", "demo/model", "--data", "train.json", "--reward-func", "my_reward.py"],
-        *["--rollout-n", "8", "--epochs", "2", "--n-gpus", "0", "--lr", "0.01", "--kl-coef", "0.001"],
-        *["--engine", "torch", "--out", "run", "buffer.prompts_per_step=40", "sampling.max_tokens=4"],
-        *["data.max_prompt_tokens=32", "learner.tokens_per_microbatch=8192", "generators.count=1"],
-        "cluster.share_gpu=true",
-        cwd=tmp_path,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    curve = rewards(tmp_path / "run")
-    assert len(curve) == 30 and curve[0] < 0.3 and statistics.mean(curve[-5:]) > 0.9
-    assert all(event["engines"] == 1 and event["checksum"] == "ok" for event in events(tmp_path / "run", "sync"))
-    assert_nothing_left(tmp_path)
 
 
 def test_ctrl_c_drains_and_two_ranks_are_replayed_in_the_same_order(tmp_path: Path):
