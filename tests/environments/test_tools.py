@@ -1,4 +1,4 @@
-"""The model is told of its tools, calls them, and reads their results or what was wrong."""
+"""The model is told of its tools, calls them in the forms that open models write, and reads results or what was wrong."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,7 @@ from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.data.tokenizer import load_tokenizer, render
 from asyncgrpo.environments.base import Reply, task_of
 from asyncgrpo.environments.build import build_environment, with_tools
+from asyncgrpo.environments.tools import ToolCall, Turn, read_turn
 from asyncgrpo.errors import ConfigError
 from tests.rewards.conftest import prompt
 
@@ -89,3 +90,42 @@ def test_a_tool_that_cannot_be_described_is_refused_at_the_start():
 def test_an_environment_and_tools_are_not_both_given():
     with pytest.raises(ConfigError, match=r"environment.name and environment.tools are both given"):
         build_environment(EnvironmentConfig(name="guess", tools=("calculator",)))
+
+
+CALL = ToolCall("search", {"query": "cats"})
+
+
+@pytest.mark.parametrize(
+    ("text", "turn"),
+    [
+        ("just text", Turn("just text", ())),
+        ('<tool_call>{"name": "search", "arguments": {"query": "cats"}}</tool_call>', Turn("", (CALL,))),
+        (
+            'Let me see.\n<tool_call>\n{"name": "search", "arguments": {"query": "cats"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "now"}\n</tool_call>',
+            Turn("Let me see.", (CALL, ToolCall("now", {}))),
+        ),
+        ('<tool_call>{"name": "search", "arguments": {"query": "cats"}}', Turn("", (CALL,))),
+        ('{"name": "search", "parameters": {"query": "cats"}}', Turn("", (CALL,))),
+        ('{"name": "search", "arguments": "{\\"query\\": \\"cats\\"}"}', Turn("", (CALL,))),
+        ('{"title": "a \\"name\\" in JSON"}', Turn('{"title": "a \\"name\\" in JSON"}', ())),
+    ],
+)
+def test_calls_are_read(text, turn):
+    assert read_turn(text) == turn
+
+
+@pytest.mark.parametrize(
+    ("block", "problem"),
+    [
+        ("{name: search}", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[1, 2]", 'a JSON object with "name"'),
+        ('{"name": 3}', 'a JSON object with "name"'),
+        ('{"name": "search", "arguments": [1]}', "are a JSON object"),
+        ('{"name": "search", "arguments": "cats"}', "are a JSON object"),
+    ],
+)
+def test_what_is_no_call_says_why(block, problem):
+    (call,) = read_turn(f"<tool_call>{block}</tool_call>").calls
+    assert call.name == "" and problem in call.problem
