@@ -11,7 +11,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from asyncgrpo.data.order import Round
 from asyncgrpo.journal.history import History, read_history
-from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
+from tests.runs import assert_nothing_left, asyncgrpo, audited, events, start, wait_until
 from tests.vision import make_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -44,8 +44,7 @@ def test_a_run_with_a_curriculum_goes_on_in_its_order_after_a_kill(tmp_path: Pat
     assert result.returncode == 0, result.stdout + result.stderr
     assert_nothing_left(tmp_path)
 
-    audit = asyncgrpo("audit", "run", "--json", cwd=tmp_path)
-    assert audit.returncode == 0 and json.loads(audit.stdout)["differences"] == []
+    audited(run)
     written = orders(run)
     meant = prompts_by_index(read_history(run / "journal"))
     assert len({lineage for _, lineage in meant}) == 2

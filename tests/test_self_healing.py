@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runs import assert_nothing_left, asyncgrpo, command_of, events, marked, start, wait_until
+from tests.runs import assert_nothing_left, asyncgrpo, audited, command_of, events, marked, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -51,8 +51,7 @@ def test_learner_and_buffer_are_replaced_while_the_engines_live_on_and_then_a_ge
     trained = [e["step"] for e in events(run, "step")]
     assert trained == list(range(1, len(trained) + 1))
     assert {e["lineage"] for e in events(run, "start")} == {1, 2, 3}
-    audit = asyncgrpo("audit", "run", cwd=tmp_path)
-    assert audit.returncode == 0, audit.stdout
+    audited(run)
     assert_nothing_left(tmp_path)
 
 
@@ -86,7 +85,7 @@ def test_a_frozen_generator_is_left_out_named_and_replaced_as_soon_as_a_publicat
     assert process.wait(timeout=200) == 0, (tmp_path / "output.txt").read_text()
     assert events(run, "sync")[-1]["engines"] == 2 and f", without {frozen}" in (tmp_path / "output.txt").read_text()
     assert len(events(run, "restart")) == 1 and not events(run, "stall")
-    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
+    audited(run)
     assert_nothing_left(tmp_path)
 
 
@@ -118,7 +117,7 @@ def test_a_run_that_gives_up_loses_no_step_of_a_learner_that_lives(tmp_path: Pat
     assert not events(run, "restart")
     assert list((run / "logs").glob("learner-0.stacks"))
     assert [e["step"] for e in events(run, "step")] == list(range(1, last + 1))
-    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
+    audited(run)
     assert_nothing_left(tmp_path)
 
 

@@ -14,7 +14,7 @@ from asyncgrpo import scratch
 from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.recording.events import read_events
 from tests.models import make_tiny_qwen3_moe
-from tests.runs import assert_nothing_left, asyncgrpo, events, left_behind, replay, start, wait_until
+from tests.runs import assert_nothing_left, asyncgrpo, audited, events, left_behind, replay, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -112,8 +112,7 @@ def test_a_resume_goes_round_mixed_sources_with_what_may_change_and_samples_anew
         groups.update({source: int(numbers["groups"]) for source, numbers in step["sources"].items()})
     assert sum(groups.values()) == 96
     assert abs(groups["demo_copy"] - 72) <= 2 and groups["reasoning-gym:aiw"] == 96 - groups["demo_copy"]
-    audited = asyncgrpo("audit", "run", cwd=tmp_path)
-    assert audited.returncode == 0, audited.stdout
+    audited(run)
     assert_nothing_left(tmp_path)
 
 
@@ -142,4 +141,4 @@ def test_a_mixture_trains_on_divided_ranks_with_replayed_choices_and_resumes_on_
         assert step["diagnostics"]["expert_load"] >= 1
         assert step["logprob_gap_max"] is None or step["logprob_gap_max"] < 1e-4
     assert any(step["logprob_gap_max"] is not None for step in events(run, "step"))
-    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
+    audited(run)
