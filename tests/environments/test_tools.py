@@ -11,8 +11,9 @@ from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.data.tokenizer import load_tokenizer, render
 from asyncgrpo.environments.base import Reply, task_of
 from asyncgrpo.environments.build import build_environment, with_tools
-from asyncgrpo.environments.tools import ToolCall, Turn, read_turn
-from asyncgrpo.errors import ConfigError
+from asyncgrpo.environments.tools import ToolCall, Turn, read_turn, schemas_of
+from asyncgrpo.errors import ConfigError, RewardError
+from tests.environments.my_tools import bare, later
 from tests.rewards.conftest import prompt
 
 TOOLS = Path(__file__).with_name("my_tools.py")
@@ -82,9 +83,9 @@ def test_what_is_no_tool_is_said_in_a_sentence(tools, why):
         build_environment(EnvironmentConfig(tools=tools))
 
 
-def test_a_tool_that_cannot_be_described_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match="the tool bare needs type hints and a docstring"):
-        with_tools(settings(f"environment.tools=[{TOOLS}:bare]"))
+def test_a_tool_that_cannot_be_described_is_refused():
+    with pytest.raises(RewardError, match="the tool bare needs type hints and a docstring"):
+        schemas_of({"later": later, "bare": bare})
 
 
 def test_an_environment_and_tools_are_not_both_given():
