@@ -23,7 +23,6 @@ ALONE = {
     "tests/gpu_rehearsals/test_nodes.py",
     "tests/simulation/test_simulation.py",
     "tests/test_benchmarks.py",
-    "tests/test_reward_outages.py",
     "tests/test_self_healing.py",
     "tests/test_synchronous.py",
     "tests/test_whole_runs.py",

@@ -8,11 +8,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import psutil
 
 from asyncgrpo.recording.events import KINDS
+
+if TYPE_CHECKING:
+    from asyncgrpo.tools.audit import Audit
 
 REPOSITORY = Path(__file__).parent.parent
 MARK = "ASYNCGRPO_TEST_RUN"
@@ -116,6 +120,15 @@ def replay(folder: Path, *arguments: str) -> tuple[int, dict]:
     assert result.stdout.startswith("{"), result.stdout + result.stderr
     assert_nothing_left(folder)
     return result.returncode, json.loads(result.stdout)
+
+
+def audited(run: Path) -> "Audit":
+    """The audit of a run, which finds no difference."""
+    from asyncgrpo.tools.audit import audit
+
+    found = audit(run)
+    assert found.differences == []
+    return found
 
 
 def assert_nothing_left(mark: Path) -> None:

@@ -1,4 +1,4 @@
-"""A whole run with a curriculum, killed in a later epoch and resumed: each index is one prompt, and the audit is clean."""
+"""A whole run on prompts with images, killed in a later epoch of its curriculum and resumed: each index is one prompt."""
 
 import json
 import signal
@@ -7,31 +7,30 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.data.order import Round
 from asyncgrpo.journal.history import History, read_history
-from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
+from tests.runs import assert_nothing_left, asyncgrpo, audited, events, start, wait_until
+from tests.vision import make_task
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROMPTS, PER_STEP = 20, 5
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return 1.0 if int(ground_truth) < 10 else float(len(solution_str) % 2)
+    return 1.0 if extra_info["index"] < 10 else float(len(solution_str) % 2)
 """
-ARGUMENTS = ["train", "--model", "model", "--data", "train.json", "--engine", "fake", "--rollout-n", "4"]
+ARGUMENTS = ["train", "--model", "model", "--data", "train.parquet", "--engine", "fake", "--rollout-n", "4"]
 ARGUMENTS += ["--n-gpus", "0", "--out", "run", "--max-lag", "2", "reward.function=reward.py"]
 ARGUMENTS += ["data.curriculum=success", "run.epochs=null"]
-ARGUMENTS += [f"buffer.prompts_per_step={PER_STEP}", "sampling.max_tokens=8", "data.max_prompt_tokens=32"]
+ARGUMENTS += [f"buffer.prompts_per_step={PER_STEP}", "sampling.max_tokens=8", "data.max_prompt_tokens=64"]
 ARGUMENTS += ["buffer.keep_journal=true", "run.checkpoint_every=4"]
 
 
 def test_a_run_with_a_curriculum_goes_on_in_its_order_after_a_kill(tmp_path: Path):
-    make_demo_model(tmp_path / "model", seed=0)
+    make_task(tmp_path, rows=PROMPTS)
     (tmp_path / "reward.py").write_text(REWARD)
-    rows = [{"prompt": str(n), "ground_truth": str(n)} for n in range(PROMPTS)]
-    (tmp_path / "train.json").write_text(json.dumps(rows))
     run, process = tmp_path / "run", start(*ARGUMENTS, "--steps", "10000", cwd=tmp_path)
     steps = "steps in the third epoch, beyond a checkpoint"
     wait_until(
@@ -45,8 +44,7 @@ def test_a_run_with_a_curriculum_goes_on_in_its_order_after_a_kill(tmp_path: Pat
     assert result.returncode == 0, result.stdout + result.stderr
     assert_nothing_left(tmp_path)
 
-    audit = asyncgrpo("audit", "run", "--json", cwd=tmp_path)
-    assert audit.returncode == 0 and json.loads(audit.stdout)["differences"] == []
+    audited(run)
     written = orders(run)
     meant = prompts_by_index(read_history(run / "journal"))
     assert len({lineage for _, lineage in meant}) == 2
@@ -61,6 +59,11 @@ def test_a_run_with_a_curriculum_goes_on_in_its_order_after_a_kill(tmp_path: Pat
     assert told[0]["prompts"]["unknown"] == PROMPTS and told[-1]["prompts"]["solved"] >= 9
     assert all(sum(event["places"].values()) == PROMPTS for event in told)
     assert "epoch 2: 20 places; prompts: " in (tmp_path / "output.txt").read_text()
+    row = json.loads(asyncgrpo("samples", "run", "--limit", "1", "--json", cwd=tmp_path).stdout)
+    (file,) = json.loads(row["images"])
+    assert (run / file).is_file() and row["prompt"].count("<|image_pad|>") == 1
+    AutoProcessor.from_pretrained(run / "final")
+    AutoModelForImageTextToText.from_pretrained(run / "final")
 
 
 def orders(run: Path) -> dict[int, list[int]]:

@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -207,7 +208,7 @@ def unknown_names(text: str) -> list[str]:
     """Names in code that are not there: `module.name`, `Class.name`, "`name` in `file.py`", what `-m` runs, what `-k` finds."""
     dotted = [match for code in _CODE.findall(_BLOCK.sub("", text)) if (match := _DOTTED.fullmatch(code.strip("()")))]
     names = [match for match in dotted if not match[0].endswith(_FILES) and match[0] not in _NOT_CODE]
-    found = [match[0] for match in names if not is_elsewhere(match[0]) and match[2] not in defined(match[1])]
+    found = [match[0] for match in names if not is_elsewhere(match[0]) and match[2] not in members_of(match[1])]
     found += [name for name in _MODULE.findall(text) if name.startswith(("tests", "benchmarks")) and not module(name)]
     searched = [(word, file) for file, quoted, one in _SELECTED.findall(text) for word in (quoted or one).split()]
     searched = [(word, file) for word, file in searched if word not in ("or", "and", "not")]
@@ -232,18 +233,21 @@ def module(name: str) -> Path | None:
 
 
 @cache
-def defined(name: str) -> set[str]:
-    """What a module or a class called `name` defines, wherever in the package it is."""
-    last, found = name.rpartition(".")[2], set()
+def defined() -> dict[str, set[str]]:
+    """What each module and each class of the package defines, by its name, and the modules of each package."""
+    found = defaultdict[str, set[str]](set)
     for file in [*(ROOT / "asyncgrpo").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
         tree = ast.parse(file.read_text("utf-8"))
-        if file.stem == last:
-            found |= bound(tree)
-        elif file.parent.name == last:  # a package: its modules
-            found.add(file.stem)
-        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == last]
-        found |= {member for node in classes for member in bound(node)}
+        found[file.stem] |= bound(tree)
+        found[file.parent.name].add(file.stem)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name] |= bound(node)
     return found
+
+
+def members_of(name: str) -> set[str]:
+    return defined().get(name.rpartition(".")[2], set())
 
 
 def bound(node: ast.Module | ast.ClassDef) -> set[str]:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncgrpo.data.demo import make_demo_model
-from tests.runs import assert_nothing_left, asyncgrpo, command_of, events, marked, replay, start, wait_until
+from tests.runs import assert_nothing_left, asyncgrpo, audited, command_of, events, marked, replay, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -55,8 +55,7 @@ def test_a_run_in_an_environment_goes_on_through_kills_and_every_group_is_accoun
     assert max(step["logprob_gap_max"] or 0.0 for step in steps) < 1e-4
     assert max(int(lag) for step in steps for lag in step["lags"]) <= 2
     assert events(run, "eval")[-1]["reward_mean"] is not None
-    audit = asyncgrpo("audit", "run", "--json", cwd=tmp_path)
-    assert audit.returncode == 0 and json.loads(audit.stdout)["differences"] == []
+    audited(run)
     code, found = replay(tmp_path)
     assert code == 0 and found["equal"]
     rows = pq.read_table(run / "samples").to_pylist()
@@ -110,8 +109,7 @@ def test_an_agent_is_trained_audited_and_replayed(tmp_path: Path):
             assert text.startswith(opening) and "<user>9<assistant>" in text.removeprefix(opening)
             read.add((number % 2, row["prompt"]))
     assert (1, "<user>") in read and len(read) > 4, "the prompt of a group is what all its completions began with"
-    audit = asyncgrpo("audit", "run", cwd=tmp_path)
-    assert audit.returncode == 0, audit.stdout + audit.stderr
+    audited(tmp_path / "run")
     code, found = replay(tmp_path, "--to-step", "2")
     assert code == 0 and found["equal"] is True
     assert_nothing_left(tmp_path)

@@ -3,7 +3,6 @@
 import json
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from asyncgrpo.journal.history import BatchIssued, read_history
-from tests.runs import assert_nothing_left, asyncgrpo, events, replay, start, wait_until
+from tests.runs import assert_nothing_left, asyncgrpo, audited, events, replay, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -30,8 +29,6 @@ class Killed(NamedTuple):
 
     folder: Path
     run: Path
-    audit: subprocess.CompletedProcess[str]
-    """After the first kill."""
     checkpoints: tuple[int, int]
     """The step of the newest one at each kill."""
     undone: tuple[int, int]
@@ -44,13 +41,13 @@ class Killed(NamedTuple):
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     folder, rng = tmp_path_factory.mktemp("killed"), random.Random(1)
     first = kill_after_checkpoint(folder, rng)
-    audit = asyncgrpo("audit", "run", cwd=folder)
+    audited(folder / "run")
     second = kill_after_checkpoint(folder, rng)
     result = asyncgrpo(*ARGUMENTS, cwd=folder)
     assert result.returncode == 0, result.stdout + result.stderr
     assert_nothing_left(folder)
     checkpoints, undone = zip(first, second, strict=True)
-    return Killed(folder, folder / "run", audit, checkpoints, undone, result.stdout)
+    return Killed(folder, folder / "run", checkpoints, undone, result.stdout)
 
 
 def kill_after_checkpoint(folder: Path, rng: random.Random) -> tuple[int, int]:
@@ -91,10 +88,9 @@ def test_each_start_goes_on_from_the_newest_checkpoint(killed: Killed):
 
 
 def test_it_passes_its_audit_and_trains_what_was_waiting(killed: Killed):
-    assert killed.audit.returncode == 0, killed.audit.stdout + killed.audit.stderr
-    audited = asyncgrpo("audit", "run", "--json", cwd=killed.folder)
-    assert audited.returncode == 0, audited.stdout + audited.stderr
-    found = json.loads(audited.stdout)
+    audit = asyncgrpo("audit", "run", "--json", cwd=killed.folder)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+    found = json.loads(audit.stdout)
     assert found["starts"] == 3 and found["step"] == STEPS and found["differences"] == []
     assert found["groups"]["trained"] == STEPS * PROMPTS
     assert max(map(int, found["lags"])) <= 2

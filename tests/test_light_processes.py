@@ -1,28 +1,27 @@
-"""Commands start without the libraries that take seconds to import. Each is a process of its own."""
+"""Commands start without the libraries that take seconds to import."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from asyncgrpo.data.demo import make_demo_model
 from tests.runs import environment
 
 HEAVY = ["torch", "transformers", "sglang", "pyarrow", "matplotlib"]
 
-COMMAND = """
+COMMANDS = """
 import sys
 from asyncgrpo.cli import app
 from asyncgrpo.errors import RunNotAlive
-sys.argv = ["asyncgrpo", {arguments}]
-try:
-    app(prog_name="asyncgrpo")
-except SystemExit as end:
-    assert end.code in (0, None), end.code
-except RunNotAlive:
-    pass
+for arguments in (["--help"], ["train", "--help"], ["status", "run"]):
+    sys.argv = ["asyncgrpo", *arguments]
+    try:
+        app(prog_name="asyncgrpo")
+    except SystemExit as end:
+        assert end.code in (0, None), end.code
+    except RunNotAlive:
+        pass
 """
 
 DRIVER = """
@@ -60,11 +59,10 @@ def heavy_in(code: str, folder: Path) -> list[str]:
     return json.loads(said[-1].removeprefix("HEAVY "))
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["status", "run"]])
-def test_a_command_that_only_looks_imports_nothing_heavy(tmp_path, arguments):
+def test_commands_that_only_look_import_nothing_heavy(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
-    assert heavy_in(COMMAND.format(arguments=", ".join(map(repr, arguments))), tmp_path) == []
+    assert heavy_in(COMMANDS, tmp_path) == []
 
 
 def test_a_driver_without_gpus_leaves_what_is_heavy_to_the_warm_process(tmp_path):

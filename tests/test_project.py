@@ -3,6 +3,8 @@
 import configparser
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -101,3 +103,11 @@ def test_the_hooks_are_what_ci_runs():
     ci = linters((ROOT / ".ci" / "run").read_text(encoding="utf-8"))
     assert len(ci) == 3
     assert {hook["entry"] for hook in hooks} == ci
+
+
+@pytest.mark.slow
+def test_every_extra_resolves():
+    result = subprocess.run([sys.executable, ROOT / "packaging" / "check_extras.py"], capture_output=True, text=True)
+    if result.returncode == 3:
+        pytest.skip(result.stdout.strip())
+    assert result.returncode == 0, result.stderr

@@ -64,19 +64,23 @@ def test_several_rewards_score_rows_of_every_source_in_every_schema(tmp_path: Pa
         *["sampling.eval_temperature=1", "reward.success=0.05"],
         *["--reward-func", "mine.py:calls", "--reward-func", "mine.py:only_questions", "--reward-func", "data_source"],
         *["--rollout-n", "3", "--steps", "2", "--n-gpus", "0", "--out", "run", "reward.weights=[0.1, 2.0, 1.0]"],
+        *["--lr", "0.01", "--kl-coef", "0.001"],
         *["buffer.prompts_per_step=12", "data.shuffle=false", "sampling.max_tokens=4", "data.max_prompt_tokens=32"],
         *["learner.tokens_per_microbatch=8192", "algorithm.filter_zero_signal=false", "run.eval_every=1"],
         "buffer.max_lag=0",  # trains in order, so that two steps have a row of each schema
         "reward.code.unsafe=true",  # where there is no bubblewrap
+        "cluster.share_gpu=true",
         cwd=tmp_path,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert " of 0.1 x " in " ".join(result.stdout.split())
     for step in events(tmp_path / "run", "step"):
         assert step["failures"] == {} and step["completions"] == 36
+        assert step["lr"] <= 0.01 and (step["kl_reference"] > 0) == (step["step"] > 1), "it has moved since the start"
         parts = step["reward_parts"]
         assert parts["calls/together"] == 3.0 and parts["only_questions"] == 1.0 and parts["data_source"] < 0.5
         assert parts.keys() == step["reward_parts_std"].keys() >= {"data_source/match", "data_source/format"}
+    assert all(event["engines"] == 1 and event["checksum"] == "ok" for event in events(tmp_path / "run", "sync"))
     assert_suites_were_evaluated(tmp_path / "run")
     rows = pq.read_table(tmp_path / "run" / "samples").to_pylist()
     assert {row["prompt"] for row in rows} == {f"<user>{name.removesuffix('.json')}<assistant>" for name in trained}

@@ -17,7 +17,7 @@ from asyncgrpo.control.client import (
     WriteCheckpoint,
 )
 from asyncgrpo.errors import CommandRefused, RunNotAlive
-from tests.runs import assert_nothing_left, asyncgrpo, events, start, wait_until
+from tests.runs import assert_nothing_left, audited, events, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -78,6 +78,5 @@ def test_a_run_is_steered_and_its_audit_finds_no_difference(tmp_path: Path):
         RunClient(run)
     assert events(run, "restart") == []
     assert [e["refused"] for e in events(run, "command")].count(True) == 1
-    audit = asyncgrpo("audit", "run", cwd=tmp_path)
-    assert audit.returncode == 0, audit.stdout
+    audited(run)
     assert_nothing_left(tmp_path)

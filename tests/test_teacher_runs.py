@@ -1,15 +1,15 @@
 """Whole runs whose served teacher dies, returns and freezes."""
 
-import json
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
+from asyncgrpo.control.client import ProcessStatus, RunClient
 from asyncgrpo.data.demo import make_demo_model
 from tests.rewards.teachers import TeacherServer
-from tests.runs import assert_nothing_left, asyncgrpo, command_of, events, shared_memory, start, wait_until
+from tests.runs import assert_nothing_left, audited, command_of, events, shared_memory, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -50,14 +50,13 @@ def test_an_outage_of_the_teacher_pauses_the_run_and_loses_nothing(tmp_path: Pat
     assert all(step["reward_mean"] == 0 and step["reward_parts"] for step in steps), "the reward is measured alone"
     dropped = [event["dropped"] for event in [*steps, *events(run, "end")] if event.get("dropped")]
     assert dropped == [], "no prompt pays for the outage"
-    audit = asyncgrpo("audit", "run", cwd=tmp_path)
-    assert audit.returncode == 0, audit.stdout + audit.stderr
+    assert {e["actor"] for e in events(run, "rewards_paused")} == {e["actor"] for e in events(run, "rewards_resumed")}
+    audited(run)
     assert_nothing_left(tmp_path)
 
 
-def status_of_teacher(folder: Path) -> dict:
-    (shown,) = json.loads(asyncgrpo("status", "run", "--json", cwd=folder).stdout)
-    (teacher,) = [one for one in shown["status"]["processes"] if one["name"] == "teacher-0"]
+def status_of_teacher(run: Path) -> ProcessStatus:
+    (teacher,) = [one for one in RunClient(run).status().processes if one.name == "teacher-0"]
     return teacher
 
 
@@ -71,23 +70,21 @@ def test_a_teacher_that_the_run_starts_is_replaced_when_it_cannot_load_or_dies(t
     wait_until(lambda: bool(events(run, "restart")), "restart", 60.0)
     weights.write_bytes(whole)
     wait_for_steps(run)
-    (scheduler,) = [
-        one for one in psutil.Process(status_of_teacher(tmp_path)["pid"]).children() if "scheduler" in command_of(one)
-    ]
+    below = psutil.Process(status_of_teacher(run).pid).children()
+    (scheduler,) = [one for one in below if "scheduler" in command_of(one)]
     files = [path.name for path in shared_memory([scheduler.parent(), scheduler])]
     assert files and all("asyncgrpo-" in name for name in files), "by their mark what a killed one leaves is removed"
     scheduler.kill()
     wait_until(lambda: len(events(run, "restart")) > 1, "restart", 60.0)
     wait_for_steps(run)
-    teacher = status_of_teacher(tmp_path)
+    teacher = status_of_teacher(run)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=90) == 0, (tmp_path / "output.txt").read_text()
     unreadable, died = events(run, "restart")
     assert (unreadable["actor"], unreadable["count"]) == ("teacher-0", 1)
     assert "SafetensorError" in unreadable["reason"]
     assert (died["actor"], died["count"]) == ("teacher-0", 2)
-    assert (teacher["state"], teacher["restarts"]) == ("working", 2)
+    assert (teacher.state, teacher.restarts) == ("working", 2)
     assert all(step["kl_reference"] > 0 for step in events(run, "step"))
-    audit = asyncgrpo("audit", "run", cwd=tmp_path)
-    assert audit.returncode == 0, audit.stdout + audit.stderr
+    audited(run)
     assert_nothing_left(tmp_path)

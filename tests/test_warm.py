@@ -1,17 +1,18 @@
-"""The warm process: a fork of it does what was asked, and where it is missing everything goes on without it."""
+"""The warm process: a fork of it does what was asked, and where it is missing everything goes on without it.
+
+`test_self_healing.py` kills that of a run.
+"""
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from asyncgrpo import warm
 from asyncgrpo.errors import AsyncGRPOError, ConfigError
-from tests.runs import assert_nothing_left, asyncgrpo, environment, events, marked, start, wait_until
+from tests.runs import environment
 
 
 @pytest.fixture(scope="module")
@@ -65,21 +66,3 @@ def test_a_call_is_made_here_if_the_warm_process_was_killed(gone: bool, tmp_path
         "assert warm.call(os.getpid) == os.getpid() and not warm.is_on()"
     )
     subprocess.run([sys.executable, "-c", script], env=environment(), check=True)
-
-
-def test_a_run_goes_on_if_its_warm_process_is_killed_and_processes_that_start_later_do_without(tmp_path: Path):
-    run = tmp_path / "run"
-    process = start("demo", "--engine", "torch", "--out", "run", "--steps", "20", cwd=tmp_path)
-    wait_until(lambda: len(events(run, "step")) >= 3, "third step", 200.0)
-    (server,) = [
-        each for each in marked(tmp_path) if "forkserver import main" in " ".join(each.cmdline()) and each.children()
-    ]
-    workers = [each.pid for each in server.children()]
-    assert len(workers) == 4, "buffer, learner and two generators are its forks"
-    server.kill()
-    (generator, *_) = [pid for pid in workers if "Generator" in psutil.Process(pid).cmdline()[0]]
-    os.kill(generator, signal.SIGKILL)
-    wait_until(lambda: bool(events(run, "restart")), "restart", 60.0)
-    assert process.wait(timeout=200) == 0, (tmp_path / "output.txt").read_text()
-    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
-    assert_nothing_left(tmp_path)

@@ -3,8 +3,6 @@
 import json
 import re
 import signal
-import statistics
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -16,15 +14,11 @@ from asyncgrpo import scratch
 from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.recording.events import read_events
 from tests.models import make_tiny_qwen3_moe
-from tests.runs import assert_nothing_left, asyncgrpo, events, left_behind, replay, start, wait_until
+from tests.runs import assert_nothing_left, asyncgrpo, audited, events, left_behind, replay, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SHORT = ["--engine", "torch", "--max-lag", "1"]
-
-
-def rewards(run: Path) -> list[float]:
-    return [event["reward_mean"] for event in events(run, "step")]
 
 
 def assert_steps_are_gapless(run: Path, last: int) -> None:
@@ -32,36 +26,19 @@ def assert_steps_are_gapless(run: Path, last: int) -> None:
     assert steps == list(range(1, last + 1))
 
 
-def drain(process: subprocess.Popen[str], run: Path, number: signal.Signals) -> None:
-    """Send the signal: the run ends well, and its last step is in a checkpoint."""
-    process.send_signal(number)
-    assert process.wait(timeout=90) == 0, (run.parent / "output.txt").read_text()
-    assert events(run, "checkpoint")[-1]["step"] == events(run, "step")[-1]["step"]
-    assert events(run, "end")[-1]["status"] == "drained"
-
-
-def test_with_real_sglang_engines_the_learner_agrees_with_them_on_every_token_until_ctrl_c_drains(tmp_path: Path):
-    """At `max_lag: 0` the weights that sampled a token are those that train on it."""
-    run = tmp_path / "run"
-    process = start(*["demo", "--engine", "sglang", "--max-lag", "0", "--steps", "500", "--out", "run"], cwd=tmp_path)
-    wait_until(lambda: len(events(run, "step")) >= 3, "third step", 200.0)
-    drain(process, run, signal.SIGINT)
-    for step in events(run, "step"):
-        assert step["lags"] == {"0": 48}
-        assert step["logprob_gap_max"] < 1e-4  # nats: float32 rounding of two implementations
-    assert all(event["engines"] == 2 and event["checksum"] == "ok" for event in events(run, "sync"))
-    assert_nothing_left(tmp_path)
-
-
 @pytest.mark.parametrize(("engine", "signals"), [("torch", [signal.SIGINT] * 2), ("sglang", [signal.SIGKILL])])
 def test_a_run_that_is_cut_off_leaves_no_process_shared_memory_or_folder_behind(
     tmp_path: Path, monkeypatch, engine, signals
 ):
-    """SGLang's processes and the learner's weights have both, and nothing else starts afterwards."""
+    """SGLang's processes and the learner's weights have both, and nothing else starts afterwards.
+
+    At `max_lag: 0` the weights that sampled a token are those that train on it: engine and learner agree on every one.
+    """
+    run = tmp_path / "run"
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # a path that is short enough for Ray's sockets
         monkeypatch.setenv("TMPDIR", temporary)
-        process = start("demo", "--engine", engine, "--out", "run", cwd=tmp_path)
-        wait_until(lambda: bool(events(tmp_path / "run", "step")), "first step", 200.0)
+        process = start("demo", "--engine", engine, "--max-lag", "0", "--steps", "500", "--out", "run", cwd=tmp_path)
+        wait_until(lambda: len(events(run, "step")) >= 3, "third step", 200.0)
         (root,) = Path(temporary).glob("asyncgrpo-*")
         marks = [folder.name for folder in root.iterdir() if folder.is_dir()]
         assert len(marks) > (2 if engine == "sglang" else 1) and memory_of(marks)
@@ -72,45 +49,25 @@ def test_a_run_that_is_cut_off_leaves_no_process_shared_memory_or_folder_behind(
         wait_until(lambda: not left_behind(tmp_path), lambda: f"end of {left_behind(tmp_path)}", 20.0)
         wait_until(lambda: [path.name for path in root.iterdir()] == [".lock"], lambda: f"removal of {marks}", 10.0)
         assert not memory_of(marks)
+    for step in events(run, "step"):
+        assert step["lags"] == {"0": 48}
+        assert step["logprob_gap_max"] < 1e-4  # nats: float32 rounding of two implementations
+    assert all(event["engines"] == 2 and event["checksum"] == "ok" for event in events(run, "sync"))
 
 
 def memory_of(marks: list[str]) -> list[Path]:
     return [path for path in scratch.SHARED_MEMORY.iterdir() if any(mark in path.name for mark in marks)]
 
 
-def test_train_on_the_seeds_format_with_a_user_s_reward_learns(tmp_path: Path):
-    """The habits of verl's users: a JSON file, a compute_score, a few flags."""
-    make_demo_model(tmp_path / "demo" / "model", seed=0)
-    rows = [{"prompt": f"{i:03d}", "ground_truth": "7", "data_source": "my_task"} for i in range(600)]
-    (tmp_path / "train.json").write_text(json.dumps(rows))
-    (tmp_path / "my_reward.py").write_text(
-        '''
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """Say it as often as you can: a task that a random model learns in a few steps."""
-    return {"score": solution_str.count(ground_truth) / max(1, len(solution_str)), "length": len(solution_str)}
-'''
-    )
-    result = asyncgrpo(
-        *["train", "--model", "demo/model", "--data", "train.json", "--reward-func", "my_reward.py"],
-        *["--rollout-n", "8", "--epochs", "2", "--n-gpus", "0", "--lr", "0.01", "--kl-coef", "0.001"],
-        *["--engine", "torch", "--out", "run", "buffer.prompts_per_step=40", "sampling.max_tokens=4"],
-        *["data.max_prompt_tokens=32", "learner.tokens_per_microbatch=8192", "generators.count=1"],
-        "cluster.share_gpu=true",
-        cwd=tmp_path,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    curve = rewards(tmp_path / "run")
-    assert len(curve) == 30 and curve[0] < 0.3 and statistics.mean(curve[-5:]) > 0.9
-    assert all(event["engines"] == 1 and event["checksum"] == "ok" for event in events(tmp_path / "run", "sync"))
-    assert_nothing_left(tmp_path)
-
-
-def test_sigterm_drains_and_two_ranks_are_replayed_in_the_same_order(tmp_path: Path):
+def test_ctrl_c_drains_and_two_ranks_are_replayed_in_the_same_order(tmp_path: Path):
     arguments = ["demo", *SHORT, "--out", "run", "--steps", "500", "run.eval_every=100", "learner.ranks=2"]
     run = tmp_path / "run"
     process = start(*arguments, cwd=tmp_path)
     wait_until(lambda: len(events(run, "step")) >= 3, "third step", 200.0)
-    drain(process, run, signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=90) == 0, (tmp_path / "output.txt").read_text()
+    assert events(run, "checkpoint")[-1]["step"] == events(run, "step")[-1]["step"]
+    assert events(run, "end")[-1]["status"] == "drained"
     assert_steps_are_gapless(run, events(run, "step")[-1]["step"])
     assert max(int(lag) for event in events(run, "step") for lag in event["lags"]) <= 1
     assert_nothing_left(tmp_path)
@@ -155,8 +112,7 @@ def test_a_resume_goes_round_mixed_sources_with_what_may_change_and_samples_anew
         groups.update({source: int(numbers["groups"]) for source, numbers in step["sources"].items()})
     assert sum(groups.values()) == 96
     assert abs(groups["demo_copy"] - 72) <= 2 and groups["reasoning-gym:aiw"] == 96 - groups["demo_copy"]
-    audited = asyncgrpo("audit", "run", cwd=tmp_path)
-    assert audited.returncode == 0, audited.stdout
+    audited(run)
     assert_nothing_left(tmp_path)
 
 
@@ -185,4 +141,4 @@ def test_a_mixture_trains_on_divided_ranks_with_replayed_choices_and_resumes_on_
         assert step["diagnostics"]["expert_load"] >= 1
         assert step["logprob_gap_max"] is None or step["logprob_gap_max"] < 1e-4
     assert any(step["logprob_gap_max"] is not None for step in events(run, "step"))
-    assert asyncgrpo("audit", "run", cwd=tmp_path).returncode == 0
+    audited(run)

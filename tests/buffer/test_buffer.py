@@ -1,5 +1,6 @@
 """The buffer loses nothing, trains nothing twice, and says what became of every group."""
 
+import math
 from collections import Counter
 from typing import get_args
 
@@ -7,7 +8,7 @@ import msgspec
 import pytest
 
 from asyncgrpo.buffer.buffer import Buffer, group_seed
-from asyncgrpo.buffer.group_health import MIN_GROUPS, Quarantine, zero_signal
+from asyncgrpo.buffer.group_health import DEADLINE_WINDOW, MIN_GROUPS, SHORTEST_S, Deadlines, Quarantine, zero_signal
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.journal.history import Dropped, JournalRecord
@@ -198,6 +199,30 @@ def test_completions_left_out_of_a_group_are_counted_and_their_tokens_are_aborte
     assert buffer.accept(message, b"") == "duplicate"
     assert buffer.tokens == {"generated": 144, "aborted": 70, "duplicate": 72}
     assert buffer.discarded["censored"] == 4, "of a group that came twice, once"
+
+
+def after(durations, factor=3.0, longest_s=1800.0) -> Deadlines:
+    deadlines = Deadlines(factor, longest_s)
+    for seconds in durations:
+        deadlines.observe(seconds)
+    return deadlines
+
+
+@pytest.mark.parametrize(
+    ("durations", "settings", "seconds"),
+    [
+        ([50.0] * DEADLINE_WINDOW + [100.0] * DEADLINE_WINDOW, {}, 300.0),  # a multiple of the median of the newest
+        ([40.0] * 6 + [60.0] * 7, {}, 180.0),
+        ([0.1] * 20, {}, SHORTEST_S),
+        ([1000.0] * 20, {}, 1800.0),
+        ([50.0] * (MIN_GROUPS - 1), {}, 1800.0),  # little is known
+        ([50.0] * 20, {"factor": 0.0}, 1800.0),
+        ([50.0] * 20 + [0.0, -1.0, math.nan, math.inf] * 30, {}, 150.0),  # these are no times
+    ],
+)
+def test_a_deadline_follows_the_median_between_a_floor_and_a_ceiling(durations, settings, seconds):
+    assert after(durations, **settings).seconds(is_last=False) == seconds
+    assert after(durations, **settings).seconds(is_last=True) == 1800.0, "the last lease of a prompt has all the time"
 
 
 def test_a_deadline_follows_what_groups_took_but_for_the_last_lease_of_a_prompt():

@@ -17,7 +17,9 @@ from asyncgrpo.cluster.wiring import Setup, compatibility_key_of
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import ClusterConfig, Config, DataConfig, ModelConfig
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost
+from asyncgrpo.liveness import FAILED_STARTS
 from asyncgrpo.metrics import targets_path
+from asyncgrpo.recording.events import read_events
 from asyncgrpo.types import Sampling
 from asyncgrpo.wire.sockets import Server
 
@@ -58,6 +60,40 @@ def test_neither_its_end_nor_its_silence_holds_up_the_end_of_the_run(tmp_path: P
     give_up(Core(None), tmp_path)
     assert "no last checkpoint: the learner did not end within 1 s" in caplog.text
     assert give_up(Core(None, can_save=False), tmp_path) == [], "no learner lives"
+
+
+@pytest.mark.parametrize(
+    ("trained", "is_error", "restarts"),
+    [
+        ([False] * FAILED_STARTS, False, FAILED_STARTS - 1),
+        ([False] * (FAILED_STARTS - 1) + [True] + [False] * FAILED_STARTS, False, 2 * FAILED_STARTS - 1),
+        ([False], True, 0),  # the next one would meet the same error
+        ([True] + [False] * FAILED_STARTS, True, FAILED_STARTS),
+    ],
+)
+def test_a_core_is_replaced_until_several_in_a_row_have_not_trained_a_step(
+    tmp_path: Path, monkeypatch, trained: list[bool], is_error: bool, restarts: int
+):
+    cores = iter(trained)
+
+    def lose(run: Run, core: Any) -> str:
+        core.steps_done = int(next(cores))
+        loss = ProcessLost("learner-0: its process died")
+        loss.is_error = is_error
+        raise loss
+
+    core = lambda *_: SimpleNamespace(first_step=0, steps_done=None, end=lambda: None)  # noqa: E731
+    monkeypatch.setattr(run_module, "Core", core)
+    monkeypatch.setattr(Run, "_train", lose)
+    config = load_config(None, ["model.path=m", "data.train=t", "generators.restarts=99"])
+    run: Any = Run(config, RunFolder(tmp_path), "")
+    run._placement = run._watch = None
+    run._fleet = SimpleNamespace(leave=lambda: None, is_up=True)
+    run._steering = SimpleNamespace(config=config)
+    with pytest.raises(ProcessLost, match="learner-0: its process died"):
+        run._run_cores(Setup(config, tmp_path, 1, None, None, "", 1))
+    lost = [event for event in read_events(tmp_path / "metrics.jsonl") if event["event"] == "restart"]
+    assert [(event["actor"], event["count"]) for event in lost] == [("learner-0", n + 1) for n in range(restarts)]
 
 
 def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[[Run], str]) -> Run:

@@ -3,8 +3,6 @@
 import json
 import os
 import socket
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
 
 import pytest
 from huggingface_hub import constants
@@ -12,6 +10,7 @@ from huggingface_hub import constants
 from asyncgrpo.config import reach
 from asyncgrpo.config.reach import check_service, find_model
 from asyncgrpo.errors import ConfigError
+from tests.rewards.servers import Server
 
 
 @pytest.fixture
@@ -46,24 +45,6 @@ def keep_in_cache(tmp_path) -> None:
     (snapshot / "config.json").write_text(json.dumps({}))
 
 
-def replies(status: int):
-    """A server that replies to HEAD with this status, and the requests that it had."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            asked.append(self.path)
-            self.send_response(status)
-            self.end_headers()
-
-        def log_message(self, *_):
-            """A request is no news."""
-
-    asked: list[str] = []
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    return server, asked
-
-
 def test_an_unreachable_hub_is_one_sentence(hub, closed):
     hub(closed)
     with pytest.raises(
@@ -88,19 +69,15 @@ def test_a_cached_model_is_used_without_a_hub_and_libraries_ask_no_more(hub, clo
 
 @pytest.mark.parametrize(("status", "is_there"), [(200, True), (404, True), (503, False)])
 def test_a_hub_that_replies_is_asked_once_and_stays_on(hub, status, is_there):
-    server, asked = replies(status)
-    hub(f"http://127.0.0.1:{server.server_port}")
-    try:
+    with Server(lambda _: (status, "")) as server:
+        hub(server.url)
         if is_there:
             assert find_model("org/model") is None and find_model("org/other") is None
             assert not constants.is_offline_mode()
         else:
             with pytest.raises(ConfigError, match="HTTP 503"):
                 find_model("org/model")
-        assert len(asked) == 1
-    finally:
-        server.shutdown()
-        server.server_close()
+    assert len(server.paths) == 1
 
 
 def test_a_service_is_there_if_something_listens(silent, closed):

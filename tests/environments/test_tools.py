@@ -1,4 +1,4 @@
-"""The model is told of its tools, calls them, and reads their results or what was wrong."""
+"""The model is told of its tools, calls them in the forms that open models write, and reads results or what was wrong."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,9 @@ from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.data.tokenizer import load_tokenizer, render
 from asyncgrpo.environments.base import Reply, task_of
 from asyncgrpo.environments.build import build_environment, with_tools
-from asyncgrpo.errors import ConfigError
+from asyncgrpo.environments.tools import ToolCall, Turn, read_turn, schemas_of
+from asyncgrpo.errors import ConfigError, RewardError
+from tests.environments.my_tools import bare, later
 from tests.rewards.conftest import prompt
 
 TOOLS = Path(__file__).with_name("my_tools.py")
@@ -81,11 +83,50 @@ def test_what_is_no_tool_is_said_in_a_sentence(tools, why):
         build_environment(EnvironmentConfig(tools=tools))
 
 
-def test_a_tool_that_cannot_be_described_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match="the tool bare needs type hints and a docstring"):
-        with_tools(settings(f"environment.tools=[{TOOLS}:bare]"))
+def test_a_tool_that_cannot_be_described_is_refused():
+    with pytest.raises(RewardError, match="the tool bare needs type hints and a docstring"):
+        schemas_of({"later": later, "bare": bare})
 
 
 def test_an_environment_and_tools_are_not_both_given():
     with pytest.raises(ConfigError, match=r"environment.name and environment.tools are both given"):
         build_environment(EnvironmentConfig(name="guess", tools=("calculator",)))
+
+
+CALL = ToolCall("search", {"query": "cats"})
+
+
+@pytest.mark.parametrize(
+    ("text", "turn"),
+    [
+        ("just text", Turn("just text", ())),
+        ('<tool_call>{"name": "search", "arguments": {"query": "cats"}}</tool_call>', Turn("", (CALL,))),
+        (
+            'Let me see.\n<tool_call>\n{"name": "search", "arguments": {"query": "cats"}}\n</tool_call>\n'
+            '<tool_call>\n{"name": "now"}\n</tool_call>',
+            Turn("Let me see.", (CALL, ToolCall("now", {}))),
+        ),
+        ('<tool_call>{"name": "search", "arguments": {"query": "cats"}}', Turn("", (CALL,))),
+        ('{"name": "search", "parameters": {"query": "cats"}}', Turn("", (CALL,))),
+        ('{"name": "search", "arguments": "{\\"query\\": \\"cats\\"}"}', Turn("", (CALL,))),
+        ('{"title": "a \\"name\\" in JSON"}', Turn('{"title": "a \\"name\\" in JSON"}', ())),
+    ],
+)
+def test_calls_are_read(text, turn):
+    assert read_turn(text) == turn
+
+
+@pytest.mark.parametrize(
+    ("block", "problem"),
+    [
+        ("{name: search}", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[1, 2]", 'a JSON object with "name"'),
+        ('{"name": 3}', 'a JSON object with "name"'),
+        ('{"name": "search", "arguments": [1]}', "are a JSON object"),
+        ('{"name": "search", "arguments": "cats"}', "are a JSON object"),
+    ],
+)
+def test_what_is_no_call_says_why(block, problem):
+    (call,) = read_turn(f"<tool_call>{block}</tool_call>").calls
+    assert call.name == "" and problem in call.problem

@@ -152,24 +152,6 @@ def test_after_a_failed_sync_everything_since_the_last_good_one_is_written_again
     assert history.damage == [] and set(groups_in(history)) == {0, 1}
 
 
-def test_a_limit_of_the_operating_system_blocks_and_its_end_frees(tmp_path: Path):
-    import resource
-
-    clock = Clock()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    log = journal(tmp_path / "j", durability="written", clock=clock)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
-        log.append(*delivered(*group(0, tokens=100)))
-        assert log.is_blocked is not None and not log.is_durable(1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    clock.now_s += 1.0
-    log.tick()
-    assert log.is_blocked is None and log.is_durable(1)
-    assert set(groups_in(read_history(tmp_path / "j"))) == {0}
-
-
 def test_bodies_of_trained_and_dropped_groups_are_given_up_and_the_ledger_stays(tmp_path: Path):
     log = journal(tmp_path / "j", segment_bytes=1000)
     for prompt_index in range(12):

@@ -60,6 +60,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(self.server.card).encode())
 
+    def do_HEAD(self) -> None:
+        self.server.paths.append(self.path)
+        self.send_response((self.server.answer({}) or (0,))[0])
+        self.end_headers()
+
     def do_POST(self) -> None:
         server, asked = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with server.lock:

@@ -86,13 +86,8 @@ async def test_code_that_does_not_compile_fails_its_tests(service):
     assert service.requests[0]["language"] == "cpp"
 
 
-async def test_a_service_that_fails_or_hangs_until_the_deadline_is_a_named_failure(service, monkeypatch):
+async def test_a_service_that_hangs_until_the_deadline_is_a_named_failure(service, monkeypatch):
     monkeypatch.setattr(code_module, "QUEUE_S", 0.1)
-    service.replies = [(500, "")] * 10_000
-    scored = await score(service.url, timeout_s=0.1)
-    assert (scored.value, scored.failure) == (None, "sandbox")
-    assert scored.detail.startswith(f"{service.url}/run_code: HTTP 500, ")
-    service.replies.clear()
     service.may_reply.clear()
     scored = await score(service.url, timeout_s=0.1)
     assert scored.failure == "timeout" and "did not reply" in scored.detail

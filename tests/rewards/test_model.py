@@ -14,7 +14,6 @@ from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.model import SequenceScorer, sequences_of
 from asyncgrpo.rewards.pool import call_of
-from asyncgrpo.types import Score
 from tests.rewards.conftest import prompt, workers_of
 
 TEMPLATE = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }};{% endfor %}"
@@ -51,14 +50,15 @@ def reward_of(path: Path, **settings):
     return build_reward(RewardConfig(function="model", model=RewardModelConfig(path=str(path), **settings)))
 
 
-async def test_a_group_has_the_scores_of_a_plain_forward_pass_of_each_completion(tmp_path):
+async def test_a_group_has_the_scores_of_a_plain_forward_pass_of_each_completion_that_is_not_too_long(tmp_path):
     path = make_reward_model(tmp_path)
     reward = reward_of(path)
     assert reward.takes_groups
     turns = ({"role": "system", "content": "Be brief"}, {"role": "user", "content": "6 x 7?"})
-    scores = await reward.score(prompt(turns=turns), [Sampled(text) for text in TEXTS])
+    *scores, long = await reward.score(prompt(turns=turns), [Sampled(text) for text in (*TEXTS, "4" * 300)])
     expected = [forward(path, f"<system>Be brief;<user>6 x 7?;<assistant>{text};") for text in TEXTS]
     assert [score.value for score in scores] == pytest.approx(expected, abs=1e-5)
+    assert long.failure == "model" and "tokens, and the reward model takes 256" in long.detail
     assert len({round(score, 3) for score in expected}) == len(TEXTS), "they differ, so that a mix-up would show"
     (worker,) = workers_of()
     assert (await score_one(reward, prompt(text="6 x 7?"), "42")).value == pytest.approx(
@@ -78,15 +78,6 @@ def test_a_model_without_a_chat_template_reads_the_texts_as_they_are(tmp_path):
     tokenizer = Tokenizers.from_pretrained(path)
     (ids,) = sequences_of(tokenizer, call_of(prompt(text="6 x 7? "), [Sampled("42")], is_group=True))
     assert tokenizer.decode(ids) == "6 x 7? 42"
-
-
-def test_what_is_too_long_has_a_named_failure_and_the_others_their_scores(tmp_path):
-    path = make_reward_model(tmp_path)
-    call = call_of(prompt(text="6 x 7?"), [Sampled("42"), Sampled("4" * 300)], is_group=True)
-    short, long = scorer(path)(call)
-    assert short == pytest.approx(forward(path, "<user>6 x 7?;<assistant>42;"), abs=1e-5)
-    assert isinstance(long, Score) and long.failure == "model"
-    assert "tokens, and the reward model takes 256" in long.detail
 
 
 def test_a_model_that_cannot_score_is_refused_in_one_sentence(tmp_path):

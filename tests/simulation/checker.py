@@ -130,7 +130,6 @@ class Checker:
         if self._largest is not None and history is not None:
             known = self.promises.bound_in_force(self._weights, history)
             self._require(known in (None, buffer.max_lag), "P26 the bound", f"{buffer.max_lag}, and it was {known}")
-        self.counts["recovered"] += len(buffer._entries)
 
     def checkpointed(self, state: RunState) -> None:
         """A checkpoint is durable: what it says is done must be what its steps trained, and what was dropped."""
@@ -173,7 +172,6 @@ class Checker:
         skipped = self._num_prompts - len(trained) - sum(self._dropped.values())
         self._require(skipped == 0, "P5 no prompt skipped", f"{skipped} prompts neither trained nor counted")
         self.counts["trained"] += len(trained)
-        self.counts["untrained_counted"] += sum(self._dropped.values())
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -224,7 +222,6 @@ class Checker:
                     life.given_away.update(prompt_indices)
                     self.counts["given_away"] += len(prompt_indices)
         elif isinstance(message, Ack) and not message.group_id.startswith("eval."):
-            self.counts["acknowledged"] += 1
             if message.lease_id in life.ended:
                 raise Violation(f"P8 ended leases: {message.lease_id} had ended and is accepted")
             self._keep(message.lease_id, message.group_id)
@@ -371,7 +368,6 @@ class Checker:
                 gone += 1
                 self._gave_up(life, lease_id)
             elif group.prompt_index not in life.trained:
-                self.counts["filtered_or_dropped"] += 1
                 self._gave_up(life, lease_id)
         life.num_stale += gone
         stale = life.buffer.outcomes["dropped_stale"]
@@ -403,8 +399,6 @@ class Checker:
             raise Violation(
                 f"P20 completions: {group.group_id} has the completions {launched}, and says that {num_censored} were cut"
             )
-        self.counts["completions_censored"] += num_censored
-        self.counts["groups_short"] += len(sampled) < size
         took_s = sum(group.timings.values())
         if num_censored and took_s < self._cut_after_s.get(group.lease_id, 0.0) - 1e-6:
             raise Violation(f"P20 completions: {group.group_id} was cut after {took_s:.1f} s, before its time")

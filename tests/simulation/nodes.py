@@ -263,7 +263,7 @@ class Trainer:
     def __init__(self, world: "World", rng: random.Random) -> None:
         self._world = world
         self._rng = rng
-        self.snapshot = SimpleNamespace(is_behind=False, close=lambda: None)
+        self.snapshot = SimpleNamespace(close=lambda: None)
         self.check = SimpleNamespace(score=list)
 
     def step(self, groups: list[Group], version: PolicyVersion) -> SimpleNamespace:

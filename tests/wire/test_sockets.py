@@ -127,7 +127,8 @@ def test_a_process_that_closes_nothing_still_ends():
     assert done.returncode == 3
 
 
-def test_only_a_client_with_the_run_s_keys_is_heard():
+def test_only_a_client_with_the_run_s_keys_is_heard(monkeypatch):
+    monkeypatch.setattr(sockets, "LINGER_MS", 10)  # for what strangers sent in vain
     keys = Keys.make()
     server = Server("0.0.0.0", keys, advertise="127.0.0.1")
     friend = Client(server.endpoint, "friend", keys)
