@@ -10,13 +10,17 @@ with the driver. Without it, processes start and import on their own: after it w
 forked, and on a Ray cluster. Only the standard library is imported here.
 """
 
+import sys
+
+if __name__ == "__main__":
+    del sys.path[0]  # this folder, whose `types` would hide that of the standard library
+
 import atexit
 import contextlib
 import multiprocessing
 import os
 import runpy
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -236,7 +240,7 @@ def _become_worker(arguments: list[str], files: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[1])
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     from asyncgrpo import warm
 
     warm.start_worker(sys.argv[1:])

@@ -66,3 +66,13 @@ def test_a_call_is_made_here_if_the_warm_process_was_killed(gone: bool, tmp_path
         "assert warm.call(os.getpid) == os.getpid() and not warm.is_on()"
     )
     subprocess.run([sys.executable, "-c", script], env=environment(), check=True)
+
+
+def test_ray_starts_its_workers_where_nothing_was_imported_before_the_script(tmp_path: Path):
+    # An environment whose .pth files import nothing, as on most machines. Here the CPU shims' one does.
+    (tmp_path / "setup_worker.py").write_text("import sys, types\nprint(types.ModuleType.__name__, *sys.argv[1:])")
+    worker = str(tmp_path / "default_worker.py")
+    script = [sys.executable, "-S", warm.__file__, worker, "--node-ip-address=127.0.0.1"]
+    quiet = {name: value for name, value in os.environ.items() if name != warm.ADDRESS}
+    ended = subprocess.run(script, capture_output=True, text=True, env=quiet)
+    assert (ended.stdout, ended.stderr) == (f"module {worker} --node-ip-address=127.0.0.1\n", "")

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
-from transformers.distributed.tensor_parallel import apply_expert_parallelism, replace_layer_number_by_wildcard
 
 from asyncgrpo.config.schema import ParallelConfig
 from asyncgrpo.errors import ConfigError
@@ -187,6 +186,9 @@ def distribute_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Modu
 
     Returns the modules that hold experts.
     """
+    # New in transformers 5.19. Other runs do with the least one of pyproject.toml.
+    from transformers.distributed.tensor_parallel import apply_expert_parallelism, replace_layer_number_by_wildcard
+
     plan = model.ep_plan
     apply_expert_parallelism(model, mesh, None, plan)  # type: ignore[arg-type]  # no tensor parallelism
     named = ((replace_layer_number_by_wildcard(name), module) for name, module in model.named_modules())
