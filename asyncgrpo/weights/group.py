@@ -102,7 +102,9 @@ def form_group(
     """
     prefixed = dist.PrefixStore(f"weights/{number}/{sender}", store)
     prefixed.set_timeout(timedelta(seconds=timeout_s))
-    if backend == "nccl":
+    if backend == "nccl":  # gloo has this deadline of its own
+        prefixed.set(f"joined/{rank}", "")
+        prefixed.wait([f"joined/{one}" for one in range(world)])
         return NcclGroup(prefixed, rank, world, timeout_s)
     return GlooGroup(prefixed, rank, world, host, timeout_s)
 
@@ -142,6 +144,7 @@ class NcclGroup:
     NCCL waits forever for a dead member, and by default torch's watchdog ends the process whose communicator failed. So the
     communicator is nonblocking and is created while all members are alive. Its errors do not end the process, and each
     broadcast is polled until its deadline. The digest detects the data of a broken broadcast.
+    torch's own deadline for its connection is an environment variable (`cluster.wiring.prepare_environment`).
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:

@@ -93,9 +93,9 @@ def nccl(monkeypatch):
 
 
 def nccl_group(timeout_s: float = 0.3) -> NcclGroup:
-    return form_group(
-        dist.HashStore(), number=1, rank=0, world=2, backend="nccl", host="127.0.0.1", timeout_s=timeout_s
-    )
+    store = dist.HashStore()
+    store.set("weights/1/0/joined/1", "")
+    return form_group(store, number=1, rank=0, world=2, backend="nccl", host="127.0.0.1", timeout_s=timeout_s)
 
 
 def test_the_communicator_is_made_at_once_and_without_blocking(nccl):
@@ -103,6 +103,14 @@ def test_the_communicator_is_made_at_once_and_without_blocking(nccl):
     (group,) = nccl.made
     assert group.calls == ["connect cuda:0"]
     assert group.options.config.blocking == 0
+
+
+def test_a_member_that_never_comes_costs_the_deadline_and_no_communicator(nccl):
+    """On a GPU NCCL waited for it for more than 200 s."""
+    form = {"number": 1, "world": 2, "backend": "nccl", "host": "127.0.0.1", "timeout_s": 0.3}
+    with pytest.raises(RuntimeError):
+        form_group(dist.HashStore(), rank=0, **form)
+    assert nccl.made == []
 
 
 def test_copies_for_a_broadcast_have_two_streams_in_turns(nccl, monkeypatch):
