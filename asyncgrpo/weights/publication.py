@@ -7,6 +7,7 @@ difference of their log-probs is the sync gap, in nats. It is never 0, because t
 
 Its size depends on the dtype, the kernels and the model. The first gap of a run calibrates the limit, because both sides
 then hold the weights of the model's folder. A later gap may be `TIMES_THE_FIRST` as large, within the bounds of its dtype.
+Rounding grows with the log-probs, which training sharpens, so the lower bound does, too.
 """
 
 import math
@@ -32,8 +33,9 @@ CHECK_WITHIN_S = 10.0
 FIRST_CHECK_WITHIN_S = 120.0
 """The deadline before the first gap of a run, when an engine may still compile its kernels."""
 TIMES_THE_FIRST = 4.0
-BOUNDS = {"float32": (3e-5, 1e-3), "bfloat16": (1e-2, 1e-1), "float16": (3e-3, 3e-2)}
-"""Smallest and largest limit of the mean gap by the dtype of the weights, nats. Measurements: docs/weights.md."""
+BOUNDS = {"float32": (5e-6, 1e-3), "bfloat16": (2e-3, 1e-1), "float16": (5e-4, 3e-2)}
+"""By the dtype of the weights: smallest limit of the mean gap as a share of the mean log-prob, and largest limit, nats.
+Measurements: docs/weights.md."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,24 @@ class GapLimit:
             dtype: dtype of the published weights.
         """
         self._least, self._most = BOUNDS.get(dtype, BOUNDS["bfloat16"])
-        self.nats, self.is_found = self._most, False
+        self._first: float | None = None
+        self.nats = self._most
 
-    def find(self, first: SyncGap) -> None:
-        """Set the limit from the first gap of the run. Later calls have no effect."""
-        if not self.is_found:
-            self.nats = min(max(TIMES_THE_FIRST * first.mean, self._least), self._most)
-            self.is_found = True
+    @property
+    def is_found(self) -> bool:
+        """True after the first gap of the run."""
+        return self._first is not None
+
+    def update(self, gap: SyncGap, logprobs: Sequence[float]) -> None:
+        """Set the limit for the version of `gap`, the largest of its engines.
+
+        Args:
+            logprobs: of the learner under this version, nats.
+        """
+        if self._first is None:
+            self._first = gap.mean
+        rounding = self._least * sum(map(abs, logprobs)) / len(logprobs)
+        self.nats = min(max(TIMES_THE_FIRST * self._first, rounding), self._most)
 
 
 class SyncCheck:
@@ -140,8 +153,8 @@ class SyncCheck:
         """Return the gaps under `version` by generator, for the scores since the last call."""
         expected, scored = self._expected.get(version), self._scored.pop(version, {})
         gaps = {name: SyncGap.between(expected, scores) for name, scores in scored.items() if scores and expected}
-        if gaps:
-            self.limit.find(max(gaps.values(), key=lambda gap: gap.mean))
+        if gaps and expected:
+            self.limit.update(max(gaps.values(), key=lambda gap: gap.mean), expected)
         return gaps
 
 
