@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 
 # -- the core ----------------------------------------------------------------------------------------------------------
 
+END_S = 5.0
+"""How long the processes of a finished run may end after each other."""
+
 
 class Core:
     """One core, which is one lineage."""
@@ -131,10 +134,17 @@ class Core:
             return statuses[0]
         if has_ended(self._serving):
             result(self._serving, "buffer")
-            if not ray.wait(self._training, timeout=5.0)[0]:
+            if not ray.wait(self._training, timeout=END_S)[0]:
                 raise ProcessLost("buffer: it ended before the learner")
         self._check_heartbeats()
         return None
+
+    def is_over(self) -> bool:
+        """Return True if the buffer has ended, as it does once the run is over and the generators are told to end.
+
+        A generator may have ended before. Waits up to `END_S`.
+        """
+        return self._serving is not None and bool(ray.wait([self._serving], timeout=END_S)[0])
 
     def _check_heartbeats(self) -> None:
         cluster, incarnation = self.setup.config.cluster, self.incarnation
@@ -257,6 +267,7 @@ class Budget:
 
 # -- the fleet ---------------------------------------------------------------------------------------------------------
 
+EXITED = "it exited"
 NOWHERE = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
 """Sent to generators while no core runs."""
 
@@ -383,6 +394,7 @@ class Fleet:
     def leave(self) -> None:
         """Start no generator until the next `work_for`: the core is gone."""
         self._core, self._endpoints, self._may_start = None, NOWHERE, False
+        self.scale(self.wanted)  # the next core replaces generators that ended with this one
 
     def reconcile(self, *, may_restart: bool = True) -> None:
         """End generators that hang, start those that are due, and send the others the endpoints of the core.
@@ -397,7 +409,10 @@ class Fleet:
             name = f"generator-{index}"
             self._follow_start(name, generator)
             if reason := self._unhealthy_reason(name, generator, missing.get(f"{name}-{generator.incarnation}")):
-                self._ended(index, generator, reason, may_restart)
+                is_over = (
+                    reason == EXITED and not generator.is_leaving and self._core is not None and self._core.is_over()
+                )
+                self._ended(index, generator, reason, may_restart and not is_over)
             elif self._core is not None:
                 known = self._watch.buffer_endpoint(name, generator.incarnation)
                 if known not in (None, self._endpoints.buffer_endpoint):
@@ -442,7 +457,7 @@ class Fleet:
                 result(generator.running, name)
             except AsyncGRPOError as error:
                 return in_a_line(error, name)
-            return "it exited"
+            return EXITED
         limit_s = self._setup.config.cluster.silent_timeout_s
         unhealthy_reason = partial(self._watch.unhealthy_reason, name, generator.incarnation, still_s=limit_s)
         if reason := unhealthy_reason(silent_s=limit_s):
