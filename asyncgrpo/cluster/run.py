@@ -246,9 +246,10 @@ class Run:
             watch.listen()
             fleet.reconcile(may_restart=not self._asked_to_stop)
             self._teachers.reconcile(may_restart=not self._asked_to_stop)
-            if fleet.is_up:
+            has_trained = (core.steps_done or 0) > core.first_step
+            if fleet.is_up or has_trained:  # the heartbeat of the step may come before the engine's
                 self._end_phase("first engine")
-            if (core.steps_done or 0) > core.first_step:
+            if has_trained:
                 self._end_phase("first step")
             self._steering.reconcile(core if core.seconds else None, fleet, watch, self._teachers.processes())
 
@@ -282,6 +283,7 @@ class Run:
                 self._events.write("drain", reason="asked to stop")
             time.sleep(POLL_S)
         if status == "done":
+            self._end_phase("first engine")
             self._end_phase("first step")  # it was the last one, too
         self._steering.has_trained()
         fleet.shut_down(SHUTDOWN_S)
