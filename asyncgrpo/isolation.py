@@ -206,9 +206,8 @@ def memory_file(text: str = "") -> Iterator[BinaryIO]:
 
 
 def text_of(file: BinaryIO) -> str:
-    """At most `MAX_OUTPUT` bytes of a file, from its start."""
-    file.seek(0)
-    return file.read(MAX_OUTPUT).decode(errors="replace")
+    """At most `MAX_OUTPUT` bytes of a file, from its start. Its position, which a killed program may still share, stays."""
+    return os.pread(file.fileno(), MAX_OUTPUT, 0).decode(errors="replace")
 
 
 def last_line(text: str) -> str:

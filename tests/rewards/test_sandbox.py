@@ -1,6 +1,7 @@
 """Code of the model on this machine: real programs in bubblewrap, the hostile ones among them."""
 
 import asyncio
+import os
 import re
 import shutil
 
@@ -33,6 +34,16 @@ def reward(workers: int = 1, **settings) -> object:
 def no_bwrap(tmp_path, monkeypatch):
     (tmp_path / "prlimit").symlink_to(shutil.which("prlimit"))
     monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_reading_what_a_program_wrote_leaves_the_place_where_it_writes(monkeypatch):
+    """A program that is being killed may still write; at the start it would overwrite what it wrote first."""
+    monkeypatch.setattr(isolation, "MAX_OUTPUT", 5)
+    with isolation.memory_file() as file:
+        file.write(b"0123456789")
+        assert isolation.text_of(file) == "01234"
+        file.write(b"!")
+        assert os.pread(file.fileno(), 20, 0) == b"0123456789!"
 
 
 PROGRAMS = [
