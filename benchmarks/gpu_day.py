@@ -4,10 +4,11 @@
     python -m benchmarks.gpu_day install .whl SITE         there, without a network; then PYTHONPATH=SITE
     python -m benchmarks.gpu_day run --out .gpuday         there: every part that is not done yet
     python -m benchmarks.gpu_day run attention --again     there: this part, also if it is done
-    python -m benchmarks.gpu_day table --out .gpuday       here: Markdown; --into docs/benchmarks.md writes it there
+    python -m benchmarks.gpu_day table --out .gpuday       here: Markdown; --into docs/gpu.md writes it there
     python -m benchmarks.gpu_day run --device cpu --tiny   everything at tiny shapes, without a card
 
-NOT RUN ON A CARD YET: only `--device cpu --tiny` was, and `wheels` and `install` for Python 3.12.
+Rehearse first (`--device cpu --tiny`) with the torch and transformers of the machine and without the CPU shims: two of the
+faults that the first card showed would have shown there. What was not run on a card yet: docs/status.md.
 
 A part is a process of its own, prints JSON lines, and ends within its limit. `day.jsonl` in the `--out` folder keeps every
 line; `log.txt` beside it, what else a part printed. A part that is done is not run again; one that failed is noted with its
@@ -15,7 +16,7 @@ error and the others go on; one that was cut off, or skipped for want of a packa
 
 The calls, for a machine that is lent by the call: 15 minutes in all with its starts, 64 MiB carried with each, and bare again
 30 seconds after the last call. Python is 3.12 there, with torch 2.11 and transformers 5.17. First, in the checkout that is
-carried (51 MiB of wheels; Ray's Java part is left out of them, so that one call is enough):
+carried (51 MiB of wheels; Ray's Java part is left out of them, so that one call is enough; the start took 30 s):
 
     printf '/.whl/\\n/.gpuday/\\n' >>"$(git rev-parse --git-path info/exclude)"; mkdir -p .gpuday
     python -m benchmarks.gpu_day wheels .whl; git rev-parse --short HEAD      # put the commit in the place of COMMIT
@@ -23,15 +24,15 @@ carried (51 MiB of wheels; Ray's Java part is left out of them, so that one call
 Then this command twice, each with carry `.whl` and `.gpuday`, and a timeout of N + 60. The first call has N = 350 and runs facts,
 tests, memory and demo, which show what is correct. Give the machine back and mend what failed. The second call has as N what the
 loan has left, less 180 for the start of the machine and the files. It runs the parts that are left. To repeat a part there, put
-`run PART --again` before it:
+`run PART --again` before it. The image has no compiled Python files, so each process would compile for 10 s:
 
     python3 -m benchmarks.gpu_day install .whl /root/site && export PYTHONPATH=/root/site:$PWD PYTHONUNBUFFERED=1 &&
-    python3 -m benchmarks.gpu_day run --commit COMMIT --seconds N; cp .gpuday/* $OUT/
+    export PYTHONPYCACHEPREFIX=/root/pyc && python3 -m benchmarks.gpu_day run --commit COMMIT --seconds N; cp .gpuday/* $OUT/
 
 After each call copy what came back into `.gpuday`: then a machine that is lost costs no part that was done. Should a part
 hang, its limit ends it, and the next ones go on. Parts that found no time wait for another card. Last, here:
 
-    python -m benchmarks.gpu_day table --into docs/benchmarks.md
+    python -m benchmarks.gpu_day table --into docs/gpu.md
 """
 
 import argparse
@@ -84,20 +85,21 @@ def _card(name: str, command: str, expected_s: float, limit_s: float, tiny: tupl
 
 
 _TINY = tuple(shlex.split("--device cpu --shapes tiny --budgets 256 --tokens 256 --runs 1 --parts steps"))
-_TESTS = ("-m", "gpu", "tests/gpu", "-rs", "-p", "no:cacheprovider")
+_TESTS = ("-m", "gpu", "tests/gpu", "-rs", "-p", "no:cacheprovider", "--timeout=60", "--timeout-method=thread")
+"""A test that hangs in CUDA or NCCL ends by this method only, with the stacks of all threads."""
 
 _LEARNER = "gpu_learner --seconds 500 --budgets 16384"
 _8B = f"{_LEARNER} --tokens 65536 --runs 1 --parts steps --shapes 8b"
 
 PARTS = [
-    _own("facts", "gpu_facts", 20, 90),
-    Part("tests", "pytest", _TESTS, _TESTS, 90, 300),
-    _own("memory", "gpu_memory", 110, 400),
-    _own("demo", "gpu_demo", 120, 300),
-    _own("attention", "gpu_attention", 60, 240),
-    _own("hand-over", "gpu_weights copies", 60, 240),
-    _own("shared-memory", "gpu_weights shared-memory", 40, 150),
-    _own("nccl", "gpu_weights nccl", 60, 150),
+    _own("facts", "gpu_facts", 10, 60),
+    Part("tests", "pytest", _TESTS, _TESTS, 60, 150),
+    _own("memory", "gpu_memory", 80, 160),
+    _own("demo", "gpu_demo", 100, 200),
+    _own("attention", "gpu_attention", 60, 150),
+    _own("hand-over", "gpu_weights copies", 45, 100),
+    _own("shared-memory", "gpu_weights shared-memory", 40, 100),
+    _own("nccl", "gpu_weights nccl", 90, 240),
     _card("learner-0.6b", f"{_LEARNER} 32768 --runs 2 --shapes 0.6b", 220, 540, _TINY),
     _own("experts", "gpu_memory --experts", 25, 150),
     _card("demo-0.6b", "gpu_demo --shape 0.6b", 120, 300),

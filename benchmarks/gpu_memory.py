@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "all on the card": {},
     "recomputed activations": {"learner": {"activation_checkpointing": True}},
     "optimizer on the host": {"learner": {"offload_optimizer": True}},
-    "reference": {"algorithm": {"kl_coef": 0.01}},
+    "reference": {"algorithm": {"kl_coef": 0.01}, "learner": {"offload_reference": False}},
     "reference on the host": {"algorithm": {"kl_coef": 0.01}, "learner": {"offload_reference": True}},
     "LoRA of rank 16": {"model": {"lora": {"rank": 16}}, "learner": {"lr": 1e-4}},
 }
@@ -108,8 +108,13 @@ def measure(config: Config, groups: list[Group], device: str) -> dict[str, Any]:
     started = time.perf_counter()
     learner = Learner(config, rank=0, world=1, device="cuda:0" if device == "cuda" else "cpu")
     built = time.perf_counter() - started
+    longest = max(len(row.token_ids) for row in learner._pack(groups, VERSION).trained)
     learner.step(groups, VERSION)
-    figures: dict[str, Any] = {"built_s": rounded(built), "predicted_gib": predicted_gib(config)}
+    figures: dict[str, Any] = {
+        "built_s": rounded(built),
+        "longest_row": longest,
+        "predicted_gib": predicted_gib(config),
+    }
     if device == "cuda":
         torch.cuda.synchronize()
         figures["between_steps_gib"] = gib(torch.cuda.memory_allocated())

@@ -84,7 +84,7 @@ def _cell(value: Any) -> str:
 
 
 def _facts(lines: list[Line]) -> str:
-    return markdown(["fact", "value"], ([one["name"], one["value"]] for one in lines))
+    return "; ".join(f"{one['name']}: {_cell(one['value'])}" for one in lines) + "."
 
 
 def _attention(lines: list[Line]) -> str:
@@ -118,8 +118,8 @@ def _rates(lines: list[Line]) -> str:
     rows = []
     for one in lines:
         spread = " to ".join(map(str, one.get("spread", ())))
-        rows.append([one["what"], one.get("bucket_mib"), one.get("value", one.get("error")), spread])
-    return markdown(["what", "bucket MiB", "GB/s, median", "least to largest"], rows)
+        rows.append([one["what"], one.get("value", one.get("error")), spread])
+    return markdown(["what", "GB/s, median", "least to largest"], rows)
 
 
 def _nccl(lines: list[Line]) -> str:

@@ -218,7 +218,7 @@ def nccl(device: str) -> None:
 
 def _member(command: list[str]) -> subprocess.Popen[str]:
     """A process with NCCL's settings of a run, whose warnings are shown."""
-    settings = os.environ | {"NCCL_CUMEM_ENABLE": "0", "NCCL_DEBUG": "WARN"}
+    settings = os.environ | {"NCCL_CUMEM_ENABLE": "0", "NCCL_DEBUG": "WARN", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "20"}
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(command, cwd=ROOT, env=settings, start_new_session=True, **both)
 
@@ -272,6 +272,13 @@ def without_the_second(arguments: argparse.Namespace) -> None:
     _report(lambda: _form(arguments.port, 0, NEVER_S))
 
 
+def with_a_dead_second(arguments: argparse.Namespace) -> None:
+    """A group of two whose second member has joined and does not connect: does torch give NCCL up at the deadline?"""
+    store = visit_store(HOST, arguments.port, NEVER_S)
+    store.set("weights/1/0/joined/1", "")
+    _report(lambda: _form(arguments.port, 0, NEVER_S))
+
+
 def two_members(arguments: argparse.Namespace) -> None:
     """Two members on one card, which NCCL refuses: what does it say, and when?"""
     _report(lambda: _form(arguments.port, arguments.rank, 20.0))
@@ -305,6 +312,7 @@ def _report(work: Callable[[], None]) -> None:
 CASES: dict[str, Callable[[argparse.Namespace], None]] = {
     "alone": alone,
     "the second member never comes": without_the_second,
+    "the second member dies before it connects": with_a_dead_second,
     "two members on one card": two_members,
 }
 

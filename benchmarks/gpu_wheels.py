@@ -1,7 +1,7 @@
 """The packages that a machine with a card and without a network lacks: downloaded here, carried, installed there.
 
-The machine has Python 3.12 with torch, transformers, peft and what they need (`benchmarks.gpu_day`). The versions are those
-of requirements/cpu.txt, so what runs there is what the tests run with here.
+The machine has Python 3.12 with torch, transformers, peft and what they need (`benchmarks.gpu_day`), in its own versions. The
+others are those of requirements/cpu.txt, as in the tests.
 """
 
 import re

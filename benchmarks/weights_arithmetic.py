@@ -11,12 +11,12 @@ GB = 1e9
 MODELS = {"8B": (8.19e9, 1, (8, 16, 64)), "32B": (32.8e9, 2, (16, 64)), "70B": (70.6e9, 4, (64,))}
 """Parameters, GPUs of one engine, and fleets whose learner GPUs hold 16 bytes for each parameter."""
 GPUS_OF_A_MACHINE = 8
-PCIE = 50 * GB
-"""Between a GPU and pinned memory; the GPUs of an engine copy side by side."""
+PCIE = 55 * GB
+"""Between a GPU and pinned memory, as measured on an H200; the GPUs of an engine copy side by side."""
 NICS = {"400 Gb/s": 50 * GB, "25 GbE": 3.125 * GB}
 """One for each machine. NCCL's ring enters a machine once, and its engines pass the bytes on."""
-CORES, DIGEST = 8, 13.7 * GB
-"""Cores of the process that digests, and the bytes that each digests in a second."""
+CORES, DIGEST = 8, 8.4 * GB
+"""Cores of the process that digests, and the bytes that each digests in a second, as measured beside an H200."""
 FEWER, COMPARE, APPLY = 33.7, 2.5 * GB, 8.5 * GB
 """Ratio of the bytes of all weights to a delta at a learning rate of 1e-6, and the rates of one core."""
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.models import make_tiny_qwen3
 
+os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", "30")  # of every run; without it a missing member hangs
 FORCED = os.environ.get("ASYNCGRPO_GPU_TESTS_ON", "")
 HERE = Path(__file__).parent
 

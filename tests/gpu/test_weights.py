@@ -94,9 +94,12 @@ def test_a_group_of_nccl_alone(card):
 
 
 @pytest.mark.timeout(90)
-def test_nccl_gives_up_a_member_that_never_comes(card):
-    """This process goes on, and can form the next group."""
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_nccl_gives_up_a_member_that_never_comes_or_dies_before_it_connects(card, has_joined):
+    """This process goes on, and can form the next group. (torch has its own deadline to connect: conftest.py.)"""
     store = serve_store(HOST, 30)
+    if has_joined:
+        store.set("weights/1/0/joined/1", "")
     started = time.monotonic()
 
     def form_and_send() -> None:

@@ -100,7 +100,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path):
 
 
 def test_tables_replace_those_of_the_page(tmp_path):
-    page, before = tmp_path / "page.md", (gpu_day.ROOT / "docs" / "benchmarks.md").read_text()
+    page, before = tmp_path / "page.md", (gpu_day.ROOT / "docs" / "gpu.md").read_text()
     page.write_text(before)
     for text in ("first", "second"):
         gpu_tables.replace_tables(page, text)
