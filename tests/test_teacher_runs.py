@@ -76,6 +76,7 @@ def test_a_teacher_that_the_run_starts_is_replaced_when_it_cannot_load_or_dies(t
     assert files and all("asyncgrpo-" in name for name in files), "by their mark what a killed one leaves is removed"
     scheduler.kill()
     wait_until(lambda: len(events(run, "restart")) > 1, "restart", 60.0)
+    wait_until(lambda: status_of_teacher(run).state == "working", "teacher", 120.0)  # ready groups train meanwhile
     wait_for_steps(run)
     teacher = status_of_teacher(run)
     process.send_signal(signal.SIGTERM)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -127,8 +128,9 @@ class Steering:
         if core is not self._core:  # one-time requests to a lost learner are not repeated to the next one
             self._core, self._lineage, self._advice = core, self._folder.lineage, ()
             self._change(checkpoints=0, evaluations=0)
+        replies = []
         while not self._queue.empty():
-            self._answer(self._queue.get(), fleet)
+            replies.append(self._carry_out_and_record(self._queue.get(), fleet))
         self._release_leaving(core, fleet, watch)
         if core is not None:
             self._step = core.steps_done or core.first_step
@@ -137,6 +139,8 @@ class Steering:
                     watch.send(name, self._steer)
             self._advise(fleet)
         self._status = self._snapshot(core, fleet, watch, others)
+        for reply in replies:
+            reply()  # now the status has what the command changed
 
     def draining(self) -> None:
         """Note that the run drains."""
@@ -178,17 +182,16 @@ class Steering:
 
     # -- one command ---------------------------------------------------------------------------------------------------
 
-    def _answer(self, asked: _Asked, fleet: Fleet) -> None:
-        """Carry out a command, record it and reply."""
+    def _carry_out_and_record(self, asked: _Asked, fleet: Fleet) -> Callable[[], None]:
+        """Carry out a command and record it. Returns a function that sends the reply."""
         try:
             reply = self._carry_out(asked.command, fleet)
         except CommandRefused as refusal:
             self._record(asked, str(refusal), refused=True)
-            asked.reply.set_exception(refusal)
-            return
+            return partial(asked.reply.set_exception, refusal)
         self._record(asked, reply, refused=False)
         self._advice, self._advised_s = (), self._clock()  # the advice held for the earlier conditions
-        asked.reply.set_result(reply)
+        return partial(asked.reply.set_result, reply)
 
     def _carry_out(self, command: Command, fleet: Fleet) -> str:
         """Carry out a command and return the reply. Raises CommandRefused."""

@@ -2,14 +2,14 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from asyncgrpo.cluster.folder import RunFolder, Settings, look, record, values_of
-from asyncgrpo.cluster.steering import Steering
+from asyncgrpo.cluster.steering import Steering, _Asked
 from asyncgrpo.config.load import load_config
 from asyncgrpo.control import client
 from asyncgrpo.errors import CommandRefused
@@ -106,6 +106,14 @@ def test_a_run_is_starting_until_an_engine_serves_and_says_what_it_waits_for(run
     assert (run.status.state, run.status.waits_for) == ("training", "")
     run.fleet.is_up, run.core.steps_done = False, 1
     assert run.status.state == "training", "it has trained, so generators that are replaced do not start it anew"
+
+
+def test_the_status_has_what_a_command_changed_when_its_reply_comes(run: Run):
+    reply, states = Future[str](), []
+    reply.add_done_callback(lambda _: states.append(run.steering.status().state))
+    run.steering._queue.put(_Asked(client.Pause(), "a test", reply))
+    run.turn()
+    assert states == ["paused"]
 
 
 def test_settings_that_make_no_sense_change_nothing(run: Run):
