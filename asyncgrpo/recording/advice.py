@@ -73,8 +73,8 @@ def advise(
         return ()
     now = events[-1].get("time", 0.0) if now is None else now
     if trouble := stops_tuning(View(events=events, now=now)):
-        sentence = f"{trouble}; tuning can wait until this is over"
-        return (Advice(bottleneck="health", sentence=sentence, evidence=trouble),)
+        sentence = f"{trouble.text}; tuning can wait until this is over"
+        return (Advice(bottleneck="health", sentence=sentence, evidence=f"see {trouble.runbook}"),)
     pace = pace_of(events, config)
     if pace is None:
         return ()

@@ -99,18 +99,19 @@ class Problem(Struct, frozen=True, kw_only=True):
 
 def problems_in(view: View) -> list[Problem]:
     """Return all conditions that hold, the most urgent first."""
-    found = ((c, c.find(view, c.limit)) for c in CONDITIONS)
-    return [
-        Problem(name=c.name, text=one.text, since=one.since, runbook=c.page or f"docs/runbooks/{c.name}.md")
-        for c, one in found
-        if one is not None
-    ]
+    return list(_problems(view, lambda condition: condition.limit))
 
 
-def stops_tuning(view: View) -> str | None:
-    """Return the condition that must be over before tuning makes sense, as a sentence; None: there is none."""
-    limits = ((c, c.stops_tuning) for c in CONDITIONS if c.stops_tuning is not None)
-    return next((found.text for c, limit in limits if (found := c.find(view, limit)) is not None), None)
+def stops_tuning(view: View) -> Problem | None:
+    """Return the condition that must be over before tuning makes sense; None: there is none."""
+    return next(_problems(view, lambda condition: condition.stops_tuning), None)
+
+
+def _problems(view: View, limit: Callable[[Condition], float | None]) -> Iterator[Problem]:
+    for c in CONDITIONS:
+        if (above := limit(c)) is not None and (one := c.find(view, above)) is not None:
+            page = c.page or f"docs/runbooks/{c.name}.md"
+            yield Problem(name=c.name, text=one.text, since=one.since, runbook=page)
 
 
 def limit_of(name: str) -> float:

@@ -195,6 +195,7 @@ COMMAND = {"event": "command", "time": 5000.0, "by": "person", "command": "resum
 def test_what_is_not_healthy_comes_first(events, now, words):
     (advice,) = advise([*HUNGRY, *events], BASE, now)
     assert (advice.bottleneck, advice.command, advice.gain) == ("health", "", 0) and words in advice.sentence
+    assert advice.evidence.startswith("see docs/runbooks/")
 
 
 @pytest.mark.parametrize(
