@@ -5,7 +5,8 @@
 
 Every way is a `Learner` of its own, built from a folder on the disk as in a run, in one process after the other's memory is
 given back. Two steps on random rollouts: the first makes the optimizer's moments, the second is measured. Measured is
-`torch.cuda.max_memory_allocated`; predicted, the sum of `asyncgrpo/config/memory.py` without what torch does not count.
+`torch.cuda.max_memory_allocated`; predicted, the sum of `asyncgrpo/config/memory.py` for rows as long as the longest one of the
+step, without what torch does not count.
 
 The mixture is a Qwen3-MoE. A process group of one rank sends everything to itself, by NCCL on a card: tokens to experts and
 back, tokens for heads, and sampled tokens for the head. So the CUDA path of both exchanges runs, without a second card; their
@@ -27,6 +28,7 @@ from transformers import Qwen3MoeConfig
 
 from asyncgrpo.config.memory import learner_rank
 from asyncgrpo.config.model_size import size_at
+from asyncgrpo.config.placement import changed
 from asyncgrpo.config.schema import Config
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.parallel import Ranks, Row
@@ -106,23 +108,26 @@ def _to_itself(device: str, world: int, sizes: object) -> Ranks:
 def measure(config: Config, groups: list[Group], device: str) -> dict[str, Any]:
     """The figures of the second of two steps."""
     started = time.perf_counter()
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
     learner = Learner(config, rank=0, world=1, device="cuda:0" if device == "cuda" else "cpu")
     built = time.perf_counter() - started
     longest = max(len(row.token_ids) for row in learner._pack(groups, VERSION).trained)
     learner.step(groups, VERSION)
+    of_longest = changed(config, {"learner.tokens_per_microbatch": longest})
     figures: dict[str, Any] = {
         "built_s": rounded(built),
         "longest_row": longest,
-        "predicted_gib": predicted_gib(config),
+        "predicted_gib": predicted_gib(of_longest),
     }
     if device == "cuda":
         torch.cuda.synchronize()
-        figures["between_steps_gib"] = gib(torch.cuda.memory_allocated())
+        figures["between_steps_gib"] = gib(torch.cuda.memory_allocated() - before)
         torch.cuda.reset_peak_memory_stats()
     report = learner.step(groups, VERSION)
     if device == "cuda":
         figures |= {
-            "measured_gib": gib(torch.cuda.max_memory_allocated()),
+            "left_of_others_gib": gib(before),
+            "measured_gib": gib(torch.cuda.max_memory_allocated() - before),
             "reserved_gib": gib(torch.cuda.max_memory_reserved()),
             "used_gib": gib(torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]),
         }
