@@ -409,10 +409,8 @@ class Fleet:
             name = f"generator-{index}"
             self._follow_start(name, generator)
             if reason := self._unhealthy_reason(name, generator, missing.get(f"{name}-{generator.incarnation}")):
-                is_over = (
-                    reason == EXITED and not generator.is_leaving and self._core is not None and self._core.is_over()
-                )
-                self._ended(index, generator, reason, may_restart and not is_over)
+                may = may_restart and not (reason == EXITED and self._is_over(generator))
+                self._ended(index, generator, reason, may)
             elif self._core is not None:
                 known = self._watch.buffer_endpoint(name, generator.incarnation)
                 if known not in (None, self._endpoints.buffer_endpoint):
@@ -421,6 +419,10 @@ class Fleet:
             for index in [i for i, due in self._due.items() if time.monotonic() >= due]:
                 del self._due[index]
                 self._start(index)
+
+    def _is_over(self, generator: _Generator) -> bool:
+        """Return True if this generator exits because the run is over."""
+        return not generator.is_leaving and self._core is not None and self._core.is_over()
 
     def shut_down(self, timeout_s: float) -> None:
         """Wait for the generators that serve to exit. One that still loads its engine holds no group."""
