@@ -8,8 +8,10 @@ import logging
 import os
 import re
 import shutil
+import signal
 import socket
 import stat
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +56,8 @@ _QUIET = QUIET | {
 _MODE = "RAY_AUTH_MODE"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Size of Ray's object store. Only addresses and configurations go through it."""
+LATE_S = 60.0
+"""How long a Ray that is started here may take before there is a warning."""
 RAY_REPLIES_S = 5.0
 """Timeout of a connection to `cluster.ray_address`."""
 _LONGEST_FOLDER = 41
@@ -90,14 +94,15 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
                 _keep_on_loopback()
             _start_only_what_is_used()
             folder = str(scratch.folder())  # which a later start removes if this process is killed
-            ray.init(
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                _node_ip_address="127.0.0.1",
-                _temp_dir=folder if len(folder) <= _LONGEST_FOLDER else None,
-                namespace="asyncgrpo",
-                **quiet,
-            )
+            with _warned_if_late(folder):
+                ray.init(
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=folder if len(folder) <= _LONGEST_FOLDER else None,
+                    namespace="asyncgrpo",
+                    **quiet,
+                )
             _protect_token()
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
@@ -117,6 +122,25 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
         ray.shutdown()
     if session is not None:
         shutil.rmtree(session, ignore_errors=True)
+
+
+@contextmanager
+def _warned_if_late(folder: str) -> Iterator[None]:
+    """Print a warning with the last line of Ray's errors if the block takes longer than `LATE_S`.
+
+    Ray waits for its first workers without a deadline, also if none of them can start. It blocks this process meanwhile, so
+    another one prints.
+    """
+    errors = 'cat "$1"/session_2*/logs/raylet.err 2>/dev/null | tail -n 1'
+    script = (
+        f'sleep "$0"; echo "warning: Ray has not started for $0 s; its logs are in $1, and end with: $({errors})" >&2'
+    )
+    process = subprocess.Popen(["sh", "-c", script, f"{LATE_S:.0f}", folder], start_new_session=True)
+    try:
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _is_explained(error: Exception) -> bool:

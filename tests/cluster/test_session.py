@@ -67,6 +67,28 @@ def test_a_request_without_the_token_is_refused(tmp_path):
     assert done.stdout.split() == ["UNAUTHENTICATED", "UNAUTHENTICATED", "True"]
 
 
+LATE = """
+from asyncgrpo import warm
+from asyncgrpo.cluster import ray_session
+
+warm.__file__ = "/no/such/script.py"
+ray_session.LATE_S = 1.0
+with ray_session.ray_session(None, True):
+    print("started")
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_whose_workers_cannot_start_is_no_silent_wait():
+    """It blocks its process without end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LATE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as late:
+        said = next((line for line in late.stdout if "Ray has not started for 1 s" in line), "")
+        late.kill()
+    assert "its logs are in /" in said
+
+
 def test_a_cluster_that_is_not_there_is_known_at_once():
     with pytest.raises(ConfigError, match=r"cluster.ray_address 127.0.0.1:1: no Ray cluster replies there"):
         check_ray("127.0.0.1:1")
