@@ -189,8 +189,6 @@ class Run:
         except AsyncGRPOError as error:
             # The command prints the sentence; the log has the traceback.
             log.info("run failed: %s", error, exc_info=error.__cause__)
-            watch.dump_stacks(str(error))
-            time.sleep(STACKS_S)
             raise
         finally:
             steering.end()
@@ -214,10 +212,12 @@ class Run:
                 # The process reported an error, and no core has ever worked: the next one would meet it, too.
                 is_fatal = loss.is_error and not has_trained and budget.count == 0
                 if self._asked_to_stop or is_fatal or losses_in_a_row >= liveness.FAILED_STARTS:
+                    self._dump_stacks(loss)
                     raise
                 self._record_loss(loss, budget.spend(str(loss)))
             except AsyncGRPOError as error:
                 self._save_last_steps(core, str(error))
+                self._dump_stacks(error)
                 raise
             finally:
                 fleet.leave()
@@ -309,6 +309,11 @@ class Run:
                 time.sleep(POLL_S)
         except AsyncGRPOError as trouble:
             log.error("no last checkpoint: %s", trouble)
+
+    def _dump_stacks(self, error: AsyncGRPOError) -> None:
+        """Make the processes that are left write their stacks, before they are killed."""
+        self._watch.dump_stacks(str(error))
+        time.sleep(STACKS_S)
 
     def _about(self, ready: BufferReady) -> dict[str, Any]:
         """Return the fields of the `start` event that the driver knows."""

@@ -82,18 +82,21 @@ def test_a_core_is_replaced_until_several_in_a_row_have_not_trained_a_step(
         loss.is_error = is_error
         raise loss
 
-    core = lambda *_: SimpleNamespace(first_step=0, steps_done=None, end=lambda: None)  # noqa: E731
+    calls: list[str] = []
+    core = lambda *_: SimpleNamespace(first_step=0, steps_done=None, end=lambda: calls.append("end"))  # noqa: E731
     monkeypatch.setattr(run_module, "Core", core)
+    monkeypatch.setattr(run_module, "STACKS_S", 0.0)
     monkeypatch.setattr(Run, "_train", lose)
     config = load_config(None, ["model.path=m", "data.train=t", "generators.restarts=99"])
     run: Any = Run(config, RunFolder(tmp_path), "")
-    run._placement = run._watch = None
+    run._placement, run._watch = None, SimpleNamespace(dump_stacks=lambda reason: calls.append("stacks"))
     run._fleet = SimpleNamespace(leave=lambda: None, is_up=True)
     run._steering = SimpleNamespace(config=config)
     with pytest.raises(ProcessLost, match="learner-0: its process died"):
         run._run_cores(Setup(config, tmp_path, 1, None, None, "", 1))
     lost = [event for event in read_events(tmp_path / "metrics.jsonl") if event["event"] == "restart"]
     assert [(event["actor"], event["count"]) for event in lost] == [("learner-0", n + 1) for n in range(restarts)]
+    assert calls == ["end"] * restarts + ["stacks", "end"], "a process that is killed writes no stacks"
 
 
 def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[[Run], str]) -> Run:
