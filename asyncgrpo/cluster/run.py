@@ -205,19 +205,22 @@ class Run:
         while True:
             core = Core(setup, self._placement, self._watch)
             try:
-                return self._train(core)
-            except ProcessLost as loss:
-                has_trained = (core.steps_done or 0) > core.first_step
-                losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
-                # The process reported an error, and no core has ever worked: the next one would meet it, too.
-                is_fatal = loss.is_error and not has_trained and budget.count == 0
-                if self._asked_to_stop or is_fatal or losses_in_a_row >= liveness.FAILED_STARTS:
-                    self._dump_stacks(loss)
+                try:
+                    return self._train(core)
+                except ProcessLost as loss:
+                    has_trained = (core.steps_done or 0) > core.first_step
+                    losses_in_a_row = 0 if has_trained else losses_in_a_row + 1
+                    # The process reported an error, and no core has ever worked: the next one would meet it, too.
+                    is_fatal = loss.is_error and not has_trained and budget.count == 0
+                    if self._asked_to_stop or is_fatal or losses_in_a_row >= liveness.FAILED_STARTS:
+                        raise
+                    self._record_loss(loss, budget.spend(str(loss)))
+                except AsyncGRPOError as error:
+                    self._save_last_steps(core, str(error))
                     raise
-                self._record_loss(loss, budget.spend(str(loss)))
             except AsyncGRPOError as error:
-                self._save_last_steps(core, str(error))
-                self._dump_stacks(error)
+                self._watch.dump_stacks(str(error))  # before the processes are killed
+                time.sleep(STACKS_S)
                 raise
             finally:
                 fleet.leave()
@@ -309,11 +312,6 @@ class Run:
                 time.sleep(POLL_S)
         except AsyncGRPOError as trouble:
             log.error("no last checkpoint: %s", trouble)
-
-    def _dump_stacks(self, error: AsyncGRPOError) -> None:
-        """Make the processes that are left write their stacks, before they are killed."""
-        self._watch.dump_stacks(str(error))
-        time.sleep(STACKS_S)
 
     def _about(self, ready: BufferReady) -> dict[str, Any]:
         """Return the fields of the `start` event that the driver knows."""
