@@ -43,7 +43,7 @@ TILE_LOGITS = 2**27
 ARENAS = 2
 """Publications that the learner keeps in host memory (`weights.arena.SLOTS`); one more where deltas may be sent."""
 PCIE_BYTES_PER_S = 55e9
-"""Rate at which one GPU reads pinned memory over PCIe 5 x16, measured on an H200 (docs/benchmarks.md)."""
+"""Rate at which one GPU reads pinned memory over PCIe 5 x16, measured on an H200 (docs/gpu.md)."""
 COPIED_BYTES_PER_S = 12e9
 """Rate at which one core copies (docs/weights.md)."""
 SHOWN_OF_NOMINAL = 0.985
