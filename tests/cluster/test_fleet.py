@@ -226,12 +226,16 @@ def test_one_that_is_too_many_leaves_when_it_ends_by_itself_and_costs_no_restart
     assert [(e["actor"], e["count"]) for e in written] == [("generator-1", 1)], "from here on it is wanted"
 
 
+def let_all_exit(monkeypatch: pytest.MonkeyPatch, core: Any, *, is_over: bool) -> None:
+    monkeypatch.setattr(module, "has_ended", lambda reference: True)
+    monkeypatch.setattr(module, "result", lambda reference, name: ("host", 1))
+    core.is_over = lambda: is_over
+
+
 def test_one_that_ends_with_the_run_is_no_restart_unless_the_run_goes_on_with_another_core(plane, monkeypatch):
     """A generator with a small engine is gone before the learner's ranks are."""
     fleet, _, core, written = plane
-    monkeypatch.setattr(module, "has_ended", lambda reference: True)
-    monkeypatch.setattr(module, "result", lambda reference, name: ("host", 1))
-    core.is_over = lambda: True
+    let_all_exit(monkeypatch, core, is_over=True)
     fleet.reconcile()
     fleet.reconcile()
     assert len(core.lost) == 2 and not fleet.is_up and len(module.ray.started) == 2 and written == []
@@ -244,9 +248,7 @@ def test_one_that_ends_with_the_run_is_no_restart_unless_the_run_goes_on_with_an
 
 def test_one_that_exits_during_the_run_restarts(plane, monkeypatch):
     fleet, _, core, written = plane
-    monkeypatch.setattr(module, "has_ended", lambda reference: True)
-    monkeypatch.setattr(module, "result", lambda reference, name: ("host", 1))
-    core.is_over = lambda: False
+    let_all_exit(monkeypatch, core, is_over=False)
     fleet.reconcile()
     assert [(one["actor"], one["reason"]) for one in written] == [
         ("generator-0", "it exited"),
