@@ -132,25 +132,9 @@ class LearnerService:
         while self.last_step is None or self.step < self.last_step:
             self.progress.tick()
             self._apply_steering()
-            with self._clock("wait_data"):
-                message, payload = self.inbox.take(self.step, self.version, self._shares_within)
-                groups = unpack_batch(message, payload) if isinstance(message, Batch) else []
-            if isinstance(message, NoMore):
-                self.recorder.last(message.counters)
-                return {"exhausted": "done", "draining": "drained", "failing": "failed"}[message.why]
-            with self._clock("forward_backward"):
-                if self.team.world > 1:
-                    head, body = map(bytes, encode(message, payload))
-                    self.team.broadcast(RankCommand(what="step", version=self.version, header=head, payload=body))
-                report = self.learner.step(groups, self.version)
-            started_from, self.version = self.version, PolicyVersion(self.version.lineage, self.version.number + 1)
-            self._updates, self._shares_within = self.learner.steps, report.shares_within
-            try:
-                self._publish()
-            finally:  # the step is trained even if its weights cannot be offered
-                self.recorder.step(
-                    self.step, started_from, groups, report, message.counters, self._clock.lap(report.seconds)
-                )
+            if (why := self._train_batch()) is not None:
+                return {"exhausted": "done", "draining": "drained", "failing": "failed"}[why]
+            self._publish()
             self._record_publications()
             if self.step % self.config.run.eval_every == 0:
                 self._evaluate()
@@ -158,6 +142,29 @@ class LearnerService:
             if self.step % self.config.run.checkpoint_every == 0:
                 self._try_checkpoint()
         return "done"
+
+    def _train_batch(self) -> str | None:
+        """Take a batch, train it and record the step. Its memory is free again when the loop waits for the next one.
+
+        Returns:
+            The reason for which no batch is left; None: a step was trained.
+        """
+        with self._clock("wait_data"):
+            message, payload = self.inbox.take(self.step, self.version, self._shares_within)
+            groups = unpack_batch(message, payload) if isinstance(message, Batch) else []
+        if isinstance(message, NoMore):
+            self.recorder.last(message.counters)
+            return message.why
+        with self._clock("forward_backward"):
+            if self.team.world > 1:
+                head, body = map(bytes, encode(message, payload))
+                self.team.broadcast(RankCommand(what="step", version=self.version, header=head, payload=body))
+            report = self.learner.step(groups, self.version)
+        started_from, self.version = self.version, PolicyVersion(self.version.lineage, self.version.number + 1)
+        self._updates, self._shares_within = self.learner.steps, report.shares_within
+        seconds = self._clock.lap(report.seconds)
+        self.recorder.step(self.step, started_from, groups, report, message.counters, seconds)
+        return None
 
     def resume(self, checkpoint: Path) -> None:
         """Restore step, totals and record from `checkpoint`. `Learner.load` restores model and optimizer."""
