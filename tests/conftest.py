@@ -24,7 +24,6 @@ ALONE = {
     "tests/simulation/test_simulation.py",
     "tests/test_benchmarks.py",
     "tests/test_self_healing.py",
-    "tests/test_synchronous.py",
     "tests/test_whole_runs.py",
 }
 """Files whose tests share nothing."""

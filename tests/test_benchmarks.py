@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from asyncgrpo.learner.packing import pack
-from benchmarks import gpu_learner, learner_step
+from benchmarks import gpu_learner
 from benchmarks.gpu_tables import learner_table
 from benchmarks.rollouts import VERSION, Lengths, make_groups
 from benchmarks.shapes import SHAPES, Work, qwen3, train_flops
@@ -70,12 +70,3 @@ def test_operations_are_those_of_the_matrices():
     attention = 2 * shape.layers * shape.heads * shape.head_dim * 2 * whole.pairs
     forward = 2 * shape.body * 18 + 2 * shape.head * 12 + attention
     assert train_flops(shape, whole) == pytest.approx(3 * forward)
-
-
-@pytest.mark.slow
-def test_a_learner_step_beside_a_supervised_one(capsys):
-    smallest = ["--rounds", "1", "--steps", "1", "--batch", "one group"]
-    learner_step.main([*smallest, "--cells", "asyncgrpo", "supervised"])
-    found = lines(capsys.readouterr().out)
-    assert [one["cell"] for one in found[:2]] == ["asyncgrpo", "supervised"]
-    assert [(one["of"], one["to"]) for one in found[2:]] == [("supervised", "asyncgrpo")]
