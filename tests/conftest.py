@@ -20,7 +20,6 @@ os.environ["OMP_NUM_THREADS"] = "1"
 """Two threads of each worker on two cores wait for one another at every operation: tiny models take 100 times as long."""
 
 ALONE = {
-    "tests/gpu_rehearsals/test_nodes.py",
     "tests/simulation/test_simulation.py",
     "tests/test_benchmarks.py",
     "tests/test_self_healing.py",

@@ -67,7 +67,7 @@ def test_a_teacher_that_the_run_starts_is_replaced_when_it_cannot_load_or_dies(t
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
     process = start(*DEMO, "--steps", "10000", "teacher.path=teacher", cwd=tmp_path)
-    wait_until(lambda: bool(events(run, "restart")), "restart", 60.0)
+    wait_until(lambda: bool(events(run, "restart")), "restart", 150.0)
     weights.write_bytes(whole)
     wait_for_steps(run)
     below = psutil.Process(status_of_teacher(run).pid).children()

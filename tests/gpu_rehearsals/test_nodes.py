@@ -26,39 +26,44 @@ RAY = {
 }
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(dir="/tmp"))  # short: Ray keeps sockets below it
     yield made
     shutil.rmtree(made, ignore_errors=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster(folder: Path) -> Iterator[Cluster]:
+    """Ray on two nodes. The last test loses the second one."""
     made = Cluster(folder, RAY)
     try:
         made.add(1)
         made.add(2)
+        token = folder / ".ray" / "auth_token"
+        token.parent.mkdir()
+        token.write_text(secrets.token_hex(32))
+        made.start_ray(1, '{"first": 4, "each": 1}')
+        made.wait_for_ray(1)
+        made.start_ray(2, '{"second": 4, "each": 1}')
+        made.wait_for_ray(2)
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def work(folder: Path, tmp_path: Path) -> Path:
+    """Not the working directory of Ray's workers. The demo's paths are relative."""
+    made = folder / tmp_path.name
+    made.mkdir()
+    return made
 
 
 DEMO = ["demo", "--engine", "torch", "--max-lag", "1", "--out", "run", "learner.ranks=2", "run.eval_every=100"]
 EACH = ["learner.ray_resources={each: 1}", "generators.ray_resources={second: 1}"]
 APART = ["learner.ray_resources={first: 1}", "generators.ray_resources={second: 1}"]
 SOON = ["run.checkpoint_every=6", "weights.timeout_s=4", "cluster.silent_timeout_s=8"]
-
-
-def start_ray(cluster: Cluster, folder: Path) -> None:
-    """On two nodes, the second of which holds the generators."""
-    token = folder / ".ray" / "auth_token"
-    token.parent.mkdir()
-    token.write_text(secrets.token_hex(32))
-    cluster.start_ray(1, '{"first": 4, "each": 1}')
-    cluster.wait_for_ray(1)
-    cluster.start_ray(2, '{"second": 4, "each": 1}')
-    cluster.wait_for_ray(2)
 
 
 def lose_the_generators(cluster: Cluster, work: Path, steps: int, *settings: str) -> None:
@@ -105,14 +110,13 @@ def assert_metrics_ask_for_the_token(cluster: Cluster, work: Path) -> None:
     assert scraped.stdout.strip() == str(expected), scraped.stdout + scraped.stderr
 
 
-def test_ranks_on_two_nodes_train_and_publish_together(cluster: Cluster, folder: Path):
+def test_ranks_on_two_nodes_train_and_publish_together(cluster: Cluster, work: Path):
     """Neither can map the other's memory, and the name of each leads to its own loopback."""
-    start_ray(cluster, folder)
     settings = [f"cluster.ray_address={cluster.ray_address}", "cluster.bind=0.0.0.0"]
-    output = folder / "output.txt"
-    process = cluster.start(1, *command(*DEMO, *EACH, "--steps", "8", *settings), output=output, cwd=folder)
+    output = work / "output.txt"
+    process = cluster.start(1, *command(*DEMO, *EACH, "--steps", "8", *settings), output=output, cwd=work)
     assert process.wait(timeout=150) == 0, output.read_text()
-    run = folder / "run"
+    run = work / "run"
     assert [event["step"] for event in events(run, "step")] == list(range(1, 9))
     published = events(run, "sync")
     assert {(event["checksum"], event["engines"]) for event in published} == {("ok", 2)}
@@ -121,14 +125,11 @@ def test_ranks_on_two_nodes_train_and_publish_together(cluster: Cluster, folder:
     assert "learner ranks [1] send the weights of their own machines" in said
     sent = [event["sent_bytes"] for event in published if "sent_bytes" in event]
     assert sent and min(sent) > 0, "no generator maps the memory of a part of the weights"
-    audit = cluster.run(1, *command("audit", "run"), cwd=folder)
+    audit = cluster.run(1, *command("audit", "run"), cwd=work)
     assert audit.returncode == 0, audit.stdout
 
 
-def test_a_run_on_two_nodes_survives_the_one_with_all_generators(cluster: Cluster, folder: Path):
-    start_ray(cluster, folder)
-    work = folder / "work"  # not the working directory of Ray's workers, and the demo's paths are relative
-    work.mkdir()
+def test_a_run_on_two_nodes_survives_the_one_with_all_generators(cluster: Cluster, work: Path):
     elsewhere = ["learner.ray_resources={second: 1}", "generators.ray_resources={second: 1}"]
     loopback = cluster.run(1, *command(*DEMO, *elsewhere, f"cluster.ray_address={cluster.ray_address}"), cwd=work)
     assert loopback.returncode == 1 and "set cluster.bind=0.0.0.0" in loopback.stdout + loopback.stderr
