@@ -6,7 +6,10 @@
 import json
 import random
 import sys
+import time
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +22,8 @@ from asyncgrpo.errors import ConfigError, RunNotAlive
 from asyncgrpo.logs import visible
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from asyncgrpo.control.client import Command, Look
     from asyncgrpo.tools.replay import Pair, Replayed, Timeline
 
@@ -26,6 +31,8 @@ app = typer.Typer()
 
 RUNS = Path("runs")
 """Searched for active runs if the command names none."""
+REFRESH_S = 1.0
+"""Interval of `top`."""
 
 RunArgument = Annotated[
     Path | None, typer.Argument(metavar="RUN", help="Run folder. Default: the only active run in runs/.")
@@ -80,10 +87,35 @@ def _status(look: "Look") -> str:
 
 @app.command("top", epilog=example("top"))
 def top(runs: RunsArgument = None) -> None:
-    """Watch active runs in the terminal. Keys: q quits, p pauses, r resumes (both ask first), tab selects the next run."""
-    from asyncgrpo.control.top import watch
+    """Watch active runs in the terminal until Ctrl-C. If the output is not a terminal, print them once."""
+    from rich.console import Console
+    from rich.live import Live
 
-    watch(_active(runs))
+    from asyncgrpo.control.client import Look
+
+    looks, console = [Look(run) for run in _active(runs)], Console()
+    if not console.is_terminal:
+        console.print(panels(looks))
+        return
+    with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            live.update(panels(looks), refresh=True)
+            time.sleep(REFRESH_S)
+
+
+def panels(looks: "Sequence[Look]") -> "Group":
+    """Refresh the runs, and return a panel of each."""
+    from rich.console import Group
+
+    from asyncgrpo.recording.screen import panel
+
+    shown = []
+    for look in looks:
+        look.refresh()
+        notes = [("advice", text, "green") for text in look.advice()]
+        notes += [("problems", text, "bold yellow") for text in look.warnings()]
+        shown.append(panel(look.progress, f"{look.name}  step {look.position}", look.state, look.rows(), notes))
+    return Group(*shown)
 
 
 @app.command("page", epilog=example("page runs/demo"))

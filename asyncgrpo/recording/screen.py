@@ -313,7 +313,6 @@ def panel(
     rows: Iterable[tuple[str, str]],
     notes: Iterable[Note],
     *,
-    border: str = "dim",
     wraps: bool = True,
     done: float | None = None,
 ) -> Panel:
@@ -339,7 +338,7 @@ def panel(
     colour = next((colour for word, colour in _COLOURS.items() if state.startswith(word)), "white")
     heading = Text.assemble((f"{title}  ", "bold cyan"), (state, f"bold {colour}"))
     bar = () if done is None else (Padding(ProgressBar(total=1.0, completed=done)),)  # which ends its line
-    return Panel(Group(*bar, *tables), title=heading, title_align="left", border_style=border, padding=(0, 1))
+    return Panel(Group(*bar, *tables), title=heading, title_align="left", border_style="dim", padding=(0, 1))
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
-"""`top`: what it shows of several runs, and that a key asks before it pauses one."""
+"""`top`: what it shows of several runs, until Ctrl-C."""
 
 import contextlib
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from asyncgrpo.control.client import Address, Pause, Resume, write_address
-from asyncgrpo.control.top import Top
+from asyncgrpo.cli.look import panels
+from asyncgrpo.control.client import Address, Look, write_address
 from asyncgrpo.recording.events import EventLog
 from tests.control.operators import TOKEN, FakeOperator, make_run, served, step
 from tests.runs import environment
@@ -28,42 +29,23 @@ def operators(tmp_path: Path) -> Iterator[list[FakeOperator]]:
         yield made
 
 
-def shown(top: Top, width: int = 120) -> str:
+def shown(looks: list[Look], width: int = 120) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(top.render())
+    console.print(panels(looks))
     return console.export_text()
 
 
 def test_every_run_has_its_panel_and_on_a_terminal_of_80_columns_nothing_is_cut(operators: list[FakeOperator]):
     operators[1].state = "paused"
-    top = Top([operator.run_dir for operator in operators])
-    top.refresh()
-    page = shown(top)
+    looks = [Look(operator.run_dir) for operator in operators]
+    page = shown(looks)
     assert "one  step 12/60  training" in page and "two  step 12/60  paused" in page
-    top = Top([operators[0].run_dir])
-    top.refresh()
-    words = [word for name, text in top.selected.rows() for word in (name, *text.split())]
-    page = shown(top, width=80)
+    page = shown(looks[:1], width=80)
+    words = [word for name, text in looks[0].rows() for word in (name, *text.split())]
     assert [word for word in words if word not in page] == [] and "…" not in page
 
 
-def test_a_key_asks_before_it_pauses(operators: list[FakeOperator]):
-    top = Top([operator.run_dir for operator in operators])
-    top.refresh()
-    assert top.press("\t") and top.press("p")
-    assert "pause two? y: yes" in shown(top)
-    top.press("x")
-    assert operators[1].commands == []
-    top.press("p")
-    top.press("y")
-    assert "Pause is done" in shown(top)
-    top.press("r")
-    top.press("y")
-    assert (operators[0].commands, operators[1].commands) == ([], [Pause(), Resume()])
-    assert not top.press("q")
-
-
-def test_on_a_terminal_keys_are_heard_at_once(operators: list[FakeOperator]):
+def test_on_a_terminal_it_is_shown_until_ctrl_c(operators: list[FakeOperator]):
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "asyncgrpo", "top", str(operators[0].run_dir)]
     process = subprocess.Popen(
@@ -71,35 +53,25 @@ def test_on_a_terminal_keys_are_heard_at_once(operators: list[FakeOperator]):
     )
     os.close(theirs)
     seen = ""
-
-    def read_until(text: str) -> None:
-        nonlocal seen
-        while text not in seen:
-            seen += os.read(ours, 65536).decode(errors="replace")
-
-    read_until("q quit")
-    os.write(ours, b"py")
-    read_until("Pause is done")
-    os.write(ours, b"q")
+    while "training" not in seen:
+        seen += os.read(ours, 65536).decode(errors="replace")
+    process.send_signal(signal.SIGINT)
     while process.poll() is None:  # it cannot end before what it prints is read
         with contextlib.suppress(OSError):
             if select.select([ours], [], [], 0.2)[0]:
                 os.read(ours, 65536)
     assert process.returncode == 0
-    assert operators[0].commands == [Pause()]
     os.close(ours)
 
 
 def test_it_follows_the_events_and_a_run_that_ends_stays_on_the_page(operators: list[FakeOperator]):
-    top = Top([operators[0].run_dir])
-    top.refresh()
+    look = Look(operators[0].run_dir)
+    shown([look])
     EventLog(operators[0].run_dir / "metrics.jsonl").write("step", **step(13, reward_mean=0.975))
-    top.refresh()
-    assert "0.975" in shown(top)
+    assert "0.975" in shown([look])
     EventLog(operators[0].run_dir / "metrics.jsonl").resume_at(4)
-    top.refresh()
-    assert top.selected.progress.step == 4, "a resume replaced the file"
+    shown([look])
+    assert look.progress.step == 4, "a resume replaced the file"
     (operators[0].run_dir / "control.json").unlink()
-    top.refresh()
-    page = shown(top)
+    page = shown([look])
     assert "one  step 12/60  no reply" in page and "is not going on" in page
