@@ -28,7 +28,7 @@ from benchmarks.measuring import rounded, show, where
 PACE = "ASYNCGRPO_LEARNER_PACE"
 """Seconds of a step of the learner: of itself, and of each token."""
 BASE_S, RANK_S_PER_TOKEN = 0.5, 0.004
-CURVE = DecodeCurve(base_s=0.05, per_completion_s=0.001)
+CURVE = DecodeCurve(base_s=0.05, each_s=0.001)
 PER_STEP, GROUP_SIZE, MEDIAN, MAX_TOKENS = 16, 4, 20, 400
 
 
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
     setting = msgspec.json.decode(arguments.one, type=Setting)
     processes.LearnerActor = PacedLearner  # type: ignore[misc]
     engine = {
-        "vocab_size": 261, "seconds_per_token": CURVE.base_s, "seconds_per_completion": CURVE.per_completion_s,
+        "vocab_size": 261, "seconds_per_token": CURVE.base_s, "seconds_per_completion": CURVE.each_s,
         "median_tokens": MEDIAN, "sigma": setting.sigma,
     }  # fmt: skip
     settings = {
@@ -126,7 +126,7 @@ def compare(setting: Setting, folder: Path, first: int) -> dict[str, Any]:
     files = sorted((folder / "samples").rglob("step_*.parquet"))[first:]
     rows = [row for file in files for row in pq.read_table(file, columns=COLUMNS).to_pylist()]
     profile = profile_of(config, steps, rows, load_tokenizer(config.model.path), CURVE)
-    learner = LearnerTimes(base_s=BASE_S, rank_s_per_token=RANK_S_PER_TOKEN)
+    learner = LearnerTimes(base_s=BASE_S, each_s=RANK_S_PER_TOKEN)
     split = Split(setting.generators, setting.ranks, setting.groups_in_flight, setting.max_lag)
     found = predict(msgspec.structs.replace(profile, learner=learner), split)
     step_s = (steps[-1]["time"] - steps[0]["time"]) / (len(steps) - 1)

@@ -114,11 +114,13 @@ class _Line(_Part, frozen=True, kw_only=True):
 
     base_s: NotNegative
     """However small the load: a."""
+    each_s: NotNegative
+    """For each unit of the load: c."""
     measured: tuple[tuple[float, float], ...] = ()
     """(load, seconds) as measured."""
 
     def at(self, load: float) -> float:
-        raise NotImplementedError
+        return self.base_s + self.each_s * load
 
     @property
     def residual(self) -> float:
@@ -126,14 +128,8 @@ class _Line(_Part, frozen=True, kw_only=True):
         return max((abs(self.at(load) / seconds - 1) for load, seconds in self.measured), default=0.0)
 
 
-class DecodeCurve(_Line, frozen=True, kw_only=True):
+class DecodeCurve(_Line, frozen=True, kw_only=True, rename={"each_s": "per_completion_s"}):
     """Seconds of one token of each of b concurrent completions of an engine: a + c b."""
-
-    per_completion_s: NotNegative
-    """c: for each one more."""
-
-    def at(self, load: float) -> float:
-        return self.base_s + self.per_completion_s * load
 
     def rate(self, running: float) -> float:
         """Return the tokens a second of one engine at so many completions."""
@@ -142,7 +138,7 @@ class DecodeCurve(_Line, frozen=True, kw_only=True):
     @property
     def knee(self) -> float:
         """b* = 3 a / c: load at three quarters of the largest throughput. Infinite if c is 0."""
-        return 3 * self.base_s / self.per_completion_s if self.per_completion_s else float("inf")
+        return 3 * self.base_s / self.each_s if self.each_s else float("inf")
 
     def is_near(self, running: float) -> bool:
         """Return True if the curve was measured at about this load."""
@@ -159,9 +155,9 @@ class DecodeCurve(_Line, frozen=True, kw_only=True):
         loads, seconds = np.array([b for b, _ in measured]), np.array([s for _, s in measured])
         if loads.max() < NEAR * loads.min():
             half = float(np.median(seconds)) / 2
-            return DecodeCurve(base_s=half, per_completion_s=half / float(loads.mean()), measured=tuple(measured))
+            return DecodeCurve(base_s=half, each_s=half / float(loads.mean()), measured=tuple(measured))
         base, each = _line(loads, seconds)
-        return DecodeCurve(base_s=base, per_completion_s=each, measured=tuple(measured))
+        return DecodeCurve(base_s=base, each_s=each, measured=tuple(measured))
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -174,14 +170,8 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return float(best[0]), float(best[1])
 
 
-class LearnerTimes(_Line, frozen=True, kw_only=True):
+class LearnerTimes(_Line, frozen=True, kw_only=True, rename={"each_s": "rank_s_per_token"}):
     """Seconds of a step of the learner, without its publication, by the tokens of each rank, prompts included."""
-
-    rank_s_per_token: NotNegative
-    """For each token, times the ranks that share the work."""
-
-    def at(self, load: float) -> float:
-        return self.base_s + self.rank_s_per_token * load
 
     @staticmethod
     def fit(measured: list[tuple[float, float]]) -> "LearnerTimes":
@@ -190,7 +180,7 @@ class LearnerTimes(_Line, frozen=True, kw_only=True):
         base, each = 0.0, float(np.mean(seconds) / np.mean(tokens))
         if tokens.max() >= 1.2 * tokens.min():
             base, each = _line(tokens, seconds)
-        return LearnerTimes(base_s=base, rank_s_per_token=each, measured=tuple(measured))
+        return LearnerTimes(base_s=base, each_s=each, measured=tuple(measured))
 
 
 class Profile(_Part, frozen=True, kw_only=True):
@@ -343,8 +333,8 @@ def generate_seconds(profile: Profile, generators: int, in_flight: float) -> tup
     lengths, decode, size = profile.lengths, profile.decode, profile.group_size
     held, mean, longest = in_flight * size / generators, lengths.mean, lengths.longest_of(1, size)
     # b (κ L τ(b) + r) = held · L τ(b), for b; a group that only awaits its scores gives its place back
-    square, constant = longest * decode.per_completion_s, held * mean * decode.base_s
-    linear = longest * decode.base_s + min(profile.reward_s, SCORED_AT_ONCE_S) - held * mean * decode.per_completion_s
+    square, constant = longest * decode.each_s, held * mean * decode.base_s
+    linear = longest * decode.base_s + min(profile.reward_s, SCORED_AT_ONCE_S) - held * mean * decode.each_s
     running = _root(square, linear, -constant) if constant else held * mean / longest
     running = min(running, profile.kv_completions or math.inf)
     groups_per_s = generators * decode.rate(running) / (size * mean)
@@ -376,7 +366,7 @@ def _useful(profile: Profile) -> float:
 def _running_at(profile: Profile, generators: int, step_s: float) -> float:
     """Return b: completions that one engine runs when a step takes so long."""
     tokens_per_s = _useful(profile) * profile.group_size * profile.lengths.mean / (generators * step_s)
-    left = 1 - profile.decode.per_completion_s * tokens_per_s
+    left = 1 - profile.decode.each_s * tokens_per_s
     return tokens_per_s * profile.decode.base_s / left if left > 0 else math.inf
 
 
@@ -387,7 +377,7 @@ def _synchronous(profile: Profile, split: Split) -> Prediction:
     most = min(each, split.groups_in_flight * size, profile.kv_completions or math.inf)
     longest_s = decode.base_s * lengths.longest_of(profile.prompts_per_step, size)
     waves_s = each * lengths.mean / decode.rate(most) if most < each else 0.0  # those that do not fit at once follow
-    generate_s = max(longest_s + decode.per_completion_s * each * lengths.mean, waves_s) + profile.reward_s
+    generate_s = max(longest_s + decode.each_s * each * lengths.mean, waves_s) + profile.reward_s
     learn_s = learner_seconds(profile, split.ranks)
     running = each * lengths.mean * decode.at(most / 2) / generate_s
     return _prediction(profile, split, generate_s + learn_s, learn_s, running, 0.0, "longest completions")

@@ -160,7 +160,7 @@ def profile_of(
         shares_prompts=config.learner.share_prompts,
         lengths=lengths,
         decode=decode,
-        learner=LearnerTimes(base_s=0.0, rank_s_per_token=0.0),
+        learner=LearnerTimes(base_s=0.0, each_s=0.0),
         publish_s=_publish_s(steps),
         pause_s=statistics.fmean(
             step["generators"].get("weights", 0.0) / step["generators"]["in_touch"]

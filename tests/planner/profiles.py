@@ -20,8 +20,8 @@ def profile(**changes: object) -> Profile:
         ranks=2,
         gpus_each=1,
         lengths=SAME,
-        decode=DecodeCurve(base_s=0.02, per_completion_s=0.001),
-        learner=LearnerTimes(base_s=1.0, rank_s_per_token=0.001),
+        decode=DecodeCurve(base_s=0.02, each_s=0.001),
+        learner=LearnerTimes(base_s=1.0, each_s=0.001),
         publish_s=0.5,
         pause_s=0.2,
     )

@@ -185,7 +185,7 @@ class Scheduled:
     def _generator(self, index: int) -> GeneratorService:
         peer, decode = f"generator-{index}", self._profile.decode
         engine = FakeEngine(
-            vocab_size=2**20, seconds_per_token=decode.base_s, seconds_per_completion=decode.per_completion_s,
+            vocab_size=2**20, seconds_per_token=decode.base_s, seconds_per_completion=decode.each_s,
             median_tokens=MEDIAN, sigma=self._sigma,
         )  # fmt: skip
         reward = EveryOther(round(10 * self._profile.filtered))
@@ -220,7 +220,7 @@ def main() -> None:
     cases = itertools.product((1, 2, 4, 8), (0.5, 1.0), (0.2, 3.0), (2, 4))
     for max_lag, sigma, base_s, generators in cases:
         task, split = (
-            profile(learner=LearnerTimes(base_s=base_s, rank_s_per_token=0.0005), pause_s=0.0),
+            profile(learner=LearnerTimes(base_s=base_s, each_s=0.0005), pause_s=0.0),
             Split(generators, 2, 8, max_lag),
         )
         run = Scheduled(task, split, sigma=sigma, steps=60)

@@ -55,7 +55,7 @@ def test_without_lag_nothing_overlaps():
 
 def test_the_knee_in_groups():
     assert knee_groups(profile()) == 15  # 60 completions of four a group
-    assert knee_groups(profile(decode=DecodeCurve(base_s=0.02, per_completion_s=0.0))) == 4
+    assert knee_groups(profile(decode=DecodeCurve(base_s=0.02, each_s=0.0))) == 4
 
 
 def test_a_second_generator_helps_where_generators_decide_and_a_sixth_does_not():
@@ -77,7 +77,7 @@ def test_a_second_generator_helps_where_generators_decide_and_a_sixth_does_not()
 def test_formulas_agree_with_the_product_on_the_virtual_clock(
     split: Split, base_s: float, sigma: float, filtered: float, within: float
 ):
-    task = profile(learner=LearnerTimes(base_s=base_s, rank_s_per_token=0.0005), pause_s=0.0, filtered=filtered)
+    task = profile(learner=LearnerTimes(base_s=base_s, each_s=0.0005), pause_s=0.0, filtered=filtered)
     product = Scheduled(task, split, sigma=sigma, steps=40)
     formula = predict(msgspec.structs.replace(task, lengths=product.lengths), split)
     assert formula.step_s == pytest.approx(product.step_s, rel=within)

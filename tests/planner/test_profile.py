@@ -38,7 +38,7 @@ def test_what_is_no_profile_is_refused_with_its_file_and_its_key(tmp_path):
 
 def test_the_curve_is_the_line_through_the_points():
     curve = DecodeCurve.fit([(b, 0.02 + 0.0005 * b) for b in (1.0, 4.0, 16.0, 64.0)])
-    assert (curve.base_s, curve.per_completion_s) == pytest.approx((0.02, 0.0005))
+    assert (curve.base_s, curve.each_s) == pytest.approx((0.02, 0.0005))
     assert curve.residual < 1e-9 and curve.knee == pytest.approx(120)
     assert curve.is_near(90) and not curve.is_near(100)
     assert curve.rate(curve.knee) == pytest.approx(0.75 / 0.0005), "three quarters of the most there is"
@@ -48,14 +48,14 @@ def test_neither_part_of_a_curve_is_negative_and_one_load_leaves_open_which_part
     curve = DecodeCurve.fit([(10.0, 0.04), (12.0, 0.04)])
     assert (curve.at(11.0), curve.base_s) == pytest.approx((0.04, 0.02))
     falling = DecodeCurve.fit([(1.0, 0.03), (8.0, 0.02)])
-    assert falling.per_completion_s == 0 and 0.02 < falling.base_s < 0.03
+    assert falling.each_s == 0 and 0.02 < falling.base_s < 0.03
     through_less_than_nothing = DecodeCurve.fit([(1.0, 0.001), (8.0, 0.02)])
-    assert through_less_than_nothing.base_s == 0 and through_less_than_nothing.per_completion_s > 0
+    assert through_less_than_nothing.base_s == 0 and through_less_than_nothing.each_s > 0
 
 
 def test_the_learner_s_line_is_found_at_two_sizes_and_goes_through_zero_at_one():
     two = LearnerTimes.fit([(100.0, 1.5), (400.0, 3.0)])
-    assert (two.base_s, two.rank_s_per_token) == pytest.approx((1.0, 0.005))
+    assert (two.base_s, two.each_s) == pytest.approx((1.0, 0.005))
     assert two.at(400.0) == pytest.approx(3.0)
     assert LearnerTimes.fit([(100.0, 1.0), (101.0, 1.0)]).base_s == 0
 

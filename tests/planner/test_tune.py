@@ -10,7 +10,7 @@ from asyncgrpo.planner.tune import Measure, learner_points, profile_of
 from tests.runs import assert_nothing_left, asyncgrpo
 
 ENGINE = "{vocab_size: 261, seconds_per_token: 0.004, seconds_per_completion: 0.0002, median_tokens: 20, sigma: 0.5}"
-CURVE = DecodeCurve(base_s=0.01, per_completion_s=0.001)
+CURVE = DecodeCurve(base_s=0.01, each_s=0.001)
 CONFIG = """
 model: {path: nowhere/model}
 data: {train: nowhere/train.jsonl}
