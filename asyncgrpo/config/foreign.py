@@ -55,7 +55,15 @@ def read(words: Sequence[str], keys: KeyMap, stdin: str = "") -> "Translation":
     given, unread = read_words(words, keys, stdin)
     if not given and not unread:
         raise ConfigError(f"{' '.join(words)}: it has no key of {keys.system}'s")
-    return translation(given, unread, keys)
+    rows = keys.translate(given)
+    unwritten = keys.unwritten(given, unknown={line.partition(":")[0] for line in unread})
+    for key in given:
+        if keys.pattern_of(key) is None:
+            hint = near(key, keys.keys)
+            unread.append(f"{key}: asyncgrpo knows no such key of {keys.system}" + (f"; {hint}" if hint else ""))
+    there, left = [row for row in rows if row.ours], [row for row in rows if not row.ours]
+    unwritten = {key: value for key, value in unwritten.items() if value_in_words(value) != default_in_words(key)}
+    return Translation(keys.system, merged(rows), there, left, unread, unwritten)
 
 
 def read_words(words: Sequence[str], keys: KeyMap, stdin: str = "") -> Found:
@@ -349,28 +357,6 @@ class Translation(NamedTuple):
     """Sentences about keys that were not understood."""
     unwritten: dict[str, Any]
     """Its defaults for keys that are not given, in our keys, where our default differs."""
-
-
-def translation(given: dict[str, Any], unread: list[str], keys: KeyMap) -> Translation:
-    """What `given`, keys and values of the system of `keys`, is here.
-
-    Args:
-        unread: sentences about what was not understood while `given` was read; unknown keys are added.
-    """
-    rows = keys.translate(given)
-    unknown = [f"{key}: {_unknown(key, keys)}" for key in given if keys.pattern_of(key) is None]
-    defaults = {
-        key: value
-        for key, value in keys.unwritten(given, unknown={line.partition(":")[0] for line in unread}).items()
-        if value_in_words(value) != default_in_words(key)
-    }
-    there, left = [row for row in rows if row.ours], [row for row in rows if not row.ours]
-    return Translation(keys.system, merged(rows), there, left, [*unread, *unknown], defaults)
-
-
-def _unknown(key: str, keys: KeyMap) -> str:
-    hint = near(key, keys.keys)
-    return f"asyncgrpo knows no such key of {keys.system}" + (f"; {hint}" if hint else "")
 
 
 def report(found: Translation, problem: str, *, as_yaml: bool) -> str:

@@ -64,12 +64,10 @@ class KeyMap:
 
     Args:
         system: its name, in messages and as the section of `foreign_keys.yaml`.
-        reads_null: the rules that take null as a value.
     """
 
-    def __init__(self, system: str, reads_null: Collection[str] = ()) -> None:
+    def __init__(self, system: str) -> None:
         self.system = system
-        self._reads_null = reads_null
 
     @cached_property
     def _section(self) -> _Section:
@@ -131,7 +129,7 @@ class KeyMap:
                 return f"{other} is not {needed}, so it does nothing"
         if text in entry.without:
             return entry.without[text]
-        if value is None and entry.rule not in self._reads_null and text not in (entry.values or {}) | entry.special:
+        if value is None and entry.rule not in _READ_NULL and text not in (entry.values or {}) | entry.special:
             return "null leaves the default"
         if text in entry.special:
             return {entry.ours: entry.special[text]}
@@ -814,5 +812,7 @@ RULES: dict[str, Callable[[Any, Given, str], Translated]] = {
 }
 """The functions that the map names."""
 
-VERL = KeyMap("verl", reads_null={"verl_weight", "verl_rejections"})
-TRL = KeyMap("TRL")
+_READ_NULL = ("verl_weight", "verl_rejections")
+"""The rules that take null as a value."""
+
+VERL, TRL = KeyMap("verl"), KeyMap("TRL")
