@@ -503,23 +503,20 @@ def targets_path(run_dir: Path) -> Path:
     return run_dir.parent / "prometheus" / f"{run_dir.name}.json"
 
 
-def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> Path:
-    """Replace the file of the run's targets atomically.
+def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> None:
+    """Replace the file of the run's targets atomically, or remove it if there are none.
 
     Args:
         run_dir: run folder; its name becomes the label `run`.
         targets: `role` or `role-rank` to (host, port); role and rank become labels. Empty: the run ended in order. The label
             `instance` is made of role and rank without the port, so that a restarted process continues its series.
-    Returns:
-        The file, which does not exist without targets.
     """
     path = targets_path(run_dir)
-    if not targets:
+    if targets:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, _as_text(path.stem, targets).encode())
+    else:
         path.unlink(missing_ok=True)
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, _as_text(path.stem, targets).encode())
-    return path
 
 
 def _as_text(run: str, targets: Mapping[str, tuple[str, int]]) -> str:

@@ -237,10 +237,7 @@ class Completion:
     @property
     def turns(self) -> list[np.ndarray]:
         """The sampled tokens of each turn, without observations."""
-        split = (
-            np.split(self.token_ids, [one.at for one in self.observations]) if self.observations else [self.token_ids]
-        )
-        return [turn for turn in split if len(turn)]
+        return [turn for turn in np.split(self.token_ids, [one.at for one in self.observations]) if len(turn)]
 
 
 @dataclass(frozen=True)

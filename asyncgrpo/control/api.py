@@ -377,7 +377,7 @@ def serving(operator: Operator, run_dir: Path, config: ControlConfig) -> Iterato
         return
     token = secrets.token_urlsafe(32)
     with listening(Api(operator, run_dir, token=token).app, config.bind, config.port) as url:
-        write_address(run_dir, Address.of_this_process(url, token))
+        write_address(run_dir, Address(url=url, token=token))
         try:
             yield url
         finally:

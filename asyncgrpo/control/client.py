@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 import msgspec
 import psutil
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 from asyncgrpo.errors import AsyncGRPOError, CommandRefused, RunNotAlive
 from asyncgrpo.host import replace_file
@@ -161,15 +161,10 @@ class Address(Struct, frozen=True, kw_only=True):
     """Such as `http://127.0.0.1:41234`."""
     token: str
     """Allows to look at the run and to steer it."""
-    pid: int
-    """The driver's."""
-    host: str
-    """The driver's machine."""
-
-    @classmethod
-    def of_this_process(cls, url: str, token: str) -> "Address":
-        """Return the address of an API in this process."""
-        return cls(url=url, token=token, pid=os.getpid(), host=platform.node())
+    pid: int = field(default_factory=os.getpid)
+    """The driver's; by default this process."""
+    host: str = field(default_factory=platform.node)
+    """The driver's machine; by default this one."""
 
     @property
     def is_of_this_machine(self) -> bool:

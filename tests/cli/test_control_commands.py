@@ -17,7 +17,7 @@ def operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeOp
     monkeypatch.setenv("COLUMNS", "200")
     operator = FakeOperator(make_run(Path("runs/demo")))
     with served(operator) as url:
-        client.write_address(operator.run_dir, client.Address.of_this_process(url, TOKEN))
+        client.write_address(operator.run_dir, client.Address(url=url, token=TOKEN))
         yield operator
 
 
@@ -49,7 +49,7 @@ def test_a_run_that_starts_says_what_it_waits_for_and_nothing_else(asyncgrpo, op
 def test_several_runs_are_told_of(asyncgrpo, operator):
     other = FakeOperator(make_run(Path("runs/other"), steps=3))
     with served(other) as url:
-        client.write_address(other.run_dir, client.Address.of_this_process(url, TOKEN))
+        client.write_address(other.run_dir, client.Address(url=url, token=TOKEN))
         ended = asyncgrpo("status")
         assert ended.out.index("demo: training") < ended.out.index("other: training")
         refused = asyncgrpo("pause")

@@ -25,7 +25,7 @@ def operators(tmp_path: Path) -> Iterator[list[FakeOperator]]:
     made = [FakeOperator(make_run(tmp_path / name)) for name in ("one", "two")]
     with served(made[0]) as first, served(made[1]) as second:
         for operator, url in zip(made, (first, second), strict=True):
-            write_address(operator.run_dir, Address.of_this_process(url, TOKEN))
+            write_address(operator.run_dir, Address(url=url, token=TOKEN))
         yield made
 
 
