@@ -255,7 +255,7 @@ _ACTOR, _ROLLOUT, _CORRECTION, _ASYNC = (
 _V1_MODE = "trainer.v1.trainer_mode"
 
 # verl's defaults, where a rule needs a key that was not given.
-_MINI_BATCH, _KL_COEF, _THRESHOLD, _LENGTH, _EPOCHS = 256, 0.001, 2.0, 512, 30
+_MINI_BATCH, _KL_COEF, _THRESHOLD, _EPOCHS = 256, 0.001, 2.0, 30
 _STALENESS, _SYNC_EVERY = 0.1, 4
 
 
@@ -328,23 +328,6 @@ def verl_parallel(value: Any, given: Given, ours: str) -> Translated:
     if ranks % size == 0:
         return {ours: size}
     return {ours: math.gcd(size, ranks)}, f"the learner has {ranks} ranks, which {size} does not divide"
-
-
-def verl_tokens(value: Any, given: Given, ours: str) -> Translated:
-    """Sequence parallelism lets a sequence be longer than one GPU holds, as far as learner.parallel.context can have it."""
-    named = (
-        "ulysses_sequence_parallel_size",
-        "fsdp_config.ulysses_sequence_parallel_size",
-        "veomni.ulysses_parallel_size",
-        "megatron.context_parallel_size",
-    )
-    try:
-        parts = max(_count(given, f"{_ACTOR}{name}", 1) for name in named)
-        longest = sum(_count(given, f"data.max_{part}_length", _LENGTH) for part in ("prompt", "response"))
-    except Odd:
-        return {ours: value}
-    context = math.gcd(parts, _learner_ranks(given))
-    return {ours: max(value, -(-min(value * parts, longest) // context)) if _is_number(value) else value}
 
 
 def _learner_ranks(given: Given) -> int:

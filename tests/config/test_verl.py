@@ -143,14 +143,11 @@ ROLLOUT.name=null data.train_files=null ACTOR.clip_ratio_low=null ->
 ACTOR.ppo_mini_batch_size=256 ->
 data.train_batch_size=0 ACTOR.ppo_mini_batch_size=32 async_training.require_batches=4
     -> buffer.prompts_per_step=128 learner.minibatches=4
-ACTOR.ppo_max_token_len_per_gpu=3000 ACTOR.ulysses_sequence_parallel_size=4 data.max_prompt_length=2000
-    data.max_response_length=8000
-    -> learner.tokens_per_microbatch=3000 learner.parallel.context=4 data.max_prompt_tokens=2000 sampling.max_tokens=8000
+ACTOR.ppo_max_token_len_per_gpu=3000 ACTOR.ulysses_sequence_parallel_size=4
+    -> learner.tokens_per_microbatch=3000 learner.parallel.context=4
 # two of verl's four GPUs generate, so each of the other two holds half of a sequence
-ACTOR.ppo_max_token_len_per_gpu=3000 ACTOR.megatron.context_parallel_size=4 data.max_prompt_length=2000
-    data.max_response_length=8000 trainer.n_gpus_per_node=4 ACTOR.megatron.expert_model_parallel_size=2
-    -> learner.tokens_per_microbatch=5000 learner.parallel.context=2 learner.parallel.expert=2 generators.count=2
-    learner.ranks=2 data.max_prompt_tokens=2000 sampling.max_tokens=8000
+ACTOR.megatron.context_parallel_size=4 trainer.n_gpus_per_node=4 ACTOR.megatron.expert_model_parallel_size=2
+    -> learner.parallel.context=2 learner.parallel.expert=2 generators.count=2 learner.ranks=2
 ACTOR.optim.lr_warmup_steps=-1 -> learner.warmup_steps=0
 # verl's rate moves once a step, ours at every update
 ACTOR.optim.lr_warmup_steps=10 ACTOR.ppo_epochs=2 ACTOR.ppo_mini_batch_size=16 data.train_batch_size=64
