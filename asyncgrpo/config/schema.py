@@ -22,10 +22,10 @@ PAIRWISE = "pairwise"
 """Value of `algorithm.loss` that learns from pairs of completions."""
 
 
-def _surrogates() -> list[str]:
-    """Return the names of the functions under `@surrogate` in algorithms/surrogates.py. Importing it would import torch."""
-    text = (Path(__file__).parents[1] / "algorithms" / "surrogates.py").read_text(encoding="utf-8")
-    return re.findall(r"^@surrogate\(.*\)\ndef (\w+)", text, re.MULTILINE)
+def _functions(file: str, decorator: str) -> list[str]:
+    """Return the names of the functions under a decorator in a file of `algorithms/`. Importing it would import torch."""
+    text = (Path(__file__).parents[1] / "algorithms" / file).read_text(encoding="utf-8")
+    return re.findall(rf"^@{decorator}\b.*\ndef (\w+)", text, re.MULTILINE)
 
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -368,21 +368,9 @@ class AlgorithmConfig(Section, frozen=True):
     """Fewest completions of a group that is trained after failures or its deadline; null: algorithm.group_size."""
     filter_zero_signal: bool = False
     """Replace each group whose rewards are all equal by another prompt."""
-    advantage: Literal[
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "lite",
-        "max_rl",
-        "opo",
-        "gpg",
-        "pass_at_k",
-        "reinforce_plus_plus_baseline",
-        "remax",
-        "gae",
-    ] = "grpo"
+    advantage: Literal[*_functions("advantages.py", "estimator"), "remax", CRITIC] = "grpo"  # type: ignore[valid-type]
     """Advantage estimator; gae trains a critic, the others compare the completions of a group."""
-    loss: Literal[*_surrogates(), PAIRWISE] = "ppo_clip"  # type: ignore[valid-type]  # known at run time
+    loss: Literal[*_functions("surrogates.py", "surrogate"), PAIRWISE] = "ppo_clip"  # type: ignore[valid-type]
     """Surrogate objective."""
     loss_args: dict[str, float | str | bool | None] = {}
     """Arguments of the loss by name; a later layer that sets algorithm.loss replaces all of them."""

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
+from asyncgrpo.algorithms.advantages import ESTIMATORS
 from asyncgrpo.algorithms.surrogates import (
     SEQUENCE_LEVEL,
     SURROGATES,
@@ -124,8 +125,9 @@ def test_the_coin_kl_is_exact_where_a_probability_is_one(policy, anchor, advanta
 
 
 def test_the_configuration_reads_the_names_that_are_registered():
-    """`algorithm.loss` is made from the text of the module, so that the command line starts without torch."""
-    assert list(SURROGATES) == schema._surrogates()
+    """`algorithm.loss` and `.advantage` are made from the text of modules, so that the command line starts without torch."""
+    assert list(SURROGATES) == schema._functions("surrogates.py", "surrogate")
+    assert list(ESTIMATORS) == [*schema._functions("advantages.py", "estimator"), "remax"]
 
 
 def test_what_is_told_of_a_surrogate_is_true():
