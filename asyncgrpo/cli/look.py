@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from asyncgrpo.cli.options import AlgorithmOption, JsonOption, example, print_json, shorten
+from asyncgrpo.cli.options import AlgorithmOption, JsonOption, example, print_fact, print_json, shorten
 from asyncgrpo.errors import ConfigError, RunNotAlive
 from asyncgrpo.logs import visible
 
@@ -226,7 +226,6 @@ def samples(
 
     if best + worst + at_random > 1:
         raise typer.BadParameter("give only one of --best, --worst and --random")
-    length = None if full else 600
     sort: Literal["best", "worst", "file"] = "best" if best else "worst" if worst else "file"
     rows = search(run, step, folder=EVALS if evals else TRAINED, sort=sort, limit=sys.maxsize).rows
     chosen = _distinct(random.Random(0).sample(rows, len(rows)) if at_random else rows)[:limit]
@@ -237,7 +236,11 @@ def samples(
         texts = {"prompt": row["prompt"], "completion": _marked(row), "ground truth": row["ground_truth"]}
         if files := json.loads(row.get("images") or "[]"):  # older releases wrote none
             texts |= {"images": " ".join(str(run / file) for file in files)}
-        _print_card(_headline(row), _style(row), texts, length)
+        typer.secho(visible(_headline(row)), fg=_colour(row), bold=True)
+        for name, text in texts.items():
+            text = str(text).strip()
+            print_fact(f"  {name}", text if full else shorten(text, 600))
+        typer.echo()
     if as_json:
         return
     shown = sum(row["count"] for row in chosen)
@@ -277,28 +280,10 @@ def _headline(row: dict[str, Any]) -> str:
     return f"{row['prompt_id']}{times}  {reward}  {advantage}  lag {row['lag']} ({weights})  {ended}"
 
 
-def _style(row: dict[str, Any]) -> str:
+def _colour(row: dict[str, Any]) -> str:
     if row["reward"] is None:
-        return "bold yellow"
-    return "bold green" if (row["advantage"] or row["reward"]) > 0 else "bold red"
-
-
-def _print_card(headline: str, style: str, texts: dict[str, str], length: int | None) -> None:
-    """Print a headline and the texts below it, each cut to `length` characters. Control characters are escaped."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, text in texts.items():
-        text = visible(str(text).strip())
-        grid.add_row(f"  {name}", Text(text if length is None else shorten(text, length)))
-    console = Console(highlight=False)
-    console.print(Text(headline, style=style))
-    console.print(grid)
-    console.print()
+        return "yellow"
+    return "green" if (row["advantage"] or row["reward"]) > 0 else "red"
 
 
 # -- verify a run ------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import typer
 from asyncgrpo.cli import options
 from asyncgrpo.config.schema import Config, DataConfig
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError
-from asyncgrpo.logs import visible
 
 if TYPE_CHECKING:  # each imports numpy, torch or transformers
     from transformers import PreTrainedTokenizerBase
@@ -285,7 +284,7 @@ def check(
     if model is not None and over_long == len(lengths):
         problem = str(all_too_long(file, len(lengths), lengths[-1], config.data))
     for name, fact in facts.items():
-        typer.echo(f"{name:16} " + visible(fact).replace("\n", f"\n{'':17}"))
+        options.print_fact(name, fact)
     if problem:
         raise AsyncGRPOError(problem)
 

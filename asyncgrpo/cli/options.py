@@ -17,6 +17,7 @@ import typer
 
 from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.logs import visible
 
 # -- output ------------------------------------------------------------------------------------------------------------
 
@@ -31,6 +32,11 @@ def example(arguments: str) -> str:
 def print_json(value: Any, *, indent: int | None = 2) -> None:
     """Print one JSON value. `indent=None` prints it on one line."""
     typer.echo(json.dumps(value, ensure_ascii=False, indent=indent, default=str))
+
+
+def print_fact(name: str, text: str) -> None:
+    """Print a text beside its name, with its control characters escaped."""
+    typer.echo(f"{name:16} " + visible(text).replace("\n", f"\n{'':17}"))
 
 
 def wrapped(line: str, *, indent: int) -> str:
