@@ -350,11 +350,11 @@ def replay(
     folder = next(folder for n in count(1) if not (folder := run / "replays" / str(n)).exists())
     table = SideBySide() if is_changed else Equality()
     if not as_json:
-        typer.echo(_replayed(timeline, changes if is_changed else []))
+        typer.echo(f"{_replayed(timeline, changes if is_changed else [])}\n{table.head}")
 
     def show(pair: "Pair") -> None:
         if not as_json:
-            typer.echo(f"{table.head}\n{table.row(pair)}" if pair.step == from_step + 1 else table.row(pair))
+            typer.echo(table.row(pair))
 
     result = Replay(timeline, configs, folder, changes).run(show)
     events = folder / "metrics.jsonl"

@@ -260,15 +260,19 @@ class Progress:
         """Mean rewards of the last five steps."""
         return [reward for _, reward in list(self.rewards)[-_ENDS:]]
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from the end of the oldest step in `steps` to that of the newest; 0 before the second step."""
+        return max(0.0, self.steps[-1]["time"] - self.steps[0]["time"]) if self.steps else 0.0
+
     def tokens_per_second(self) -> tuple[float, float]:
         """Return tokens generated and trained per second, over the last steps."""
-        recent = self.steps[-RECENT - 1 :]
-        if len(recent) < 2 or (elapsed := recent[-1]["time"] - recent[0]["time"]) <= 0:
+        if (elapsed := self.elapsed_s) == 0:
             seconds = seconds_of(self.last)
             first = (self.last.get("tokens_generated") or 0, self.last.get("tokens_trained") or 0)
             return (first[0] / seconds, first[1] / seconds) if seconds > 0 else (0.0, 0.0)
-        generated = (recent[-1].get("tokens_generated") or 0) - (recent[0].get("tokens_generated") or 0)
-        trained = sum(step.get("tokens_trained") or 0 for step in recent[1:])
+        generated = (self.last.get("tokens_generated") or 0) - (self.steps[0].get("tokens_generated") or 0)
+        trained = sum(step.get("tokens_trained") or 0 for step in self.steps[1:])
         return generated / elapsed, trained / elapsed
 
 

@@ -158,7 +158,8 @@ def figures(progress: Progress) -> Rows:
         yield "prompts", line
     yield from flow(progress.recent, last.get("max_lag"))
     generated, trained = progress.tokens_per_second()
-    rate = "" if (hourly := _steps_per_hour(progress)) is None else f"{thousands(hourly)} steps/h, "
+    elapsed = progress.elapsed_s
+    rate = f"{thousands(3600 * (len(progress.steps) - 1) / elapsed)} steps/h, " if elapsed else ""
     rate += f"{thousands(generated)} tok/s generated, {thousands(trained)} trained"
     sums = f"{thousands(last.get('tokens_generated') or 0)} and {thousands(progress.tokens_trained)} tokens"
     yield "speed", f"{rate}; so far {sums}"
@@ -205,14 +206,6 @@ _ACTIVITIES = {
     **{"generate": "sampling", "reward": "only scoring", "weights": "changing weights"},
     **{"wait_data": "waiting for data", "train": "training", "publish": "publishing", "checkpoint": "checkpoints"},
 }
-
-
-def _steps_per_hour(progress: Progress) -> float | None:
-    """Return the rate over the last steps; None before the second one."""
-    recent = progress.steps
-    if len(recent) < 2 or (seconds := recent[-1]["time"] - recent[0]["time"]) <= 0:
-        return None
-    return 3600 * (len(recent) - 1) / seconds
 
 
 # -- the summary -------------------------------------------------------------------------------------------------------
