@@ -15,7 +15,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import ray
@@ -265,21 +264,19 @@ class Budget:
         return sum(at >= since for at in tuple(self._recent)) / max(self._allowed, 1)
 
 
-# -- the fleet ---------------------------------------------------------------------------------------------------------
+# -- processes that restart one by one ---------------------------------------------------------------------------------
 
 EXITED = "it exited"
-NOWHERE = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
-"""Sent to generators while no core runs."""
 
 
 @dataclass
-class _Generator:
-    """One incarnation of a generator. Ray ends an actor without a handle, so this keeps it."""
+class Started:
+    """One incarnation of a process. Ray ends an actor without a handle, so this keeps it."""
 
     actor: Actor
     incarnation: str
     address: Reference
-    """Result of `start`: the address of its metrics. None once `start` has ended."""
+    """Result of `start`. None once `start` has ended."""
     running: Reference
     """Result of `run`, when it ends."""
     requested_s: float
@@ -294,8 +291,10 @@ class _Generator:
     """Time since which another process has lost it; None: it is not lost."""
 
 
-class Fleet:
-    """All generators of a run."""
+class Supervised:
+    """All processes of one role, each of which is started, watched and restarted on its own."""
+
+    role: str
 
     def __init__(
         self,
@@ -304,56 +303,161 @@ class Fleet:
         watch: Watch,
         events: EventLog,
         *,
+        count: int,
         on_address: Callable[[str, tuple[str, int] | None], None],
     ) -> None:
         """
         Args:
+            count: number of processes.
             on_address: called with a name and the address of its metrics; None when it has left.
         """
         self._setup, self._placement, self._watch = setup, placement, watch
         self._events, self._on_address = events, on_address
-        self._running: dict[int, _Generator] = {}
+        self._running: dict[int, Started] = {}
         self._due: dict[int, float] = {}
         self._ended_by: dict[int, str] = {}
-        """Reason why the previous incarnation ended, for generators that are due."""
+        """Reason why the previous incarnation ended, for processes that are due."""
         self._starts: Counter[int] = Counter()
         self._budgets: dict[int, Budget] = {}
-        self._core: Core | None = None
-        self._endpoints = NOWHERE
         self._may_start = True
-        metrics.restarts_spent_ratio.labels(of="generator").set_function(
-            lambda: max(budget.spent for budget in tuple(self._budgets.values()))  # called by a scrape, in its thread
+        metrics.restarts_spent_ratio.labels(of=self.role).set_function(
+            lambda: max((budget.spent for budget in tuple(self._budgets.values())), default=0.0)  # by a scrape's thread
         )
-        self.scale(setup.config.generators.count)
+        self.scale(count)
+
+    def scale(self, count: int) -> None:
+        """Run `count` processes, those with the lowest numbers."""
+        self.wanted = count
+        self._due = {index: due for index, due in self._due.items() if index < count}
+        for index in range(count):
+            self._budgets.setdefault(index, Budget(self._name(index), self._setup.config.generators.restarts))
+            if index not in self._running:
+                self._due.setdefault(index, 0.0)
+        for index, process in self._running.items():
+            process.is_leaving |= index >= count
+
+    def processes(self) -> Iterator[ProcessStatus]:
+        """Yield the status of every process that runs or is wanted."""
+        for index in sorted({*self._running, *range(self.wanted)}):
+            name, process, restarts = self._name(index), self._running.get(index), self._budgets[index].count
+            heard = self._watch.heartbeat(name, process.incarnation) if process is not None else None
+            state: ProcessState = "working" if self._serves(index) else "starting"
+            if process is not None and process.is_leaving:
+                state = "leaving"
+            yield process_status(name, state, restarts, heard)
+
+    @property
+    def all_serve(self) -> bool:
+        """True if every process that is wanted serves."""
+        return len(self._running) == self.wanted and all(map(self._serves, self._running))
+
+    def reconcile(self, *, may_restart: bool = True) -> None:
+        """End processes that hang or failed, and start those that are due.
+
+        Raises:
+            AsyncGRPOError: one has ended too often, or cannot be replaced.
+        """
+        for index, process in list(self._running.items()):
+            self._follow_start(index, process)
+            if reason := self._unhealthy_reason(index, process):
+                self._ended(index, process, reason, may_restart)
+        if may_restart and self._may_start:
+            self._start_due()
+
+    def _name(self, index: int) -> str:
+        return f"{self.role}-{index}"
+
+    def _serves(self, index: int) -> bool:
+        """Return True if this process runs and its engine serves."""
+        process = self._running.get(index)
+        return process is not None and self._watch.has_begun(self._name(index), process.incarnation)
+
+    def _follow_start(self, index: int, process: Started) -> None:
+        """Take in the result of `start`, or the reason why it failed. Log once if Ray has no resources for it."""
+        name = self._name(index)
+        if process.address is None:
+            return
+        if has_ended(process.address):
+            try:
+                found = result(process.address, name)
+            except AsyncGRPOError as error:
+                process.failure = in_a_line(error, name)
+            else:
+                self._has_started(index, found)
+            process.address = None
+        elif not process.is_late and time.monotonic() - process.requested_s > NO_PLACE_S:
+            process.is_late = True
+            log.warning("%s; the others go on", self._placement.waits(name, NO_PLACE_S))
+
+    def _unhealthy_reason(self, index: int, process: Started) -> str | None:
+        """Return the reason to replace a process; None if it is healthy. Raises AsyncGRPOError if none can replace it."""
+        name, limit_s = self._name(index), self._setup.config.cluster.silent_timeout_s
+        if process.failure:
+            return process.failure
+        if process.address is None and has_ended(process.running):  # after a failed start `run` has no result
+            try:
+                result(process.running, name)
+            except AsyncGRPOError as error:
+                return in_a_line(error, name)
+            return EXITED
+        return self._watch.unhealthy_reason(name, process.incarnation, silent_s=limit_s, still_s=limit_s)
+
+    def _start_due(self) -> None:
+        for index in [index for index, due in self._due.items() if time.monotonic() >= due]:
+            del self._due[index]
+            start = self._starts[index]
+            self._starts[index] += 1
+            actor, address = self._launch(index, start)
+            incarnation, running = incarnation_of(self._setup, start), actor.run.remote()
+            self._running[index] = Started(actor, incarnation, address, running, time.monotonic())
+            if (reason := self._ended_by.pop(index, None)) is not None:
+                self._events.write("restart", actor=self._name(index), reason=reason, count=self._budgets[index].count)
+                metrics.actor_restarts_total.labels(actor=self.role).inc()
+
+    def _ended(self, index: int, process: Started, reason: str, may_restart: bool) -> None:
+        has_served = self._serves(index)
+        del self._running[index]
+        ray.kill(process.actor)
+        self._watch.forget(self._name(index))
+        if may_restart:
+            self._due[index] = time.monotonic() + self._budgets[index].backoff_s(reason, has_served=has_served)
+            self._ended_by[index] = reason
+
+    def _launch(self, index: int, start: int) -> tuple[Actor, Reference]:
+        """Create an actor and call its `start`. Return the actor and the reference to the result.
+
+        Args:
+            start: number of earlier starts of this process.
+        """
+        raise NotImplementedError
+
+    def _has_started(self, index: int, found: Any) -> None:
+        """Take in the result of `start`."""
+        raise NotImplementedError
+
+
+# -- the fleet ---------------------------------------------------------------------------------------------------------
+
+NOWHERE = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
+"""Sent to generators while no core runs."""
+
+
+class Fleet(Supervised):
+    """All generators of a run."""
+
+    role = "generator"
+    _core: Core | None = None
+    _endpoints = NOWHERE
 
     def scale(self, count: int) -> None:
         """Run `count` generators, those with the lowest numbers."""
-        self.wanted = count
         metrics.generators_expected.set(count)
-        self._due = {index: due for index, due in self._due.items() if index < count}
-        for index in range(count):
-            self._budgets.setdefault(index, Budget(f"generator-{index}", self._setup.config.generators.restarts))
-            if index not in self._running:
-                self._due.setdefault(index, 0.0)
-        for index, generator in self._running.items():
-            generator.is_leaving |= index >= count
+        super().scale(count)
 
     @property
     def leaving(self) -> tuple[str, ...]:
         """Generators that leave, as `name-incarnation`. One that is wanted again leaves before it restarts."""
-        return tuple(f"generator-{i}-{g.incarnation}" for i, g in sorted(self._running.items()) if g.is_leaving)
-
-    def processes(self) -> Iterator[ProcessStatus]:
-        """Yield the status of every generator that runs or is wanted."""
-        for index in sorted({*self._running, *range(self.wanted)}):
-            name, generator = f"generator-{index}", self._running.get(index)
-            restarts = self._budgets[index].count
-            if generator is None:
-                yield ProcessStatus(name=name, state="starting", restarts=restarts)
-            else:
-                serves = self._serves(index)
-                state: ProcessState = "leaving" if generator.is_leaving else "working" if serves else "starting"
-                yield process_status(name, state, restarts, self._watch.heartbeat(name, generator.incarnation))
+        return tuple(f"{self._name(i)}-{g.incarnation}" for i, g in sorted(self._running.items()) if g.is_leaving)
 
     @property
     def is_up(self) -> bool:
@@ -363,20 +467,8 @@ class Fleet:
     @property
     def is_whole(self) -> bool:
         """True if every engine serves the current core."""
-        return (
-            self._core is not None
-            and len(self._running) == self.wanted
-            and all(map(self._serves, self._running))
-            and all(
-                self._watch.buffer_endpoint(f"generator-{i}", g.incarnation) == self._endpoints.buffer_endpoint
-                for i, g in self._running.items()
-            )
-        )
-
-    def _serves(self, index: int) -> bool:
-        """Return True if this generator runs and its engine serves."""
-        generator = self._running.get(index)
-        return generator is not None and self._watch.has_begun(f"generator-{index}", generator.incarnation)
+        works_for = {self._watch.buffer_endpoint(self._name(i), g.incarnation) for i, g in self._running.items()}
+        return self._core is not None and self.all_serve and works_for <= {self._endpoints.buffer_endpoint}
 
     def may_lose(self, name: str) -> bool:
         """True if the run survives the end of this generator: its engine serves, or its start may fail once more."""
@@ -404,25 +496,13 @@ class Fleet:
         Raises:
             AsyncGRPOError: a generator has ended too often.
         """
-        missing = self._watch.missing()
-        for index, generator in list(self._running.items()):
-            name = f"generator-{index}"
-            self._follow_start(name, generator)
-            if reason := self._unhealthy_reason(name, generator, missing.get(f"{name}-{generator.incarnation}")):
-                may = may_restart and not (reason == EXITED and self._is_over(generator))
-                self._ended(index, generator, reason, may)
-            elif self._core is not None:
-                known = self._watch.buffer_endpoint(name, generator.incarnation)
-                if known not in (None, self._endpoints.buffer_endpoint):
-                    self._watch.send(name, self._endpoints)
-        if self._may_start and may_restart:
-            for index in [i for i, due in self._due.items() if time.monotonic() >= due]:
-                del self._due[index]
-                self._start(index)
-
-    def _is_over(self, generator: _Generator) -> bool:
-        """Return True if this generator exits because the run is over."""
-        return not generator.is_leaving and self._core is not None and self._core.is_over()
+        super().reconcile(may_restart=may_restart)
+        if self._core is None:
+            return
+        for index, generator in self._running.items():
+            known = self._watch.buffer_endpoint(self._name(index), generator.incarnation)
+            if known not in (None, self._endpoints.buffer_endpoint):
+                self._watch.send(self._name(index), self._endpoints)
 
     def shut_down(self, timeout_s: float) -> None:
         """Wait for the generators that serve to exit. One that still loads its engine holds no group."""
@@ -430,44 +510,28 @@ class Fleet:
         if references:
             ray.wait(references, num_returns=len(references), timeout=timeout_s)
 
-    def _follow_start(self, name: str, generator: _Generator) -> None:
-        """Record the address of its metrics, or the reason why it failed. Log once if Ray has no resources for it."""
-        if generator.address is None:
-            return
-        if has_ended(generator.address):
-            try:
-                self._on_address(name, result(generator.address, name))
-            except AsyncGRPOError as error:
-                generator.failure = in_a_line(error, name)
-            generator.address = None
-        elif not generator.is_late and time.monotonic() - generator.requested_s > NO_PLACE_S:
-            generator.is_late = True
-            log.warning("%s; the others go on", self._placement.waits(name, NO_PLACE_S))
+    def _launch(self, index: int, start: int) -> tuple[Actor, Reference]:
+        environment = environment_to_share(self._setup.config.reward.judge.api_key_env)
+        options = self._placement.generator(index)
+        actor = ray.remote(GeneratorActor).options(**options).remote(environment, self._setup, index, start)
+        return actor, actor.start.remote(self._endpoints)
 
-    def _unhealthy_reason(self, name: str, generator: _Generator, witness: str | None) -> str | None:
-        """Return the reason to replace a generator; None if it is healthy.
+    def _has_started(self, index: int, found: tuple[str, int]) -> None:
+        self._on_address(self._name(index), found)
 
-        Args:
-            witness: the process that has lost it; None: none has.
-        """
-        if generator.is_leaving and not self._watch.has_begun(name, generator.incarnation):
+    def _unhealthy_reason(self, index: int, generator: Started) -> str | None:
+        if generator.is_leaving and not self._serves(index):
             return "it is no longer wanted"
-        if generator.failure:
-            return generator.failure
-        if generator.address is None and has_ended(generator.running):  # after a failed start `run` has no result
-            try:
-                result(generator.running, name)
-            except AsyncGRPOError as error:
-                return in_a_line(error, name)
-            return EXITED
-        limit_s = self._setup.config.cluster.silent_timeout_s
-        unhealthy_reason = partial(self._watch.unhealthy_reason, name, generator.incarnation, still_s=limit_s)
-        if reason := unhealthy_reason(silent_s=limit_s):
+        if reason := super()._unhealthy_reason(index, generator):
             return reason
+        name, limit_s = self._name(index), self._setup.config.cluster.silent_timeout_s
+        witness = self._watch.missing().get(f"{name}-{generator.incarnation}")
         if witness is None:
             generator.missed_s = None
             return None
-        if reason := unhealthy_reason(silent_s=liveness.SUSPECT_S):
+        if reason := self._watch.unhealthy_reason(
+            name, generator.incarnation, silent_s=liveness.SUSPECT_S, still_s=limit_s
+        ):
             return f"{reason}, and {witness} has lost it too"
         now_s = time.monotonic()
         generator.missed_s = now_s if generator.missed_s is None else generator.missed_s
@@ -475,34 +539,18 @@ class Fleet:
             return f"{witness} has had no contact with it for {now_s - generator.missed_s:.0f} s"
         return None
 
-    def _start(self, index: int) -> None:
-        options, start = self._placement.generator(index), self._starts[index]
-        self._starts[index] += 1
-        environment = environment_to_share(self._setup.config.reward.judge.api_key_env)
-        actor = ray.remote(GeneratorActor).options(**options).remote(environment, self._setup, index, start)
-        address = actor.start.remote(self._endpoints)
-        incarnation, running = incarnation_of(self._setup, start), actor.run.remote()
-        self._running[index] = _Generator(actor, incarnation, address, running, time.monotonic())
-        if (reason := self._ended_by.pop(index, None)) is not None:
-            self._events.write("restart", actor=f"generator-{index}", reason=reason, count=self._budgets[index].count)
-            metrics.actor_restarts_total.labels(actor="generator").inc()
-
-    def _ended(self, index: int, generator: _Generator, reason: str, may_restart: bool) -> None:
-        name, has_served = f"generator-{index}", self._serves(index)
-        del self._running[index]
-        ray.kill(generator.actor)
-        self._watch.forget(name)
-        if self._core is not None:
-            self._core.generator_lost(name, generator.incarnation)
-        if generator.is_leaving:
+    def _ended(self, index: int, generator: Started, reason: str, may_restart: bool) -> None:
+        name, is_leaving, core = self._name(index), generator.is_leaving, self._core
+        is_over = reason == EXITED and not is_leaving and core is not None and core.is_over()
+        if core is not None:
+            core.generator_lost(name, generator.incarnation)
+        super()._ended(index, generator, reason, may_restart and not is_leaving and not is_over)
+        if is_leaving:
             log.info("%s has left", name)
             self._on_address(name, None)
             self._placement.release_generator(index)
             if index < self.wanted:  # again
                 self._due[index] = 0.0
-        elif may_restart:
-            self._due[index] = time.monotonic() + self._budgets[index].backoff_s(reason, has_served=has_served)
-            self._ended_by[index] = reason
 
 
 def process_status(
@@ -522,7 +570,7 @@ def process_status(
 
 
 def in_a_line(error: AsyncGRPOError, name: str) -> str:
-    """Return the error that ended a generator as one line."""
+    """Return the error that ended a process as one line."""
     if isinstance(error, ProcessLost):
         return str(error).removeprefix(f"{name}: ")
     return str(error).strip().splitlines()[-1][:300]

@@ -423,7 +423,8 @@ class Placement:
 
     def waits(self, name: str, seconds: float) -> str:
         """Return a sentence: this process has not started for `seconds`, and the resources that it waits for."""
-        needs = _in_words(self._learner if name.startswith("learner") else self._generator)
+        of_role = {"learner": self._learner, "teacher": self._teacher}
+        needs = _in_words(of_role.get(name.partition("-")[0], self._generator))
         place = f"a node with {needs} free" if self._group is not None and name != "buffer" else "a node"
         return f"{name} has not started for {seconds:.0f} s: it waits for {place}"
 

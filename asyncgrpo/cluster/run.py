@@ -170,9 +170,12 @@ class Run:
             teacher_key=secrets.token_urlsafe(32),
             start_with=config.generators.count,
         )
-        teachers = self._teachers = Teachers(setup, placement, watch, self._events, on_address=self._export_from)
+        supervision, export = (placement, watch, self._events), self._export_from
+        teachers = Teachers(setup, *supervision, count=len(config.teacher.own), on_address=export)
+        teachers.start()
         setup = replace(setup, teacher_urls=teachers.urls)
-        self._fleet = Fleet(setup, placement, watch, self._events, on_address=self._export_from)
+        self._teachers = teachers
+        self._fleet = Fleet(setup, *supervision, count=config.generators.count, on_address=export)
         steering = self._steering = Steering(
             config, self._given, self._folder, self._events, drain=self._ask_to_stop, gpus=cluster_gpus()
         )
@@ -263,7 +266,7 @@ class Run:
 
         ready, leaders = core.start(while_starting)
         self._end_phase("buffer and learner")
-        while not self._teachers.are_up:
+        while not self._teachers.all_serve:
             while_starting()
             time.sleep(POLL_S)
         for name, address in core.addresses.items():

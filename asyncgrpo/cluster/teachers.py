@@ -6,23 +6,18 @@ service that they ask. A server that cannot be restarted there ends the run.
 
 import socket
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import ray
 
-from asyncgrpo import liveness, metrics
-from asyncgrpo.cluster.heartbeat import Watch
+from asyncgrpo import liveness
 from asyncgrpo.cluster.nodes import environment_to_share, set_environment
-from asyncgrpo.cluster.processes import Budget, in_a_line, process_status
-from asyncgrpo.cluster.ray_session import Actor, Placement, Reference, has_ended, result, results
+from asyncgrpo.cluster.processes import Started, Supervised
+from asyncgrpo.cluster.ray_session import Actor, Reference, results
 from asyncgrpo.cluster.wiring import Setup, begin, incarnation_of
 from asyncgrpo.config.placement import TEACHER_MEMORY
-from asyncgrpo.control.client import ProcessState, ProcessStatus
 from asyncgrpo.errors import AsyncGRPOError, StalledError
 from asyncgrpo.host import importing
 from asyncgrpo.metrics import LoopProgress
-from asyncgrpo.recording.events import EventLog
 
 
 class TeacherActor:
@@ -53,7 +48,11 @@ class TeacherActor:
             lambda: self,
             rank=self._index,
         )
-        self._address = exported[0], port or _free_port(exported[0])
+        host = exported[0]
+        if not port:
+            with socket.create_server((host, 0)) as free:
+                port = int(free.getsockname()[1])
+        self._address = host, port
         return self._address, exported
 
     def run(self) -> None:
@@ -81,96 +80,31 @@ class TeacherActor:
         serve(options, self._address, key, tick, probe_every_s=liveness.PROBE_EVERY_S)
 
 
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as free:
-        return int(free.getsockname()[1])
-
-
-@dataclass
-class _Teacher:
-    """One incarnation of a teacher. Ray ends an actor without a handle, so this keeps it."""
-
-    actor: Actor
-    incarnation: str
-    address: Reference
-    """Result of `start`. None once it is known to be right."""
-    running: Reference
-    """Result of `run`, when it ends."""
-    began_s: float
-
-
-class Teachers:
+class Teachers(Supervised):
     """All teachers that a run starts; often none."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        placement: Placement,
-        watch: Watch,
-        events: EventLog,
-        *,
-        on_address: Callable[[str, tuple[str, int]], None],
-    ) -> None:
-        """Start a process for each teacher. Their servers load meanwhile, until `are_up`.
+    role = "teacher"
 
-        Args:
-            on_address: called with a name and the address of its metrics.
+    def start(self) -> None:
+        """Start a process for each teacher. Their servers load meanwhile, until `all_serve`.
+
         Raises:
             AsyncGRPOError: a process cannot be started.
         """
-        self._setup, self._placement, self._watch, self._events = setup, placement, watch, events
-        self._sources = list(setup.config.teacher.own)
-        self._names = [f"teacher-{index}" for index in range(len(self._sources))]
-        self._budgets = [Budget(name, setup.config.generators.restarts) for name in self._names]
-        self._due: dict[int, float] = {}
-        self._addresses: list[tuple[str, int]] = []
-        metrics.restarts_spent_ratio.labels(of="teacher").set_function(
-            lambda: max((budget.spent for budget in self._budgets), default=0.0)
-        )
-        self._running = {index: self._start(index, 0) for index in range(len(self._sources))}
+        self._addresses: dict[int, tuple[str, int]] = {}
+        self._start_due()
         try:
-            started = results(
-                {self._names[i]: teacher.address for i, teacher in self._running.items()}, while_waiting=watch.listen
-            )
+            references = {self._name(index): teacher.address for index, teacher in self._running.items()}
+            for index, found in enumerate(results(references, while_waiting=self._watch.listen)):
+                self._has_started(index, found)
         except BaseException:
             self.end()
             raise
-        for name, (address, exported) in zip(self._names, started, strict=True):
-            self._addresses.append(address)
-            on_address(name, exported)
 
     @property
     def urls(self) -> dict[str, str]:
         """URLs of the servers by data_source."""
-        return {
-            source: f"http://{host}:{port}" for source, (host, port) in zip(self._sources, self._addresses, strict=True)
-        }
-
-    @property
-    def are_up(self) -> bool:
-        """True if every server replies."""
-        return len(self._running) == len(self._sources) and all(map(self._is_up, self._running))
-
-    def processes(self) -> Iterator[ProcessStatus]:
-        """Yield the status of every teacher."""
-        for index, name in enumerate(self._names):
-            running = self._running.get(index)
-            heard = self._watch.heartbeat(name, running.incarnation) if running is not None else None
-            state: ProcessState = "working" if running is not None and self._is_up(index) else "starting"
-            yield process_status(name, state, self._budgets[index].count, heard)
-
-    def reconcile(self, *, may_restart: bool = True) -> None:
-        """Restart servers that have ended or hang.
-
-        Raises:
-            AsyncGRPOError: a teacher has ended too often, or starts on another node.
-        """
-        for index, teacher in list(self._running.items()):
-            if (reason := self._unhealthy_reason(index, teacher)) is not None:
-                self._ended(index, reason, may_restart)
-        for index in [index for index, due in self._due.items() if may_restart and time.monotonic() >= due]:
-            del self._due[index]
-            self._running[index] = self._start(index, self._addresses[index][1])
+        return {self._source(index): f"http://{host}:{port}" for index, (host, port) in self._addresses.items()}
 
     def end(self) -> None:
         """Kill all servers."""
@@ -178,47 +112,29 @@ class Teachers:
             ray.kill(teacher.actor)
         self._running.clear()
 
-    def _is_up(self, index: int) -> bool:
-        return self._watch.has_begun(self._names[index], self._running[index].incarnation)
+    def _source(self, index: int) -> str:
+        return list(self._setup.config.teacher.own)[index]
 
-    def _start(self, index: int, port: int) -> _Teacher:
-        start = self._budgets[index].count
-        options, arguments = self._placement.teacher(index), (self._setup, self._sources[index], index, start)
+    def _launch(self, index: int, start: int) -> tuple[Actor, Reference]:
+        options, arguments = self._placement.teacher(index), (self._setup, self._source(index), index, start)
         actor = ray.remote(TeacherActor).options(**options).remote(environment_to_share(), *arguments)
-        address, running = actor.start.remote(port), actor.run.remote()
-        return _Teacher(actor, incarnation_of(self._setup, start), address, running, time.monotonic())
+        _, port = self._addresses.get(index, ("", 0))
+        return actor, actor.start.remote(port)
 
-    def _unhealthy_reason(self, index: int, teacher: _Teacher) -> str | None:
-        """Return the reason to replace a server; None if it is healthy. Raises AsyncGRPOError if none can replace it."""
-        name, cluster = self._names[index], self._setup.config.cluster
-        try:
-            if teacher.address is not None and has_ended(teacher.address):
-                address, _ = result(teacher.address, name)
-                teacher.address = None
-            else:
-                address = self._addresses[index]
-            if has_ended(teacher.running):
-                result(teacher.running, name)
-                return "its server ended"
-        except AsyncGRPOError as error:
-            return in_a_line(error, name)
-        if address != self._addresses[index]:
+    def _has_started(self, index: int, found: tuple[tuple[str, int], tuple[str, int]]) -> None:
+        address, exported = found
+        before = self._addresses.setdefault(index, address)
+        if address != before:
             raise AsyncGRPOError(
-                f"{name} is lost with its node {self._addresses[index][0]}; the same command starts it on another one"
+                f"{self._name(index)} is lost with its node {before[0]}; the same command starts it on another one"
             )
-        if not self._is_up(index) and time.monotonic() - teacher.began_s > cluster.stall_timeout_s:
-            raise StalledError(
-                f"{name} did not load its model within {cluster.stall_timeout_s:.0f} s (cluster.stall_timeout_s)"
-            )
-        limit_s = cluster.silent_timeout_s
-        return self._watch.unhealthy_reason(name, teacher.incarnation, silent_s=limit_s, still_s=limit_s)
+        self._on_address(self._name(index), exported)
 
-    def _ended(self, index: int, reason: str, may_restart: bool) -> None:
-        name, was_up = self._names[index], self._is_up(index)
-        ray.kill(self._running.pop(index).actor)
-        self._watch.forget(name)
-        if not may_restart:
-            return
-        self._due[index] = time.monotonic() + self._budgets[index].backoff_s(reason, has_served=was_up)
-        self._events.write("restart", actor=name, reason=reason, count=self._budgets[index].count)
-        metrics.actor_restarts_total.labels(actor="teacher").inc()
+    def _unhealthy_reason(self, index: int, teacher: Started) -> str | None:
+        stall_s = self._setup.config.cluster.stall_timeout_s
+        reason = super()._unhealthy_reason(index, teacher)
+        if reason is None and not self._serves(index) and time.monotonic() - teacher.requested_s > stall_s:
+            raise StalledError(
+                f"{self._name(index)} did not load its model within {stall_s:.0f} s (cluster.stall_timeout_s)"
+            )
+        return reason

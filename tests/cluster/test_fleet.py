@@ -93,7 +93,8 @@ def plane(monkeypatch):
         release_generator=lambda index: None,
         waits=lambda name, seconds: f"{name} waits since {seconds:.0f} s for 1 GPU",
     )
-    fleet = Fleet(setup, placement, watch, events, on_address=lambda name, address: None)  # type: ignore[arg-type]
+    on_address = lambda name, address: None  # noqa: E731
+    fleet = Fleet(setup, placement, watch, events, count=2, on_address=on_address)  # type: ignore[arg-type]
     fleet.work_for(core, ENDPOINTS)  # type: ignore[arg-type]
     fleet.reconcile()
     return fleet, watch, core, written
@@ -269,7 +270,7 @@ def test_one_that_leaves_and_is_wanted_again_still_ends_and_one_whose_engine_loa
 
 def test_generators_start_beside_the_first_core_and_are_told_where_it_is(plane):
     fleet, watch, core, _ = plane
-    beside = Fleet(fleet._setup, fleet._placement, watch, fleet._events, on_address=lambda name, address: None)
+    beside = Fleet(fleet._setup, fleet._placement, watch, fleet._events, count=2, on_address=fleet._on_address)
     ray = module.ray
     del ray.endpoints[:]
     beside.reconcile()
