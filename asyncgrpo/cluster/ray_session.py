@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 from collections import Counter
@@ -24,6 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from asyncgrpo import scratch, warm
+from asyncgrpo.config.reach import check_service
 from asyncgrpo.config.schema import Config, changed
 from asyncgrpo.errors import (
     AsyncGRPOError,
@@ -58,8 +58,6 @@ OBJECT_STORE_BYTES = 100 * 2**20
 """Size of Ray's object store. Only addresses and configurations go through it."""
 LATE_S = 60.0
 """How long a Ray that is started here may take before there is a warning."""
-RAY_REPLIES_S = 5.0
-"""Timeout of a connection to `cluster.ray_address`."""
 _LONGEST_FOLDER = 41
 """Longest path of the session's folder, characters. Ray's socket paths add 66, and the kernel allows fewer than 108."""
 
@@ -183,13 +181,8 @@ def ray_session_of(config: Config) -> AbstractContextManager[None]:
 
 def check_ray(address: str) -> None:
     """Raise ConfigError if `cluster.ray_address` does not accept a connection, for which Ray would wait for minutes."""
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():  # `auto`, or an address of Ray's own client, `ray://...`
-        return
-    try:
-        socket.create_connection((host.removeprefix("ray://").strip("[]"), int(port)), timeout=RAY_REPLIES_S).close()
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"cluster.ray_address {address}: no Ray cluster replies there ({error})") from error
+    if address.rpartition(":")[2].isdigit():  # unlike `auto`
+        check_service(address if "://" in address else f"tcp://{address}", "cluster.ray_address")
 
 
 def _keep_on_loopback() -> None:

@@ -90,7 +90,7 @@ def test_a_ray_whose_workers_cannot_start_is_no_silent_wait():
 
 
 def test_a_cluster_that_is_not_there_is_known_at_once():
-    with pytest.raises(ConfigError, match=r"cluster.ray_address 127.0.0.1:1: no Ray cluster replies there"):
+    with pytest.raises(ConfigError, match=r"cluster.ray_address: tcp://127.0.0.1:1 cannot be reached"):
         check_ray("127.0.0.1:1")
     check_ray("auto")
 
