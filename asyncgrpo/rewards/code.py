@@ -201,10 +201,7 @@ class FusionRunner:
     async def run(self, program: Program) -> Ran:
         """Run a program. See `Runner`."""
         body = {"code": program.code, "language": program.language, "stdin": program.stdin} | self._limits
-        try:
-            reply = msgspec.json.decode(await self._service.ask(msgspec.json.encode(body)), type=_FusionReply)
-        except msgspec.MsgspecError as error:
-            raise ServiceError(f"the reply is not one of Sandbox Fusion: {error}") from error
+        reply = await self._service.ask_for(_FusionReply, body, otherwise="the reply is not one of Sandbox Fusion")
         compiled, run = reply.compile_result, reply.run_result
         if reply.status not in ("Success", "Failed"):
             raise ServiceError(f"Sandbox Fusion replied {reply.status}: {(reply.message or '')[:200]}")

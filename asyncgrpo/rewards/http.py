@@ -6,12 +6,15 @@ other reply is final.
 
 import asyncio
 import random
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import failed
 from asyncgrpo.types import Score
+
+T = TypeVar("T")
 
 FIRST_WAIT_S, LAST_WAIT_S = 0.2, 5.0
 """First and longest backoff; a jitter of up to half is added."""
@@ -37,15 +40,16 @@ class _Unavailable(Exception):
 class Service:
     """Something that takes JSON at one URL. Use it from one event loop."""
 
-    def __init__(self, url: str, *, deadline_s: float, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, *, deadline_s: float, key: str = "") -> None:
         """
         Args:
             deadline_s: of a reply, all tries together, seconds.
+            key: bearer token of the requests; empty: none.
         """
         import aiohttp  # noqa: F401  # so that the first request does not wait for it; reward workers need none
 
         self.url, self._deadline_s = url, deadline_s
-        self._headers = {"Content-Type": "application/json"} | dict(headers or {})
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._session: Any = None
 
     async def ask(self, body: bytes | None = None) -> bytes:
@@ -64,6 +68,18 @@ class Service:
             if not problem:
                 raise ServiceError(f"{self.url} did not reply within {self._deadline_s:g} s", is_late=True) from None
         raise ServiceError(f"{self.url}: {problem}, {tried} times")
+
+    async def ask_for(self, kind: type[T], body: Any = None, *, otherwise: str) -> T:
+        """Return the reply to a POST of `body` as JSON, or to a GET without one, as this type. Raises ServiceError.
+
+        Args:
+            otherwise: what a reply of another form is, for the message.
+        """
+        reply = await self.ask(None if body is None else msgspec.json.encode(body))
+        try:
+            return msgspec.json.decode(reply, type=kind)
+        except msgspec.MsgspecError as error:
+            raise ServiceError(f"{self.url}: {otherwise}: {error}") from error
 
     async def close(self) -> None:
         """Close the connections; requests that run fail."""

@@ -79,7 +79,7 @@ class JudgeReward(Reward):
         if settings.url is None:
             raise RewardError("reward.function names judge, and reward.judge.url is not set; give the judge's address")
         self._scale, self._fields = settings.scale, FIELDS | settings.extra
-        self._template, headers = _template_of(settings), dict[str, str]()
+        self._template, key = _template_of(settings), ""
         try:
             self._pattern = re.compile(PATTERN if settings.pattern is None else settings.pattern)
         except re.error as error:
@@ -87,10 +87,10 @@ class JudgeReward(Reward):
                 f"reward.judge.pattern: {settings.pattern} is not a regular expression: {error}"
             ) from None
         if (variable := settings.api_key_env) is not None:
-            if not (key := os.environ.get(variable)):
+            key = os.environ.get(variable, "")
+            if not key:
                 raise RewardError(f"reward.judge.api_key_env names {variable}, which is not set in the environment")
-            headers = {"Authorization": f"Bearer {key}"}
-        self._service = Service(chat_url(settings.url), deadline_s=settings.timeout_s, headers=headers)
+        self._service = Service(chat_url(settings.url), deadline_s=settings.timeout_s, key=key)
         self._turn = asyncio.Semaphore(settings.max_concurrent)
         self.about = f"judge, {self._fields['model']} at {self._service.url}"
 
@@ -110,13 +110,12 @@ class JudgeReward(Reward):
         parts = {"prompt": text_of(prompt), "completion": completion.text, "answer": _as_text(prompt.answer)}
         asked = _FIELD.sub(lambda field: parts[field[1]], self._template)
         body = {"messages": [{"role": "user", "content": asked}]} | self._fields
-        request = msgspec.json.encode({name: value for name, value in body.items() if value is not None})
+        request = {name: value for name, value in body.items() if value is not None}
         try:
-            choices = msgspec.json.decode(await self._service.ask(request), type=_Reply).choices
+            reply = await self._service.ask_for(_Reply, request, otherwise="the reply is not a chat completion")
         except ServiceError as error:
             return error.score("judge")
-        except msgspec.MsgspecError as error:
-            return failed("judge", f"{self._service.url}: the reply is not a chat completion: {error}")
+        choices = reply.choices
         text = (choices[0].message.content if choices else None) or ""
         number = number_in(text, self._pattern)
         if number is None:
@@ -306,12 +305,10 @@ class ServedModelReward(Reward):
         if not sequences:
             return []
         try:
-            reply = await self._service.ask(msgspec.json.encode({"input_ids": sequences}))
-            outputs = msgspec.json.decode(reply, type=list[_Output])
+            body = {"input_ids": sequences}
+            outputs = await self._service.ask_for(list[_Output], body, otherwise="the reply has no scores")
         except ServiceError as error:
             return [error.score("model")] * len(sequences)
-        except msgspec.MsgspecError as error:
-            return [failed("model", f"{self._service.url}: the reply has no scores: {error}")] * len(sequences)
         if len(outputs) != len(sequences):
             what = f"{len(outputs)} outputs for {len(sequences)} sequences"
             return [failed("model", f"{self._service.url}: {what}")] * len(sequences)

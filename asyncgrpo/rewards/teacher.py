@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -52,7 +52,7 @@ class _Model(msgspec.Struct):
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: Annotated[list[_Model], msgspec.Meta(min_length=1)]
 
 
 _Entry = tuple[float | None, Sequence[tuple[float | None, int]]]
@@ -68,11 +68,10 @@ class Teacher:
             path: folder or hub id of the model; None: as the server names it.
             key: bearer token that the server requires; empty: none.
         """
-        headers = {"Authorization": f"Bearer {key}"} if key else None
         self.url = url.strip().rstrip("/").removesuffix("/v1")
         self._path, self._top_k = path, settings.top_k
         self._models, self._sglang, self._vllm = (
-            Service(f"{self.url}/{one}", deadline_s=settings.timeout_s, headers=headers)
+            Service(f"{self.url}/{one}", deadline_s=settings.timeout_s, key=key)
             for one in ("v1/models", "generate", "v1/completions")
         )
         self._turn = asyncio.Semaphore(settings.max_concurrent)
@@ -86,13 +85,7 @@ class Teacher:
             model = await self._ask()
         except ServiceError as error:
             raise ConfigError(f"teacher.url: {error}") from error
-        longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-        if model.max_model_len is not None and longest >= model.max_model_len:  # servers keep room for a token
-            raise ConfigError(
-                f"teacher.url: the context of {self.url} is {model.max_model_len} tokens, too short for "
-                f"data.max_prompt_tokens + sampling.max_tokens = {longest} and one more; lower one of the two, or start the "
-                "server with a longer context"
-            )
+        _check_context(config, f"teacher.url: the context of {self.url}", model.max_model_len)
         _check_tokens(config, self._path or model.root or model.id, self._vocabulary)
 
     async def score(self, prompt: tuple[int, ...], completion: Completion) -> TeacherLogprobs:
@@ -124,10 +117,8 @@ class Teacher:
 
     async def _ask(self) -> _Model:
         """Ask the server for its model, and look up the size of the vocabulary. Raises ServiceError or ConfigError."""
-        try:
-            model = msgspec.json.decode(await self._models.ask(), type=_Models).data[0]
-        except (msgspec.MsgspecError, LookupError) as error:
-            raise ServiceError(f"{self.url}: the server is neither SGLang's nor vLLM's: {error}") from error
+        neither = "the server is neither SGLang's nor vLLM's"
+        model = (await self._models.ask_for(_Models, otherwise=neither)).data[0]
         config = await asyncio.to_thread(_load, "AutoConfig", self._path or model.root or model.id)
         self._vocabulary, self._model = config.get_text_config().vocab_size, model
         return model
@@ -171,20 +162,21 @@ class Teacher:
 def _check_own(config: Config, path: str) -> None:
     """Raise ConfigError if a model that the run would serve cannot score its completions."""
     text = _load("AutoConfig", path).get_text_config()
-    context, heads, gpus = (
-        getattr(text, "max_position_embeddings", None),
-        text.num_attention_heads,
-        config.teacher_gpus_each,
-    )
-    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
-    if context is not None and longest >= context:
-        raise ConfigError(
-            f"teacher.path: the context of {path} is {context} tokens, too short for data.max_prompt_tokens + "
-            f"sampling.max_tokens = {longest} and one more; lower one of the two"
-        )
+    _check_context(config, f"teacher.path: the context of {path}", getattr(text, "max_position_embeddings", None))
+    heads, gpus = text.num_attention_heads, config.teacher_gpus_each
     if gpus and heads % gpus:
         raise ConfigError(f"teacher.gpus_each is {gpus}, which does not divide the {heads} attention heads of {path}")
     _check_tokens(config, path, text.vocab_size)
+
+
+def _check_context(config: Config, what: str, context: int | None) -> None:
+    """Raise ConfigError if a completion and its prompt could be longer than the context of a teacher, in tokens."""
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    if context is not None and longest >= context:  # servers keep room for a token
+        raise ConfigError(
+            f"{what} is {context} tokens, too short for data.max_prompt_tokens + sampling.max_tokens = {longest} and one "
+            "more; lower one of the two"
+        )
 
 
 def _check_tokens(config: Config, path: str, vocabulary: int) -> None:
