@@ -62,7 +62,6 @@ class Core:
             for rank in range(setup.config.learner.ranks)
         ]
         self._training: list[Reference] = []
-        self._began_s: float | None = None
         self._serving: Reference = None
         self._control: Client | None = None
         self.addresses: dict[str, tuple[str, int]] = {}
@@ -113,7 +112,6 @@ class Core:
         Args:
             about: fields of the `start` event.
         """
-        self._began_s = time.monotonic()
         self._serving = self._buffer.run.remote()
         self._training = [
             learner.run.remote(leader, self.endpoints.buffer_endpoint, about) for learner in self._learners
@@ -163,9 +161,9 @@ class Core:
         return str(self.setup.lineage)
 
     @property
-    def seconds(self) -> float:
-        """Seconds since training started; 0 before."""
-        return 0.0 if self._began_s is None else time.monotonic() - self._began_s
+    def is_training(self) -> bool:
+        """True once training was started."""
+        return bool(self._training)
 
     @property
     def steps_done(self) -> int | None:
@@ -175,7 +173,7 @@ class Core:
     @property
     def can_save(self) -> bool:
         """True if all learner ranks and the buffer run: a checkpoint needs each of them."""
-        return bool(self._training) and not any(map(has_ended, [*self._training, self._serving]))
+        return self.is_training and not any(map(has_ended, [*self._training, self._serving]))
 
     def drain(self, reason: str, *, is_failure: bool = False) -> None:
         """Ask buffer and learner to finish the current step, write a checkpoint and exit.

@@ -175,12 +175,12 @@ class Run:
         teachers.start()
         setup = replace(setup, teacher_urls=teachers.urls)
         self._teachers = teachers
-        self._fleet = Fleet(setup, *supervision, count=config.generators.count, on_address=export)
+        fleet = self._fleet = Fleet(setup, *supervision, count=config.generators.count, on_address=export)
         steering = self._steering = Steering(
-            config, self._given, self._folder, self._events, drain=self._ask_to_stop, gpus=cluster_gpus()
+            config, self._given, self._folder, self._events, fleet, watch, drain=self._ask_to_stop, gpus=cluster_gpus()
         )
         if self._plan is not None:
-            self._chaos = self._plan(watch, self._fleet, self._events)
+            self._chaos = self._plan(watch, fleet, self._events)
         try:
             with serving(steering, self._folder.path, config.control) as url:
                 if url is not None:
@@ -257,7 +257,7 @@ class Run:
                 self._end_phase("first engine")
             if has_trained:
                 self._end_phase("first step")
-            self._steering.reconcile(core if core.seconds else None, fleet, watch, self._teachers.processes())
+            self._steering.reconcile(core if core.is_training else None, self._teachers.processes())
 
         def while_starting() -> None:
             poll_processes()

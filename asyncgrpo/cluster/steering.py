@@ -69,9 +69,11 @@ class Steering:
         given: Config,
         folder: RunFolder,
         events: EventLog,
+        fleet: Fleet,
+        watch: Watch,
         *,
         drain: Callable[[], None],
-        gpus: int | None = None,
+        gpus: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -79,14 +81,15 @@ class Steering:
             config: resolved configuration of the run's processes.
             given: the same as the user gave it, with relative paths for example; written to the run's folder.
             drain: starts to drain the run.
-            gpus: GPUs of the cluster; None: unknown.
+            gpus: GPUs of the cluster.
         """
         self.config = config
         """Includes the changes since the start, so that a restarted buffer and learner get them."""
         self._given = given
         self.steps: int | None = None
         """The last step of the run; None: unlimited, or not known yet."""
-        self._folder, self._events, self._drain, self._clock = folder, events, drain, clock
+        self._folder, self._events, self._fleet, self._watch = folder, events, fleet, watch
+        self._drain, self._clock = drain, clock
         self._queue: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
         self._steer = Steer()
         self._leaving_since = 0  # the revision that listed the leaving generators
@@ -99,7 +102,7 @@ class Steering:
         self._autopilot = Autopilot(*bounds(config)) if config.generators.autopilot else None
         self._advice: tuple[Advice, ...] = ()
         self._advised_s = clock()
-        self._status = self._snapshot(None, None, None)
+        self._status = self._snapshot(())
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -118,7 +121,7 @@ class Steering:
 
     # -- from the driver's thread --------------------------------------------------------------------------------------
 
-    def reconcile(self, core: Core | None, fleet: Fleet, watch: Watch, others: Iterable[ProcessStatus] = ()) -> None:
+    def reconcile(self, core: Core | None, others: Iterable[ProcessStatus] = ()) -> None:
         """Carry out the commands, send buffer and learner what is requested, and update the status, a few times a second.
 
         Args:
@@ -130,15 +133,15 @@ class Steering:
             self._change(checkpoints=0, evaluations=0)
         replies = []
         while not self._queue.empty():
-            replies.append(self._carry_out_and_record(self._queue.get(), fleet))
-        self._release_leaving(core, fleet, watch)
+            replies.append(self._carry_out_and_record(self._queue.get()))
+        self._release_leaving()
         if core is not None:
             self._step = core.steps_done or core.first_step
             for name in ("buffer", "learner-0"):
-                if watch.steered(name, core.incarnation) < self._steer.revision:
-                    watch.send(name, self._steer)
-            self._advise(fleet)
-        self._status = self._snapshot(core, fleet, watch, others)
+                if self._watch.steered(name, core.incarnation) < self._steer.revision:
+                    self._watch.send(name, self._steer)
+            self._advise()
+        self._status = self._snapshot(others)
         for reply in replies:
             reply()  # now the status has what the command changed
 
@@ -157,35 +160,35 @@ class Steering:
         while not self._queue.empty():
             self._queue.get().reply.set_exception(CommandRefused("the run is over"))
 
-    def _release_leaving(self, core: Core | None, fleet: Fleet, watch: Watch) -> None:
+    def _release_leaving(self) -> None:
         """Release leaving generators: the learner stops publishing to them first, so that no broadcast breaks, then they exit."""
-        if fleet.leaving != self._steer.leaving:
-            self._change(leaving=fleet.leaving, ending=())
+        if self._fleet.leaving != self._steer.leaving:
+            self._change(leaving=self._fleet.leaving, ending=())
             self._leaving_since = self._steer.revision
-        if core is None or self._steer.ending == self._steer.leaving:
+        if self._core is None or self._steer.ending == self._steer.leaving:
             return
-        if watch.steered("learner-0", core.incarnation) >= self._leaving_since:
+        if self._watch.steered("learner-0", self._core.incarnation) >= self._leaving_since:
             self._change(ending=self._steer.leaving)
 
     # -- advice --------------------------------------------------------------------------------------------------------
 
-    def _advise(self, fleet: Fleet) -> None:
+    def _advise(self) -> None:
         """Compute the advice every `LOOK_S`, and let the autopilot act on it."""
         now = self._clock()
         if now - self._advised_s < LOOK_S or self._steer.is_paused or self._is_draining:
             return
         self._advised_s, self._adviser.config = now, self.config
         self._advice = self._adviser.look(time.time())
-        wanted = self._autopilot.decide(self._advice, fleet.wanted, now) if self._autopilot is not None else None
+        wanted = self._autopilot.decide(self._advice, self._fleet.wanted, now) if self._autopilot is not None else None
         if wanted is not None:
             self._queue.put(_Asked(Scale(generators=wanted), "autopilot", Future()))
 
     # -- one command ---------------------------------------------------------------------------------------------------
 
-    def _carry_out_and_record(self, asked: _Asked, fleet: Fleet) -> Callable[[], None]:
+    def _carry_out_and_record(self, asked: _Asked) -> Callable[[], None]:
         """Carry out a command and record it. Returns a function that sends the reply."""
         try:
-            reply = self._carry_out(asked.command, fleet)
+            reply = self._carry_out(asked.command)
         except CommandRefused as refusal:
             self._record(asked, str(refusal), refused=True)
             return partial(asked.reply.set_exception, refusal)
@@ -193,7 +196,7 @@ class Steering:
         self._advice, self._advised_s = (), self._clock()  # the advice held for the earlier conditions
         return partial(asked.reply.set_result, reply)
 
-    def _carry_out(self, command: Command, fleet: Fleet) -> str:
+    def _carry_out(self, command: Command) -> str:
         """Carry out a command and return the reply. Raises CommandRefused."""
         if self._is_draining:
             raise CommandRefused("the run is ending: it finishes its step and writes a checkpoint")
@@ -216,7 +219,7 @@ class Steering:
                 self._change(evaluations=self._steer.evaluations + 1)
                 return "an evaluation begins after the current step"
             case Scale(generators=count):
-                return self._scale(count, fleet)
+                return self._scale(count)
             case ChangeSettings(settings=settings):
                 return self._set(settings)
 
@@ -230,8 +233,8 @@ class Steering:
         if self._core is None or self._core.steps_done is None:
             raise CommandRefused(f"the learner is starting; retry {what} once it trains")
 
-    def _scale(self, count: int, fleet: Fleet) -> str:
-        generators, now = self.config.generators, fleet.wanted
+    def _scale(self, count: int) -> str:
+        generators, now = self.config.generators, self._fleet.wanted
         least, most = bounds(self.config)
         if not least <= count <= most:
             raise CommandRefused(
@@ -240,7 +243,7 @@ class Steering:
         if self.config.cluster.share_gpu:
             raise CommandRefused("learner and generator share one GPU (cluster.share_gpu), so there is one generator")
         self._configure([f"generators.count={count}"])  # may raise, before anything has changed
-        fleet.scale(count)
+        self._fleet.scale(count)
         if count == now:
             return f"{count} generators already"
         if count > now:
@@ -280,19 +283,17 @@ class Steering:
 
     # -- status --------------------------------------------------------------------------------------------------------
 
-    def _snapshot(
-        self, core: Core | None, fleet: Fleet | None, watch: Watch | None, others: Iterable[ProcessStatus] = ()
-    ) -> Status:
+    def _snapshot(self, others: Iterable[ProcessStatus]) -> Status:
         least, most = bounds(self.config)
+        core, fleet = self._core, self._fleet
         state: RunState = "starting"
         if self._is_draining:
             state = "draining"
         elif self._steer.is_paused:
             state = "paused"
-        elif core is not None and fleet is not None and (fleet.is_up or (core.steps_done or 0) > core.first_step):
+        elif core is not None and (fleet.is_up or (core.steps_done or 0) > core.first_step):
             state = "training"
-        known = self._processes(core, fleet, watch) if fleet is not None and watch is not None else ()
-        processes = (*known, *others)
+        processes = (*self._of_core(), *fleet.processes(), *others)
         starting = [process.name for process in processes if process.state == "starting"]
         return Status(
             run=self._folder.path.name,
@@ -302,7 +303,7 @@ class Steering:
             lineage=self._lineage,
             step=self._step,
             steps=self.steps,
-            generators_wanted=fleet.wanted if fleet is not None else self.config.generators.count,
+            generators_wanted=fleet.wanted,
             generators_min=least,
             generators_max=most,
             settings={key: attrgetter(key)(self.config) for key in CHANGEABLE},
@@ -311,12 +312,11 @@ class Steering:
             advice=self._advice if state == "training" else (),
         )
 
-    def _processes(self, core: Core | None, fleet: Fleet, watch: Watch) -> Iterator[ProcessStatus]:
-        lineage = core.incarnation if core is not None else ""
+    def _of_core(self) -> Iterator[ProcessStatus]:
+        lineage = self._core.incarnation if self._core is not None else ""
         for name in ("buffer", *(f"learner-{rank}" for rank in range(self.config.learner.ranks))):
-            state: ProcessState = "working" if core is not None and watch.has_begun(name, lineage) else "starting"
-            yield process_status(name, state, 0, watch.heartbeat(name, lineage))
-        yield from fleet.processes()
+            state: ProcessState = "working" if self._watch.has_begun(name, lineage) else "starting"
+            yield process_status(name, state, 0, self._watch.heartbeat(name, lineage))
 
 
 def bounds(config: Config) -> tuple[int, int]:

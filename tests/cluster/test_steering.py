@@ -35,7 +35,7 @@ class Watch:
         return self.sent[name].revision if name in self.sent else 0
 
     def has_begun(self, name: str, incarnation: str) -> bool:
-        return True
+        return incarnation != ""
 
     def heartbeat(self, name: str, incarnation: str) -> None:
         return None
@@ -67,12 +67,15 @@ class Run:
         self.now_s = 0.0
         self.events = EventLog(folder / "metrics.jsonl")
         self.steering = Steering(
-            self.given, self.given, self.folder, self.events, drain=self.drained.set, clock=lambda: self.now_s
+            *(self.given, self.given, self.folder, self.events, self.fleet, self.watch),  # type: ignore[arg-type]
+            drain=self.drained.set,
+            gpus=0,
+            clock=lambda: self.now_s,
         )
         self.core: SimpleNamespace | None = SimpleNamespace(incarnation="1", steps_done=3, first_step=0)
 
     def turn(self) -> None:
-        self.steering.reconcile(self.core, self.fleet, self.watch)  # type: ignore[arg-type]
+        self.steering.reconcile(self.core)  # type: ignore[arg-type]
 
     def ask(self, command: client.Command, turns: Callable[[], None] | None = None) -> str:
         with ThreadPoolExecutor(1) as pool:
