@@ -24,8 +24,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -247,40 +245,28 @@ def code_of(completion_text: str) -> tuple[str, str]:
 # -- which tests -------------------------------------------------------------------------------------------------------
 
 
-_mark = partial(secrets.token_hex, 8)
-
-
-@dataclass(frozen=True)
-class Prints:
-    """A program prints this output for this input; blanks at the ends of lines and empty last lines do not count."""
+class Test(NamedTuple):
+    """One run of the code of a completion."""
 
     stdin: str
-    output: str
-
-    def program(self, code: str) -> str:
-        """Return what is run."""
-        return code
-
-    def passed(self, stdout: str) -> bool:
-        """Return True if a run that ended well passed."""
-        return _lines(stdout) == _lines(self.output)
+    program: Callable[[str], str]
+    """Makes of the code what is run."""
+    has_passed: Callable[[str], bool]
+    """Takes the stdout of a run that ended well."""
+    is_of_any_language: bool = False
+    """False: the code must be Python."""
 
 
-@dataclass(frozen=True)
-class Asserts:
-    """Python statements that raise nothing behind the code."""
+def prints(stdin: str, output: str) -> Test:
+    """A program prints this output for this input; blanks at the ends of lines and empty last lines do not count."""
+    return Test(stdin, lambda code: code, lambda stdout: _lines(stdout) == _lines(output), is_of_any_language=True)
 
-    statements: str
-    stdin: str = ""
-    mark: str = field(default_factory=_mark)
 
-    def program(self, code: str) -> str:
-        """Return what is run."""
-        return f"{code}\n\n{self.statements}\n\nimport os as _os\n_os.write(1, b'\\n{self.mark}\\n')\n"
-
-    def passed(self, stdout: str) -> bool:
-        """Return True if a run that ended well passed."""
-        return f"\n{self.mark}\n" in stdout
+def asserts(statements: str, stdin: str) -> Test:
+    """Python statements raise nothing behind the code."""
+    mark = secrets.token_hex(8)
+    end = f"{statements}\n\nimport os as _os\n_os.write(1, b'\\n{mark}\\n')\n"
+    return Test(stdin, lambda code: f"{code}\n\n{end}", lambda stdout: f"\n{mark}\n" in stdout)
 
 
 _PRELUDE = """import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
@@ -295,36 +281,24 @@ from typing import *
 """Imports that code written for a judge of functions expects."""
 
 
-@dataclass(frozen=True)
-class Returns:
-    """A Python function, or a method of `class Solution`, returns this value for these arguments."""
+def returns(function: str, arguments: list[Any], values: list[Any]) -> Test:
+    """A Python function, or a method of `class Solution`, returns one of these values for these arguments."""
+    mark = secrets.token_hex(8)
+    end = (
+        "import json as _json, os as _os\n"
+        f"_call = globals().get({function!r}) or getattr(globals()['Solution'](), {function!r})\n"
+        f"_value = _call(*_json.loads({json.dumps(arguments)!r}))\n"
+        f"_os.write(1, ('\\n{mark}' + _json.dumps(_value, default=list) + '\\n').encode())\n"
+    )
 
-    function: str
-    arguments: list[Any]
-    values: list[Any]
-    """One of them."""
-    stdin: str = ""
-    mark: str = field(default_factory=_mark)
-
-    def program(self, code: str) -> str:
-        """Return what is run."""
-        return (
-            f"{_PRELUDE}\n{code}\n\nimport json as _json, os as _os\n"
-            f"_call = globals().get({self.function!r}) or getattr(globals()['Solution'](), {self.function!r})\n"
-            f"_value = _call(*_json.loads({json.dumps(self.arguments)!r}))\n"
-            f"_os.write(1, ('\\n{self.mark}' + _json.dumps(_value, default=list) + '\\n').encode())\n"
-        )
-
-    def passed(self, stdout: str) -> bool:
-        """Return True if a run that ended well passed."""
-        _, mark, rest = stdout.rpartition(f"\n{self.mark}")
+    def has_passed(stdout: str) -> bool:
+        _, found, rest = stdout.rpartition(f"\n{mark}")
         try:
-            return bool(mark) and json.loads(rest.partition("\n")[0]) in self.values
+            return bool(found) and json.loads(rest.partition("\n")[0]) in values
         except (ValueError, RecursionError):  # a program printed it, as deep as it liked
             return False
 
-
-Test = Prints | Asserts | Returns
+    return Test("", lambda code: f"{_PRELUDE}\n{code}\n\n{end}", has_passed)
 
 
 def _lines(text: str) -> list[str]:
@@ -353,19 +327,19 @@ def read_tests(ground_truth: Any) -> list[Test]:
         raise RewardError(
             f"the ground truth of code must be tests, inputs and outputs or assert statements: {error}"
         ) from None
-    asserts = [given.assert_case] if isinstance(given.assert_case, str) else given.assert_case
-    expected = given.outputs if asserts is None else asserts
-    inputs = given.inputs if asserts is None else given.inputs or [""] * len(asserts)
+    cases = [given.assert_case] if isinstance(given.assert_case, str) else given.assert_case
+    expected = given.outputs if cases is None else cases
+    inputs = given.inputs if cases is None else given.inputs or [""] * len(cases)
     if not expected or len(inputs) != len(expected):
         raise RewardError(f"the ground truth has {len(inputs)} inputs for {len(expected)} outputs or assert statements")
-    if asserts is not None:
-        return [Asserts(text, stdin=_joined(stdin)) for text, stdin in zip(asserts, inputs, strict=True)]
+    if cases is not None:
+        return [asserts(text, _joined(stdin)) for text, stdin in zip(cases, inputs, strict=True)]
     function = given.fn_name
     if not function:
-        return [Prints(_joined(stdin), _joined(wanted)) for stdin, wanted in zip(inputs, expected, strict=True)]
+        return [prints(_joined(stdin), _joined(wanted)) for stdin, wanted in zip(inputs, expected, strict=True)]
     if not function.isidentifier():
         raise RewardError(f"the ground truth's fn_name is not the name of a function: {function[:80]!r}")
-    return [Returns(function, _arguments(one), _values(wanted)) for one, wanted in zip(inputs, expected, strict=True)]
+    return [returns(function, _arguments(one), _values(wanted)) for one, wanted in zip(inputs, expected, strict=True)]
 
 
 def _parsed(ground_truth: Any) -> Any:
@@ -421,7 +395,7 @@ async def score_code(completion_text: str, ground_truth: Any, runner: Runner, co
     code, language = code_of(completion_text)
     if len(code.encode(errors="replace")) > MAX_CODE:
         return _score(0, tests, f"the code is longer than {MAX_CODE >> 20} MiB", config)
-    if language != "python" and not isinstance(tests[0], Prints):
+    if language != "python" and not tests[0].is_of_any_language:
         return _score(0, tests, f"tests in Python cannot test {language}", config)
     started, passed, complaint = time.monotonic(), 0, ""
     for number, test in enumerate(tests, 1):
@@ -432,7 +406,7 @@ async def score_code(completion_text: str, ground_truth: Any, runner: Runner, co
             ran = await runner(Program(test.program(code), language, test.stdin))
         except ServiceError as error:
             return error.score("sandbox")
-        if not ran.problem and test.passed(ran.stdout):
+        if not ran.problem and test.has_passed(ran.stdout):
             passed += 1
             continue
         complaint = complaint or f"test {number}: {ran.problem or 'wrong output'}"

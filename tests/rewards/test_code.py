@@ -1,13 +1,14 @@
 """Which code is scored against which tests, and what it is given: with runners that say what a program does."""
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
 
 from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards.code import TIMEOUT, Program, Ran, Returns, code_of, read_tests, score_code
+from asyncgrpo.rewards.code import TIMEOUT, Program, Ran, code_of, read_tests, score_code
 from asyncgrpo.rewards.http import ServiceError
 from asyncgrpo.types import Score
 
@@ -109,10 +110,10 @@ async def test_a_program_that_ends_well_before_its_test_has_not_passed_it(ground
 
 def test_a_function_is_compared_by_value():
     (test,) = read_tests({"inputs": [[1]], "outputs": [[[1, 2]]], "fn_name": "f"})
-    assert isinstance(test, Returns)
+    mark = re.search("[0-9a-f]{16}", test.program(""))[0]
     for printed, passed in (("[1, 2]", True), ("[[1, 2]]", True), ("[1,2.0]", True), ("[2, 1]", False), ("?", False)):
-        assert test.passed(f"hello\n{test.mark}{printed}\n") is passed
-    assert not test.passed(f"\n{test.mark}{'[' * 100_000}")
+        assert test.has_passed(f"hello\n{mark}{printed}\n") is passed
+    assert not test.has_passed(f"\n{mark}{'[' * 100_000}")
 
 
 async def test_no_test_is_started_after_one_that_was_late():
