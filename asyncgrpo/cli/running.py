@@ -32,7 +32,7 @@ from asyncgrpo.recording.loggers import check_loggers
 if TYPE_CHECKING:  # importing the cluster imports ray
     from rich.console import Console
 
-    from asyncgrpo.cluster.run import FaultPlan
+    from asyncgrpo.cluster.chaos import Plan
     from asyncgrpo.rewards.base import Reward
     from asyncgrpo.types import Prompt
 
@@ -242,7 +242,7 @@ def execute(
     *,
     algorithm: str | None = None,
     make: Callable[[], None] | None = None,
-    chaos: "FaultPlan | None" = None,
+    chaos: "Plan | None" = None,
 ) -> str:
     """Run `config` in its folder until it is done or asked to stop, and show its progress. Returns `done` or `drained`.
 

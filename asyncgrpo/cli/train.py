@@ -174,9 +174,9 @@ def demo(
             typer.echo("its teacher is a larger model, which is trained on all answers first, for some seconds")
     plan = None
     if chaos is not None:
-        from asyncgrpo.tools.chaos import Chaos, Plan  # imports ray
+        from asyncgrpo.cluster.chaos import Plan  # imports ray
 
-        plan = partial(Chaos, Plan(per_hour=chaos, seed=seed, faults=tuple(faults.split(",")) if faults else ()))
+        plan = Plan(per_hour=chaos, seed=seed, faults=tuple(faults.split(",")) if faults else ())
     make = None if is_made else partial(_make, folder, seed, has_teacher=teacher)
     status = execute(config, algorithm=algorithm, make=make, chaos=plan)
     if chaos is not None:

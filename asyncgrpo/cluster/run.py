@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import ray
 
 from asyncgrpo import liveness, logs, metrics
+from asyncgrpo.cluster.chaos import Chaos, Plan
 from asyncgrpo.cluster.folder import RunFolder, is_abandoned
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.nodes import (
@@ -49,7 +50,6 @@ from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.metrics import MISSED, retire_targets_beside, token_beside, write_targets
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.wire.sockets import Keys, is_loopback
-from asyncgrpo.wire.supervision import EndpointsChanged
 
 log = logging.getLogger(__name__)
 
@@ -61,27 +61,10 @@ STACKS_S = 1.5
 """Time for processes to write their stacks before they are killed."""
 
 
-class Faults(Protocol):
-    """Injects faults into one run (`tools/chaos.py`)."""
-
-    def route(self, endpoints: EndpointsChanged) -> EndpointsChanged:
-        """Return the endpoints that generators get in place of those of the core."""
-
-    def reconcile(self, core: Core, *, may_strike: bool) -> None:
-        """Inject due faults. Called a few times a second while `core` trains."""
-
-    def end(self) -> None:
-        """Undo every fault that is still in effect."""
-
-
-FaultPlan = Callable[[Watch, Fleet, EventLog], Faults]
-"""Starts to inject faults into a run."""
-
-
 class Run:
     """One run in one folder. `execute` blocks until it is over."""
 
-    def __init__(self, config: Config, folder: RunFolder, sizes: str, chaos: FaultPlan | None = None) -> None:
+    def __init__(self, config: Config, folder: RunFolder, sizes: str, chaos: Plan | None = None) -> None:
         """
         Args:
             folder: claimed by this process.
@@ -95,7 +78,7 @@ class Run:
         self._sizes = sizes
         self._asked_to_stop = 0
         self._report: Callable[[str], None] = lambda text: None
-        self._chaos: Faults | None = None
+        self._chaos: Chaos | None = None
         self._targets: dict[str, tuple[str, int]] = {}
         self._events = EventLog(folder.path / "metrics.jsonl")
         self._phases: set[str] = set()
@@ -180,7 +163,7 @@ class Run:
             config, self._given, self._folder, self._events, fleet, watch, drain=self._ask_to_stop, gpus=cluster_gpus()
         )
         if self._plan is not None:
-            self._chaos = self._plan(watch, fleet, self._events)
+            self._chaos = Chaos(self._plan, watch, fleet, self._events)
         try:
             with serving(steering, self._folder.path, config.control) as url:
                 if url is not None:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from asyncgrpo.cluster.chaos import CORE, Chaos, Plan, Proxy
 from asyncgrpo.liveness import FAILED_STARTS
-from asyncgrpo.tools.chaos import CORE, Chaos, Plan, Proxy
 from asyncgrpo.wire.codec import decode
 from asyncgrpo.wire.sockets import Client, Server
 from asyncgrpo.wire.supervision import Drain
@@ -65,7 +65,7 @@ def test_no_generator_is_struck_whose_loss_would_end_the_run(may_lose: bool):
 
 def test_what_is_paused_goes_on(monkeypatch: pytest.MonkeyPatch):
     sent: list[tuple[int, int]] = []
-    monkeypatch.setattr("asyncgrpo.tools.chaos.os.kill", lambda *what: sent.append(what))
+    monkeypatch.setattr("asyncgrpo.cluster.chaos.os.kill", lambda *what: sent.append(what))
     assert injected(Plan(per_hour=3600.0, seed=1, faults=("pause generator",)), 30, generator=7) == [
         "pause generator-0"
     ]
