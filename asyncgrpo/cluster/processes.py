@@ -1,4 +1,4 @@
-"""The processes of a run: the core, which is buffer and learner ranks, and the fleet of generators.
+"""The processes of a run: the core, which is buffer and learner ranks, the fleet of generators, and the teachers.
 
 The core starts together from the last checkpoint and ends together. A learner that restarts goes back to a checkpoint, and the
 buffer's prompts must go back with it. Groups that the buffer had acknowledged are in its journal, so the next core starts with
@@ -6,6 +6,10 @@ them.
 
 The fleet is started, watched, restarted and scaled, and gets the endpoints of a new core. A generator that is scaled away
 delivers its groups before it leaves.
+
+A teacher is an SGLang server for a `teacher.path`, on GPUs of the run's placement. One that ends or hangs is restarted at the
+same address. Until it replies again, rewards pause as in an outage of any service that they ask. A teacher that cannot be
+restarted there ends the run.
 """
 
 import contextlib
@@ -30,6 +34,7 @@ from asyncgrpo.cluster.wiring import (
     LearnerActor,
     LearnerReady,
     Setup,
+    TeacherActor,
     incarnation_of,
 )
 from asyncgrpo.control.client import ProcessState, ProcessStatus
@@ -549,6 +554,69 @@ class Fleet(Supervised):
             self._placement.release_generator(index)
             if index < self.wanted:  # again
                 self._due[index] = 0.0
+
+
+# -- the teachers ------------------------------------------------------------------------------------------------------
+
+
+class Teachers(Supervised):
+    """All teachers that a run starts; often none."""
+
+    role = "teacher"
+
+    def start(self) -> None:
+        """Start a process for each teacher. Their servers load meanwhile, until `all_serve`.
+
+        Raises:
+            AsyncGRPOError: a process cannot be started.
+        """
+        self._addresses: dict[int, tuple[str, int]] = {}
+        self._start_due()
+        try:
+            references = {self._name(index): teacher.address for index, teacher in self._running.items()}
+            for index, found in enumerate(results(references, while_waiting=self._watch.listen)):
+                self._has_started(index, found)
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """URLs of the servers by data_source."""
+        return {self._source(index): f"http://{host}:{port}" for index, (host, port) in self._addresses.items()}
+
+    def end(self) -> None:
+        """Kill all servers."""
+        for teacher in self._running.values():
+            ray.kill(teacher.actor)
+        self._running.clear()
+
+    def _source(self, index: int) -> str:
+        return list(self._setup.config.teacher.own)[index]
+
+    def _launch(self, index: int, start: int) -> tuple[Actor, Reference]:
+        options, arguments = self._placement.teacher(index), (self._setup, self._source(index), index, start)
+        actor = ray.remote(TeacherActor).options(**options).remote(environment_to_share(), *arguments)
+        _, port = self._addresses.get(index, ("", 0))
+        return actor, actor.start.remote(port)
+
+    def _has_started(self, index: int, found: tuple[tuple[str, int], tuple[str, int]]) -> None:
+        address, exported = found
+        before = self._addresses.setdefault(index, address)
+        if address != before:
+            raise AsyncGRPOError(
+                f"{self._name(index)} is lost with its node {before[0]}; the same command starts it on another one"
+            )
+        self._on_address(self._name(index), exported)
+
+    def _unhealthy_reason(self, index: int, teacher: Started) -> str | None:
+        stall_s = self._setup.config.cluster.stall_timeout_s
+        reason = super()._unhealthy_reason(index, teacher)
+        if reason is None and not self._serves(index) and time.monotonic() - teacher.requested_s > stall_s:
+            raise StalledError(
+                f"{self._name(index)} did not load its model within {stall_s:.0f} s (cluster.stall_timeout_s)"
+            )
+        return reason
 
 
 def process_status(

@@ -38,10 +38,9 @@ from asyncgrpo.cluster.nodes import (
     set_environment,
     with_absolute_paths,
 )
-from asyncgrpo.cluster.processes import Budget, Core, Fleet
+from asyncgrpo.cluster.processes import Budget, Core, Fleet, Teachers
 from asyncgrpo.cluster.ray_session import POLL_S, Placement, cluster_gpus, decide_device, ray_session_of, result
 from asyncgrpo.cluster.steering import Steering
-from asyncgrpo.cluster.teachers import Teachers
 from asyncgrpo.cluster.wiring import BufferReady, Setup, prepare_environment, uses_cuda
 from asyncgrpo.config.schema import Config
 from asyncgrpo.control.api import serving

@@ -1,4 +1,4 @@
-"""The three roles as Ray actors. Each actor builds its service from the configuration and runs it.
+"""The roles as Ray actors. Each actor builds its service from the configuration and runs it.
 
 An actor has two methods that the driver calls: `start` prepares the process and returns its addresses, `run` blocks until
 the run is over. An error ends `run` with its exception, which the driver sees.
@@ -6,6 +6,7 @@ the run is over. An error ends `run` with its exception, which the driver sees.
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from asyncgrpo.cluster.heartbeat import Heart
 from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, set_environment
 from asyncgrpo.cluster.ray_session import stderr_file
 from asyncgrpo.config.memory import Card, learner_share
+from asyncgrpo.config.placement import TEACHER_MEMORY
 from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.images import Images
@@ -628,3 +630,61 @@ def _weights_backend(config: Config) -> "Backend":
         return config.weights.backend
     between_gpus = uses_cuda(config) and config.generators.gpus_each > 0 and not config.cluster.share_gpu
     return "nccl" if between_gpus else "gloo"
+
+
+# -- a teacher that the run starts -------------------------------------------------------------------------------------
+
+
+class TeacherActor:
+    """Runs the server of one teacher."""
+
+    def __init__(self, environment: dict[str, str], setup: Setup, source: str, index: int, start: int) -> None:
+        """
+        Args:
+            environment: variables that the processes share with the driver.
+            source: the data_source of the teacher.
+            start: number of earlier starts of this teacher.
+        """
+        set_environment(environment)
+        self._setup, self._source, self._index, self._start = setup, source, index, start
+        self.progress = LoopProgress()
+        """Ticks with each proof of the server's health."""
+
+    def start(self, port: int) -> tuple[tuple[str, int], tuple[str, int]]:
+        """Start logs and heartbeats. Returns the address of the server and that of the metrics.
+
+        Args:
+            port: of the server; 0: a free one.
+        """
+        exported = begin(
+            self._setup, "teacher", incarnation_of(self._setup, self._start), lambda: self, rank=self._index
+        )
+        host = exported[0]
+        if not port:
+            with socket.create_server((host, 0)) as free:
+                port = int(free.getsockname()[1])
+        self._address = host, port
+        return self._address, exported
+
+    def run(self) -> None:
+        """Serve until a process of the server ends."""
+        with importing():
+            import torch
+
+            from asyncgrpo.engines.sglang.engine import SGLangOptions
+
+        config = self._setup.config
+        options = SGLangOptions(
+            model_path=config.teacher.own[self._source],
+            dtype=getattr(torch, config.model.dtype),
+            max_context=config.data.max_prompt_tokens + config.sampling.max_tokens + 1,
+            device="cuda" if config.teacher_gpus_each else "cpu",
+            tensor_parallel=max(1, config.teacher_gpus_each),
+            max_completions=config.teacher.max_concurrent,
+            memory_fraction=TEACHER_MEMORY,
+        )
+        options.prepare()
+        with importing():
+            from asyncgrpo.engines.sglang.processes import serve
+
+        serve(options, self._address, self._setup.teacher_key, self.progress.tick)

@@ -1,4 +1,4 @@
-"""The processes of one SGLang engine: their launch, the changes to SGLang's classes in them, and their end.
+"""The processes of one SGLang engine or server: their launch, the changes to SGLang's classes in them, and their end.
 
     this process                                    one process for each GPU (one on a CPU)
         SGLangEngine ── TokenizerManager ══ zmq ipc ══▶ Scheduler: queue, batches, the model
@@ -7,24 +7,29 @@ Importing this module imports SGLang, which takes seconds, so only a starting en
 detokenizer, is not launched, because only token ids are exchanged.
 """
 
+import asyncio
 import atexit
 import contextlib
+import http.client
 import logging
 import multiprocessing
 import os
 import signal
 import tempfile
+import threading
+import time
+import urllib.request
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from asyncgrpo import scratch, warm
+from asyncgrpo import liveness, scratch, warm
 from asyncgrpo.engines.sglang.proof import PLAN, Held
 from asyncgrpo.errors import EngineError, WeightsError
-from asyncgrpo.host import importing
+from asyncgrpo.host import importing, last_error, stderr_size
 from asyncgrpo.weights.publication import LENGTH, NUM_SEQUENCES
 
 with importing():  # also in the scheduler's process, which imports this module first
@@ -41,7 +46,8 @@ with importing():  # also in the scheduler's process, which imports this module 
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
     from sglang.srt.platforms import current_platform
     from sglang.srt.runtime_context import get_serving
-    from sglang.srt.server_args import PortArgs
+    from sglang.srt.server_args import PortArgs, ServerArgs
+    from sglang.srt.utils import kill_process_tree
     from sglang.srt.utils.hf_transformers_utils import get_context_length
     from sglang.srt.utils.weight_checker import ChecksumInfo, WeightChecker, overall_checksum
     from sglang.srt.utils.weight_versions import WeightVersionEvent
@@ -297,3 +303,51 @@ def arguments(options: "SGLangOptions") -> dict[str, Any]:
         "sleep_on_idle": True,
         "max_total_tokens": max(context, min(options.max_completions * context + NUM_SEQUENCES * LENGTH, room)),
     }
+
+
+# -- a server beside the engines: a teacher ----------------------------------------------------------------------------
+
+
+def serve(options: "SGLangOptions", address: tuple[str, int], key: str, on_health: Callable[[], None]) -> None:
+    """Serve a model with SGLang's own HTTP server until a process of the server ends.
+
+    Call it from the main thread. It may kill this process.
+
+    Args:
+        address: host and port to listen at.
+        key: bearer token that requests must send.
+        on_health: called in a thread after each proof that the model replies.
+    Raises:
+        EngineError: the server cannot start.
+    """
+    with importing():
+        from sglang.srt.entrypoints.http_server import launch_server
+    host, port = address
+
+    def probe() -> None:
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):  # an error status is an OSError, too
+                urllib.request.urlopen(f"http://{host}:{port}/health_generate", timeout=60).close()
+                on_health()
+            time.sleep(liveness.PROBE_EVERY_S)
+
+    mark_files()
+    before = stderr_size()
+    try:
+        own = arguments(options) | {"host": host, "port": port, "api_key": key}
+        launch_server(
+            ServerArgs(**own, custom_sigquit_handler=_end_server),
+            run_scheduler_process_func=run_scheduler,
+            launch_callback=threading.Thread(target=probe, name="health", daemon=True).start,
+        )
+    except Exception as error:
+        why = last_error(before) or error
+        raise EngineError(f"SGLang cannot serve the model {options.model_path}: {why}") from error
+
+
+def _end_server(signum: int, frame: object) -> None:
+    """Handle SIGQUIT, with which a child reports its failure. An event loop would swallow an exception."""
+    with contextlib.suppress(RuntimeError):
+        asyncio.get_running_loop()
+        kill_process_tree(os.getpid())
+    raise_launch_failure(signum, frame)
