@@ -374,14 +374,27 @@ def settings_of(config: Config) -> Settings:
 
 
 def _digest(files: Iterable[Path], *, is_model: bool = False, others: Sequence[str] = ()) -> str:
-    """Return the digest of the contents of files, and of the names of other sources; empty without any."""
+    """Return the digest of the contents of files, and of the names of other sources; empty without any.
+
+    Of a large model file it takes only the head and evenly spaced samples.
+    """
     digest, files = xxhash.xxh3_64(), list(files)
     for other in others:
         digest.update(f"{other}\0".encode())
     for file in files:
         if is_model:
             digest.update(f"{file.name}\0".encode())
-        _feed(digest, file, sampled_above=_SAMPLED_ABOVE if is_model else None)
+        size = file.stat().st_size
+        digest.update(f"{size}\0".encode())
+        with open(file, "rb") as content:
+            if not is_model or size <= _SAMPLED_ABOVE:
+                while block := content.read(2**20):
+                    digest.update(block)
+                continue
+            digest.update(content.read(2**20))
+            for sample in range(_SAMPLES):
+                content.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+                digest.update(content.read(_SAMPLE_BYTES))
     return digest.hexdigest() if files or others else ""
 
 
@@ -389,18 +402,3 @@ def _files_of_model(path: str) -> list[Path]:
     """Return the model files that are digested; none for a hub id that is not downloaded yet."""
     folder = local_model(path)
     return sorted(file for name in _MODEL_FILES for file in folder.glob(name)) if folder is not None else []
-
-
-def _feed(digest: Any, path: Path, *, sampled_above: int | None) -> None:
-    """Add a file's size and bytes to `digest`; of a large file only its head and evenly spaced samples."""
-    size = path.stat().st_size
-    digest.update(f"{size}\0".encode())
-    with open(path, "rb") as file:
-        if sampled_above is None or size <= sampled_above:
-            while block := file.read(2**20):
-                digest.update(block)
-            return
-        digest.update(file.read(2**20))
-        for sample in range(_SAMPLES):
-            file.seek((size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
