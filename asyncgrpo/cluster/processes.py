@@ -32,7 +32,6 @@ from asyncgrpo.cluster.wiring import (
     BufferReady,
     GeneratorActor,
     LearnerActor,
-    LearnerReady,
     Setup,
     TeacherActor,
     incarnation_of,
@@ -55,8 +54,14 @@ END_S = 5.0
 class Core:
     """One core, which is one lineage."""
 
-    def __init__(self, setup: Setup, placement: Placement, watch: Watch) -> None:
-        self.setup, self._placement, self._watch = setup, placement, watch
+    def __init__(
+        self, setup: Setup, placement: Placement, watch: Watch, on_address: Callable[[str, tuple[str, int]], None]
+    ) -> None:
+        """
+        Args:
+            on_address: called with the name of each process and the address of its metrics.
+        """
+        self.setup, self._placement, self._watch, self._on_address = setup, placement, watch, on_address
         # Read now: newer checkpoints replace this one during training.
         self.first_step = read_state(setup.checkpoint).step if setup.checkpoint is not None else 0
         """Step of its checkpoint."""
@@ -69,12 +74,10 @@ class Core:
         self._training: list[Reference] = []
         self._serving: Reference = None
         self._control: Client | None = None
-        self.addresses: dict[str, tuple[str, int]] = {}
-        """Addresses of the metrics of its processes, by name."""
         self.endpoints = EndpointsChanged(buffer_endpoint="", weights_endpoint="")
         """Endpoints for the generators; empty before the start."""
 
-    def start(self, while_waiting: Callable[[], None]) -> tuple[BufferReady, list[LearnerReady]]:
+    def start(self, while_waiting: Callable[[], None]) -> BufferReady:
         """Start the processes and bind their endpoints. Raises AsyncGRPOError."""
         setup = self.setup
         references = {"buffer": self._buffer.start.remote(setup)}
@@ -85,11 +88,13 @@ class Core:
             while_waiting()
             self._follow_start(references.keys(), time.monotonic() - began_s, late)
 
-        ready, *leaders = results(references, while_starting)
-        self.addresses = dict(zip(references, (one.metrics_address for one in (ready, *leaders)), strict=True))
+        ready, *ranks = results(references, while_starting)
+        for name, one in zip(references, (ready, *ranks), strict=True):
+            self._on_address(name, one.metrics_address)
+        self._leader = ranks[0]
         self._control = Client(ready.endpoint, "driver", setup.keys)
-        self.endpoints = EndpointsChanged(buffer_endpoint=ready.endpoint, weights_endpoint=leaders[0].weights_endpoint)
-        return ready, leaders
+        self.endpoints = EndpointsChanged(buffer_endpoint=ready.endpoint, weights_endpoint=ranks[0].weights_endpoint)
+        return ready
 
     def _follow_start(self, names: Iterable[str], waited_s: float, late: set[str]) -> None:
         """Log once per process if Ray has no resources for it.
@@ -111,7 +116,7 @@ class Core:
                 late.add(name)
                 log.warning(self._placement.waits(name, waited_s))
 
-    def run(self, leader: LearnerReady, about: dict[str, Any]) -> None:
+    def run(self, about: dict[str, Any]) -> None:
         """Start training.
 
         Args:
@@ -119,7 +124,7 @@ class Core:
         """
         self._serving = self._buffer.run.remote()
         self._training = [
-            learner.run.remote(leader, self.endpoints.buffer_endpoint, about) for learner in self._learners
+            learner.run.remote(self._leader, self.endpoints.buffer_endpoint, about) for learner in self._learners
         ]
 
     def status(self) -> str | None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 import ray
@@ -41,7 +41,7 @@ from asyncgrpo.cluster.nodes import (
 from asyncgrpo.cluster.processes import Budget, Core, Fleet, Teachers
 from asyncgrpo.cluster.ray_session import POLL_S, Placement, cluster_gpus, decide_device, ray_session_of, result
 from asyncgrpo.cluster.steering import Steering
-from asyncgrpo.cluster.wiring import BufferReady, Setup, prepare_environment, uses_cuda
+from asyncgrpo.cluster.wiring import Setup, prepare_environment, uses_cuda
 from asyncgrpo.config.schema import Config
 from asyncgrpo.control.api import serving
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
@@ -188,7 +188,7 @@ class Run:
         budget = Budget("buffer and learner", setup.config.generators.restarts)
         metrics.restarts_spent_ratio.labels(of="core").set_function(lambda: budget.spent)
         while True:
-            core = Core(setup, self._placement, self._watch)
+            core = Core(setup, self._placement, self._watch, self._export_from)
             try:
                 try:
                     return self._train(core)
@@ -246,18 +246,26 @@ class Run:
             if self._asked_to_stop:
                 raise KeyboardInterrupt
 
-        ready, leaders = core.start(while_starting)
+        ready = core.start(while_starting)
         self._end_phase("buffer and learner")
         while not self._teachers.all_serve:
             while_starting()
             time.sleep(POLL_S)
-        for name, address in core.addresses.items():
-            self._export_from(name, address)
         if ready.recovered:
             counts = ", ".join(f"{count} {what}" for what, count in sorted(ready.recovered.items()))
             self._report(f"untrained groups of earlier starts: {counts}")
         self._steering.steps = ready.steps
-        core.run(leaders[0], self._about(ready))
+        core.run(
+            {
+                "run": self._folder.path.name,
+                "sizes": self._sizes,
+                "steps": ready.steps,
+                "prompts": ready.prompts,
+                "gpus": cluster_gpus(),
+                "data_schema": ready.schema,
+                "recovered": ready.recovered,
+            }
+        )
         fleet.work_for(core, core.endpoints if chaos is None else chaos.route(core.endpoints))
         is_draining = False
         while (status := core.status()) is None:
@@ -297,18 +305,6 @@ class Run:
                 time.sleep(POLL_S)
         except AsyncGRPOError as trouble:
             log.error("no last checkpoint: %s", trouble)
-
-    def _about(self, ready: BufferReady) -> dict[str, Any]:
-        """Return the fields of the `start` event that the driver knows."""
-        return {
-            "run": self._folder.path.name,
-            "sizes": self._sizes,
-            "steps": ready.steps,
-            "prompts": ready.prompts,
-            "gpus": cluster_gpus(),
-            "data_schema": ready.schema,
-            "recovered": ready.recovered,
-        }
 
     def _record_loss(self, loss: ProcessLost, count: int) -> None:
         """Log and count a lost core."""

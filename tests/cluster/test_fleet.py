@@ -314,7 +314,7 @@ def start(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
         settings = ["model.path=m", "data.train=t", "learner.ranks=2", "cluster.stall_timeout_s=200"]
         setup = Setup(load_config(None, settings), Path("run"), 1, None, None, "", 1)
-        Core(setup, placement, watch).start(lambda: None)
+        Core(setup, placement, watch, lambda name, address: None).start(lambda: None)
 
     return begin
 
