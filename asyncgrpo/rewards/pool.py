@@ -50,8 +50,6 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One, unless the scorer takes groups."""
     completion_ids: tuple[tuple[int, ...], ...] = ()
     """The token ids of each completion, where the scorer takes groups."""
-    is_group: bool = False
-    """True if the scorer returns a list, with a value for each completion."""
 
     @property
     def completion_text(self) -> str:
@@ -82,17 +80,18 @@ def main(boot: dict[str, Any]) -> None:
     except BaseException as error:
         return host.reply(0, WorkerReady(error=f"cannot load {boot['what']}: {describe(error)}"))
     found = {name: getattr(scorer, name) for name in ("about", "takes_groups", "kwargs") if hasattr(scorer, name)}
-    host.reply(0, WorkerReady(**found))
+    ready = WorkerReady(**found)
+    host.reply(0, ready)
     decoder, own_pid = msgspec.msgpack.Decoder(Call), os.getpid()
     with asyncio.Runner() as runner:
         while (call := host.next_call()) is not None:
-            scores = _score(scorer, decoder.decode(call[1]), runner)
+            scores = _score(scorer, ready.takes_groups, decoder.decode(call[1]), runner)
             if os.getpid() != own_pid:  # the reward forked, and this is the child that came back
                 os._exit(0)
             host.reply(call[0], scores)
 
 
-def _score(scorer: Scorer, call: Call, runner: asyncio.Runner) -> list[Score]:
+def _score(scorer: Scorer, takes_groups: bool, call: Call, runner: asyncio.Runner) -> list[Score]:
     def run() -> Any:
         value = scorer(call)
         return runner.run(wait(value)) if inspect.isawaitable(value) else value
@@ -101,7 +100,7 @@ def _score(scorer: Scorer, call: Call, runner: asyncio.Runner) -> list[Score]:
         return await value
 
     started, count = time.perf_counter(), len(call.completions)
-    scores = scores_of_call(run, count) if call.is_group else [score_of_call(run)]
+    scores = scores_of_call(run, count) if takes_groups else [score_of_call(run)]
     seconds = (time.perf_counter() - started) / count
     return [msgspec.structs.replace(score, seconds=seconds) for score in scores]
 
@@ -264,5 +263,4 @@ def call_of(prompt: Prompt, completions: Sequence[Sampled], *, is_group: bool = 
         prompt=msgspec.structs.replace(prompt, token_ids=()),
         completions=tuple(one.text for one in completions),
         completion_ids=tuple(tuple(one.token_ids) for one in completions) if is_group else (),
-        is_group=is_group,
     )
