@@ -1,4 +1,4 @@
-"""The `fake` engine: tokens from a hash, without a model, for tests of an engine's environment and of its faults.
+"""The `fake` engine: tokens from a hash, without a model, for tests of what an engine works with.
 
 It keeps the contract of `base.Engine` for requests, versions and seeds, and behaves as a model whose next token is uniform
 over the vocabulary. A token is a function of prompt, seed, position and version. So the sampled tokens reveal a wrong
@@ -8,10 +8,9 @@ version, and the checksum reveals a wrong broadcast.
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal
 
 import xxhash
 from torch import Tensor
@@ -20,9 +19,6 @@ from asyncgrpo.engines.base import Engine, EngineOccupancy, PendingCompletion, R
 from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import FinishReason, PolicyVersion
-
-InjectedFault = Literal["abort", "hang"]
-"""A fault of one completion: it ends as if the engine had aborted it, or it gets no further token."""
 
 
 class FakeRequest(Request):
@@ -49,10 +45,6 @@ class FakeEngine(Engine[FakeRequest]):
     """Reported number of places; more completions are sampled all the same."""
     seconds_per_token: float = 0.0
     """Time of one token of every running completion; at 0 other tasks still get their turn."""
-    fail_after_tokens: int | None = None
-    """Number of sampled tokens after which the engine fails permanently. None: never."""
-    injected_fault: Callable[[PendingCompletion, int], InjectedFault | None] = lambda completion, length: None
-    """Called before each token of a completion with its length so far."""
     median_tokens: float | None = None
     """Median of the log-normal lengths at which completions stop. Half of the variance belongs to the prompt: for some prompts
     all completions are long. None: they stop at any sampled stop token."""
@@ -63,8 +55,7 @@ class FakeEngine(Engine[FakeRequest]):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self._num_sampled = self._steps = 0
-        self._step_s = 0.0
+        self._steps, self._step_s = 0, 0.0
         self._checksum = weights_digest(())
 
     async def start(self, version: PolicyVersion) -> None:
@@ -116,19 +107,16 @@ class FakeEngine(Engine[FakeRequest]):
             await asyncio.sleep(self.seconds_per_token + self.seconds_per_completion * running)
             self._steps, self._step_s = self._steps + 1, self._step_s + clock() - request.step_began_s
             for completion, tokens in list(request.tokens.items()):
-                if (fault := self.injected_fault(completion, len(tokens))) is not None:
-                    if fault == "abort":
-                        self._complete(completion, "abort")
-                    continue
-                completion.sampled_by(self._version, len(tokens))
-                tokens.append(self._token(completion, len(tokens)))
-                self._num_sampled += 1
-                if tokens[-1] in request.sampling.stop_token_ids:
-                    self._complete(completion, "stop")
-                elif len(tokens) == limit:
-                    self._complete(completion, "length")
-            if self.fail_after_tokens is not None and self._num_sampled >= self.fail_after_tokens:
-                self._fail(EngineError(f"the fake engine is configured to fail after {self.fail_after_tokens} tokens"))
+                self._extend(completion, tokens, limit)
+
+    def _extend(self, completion: PendingCompletion, tokens: list[int], limit: int) -> None:
+        """Sample a token, and complete the completion if it is its last one."""
+        completion.sampled_by(self._version, len(tokens))
+        tokens.append(self._token(completion, len(tokens)))
+        if tokens[-1] in completion.request.sampling.stop_token_ids:
+            self._complete(completion, "stop")
+        elif len(tokens) == limit:
+            self._complete(completion, "length")
 
     def _complete(self, completion: PendingCompletion, reason: FinishReason) -> None:
         request = completion.request

@@ -1,4 +1,4 @@
-"""What only the `fake` engine promises: faults on demand, and tokens that give a wrong version away."""
+"""What only the `fake` engine promises: lengths with a long tail, and tokens that take longer beside others."""
 
 import asyncio
 import math
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from asyncgrpo.engines.fake import FakeEngine
-from asyncgrpo.errors import EngineError
 from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from tests.simulation.virtual import VirtualLoop
 
@@ -22,15 +21,6 @@ async def started(**options) -> FakeEngine:
 
 async def sample(engine: FakeEngine, request_id: str = "r", **knobs) -> list[Completion]:
     return [completion async for completion in engine.generate(request_id, PROMPT, 3, Sampling(**knobs), 7)]
-
-
-async def test_it_fails_after_so_many_tokens_and_says_so_to_all() -> None:
-    engine = await started(fail_after_tokens=40)
-    assert len(await sample(engine, max_tokens=13)) == 3, "not before"
-    outcomes = await asyncio.gather(*(sample(engine, name, max_tokens=30) for name in "ab"), return_exceptions=True)
-    assert all(isinstance(outcome, EngineError) and "after 40 tokens" in str(outcome) for outcome in outcomes)
-    with pytest.raises(EngineError, match="after 40 tokens"):
-        await sample(engine)
 
 
 async def test_lengths_can_have_a_long_tail_of_which_the_prompt_has_a_part() -> None:

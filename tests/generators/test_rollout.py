@@ -14,6 +14,7 @@ from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.teacher import TaughtScore
 from asyncgrpo.types import Discarded, Group, Lease, PolicyVersion, Prompt, Sampling, Score, TeacherLogprobs
 from asyncgrpo.wire.codec import pack_group, unpack_group
+from tests.engines.faulty import FaultyEngine
 from tests.rewards.stubs import OneByOne
 from tests.simulation.virtual import VirtualLoop
 
@@ -33,7 +34,7 @@ class LengthReward(OneByOne):
         return Score(value=float(len(text)))
 
 
-def generated(lease: Lease, reward: Reward | None = None, kind: type[FakeEngine] = FakeEngine, **engine) -> Group:
+def generated(lease: Lease, reward: Reward | None = None, kind: type[FakeEngine] = FaultyEngine, **engine) -> Group:
     """The group of a lease, on a virtual clock, by the fake engine at a token a second."""
     loop = VirtualLoop()  # type: ignore[abstract]
     fake = kind(seconds_per_token=1.0, **engine)
@@ -89,7 +90,7 @@ async def test_a_lease_that_is_given_up_leaves_no_request_behind():
         if length == 2:
             group.give_up()
 
-    engine = FakeEngine(seconds_per_token=0.01, injected_fault=give_up_at_the_third_token)
+    engine = FaultyEngine(seconds_per_token=0.01, injected_fault=give_up_at_the_third_token)
     await engine.start(PolicyVersion(1, 0))
     group = GroupInFlight(make_lease(), engine, LengthReward(), str)
     task = asyncio.create_task(group.generate("g"))

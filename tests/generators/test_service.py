@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from asyncgrpo.engines.base import EngineOccupancy
-from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.rollout import Activities
 from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService, TokenTime
@@ -29,6 +28,7 @@ from asyncgrpo.wire.rollouts import (
     Serving,
     Shutdown,
 )
+from tests.engines.faulty import FaultyEngine
 from tests.generators.test_rollout import make_lease
 from tests.rewards.stubs import OneByOne
 from tests.simulation.virtual import GeneratorLine, Receiver, VirtualLoop
@@ -50,7 +50,7 @@ class Generator(GeneratorService):
         super().__init__(
             "g",
             "a",
-            FakeEngine(seconds_per_token=1.0, **engine),
+            FaultyEngine(seconds_per_token=1.0, **engine),
             Breaker(reward or FixedReward(), at_once=1),
             lambda ids: "",
             window=2,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from asyncgrpo.engines.base import PendingCompletion
-from asyncgrpo.engines.fake import FakeEngine, InjectedFault
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.generators.service import GeneratorService
 from asyncgrpo.learner.checkpoints import RunState
@@ -24,6 +23,7 @@ from asyncgrpo.types import Group, PolicyVersion, Prompt, Score
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.rollouts import REWARDS_PAUSED, Deliver, LeaseFailed, Serving
+from tests.engines.faulty import Fate, FaultyEngine
 from tests.rewards.stubs import OneByOne
 from tests.simulation.virtual import Frames, GeneratorLine, Receiver
 
@@ -80,13 +80,13 @@ class GeneratorHost:
         """The supervisor has given it up, and it lives."""
         self.line = GeneratorLine(self._send)
         self.receiver = Receiver(lambda: world.publisher.join_later(self))
-        self.engine = FakeEngine(
+        self.engine = FaultyEngine(
             vocab_size=VOCABULARY,
             max_context=64,
             seconds_per_token=seconds_per_token,
             injected_fault=self._injected_fault,
         )
-        self._fates: dict[PendingCompletion, InjectedFault | None] = {}
+        self._fates: dict[PendingCompletion, Fate | None] = {}
         self._sent: dict[str, float] = {}  # when each group was last sent, by lease
         self.unreplied: set[str] = set()
         self.service = SimulatedGenerator(
@@ -114,7 +114,7 @@ class GeneratorHost:
         self.line.close()
         self.task.cancel()
 
-    def _injected_fault(self, completion: PendingCompletion, length: int) -> InjectedFault | None:
+    def _injected_fault(self, completion: PendingCompletion, length: int) -> Fate | None:
         """What befalls a completion before this token. Its seed decides, so that the same try meets the same fate."""
         world = self.world
         if completion.request.prompt in world.killers and self.is_alive:

@@ -20,7 +20,6 @@ from asyncgrpo.config import schema
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.engines.base import PendingCompletion
-from asyncgrpo.engines.fake import InjectedFault
 from asyncgrpo.errors import AsyncGRPOError, StalledError
 from asyncgrpo.journal.history import FORMAT, RunStarted, read_history
 from asyncgrpo.journal.log import Journal
@@ -34,6 +33,7 @@ from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import decode
 from asyncgrpo.wire.rollouts import Ack, Grant, Nack
 from asyncgrpo.wire.supervision import Drain, GeneratorLost, Steer
+from tests.engines.faulty import Fate
 from tests.simulation.checker import Checker, Violation
 from tests.simulation.disk import Killed, SimulatedDisk
 from tests.simulation.faults import (
@@ -348,7 +348,7 @@ class World:
         lost = GeneratorLost(generator_id=host.name, incarnation=host.incarnation, reason="it did not swap")
         self._from_learner(lost, b"")
 
-    def fate_of(self, completion: PendingCompletion) -> InjectedFault | None:
+    def fate_of(self, completion: PendingCompletion) -> Fate | None:
         drawn = random.Random(f"{self.seed} {completion.request.prompt} {completion.seed}").random()
         for what in ("abort", "hang"):
             drawn -= self.of_completions.get(f"answer_{what}s", 0.0)
