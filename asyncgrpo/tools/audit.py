@@ -246,7 +246,6 @@ class _Auditor:
             return
         manifests = {manifest.step: manifest for manifest in self._manifests}
         counted: Counter[int] = Counter()
-        lag_differences: list[str] = []
         for event in read_events(events):
             if event["event"] == "sync" and event.get("differing"):
                 self._differ(
@@ -260,13 +259,12 @@ class _Auditor:
                 continue
             lags = Counter(str(manifest.version.number - group.oldest.number) for group in manifest.groups)
             if dict(lags) != event["lags"]:
-                lag_differences.append(
+                self._differ(
                     f"step {event['step']}: lags {event['lags']} in metrics.jsonl, {dict(lags)} in the journal"
                 )
         for step in sorted(manifests):
             if counted[step] != 1:
                 self._differ(f"step {step} is {counted[step]} times in metrics.jsonl")
-        self.result.differences += lag_differences
 
 
 def _lineage(lease_id: str) -> int:
