@@ -38,7 +38,7 @@ class _Unavailable(Exception):
 
 
 class Service:
-    """Something that takes JSON at one URL. Use it from one event loop."""
+    """Something that takes JSON at a URL. Use it from one event loop."""
 
     def __init__(self, url: str, *, deadline_s: float, key: str = "") -> None:
         """
@@ -52,14 +52,18 @@ class Service:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._session: Any = None
 
-    async def ask(self, body: bytes | None = None) -> bytes:
-        """Return the reply to a POST of `body`, or to a GET without one. Raises ServiceError."""
+    async def ask(self, body: Any = None, *, at: str = "") -> bytes:
+        """Return the reply to a POST of `body` as JSON, or to a GET without one. Raises ServiceError.
+
+        Args:
+            at: path below the URL.
+        """
         tried, problem = 0, ""
         try:
             async with asyncio.timeout(self._deadline_s):
                 while True:
                     try:
-                        return await self._send(body)
+                        return await self._send(body, self.url + at)
                     except _Unavailable as error:
                         tried, problem = tried + 1, str(error)
                     wait_s = min(FIRST_WAIT_S * 2 ** (tried - 1), LAST_WAIT_S)
@@ -69,13 +73,14 @@ class Service:
                 raise ServiceError(f"{self.url} did not reply within {self._deadline_s:g} s", is_late=True) from None
         raise ServiceError(f"{self.url}: {problem}, {tried} times")
 
-    async def ask_for(self, kind: type[T], body: Any = None, *, otherwise: str) -> T:
-        """Return the reply to a POST of `body` as JSON, or to a GET without one, as this type. Raises ServiceError.
+    async def ask_for(self, kind: type[T], body: Any = None, *, at: str = "", otherwise: str) -> T:
+        """Return the reply as this type. Raises ServiceError.
 
         Args:
+            body, at: as of `ask`.
             otherwise: what a reply of another form is, for the message.
         """
-        reply = await self.ask(None if body is None else msgspec.json.encode(body))
+        reply = await self.ask(body, at=at)
         try:
             return msgspec.json.decode(reply, type=kind)
         except msgspec.MsgspecError as error:
@@ -86,7 +91,7 @@ class Service:
         if self._session is not None:
             await self._session.close()
 
-    async def _send(self, body: bytes | None) -> bytes:
+    async def _send(self, body: Any, url: str) -> bytes:
         import aiohttp
 
         if self._session is None:  # here, because it belongs to the event loop
@@ -95,7 +100,8 @@ class Service:
             )
         try:
             method = "GET" if body is None else "POST"
-            async with self._session.request(method, self.url, data=body, headers=self._headers) as response:
+            data = None if body is None else msgspec.json.encode(body)
+            async with self._session.request(method, url, data=data, headers=self._headers) as response:
                 if response.status == 429 or response.status >= 500:
                     raise _Unavailable(f"HTTP {response.status}")
                 if response.status != 200:

@@ -70,10 +70,7 @@ class Teacher:
         """
         self.url = url.strip().rstrip("/").removesuffix("/v1")
         self._path, self._top_k = path, settings.top_k
-        self._models, self._sglang, self._vllm = (
-            Service(f"{self.url}/{one}", deadline_s=settings.timeout_s, key=key)
-            for one in ("v1/models", "generate", "v1/completions")
-        )
+        self._service = Service(self.url, deadline_s=settings.timeout_s, key=key)
         self._turn = asyncio.Semaphore(settings.max_concurrent)
         self._model: _Model | None = None
         self._vocabulary = 0
@@ -112,13 +109,12 @@ class Teacher:
 
     async def close(self) -> None:
         """Close the connections."""
-        for one in (self._models, self._sglang, self._vllm):
-            await one.close()
+        await self._service.close()
 
     async def _ask(self) -> _Model:
         """Ask the server for its model, and look up the size of the vocabulary. Raises ServiceError or ConfigError."""
         neither = "the server is neither SGLang's nor vLLM's"
-        model = (await self._models.ask_for(_Models, otherwise=neither)).data[0]
+        model = (await self._service.ask_for(_Models, at="/v1/models", otherwise=neither)).data[0]
         config = await asyncio.to_thread(_load, "AutoConfig", self._path or model.root or model.id)
         self._vocabulary, self._model = config.get_text_config().vocab_size, model
         return model
@@ -128,7 +124,7 @@ class Teacher:
         sent = self._sent.get(prompt)
         if sent is None or (sent.done() and (sent.cancelled() or sent.exception() is not None)):
             body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 0}}
-            sent = self._sent[prompt] = asyncio.ensure_future(self._sglang.ask(msgspec.json.encode(body)))
+            sent = self._sent[prompt] = asyncio.ensure_future(self._service.ask(body, at="/generate"))
             if len(self._sent) > PROMPTS_KEPT:
                 self._sent.popitem(last=False)
         await asyncio.shield(sent)
@@ -141,7 +137,7 @@ class Teacher:
             "logprob_start_len": start - 1,  # the prefix cache is read up to here; the first entry has no log-prob
             "top_logprobs_num": self._top_k,
         }
-        meta = msgspec.json.decode(await self._sglang.ask(msgspec.json.encode(body)))["meta_info"]
+        meta = msgspec.json.decode(await self._service.ask(body, at="/generate"))["meta_info"]
         entries = meta["input_token_logprobs"][1:]
         last = self._vocabulary - 1  # written as 0
         if [token for _, token, _ in entries] != [0 if token == last else token for token in row[start:]]:
@@ -151,7 +147,7 @@ class Teacher:
 
     async def _by_vllm(self, row: list[int], start: int, model: _Model) -> list[_Entry]:
         body = {"model": model.id, "prompt": row, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": self._top_k}
-        reply = msgspec.json.decode(await self._vllm.ask(msgspec.json.encode(body)))
+        reply = msgspec.json.decode(await self._service.ask(body, at="/v1/completions"))
         found: list[_Entry] = []
         for token, given in zip(row[start:], reply["choices"][0]["prompt_logprobs"][start:], strict=True):
             values = sorted(((one["logprob"], int(name)) for name, one in given.items()), reverse=True)
