@@ -34,7 +34,7 @@ def test_a_killed_run_is_still_missed_for_a_day_and_no_other_run_is_touched(tmp_
         run.claim()
         write_targets(run.path, {"driver": ("127.0.0.1", 1)})
     runs[0].release()  # as its end does
-    elsewhere = write_targets(tmp_path / "folder-is-not-here", {"driver": ("127.0.0.1", 1)})
+    write_targets(tmp_path / "folder-is-not-here", {"driver": ("127.0.0.1", 1)})
     killed, living = (targets_path(run.path) for run in runs)
     before, a_day = living.read_text(), 86400.0
     os.utime(killed, (0.0, time.time() - 3 * a_day))  # it ran for days, and no process of it started meanwhile
@@ -45,7 +45,7 @@ def test_a_killed_run_is_still_missed_for_a_day_and_no_other_run_is_touched(tmp_
     os.utime(killed, (0.0, time.time() - 1.1 * a_day))
     retire_targets_beside(tmp_path / "new", is_abandoned)
     assert not killed.exists(), "by then someone knows, or nobody cares"
-    assert living.read_text() == before and elsewhere.exists()
+    assert living.read_text() == before and targets_path(tmp_path / "folder-is-not-here").exists()
     runs[1].release()
 
 
