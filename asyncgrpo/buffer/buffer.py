@@ -31,7 +31,6 @@ from asyncgrpo.buffer.group_health import (
     EarlierFailures,
     IsolatedPrompts,
     Quarantine,
-    ZeroSignalStreak,
     rewards_of,
     zero_signal,
 )
@@ -141,7 +140,6 @@ class Buffer:
         self.outcomes: Counter[str] = Counter()
         self.filtered: Counter[str] = Counter()
         """`filtered_zero_signal` by reason, as named by `zero_signal`."""
-        self.zero_signal_streak = ZeroSignalStreak()
         self.tokens: Counter[str] = Counter()
         self.discarded: Counter[str] = Counter()
         """Completions left out of their groups, by the field names of `types.Discarded`."""
@@ -364,12 +362,10 @@ class Buffer:
         rewards = rewards_of(message)
         if self._filters and (kind := zero_signal(rewards)) is not None:
             self._filter(entry, message, kind, head)
-            self.zero_signal_streak.add()
             return None
         if len(rewards) < 2:
             return self._refuse(message, "unscored")
         self._set_state(entry, State.READY)
-        self.zero_signal_streak.end()
         entry.arrived(message, payload, now_s)
         self.outcomes["accepted"] += 1
         self.outcomes["accepted_short"] += len(message.rollouts) < self._group_size + self._with_greedy

@@ -232,10 +232,6 @@ class Quarantine:
 # -- groups without signal ---------------------------------------------------------------------------------------------
 
 
-REPORTED_STREAK = 32
-"""Consecutive groups without signal after which a warning is given."""
-
-
 def rewards_of(message: Deliver) -> list[float]:
     """Return the rewards of the scored completions, a greedy one included."""
     return [r.score.value for r in message.rollouts if r.score.value is not None]
@@ -258,28 +254,6 @@ def zero_signal(rewards: Sequence[float]) -> str | None:
     return "all_equal_high" if rewards[0] > 0 else "all_equal_low"
 
 
-class ZeroSignalStreak:
-    """Counts consecutive groups that were filtered for lack of signal."""
-
-    def __init__(self) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Reset the streak: a group with signal arrived."""
-        self._count, self._reported = 0, 0
-
-    def add(self) -> None:
-        """Add a filtered group."""
-        self._count += 1
-
-    def news(self) -> str | None:
-        """Return a warning at `REPORTED_STREAK` groups, and each time the streak has grown tenfold since."""
-        if self._count < max(REPORTED_STREAK, 10 * self._reported):
-            return None
-        self._reported = self._count
-        return f"all of the last {self._count} groups were filtered: the completions of each had equal rewards, or none"
-
-
 # -- bias --------------------------------------------------------------------------------------------------------------
 
 
@@ -288,7 +262,7 @@ BIAS_WINDOW = 1024
 MIN_SETTLED = 64
 """With fewer groups the distances would show chance only."""
 BIAS_THRESHOLD = 0.1
-"""Distance of trained from generated groups, 0 to 1, above which `BiasMonitor.news` warns."""
+"""Distance of trained from generated groups, 0 to 1, above which an alert fires."""
 
 
 class BiasMonitor:
@@ -312,7 +286,6 @@ class BiasMonitor:
         """Of each group, mean tokens of a completion (infinite if it never came), mean reward (NaN if it is unknown), and
         True if it was trained."""
         self._distances: dict[str, float] | None = None  # None: a group was settled since
-        self._above: set[str] = set()
 
     def settle(self, message: Deliver | None, *, is_trained: bool) -> None:
         """Count a group that was settled.
@@ -340,18 +313,6 @@ class BiasMonitor:
                 for column, name in enumerate(("length", "reward"))
             }
         return self._distances
-
-    def news(self) -> list[str]:
-        """Return a warning for each distance that rose above the threshold since the last call."""
-        distances = self.distances()
-        above = {name for name, distance in distances.items() if distance > BIAS_THRESHOLD}
-        new, self._above = above - self._above, above
-        given_up = sum(not is_trained for *_, is_trained in self._settled) if new else 0
-        return [
-            f"trained groups differ from generated ones in {name}: distance {distances[name]:.2f}, "
-            f"{given_up} of the last {len(self._settled)} were given up for being slow or old"
-            for name in sorted(new)
-        ]
 
 
 def ks_distance(some: ArrayLike, others: ArrayLike) -> float:

@@ -211,9 +211,6 @@ class BufferService:
             places=sum(session.window for session in self._sessions.values()),
             in_touch=len(self._sessions),
         )
-        if (sentence := self._buffer.zero_signal_streak.news()) is not None:
-            log.warning("%s (algorithm.filter_zero_signal)", sentence)
-            self._emit("warning", about="filter", text=sentence)
         for fields in self._buffer.prompts.rounds_begun():
             self._emit("curriculum", **fields)
 
@@ -698,9 +695,7 @@ class Gauges:
         self._shown: dict[tuple[str, str], int] = {}
 
     def show(self, buffer: Buffer, now_s: float) -> None:
-        """Set all metrics, and log distances that have become large."""
-        for sentence in buffer.bias.news():
-            log.warning("%s (docs/staleness.md)", sentence)
+        """Set all metrics."""
         for name, distance in buffer.bias.distances().items():
             metrics.bias_distance.labels(of=name).set(distance)
         for metric, label, totals in (

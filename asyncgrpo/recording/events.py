@@ -221,7 +221,7 @@ KINDS: dict[str, Kind] = {
         "reason": _must(str, "why"),
     }),
     "warning": Kind("The curves of the run need attention.", {
-        "about": _must(str, "`signal`, `entropy`, `steps` (their size), `evaluation` or `filter`"),
+        "about": _must(str, "`signal`, `entropy`, `steps` (their size) or `evaluation`"),
         "text": _must(str, "the warning, in a sentence"),
     }),
     "stall": Kind("The learner has waited unusually long.", {

@@ -3,7 +3,6 @@
 import pytest
 
 from asyncgrpo.buffer.fleet import NEVER_WORKED_CALLS, NEVER_WORKED_S, RewardMonitor
-from asyncgrpo.buffer.group_health import REPORTED_STREAK
 from asyncgrpo.types import Prompt, RewardHealth
 from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
@@ -170,25 +169,6 @@ def test_events_wait_for_the_learner_which_may_be_rewriting_their_file():
     told = [(event, fields["reason"], fields["count"]) for event, fields in served.events]
     assert told == [("lease_failed", *one) for one in (("failed", 1), ("lease_timeout", 1), ("lease_timeout", 10))]
     assert served.events[0][1]["detail"] == "too long" and "not completed in time" in served.events[1][1]["detail"]
-
-
-@pytest.mark.parametrize("scores", [(0.0, 0.0), (1e300, 1e300), (None, None)])
-def test_when_every_group_is_filtered_the_user_learns_it(scores: tuple):
-    served = at_work("g", count=400, filters=True)
-    served.hear("learner", Take(step=0, version=v(0)))
-
-    def completion(scores: tuple) -> None:
-        served.now_s += 1.0
-        served.hear("g", deliver(served.oldest_lease(), 0, scores=scores), PAYLOAD)
-
-    for _ in range(10 * REPORTED_STREAK):
-        completion(scores)
-    assert [(event, fields["about"]) for event, fields in served.events] == [("warning", "filter")] * 2
-    assert f"the last {10 * REPORTED_STREAK} groups were filtered" in served.events[1][1]["text"]
-    completion((0.0, 1.0))
-    for _ in range(REPORTED_STREAK - 1):
-        completion(scores)
-    assert len(served.events) == 2
 
 
 def test_failures_of_rewards_are_events_if_a_generator_of_the_run_reports_them():
