@@ -84,11 +84,6 @@ class _WithoutCopies(TorchFunctionMode):
 # -- completeness of the files -----------------------------------------------------------------------------------------
 
 
-_LENGTH_BYTES = 8
-"""Bytes of the header's length at the start of a safetensors file, little-endian. A JSON header and the tensors follow."""
-_LFS = b"version https://git-lfs"
-
-
 def check_weight_files(folder: Path, *, is_complete: bool = True) -> None:
     """Raise ConfigError if a model cannot be loaded from the files of `folder`. The message names the file.
 
@@ -121,28 +116,16 @@ def _named_by_index(folder: Path, *, is_complete: bool) -> list[Path]:
 
 
 def _check_safetensors(file: Path) -> None:
-    size = file.stat().st_size
     try:
-        with open(file, "rb") as stream:
-            start = stream.read(len(_LFS))
-            stream.seek(_LENGTH_BYTES)
-            length = int.from_bytes(start[:_LENGTH_BYTES], "little")
-            header: dict[str, Any] = json.loads(stream.read(length)) if length <= size else {}
-        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-        wanted = _LENGTH_BYTES + length + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+        with safe_open(file, framework="pt"):  # reads the header, and compares the length of the file with it
+            pass
     except OSError as error:
-        raise ConfigError(f"model.path: {file} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"model.path: {file} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
         raise ConfigError(
-            f"model.path: {file} is not a safetensors file ({size:,} bytes); download it again"
+            f"model.path: {file} is not a complete safetensors file ({file.stat().st_size:,} bytes; {error}); download it "
+            "again, or run git lfs pull if it is a pointer of Git LFS"
         ) from error
-    if start == _LFS:
-        raise ConfigError(f"model.path: {file} is a Git LFS pointer to a large file; run git lfs pull")
-    if size < wanted:
-        raise ConfigError(
-            f"model.path: {file} is truncated: it has {size:,} bytes, and its header requires {wanted:,}; "
-            "download it again"
-        )
 
 
 def open_tensors(path: str) -> dict[str, Any]:
