@@ -32,7 +32,7 @@ from asyncgrpo.weights.group import WeightGroup, form_group, serve_store, visit_
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
 from benchmarks.measuring import ROOT, device_parser, line, rounded, show
-from tests.weights.publishing import publish
+from tests.weights.publishing import of_nccl, publish
 
 HOST = "127.0.0.1"
 SEED = 1234
@@ -239,7 +239,7 @@ def _words(member: subprocess.Popen[str], within_s: float) -> Any:
 def alone(arguments: argparse.Namespace) -> None:
     """A group of one: does the communicator that does not block come up, and does a broadcast end?"""
     started = time.monotonic()
-    group = form_group(dist.HashStore(), number=1, rank=0, world=1, backend="nccl", host=HOST, timeout_s=30)
+    group = form_group(dist.HashStore(), of_nccl(0, 1, 30), HOST)
     formed = time.monotonic() - started
     flat, rates = random_bytes(2**26, "cuda"), []
     before = digest(flat)
@@ -286,9 +286,7 @@ def two_members(arguments: argparse.Namespace) -> None:
 
 def _form(port: int, rank: int, timeout_s: float) -> None:
     torch.cuda.init()
-    group = form_group(
-        visit_store(HOST, port, timeout_s), number=1, rank=rank, world=2, backend="nccl", host=HOST, timeout_s=timeout_s
-    )
+    group = form_group(visit_store(HOST, port, timeout_s), of_nccl(rank, 2, timeout_s), HOST)
     try:
         group.broadcast(torch.zeros(2**20, dtype=torch.uint8, device="cuda"))
     finally:

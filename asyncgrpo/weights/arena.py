@@ -296,7 +296,10 @@ def allocate(file: Path, size: int) -> None:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         file.unlink()
-        raise RuntimeError(_too_small(size, str(error))) from error
+        raise RuntimeError(
+            f"{size / 2**20:.0f} MiB of weights do not fit into {SHARED_MEMORY} ({error}); give the container more, for "
+            "example docker run --shm-size=4g"
+        ) from error
     finally:
         os.close(descriptor)
 
@@ -324,10 +327,3 @@ def pin(memory: Tensor) -> Callable[[], object]:
 
 def _map(file: Path, size: int) -> Tensor:
     return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
-
-
-def _too_small(size: int, why: str) -> str:
-    return (
-        f"{size / 2**20:.0f} MiB of weights do not fit into {SHARED_MEMORY} ({why}); give the container more, for "
-        "example docker run --shm-size=4g"
-    )

@@ -28,8 +28,6 @@ SPARSE_UP_TO = 0.5
 """Largest size of positions and new bits, as a share of all bits of a run: single elements cost more to write than a run."""
 LEAST_SAVING = 4
 """Smallest ratio of the bytes of the weights to those of a delta at which deltas are sent."""
-SKIPPED, MOST_SKIPPED = 4, 256
-"""Number of versions that skip the comparison after one that did not pay, at first and at most."""
 
 
 class Span(NamedTuple):
@@ -174,24 +172,6 @@ def _differing(ours: NDArray[np.uint8], theirs: NDArray[np.uint8], itemsize: int
     return words[within // per_word] * per_word + within % per_word
 
 
-class Skips:
-    """Exponential backoff of comparisons: after each version that did not pay, twice as many versions are skipped."""
-
-    def __init__(self) -> None:
-        self._left, self._next = 0, SKIPPED
-
-    def is_due(self) -> bool:
-        """Return True if the next version is to be compared. Call it once per version."""
-        self._left = max(self._left - 1, 0)
-        return not self._left
-
-    def note(self, *, pays: bool) -> None:
-        if pays:
-            self._next = SKIPPED
-        else:
-            self._left, self._next = self._next, min(2 * self._next, MOST_SKIPPED)
-
-
 class Packed(NamedTuple):
     """An encoded delta."""
 
@@ -203,17 +183,20 @@ class Packed(NamedTuple):
 class Chain:
     """The latest deltas, kept for generators that missed some of them."""
 
-    def __init__(self, max_deltas: int, max_bytes: int) -> None:
+    def __init__(self, tip: State, max_deltas: int, max_bytes: int) -> None:
         """
         Args:
+            tip: the newest weights, so far without deltas that lead to them.
             max_deltas: largest number of deltas.
             max_bytes: largest total size of their payloads.
         """
+        self.tip = tip
         self._max_deltas, self._max_bytes = max_deltas, max_bytes
         self._deltas: deque[Packed] = deque()
 
     def add(self, delta: Packed) -> None:
-        """Append the newest delta, whose base is the state after the last one."""
+        """Append the newest delta, whose base is the tip."""
+        self.tip = delta.after
         self._deltas.append(delta)
         while len(self._deltas) > self._max_deltas or sum(len(d.payload) for d in self._deltas) > self._max_bytes:
             self._deltas.popleft()
@@ -221,8 +204,6 @@ class Chain:
     def since(self, states: Iterable[State | None]) -> list[Packed] | None:
         """Return the deltas that lead from each of these states to the newest weights, in order; None: some are not kept."""
         deltas = list(self._deltas)
-        known: dict[Any, int] = {delta.before: index for index, delta in enumerate(deltas)}
-        if deltas:
-            known[deltas[-1].after] = len(deltas)
+        known: dict[Any, int] = {delta.before: index for index, delta in enumerate(deltas)} | {self.tip: len(deltas)}
         begins = [known.get(state) for state in states]
         return None if None in begins else deltas[min(begins, default=len(deltas)) :]  # type: ignore[type-var]

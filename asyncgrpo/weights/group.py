@@ -15,11 +15,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from asyncgrpo.wire.weights import FormGroup
 
 Backend = Literal["nccl", "gloo"]
 
@@ -52,11 +54,12 @@ def visit_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 # -- the groups --------------------------------------------------------------------------------------------------------
 
 
-class WeightGroup(Protocol):
-    """Broadcasts from rank 0, each with a deadline."""
+class WeightGroup:
+    """Broadcasts from rank 0, each with a deadline. The base is one between host memories, whose copies are done at once."""
 
-    device: torch.device
+    device = torch.device("cpu")
     """Device of the tensors to broadcast."""
+    _group: Any  # missing in torch's stubs
 
     def broadcast(self, flat: Tensor) -> None:
         """Send `flat` (rank 0) or receive into it (other ranks), [n] uint8.
@@ -64,81 +67,63 @@ class WeightGroup(Protocol):
         Raises:
             RuntimeError: a member was lost or missed the deadline. The group cannot be used again.
         """
+        raise NotImplementedError
 
     def beside(self) -> contextlib.AbstractContextManager[object]:
         """Return a context for one bucket, its broadcast and its copies to or from `device`.
 
         They wait neither for this process's computations there nor for the copies of the bucket before.
         """
+        return contextlib.nullcontext()
 
     def copied(self) -> Callable[[], object]:
         """Return a function that waits for the copies that this context has queued so far."""
+        return lambda: None
 
     def cancel(self) -> None:
-        """Abort the broadcast in progress, if the backend can, because a member was lost. Thread-safe."""
+        """Abort the broadcast in progress, because a member was lost. Thread-safe. Gloo ends it at its deadline only."""
 
     def close(self) -> None:
         """Drop the group without waiting for its members."""
+        self._group.abort()
+        del self._group
 
 
-def form_group(
-    store: dist.Store,
-    *,
-    number: int,
-    rank: int,
-    world: int,
-    backend: Backend,
-    host: str,
-    timeout_s: float,
-    sender: int = 0,
-) -> WeightGroup:
+def form_group(store: dist.Store, message: FormGroup, host: str, sender: int = 0) -> WeightGroup:
     """Form a weight group. Blocks until all members have joined.
 
     Args:
-        number, sender: of the group, equal at all members.
+        message: for this member.
         host: address of this process's network interface, to which gloo binds.
+        sender: of the group, equal at all members.
     Raises:
-        RuntimeError: a member did not join within `timeout_s`.
+        RuntimeError: a member did not join within the timeout of the message.
     """
-    prefixed = dist.PrefixStore(f"weights/{number}/{sender}", store)
+    timeout_s, rank, world = message.timeout_s, message.rank, message.world
+    prefixed = dist.PrefixStore(f"weights/{message.group_number}/{sender}", store)
     prefixed.set_timeout(timedelta(seconds=timeout_s))
-    if backend == "nccl":  # gloo has this deadline of its own
+    if message.backend == "nccl":  # gloo has this deadline of its own
         prefixed.set(f"joined/{rank}", "")
         prefixed.wait([f"joined/{one}" for one in range(world)])
         return NcclGroup(prefixed, rank, world, timeout_s)
     return GlooGroup(prefixed, rank, world, host, timeout_s)
 
 
-class GlooGroup:
+class GlooGroup(WeightGroup):
     """A broadcast over TCP, from host memory to host memory."""
-
-    device = torch.device("cpu")
 
     def __init__(self, store: dist.Store, rank: int, world: int, host: str, timeout_s: float) -> None:
         self._timeout = timedelta(seconds=timeout_s)
         options = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = self._timeout
-        self._group: Any = dist.ProcessGroupGloo(store, rank, world, options)  # missing in torch's stubs
+        self._group = dist.ProcessGroupGloo(store, rank, world, options)
 
     def broadcast(self, flat: Tensor) -> None:
         self._group.broadcast([flat], _from_rank_0(self._timeout)).wait(self._timeout)
 
-    def beside(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
 
-    def copied(self) -> Callable[[], object]:
-        return lambda: None
-
-    def cancel(self) -> None:
-        """Do nothing: gloo ends a broadcast at its deadline only."""
-
-    def close(self) -> None:
-        self._group.abort()
-        del self._group
-
-
-class NcclGroup:
+class NcclGroup(WeightGroup):
     """A broadcast from GPU to GPU.
 
     NCCL waits forever for a dead member, and by default torch's watchdog ends the process whose communicator failed. So the
@@ -156,7 +141,7 @@ class NcclGroup:
         options._timeout = timedelta(seconds=timeout_s)
         options.config.blocking = 0
         with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="2"):  # read once by this group: drop the communicator only
-            self._group: Any = dist.ProcessGroupNCCL(store, rank, world, options)
+            self._group = dist.ProcessGroupNCCL(store, rank, world, options)
         self._group.eager_connect_single_device(self.device)
 
     def broadcast(self, flat: Tensor) -> None:
@@ -165,7 +150,8 @@ class NcclGroup:
         while not work.is_completed():
             if self._is_cancelled or time.monotonic() > deadline:
                 self._group.abort()
-                raise RuntimeError(f"an NCCL broadcast {_ended(self._is_cancelled, self._timeout_s)}")
+                how = "was aborted" if self._is_cancelled else f"timed out after {self._timeout_s:.0f} s"
+                raise RuntimeError(f"an NCCL broadcast {how}")
             time.sleep(POLL_S)
 
     def beside(self) -> contextlib.AbstractContextManager[object]:
@@ -178,14 +164,6 @@ class NcclGroup:
 
     def cancel(self) -> None:
         self._is_cancelled = True
-
-    def close(self) -> None:
-        self._group.abort()
-        del self._group
-
-
-def _ended(is_cancelled: bool, timeout_s: float) -> str:
-    return "was aborted, because a member was lost" if is_cancelled else f"timed out after {timeout_s:.0f} s"
 
 
 def _from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncgrpo.weights.arena import Bucket, Layout, Slot, Stream
-from asyncgrpo.weights.delta import LEAST_SAVING, Chain, Delta, Packed, Piece, Skips, State, follow, to_bytes
+from asyncgrpo.weights.delta import LEAST_SAVING, Chain, Delta, Packed, Piece, State, follow, to_bytes
 from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.weights import FormGroup, Offer
@@ -56,31 +56,19 @@ class Broadcaster:
         def work() -> WeightGroup:
             if gpu is not None:
                 torch.cuda.set_device(gpu)  # each thread has its own
-            return form_group(
-                store(),
-                number=message.group_number,
-                sender=self._sender,
-                rank=0,
-                world=message.world,
-                backend=message.backend,
-                host=self._host,
-                timeout_s=message.timeout_s,
-            )
+            return form_group(store(), message, self._host, self._sender)
 
         self._job = self._pool.submit(work)
 
-    def broadcast(self, flat: Tensor, piece_bytes: int) -> None:
-        """Start to send this process's runs of `flat`, [num_bytes] uint8, in buckets of this size."""
-        self._send(flat, self._stream, piece_bytes)
-
-    def _send(self, flat: Tensor, stream: Stream, piece_bytes: int) -> None:
+    def broadcast(self, flat: Tensor, piece_bytes: int, stream: Stream | None = None) -> None:
+        """Start to send runs of `flat`, [num_bytes] uint8, in buckets of this size; without a stream, this process's runs."""
         assert self.state == "ready" and self._group is not None
-        self.state, group = "sending", self._group
+        self.state, group, buckets = "sending", self._group, (stream or self._stream).buckets(piece_bytes)
 
         def work() -> WeightGroup:
             started = time.monotonic()
-            send(group, flat, stream.buckets(piece_bytes))
-            if stream is self._stream:
+            send(group, flat, buckets)
+            if stream is None:
                 self.seconds = time.monotonic() - started
             return group
 
@@ -229,7 +217,7 @@ class GroupLane(Broadcaster):
         offer = self._offer(deltas[-1].after, delta_bytes=tuple(len(delta.payload) for delta in deltas))
         for name in sorted(self.names):
             send(name, offer)
-        self._send(payload, Stream([(0, len(payload))]), self._piece_bytes)
+        self.broadcast(payload, self._piece_bytes, Stream([(0, len(payload))]))
 
     def _offer(self, state: State, **fields: Any) -> Offer:
         version, digest = state
@@ -244,6 +232,8 @@ class GroupLane(Broadcaster):
 
 MAX_DELTAS = 8
 """Deltas kept for generators that missed some."""
+SKIPPED, MOST_SKIPPED = 4, 256
+"""Number of versions that skip the comparison after one that did not pay, at first and at most: twice as many each time."""
 
 
 class Deltas:
@@ -259,12 +249,11 @@ class Deltas:
         self._is_void = False
         """True if the delta under way is obsolete."""
         self._following: State | None = None
-        self._tip: State | None = None
-        """The newest publication that deltas lead to; None: there is none."""
+        self._chain: Chain | None = None
+        """Leads to the newest publication that was followed; None: there is none."""
         self._mirror: Tensor | None = None
         """Its bytes."""
-        self._chain = Chain(MAX_DELTAS, 0)
-        self._skips = Skips()
+        self._skips_left, self._next_skips = 0, SKIPPED
 
     @property
     def is_busy(self) -> bool:
@@ -275,10 +264,11 @@ class Deltas:
         if self.is_busy or state == self._following:
             return False
         self._following = state
-        return self._skips.is_due()
+        self._skips_left = max(self._skips_left - 1, 0)
+        return not self._skips_left
 
-    def follow(self, state: State, layout: Layout, flat: Tensor) -> None:
-        """Start to compare a publication with the one before it.
+    def follow(self, layout: Layout, flat: Tensor) -> None:
+        """Start to compare the publication that `wants` accepted with the one before it.
 
         Args:
             flat: [num_bytes] uint8; not written until `poll` returns True.
@@ -292,8 +282,6 @@ class Deltas:
             pieces = follow(mirror, flat, layout.spans, most)
             return mirror, pieces, time.monotonic() - started
 
-        if mirror is None:
-            self._chain = Chain(MAX_DELTAS, most)
         self._job, self._is_void = self._pool.submit(work), False
 
     def poll(self, broadcast_s: float) -> bool:
@@ -314,15 +302,17 @@ class Deltas:
             log.warning("no delta was made: %r", error)
             pieces = None
         if pieces is None or seconds > broadcast_s:
-            self._skips.note(pays=False)
+            self._skips_left, self._next_skips = self._next_skips, min(2 * self._next_skips, MOST_SKIPPED)
             self.clear()
             return True
         assert self._following is not None
-        if self._tip is not None:
-            delta = Delta(self._tip, self._following, pieces)
-            self._chain.add(Packed(self._tip, self._following, to_bytes(delta)))
-            self._skips.note(pays=True)
-        self._tip, self._mirror = self._following, mirror
+        if self._chain is None:
+            self._chain = Chain(self._following, MAX_DELTAS, len(mirror) // LEAST_SAVING)
+        else:
+            delta = Delta(self._chain.tip, self._following, pieces)
+            self._chain.add(Packed(delta.before, delta.after, to_bytes(delta)))
+            self._next_skips = SKIPPED
+        self._mirror = mirror
         return True
 
     def path(self, states: Iterable[State | None]) -> list[Packed] | None:
@@ -331,14 +321,11 @@ class Deltas:
         Args:
             states: weights that each generator is known to hold in its memory.
         """
-        states = set(states)
-        if self._tip is None or None in states:
-            return None
-        return [] if states <= {self._tip} else self._chain.since(states)
+        return None if self._chain is None else self._chain.since(states)
 
     def clear(self) -> None:
         """Forget all deltas and start a new chain."""
-        self._tip, self._mirror = None, None
+        self._chain, self._mirror = None, None
         self._is_void = True
 
     def close(self) -> None:

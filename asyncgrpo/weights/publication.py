@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncgrpo.types import PolicyVersion
 
@@ -122,10 +122,6 @@ class SyncCheck:
     def none(cls) -> "SyncCheck":
         """Return a check without sequences, which accepts every engine."""
         return cls(CheckSequences((), 1), GapLimit("float32"))
-
-    def asked(self) -> dict[str, Any]:
-        """Return the sequences as fields of `WeightsLayout`, for the generators."""
-        return {"check": self.sequences.tokens, "check_start": self.sequences.start}
 
     def expect(self, version: PolicyVersion, scores: list[float]) -> None:
         """Record the learner's scores under `version`. The last `VERSIONS_KEPT` are kept for slow or later generators."""

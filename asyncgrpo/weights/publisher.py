@@ -86,7 +86,7 @@ class Publisher:
         self._server = Server(bind, keys, advertise=host)
         self._lane = GroupLane(backend, host, config.timeout_s, config.bucket_mb * 2**20)
         self._runs = b""
-        """Runs of the streams, for generators; empty if there is one."""
+        """Runs of the streams, for generators."""
         self._streams: tuple[Stream, ...] = ()
         """What this process broadcasts, and what each other sender does."""
         self._deltas = Deltas()
@@ -135,12 +135,13 @@ class Publisher:
         own = Stream(run for stream in others for run in stream.runs).rest(num_bytes)
         self._streams = (own, *others)
         self._maps, self._can_delta = self._maps and not others, self._config.deltas and not others
-        counts, runs = [len(stream.runs) for stream in self._streams], [r for s in self._streams for r in s.runs]
         self._layout_message = WeightsLayout(
-            tensors=self._layout.tensors, streams=tuple(counts) if others else (), **self._check.asked()
+            tensors=self._layout.tensors,
+            check=self._check.sequences.tokens,
+            check_start=self._check.sequences.start,
+            streams=tuple(len(stream.runs) for stream in self._streams),
         )
-        if others:
-            self._runs = np.array(runs, np.int64).tobytes()
+        self._runs = np.array([run for stream in self._streams for run in stream.runs], np.int64).tobytes()
         self._lane.start(self._streams)
         self._slots = [Slot(flat, number) for number, flat in enumerate(self._arenas.slots)]
         self._wake = Client(self.endpoint, "learner", self._keys)
@@ -392,15 +393,10 @@ class Publisher:
                 if member.holds == slot.version:
                     continue
                 slot.readers.add(name)
-            self._offered(name, member, slot.version, slot.digest, self._layout.num_bytes)
+            version, file = slot.version, self._arenas.file
+            self._offered(name, member, version, slot.digest, self._layout.num_bytes)
             member.is_staging = False  # its engine loads them out of the arena
-            offer = Offer(
-                version=slot.version,
-                digest=slot.digest,
-                file=self._arenas.file,
-                slot=slot.number,
-                writes=slot.writes,
-            )
+            offer = Offer(version=version, digest=slot.digest, file=file, slot=slot.number, writes=slot.writes)
             if not self._server.send(member.peer, offer):
                 self._drop(name, NOT_CONNECTED)
                 self._report_lost(name, member, NOT_CONNECTED)
@@ -458,11 +454,10 @@ class Publisher:
             slot = self._newest
             if slot is None or slot.version is None:
                 return
-            state = State(slot.version, slot.digest)
-            if not self._deltas.wants(state):
+            if not self._deltas.wants(State(slot.version, slot.digest)):
                 return
             slot.readers.add(COMPARING)
-        self._deltas.follow(state, self._layout, slot.flat)
+        self._deltas.follow(self._layout, slot.flat)
 
     def _far(self) -> dict[str, Member]:
         """Return the members that cannot map the learner's shared memory."""
@@ -539,7 +534,8 @@ class Publisher:
         """Report each publication that no generator is awaited for any more."""
         newest = self._newest.version if self._newest is not None else None
         for version, round_ in sorted(self._rounds.items()):
-            if round_.waits_for or (version == newest and any(self._wants(m, version) for m in self._members.values())):
+            is_wanted = any(m.holds != version and m.offered is None for m in self._members.values())
+            if round_.waits_for or (version == newest and is_wanted):
                 continue
             if self._check.awaits(version, round_.swapped.keys() & self._members.keys(), round_.ended_s):
                 continue
@@ -566,9 +562,6 @@ class Publisher:
                 log.error("%s", report.describe_gap())
             self._reports.put(report)
 
-    def _wants(self, member: Member, version: PolicyVersion) -> bool:
-        return member.holds != version and member.offered is None
-
     # -- members -------------------------------------------------------------------------------------------------------
 
     def _check_members(self) -> None:
@@ -580,29 +573,25 @@ class Publisher:
                     log.warning("%s is gone", name)
                     self._forget(name)
                     self._missing.pop(name, None)
-        now_s = time.monotonic()
+        now_s, timeout_s = time.monotonic(), self._config.timeout_s
         for name, member in list(self._members.items()):
             staging_s = self._read_s if member.is_staging else 0.0
             patience_s = liveness.SUSPECT_S + staging_s
             in_group = name in self._lane.names and self._lane.state in ("forming", "sending")
             if f"{name}-{member.incarnation}" in self._leaving:
                 self._forget(name)
-            elif now_s - member.heard_s > max(patience_s, self._config.timeout_s if in_group else 0.0):
+            elif now_s - member.heard_s > max(patience_s, timeout_s if in_group else 0.0):
                 self._drop(name, f"no heartbeat for {patience_s:.0f} s")
-            elif member.offered is not None and not member.is_late:
-                self._check_swap(name, member, now_s)
+            elif member.offered is not None and not member.is_late and now_s > member.offered_s + timeout_s:
+                member.is_late = True
+                why = f"it did not swap to {member.offered} within {timeout_s:.0f} s"
+                log.warning("%s is dropped from publications: %s", name, why)
+                self._stop_waiting(name)
+                self._release(name)
+                self._report_lost(name, member, why)
         for name, member in self._missing.items():
             if now_s - member.heard_s > liveness.LOST_S and not member.is_reported:
                 self._report_lost(name, member, f"no heartbeat from its weight receiver for {liveness.LOST_S:.0f} s")
-
-    def _check_swap(self, name: str, member: Member, now_s: float) -> None:
-        if now_s - member.offered_s > self._config.timeout_s:
-            member.is_late = True
-            why = f"it did not swap to {member.offered} within {self._config.timeout_s:.0f} s"
-            log.warning("%s is dropped from publications: %s", name, why)
-            self._stop_waiting(name)
-            self._release(name)
-            self._report_lost(name, member, why)
 
     def _drop(self, name: str, why: str) -> None:
         """Drop a member until its next message."""

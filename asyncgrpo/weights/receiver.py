@@ -183,24 +183,13 @@ class Receiver:
         try:
             store = visit_store(message.store_host, message.store_port, message.timeout_s)
             for sender in range(message.senders):
-                group = form_group(
-                    store,
-                    number=message.group_number,
-                    sender=sender,
-                    rank=message.rank,
-                    world=message.world,
-                    backend=message.backend,
-                    host=self._host,
-                    timeout_s=message.timeout_s,
-                )
-                self._groups.append(group)
+                self._groups.append(form_group(store, message, self._host, sender))
             self._group_number = message.group_number
         except RuntimeError as error:
             problem = str(error)[:200]
             log.warning("weight group %d cannot be formed: %s", message.group_number, error)
-        self._client.send(
-            GroupFormed(generator_id=self._generator_id, group_number=message.group_number, problem=problem)
-        )
+        name, number = self._generator_id, message.group_number
+        self._client.send(GroupFormed(generator_id=name, group_number=number, problem=problem))
 
     # -- one version ---------------------------------------------------------------------------------------------------
 
@@ -326,19 +315,17 @@ class Receiver:
             return ()
 
     def _report_swaps(self) -> None:
+        """Report to the learner, also that this engine is unusable. The service ends when it sees `failure`."""
         while not self._done.empty():
             outcome = self._done.get()
             if outcome is None:
                 self._swapping = None
             elif isinstance(outcome, BaseException):
-                self._give_up(outcome)
+                reason = str(outcome)[:300]
+                self._client.send(SyncFailed(generator_id=self._generator_id, reason=reason, poisoned=True))
                 raise outcome
             else:
                 self._client.send(outcome)
-
-    def _give_up(self, error: BaseException) -> None:
-        """Report to the learner that this engine is unusable. The service ends when it sees `failure`."""
-        self._client.send(SyncFailed(generator_id=self._generator_id, reason=str(error)[:300], poisoned=True))
 
     def _drop_group(self) -> None:
         for group in self._groups:

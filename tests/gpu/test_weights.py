@@ -15,7 +15,7 @@ from asyncgrpo.weights.arena import Layout, digest_of
 from asyncgrpo.weights.group import form_group, serve_store
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
-from tests.weights.publishing import publish
+from tests.weights.publishing import of_nccl, publish
 
 HOST = "127.0.0.1"
 SIZES = (1000, 4, 5_000_000)
@@ -84,7 +84,7 @@ def test_a_publication_from_the_card(device, start):
 
 
 def test_a_group_of_nccl_alone(card):
-    group = form_group(dist.HashStore(), number=1, rank=0, world=1, backend="nccl", host=HOST, timeout_s=30)
+    group = form_group(dist.HashStore(), of_nccl(0, 1, 30), HOST)
     assert group.device == card
     flat = drawn(2, card)
     for _ in range(3):
@@ -103,7 +103,7 @@ def test_nccl_gives_up_a_member_that_never_comes_or_dies_before_it_connects(card
     started = time.monotonic()
 
     def form_and_send() -> None:
-        group = form_group(store, number=1, rank=0, world=2, backend="nccl", host=HOST, timeout_s=5)
+        group = form_group(store, of_nccl(0, 2, 5), HOST)
         try:
             group.broadcast(drawn(0, card))
         finally:

@@ -16,11 +16,18 @@ from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
+from asyncgrpo.wire.weights import FormGroup
 
 WITHIN_S = 120.0
 LOOK_EVERY_S = 0.02
 """While no report comes, which is waited for: looking takes CPU seconds that a benchmark would count."""
 HOST = "127.0.0.1"
+
+
+def of_nccl(rank: int, world: int, timeout_s: float) -> FormGroup:
+    """Return the message for a member of group 1, which meets in a store that the caller knows."""
+    place = {"store_host": "", "store_port": 0}
+    return FormGroup(group_number=1, rank=rank, world=world, backend="nccl", timeout_s=timeout_s, **place)
 
 
 class Plane:

@@ -97,7 +97,7 @@ def test_any_sequence_of_updates(seed, shares):
     """Two generators follow: one takes every delta, one comes back after all of them."""
     spans, random = spans_of(SMALL), np.random.default_rng(seed)
     newest = drawn(spans, seed)
-    follows, rejoins, chain = newest.clone(), newest.clone(), Chain(max_deltas=8, max_bytes=2**30)
+    follows, rejoins, chain = newest.clone(), newest.clone(), Chain(state(0), max_deltas=8, max_bytes=2**30)
     for number, share in enumerate(shares, 1):
         base, other = newest, drawn(spans, seed + number)
         taken = torch.from_numpy(random.random(len(newest) // 8) < share).repeat_interleave(8)
@@ -179,7 +179,7 @@ def test_a_chain_leads_from_any_of_its_states_to_the_newest_and_forgets_its_olde
     links = [Packed(state(number), state(number + 1), bytes(100)) for number in range(4)]
 
     def chain(max_deltas: int = 100, max_bytes: int = 1000) -> Chain:
-        made = Chain(max_deltas, max_bytes)
+        made = Chain(state(0), max_deltas, max_bytes)
         for link in links:
             made.add(link)
         return made

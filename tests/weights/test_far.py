@@ -219,7 +219,7 @@ def test_comparisons_that_take_longer_than_a_broadcast_or_find_too_much_end_the_
         change(flat, share, np.random.default_rng(number), lambda below: 0)
         state = State(PolicyVersion(1, number), add_digests([digest(flat)]))
         assert deltas.wants(state)
-        deltas.follow(state, LAYOUT, flat.clone())
+        deltas.follow(LAYOUT, flat.clone())
         wait_until(lambda: deltas.poll(broadcast_s), "end of the comparison")
         return state
 

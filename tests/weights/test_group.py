@@ -23,6 +23,7 @@ from asyncgrpo.weights.lane import receive, send
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.weights import FormGroup, Offer
+from tests.weights.publishing import of_nccl
 
 # -- a generator that is behind ----------------------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ def nccl(monkeypatch):
 def nccl_group(timeout_s: float = 0.3) -> NcclGroup:
     store = dist.HashStore()
     store.set("weights/1/0/joined/1", "")
-    return form_group(store, number=1, rank=0, world=2, backend="nccl", host="127.0.0.1", timeout_s=timeout_s)
+    return form_group(store, of_nccl(0, 2, timeout_s), "127.0.0.1")
 
 
 def test_the_communicator_is_made_at_once_and_without_blocking(nccl):
@@ -107,9 +108,8 @@ def test_the_communicator_is_made_at_once_and_without_blocking(nccl):
 
 def test_a_member_that_never_comes_costs_the_deadline_and_no_communicator(nccl):
     """On a GPU NCCL waited for it for more than 200 s."""
-    form = {"number": 1, "world": 2, "backend": "nccl", "host": "127.0.0.1", "timeout_s": 0.3}
     with pytest.raises(RuntimeError):
-        form_group(dist.HashStore(), rank=0, **form)
+        form_group(dist.HashStore(), of_nccl(0, 2, 0.3), "127.0.0.1")
     assert nccl.made == []
 
 
