@@ -150,8 +150,8 @@ class NcclGroup(WeightGroup):
         while not work.is_completed():
             if self._is_cancelled or time.monotonic() > deadline:
                 self._group.abort()
-                how = "was aborted" if self._is_cancelled else f"timed out after {self._timeout_s:.0f} s"
-                raise RuntimeError(f"an NCCL broadcast {how}")
+                why = "a member was lost" if self._is_cancelled else f"timed out after {self._timeout_s:.0f} s"
+                raise RuntimeError(f"an NCCL broadcast was aborted: {why}")
             time.sleep(POLL_S)
 
     def beside(self) -> contextlib.AbstractContextManager[object]:
