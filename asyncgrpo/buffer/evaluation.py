@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
+from msgspec.structs import asdict
+
 from asyncgrpo import metrics
 from asyncgrpo.recording.samples import SampleWriter, held_out_samples
 from asyncgrpo.rewards.rules import vote_of
@@ -321,16 +323,10 @@ class Evaluations:
             return
         del self._running[evaluation.step]
         self.keep(evaluation.step, evaluation.groups)
-        whole = evaluation.whole.result()
         self._finished.append(
             EvalResult(
+                **asdict(evaluation.whole.result()),
                 step=evaluation.step,
-                oldest=whole.oldest,
-                newest=whole.newest,
-                completions=whole.completions,
-                reward_mean=whole.numbers["reward"][0] if "reward" in whole.numbers else None,
-                failures=whole.failures,
-                completion_length_mean=whole.completion_length_mean,
                 seconds=now_s - evaluation.started_s,
                 suites={name: suite.result() for name, suite in evaluation.suites.items()},
             )

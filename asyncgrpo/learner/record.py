@@ -350,14 +350,11 @@ class Recorder:
 
     def evaluation(self, result: EvalResult) -> None:
         """Record a complete evaluation."""
+        of_all = result.fields()
         fields: dict[str, Any] = {
             "step": result.step,
-            "version": None if result.newest is None else str(result.newest),
-            "versions_sampled": sorted({str(v) for v in (result.oldest, result.newest) if v is not None}),
+            **{name: of_all[name] for name in _OF_EVALUATION},
             "reward_mean": result.reward_mean,
-            "completions": result.completions,
-            "failures": result.failures,
-            "completion_length_mean": result.completion_length_mean,
             "ms": 1000 * result.seconds,
             "suites": {name: suite.fields() for name, suite in result.suites.items()},
         }
@@ -427,6 +424,7 @@ class Recorder:
         }
 
 
+_OF_EVALUATION = ("version", "versions_sampled", "completions", "failures", "completion_length_mean")
 _OF_GENERATORS = (
     *("in_touch", "places", "in_flight", "generate", "reward", "weights", "idle", "sampling", "scoring"),
     *CoreSeconds._fields,

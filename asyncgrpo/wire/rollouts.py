@@ -273,7 +273,9 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prompts: int
     completions: int
     oldest: PolicyVersion | None
+    """Oldest version that sampled; None: every prompt failed."""
     newest: PolicyVersion | None
+    """Newest version that sampled; None: every prompt failed."""
     failures: dict[str, int]
     completion_length_mean: float | None
     numbers: dict[str, tuple[float, float | None, float | None]]
@@ -288,21 +290,17 @@ class SuiteResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return {"version": versions[-1] if versions else None, "versions_sampled": sorted(set(versions)), **fields}
 
 
-class EvalResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EvalResult(SuiteResult, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A finished evaluation: all suites together, and each."""
 
     step: int
-    oldest: PolicyVersion | None
-    """Oldest version that sampled; None: every prompt failed."""
-    newest: PolicyVersion | None
-    """Newest version that sampled; None: every prompt failed."""
-    completions: int
-    reward_mean: float | None
-    """Mean over scored completions; None: none was scored."""
-    failures: dict[str, int]
-    completion_length_mean: float | None
     seconds: float
-    suites: dict[str, SuiteResult] = msgspec.field(default_factory=dict)
+    suites: dict[str, SuiteResult] = {}
+
+    @property
+    def reward_mean(self) -> float | None:
+        """Mean over scored completions; None: none was scored."""
+        return self.numbers["reward"][0] if "reward" in self.numbers else None
 
 
 class Batch(Message):

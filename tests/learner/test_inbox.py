@@ -10,7 +10,16 @@ from asyncgrpo.wire.rollouts import EvalResult, NoMore, Snapshot, Waiting
 
 AT = PolicyVersion(1, 3)
 RESULT = EvalResult(
-    step=3, oldest=AT, newest=AT, completions=1, reward_mean=1.0, failures={}, completion_length_mean=1.0, seconds=1.0
+    step=3,
+    prompts=1,
+    completions=1,
+    oldest=AT,
+    newest=AT,
+    failures={},
+    completion_length_mean=1.0,
+    numbers={"reward": (1.0, None, None)},
+    parts={},
+    seconds=1.0,
 )
 
 
