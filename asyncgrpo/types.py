@@ -255,9 +255,9 @@ class Rollout:
 class Discarded(Frozen, forbid_unknown_fields=False):  # journals of older releases have further counts
     """Completions that were sampled for a group and left out of it."""
 
-    tokens: int = 0
+    tokens: Count = 0
     """Tokens sampled in all of them."""
-    censored: int = 0
+    censored: Count = 0
     """Unfinished completions at the group's deadline. Most are long, so the group's lengths are biased."""
 
 

@@ -208,12 +208,8 @@ def check_group(message: Deliver, payload: Buffer, vocabulary: int = 2**31) -> l
             a failure, or neither. By `not_finite`: a score or log-prob is not a finite number. By `vocabulary`: a token
             id is out of range.
     """
-    if min((header.num_tokens for header in message.rollouts), default=0) < 0:
-        raise _refused("schema", message, None, "a negative length")
-    if min(msgspec.structs.astuple(message.discarded)) < 0:
-        raise _refused("schema", message, None, "a negative count of discarded completions")
     expected = sum(header.num_bytes for header in message.rollouts)
-    if len(payload) != expected or any(header.routes_bytes % 4 for header in message.rollouts):
+    if len(payload) != expected:
         raise _refused("schema", message, None, f"payload has {len(payload)} bytes, its header gives {expected}")
     num_sampled = 2 * message.num_tokens
     sampled, observed, chosen = (

@@ -73,8 +73,8 @@ class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Ids of all `KeptTokens`; 0: they are not recorded."""
     routes: tuple[Count, Count, Count] = (0, 0, 0)
     """Shape of `Completion.routes`; zeros: they are not recorded."""
-    routes_bytes: Count = 0
-    """Their size in the payload, compressed, a multiple of 4."""
+    routes_bytes: Annotated[int, msgspec.Meta(ge=0, multiple_of=4)] = 0
+    """Their size in the payload, compressed."""
     teacher: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
     """Log-probs of a served teacher per sampled token: its own and those of the most likely tokens; 0: there is none."""
 
