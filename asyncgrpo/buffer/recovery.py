@@ -20,7 +20,6 @@ from asyncgrpo.config.schema import BufferConfig
 from asyncgrpo.data.images import Images
 from asyncgrpo.data.prompts import PromptSource
 from asyncgrpo.journal.history import (
-    BatchIssued,
     BoundChanged,
     Delivered,
     Dropped,
@@ -162,7 +161,7 @@ def bound_of(lease_id: str, max_lag: int | None, start: RunStarted) -> int:
 
 
 def judge(history: History, prompts: PromptSource, run_started: RunStarted, config: BufferConfig) -> list[Verdict]:
-    """A verdict on every group that is neither trained on the path nor dropped, in order of arrival.
+    """Return a verdict on every group of a history that `read_rest` has read, in order of arrival.
 
     The reasons: `superseded` (the prompt is done, or a later group is of the same prompt), `incompatible` (sampled or
     scored under other settings), `ahead` (sampled by weights that are gone), `damaged`, `stale`.
@@ -173,20 +172,13 @@ def judge(history: History, prompts: PromptSource, run_started: RunStarted, conf
     """
     path = surviving_path(history.starts, run_started.parent)
     step = 0 if run_started.parent is None else run_started.parent.number
-    settled = set[str]()  # leases of groups that were dropped, or that the path was trained on
-    for found in history.found:
-        if isinstance(record := found.record, Dropped):
-            settled.add(record.lease_id)
-        elif isinstance(record, BatchIssued) and record.step <= path.get(record.version.lineage, -1):
-            settled.update(record.lease_ids)
-    verdicts: dict[str, Verdict] = {}  # by lease id
-    for found in history.found:
-        if isinstance(record := found.record, Delivered) and record.lease_id not in settled:
-            max_lag = bound_of(record.lease_id, record.max_lag, run_started)
-            verdicts[record.lease_id] = Verdict(found, record, None, max_lag)
-
+    verdicts = [
+        Verdict(found, record, None, bound_of(record.lease_id, record.max_lag, run_started))
+        for found in history.found
+        if isinstance(record := found.record, Delivered)
+    ]
     ready: dict[int, Verdict] = {}  # by prompt index
-    for one in verdicts.values():
+    for one in verdicts:
         start, index = history.starts.get(one.found.lineage), one.record.prompt_index
         if not prompts.is_wanted(index):
             one.reason = "superseded"
@@ -207,7 +199,7 @@ def judge(history: History, prompts: PromptSource, run_started: RunStarted, conf
             place += 1
         else:  # too old before P groups a step would train it
             one.reason = "stale"
-    return list(verdicts.values())
+    return verdicts
 
 
 FAILED_ATTEMPTS = BLAMED | {"lease_timeout", "incomplete", "unscored", "lineage", "stale", "cancelled"}
