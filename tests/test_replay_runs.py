@@ -99,9 +99,9 @@ def rewrite(journal: Path, change) -> None:
     """Write the journal again, with all digests right; `change` gives each record and its body anew."""
     for segment in journal.iterdir():
         parts: list = []
-        for item in history.scan(segment.read_bytes()):
+        for item in history.scan(data := segment.read_bytes()):
             assert isinstance(item, history.Whole)
-            parts += history.pack(*change(item.record, item.body))
+            parts += history.pack(*change(item.record, data[item.end - item.body_bytes : item.end]))
         segment.write_bytes(b"".join(map(bytes, parts)))
 
 

@@ -369,7 +369,7 @@ class Buffer:
         entry.arrived(message, payload, now_s)
         self.outcomes["accepted"] += 1
         self.outcomes["accepted_short"] += len(message.rollouts) < self._group_size + self._with_greedy
-        self.journal.append_group(message, payload, entry.max_lag, head)
+        self.journal.append(*delivered(message, payload, entry.max_lag, head))
         return None
 
     def count_aborted(self, num_tokens: int) -> None:

@@ -184,7 +184,8 @@ class Whole:
     offset: int
     end: int
     record: JournalRecord
-    body: memoryview
+    body_bytes: int
+    """Bytes of its body, the last ones before `end`."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def _whole_at(view: memoryview, offset: int) -> Whole | None:
         record = _decoder.decode(view[header_at:body_at])
     except msgspec.MsgspecError:
         return None  # written by another release
-    return Whole(offset, end, record, view[body_at:end])
+    return Whole(offset, end, record, body_bytes)
 
 
 # -- reading and repairing ---------------------------------------------------------------------------------------------
@@ -406,10 +407,8 @@ def _starts_in(paths: Iterable[Path]) -> dict[int, RunStarted]:
     for path in paths:
         with _mapped(path) as data:
             whole = next((item for item in scan(data) if isinstance(item, Whole)), None)
-            if whole is not None:
-                whole.body.release()
-                if isinstance(whole.record, RunStarted):
-                    starts[whole.record.lineage] = whole.record
+            if whole is not None and isinstance(whole.record, RunStarted):
+                starts[whole.record.lineage] = whole.record
     return starts
 
 
@@ -475,10 +474,9 @@ def read_segment(path: Path, is_last: bool = False) -> Segment:
         for item in scan(data):
             if isinstance(item, Whole):
                 lineage = item.record.lineage if isinstance(item.record, RunStarted) else lineage
-                body_bytes = len(item.body)
-                segment.found.append(Found(item.record, lineage, segment.number, item.end - body_bytes, body_bytes))
-                segment.has_bodies |= body_bytes > 0
-                item.body.release()
+                body_at = item.end - item.body_bytes
+                segment.found.append(Found(item.record, lineage, segment.number, body_at, item.body_bytes))
+                segment.has_bodies |= item.body_bytes > 0
             elif is_last and item.end == segment.num_bytes:
                 segment.torn = item
             else:

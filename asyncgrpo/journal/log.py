@@ -33,13 +33,11 @@ from asyncgrpo.journal.history import (
     RunStarted,
     Whole,
     cut,
-    delivered,
     pack,
     scan,
     segment_path,
 )
 from asyncgrpo.wire.codec import Buffer
-from asyncgrpo.wire.rollouts import Deliver
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +95,7 @@ class InMemory:
     is_blocked: str | None = None
     position: int = 0
 
-    def append(self, record: JournalRecord) -> None:
-        pass
-
-    def append_group(self, message: Deliver, payload: Buffer, max_lag: int, head: Buffer | None = None) -> None:
+    def append(self, record: JournalRecord, body: Sequence[Buffer] = ()) -> None:
         pass
 
     def is_durable(self, position: int) -> bool:
@@ -180,10 +175,6 @@ class Journal:
         self.position += 1
         if self.is_blocked is None:
             self._attempt(self._write)
-
-    def append_group(self, message: Deliver, payload: Buffer, max_lag: int, head: Buffer | None = None) -> None:
-        """Write the record of a delivered group. The arguments are those of `delivered`."""
-        self.append(*delivered(message, payload, max_lag, head))
 
     def is_durable(self, position: int) -> bool:
         """Return True if this record and all before it have reached the configured durability."""

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import get_args
 
 import msgspec
@@ -26,7 +27,7 @@ class Recording(InMemory):
     def __init__(self) -> None:
         self.records: list[JournalRecord] = []
 
-    def append(self, record: JournalRecord) -> None:
+    def append(self, record: JournalRecord, body: Sequence[bytes] = ()) -> None:
         self.records.append(record)
 
 
