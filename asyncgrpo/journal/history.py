@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import JournalError, WireError
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.wire.codec import DIGEST_BYTES, Buffer, decode, encode
+from asyncgrpo.wire.codec import DIGEST_BYTES, Buffer, decode, digest_of, encode
 from asyncgrpo.wire.rollouts import Deliver
 
 log = logging.getLogger(__name__)
@@ -167,14 +166,7 @@ def pack(record: JournalRecord, body: tuple[Buffer, ...] | list[Buffer] = ()) ->
     """Pack a record into the parts to write, in order."""
     header = _encoder.encode(record)
     lengths = _LENGTHS.pack(len(header), sum(map(len, body)))
-    return [MAGIC + lengths + _digest(lengths, header, *body) + header, *body]
-
-
-def _digest(*parts: Buffer) -> bytes:
-    hasher = xxhash.xxh3_64()
-    for part in parts:
-        hasher.update(part)
-    return hasher.digest()
+    return [MAGIC + lengths + digest_of(lengths, header, *body) + header, *body]
 
 
 @dataclass(frozen=True)
@@ -226,7 +218,7 @@ def _whole_at(view: memoryview, offset: int) -> Whole | None:
     body_at, end = header_at + header_bytes, header_at + header_bytes + body_bytes
     if end > len(view):
         return None
-    if _digest(view[lengths_at:digest_at], view[header_at:body_at], view[body_at:end]) != view[digest_at:header_at]:
+    if digest_of(view[lengths_at:digest_at], view[header_at:body_at], view[body_at:end]) != view[digest_at:header_at]:
         return None
     try:
         record = _decoder.decode(view[header_at:body_at])

@@ -56,9 +56,11 @@ def kinds_of(union: UnionType) -> Kinds:
 ANY = kinds_of(AnyMessage)
 
 
-def _digest(header: Buffer, payload: Buffer) -> bytes:
-    hasher = xxhash.xxh3_64(header)
-    hasher.update(payload)
+def digest_of(*parts: Buffer) -> bytes:
+    """Return the xxh3 digest of some bytes in several parts, `DIGEST_BYTES` long."""
+    hasher = xxhash.xxh3_64()
+    for part in parts:
+        hasher.update(part)
     return hasher.digest()
 
 
@@ -71,7 +73,7 @@ def encode(message: Message, payload: Buffer = b"") -> list[Buffer]:
     header = _encoder.encode(message)
     if len(header) > message.max_header_bytes or len(payload) > message.max_payload_bytes:
         raise WireError(_too_long(type(message), header, payload))
-    return [_digest(header, payload) + header, payload]
+    return [digest_of(header, payload) + header, payload]
 
 
 def decode(frames: Sequence[Buffer], kinds: Kinds = ANY) -> tuple[Message, memoryview]:
@@ -87,7 +89,7 @@ def decode(frames: Sequence[Buffer], kinds: Kinds = ANY) -> tuple[Message, memor
         raise RefusedError("decode", f"a message has 2 frames, the first longer than {DIGEST_BYTES} bytes; got {sizes}")
     first, payload = memoryview(frames[0]), memoryview(frames[1])
     header = first[DIGEST_BYTES:]
-    if _digest(header, payload) != first[:DIGEST_BYTES]:
+    if digest_of(header, payload) != first[:DIGEST_BYTES]:
         raise RefusedError("checksum", "digest mismatch: the message was altered in transit")
     try:
         kind = kinds.get(_tag_decoder.decode(header).kind)
