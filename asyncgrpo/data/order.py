@@ -234,7 +234,16 @@ class Curriculum:
         if decided is None and not self.is_on:
             return draw(number)
         if decided is None:
-            decided = self._unwritten[path] = self._decide(source, number, self._shares[begin : begin + size], draw)
+            shares, plain = self._shares[begin : begin + size], draw(number)
+            counts, kinds = places_of(shares, number, plain, draw(0)), kinds_of(shares)
+            decided = self._unwritten[path] = Round(
+                key=self._key,
+                source=source,
+                number=number,
+                prompts={kind: int((kinds == i).sum()) for i, kind in enumerate(KINDS)},
+                places={kind: int(counts[kinds == i].sum()) for i, kind in enumerate(KINDS)},
+                order=order_of(counts, plain).astype(np.int32).tobytes(),
+            )
         if path in self._unwritten:
             data = msgspec.msgpack.encode(decided)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -249,18 +258,6 @@ class Curriculum:
         """Return the event fields of each round that began in this process since the last call."""
         begun, self._begun = self._begun, []
         return begun
-
-    def _decide(self, source: int, number: int, shares: Shares, draw: Draw) -> Round:
-        order = draw(number)
-        counts, kinds = places_of(shares, number, order, draw(0)), kinds_of(shares)
-        return Round(
-            key=self._key,
-            source=source,
-            number=number,
-            prompts={kind: int((kinds == i).sum()) for i, kind in enumerate(KINDS)},
-            places={kind: int(counts[kinds == i].sum()) for i, kind in enumerate(KINDS)},
-            order=order_of(counts, order).astype(np.int32).tobytes(),
-        )
 
     def _read(self, path: Path) -> Round | None:
         """Read the round of a file; None if it is missing or of other prompts."""

@@ -233,11 +233,6 @@ class PromptSource:
         return _least(self._given_back[:1], self._peek_new())
 
     @property
-    def has_next(self) -> bool:
-        """True if `next` or `next_isolated` would issue a prompt."""
-        return self.next_prompt_index is not None
-
-    @property
     def next_isolated_index(self) -> int | None:
         """Prompt index that `next_isolated` would issue; None if no prompt is isolated."""
         return self._isolated[0] if self._isolated else None
@@ -255,7 +250,7 @@ class PromptSource:
     @property
     def is_exhausted(self) -> bool:
         """True if no prompt is left to issue and no prompt is outstanding."""
-        return not self._outstanding and not self.has_next
+        return not self._outstanding and self.next_prompt_index is None
 
     def _peek_new(self) -> int | None:
         prompt_index = max(self._next, self._frontier)

@@ -25,7 +25,7 @@ def test_an_isolated_prompt_is_issued_only_to_a_caller_that_asks_for_it():
     source.isolate(2)
     source.isolate(0)
     source.done(1)
-    assert source.next() is None and source.has_next and not source.is_exhausted
+    assert source.next() is None and source.next_prompt_index is not None and not source.is_exhausted
     assert (source.next_isolated_index, source.next_prompt_index) == (0, 0)
     assert [source.next_isolated()[0] for _ in range(2)] == [0, 2] and source.next_isolated() is None
     source.isolate(2)

@@ -194,7 +194,8 @@ class Checker:
             self._lag_is_bounded(group, versions, version)
             self.lags[version.number - versions[0].number] += 1
         if len(groups) < self._per_step:
-            rest = life.buffer.count(State.LEASED) + life.buffer.count(State.READY) + life.source.has_next
+            is_next = life.source.next_prompt_index is not None
+            rest = life.buffer.count(State.LEASED) + life.buffer.count(State.READY) + is_next
             self._require(not rest, "P7 full batches", f"{len(groups)} groups of {self._per_step}, and {rest} are left")
         life.steps.append(tuple(g.prompt_index for g in groups))
         self._weights.stepped(PolicyVersion(life.lineage, step + 1))
