@@ -105,13 +105,9 @@ class Speeds:
         self._speeds[generator] = _Speed(bench_ends_s=now_s + BENCH_S)
         return True
 
-    def late(self, generator: str) -> None:
-        """Note that a lease of this generator expired."""
-        self._speeds[generator].is_late = True
-
-    def delivered(self, generator: str) -> None:
-        """Note that this generator delivered a group."""
-        self._speeds[generator].is_late = False
+    def note(self, generator: str, *, is_late: bool) -> None:
+        """Note that a lease of this generator expired, or that it delivered a group."""
+        self._speeds[generator].is_late = is_late
 
     def is_benched(self, generator: str, now_s: float) -> bool:
         """Return True if it gets no lease while another generator may get one."""

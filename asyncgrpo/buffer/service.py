@@ -254,11 +254,9 @@ class BufferService:
         kind = type(message).__name__
         if isinstance(message, OfLearnerOrDriver):
             raise RefusedError("sender", f"a generator may not send {kind}")
-        if (
-            isinstance(message, Register | Serving | AwaitsScores | LeaseFailed | RewardFailed)
-            and message.generator_id != speaks_for
-        ):
-            raise RefusedError("sender", f"{kind} of {message.generator_id[:100]!r} from {speaks_for}")
+        name = getattr(message, "generator_id", speaks_for)
+        if name != speaks_for and not isinstance(message, Deliver):
+            raise RefusedError("sender", f"{kind} of {name[:100]!r} from {speaks_for}")
 
     def _count_refusal(self, peer: str, error: RefusedError) -> None:
         metrics.rejected_frames_total.labels(reason=error.reason).inc()
@@ -462,7 +460,7 @@ class BufferService:
         self._emit_failure(name, reason, message.detail[:500])
         is_late = reason == "lease_timeout"
         if is_late and name in self._sessions:
-            self._speeds.late(name)
+            self._speeds.note(name, is_late=True)
         self._fail(message.lease_id, "lease_timeout" if is_late else "failed", now_s, eval_reason=reason)
 
     def _fail(self, lease_id: str, reason: str, now_s: float, *, eval_reason: str = "failed") -> None:
@@ -476,7 +474,7 @@ class BufferService:
         expired = self._buffer.expire(now_s, is_paused)
         for entry in expired:
             if entry.holder in self._sessions and not is_paused(entry.holder):
-                self._speeds.late(entry.holder)
+                self._speeds.note(entry.holder, is_late=True)
         for lease, holder in [*((entry.lease, entry.holder) for entry in expired), *late]:
             self._may_take = True
             log.warning("lease %s expired", lease.lease_id)
@@ -510,7 +508,7 @@ class BufferService:
             self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
             return
         if (name := self._speaks_for.get(peer)) in self._sessions:
-            self._speeds.delivered(name)
+            self._speeds.note(name, is_late=False)
         ack = Ack(group_id=message.group_id, lease_id=message.lease_id)
         if message.purpose == "eval" or self._journal.is_durable(self._journal.position):
             self._server.send(peer, ack)

@@ -49,9 +49,9 @@ def test_where_nothing_is_known_the_emptiest_window_is_first_and_a_new_one_count
 
 def test_who_is_late_gets_what_no_other_has_room_for_until_it_delivers():
     speeds = measured(quick=1.0, slow=3.0)
-    speeds.late("quick")
+    speeds.note("quick", is_late=True)
     assert order(speeds, quick=0.0, slow=0.75) == ["slow", "quick"]
-    speeds.delivered("quick")
+    speeds.note("quick", is_late=False)
     assert order(speeds, quick=0.0, slow=0.75) == ["quick", "slow"]
 
 
