@@ -294,14 +294,8 @@ class Learner:
             if settings.kl_kind == "full":
                 model = self.model if self._reference is None else self._reference
                 reference = Reference(scored.hidden, gather(model.head.weight.detach()).to(scored.hidden))
-        objective = MicrobatchObjective(
-            settings,
-            batch,
-            step,
-            precomputed,
-            version=version.number,
-            max_length=self.config.sampling.max_tokens,
-        )
+        longest = self.config.sampling.max_tokens
+        objective = MicrobatchObjective(settings, batch, step, precomputed, version=version.number, max_length=longest)
         scored = self.model(batch, objective, reference=reference, is_elementwise=is_elementwise(settings))
         sums = objective.report(scored.scores)
         if scored.values is None:

@@ -65,8 +65,7 @@ class _Tokens(NamedTuple):
 
     def at(self, where: slice) -> "_Tokens":
         """Return a slice."""
-        parts = (self.mask, self.behaviour, self.advantages, self.versions, self.weights)
-        mask, behaviour, advantages, versions, weights = (x[where] for x in parts)
+        mask, behaviour, advantages, versions, weights = (x[where] for x in self[:5])
         return _Tokens(mask, behaviour, advantages, versions, weights, None, self.precomputed.at(where))
 
 
@@ -122,15 +121,8 @@ class MicrobatchObjective:
             num_groups=step.num_groups,
         ).to(torch.float32)
         """[N] weight of each token in the loss of the step."""
-        self._tokens = _Tokens(
-            batch.mask,
-            batch.behaviour_logprobs,
-            batch.advantages,
-            batch.versions,
-            weights,
-            batch.cu_seqlens,
-            precomputed,
-        )
+        of_batch = (batch.mask, batch.behaviour_logprobs, batch.advantages, batch.versions)
+        self._tokens = _Tokens(*of_batch, weights, batch.cu_seqlens, precomputed)
         self._gradients: LossGradients | None = None
 
     def __call__(self, tokens: slice, scores: TokenScores) -> LossGradients:
@@ -196,11 +188,9 @@ class MicrobatchObjective:
     def _correction(self, tokens: _Tokens, log_rho: Tensor) -> Correction:
         keep = tokens.mask if tokens.precomputed.keep is None else tokens.mask & tokens.precomputed.keep
         parts = [Correction(tokens.mask.to(log_rho.dtype), keep)]
-        parts += [
-            correct(one, log_rho, tokens.advantages, tokens.mask, tokens.cu_seqlens)
-            for one in self.settings.corrections
-            if one.kind != "m2po"
-        ]
+        for one in self.settings.corrections:
+            if one.kind != "m2po":
+                parts.append(correct(one, log_rho, tokens.advantages, tokens.mask, tokens.cu_seqlens))
         return corrections.combine(parts)
 
     @torch.no_grad()

@@ -104,9 +104,9 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
     assert all(g.prompt.token_ids for g in groups), (
         "a prompt has no tokens, so the first token of its completions has no context"
     )
-    given = [(number, group.group_id, rollout) for number, group in enumerate(groups) for rollout in group.rollouts]
-    malformed = [_is_malformed(rollout.completion) for *_, rollout in given]
-    found = [(*one, math.nan if is_bad else _reward(one[2])) for one, is_bad in zip(given, malformed, strict=True)]
+    found = [
+        (number, g.group_id, rollout, _reward(rollout)) for number, g in enumerate(groups) for rollout in g.rollouts
+    ]
     greedy = {number: reward for number, _, r, reward in found if r.completion.index >= group_size}
     sampled = [entry for entry in found if entry[2].completion.index < group_size]
     usable = [entry for entry in sampled if not np.isnan(entry[3])]
@@ -132,16 +132,14 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
         baseline_rewards=torch.tensor([greedy.get(number, np.nan) for number, *_ in usable], dtype=torch.float64),
         lengths=lengths,
         is_trained=is_trained,
-        num_malformed=sum(
-            is_bad and one[2].completion.index < group_size for one, is_bad in zip(given, malformed, strict=True)
-        ),
+        num_malformed=sum(_is_malformed(rollout.completion) for _, _, rollout, _ in sampled),
     )
 
 
 def _reward(rollout: Rollout) -> float:
     """Return the reward; NaN if the completion is unusable."""
     completion, value = rollout.completion, rollout.score.value
-    if value is None or not math.isfinite(value) or completion.finish_reason == "abort":
+    if value is None or not math.isfinite(value) or completion.finish_reason == "abort" or _is_malformed(completion):
         return math.nan
     return value
 
@@ -505,6 +503,7 @@ class _Rows:
         index = torch.tensor(chosen, dtype=torch.int64)
         sampled, lengths = self.sampled(index), self.rollouts.lengths[index]
         completions = [self.rollouts.completions[rollout] for rollout in chosen]
+        is_current = torch.tensor([_is_current(c, self.version) for c in completions], dtype=torch.bool)
         return PackedBatch(
             **vars(sampled),
             token_ids=_joined(layout.token_ids, np.int64),
@@ -513,9 +512,7 @@ class _Rows:
             read_at=_joined(layout.read_at, np.int64),
             targets=_joined([c.token_ids for c in completions], np.int64),
             advantages=self.advantages[index].repeat_interleave(lengths).float(),
-            is_current=torch.tensor(
-                [_is_current(c, self.version) for c in completions], dtype=torch.bool
-            ).repeat_interleave(lengths),
+            is_current=is_current.repeat_interleave(lengths),
             rollouts=index,
             tokens_in_group=self.tokens_in_group[index],
             kept=_kept(completions),

@@ -146,9 +146,8 @@ def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, fla
         A function that returns True once a GPU has written all bytes; None if they are written. The next step may begin
         before, because the GPU queues it behind these copies.
     """
-    parts = zip(
-        layout.tensors, weights, strict=True
-    )  # a tensor that is missing would keep the bytes of an older version
+    # Strict: a tensor that is missing would keep the bytes of an older version.
+    parts = zip(layout.tensors, weights, strict=True)
     return fill_parts(((info.name, 0, tensor) for info, (_, tensor) in parts), layout, flat)
 
 

@@ -156,7 +156,8 @@ class Snapshot:
         return is_written
 
     def _raise_flag(self, flags: Tensor, number: int, written: IsWritten | None) -> None:
-        wait_until(written)
+        while written is not None and not written():
+            time.sleep(POLL_EVERY_S)
         flags[self._rank] = number
 
     def _parts(self) -> Iterator[Part]:
@@ -178,12 +179,6 @@ class Snapshot:
             if self._rank != self._leader and self._device.type == "cuda":
                 self._mapped.pin()
         return self._mapped
-
-
-def wait_until(written: IsWritten | None) -> None:
-    """Wait until every byte is written."""
-    while written is not None and not written():
-        time.sleep(POLL_EVERY_S)
 
 
 def _gather(mine: T, world: int) -> list[T]:
