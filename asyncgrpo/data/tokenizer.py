@@ -47,12 +47,7 @@ def load_tokenizer(path: str, template: Mapping[str, Any] = MappingProxyType({})
             tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template)  # type: ignore[method-assign]
         return tokenizer
     except Exception as error:  # of many kinds
-        if folder.is_dir():
-            raise ConfigError(f"model.path {path!r}: its tokenizer cannot be loaded: {one_line(error)}") from error
-        raise ConfigError(
-            f"model.path: {path} is not a folder, and its tokenizer is neither cached nor downloadable: "
-            f"{one_line(error)}"
-        ) from error
+        raise ConfigError(f"model.path {path!r}: its tokenizer cannot be loaded: {one_line(error)}") from error
 
 
 def stop_token_ids(

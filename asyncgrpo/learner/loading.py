@@ -107,14 +107,15 @@ class ShardReader:
         """
         if getattr(model.config, "quantization_config", None) is not None:
             raise WeightsError(f"{path} is quantized")
-        if not Path(path).expanduser().is_dir():  # one process of a machine downloads, the others wait
+        folder = Path(path).expanduser()
+        if not folder.is_dir():  # one process of a machine downloads, the others wait
             from huggingface_hub import snapshot_download
 
             try:
-                snapshot_download(path, allow_patterns=["*.json", "model*.safetensors"])
+                folder = Path(snapshot_download(path, allow_patterns=["*.json", "model*.safetensors"]))
             except Exception as error:  # of many kinds; transformers reports the cause later
                 raise WeightsError(f"{path} cannot be downloaded: {error}") from error
-        self._files = open_tensors(path)
+        self._files = open_tensors(folder)
         self._pieces = {name: pieces_of_rows(model, name, tensor.shape) for name, tensor in saved_tensors(model)}
         self._compare(model)
         for name, tensor in saved_tensors(model):

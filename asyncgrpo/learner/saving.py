@@ -25,9 +25,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
-from transformers import AutoTokenizer
 
-from asyncgrpo.data.images import has_vision
 from asyncgrpo.errors import CheckpointError
 from asyncgrpo.learner.model import TokenScorer
 from asyncgrpo.learner.optimizer import sharded_like
@@ -192,11 +190,8 @@ def begin_export(
 
 
 def copy_tokenizer(source: str, folder: Path) -> None:
-    """Copy the files of a tokenizer, and of an image processor. A text model's tokenizer of a hub id is saved by transformers."""
+    """Copy the files of a tokenizer, and of an image processor."""
     if not Path(source).is_dir():
-        if not has_vision(source):
-            AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-            return
         source = snapshot_download(source, allow_patterns=list(TOKENIZER_FILES))
     for path in {path for pattern in TOKENIZER_FILES for path in Path(source).glob(pattern)}:
         if path.is_dir():

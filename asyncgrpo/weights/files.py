@@ -128,15 +128,12 @@ def _check_safetensors(file: Path) -> None:
         ) from error
 
 
-def open_tensors(path: str) -> dict[str, Any]:
+def open_tensors(folder: Path) -> dict[str, Any]:
     """Open the safetensors files of a model; return the file of every tensor by its name on disk. They are mapped, not read.
 
-    Args:
-        path: folder of a model, or a hub id in the local cache.
     Raises:
         WeightsError: the safetensors files are missing or cannot be opened.
     """
-    folder = _folder(path)
     try:
         if (folder / INDEX).is_file():
             names: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -147,16 +144,3 @@ def open_tensors(path: str) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise WeightsError(f"{folder} has no readable {SINGLE} or {INDEX}: {error}") from error
     return {name: files[file] for name, file in names.items()}
-
-
-def _folder(path: str) -> Path:
-    """Return the folder of a model's files. Raises WeightsError."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except Exception as error:  # of many types, for an invalid id and for one that is not cached
-        raise WeightsError(f"model.path ({path}) is neither a folder nor in the local Hugging Face cache") from error
