@@ -20,7 +20,7 @@ from asyncgrpo.journal.history import Committed
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Tally
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.wire import PROTOCOL, Message
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import OfLearnerOrDriver, ToBuffer, check_group, check_lease, decode, kinds_of
 from asyncgrpo.wire.rollouts import (
@@ -329,7 +329,7 @@ class BufferService:
             self._speaks_for[peer] = name
             window = self._steer.groups_in_flight or message.window
             self._sessions[name] = Session(peer, message.incarnation, window, now_s)
-        self._server.send(peer, Welcome(protocol=PROTOCOL))
+        self._server.send(peer, Welcome())
 
     def _note_serving(self, peer: str, message: Serving, now_s: float) -> None:
         name = message.generator_id

@@ -208,11 +208,6 @@ class PromptSource:
         return not self.is_done(prompt_index) and prompt_index >= 0 and (self._end is None or prompt_index < self._end)
 
     @property
-    def num_prompts(self) -> int:
-        """Prompts per epoch."""
-        return len(self.prompts)
-
-    @property
     def num_done(self) -> int:
         """Prompts done over all epochs and restarts."""
         return self._frontier + len(self._done_beyond)

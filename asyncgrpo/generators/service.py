@@ -28,7 +28,7 @@ from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion
 from asyncgrpo.weights.receiver import Receiver
-from asyncgrpo.wire import PROTOCOL, Message
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import pack_group
 from asyncgrpo.wire.rollouts import (
     REWARDS_PAUSED,
@@ -340,9 +340,7 @@ class GeneratorService:
 
     async def _register(self) -> None:
         await self._client.send(
-            Register(
-                protocol=PROTOCOL, generator_id=self.generator_id, incarnation=self.incarnation, window=self.window
-            )
+            Register(generator_id=self.generator_id, incarnation=self.incarnation, window=self.window)
         )
         await self._send_serving()
 

@@ -153,11 +153,6 @@ class Publisher:
         return self._arenas.file
 
     @property
-    def generators(self) -> list[str]:
-        """Names of the connected generators."""
-        return sorted(self._members.copy())
-
-    @property
     def missing(self) -> tuple[str, ...]:
         """Dropped generators as `name-incarnation`. Any thread may read it."""
         late = ((name, member) for name, member in tuple(self._members.items()) if member.is_late)
@@ -220,9 +215,7 @@ class Publisher:
         Raises:
             WeightsError: no generator can load what is published.
         """
-        ended = []
-        while not self._reports.empty():
-            ended.append(self._reports.get())
+        ended = [self._reports.get() for _ in range(self._reports.qsize())]
         if self._failure is not None:
             raise self._failure
         return ended

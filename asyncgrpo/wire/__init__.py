@@ -9,8 +9,6 @@ from typing import ClassVar
 
 import msgspec
 
-PROTOCOL = 1
-
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, tag_field="kind"):
     """Base of all messages. The struct's name is its tag.

@@ -35,7 +35,6 @@ TEXTS_BYTES = 2**26
 class Register(Message):
     """Registers a generator, at its start and after it lost touch. It ends every lease of earlier incarnations."""
 
-    protocol: int
     generator_id: Name
     incarnation: Name
     window: int
@@ -171,8 +170,6 @@ OfGenerator = Register | Serving | Deliver | AwaitsScores | LeaseFailed | Reward
 
 class Welcome(Message):
     """Reply to Register."""
-
-    protocol: int
 
 
 class Reregister(Message):

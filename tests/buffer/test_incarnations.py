@@ -6,7 +6,7 @@ from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.evaluation import Evaluations
 from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.types import Lease, Prompt, Sampling
-from asyncgrpo.wire import PROTOCOL, Message
+from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import (
     Ack,
@@ -75,7 +75,7 @@ class Served:
 
     def join(self, name: str, *, incarnation: str = "0", peer: str = "", window: int = 2, version: int = 0) -> None:
         """A generator registers and says which weights it serves."""
-        said = Register(protocol=PROTOCOL, generator_id=name, incarnation=incarnation, window=window)
+        said = Register(generator_id=name, incarnation=incarnation, window=window)
         for message in (said, Serving(generator_id=name, version=v(version))):
             self.hear(peer or name, message)
 
@@ -107,7 +107,7 @@ class Served:
 
 
 def register(peer: str, window: int = 2) -> Register:
-    return Register(protocol=PROTOCOL, generator_id="g", incarnation=peer, window=window)
+    return Register(generator_id="g", incarnation=peer, window=window)
 
 
 def serving(version: int | None) -> Serving:
@@ -200,7 +200,7 @@ def test_what_was_not_read_while_the_buffer_stood_still_is_no_silence():
 def test_a_group_that_only_awaits_its_scores_takes_a_slot_and_no_place():
     served = Served(per_step=2, max_lag=1)
     for name in ("g", "other"):
-        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=1))
+        served.hear(name, Register(generator_id=name, incarnation="0", window=1))
     served.hear("g", serving(0))
     assert served.hear("learner", Trained(version=v(0))) == [("g", "Grant")]
     lease_id = served.oldest_lease().lease_id

@@ -199,7 +199,7 @@ def test_a_group_keeps_the_bound_of_its_lease_and_a_smaller_one_lets_none_begin_
     leases = lease_all(buffer)
     assert len(leases) == 5 and buffer.max_lag == 4
     records: list = []
-    buffer.journal.append = records.append
+    buffer.journal.append = lambda record, body=(): records.append(record)
     buffer.step_ended(v(0), {0: WELL, 4: LOW}, 0.0)
     assert buffer.max_lag == 1 and records == [BoundChanged(version=v(0), max_lag=1)]
     for version, lease in enumerate(leases):

@@ -4,7 +4,6 @@ from asyncgrpo import metrics
 from asyncgrpo.buffer.admission import AutoLag
 from asyncgrpo.buffer.buffer import State
 from asyncgrpo.types import GeneratorSeconds
-from asyncgrpo.wire import PROTOCOL
 from asyncgrpo.wire.rollouts import Batch, Register, Serving, Take, Trained
 from tests.buffer.test_buffer import deliver, v
 from tests.buffer.test_incarnations import PAYLOAD, Served
@@ -83,7 +82,7 @@ def test_a_batch_tells_what_the_generators_did_since_the_one_before():
     served = begun(max_lag=3, generators=0)
 
     def register(name: str, incarnation: str) -> None:
-        served.hear(name, Register(protocol=PROTOCOL, generator_id=name, incarnation=incarnation, window=4))
+        served.hear(name, Register(generator_id=name, incarnation=incarnation, window=4))
 
     def beat(name: str, **seconds: float) -> None:
         served.hear(name, Serving(generator_id=name, version=v(0), seconds=GeneratorSeconds(**seconds)))

@@ -49,7 +49,7 @@ def make(folder: Path | None, count=8, *, is_on=True, epochs=None, seed=0, shuff
 def run_epoch(source: PromptSource, rewards) -> list[str]:
     """Issue and finish a whole epoch. `rewards` gives those of a prompt id. Returns the ids in order."""
     ids = []
-    for _ in range(source.num_prompts):
+    for _ in range(len(source.prompts)):
         index, prompt = source.next()
         ids.append(prompt.prompt_id)
         source.done(index, rewards(prompt.prompt_id))
@@ -289,7 +289,7 @@ TestAnyRun = AnyRun.TestCase
 
 def half_an_epoch(source: PromptSource) -> list[str]:
     ids = []
-    for _ in range(source.num_prompts // 2):
+    for _ in range(len(source.prompts) // 2):
         index, prompt = source.next()
         source.done(index, MIXED if index % 5 == 0 else SOLVED)
         ids.append(prompt.prompt_id)

@@ -68,7 +68,7 @@ class Plane(publishing.Plane):
         self.members: list[Member] = []
         for number in range(2):
             self.add(number)
-        wait_until(lambda: len(self.publisher.generators) == 2, "two generators")
+        wait_until(lambda: len(self.publisher._members) == 2, "two generators")
         self.version = PolicyVersion(1, -1)
         """The last one that was offered."""
 

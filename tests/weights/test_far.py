@@ -33,7 +33,7 @@ class Fleet(Plane):
     def add(self, name: str, engine: Engine | None = None, incarnation: str = "0") -> Engine:
         engine = engine or Engine()
         self.join(name, incarnation=incarnation, apply=engine.apply)
-        wait_until(lambda: name in self.publisher.generators, f"{name} in touch")
+        wait_until(lambda: name in self.publisher._members, f"{name} in touch")
         return engine
 
     def change(self, share: float) -> None:

@@ -64,7 +64,7 @@ class Plane(publishing.Plane):
         return self.join(name, incarnation=incarnation, apply=lambda *given: engine.apply(*given))
 
     def wait_for(self, count: int) -> None:
-        wait_until(lambda: len(self.publisher.generators) == count, f"{count} generators")
+        wait_until(lambda: len(self.publisher._members) == count, f"{count} generators")
 
     def offer(self, step: int) -> None:
         wait_until(

@@ -38,7 +38,7 @@ class Machines(Plane):
     def add(self, name: str) -> None:
         engine = self.engines[name] = Engine()
         self.join(name, apply=engine.apply)
-        wait_until(lambda: name in self.publisher.generators, name)
+        wait_until(lambda: name in self.publisher._members, name)
 
     def publish(self, number: int, *, other_writes: bool = True) -> PolicyVersion:
         """Begin to publish random weights, of which each machine has its own bytes."""

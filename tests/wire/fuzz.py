@@ -44,7 +44,7 @@ from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.publication import SyncCheck
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
-from asyncgrpo.wire import PROTOCOL, Message, rollouts, weights
+from asyncgrpo.wire import Message, rollouts, weights
 from asyncgrpo.wire.codec import decode, encode, pack_group, unpack_batch
 from asyncgrpo.wire.supervision import Drain, GeneratorLost
 from tests.wire.mutations import Frames, Mutator
@@ -122,7 +122,7 @@ class Plane:
 
     def _register(self, name: str) -> None:
         if name not in self.service._sessions:
-            self.hear(f"{name}-0", rollouts.Register(protocol=PROTOCOL, generator_id=name, incarnation="0", window=3))
+            self.hear(f"{name}-0", rollouts.Register(generator_id=name, incarnation="0", window=3))
         self.hear(f"{name}-0", rollouts.Serving(generator_id=name, version=PolicyVersion(1, self.step)))
 
     def end_the_others(self) -> None:
@@ -190,7 +190,7 @@ class Plane:
         lease_id = leases[0].lease_id if leases else "1.0.0"
         health = RewardHealth(failed=5, failing_s=1.0, probe_in_s=self.rng.choice((None, 3.0)), last="no")
         return self.rng.choice((
-            rollouts.Register(protocol=PROTOCOL, generator_id="bad", incarnation="0", window=3),
+            rollouts.Register(generator_id="bad", incarnation="0", window=3),
             rollouts.Serving(generator_id="bad", version=PolicyVersion(1, self.step), rewards=health),
             rollouts.AwaitsScores(generator_id="bad", lease_id=lease_id),
             rollouts.LeaseFailed(generator_id="bad", lease_id=lease_id, reason="failed", detail="why"),
@@ -257,7 +257,7 @@ class Readers:
         ]  # fmt: skip
         self._to_generator: list[Message] = [
             rollouts.Ack(group_id="1.0", lease_id="1.0.0"), rollouts.Nack(group_id="1.0", lease_id="1.0.0", reason="r"),
-            rollouts.Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"), rollouts.Welcome(protocol=1),
+            rollouts.Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"), rollouts.Welcome(),
         ]  # fmt: skip
         self._to_receiver: list[Message] = [
             weights.WeightsLayout(tensors=_LAYOUT, check=((1, 2, 3),), check_start=1),

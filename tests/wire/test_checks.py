@@ -12,7 +12,7 @@ from asyncgrpo import metrics
 from asyncgrpo.buffer.buffer import State
 from asyncgrpo.errors import RefusedError, WireError
 from asyncgrpo.types import PolicyVersion, Prompt, VersionSpan
-from asyncgrpo.wire import PROTOCOL, Message, codec, rollouts
+from asyncgrpo.wire import Message, codec, rollouts
 from asyncgrpo.wire.codec import (
     ANY,
     LARGEST_LOGPROB,
@@ -160,7 +160,7 @@ def test_a_header_is_measured_before_it_is_decoded(monkeypatch):
 
 
 def test_a_message_that_nobody_would_read_is_not_sent():
-    long = rollouts.Register(protocol=PROTOCOL, generator_id="g" * 2**16, incarnation="", window=1)
+    long = rollouts.Register(generator_id="g" * 2**16, incarnation="", window=1)
     for message, payload in ((rollouts.Saved(step=1), b"x"), (long, b"")):
         with pytest.raises(WireError, match="the limits are"):
             encode(message, payload)
@@ -253,7 +253,7 @@ def test_an_evaluation_that_is_not_believed_is_asked_for_again():
         ("sender", encode(rollouts.Trained(version=v(3)))),
         ("sender", encode(rollouts.Serving(generator_id="b", version=None))),
         ("sender", encode(rollouts.LeaseFailed(generator_id="b", lease_id="1.0.0", reason=""))),
-        ("sender", encode(rollouts.Register(protocol=PROTOCOL, generator_id="b", incarnation="", window=9))),
+        ("sender", encode(rollouts.Register(generator_id="b", incarnation="", window=9))),
     ],
 )
 def test_what_cannot_be_read_or_is_not_for_the_sender_to_say_changes_nothing(reason, frames):

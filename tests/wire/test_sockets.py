@@ -13,11 +13,11 @@ import pytest
 from asyncgrpo.errors import ConfigError, WireError
 from asyncgrpo.wire import sockets
 from asyncgrpo.wire.codec import decode, encode, pack_group
-from asyncgrpo.wire.rollouts import Register, Welcome
+from asyncgrpo.wire.rollouts import Cancel, Register, Reregister, Welcome
 from asyncgrpo.wire.sockets import AsyncClient, Client, Keys, Server, is_loopback
 from tests.wire.test_codec import make_group
 
-REGISTER = Register(protocol=1, generator_id="g", incarnation="a", window=1)
+REGISTER = Register(generator_id="g", incarnation="a", window=1)
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ async def test_the_asyncio_client_speaks_the_same(server):
     await client.send(message, payload)
     arrived, raw = decode(server.receive(5.0)[1])
     assert (arrived, bytes(raw)) == (message, payload)
-    assert server.send("g", Welcome(protocol=1))
-    assert (await client.receive())[0] == Welcome(protocol=1)
+    assert server.send("g", Welcome())
+    assert (await client.receive())[0] == Welcome()
     client.close()
 
 
@@ -67,11 +67,11 @@ async def test_what_is_sent_together_arrives_one_by_one(server):
     with server.together():
         for number in range(5):
             for peer in ("a", "b", "nobody"):
-                assert server.send(peer, Welcome(protocol=number))
+                assert server.send(peer, Cancel(lease_ids=(), reason=str(number)))
         assert client.receive(0.05) is None
-    assert [client.receive(5.0)[0].protocol for _ in range(5)] == list(range(5))
-    assert [(await waiting.receive())[0].protocol for _ in range(5)] == list(range(5))
-    assert not server.send("nobody", Welcome(protocol=1)), "and alone it goes at once"
+    assert [client.receive(5.0)[0].reason for _ in range(5)] == list("01234")
+    assert [(await waiting.receive())[0].reason for _ in range(5)] == list("01234")
+    assert not server.send("nobody", Welcome()), "and alone it goes at once"
     waiting.close()
     client.close()
 
@@ -80,15 +80,15 @@ def test_a_broken_message_does_not_hide_those_beside_it(server):
     client = Client(server.endpoint, "g")
     client.send(REGISTER)
     server.receive(5.0)
-    good, broken = encode(Welcome(protocol=1)), encode(Welcome(protocol=2))
+    good, broken = encode(Welcome()), encode(Reregister())
     client._socket.send_multipart([b"half"])
     with pytest.raises(WireError):
         decode(server.receive(5.0)[1])
     server._socket.send_multipart([b"g", *good, broken[0][:-1], broken[1], *good, b"half"])
-    assert client.receive(5.0)[0] == Welcome(protocol=1)
+    assert client.receive(5.0)[0] == Welcome()
     for is_good in (False, True, False):
         with contextlib.nullcontext() if is_good else pytest.raises(WireError):
-            assert client.receive(5.0)[0] == Welcome(protocol=1)
+            assert client.receive(5.0)[0] == Welcome()
     assert client.receive(0.01) is None
     client.close()
 
