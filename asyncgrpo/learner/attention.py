@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from asyncgrpo.learner.parallel import ALONE, Row
@@ -261,7 +262,7 @@ def _as_wide(value: Tensor, key: Tensor) -> Tensor:
 
 
 def _ragged(
-    function: Callable[..., Tensor] | None,
+    function: Callable[..., Any] | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -273,7 +274,8 @@ def _ragged(
     width = value.shape[-1]
     key, value = _expand(key, _as_wide(value, key), segments)
     lengths = (segments.queries, segments.keys, segments.longest_query, segments.longest_key)
-    return function(query, key, value, *lengths, **options)[..., :width]
+    found: Tensor = function(query, key, value, *lengths, **options)
+    return found[..., :width]
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
@@ -296,23 +298,13 @@ def flash_function() -> Callable[..., Tensor] | None:
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """Torch's variable-length kernel, for GPUs without flash_attn."""
-    function, copies = varlen_function(), query.shape[1] // key.shape[1]
+    copies = query.shape[1] // key.shape[1]
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # causal
-    if function is not None and copies > 1 and "enable_gqa" in inspect.signature(function).parameters:
+    if copies > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     elif copies > 1:  # torch 2.11
         key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-    return _ragged(function, query, key, value, segments, **options)
-
-
-@cache
-def varlen_function() -> Callable[..., Tensor] | None:
-    """Return the kernel of torch; None if torch is too old."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return cast(Callable[..., Tensor], varlen_attn)
+    return _ragged(varlen_attn, query, key, value, segments, **options)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:

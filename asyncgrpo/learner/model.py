@@ -292,9 +292,7 @@ def choose_kernel(device: torch.device, dtype: torch.dtype) -> str:
         return "cpu"
     if dtype != torch.bfloat16:  # the two flash kernels have no float32
         return "sdpa"
-    if attention.flash_function() is not None:
-        return "flash_attention_2"
-    return "varlen" if attention.varlen_function() is not None else "sdpa"
+    return "varlen" if attention.flash_function() is None else "flash_attention_2"
 
 
 def load_language_model(path: str, *, longest: int) -> PreTrainedModel:

@@ -214,7 +214,7 @@ def test_varlen_repeats_keys_only_where_the_kernel_cannot_share_them(monkeypatch
         given.update(keys=k.shape[1], values=v.shape[1])
         return by_lengths(q, k, v, *lengths, scale=scale)
 
-    monkeypatch.setattr(attention, "varlen_function", lambda: newer if has_gqa else older)
+    monkeypatch.setattr(attention, "varlen_attn", newer if has_gqa else older)
     found = KERNELS["varlen"](query, key, value, segments, 0.25)
     torch.testing.assert_close(found, plain(visible(segments), 0.25)(query, key, value))
     assert set(given.values()) == {groups if has_gqa else heads}
@@ -230,7 +230,7 @@ def test_kernels_that_need_equal_widths_get_values_with_zeros_and_return_their_o
         assert q.shape[-1] == k.shape[-1] == v.shape[-1], "the kernel's condition"
         return by_lengths(q, k, v, *lengths, scale=0.3)
 
-    monkeypatch.setattr(attention, "varlen_function", lambda: equal_widths)
+    monkeypatch.setattr(attention, "varlen_attn", equal_widths)
     monkeypatch.setattr(attention, "flash_function", lambda: equal_widths)
     found = KERNELS[kernel](query, key, value, segments, 0.3)
     assert found.shape == value.shape
