@@ -118,7 +118,7 @@ def test_every_end_of_the_wire_is_given_the_keys_of_the_run():
     ends = [call for name in ("Server", "Client", "AsyncClient") for call in calls_of(name)]
     assert {file for file, _ in ends} == {
         "cluster/processes.py", "cluster/heartbeat.py", "cluster/wiring.py",
-        "generators/service.py", "weights/publisher.py", "weights/receiver.py", "weights/sender.py",
+        "generators/service.py", "weights/publisher.py", "weights/receiver.py", "weights/lane.py",
     }  # fmt: skip
     assert [call for _, call in ends if "keys" not in call] == []
     assert [call for _, call in calls_of("Publisher") if "keys=self._setup.keys" not in call] == []

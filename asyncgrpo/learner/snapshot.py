@@ -2,7 +2,7 @@
 
 Each rank writes its own rows of every tensor and waits for that copy only; weights are not gathered. The ranks of a machine share
 the arenas of its leader, the rank with the lowest number: rank 0 has the publisher's, the leader of another machine has its own
-and sends them (`weights/sender.py`). Adapters are small and always gathered. Weights are gathered if rank 0 has no shared memory.
+and sends them (`weights/lane.py`). Adapters are small and always gathered. Weights are gathered if rank 0 has no shared memory.
 
 Each rank raises its flag behind the arenas after its write. A thread of the leader polls all flags of its machine.
 """
@@ -24,7 +24,7 @@ from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner.publishing import Part, PublishedWeights, fill_arena, fill_parts
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, MappedArenas, Stream, dtype_of, stride
-from asyncgrpo.weights.sender import Sender
+from asyncgrpo.weights.lane import Sender
 from asyncgrpo.wire.sockets import Keys
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ makes versions faster than they travel, the latest wins.
 
     Join -> WeightsLayout -> [ Offer -> Staged -> Swapped ]*
 
-If learner ranks are on other machines, each of these has a sender (`weights/sender.py`), and every generator receives by
+If learner ranks are on other machines, each of these has a sender (`weights/lane.py`), and every generator receives by
 broadcast.
 
 A generator holds a version after its engine has swapped to it and reported the same checksum as the other engines. Bytes that

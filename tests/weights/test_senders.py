@@ -13,8 +13,8 @@ from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import lane
 from asyncgrpo.weights.arena import Arenas, Bucket, Stream
 from asyncgrpo.weights.digest import BLOCK
+from asyncgrpo.weights.lane import Sender
 from asyncgrpo.weights.receiver import _streams
-from asyncgrpo.weights.sender import Sender
 from asyncgrpo.wire.weights import WeightsLayout
 from tests.weights.changing import LAYOUT, Engine
 from tests.weights.publishing import Plane, wait_until
