@@ -71,17 +71,8 @@ def reward_with_kl(rewards: Tensor, kl_per_token: Tensor, mask: Tensor, cu_seqle
     return rewards.to(torch.float64) - coef * kl
 
 
-class Truncation(NamedTuple):
-    """Rewards and training mask after truncation."""
-
-    rewards: Tensor
-    """[S] float64."""
-    is_trained: Tensor
-    """[S] bool, True if the completion's tokens are trained."""
-
-
 @torch.no_grad()
-def apply_truncation(rewards: Tensor, is_truncated: Tensor, *, rule: TruncationRule) -> Truncation:
+def apply_truncation(rewards: Tensor, is_truncated: Tensor, *, rule: TruncationRule) -> tuple[Tensor, Tensor]:
     """Apply a rule to completions that reached the length limit.
 
         keep    reward unchanged
@@ -91,13 +82,16 @@ def apply_truncation(rewards: Tensor, is_truncated: Tensor, *, rule: TruncationR
     Args:
         rewards: [S] one reward per completion, NaN if missing.
         is_truncated: [S] bool.
+    Returns:
+        The rewards, [S] float64, and [S] bool, true if the tokens of the completion are trained.
     Source:
         mask: overlong filtering of DAPO, arXiv:2503.14476. zero: AReaL.
     """
     rewards = rewards.to(torch.float64)
     if rule == "zero":
         rewards = rewards.masked_fill(is_truncated & ~rewards.isnan(), 0.0)
-    return Truncation(rewards, ~is_truncated if rule == "mask" else torch.ones_like(is_truncated))
+    is_trained = ~is_truncated if rule == "mask" else torch.ones_like(is_truncated)
+    return rewards, is_trained
 
 
 # -- statistics over groups --------------------------------------------------------------------------------------------

@@ -16,15 +16,6 @@ from asyncgrpo.algorithms.aggregation import sequence_of_token, sum_by_sequence
 PairKind = Literal["best_worst", "random", "all"]
 
 
-class Pairs(NamedTuple):
-    """Indices of completions, int64, in arbitrary order."""
-
-    winner: Tensor
-    """[P] completion with the higher reward."""
-    loser: Tensor
-    """[P] completion of the same group with the lower reward."""
-
-
 class PairwiseResult(NamedTuple):
     """The maximised objective, without gradient."""
 
@@ -36,7 +27,9 @@ class PairwiseResult(NamedTuple):
 
 
 @torch.no_grad()
-def pairs(rewards: Tensor, group_ids: Tensor, *, kind: PairKind, generator: torch.Generator | None = None) -> Pairs:
+def pairs(
+    rewards: Tensor, group_ids: Tensor, *, kind: PairKind, generator: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
     """Select pairs of completions of one prompt with different rewards.
 
         best_worst    one per group: the best and the worst; ties take the first in the batch
@@ -49,6 +42,8 @@ def pairs(rewards: Tensor, group_ids: Tensor, *, kind: PairKind, generator: torc
         rewards: [S] one reward per completion, NaN if missing.
         group_ids: [S] integers, equal for completions of one prompt. Any order, any values.
         generator: for "random", on the device of the rewards; None: torch's default.
+    Returns:
+        Winners and losers, [P] int64 indices of completions each, in arbitrary order.
     """
     rewards = rewards.to(torch.float64)
     groups = Groups(group_ids)
@@ -61,17 +56,17 @@ def pairs(rewards: Tensor, group_ids: Tensor, *, kind: PairKind, generator: torc
         ticket = torch.randperm(winner.numel(), generator=generator, device=rewards.device)
         is_drawn = ticket == Groups(groups.number[winner]).min(ticket)
         winner, loser = winner[is_drawn], loser[is_drawn]
-    return Pairs(winner, loser)
+    return winner, loser
 
 
-def _best_worst(rewards: Tensor, groups: Groups) -> Pairs:
+def _best_worst(rewards: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     position = torch.arange(rewards.numel(), device=rewards.device)
     missing = rewards.isnan()
     best, worst = rewards.masked_fill(missing, -torch.inf), rewards.masked_fill(missing, torch.inf)
     first_best = groups.min(torch.where(best == groups.max(best), position, rewards.numel()))
     first_worst = groups.min(torch.where(worst == groups.min(worst), position, rewards.numel()))
     is_winner = has_signal(rewards, groups) & (position == first_best)
-    return Pairs(position[is_winner], first_worst[is_winner])
+    return position[is_winner], first_worst[is_winner]
 
 
 def _ordered_pairs(groups: Groups) -> tuple[Tensor, Tensor]:

@@ -155,7 +155,7 @@ REWARDS = torch.tensor([1.0, 0.5, math.nan, 0.0])
 )
 def test_truncated_completions_follow_the_rule(rule, rewards, is_trained):
     before = REWARDS.clone()
-    ours = apply_truncation(REWARDS, TRUNCATED, rule=rule)
-    torch.testing.assert_close(ours.rewards, torch.tensor(rewards, dtype=torch.float64), equal_nan=True)
-    assert ours.is_trained.tolist() == is_trained
+    ours, trained = apply_truncation(REWARDS, TRUNCATED, rule=rule)
+    torch.testing.assert_close(ours, torch.tensor(rewards, dtype=torch.float64), equal_nan=True)
+    assert trained.tolist() == is_trained
     torch.testing.assert_close(REWARDS, before, equal_nan=True)
