@@ -156,12 +156,12 @@ def test_another_user_of_this_machine_is_heard_by_no_process_of_a_run(monkeypatc
     watch.listen()
     assert watch.heartbeat("buffer", "1") is None
     weights._receive()
-    assert weights.generators == []
+    assert weights._members == {}
     stranger, friend = (Client(weights.endpoint, f"weights-{i}", k) for i, k in enumerate((Keys.make(), keys)))
     for number, client in enumerate((stranger, friend)):
         client.send(Join(generator_id=f"generator-{number}", incarnation="a"))
-    wait_until(lambda: bool(weights._receive() or weights.generators), "the one with the keys", 10.0)
-    assert weights.generators == ["generator-1"]
+    wait_until(lambda: bool(weights._receive() or list(weights._members)), "the one with the keys", 10.0)
+    assert list(weights._members) == ["generator-1"]
     learner = Client(server.endpoint, "learner", keys)
     learner.send(Finished())
     assert server.receive(5.0) is not None

@@ -244,7 +244,7 @@ class BufferService:
         except RefusedError as error:
             self._count_refusal(peer, error)
             if peer in self._speaks_for:  # undecodable, so its group is unknown
-                self._server.send(peer, Nack(group_id="", lease_id="", reason=error.reason))
+                self._server.send(peer, Nack(lease_id="", reason=error.reason))
 
     def _check_sender(self, peer: str, message: Message) -> None:
         """Raise RefusedError for a generator's message under another name, or of a kind that generators do not send."""
@@ -505,11 +505,11 @@ class BufferService:
         elif refusal is None:
             refusal = self._buffer.accept(message, payload, now_s, head)
         if refusal is not None:
-            self._server.send(peer, Nack(group_id=message.group_id, lease_id=message.lease_id, reason=refusal))
+            self._server.send(peer, Nack(lease_id=message.lease_id, reason=refusal))
             return
         if (name := self._speaks_for.get(peer)) in self._sessions:
             self._speeds.note(name, is_late=False)
-        ack = Ack(group_id=message.group_id, lease_id=message.lease_id)
+        ack = Ack(lease_id=message.lease_id)
         if message.purpose == "eval" or self._journal.is_durable(self._journal.position):
             self._server.send(peer, ack)
         else:
@@ -584,12 +584,10 @@ class BufferService:
         assert self._learner is not None
         figures = batch_figures(self._buffer, entries, take.version.number, now_s) | self._load.since_batch()
         message = Batch(
-            step=take.step,
             groups=tuple(e.message for e in entries if e.message is not None),
             payload_sizes=tuple(len(e.payload) for e in entries),
             counters=counters(self._buffer) | figures,
             evals=self._evaluations.take_finished(),
-            epoch=self._buffer.prompts.epoch,
         )
         self._server.send(self._learner, message, b"".join(e.payload for e in entries))
         self._take = self._batch = None

@@ -106,9 +106,7 @@ class Inbox:
         self.while_waiting: Callable[[str, float], object] = lambda what, seconds: None
         """Called about once a second with the missing item and the time waited so far, seconds."""
 
-    def take(
-        self, step: int, version: PolicyVersion, shares_within: dict[int, float]
-    ) -> tuple[Batch | NoMore, memoryview]:
+    def take(self, version: PolicyVersion, shares_within: dict[int, float]) -> tuple[Batch | NoMore, memoryview]:
         """Return the batch of the step that starts at `version`, with its payload. Blocks until enough groups are ready.
 
         Args:
@@ -118,7 +116,7 @@ class Inbox:
             RewardError: every reward call failed, so no group can arrive.
             WireError: the buffer does not respond.
         """
-        self._client.send(Take(step=step, version=version, shares_within=shares_within))
+        self._client.send(Take(version=version, shares_within=shares_within))
         return self._wait()
 
     def last_evals(self) -> None:

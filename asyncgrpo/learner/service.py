@@ -150,7 +150,7 @@ class LearnerService:
             The reason for which no batch is left; None: a step was trained.
         """
         with self._clock("wait_data"):
-            message, payload = self.inbox.take(self.step, self.version, self._shares_within)
+            message, payload = self.inbox.take(self.version, self._shares_within)
             groups = unpack_batch(message, payload) if isinstance(message, Batch) else []
         if isinstance(message, NoMore):
             self.recorder.last(message.counters)

@@ -103,14 +103,8 @@ class Timeline:
     def batch(self, step: PlannedStep) -> tuple[Batch, bytes]:
         """Return the batch of a step as the learner received it, without counters. Raises JournalError."""
         found = [self._group(step, group) for group in step.groups]
-        message = Batch(
-            step=step.number - 1,
-            groups=tuple(deliver for deliver, _ in found),
-            payload_sizes=tuple(len(payload) for _, payload in found),
-            counters={},
-            evals=(),
-            epoch=0,
-        )
+        groups, sizes = tuple(deliver for deliver, _ in found), tuple(len(payload) for _, payload in found)
+        message = Batch(groups=groups, payload_sizes=sizes, counters={}, evals=())
         return message, b"".join(payload for _, payload in found)
 
     def _group(self, step: PlannedStep, found: Found) -> tuple[Deliver, bytes]:

@@ -251,7 +251,7 @@ class Publisher:
 
     def _wake_thread(self) -> None:
         if self._wake is not None:
-            self._wake.send(Alive(generator_id="", incarnation=""))
+            self._wake.send(Alive(generator_id=""))
 
     def _free_slot(self) -> Slot | None:
         """Return an arena without readers: the unpublished one, else the newest if it was offered to no generator yet."""

@@ -117,7 +117,7 @@ class Receiver:
             while not self._stop.is_set():
                 if time.monotonic() - sent_s >= liveness.RECEIVER_HEARTBEAT_S:
                     sent_s = time.monotonic()
-                    client.send(Alive(generator_id=self._generator_id, incarnation=self._incarnation))
+                    client.send(Alive(generator_id=self._generator_id))
                 self._handle_arrived(POLL_S if self._swapping is None else POLL_WHILE_SWAPPING_S)
                 self._report_swaps()
                 self._swap_next()
@@ -293,14 +293,12 @@ class Receiver:
 
     def _swap(self, version: PolicyVersion, tensors: SharedTensors) -> None:
         """Swap the engine, in the other thread."""
-        started = time.monotonic()
         try:
             checksum = self._apply(tensors, version)
         except BaseException as error:  # torn weights must never sample
             self._done.put(error)
             return
-        seconds = time.monotonic() - started
-        self._done.put(Swapped(generator_id=self._generator_id, version=version, checksum=checksum, seconds=seconds))
+        self._done.put(Swapped(generator_id=self._generator_id, version=version, checksum=checksum))
         if self._check is not None and self._check.check:
             scores = tuple(self._scores(self._check))
             self._done.put(Checked(generator_id=self._generator_id, version=version, scores=scores))

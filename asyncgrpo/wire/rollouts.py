@@ -187,14 +187,12 @@ class Grant(Message):
 class Ack(Message):
     """Acknowledges a stored group. The generator may forget it."""
 
-    group_id: str
     lease_id: str
 
 
 class Nack(Message):
     """Refuses a group. The generator may forget it."""
 
-    group_id: str
     lease_id: str
     reason: str
 
@@ -219,7 +217,6 @@ ToGenerator = Welcome | Reregister | Grant | Ack | Nack | Cancel | Shutdown
 class Take(Message):
     """Requests the groups of the optimizer step that starts at `version`. Generators may serve it or an older one."""
 
-    step: Count
     version: PolicyVersion
     shares_within: dict[int, float] = msgspec.field(default_factory=dict)
     """Of the step that made `version` (`StepReport`), for `buffer.max_lag: auto`; empty before the first step."""
@@ -306,12 +303,10 @@ class Batch(Message):
     max_header_bytes: ClassVar[int] = 2**30
     max_payload_bytes: ClassVar[int] = 2**30
 
-    step: int
     groups: tuple[Deliver, ...]
     payload_sizes: tuple[Count, ...]
     counters: dict[str, float]
     evals: tuple[EvalResult, ...]
-    epoch: int
 
 
 class Waiting(Message):

@@ -26,7 +26,6 @@ class Alive(Message):
     """Heartbeat of a generator's weight receiver, sent twice a second, also while its engine loads weights."""
 
     generator_id: Name
-    incarnation: Name
 
 
 class WeightsLayout(Message):
@@ -123,7 +122,6 @@ class Swapped(Message):
     generator_id: Name
     version: PolicyVersion
     checksum: str
-    seconds: float
 
 
 class Checked(Message):

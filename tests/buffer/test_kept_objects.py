@@ -52,7 +52,7 @@ class EndlessRun(Served):
         self.join("a", incarnation=f"{self.step}", window=8, version=self.step)
         for name in "ab":
             self.hear(name, Serving(generator_id=name, version=v(self.step), token_s=0.1, running=1))
-        self.hear("learner", Take(step=self.step, version=v(self.step)))
+        self.hear("learner", Take(version=v(self.step)))
         if self.step % 10 == 0:
             self.hear("learner", RequestEval(step=self.step))
             self.hear("b", LeaseFailed(generator_id="b", lease_id=self.leases.pop(0).lease_id, reason="failed"))

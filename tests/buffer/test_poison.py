@@ -218,7 +218,7 @@ def test_a_run_whose_every_prompt_is_in_quarantine_ends_once_the_learner_has_sav
         served.buffer.quarantine.add(case)
     with pytest.raises(DataError, match=r"every prompt of data.train is in quarantine \(see quarantine.jsonl"):
         served.buffer.lease("g", 0.0)
-    served.hear("learner", Take(step=0, version=v(0)))
+    served.hear("learner", Take(version=v(0)))
     served.join("a")
     (ended,) = [message for _, message in served.pass_time(0.2) if isinstance(message, NoMore)]
     assert ended.why == "failing"

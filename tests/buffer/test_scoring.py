@@ -101,7 +101,7 @@ def waiting(served: Served) -> Waiting:
 
 def test_the_learner_hears_why_it_waits_and_when_the_next_probe_is():
     served = at_work("g")
-    served.hear("learner", Take(step=0, version=v(0)))
+    served.hear("learner", Take(version=v(0)))
     report(served, "g", PAUSED)
     assert waiting(served) == Waiting(
         what="rewards (paused at g, probing again in 4 s; the last call failed with exception: my_reward.py:12: "
@@ -111,7 +111,7 @@ def test_the_learner_hears_why_it_waits_and_when_the_next_probe_is():
     assert waiting(served).what.startswith("groups:")
     served = at_work()
     served.join("g")
-    served.hear("learner", Take(step=0, version=v(0)))
+    served.hear("learner", Take(version=v(0)))
     report(served, "g", RewardHealth(failed=40, failing_s=40.0, probe_in_s=1.0, last="exception: no"))
     in_vain = "the reward never worked: 40 of 40 calls failed, the last with exception: no"
     assert waiting(served).hopeless == in_vain
@@ -162,7 +162,7 @@ def test_events_wait_for_the_learner_which_may_be_rewriting_their_file():
     lease = served.oldest_lease()
     served.hear("g", LeaseFailed(generator_id="g", lease_id=lease.lease_id, reason="failed", detail="too long"))
     assert served.events == []
-    served.hear("learner", Take(step=0, version=v(0)))
+    served.hear("learner", Take(version=v(0)))
     for _ in range(12):
         served.now_s += 11.0
         report(served, "g", WELL)
@@ -173,7 +173,7 @@ def test_events_wait_for_the_learner_which_may_be_rewriting_their_file():
 
 def test_failures_of_rewards_are_events_if_a_generator_of_the_run_reports_them():
     served = at_work("g")
-    served.hear("learner", Take(step=0, version=v(0)))
+    served.hear("learner", Take(version=v(0)))
     for peer in ("g", "stranger"):
         served.hear(peer, RewardFailed(generator_id=peer, failure="timeout", detail="x" * 60_000, count=10))
     assert served.events == [("reward_failed", {"actor": "g", "failure": "timeout", "detail": "x" * 500, "count": 10})]

@@ -69,7 +69,7 @@ def test_the_tokens_of_a_lease_of_which_nothing_came_are_in_the_ledger():
     (again,) = plane.granted()
     assert (again.prompt_index, again.attempt) == (first.prompt_index, 1)
     plane.hear("g-0", msgspec.structs.replace(told, reason="cancelled", tokens=5))
-    plane.hear("learner", Take(step=0, version=v(0)))
+    plane.hear("learner", Take(version=v(0)))
     for lease in (again, second):
         plane.deliver(lease, 1.0, 0.0)
     counters = plane.told().counters
@@ -80,7 +80,7 @@ def test_the_tokens_of_a_lease_of_which_nothing_came_are_in_the_ledger():
 def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch():
     plane = Plane()
     first, second = plane.start()
-    plane.hear("learner", Take(step=0, version=v(0)))
+    plane.hear("learner", Take(version=v(0)))
     plane.deliver(first, 1.0, 1.0)
     (third,) = plane.granted()
     assert "1 since the last batch had equal rewards and were replaced" in plane.waits()
@@ -92,7 +92,7 @@ def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch
     assert batch.counters["tokens_filtered"] == 2 and batch.counters["prompts_done"] == 1
     plane.train()
     (last,) = plane.granted()
-    plane.hear("learner", Take(step=1, version=v(1)))
+    plane.hear("learner", Take(version=v(1)))
     assert "were replaced" not in plane.waits()
     plane.deliver(last, 0.0, 0.0)
     ended = plane.told()
@@ -121,7 +121,7 @@ def test_a_pause_stops_leases_and_batches_and_keeps_what_was_in_flight_and_no_dr
     plane.steer(is_paused=True)
     for lease in leases:
         plane.deliver(lease, 1.0, 0.0)
-    plane.hear("learner", Take(step=0, version=v(0)))
+    plane.hear("learner", Take(version=v(0)))
     sent = plane.pass_time(3.0)
     assert sent and {to for to, _ in sent} == {"learner"}
     assert all(isinstance(m, Waiting) and m.is_paused and m.what == "the end of the pause" for _, m in sent)
@@ -129,7 +129,7 @@ def test_a_pause_stops_leases_and_batches_and_keeps_what_was_in_flight_and_no_dr
     plane.train()
     assert len(plane.granted()) == 2
     plane.steer(is_paused=True)
-    plane.hear("learner", Take(step=1, version=v(1)))
+    plane.hear("learner", Take(version=v(1)))
     plane.hear("learner", Drain(reason="asked to stop"))
     assert plane.told().why == "draining"
 

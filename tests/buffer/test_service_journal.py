@@ -62,7 +62,7 @@ def test_while_the_disk_is_full_nothing_is_acknowledged_leased_or_handed_over_an
         assert process.hear("g", deliver(lease, 0), PAYLOAD) == []
     process.disk.room = 0
     assert process.hear("g", deliver(process.leases[2], 0), PAYLOAD) == []
-    process.hear("learner", Take(step=0, version=v(0)))
+    process.hear("learner", Take(version=v(0)))
     process.hear("learner", TakeSnapshot())
     sent = process.pass_time(5.0)
     waiting = of(Waiting, sent)

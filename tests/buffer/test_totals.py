@@ -27,7 +27,7 @@ def answer(served: Served, count: int) -> None:
 
 
 def take(served: Served, step: int = 0) -> dict[str, float]:
-    served.hear("learner", Take(step=step, version=v(step)))
+    served.hear("learner", Take(version=v(step)))
     (batch,) = [message for _, message in served.lines.sent if isinstance(message, Batch)]
     return batch.counters
 

@@ -102,7 +102,7 @@ class Rig:
         return [message for message in self.generator.sent if isinstance(message, kind)]
 
 
-ACK = Ack(group_id="1.0", lease_id="1.0.0")
+ACK = Ack(lease_id="1.0.0")
 
 
 def test_a_generator_that_moves_drops_what_it_did_and_serves_the_new_buffer():
@@ -235,7 +235,7 @@ def hear_leases(rig: Rig, *leases: Lease) -> None:
     for lease in leases:
         rig.hear(Grant(lease=lease))
         rig.until(rig.loop.time() + 10.0)
-        rig.hear(Ack(group_id=lease.group_id, lease_id=lease.lease_id))
+        rig.hear(Ack(lease_id=lease.lease_id))
 
 
 def numbered(number: int, **fields: Any) -> Lease:

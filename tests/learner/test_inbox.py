@@ -72,7 +72,7 @@ def test_a_batch_that_comes_while_a_snapshot_is_awaited_is_not_lost():
     line = Line([NoMore(why="draining"), Snapshot(state={"done": 3})])
     inbox = Inbox(line, 100.0, lambda: line.now_s)  # type: ignore[arg-type]
     assert inbox.snapshot().state == {"done": 3}
-    taken = inbox.take(3, AT, {})
+    taken = inbox.take(AT, {})
     assert taken[0] == NoMore(why="draining") and line.messages == []
 
 

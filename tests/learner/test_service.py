@@ -31,9 +31,9 @@ class Inbox:
         self.version: PolicyVersion | None = None
         self.trained_in_snapshot: int | None = None
 
-    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
-        if step < STEPS:
-            return Batch(step=step, groups=(), payload_sizes=(), counters={}, evals=(), epoch=0), NOTHING
+    def take(self, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
+        if version.number < STEPS:
+            return Batch(groups=(), payload_sizes=(), counters={}, evals=()), NOTHING
         if isinstance(self.end, AsyncGRPOError):
             raise self.end
         return NoMore(why=self.end), NOTHING  # type: ignore[arg-type]
@@ -160,12 +160,12 @@ def test_weights_that_found_no_free_arena_are_offered_again_while_the_learner_wa
     publisher = Publisher()
 
     class Busy(Inbox):
-        def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
-            if step == 2:
+        def take(self, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
+            if version.number == 2:
                 publisher.is_full = False
                 self.while_waiting("groups", 1.0)
-            publisher.is_full = step == 1
-            return super().take(step, version, shares_within)
+            publisher.is_full = version.number == 1
+            return super().take(version, shares_within)
 
     assert service(tmp_path, Busy(), publisher).run() == "done"
     assert publisher.offered == [0, 1, 2, 3], "2 was offered while the learner waited for its next batch"
@@ -209,12 +209,12 @@ class Asking(Inbox):
         self.asked, self.evaluations = asked, 0
         self.learner: LearnerService | None = None
 
-    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
-        if step == 1 and self.learner is not None:
+    def take(self, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
+        if version.number == 1 and self.learner is not None:
             self.learner.steer(self.asked)
             for _ in range(2):
                 self.while_waiting("the end of the pause", 1.0)
-        return super().take(step, version, shares_within)
+        return super().take(version, shares_within)
 
     def request_eval(self, step: int) -> None:
         self.evaluations += 1

@@ -20,7 +20,7 @@ GIVES_UP_S = 2
 class Paused(Inbox):
     """Nothing comes for twice as long, and then the end."""
 
-    def take(self, step: int, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
+    def take(self, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
         end_s = time.monotonic() + 2 * GIVES_UP_S
         while time.monotonic() < end_s:
             self.while_waiting("the end of the pause", 1.0)

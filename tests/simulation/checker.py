@@ -222,10 +222,10 @@ class Checker:
                 if message.reason in ("silent", "slow"):
                     life.given_away.update(prompt_indices)
                     self.counts["given_away"] += len(prompt_indices)
-        elif isinstance(message, Ack) and not message.group_id.startswith("eval."):
+        elif isinstance(message, Ack) and not message.lease_id.startswith("eval."):
             if message.lease_id in life.ended:
                 raise Violation(f"P8 ended leases: {message.lease_id} had ended and is accepted")
-            self._keep(message.lease_id, message.group_id)
+            self._keep(message.lease_id, message.lease_id.rpartition(".")[0])
             if (group := life.promised[message.lease_id]) is not None:
                 self.promises.acknowledged(group)
         elif isinstance(message, Snapshot):

@@ -114,7 +114,7 @@ class Plane:
         for lease in leases:
             self.hear("good-0", *delivery_of(lease, version))
         if self.buffer.count(State.READY) >= PER_STEP:
-            self.hear("learner", rollouts.Take(step=self.step, version=version))
+            self.hear("learner", rollouts.Take(version=version))
         for message, payload in self.net.sent.pop("learner", ()):
             if isinstance(message, rollouts.Batch):
                 self._train(message, payload, version)
@@ -200,7 +200,7 @@ class Plane:
     def _of_others(self) -> list[Message]:
         version = PolicyVersion(1, self.step)
         return [
-            rollouts.Take(step=self.step, version=version), rollouts.Trained(version=version), rollouts.RequestEval(step=3),
+            rollouts.Take(version=version), rollouts.Trained(version=version), rollouts.RequestEval(step=3),
             rollouts.TakeSnapshot(trained=version), rollouts.Saved(step=3), rollouts.LastEvals(), rollouts.Finished(),
             Drain(reason="r"), GeneratorLost(generator_id="good"),
         ]  # fmt: skip
@@ -247,16 +247,16 @@ class Readers:
         self.publisher._layout_message = weights.WeightsLayout(tensors=_LAYOUT)
         version, name = PolicyVersion(1, 3), {"generator_id": "g"}
         self._to_publisher: list[Message] = [
-            weights.Join(generator_id="g", incarnation="a"), weights.Alive(generator_id="g", incarnation="a"),
+            weights.Join(generator_id="g", incarnation="a"), weights.Alive(generator_id="g"),
             weights.GroupFormed(**name, group_number=1, problem="p"), weights.Staged(**name, version=version, digest="d"),
-            weights.Swapped(**name, version=version, checksum="c", seconds=1.0),
+            weights.Swapped(**name, version=version, checksum="c"),
             weights.Checked(**name, version=version, scores=(-1.0, -2.5)),
             weights.SyncFailed(**name, reason="r", poisoned=True), weights.SyncFailed(**name, reason="r", poisoned=False),
             weights.JoinSender(sender=1),
             weights.RowsWritten(sender=1, slot=0, writes=1, digest=16 * "0"),
         ]  # fmt: skip
         self._to_generator: list[Message] = [
-            rollouts.Ack(group_id="1.0", lease_id="1.0.0"), rollouts.Nack(group_id="1.0", lease_id="1.0.0", reason="r"),
+            rollouts.Ack(lease_id="1.0.0"), rollouts.Nack(lease_id="1.0.0", reason="r"),
             rollouts.Cancel(lease_ids=("1.0.0", "1.1.0"), reason="r"), rollouts.Welcome(),
         ]  # fmt: skip
         self._to_receiver: list[Message] = [

@@ -120,7 +120,7 @@ class Mutator:
         fields = msgspec.msgpack.decode(header)
         values = (None, -1, 2**63, 2**64 - 1, 1.5, float("nan"), "x" * 300, [], {}, True, [None], [[]], b"x", {"a": {}})
         name = self.rng.choice([n for n in fields if n != "kind"] or ["more"])
-        inner = fields[name]
+        inner = fields.get(name)
         if isinstance(inner, list) and inner and self.rng.random() < 0.7:
             place = self.rng.randrange(len(inner))
             if isinstance(inner[place], dict):

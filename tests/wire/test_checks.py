@@ -169,7 +169,7 @@ def test_a_message_that_nobody_would_read_is_not_sent():
 def test_what_is_for_others_is_not_decoded():
     of_buffer = kinds_of(codec.ToBuffer)
     assert decode(encode(rollouts.Saved(step=1)), of_buffer)[0] == rollouts.Saved(step=1)
-    assert refused_frames(encode(rollouts.Nack(group_id="", lease_id="", reason="")), of_buffer) == "decode"
+    assert refused_frames(encode(rollouts.Nack(lease_id="", reason="")), of_buffer) == "decode"
     assert refused_frames(encode(rollouts.Saved(step=1)), kinds_of(codec.ToPublisher)) == "decode"
 
 
@@ -247,7 +247,7 @@ def test_an_evaluation_that_is_not_believed_is_asked_for_again():
     [
         ("checksum", [encode(rollouts.Serving(generator_id="a", version=None))[0][:-1] + b"x", b""]),
         ("decode", sealed(msgspec.msgpack.encode({"kind": "Serving", "generator_id": 1}))),
-        ("decode", encode(rollouts.Nack(group_id="", lease_id="", reason=""))),
+        ("decode", encode(rollouts.Nack(lease_id="", reason=""))),
         ("size", sealed(msgspec.msgpack.encode({"kind": "Serving", "x": "y" * 2**16}))),
         ("sender", encode(rollouts.Finished())),
         ("sender", encode(rollouts.Trained(version=v(3)))),
@@ -259,7 +259,7 @@ def test_an_evaluation_that_is_not_believed_is_asked_for_again():
 def test_what_cannot_be_read_or_is_not_for_the_sender_to_say_changes_nothing(reason, frames):
     served = Served(per_step=1, max_lag=0)
     lease, before = a_lease(served), counted(reason)
-    assert hear_raw(served, "a", frames) == [("a", rollouts.Nack(group_id="", lease_id="", reason=reason))]
+    assert hear_raw(served, "a", frames) == [("a", rollouts.Nack(lease_id="", reason=reason))]
     assert counted(reason) == before + 1
     assert served.oldest_lease() == lease and served.buffer.version == v(0)
     assert hear_raw(served, "stranger", frames[:1]) == [], "who never said rollouts.Register is told nothing"
@@ -271,7 +271,7 @@ def test_what_cannot_be_read_or_is_not_for_the_sender_to_say_changes_nothing(rea
 def test_a_batch_whose_sizes_lie_is_refused():
     message, payload = pack_group(make_group())
     for sizes in ((len(payload), 8), (len(payload) - 8,)):
-        batch = rollouts.Batch(step=0, groups=(message,), payload_sizes=sizes, counters={}, evals=(), epoch=0)
+        batch = rollouts.Batch(groups=(message,), payload_sizes=sizes, counters={}, evals=())
         with pytest.raises(RefusedError):
             unpack_batch(batch, memoryview(payload))
 
