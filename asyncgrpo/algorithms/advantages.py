@@ -132,22 +132,12 @@ def has_signal(rewards: Tensor, groups: Groups) -> Tensor:
 
 
 class Signal(NamedTuple):
-    """Numbers of groups by kind. The remaining groups are hopeless: no signal, and not all completions are right."""
+    """Kinds of groups. A group is hopeless if it has no signal and not all its completions are right."""
 
-    groups: int
-    with_signal: int
-    solved: int
-
-    @property
-    def share(self) -> float:
-        """Share of groups with a signal among groups that are solved or have a signal; 1 without either."""
-        good = self.with_signal + self.solved
-        return self.with_signal / good if good else 1.0
-
-    @property
-    def not_hopeless(self) -> float:
-        """Share of groups that are solved or have a signal; 1 without groups."""
-        return (self.with_signal + self.solved) / self.groups if self.groups else 1.0
+    share: float
+    """Share of groups with a signal among groups that are solved or have a signal; 1 without either."""
+    not_hopeless: float
+    """Share of groups that are solved or have a signal; 1 without groups."""
 
 
 def signal_of(scores: Tensor, group_ids: Tensor, teaches: Tensor, *, success: float) -> Signal:
@@ -163,7 +153,8 @@ def signal_of(scores: Tensor, group_ids: Tensor, teaches: Tensor, *, success: fl
     has_signal = groups.max(teaches.double()) > 0
     is_solved = ~has_signal & (groups.min(scores) >= success)
     with_signal, solved = (groups.number[which].unique().numel() for which in (has_signal, is_solved))
-    return Signal(groups.number.unique().numel(), with_signal, solved)
+    good, total = with_signal + solved, groups.number.unique().numel()
+    return Signal(with_signal / good if good else 1.0, good / total if total else 1.0)
 
 
 # -- estimators --------------------------------------------------------------------------------------------------------
