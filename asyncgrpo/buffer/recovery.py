@@ -134,13 +134,15 @@ def bring_back(buffer: Buffer, reopened: Reopened, images: Images | None = None)
 
 
 def bound_in_force(history: History, checkpoint: PolicyVersion | None) -> int | None:
-    """Return the bound on lag at the end of the surviving path; None if `buffer.max_lag` was never `auto`."""
-    path, seen, max_lag = surviving_path(history.starts, checkpoint), set[int](), None
+    """Return the bound on lag at the end of the surviving path; None if `buffer.max_lag` was never `auto`.
+
+    Args:
+        history: of `read_rest`, which keeps one record of each start.
+    """
+    path, max_lag = surviving_path(history.starts, checkpoint), None
     for found in history.found:
         match found.record:
-            # Every segment begins with the record of its start; count it once.
-            case RunStarted(lineage=lineage, max_lag_is_auto=True) if lineage in path and lineage not in seen:
-                seen.add(lineage)
+            case RunStarted(lineage=lineage, max_lag_is_auto=True) if lineage in path:
                 max_lag = found.record.max_lag
             case BoundChanged(version=version) if is_on(path, version):
                 max_lag = found.record.max_lag

@@ -328,10 +328,10 @@ def check_lease(message: Deliver, lease: Lease, newest: PolicyVersion | None) ->
     Raises:
         RefusedError: by `lease` (another prompt or position in the run) or `version` (not published yet).
     """
-    is_same = all(getattr(message, name) == getattr(lease, name) for name in ("group_id", "attempt", "prompt_index"))
+    names = ("group_id", "attempt", "prompt_index", "purpose")
+    is_same = all(getattr(message, name) == getattr(lease, name) for name in names)
     asked, came = lease.prompt, message.prompt
-    is_same = is_same and message.purpose == lease.purpose and came.prompt_id == asked.prompt_id
-    is_same = is_same and came.images == asked.images
+    is_same = is_same and (came.prompt_id, came.images) == (asked.prompt_id, asked.images)
     if not is_same or not (came.token_ids == asked.token_ids or _is_prefix(message, asked.token_ids)):
         raise _refused("lease", message, None, f"it does not match lease {lease.lease_id}")
     if newest is None:
