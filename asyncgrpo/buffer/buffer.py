@@ -299,7 +299,6 @@ class Buffer:
                 self.fail(entry.lease.lease_id, POISON)
             else:
                 self._requeue(entry)
-        self._isolated.generator_lost(holder)
         return [e.lease.lease_id for e in lost]
 
     def expire(self, now_s: float, is_excused: Callable[[str], bool] = lambda holder: False) -> list[GroupEntry]:

@@ -154,11 +154,6 @@ class IsolatedPrompts:
         if self._alone == prompt_index:
             self._holder = self._alone = None
 
-    def generator_lost(self, holder: str) -> None:
-        """Release this generator if it was kept free."""
-        if self._holder == holder:
-            self._holder = self._alone = None
-
 
 # -- quarantine --------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ an AMD EPYC 9004), so backward runs these products over blocks of queries.
 """
 
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ class _SegmentAttention(torch.autograd.Function):
         out = query.new_empty(num_tokens, heads, width).transpose(0, 1)
         lse = query.new_empty(heads, num_tokens, dtype=exact)
         for (prefix_start, prefix_end), bounds in families:
-            for start, end in itertools.pairwise(bounds):
+            for start, end in pairwise(bounds):
                 own = (x[:, start:end] for x in (query, key, value))
                 out[:, start:end], lse[:, start:end] = _cpu_flash(*own, is_causal=True, scale=scale)
             if prefix_start < prefix_end:
@@ -85,7 +84,7 @@ class _SegmentAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         blocks = _Backward(ctx, gradients[0])
         for (prefix_start, prefix_end), bounds in ctx.families:
-            for start, end in itertools.pairwise(bounds):
+            for start, end in pairwise(bounds):
                 for first in range(start, end, OWN_BLOCK):
                     last = min(first + OWN_BLOCK, end)
                     blocks.add(slice(first, last), slice(start, last), is_causal=True)
