@@ -94,7 +94,8 @@ class BufferService:
         self._pending_events: list[tuple[str, dict[str, Any]]] = []
         self._rewards = RewardMonitor(reward_name, has_worked=reward_has_worked, emit=self._emit)
         self._failures = Tally()  # of leases, by reason
-        self._gauges, self._load = Gauges(), Load()
+        self._load = Load()
+        self._counted: dict[tuple[str, str], int] = {}  # what metrics have counted, by label and value
         self.progress = LoopProgress()
         self._ticked_s = 0.0
         self._finished = False
@@ -204,7 +205,7 @@ class BufferService:
                 self._lose(name, f"silent for {liveness.SESSION_S:.0f} s", now_s)
         self._expire_leases(now_s)
         self._reassign_leases_of_silent(now_s)
-        self._gauges.show(self._buffer, now_s)
+        self._show_metrics(now_s)
         self._load.note(
             now_s,
             in_flight=self._buffer.num_sampled,
@@ -634,7 +635,33 @@ class BufferService:
             text += f"; {filtered} since the last batch had equal rewards and were replaced"
         return text
 
-    # -- events --------------------------------------------------------------------------------------------------------
+    # -- metrics and events --------------------------------------------------------------------------------------------
+
+    def _show_metrics(self, now_s: float) -> None:
+        """Set all metrics."""
+        buffer = self._buffer
+        for name, distance in buffer.bias.distances().items():
+            metrics.bias_distance.labels(of=name).set(distance)
+        for metric, label, totals in (
+            (metrics.groups_total, "outcome", buffer.outcomes),
+            (metrics.tokens_total, "fate", buffer.tokens),
+            (metrics.completions_discarded_total, "why", buffer.discarded),
+        ):
+            for value, total in totals.items():
+                metric.labels(**{label: value}).inc(total - self._counted.get((label, value), 0))
+                self._counted[label, value] = total
+        metrics.lease_deadline_seconds.set(buffer.deadlines.seconds(is_last=False))
+        metrics.quarantined_prompts.set(len(buffer.quarantine.cases))
+        metrics.buffer_tokens.set(buffer.tokens_in_flight)
+        for state in State:
+            metrics.buffer_groups.labels(state=state.value).set(buffer.count(state))
+        metrics.max_lag_steps.set(buffer.max_lag)
+        metrics.buffer_slots.set(buffer.num_slots)
+        metrics.groups_wanted.set(buffer.wanted)
+        oldest = buffer.oldest_lease()
+        metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
+        metrics.epoch.set(buffer.prompts.epoch)
+        metrics.prompts_done.set(buffer.prompts.num_done)
 
     def _emit(self, event: str, **fields: Any) -> None:
         """Queue an event until the learner's first message: until then a resume may be rewriting the file."""
@@ -646,7 +673,7 @@ class BufferService:
             self._emit("lease_failed", actor=generator, reason=reason, detail=detail, count=count)
 
 
-# -- counters and metrics ----------------------------------------------------------------------------------------------
+# -- counters ----------------------------------------------------------------------------------------------------------
 
 
 def counters(buffer: Buffer) -> dict[str, float]:
@@ -682,35 +709,3 @@ def batch_figures(buffer: Buffer, batch: Sequence[GroupEntry], version: int, now
     for waited_s in waited:
         metrics.group_ready_seconds.observe(waited_s)
     return figures_of_batch | ({f"{OF_ONE_BATCH}ready_seconds": sum(waited) / len(waited)} if waited else {})
-
-
-class Gauges:
-    """Updates the metrics from the counters of a buffer."""
-
-    def __init__(self) -> None:
-        self._shown: dict[tuple[str, str], int] = {}
-
-    def show(self, buffer: Buffer, now_s: float) -> None:
-        """Set all metrics."""
-        for name, distance in buffer.bias.distances().items():
-            metrics.bias_distance.labels(of=name).set(distance)
-        for metric, label, totals in (
-            (metrics.groups_total, "outcome", buffer.outcomes),
-            (metrics.tokens_total, "fate", buffer.tokens),
-            (metrics.completions_discarded_total, "why", buffer.discarded),
-        ):
-            for value, total in totals.items():
-                metric.labels(**{label: value}).inc(total - self._shown.get((label, value), 0))
-                self._shown[label, value] = total
-        metrics.lease_deadline_seconds.set(buffer.deadlines.seconds(is_last=False))
-        metrics.quarantined_prompts.set(len(buffer.quarantine.cases))
-        metrics.buffer_tokens.set(buffer.tokens_in_flight)
-        for state in State:
-            metrics.buffer_groups.labels(state=state.value).set(buffer.count(state))
-        metrics.max_lag_steps.set(buffer.max_lag)
-        metrics.buffer_slots.set(buffer.num_slots)
-        metrics.groups_wanted.set(buffer.wanted)
-        oldest = buffer.oldest_lease()
-        metrics.buffer_oldest_group_age_seconds.set(now_s - oldest.leased_at_s if oldest else 0.0)
-        metrics.epoch.set(buffer.prompts.epoch)
-        metrics.prompts_done.set(buffer.prompts.num_done)

@@ -13,7 +13,7 @@ import msgspec
 from asyncgrpo import liveness
 from asyncgrpo.buffer import group_health, recovery
 from asyncgrpo.buffer import service as buffer_service
-from asyncgrpo.buffer.service import Gauges
+from asyncgrpo.buffer.service import BufferService
 from asyncgrpo.generators import service as generator_service
 from asyncgrpo.journal import history, log
 from asyncgrpo.learner import ranks
@@ -47,7 +47,7 @@ def quiet() -> Iterator[None]:
     with ExitStack() as patches:
         for module in TALK:
             patches.enter_context(mock.patch.object(logging.getLogger(module.__name__), "disabled", True))
-        patches.enter_context(mock.patch.object(Gauges, "show", lambda self, buffer, now_s: None))
+        patches.enter_context(mock.patch.object(BufferService, "_show_metrics", lambda self, now_s: None))
         yield
 
 
