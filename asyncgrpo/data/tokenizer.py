@@ -143,39 +143,37 @@ MARK = "\ue000"
 
 
 def continuation(
-    tokenizer: "PreTrainedTokenizerBase",
-) -> Callable[[Sequence[dict[str, Any]], int | None], tuple[int, ...]]:
-    """Return a function from the messages after a turn of the model to the token ids that follow it.
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, Any]], last: int | None
+) -> tuple[int, ...]:
+    """Return the token ids that follow a turn of the model, up to the start of the next one.
 
-    Its second argument is the last token of that turn. The token ids end at the start of the next turn. The turn is never
-    rendered again: the template renders its context, so sampled tokens stay as sampled. Without a template, contents are
-    concatenated.
+    The turn is never rendered again: the template renders its context, so sampled tokens stay as sampled. Without a
+    template, contents are concatenated.
 
-    Raises (the function):
+    Args:
+        messages: after the turn.
+        last: last token of the turn.
+    Raises:
         DataError: the chat template refuses a message of this role after a turn of the model.
     """
-
-    def continue_(messages: Sequence[dict[str, Any]], last: int | None) -> tuple[int, ...]:
-        if not tokenizer.chat_template:
-            return tuple(tokenizer.encode("".join(one["content"] for one in messages), add_special_tokens=False))
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        text = _text_of(tokenizer, [*before, *messages], None, "a reply of the environment").rpartition(MARK)[2]
-        if last is not None:  # the template repeats the end token that the model sampled
-            text = text.removeprefix(str(tokenizer.decode([last])))
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
-
-    return continue_
+    if not tokenizer.chat_template:
+        return tuple(tokenizer.encode("".join(one["content"] for one in messages), add_special_tokens=False))
+    before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+    text = _text_of(tokenizer, [*before, *messages], None, "a reply of the environment").rpartition(MARK)[2]
+    if last is not None:  # the template repeats the end token that the model sampled
+        text = text.removeprefix(str(tokenizer.decode([last])))
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def opening(
-    tokenizer: "PreTrainedTokenizerBase",
-) -> Callable[[Sequence[dict[str, Any]], list[dict[str, Any]] | None], tuple[int, ...]]:
-    """Return a function from the first messages of a conversation and its tools to token ids.
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> tuple[int, ...]:
+    """Return the token ids of the first messages of a conversation with these tools.
 
-    Raises (the function):
+    Raises:
         DataError: the chat template refuses these messages or tools.
     """
-    return lambda messages, tools: _encode(tokenizer, _text_of(tokenizer, messages, None, "the first messages", tools))
+    return _encode(tokenizer, _text_of(tokenizer, messages, None, "the first messages", tools))
 
 
 def vocabulary_size(model_path: str) -> int | None:

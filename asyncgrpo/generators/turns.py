@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -329,7 +330,7 @@ def build_sampler(config: Config, engine: Engine, tokenizer: "PreTrainedTokenize
     Raises:
         ConfigError: the environment or agent cannot be loaded; one sentence.
     """
-    decode, continue_ = decoder(tokenizer, keep_special=False), continuation(tokenizer)
+    decode, continue_ = decoder(tokenizer, keep_special=False), partial(continuation, tokenizer)
     if (agent := build_agent(config.environment)) is not None:
         from asyncgrpo.environments.chat import Gateway
         from asyncgrpo.generators.agents import AgentSampler
@@ -340,7 +341,7 @@ def build_sampler(config: Config, engine: Engine, tokenizer: "PreTrainedTokenize
             continue_=continue_,
             agent=agent,
             gateway=Gateway(os.path.basename(config.model.path.rstrip("/"))),
-            open_=opening(tokenizer),
+            open_=partial(opening, tokenizer),
             config=config,
         )
     if (environment := build_environment(config.environment)) is not None:

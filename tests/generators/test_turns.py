@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -223,7 +224,7 @@ def model(tmp_path_factory) -> str:
 
 def test_what_follows_a_turn_is_what_the_chat_template_puts_there(model):
     tokenizer = load_tokenizer(model)
-    continue_, eos = continuation(tokenizer), tokenizer.eos_token_id
+    continue_, eos = partial(continuation, tokenizer), tokenizer.eos_token_id
     chat = [
         {"role": "user", "content": "6*7"},
         {"role": "assistant", "content": "6*7="},
@@ -237,7 +238,7 @@ def test_what_follows_a_turn_is_what_the_chat_template_puts_there(model):
     # A turn that was ended by another token is closed by the template's own.
     assert tokenizer.decode(continue_(chat[2:], ord("x"))) == "<eos><user>42<assistant>"
     tokenizer.chat_template = None
-    assert tokenizer.decode(continuation(tokenizer)(chat[2:], eos)) == "42"
+    assert tokenizer.decode(continuation(tokenizer, chat[2:], eos)) == "42"
 
 
 async def test_log_probs_and_versions_of_turns_are_those_of_the_model_that_sampled_them(model):
@@ -262,7 +263,7 @@ async def test_log_probs_and_versions_of_turns_are_those_of_the_model_that_sampl
 
     environment.episode = lambda task: (environment.tasks.append(task), Swapping(environment))[1]
     decode = decoder(tokenizer, keep_special=False)
-    turns = sampler(engine, environment, decode=decode, continue_=continuation(tokenizer)).of(PROMPT)
+    turns = sampler(engine, environment, decode=decode, continue_=partial(continuation, tokenizer)).of(PROMPT)
     stops = (tokenizer.eos_token_id, *range(48, 53))
     sampling = Sampling(max_tokens=120, stop_token_ids=stops)
     try:
