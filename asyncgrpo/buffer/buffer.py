@@ -448,9 +448,17 @@ class Buffer:
     def restore(self, message: Deliver, payload: bytes, max_lag: int) -> None:
         """Restore a group that an earlier start accepted and did not train; `max_lag` was in force at its lease."""
         self.prompts.claim(message.prompt_index)
-        names = ("lease_id", "group_id", "attempt", "prompt_index", "purpose", "prompt")
-        shared = {name: getattr(message, name) for name in names}  # no seed is used: the group is complete
-        lease = Lease(**shared, num_completions=len(message.rollouts), sampling=self.sampling, seed=0)
+        lease = Lease(
+            lease_id=message.lease_id,
+            group_id=message.group_id,
+            attempt=message.attempt,
+            prompt_index=message.prompt_index,
+            purpose="train",
+            prompt=message.prompt,
+            num_completions=len(message.rollouts),
+            sampling=self.sampling,
+            seed=0,  # unused: the group is complete
+        )
         entry = GroupEntry(lease, "", 0.0, message.versions[0], max_lag)
         entry.arrived(message, payload)
         self._enter(entry)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TOKENS = 16_384
-"""Tokens of the counted forward pass, so many that what does not grow with them is spread over a usual micro-batch."""
+"""Tokens of the counted forward pass, as many as in a usual micro-batch, over which fixed costs are spread."""
 
 
 class Kept(NamedTuple):
