@@ -13,7 +13,7 @@ from asyncgrpo.wire.rollouts import NoMore
 from tests.learner.ranks import run_on_ranks
 from tests.learner.test_service import NOTHING, Inbox, Taken, service
 
-GIVES_UP_S = 2
+GIVES_UP_S = 4
 """A rank that hears nothing for so long."""
 
 
