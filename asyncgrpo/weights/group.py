@@ -117,7 +117,13 @@ class GlooGroup(WeightGroup):
         options = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = self._timeout
-        self._group = dist.ProcessGroupGloo(store, rank, world, options)
+        try:
+            self._group = dist.ProcessGroupGloo(store, rank, world, options)
+        except RuntimeError:
+            # A member that connects late would crash this process: gloo's device calls into the connections of the failed
+            # group, which are freed. The error's traceback would keep the device.
+            del options
+            raise
 
     def broadcast(self, flat: Tensor) -> None:
         self._group.broadcast([flat], _from_rank_0(self._timeout)).wait(self._timeout)

@@ -18,7 +18,6 @@ from queue import SimpleQueue
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from asyncgrpo.weights.arena import Arenas, Bucket, IsWritten, Layout, Slot, Stream
@@ -51,15 +50,20 @@ class Broadcaster:
         self.seconds = math.inf
         """Duration of the last broadcast of all weights; infinite before the first."""
 
-    def form(self, message: FormGroup, store: Callable[[], dist.Store]) -> None:
-        """Start to form the group of a message, in which this process is rank 0."""
+    def form(self, message: FormGroup) -> None:
+        """Start to form the group of a message, in which this process is rank 0.
+
+        It has its own connection to the store, because a connection serves one call at a time: the next group would wait
+        until the deadline of an abandoned one.
+        """
         self.number, self.state = message.group_number, "forming"
         gpu = torch.cuda.current_device() if message.backend == "nccl" else None
 
         def work() -> WeightGroup:
             if gpu is not None:
                 torch.cuda.set_device(gpu)  # each thread has its own
-            return form_group(store(), message, self._host, self._sender)
+            store = visit_store(message.store_host, message.store_port, message.timeout_s)
+            return form_group(store, message, self._host, self._sender)
 
         self._job = self._pool.submit(work)
 
@@ -205,7 +209,7 @@ class GroupLane(Broadcaster):
             send(name, form(rank=rank))
         for sender in range(1, self._senders):
             send(sender, form(rank=0))
-        self.form(form(rank=0), lambda: self._store)
+        self.form(form(rank=0))
 
     def offer(self, state: State, slot: Slot, send: Callable[[str | int, Message], object]) -> None:
         """Start to broadcast an arena to the group."""
@@ -289,9 +293,8 @@ class Sender:
 
     def _handle(self, message: object) -> None:
         if isinstance(message, FormGroup):
-            store = partial(visit_store, message.store_host, message.store_port, message.timeout_s)
             self._broadcaster.drop()
-            self._broadcaster.form(message, store)
+            self._broadcaster.form(message)
             self._offer = None
         elif isinstance(message, Offer) and message.group_number == self._broadcaster.number:
             self._offer = message

@@ -5,25 +5,29 @@ NCCL does not run without GPUs: its process group is a fake that keeps what it w
 
 import itertools
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
 from asyncgrpo.errors import WireError
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.group import NcclGroup, form_group
-from asyncgrpo.weights.lane import receive, send
+from asyncgrpo.weights.group import NcclGroup, form_group, serve_store, visit_store
+from asyncgrpo.weights.lane import GroupLane, receive, send
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.weights import FormGroup, Offer
-from tests.weights.publishing import of_nccl
+from tests.weights.publishing import HOST, of_nccl, wait_until
 
 # -- a generator that is behind ----------------------------------------------------------------------------------------
 
@@ -51,6 +55,45 @@ def test_of_several_groups_a_late_generator_forms_only_the_newest(monkeypatch):
     late._handle_arrived(0.0)
     late._handle_arrived(0.0)
     assert handled == [form(2), form(3), offers[1]], "the malformed message ended the first look"
+
+
+# -- members that are late or gone -------------------------------------------------------------------------------------
+
+
+def test_a_group_that_failed_listens_to_nobody():
+    """A member that connected to it later crashed this process, as long as the error was kept."""
+    store, mine = serve_store(HOST, 5.0), "127.0.0.2"
+    message = FormGroup(
+        group_number=1, rank=0, world=2, store_host=HOST, store_port=store.port, backend="gloo", timeout_s=1.0
+    )
+    forming = ThreadPoolExecutor(1).submit(form_group, visit_store(HOST, store.port, 5.0), message, mine)
+    wait_until(lambda: listens_at(mine), "a member that listens")
+    error = forming.exception()
+    assert isinstance(error, RuntimeError) and error.__traceback__ is not None
+    assert not listens_at(mine)
+
+
+def listens_at(host: str) -> bool:
+    """True if a socket of this machine listens at an IPv4 address."""
+    address = socket.inet_aton(host)[::-1].hex().upper()
+    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(local.startswith(address) and state == "0A" for _, local, _, state, *_ in sockets)
+
+
+def test_a_group_does_not_wait_for_the_abandoned_one_before_it():
+    """Both used one connection to the store, which serves one call at a time."""
+    lane = GroupLane("gloo", HOST, timeout_s=10.0, piece_bytes=1)
+    sent: list[Message] = []
+    lane.form_with(["gone"], lambda peer, message: None)
+    time.sleep(0.5)  # it waits in the store
+    lane.drop()
+    lane.form_with(["here"], lambda peer, message: sent.append(message))
+    (message,) = sent
+    assert isinstance(message, FormGroup)
+    here = form_group(visit_store(HOST, message.store_port, 10.0), structs.replace(message, timeout_s=5.0), HOST)
+    wait_until(lambda: lane.poll() or lane.state == "ready", "the second group")
+    here.close()
+    lane.close()
 
 
 # -- NCCL --------------------------------------------------------------------------------------------------------------
