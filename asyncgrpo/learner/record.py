@@ -44,7 +44,7 @@ NARROW = 0.05
 SHORT = 0.1
 """Remaining share of the way from the first mean reward to the best completion's reward above which a task is unsolved."""
 RISES = 0.01
-"""Rise from the first to the second half of the window, as a share of that way, above which the reward still improves."""
+"""The reward still improves if it rises from one half of the window to the next by more than this share of that way."""
 FAR = 0.5
 """Mean KL of the behaviour policy to the trained one, nats per token, above which most ratios are uninformative."""
 
