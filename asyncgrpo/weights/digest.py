@@ -126,7 +126,7 @@ def add_digests(parts: Iterable[int | str]) -> str:
 _AT_ONCE = 2**17
 """Elements widened to 8 bytes at once: they fit in a core's cache."""
 _AT_ONCE_ON_DEVICE = 2**24
-_PATTERN = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PATTERN = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.int64}
 
 
 def box_digest(values: Tensor, tensor: str, shape: tuple[int, ...], start: tuple[int, ...]) -> int:
@@ -162,11 +162,9 @@ def _factors(seed: int, first: int, count: int) -> NDArray[np.uint64]:
 def _of_matrix(values: Tensor, rows: NDArray[np.uint64], columns: NDArray[np.uint64]) -> int:
     if values.device.type != "cpu":
         return _on_device(values, rows, columns)
-    size, total = values.element_size(), 0
-    step = max(1, _AT_ONCE // len(columns))
+    total, step = 0, max(1, _AT_ONCE // len(columns))
     for first in range(0, len(rows), step):
-        bits = values[first : first + step].contiguous().view(_PATTERN[size])
-        wide = bits.numpy().view(f"u{size}").astype(np.uint64)
+        wide = _bits(values[first : first + step]).numpy().astype(np.uint64)
         of_rows = np.einsum("rc,c->r", wide, columns)  # for integers this is faster than a matrix product
         total += int(np.dot(rows[first : first + step], of_rows))
     return total
@@ -174,12 +172,15 @@ def _of_matrix(values: Tensor, rows: NDArray[np.uint64], columns: NDArray[np.uin
 
 def _on_device(values: Tensor, rows: NDArray[np.uint64], columns: NDArray[np.uint64]) -> int:
     """Compute the digest by elementwise products, because GPUs lack an integer matrix product. Synchronizes once."""
-    size = values.element_size()
     step = max(1, _AT_ONCE_ON_DEVICE // len(columns))
     of_columns, of_rows = (torch.from_numpy(each.view(np.int64)).to(values.device) for each in (columns, rows))
     total = of_rows.new_zeros(())
     for first in range(0, len(rows), step):
-        bits = values[first : first + step].contiguous().view(_PATTERN[size]).to(torch.int64)
-        bits = bits & (2 ** (8 * size) - 1) if size < 8 else bits
+        bits = _bits(values[first : first + step]).to(torch.int64)
         total += ((bits * of_columns).sum(1) * of_rows[first : first + step]).sum()
     return int(total.item())
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return the bits of a matrix as integers."""
+    return values.contiguous().view(_PATTERN[values.element_size()])
