@@ -8,8 +8,9 @@ from asyncgrpo.weights.digest import box_digest
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("shape", [(7,), (300, 400), (3, 2**12, 2**11)])
-def test_one_value_on_both(device, shape, dtype):
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_value_on_both(device, shape, dtype, first):
     tensor = (100 * torch.randn(shape)).to(dtype)
-    start = (1,) * len(shape)
+    start = (first,) * len(shape)
     one, other = (box_digest(t, "w", tuple(n + 1 for n in shape), start) for t in (tensor, tensor.to(device)))
     assert one == other

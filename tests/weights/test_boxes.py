@@ -39,7 +39,7 @@ def test_the_digests_of_boxes_add_up_however_a_tensor_is_cut(shape, dtype, monke
 def test_it_is_what_the_page_says():
     tensor = torch.tensor([[1, 2], [3, 5]], dtype=torch.int64)
     seed = digest.xxhash.xxh3_64_intdigest(b"w")
-    rows, columns = digest._factors(seed, 0, 2), digest._factors(seed ^ MASK, 0, 2)
+    rows, columns = (digest._factors(one, np.arange(2)) for one in (seed, seed ^ MASK))
     assert all(int(factor) % 2 for factor in np.concatenate([rows, columns]))
     expected = sum(int(tensor[r, c]) * int(rows[r]) * int(columns[c]) for r in range(2) for c in range(2))
     assert whole(tensor) == expected & MASK
@@ -50,8 +50,11 @@ def test_a_card_computes_the_same(dtype, monkeypatch):
     """Its products here, on the CPU; `tests/gpu/test_boxes.py` is for a card."""
     monkeypatch.setattr(digest, "_AT_ONCE_ON_DEVICE", 100)
     tensor = drawn(13, 24, dtype=dtype)
-    rows, columns = (np.random.default_rng(0).integers(0, 2**64, length, np.uint64) for length in tensor.shape)
-    assert digest._on_device(tensor, rows, columns) & MASK == digest._of_matrix(tensor, rows, columns) & MASK
+    rows = digest._factors(0, np.arange(13))
+    for first in (0, 1):  # whole words, and words that are cut
+        width, columns = digest._columns(1, tensor.element_size(), first, 24)
+        one, other = (compute(tensor, width, rows, columns) for compute in (digest._on_device, digest._of_matrix))
+        assert one & MASK == other & MASK
 
 
 def test_elements_of_any_strides_are_read_as_they_are():
