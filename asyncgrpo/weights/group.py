@@ -102,11 +102,18 @@ def form_group(store: dist.Store, message: FormGroup, host: str, sender: int = 0
     timeout_s, rank, world = message.timeout_s, message.rank, message.world
     prefixed = dist.PrefixStore(f"weights/{message.group_number}/{sender}", store)
     prefixed.set_timeout(timedelta(seconds=timeout_s))
-    if message.backend == "nccl":  # gloo has this deadline of its own
-        prefixed.set(f"joined/{rank}", "")
+    if prefixed.check(["abandoned"]):  # gloo would wait for five times the timeout, and this generator would seem dead
+        raise RuntimeError("the other members have given up")
+    try:
+        if message.backend == "gloo":
+            return GlooGroup(prefixed, rank, world, host, timeout_s)
+        prefixed.set(f"joined/{rank}", "")  # NCCL has no deadline of its own for members that are missing
         prefixed.wait([f"joined/{one}" for one in range(world)])
         return NcclGroup(prefixed, rank, world, timeout_s)
-    return GlooGroup(prefixed, rank, world, host, timeout_s)
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):
+            prefixed.set("abandoned", "")
+        raise
 
 
 class GlooGroup(WeightGroup):

@@ -73,6 +73,19 @@ def test_a_group_that_failed_listens_to_nobody():
     assert not listens_at(mine)
 
 
+def test_a_member_that_comes_after_the_others_gave_up_does_not_wait_for_them():
+    store = serve_store(HOST, 5.0)
+
+    def member(rank: int, timeout_s: float) -> FormGroup:
+        place = {"store_host": HOST, "store_port": store.port, "backend": "gloo"}
+        return FormGroup(group_number=1, rank=rank, world=2, timeout_s=timeout_s, **place)
+
+    with pytest.raises(RuntimeError):
+        form_group(visit_store(HOST, store.port, 5.0), member(0, 0.5), HOST)
+    with pytest.raises(RuntimeError, match="given up"):
+        form_group(visit_store(HOST, store.port, 5.0), member(1, 60.0), HOST)
+
+
 def listens_at(host: str) -> bool:
     """True if a socket of this machine listens at an IPv4 address."""
     address = socket.inet_aton(host)[::-1].hex().upper()
