@@ -21,6 +21,7 @@ import msgspec
 
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
+from asyncgrpo.errors import CheckpointError
 from asyncgrpo.host import CoreClock, CoreSeconds
 from asyncgrpo.learner.report import StepReport, lag_of, step_fields
 from asyncgrpo.recording.events import Event, EventLog, is_undone, read_events
@@ -246,11 +247,18 @@ class Recorder:
         self.undone: dict[str, float] = {}
         """Tokens and steps that a crash before this start undid, for the `start` event."""
 
-    def state(self) -> dict[str, Any] | None:
-        """Return a `Recorded` of the events so far for a checkpoint; None while the disk refuses events."""
-        num_bytes = self.events.sync()
-        if num_bytes is None:
-            return None
+    def state(self) -> dict[str, Any]:
+        """Return a `Recorded` of the events so far for a checkpoint.
+
+        Raises:
+            CheckpointError: the disk refuses events. After a crash those of the steps before the checkpoint would be missing.
+        """
+        try:
+            num_bytes = self.events.sync()
+        except OSError as error:
+            raise CheckpointError(
+                f"no checkpoint while {self.events.path} cannot be written: {error.strerror}"
+            ) from error
         return msgspec.to_builtins(Recorded(num_bytes=num_bytes, reported=self._reported, watched=self._watch))
 
     def resume(self, step: int, totals: dict[str, float], record: Mapping[str, Any] | None = None) -> None:

@@ -314,22 +314,22 @@ class EventLog:
         record = {"event": event, "time": self._clock(), **fields}
         self._unwritten += _encoder.encode(record) + b"\n"
         try:
-            with self._locked() as file:
-                _append(file, self._unwritten)
-            self._unwritten = b""
+            self._flush()
         except OSError as error:
             log.warning("%s cannot be written (%s): its events are buffered", self.path, error.strerror)
         return record
 
-    def sync(self) -> int | None:
-        """Sync the file to disk and return its size in bytes; None if that fails, or events are still buffered."""
-        try:
-            with open(self.path, "rb") as file:
-                os.fsync(file.fileno())
-                return None if self._unwritten else os.fstat(file.fileno()).st_size
-        except OSError as error:
-            log.warning("%s cannot be synced (%s)", self.path, error.strerror)
-            return None
+    def _flush(self) -> None:
+        with self._locked() as file:
+            _append(file, self._unwritten)
+        self._unwritten = b""
+
+    def sync(self) -> int:
+        """Write what is buffered, sync the file to disk and return its size in bytes. Raises OSError."""
+        self._flush()
+        with open(self.path, "rb") as file:
+            os.fsync(file.fileno())
+            return os.fstat(file.fileno()).st_size
 
     def resume_at(self, step: int, after: int = 0) -> int:
         """Drop the `step`, `eval` and `checkpoint` events beyond `step`, and return their number.

@@ -1,14 +1,18 @@
 """What became of every token adds up, however often the run was killed between two checkpoints."""
 
+import errno
 import random
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import pytest
 
 from asyncgrpo.config.load import load_config
+from asyncgrpo.errors import CheckpointError
 from asyncgrpo.learner import record
 from asyncgrpo.learner.record import DROPPED, KEPT, Ledger, Recorder
+from asyncgrpo.recording import events
 from asyncgrpo.recording.events import read_events
 from asyncgrpo.recording.progress import Progress
 from asyncgrpo.recording.screen import summary
@@ -183,3 +187,20 @@ def test_a_publication_is_counted_by_its_outcome_in_a_series_that_began_at_0(
     progress = Progress.of(read_events(tmp_path / "metrics.jsonl"))
     assert progress.num_restarts == 0, "a generator that is left out was not restarted"
     assert list(progress.warnings) == ["v3 -> 1 engine, 100 ms, checksum ok, without generator-1"] * len(dropped)
+
+
+def test_a_checkpoint_covers_no_event_that_the_disk_refused(recorder, monkeypatch):
+    """The learner may die before the disk has room again, and the next start does not repeat the step."""
+
+    def full(file: BinaryIO, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    first = recorder()
+    write_step(first, 1, Tokens().counters())
+    with monkeypatch.context() as patch:
+        patch.setattr(events, "_append", full)
+        write_step(first, 2, Tokens().counters())
+        with pytest.raises(CheckpointError, match=r"metrics\.jsonl cannot be written"):
+            first.state()
+    assert first.state()["num_bytes"] == first.events.path.stat().st_size
+    assert [event["step"] for event in read_events(first.events.path)] == [1, 2]

@@ -125,8 +125,12 @@ def test_what_a_full_disk_refuses_is_written_once_there_is_room(path):
         log.write("drain", reason="second")
         assert [event["reason"] for event in read_events(path)] == ["before"]
         assert path.read_bytes().endswith(b"\n"), "no torn line is left for another writer to append to"
+        with pytest.raises(OSError):
+            log.sync()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert log.sync() == path.stat().st_size
+    assert [event["reason"] for event in read_events(path)] == ["before", "first", "second"]
     log.write("drain", reason="third")
     assert [event["reason"] for event in read_events(path)] == ["before", "first", "second", "third"]
 
