@@ -63,18 +63,6 @@ def test_the_learning_rate_warms_up_and_falls_over_the_updates_of_the_run(path, 
     assert expected[4] == 0.1 and expected[20] == pytest.approx(0.01)
 
 
-def test_a_resume_goes_on_along_the_curve_and_with_more_steps_along_the_longer_one(path, tmp_path):
-    def made(steps: int):
-        return learner(path, learner={"lr": 0.1, "lr_schedule": "linear"}, run={"steps": steps})
-
-    first, resumed, longer = made(4), made(4), made(8)
-    assert [first.step(GROUPS, VERSION).lr for _ in range(2)] == pytest.approx([0.1, 0.075])
-    first.save(str(tmp_path / "checkpoint"))
-    for one in (resumed, longer):
-        one.load(str(tmp_path / "checkpoint"))
-    assert [one.step(GROUPS, VERSION).lr for one in (first, resumed, longer)] == pytest.approx([0.05, 0.05, 0.075])
-
-
 def test_diagnostics_are_of_the_ratios_to_the_generator(path):
     """Behaviour log-probs that are all off by the same amount: every number is known."""
     groups = with_true_logprobs(path, GROUPS)
