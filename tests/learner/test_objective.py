@@ -188,18 +188,6 @@ def test_the_split_into_microbatches_changes_nothing(path, groups, case):
         assert report.advantages == pytest.approx(expected.advantages, rel=1e-4, abs=1e-5)
 
 
-def test_what_is_rejected_is_reported_as_it_was(path, groups):
-    """Diagnostics are of all tokens; under the edited mask the largest ratios would not be seen."""
-    kept = learner(path, {"corrections": ()}).step(groups, VERSION)
-    rejecting = learner(path, {"corrections": ({"action": "reject", "low_ratio": 0.8, "high_ratio": 1.2},)}).step(
-        groups, VERSION
-    )
-    assert rejecting.diagnostics["rejected_dropped"] > 0.2 and kept.diagnostics["rejected_dropped"] == 0
-    for name in ("ratio_max", "ratio_min", "ess_token", "lag_mean", "lag_mixed_share"):
-        assert rejecting.diagnostics[name] == pytest.approx(kept.diagnostics[name], rel=1e-5), name
-    assert rejecting.diagnostics["ess_token"] < 0.99
-
-
 def test_a_new_paper_is_one_function(path, groups, request, monkeypatch):
     """A surrogate registered outside the module trains a step, with its argument and by its traits."""
     request.addfinalizer(lambda: (surrogates.SURROGATES.pop("scaled"), surrogates.SEQUENCE_LEVEL.remove("scaled")))
