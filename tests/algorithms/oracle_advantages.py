@@ -123,24 +123,6 @@ def pairs(rewards: list[float], groups: list[int]) -> set[tuple[int, int]]:
     return {(i, j) for i in n for j in n if groups[i] == groups[j] and rewards[i] > rewards[j]}
 
 
-def pairwise(
-    policy: list[list[float]],
-    reference: list[list[float]] | None,
-    mask: list[list[bool]],
-    chosen: list[tuple[int, int]],
-    *,
-    beta: float,
-    length_normalised: bool,
-) -> list[float]:
-    """log sigmoid(beta z) of each pair of sequences."""
-
-    def completion_logprob(i: int) -> float:
-        trained = [p - (reference[i][t] if reference else 0.0) for t, p in enumerate(policy[i]) if mask[i][t]]
-        return sum(trained) / (max(len(trained), 1) if length_normalised else 1)
-
-    return [-math.log(1 + math.exp(-beta * (completion_logprob(w) - completion_logprob(x)))) for w, x in chosen]
-
-
 def _scored_members(i: int, rewards: list[float], groups: list[int]) -> list[int]:
     return [j for j, group in enumerate(groups) if group == groups[i] and not math.isnan(rewards[j])]
 

@@ -1,4 +1,4 @@
-"""Surrogates, corrections, weights, penalties and diagnostics once more, as loops over plain floats.
+"""Surrogates, corrections, weights and penalties once more, as loops over plain floats.
 
 They follow the notation of the papers, case by case, and use nothing but `math`. Slow on purpose. A batch is lists over
 tokens, and `sequences`, the indices of each sequence's tokens.
@@ -214,6 +214,12 @@ def divergence(log_rho, mask, sequences, *, estimator, level, max_nats) -> list[
     return by_token(mask, lambda t: (1.0, found[t] <= max_nats))
 
 
+def correct(kind: str, log_rho, advantages, mask, sequences, **parameters) -> list[Verdict]:
+    """The verdicts of the correction of that name."""
+    given = {"opsm": (log_rho, advantages, mask, sequences), "m2po": (log_rho, mask)}
+    return globals()[kind](*given.get(kind, (log_rho, mask, sequences)), **parameters)
+
+
 def combine(several: list[list[Verdict]]) -> list[Verdict]:
     return [(math.prod(w for w, _ in each), all(k for _, k in each)) for each in zip(*several, strict=True)]
 
@@ -258,21 +264,3 @@ def kl(kind: str, logp: float, reference: float, log_ratio: float = 0.0) -> tupl
     assert kind == "low_var_kl", kind
     value = exp(-d) - 1 + clip(d, -20, 20)
     return min(value, 10.0), (1 - math.exp(-d) if value <= 10 and abs(d) <= 20 else 0.0)
-
-
-# Diagnostics.
-
-
-def ratio_report(log_rho, mask, sequences) -> dict[str, float]:
-    x = [log_rho[t] for t in range(len(mask)) if mask[t]]
-    by_sequence = [[log_rho[t] for t in trained(s, mask)] for s in sequences if trained(s, mask)]
-    w, big = [math.exp(clip(v, -20, 20)) for v in x], [exp(math.fsum(s)) for s in by_sequence]
-    return {
-        "kl_k1": math.fsum(-v for v in x) / len(x),
-        "kl_k3": math.fsum(exp(v) - 1 - v for v in x) / len(x),
-        "ratio_mean": math.fsum(w) / len(w),
-        "ratio_min": min(w),
-        "ratio_max": max(w),
-        "ess_token": sum(w) ** 2 / (len(w) * sum(v * v for v in w)),
-        "ess_sequence": sum(big) ** 2 / (len(big) * sum(v * v for v in big)),
-    }

@@ -1,11 +1,10 @@
 import itertools
 import math
-import random
 
 import pytest
 import torch
 
-from asyncgrpo.algorithms.advantages import ESTIMATORS, apply_truncation, overlong_penalty, reward_with_kl
+from asyncgrpo.algorithms.advantages import ESTIMATORS, apply_truncation, reward_with_kl
 from tests.algorithms import oracle_advantages as oracle
 
 NAMES = sorted(ESTIMATORS)
@@ -111,51 +110,14 @@ def test_huge_rewards_are_compared_like_others(name, size):
 
 # -- shaping -----------------------------------------------------------------------------------------------------------
 
-LENGTHS = [0, 3, 0, 0, 1, 4, 0]
-CU_SEQLENS = torch.tensor([0, 0, 3, 3, 3, 4, 8, 8], dtype=torch.int32)
+
+def test_kl_in_the_reward_is_summed_over_trained_tokens():
+    kl, mask = torch.tensor([1.0, math.nan, 3.0, 5.0]), torch.tensor([True, False, True, False])
+    ours = reward_with_kl(torch.tensor([0.5, math.nan, 2.0]), kl, mask, torch.tensor([0, 3, 3, 4]), coef=0.25)
+    assert ours.dtype == torch.float64 and ours.tolist() == pytest.approx([0.5 - 1.0, math.nan, 2.0], nan_ok=True)
 
 
-def test_a_long_completion_loses_linearly_within_the_buffer_and_no_more_than_the_factor():
-    lengths = torch.tensor([0, 1, 79, 80, 81, 90, 99, 100, 101, 5000])
-    expected = [0, 0, 0, 0, -0.1, -1.0, -1.9, -2.0, -2.0, -2.0]
-    penalty = overlong_penalty(lengths, max_length=100, buffer=20, factor=2.0)
-    torch.testing.assert_close(penalty, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-5)])
-def test_kl_in_the_reward_is_summed_over_trained_tokens(dtype, tolerance):
-    rng = random.Random(0)
-    kl = [rng.gauss(0, 1) for _ in range(8)]
-    mask = [True, False, True, True, False, False, True, True]
-    kl[1] = math.nan  # an observation token
-    rewards = [0.1, 1.0, math.nan, 0.0, -1.0, 0.5, 2.0]
-    ours = reward_with_kl(
-        torch.tensor(rewards, dtype=dtype), torch.tensor(kl, dtype=dtype), torch.tensor(mask), CU_SEQLENS, coef=0.3
-    )
-    expected, token = [], 0
-    for reward, length in zip(rewards, LENGTHS, strict=True):
-        trained = [kl[t] for t in range(token, token + length) if mask[t]]
-        expected.append(reward - 0.3 * sum(trained))
-        token += length
-    expected = torch.tensor(expected, dtype=torch.float64)
-    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=1e-7, equal_nan=True)
-
-
-TRUNCATED = torch.tensor([False, True, True, False])
-REWARDS = torch.tensor([1.0, 0.5, math.nan, 0.0])
-
-
-@pytest.mark.parametrize(
-    "rule,rewards,is_trained",
-    [
-        ("keep", [1.0, 0.5, math.nan, 0.0], [True] * 4),
-        ("mask", [1.0, 0.5, math.nan, 0.0], [True, False, False, True]),
-        ("zero", [1.0, 0.0, math.nan, 0.0], [True] * 4),
-    ],
-)
-def test_truncated_completions_follow_the_rule(rule, rewards, is_trained):
-    before = REWARDS.clone()
-    ours, trained = apply_truncation(REWARDS, TRUNCATED, rule=rule)
-    torch.testing.assert_close(ours, torch.tensor(rewards, dtype=torch.float64), equal_nan=True)
-    assert trained.tolist() == is_trained
-    torch.testing.assert_close(REWARDS, before, equal_nan=True)
+def test_a_missing_reward_of_a_completion_that_was_cut_stays_missing():
+    """The rules themselves: `tests/learner/test_batching.py`."""
+    rewards, is_trained = apply_truncation(torch.tensor([0.5, math.nan]), torch.tensor([True, True]), rule="zero")
+    assert rewards.tolist() == pytest.approx([0.0, math.nan], nan_ok=True) and is_trained.all()

@@ -27,7 +27,8 @@ def packed(seed, dtype):
 def test_gae_is_the_recursion_of_each_sequence(gamma, lam, dtype, tolerance):
     for seed in range(8):
         rewards, values, mask, cu_seqlens = packed(seed, dtype)
-        ours = gae(rewards, values, mask, cu_seqlens, gamma=gamma, lam=lam)
+        junk = rewards.masked_fill(~mask, math.nan), values.masked_fill(~mask, math.inf)
+        ours = gae(*junk, mask, cu_seqlens, gamma=gamma, lam=lam)
         expected = []
         for a, b in itertools.pairwise(cu_seqlens.tolist()):
             expected += oracle.gae(rewards[a:b].tolist(), values[a:b].tolist(), mask[a:b].tolist(), gamma, lam)
@@ -35,15 +36,6 @@ def test_gae_is_the_recursion_of_each_sequence(gamma, lam, dtype, tolerance):
         torch.testing.assert_close(ours.advantages, expected, rtol=tolerance, atol=1e-12)
         returns = torch.where(mask, expected + values, 0.0)
         torch.testing.assert_close(ours.returns, returns, rtol=tolerance, atol=1e-12)
-
-
-def test_what_observation_tokens_hold_does_not_leak():
-    rewards, values, mask, cu_seqlens = packed(2, torch.float64)
-    clean = gae(rewards, values, mask, cu_seqlens, gamma=0.9, lam=0.8)
-    bad_rewards, bad_values = rewards.masked_fill(~mask, math.nan), values.masked_fill(~mask, math.inf)
-    dirty = gae(bad_rewards, bad_values, mask, cu_seqlens, gamma=0.9, lam=0.8)
-    assert dirty.advantages.equal(clean.advantages) and dirty.returns.equal(clean.returns)
-    assert (dirty.advantages[~mask] == 0).all() and (dirty.returns[~mask] == 0).all()
 
 
 @pytest.mark.parametrize("cu_seqlens", [[0], [0, 0], [0, 0, 0]])
@@ -61,22 +53,12 @@ def test_whitening_is_over_the_mask(dtype, tolerance):
     assert whiten(values.masked_fill(~mask, math.nan), mask).equal(whiten(values, mask))
 
 
-@pytest.mark.parametrize("clip", [None, 0.2, 0.5])
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-5)])
-def test_value_loss_and_its_coefficient_are_autograds(clip, dtype, tolerance):
-    generator = torch.Generator().manual_seed(0)
-    values, returns, old_values = torch.randn(3, 400, dtype=dtype, generator=generator)
-    ours = value_loss(values.requires_grad_(), returns, old_values, clip=clip)
-    v, target, old = (x.detach().double() for x in (values, returns, old_values))
-    v.requires_grad_()
-    expected = 0.5 * (v - target) ** 2
-    if clip is not None:
-        held = old + (v - old).clamp(-clip, clip)
-        expected = torch.maximum(expected, 0.5 * (held - target) ** 2)
-    assert 0 < (ours.loss_gradient == 0).sum() < 400 or clip is None
-    expected.sum().backward()
-    torch.testing.assert_close(ours.value, expected.detach(), rtol=tolerance, atol=1e-12)
-    torch.testing.assert_close(ours.loss_gradient, v.grad, rtol=tolerance, atol=1e-12)
-    assert not ours.value.requires_grad and not ours.loss_gradient.requires_grad
-    unmoved = value_loss(values, returns, values.detach(), clip=0.0)
-    assert unmoved.loss_gradient.equal(value_loss(values, returns, old_values, clip=None).loss_gradient)
+def test_a_value_that_moved_far_counts_as_one_that_moved_less_where_that_is_worse():
+    """The third one did not: 0.7 + (0.1 - 0.7) is less than 0.1 by rounding alone."""
+    values, old, returns = torch.tensor([[3.0, 3.0, 0.1], [0.0, 0.0, 0.7], [6.0, 0.5, 1.0]], dtype=torch.float64)
+    ours = value_loss(values.requires_grad_(), returns, old, clip=1.0)
+    assert ours.value.tolist() == pytest.approx([12.5, 3.125, 0.405]) and not ours.value.requires_grad
+    assert ours.loss_gradient.tolist() == pytest.approx([0.0, 2.5, -0.9]) and not ours.loss_gradient.requires_grad
+    free = value_loss(values, returns, old, clip=None)
+    assert free.value.tolist() == pytest.approx([4.5, 3.125, 0.405])
+    assert free.loss_gradient.tolist() == pytest.approx([-3.0, 2.5, -0.9])

@@ -108,13 +108,10 @@ class Cluster:
         where = ["--address", self.ray_address]
         if number == 1:
             where = [
-                "--head",
-                "--port",
+                *["--head", "--include-dashboard", "false", "--port"],
                 str(PORT),
-                "--include-dashboard",
-                "false",
                 "--temp-dir",
-                str(self._folder / "ray"),
+                f"{self._folder}/ray",
             ]
         # With --block, so that what it starts is ours to end.
         self.start(

@@ -52,33 +52,23 @@ GOOD = "import json; print(json.dumps({'what': 'x', 'value': 1})); print('well')
 BAD = "print('{\"what\": \"y\"}'); raise ValueError('no good')"
 
 
-def test_a_part_that_fails_says_so_and_the_others_go_on(tmp_path, scripted):
-    scripted(bad=BAD, good=GOOD)
+def test_parts_that_fail_or_hang_hold_up_no_other_and_what_is_over_is_not_run_again_unless_it_is_asked_for(
+    tmp_path, scripted
+):
+    sleeper = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(100)'])"
+    scripted(bad=BAD, hangs=sleeper, good=GOOD, skipping="raise SystemExit('skipped: nothing here')")
     last = run(tmp_path)
-    assert (last["bad"]["outcome"], last["bad"]["said"]) == ("failed", "ValueError: no good")
-    assert (last["good"]["outcome"], last["good"]["said"]) == ("done", "well")
+    outcomes = {part: record["outcome"] for part, record in last.items()}
+    assert outcomes == {"bad": "failed", "hangs": "stopped", "good": "done", "skipping": "skipped"}
+    assert (last["bad"]["said"], last["good"]["said"]) == ("ValueError: no good", "well")
     assert [r["line"] for r in State(tmp_path).read()["bad"] if r["kind"] == "line"] == [{"what": "y"}]
     text = gpu_tables.tables(State(tmp_path).read())
     assert re.search(r"^\| bad \| failed \| [\d.]+ \| ValueError: no good \|$", text, re.MULTILINE)
-
-
-def test_what_is_over_is_not_run_again_unless_it_is_asked_for(tmp_path, scripted):
-    scripted(bad=BAD, good=GOOD, skipping="raise SystemExit('skipped: nothing here')")
     run(tmp_path)
-    assert run(tmp_path)["skipping"]["outcome"] == "skipped"
-    assert [begun(tmp_path, part) for part in ("bad", "good", "skipping")] == [1, 1, 2]
+    assert [begun(tmp_path, part) for part in outcomes] == [1, 1, 1, 2], "what was skipped may be possible now"
     run(tmp_path, "--again", "good")
-    assert [begun(tmp_path, part) for part in ("bad", "good", "skipping")] == [1, 2, 2]
+    assert [begun(tmp_path, part) for part in outcomes] == [1, 1, 2, 2]
     assert len(State(tmp_path).read()["good"]) == 3, "the lines of the last run alone"
-
-
-def test_a_part_that_hangs_is_stopped_with_what_it_started(tmp_path, scripted):
-    sleeper = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(100)'])"
-    scripted(hangs=sleeper, good=GOOD)
-    last = run(tmp_path)
-    assert (last["hangs"]["outcome"], last["good"]["outcome"]) == ("stopped", "done")
-    run(tmp_path)
-    assert begun(tmp_path, "hangs") == 1
 
 
 def test_a_part_that_the_call_cuts_off_begins_again(tmp_path, scripted):
@@ -109,13 +99,6 @@ def test_tables_replace_those_of_the_page(tmp_path):
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="lacks the lines"):
         gpu_tables.replace_tables(page, "third")
-
-
-def test_the_first_call_has_time_for_what_shows_correctness():
-    first = [part.name for part in PARTS[:4]]
-    assert first == ["facts", "tests", "memory", "demo"]
-    assert sum(part.expected_s for part in PARTS[:4]) <= 350
-    assert all(part.expected_s <= part.limit_s <= 570 for part in PARTS)
 
 
 def test_what_is_carried_and_what_is_there_is_all_that_the_package_needs():

@@ -15,9 +15,18 @@ from asyncgrpo.learner import head
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.report import StepReport
 from asyncgrpo.types import Completion, Group, PolicyVersion, Prompt, Rollout, Score, TeacherLogprobs, VersionSpan
+from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
 
 VERSION = PolicyVersion(7, 3)
 OLDER = PolicyVersion(7, 2)
+FAMILIES = {
+    "qwen3": make_tiny_qwen3,
+    "tied": lambda path, **shape: make_tiny_qwen3(path, tie=True, **shape),
+    "llama": make_tiny_llama,
+    "qwen3_moe": make_tiny_qwen3_moe,
+    "deepseek_v3": make_tiny_deepseek_v3,
+}
+"""How a model of each kind is made in a folder."""
 
 
 def config(path, **sections) -> Config:

@@ -16,6 +16,14 @@ from tests.algorithms import oracle_advantages, oracle_losses
 from tests.learner.helpers import load
 
 VALUE_HEAD = "value_head."
+PARAMETERS = {
+    "importance": ("level", "action", "low_ratio", "high_ratio"),
+    "veto": ("low_ratio", "high_ratio"),
+    "opsm": ("max_nats",),
+    "divergence": ("estimator", "level", "max_nats"),
+    "m2po": ("max_mean_square",),
+}
+"""Of each correction, by its kind."""
 
 
 class Policy:
@@ -219,21 +227,10 @@ class _Update:
         return gradients, values
 
     def _correct(self, one: CorrectionConfig, log_rho: list[float], advantages: list[float]) -> list:
-        where = (self.mask, self.sequences)
-        if one.kind == "importance":
-            return oracle_losses.importance(
-                log_rho, *where, level=one.level, action=one.action, low_ratio=one.low_ratio, high_ratio=one.high_ratio
-            )
-        if one.kind == "veto":
-            return oracle_losses.veto(log_rho, *where, low_ratio=one.low_ratio, high_ratio=one.high_ratio)
-        if one.kind == "opsm":
-            return oracle_losses.opsm(log_rho, advantages, *where, max_nats=one.max_nats)
-        if one.kind == "divergence":
-            return oracle_losses.divergence(
-                log_rho, *where, estimator=one.estimator, level=one.level, max_nats=one.max_nats
-            )
-        drift = [p - b for p, b in zip(self.proximal, self.behaviour, strict=True)]
-        return oracle_losses.m2po(drift, self.mask, max_mean_square=one.max_mean_square)
+        if one.kind == "m2po":
+            log_rho = [p - b for p, b in zip(self.proximal, self.behaviour, strict=True)]
+        parameters = {name: getattr(one, name) for name in PARAMETERS[one.kind]}
+        return oracle_losses.correct(one.kind, log_rho, advantages, self.mask, self.sequences, **parameters)
 
     def _penalties(self, logp: Tensor, weights: Tensor):
         """(root, value) of what is added to the surrogate."""

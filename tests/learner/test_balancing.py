@@ -18,7 +18,7 @@ from tests.learner.helpers import (
     weights,
     with_true_logprobs,
 )
-from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3_moe
 
 COEF, RATE, EXPERTS = 0.5, 0.01, 8
 GROUPS = [group for group in random_groups(8, 4) if len({r.score.value for r in group.rollouts}) > 1]
@@ -84,7 +84,6 @@ def test_a_bias_moves_towards_an_equal_load_and_is_published(tmp_path):
     [
         (make_tiny_deepseek_v3, {"router_aux_coef": 0.1}, "algorithm.router_aux_coef is 0.1, but .* no router_aux_loss_coef"),
         (make_tiny_qwen3_moe, {"router_bias_rate": 0.1}, "algorithm.router_bias_rate is 0.1, but .* e_score_correction_bias"),
-        (make_tiny_qwen3, {"router_bias_rate": 0.1}, "algorithm.router_bias_rate is 0.1, but"),
     ],
 )  # fmt: skip
 def test_a_model_without_such_a_loss_or_bias_is_refused(tmp_path, make, algorithm, message):

@@ -2,16 +2,30 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from asyncgrpo.learner.packing import Shaping, pack
-from asyncgrpo.types import Group, KeptTokens, Observation, PolicyVersion, VersionSpan
+from asyncgrpo.types import Completion, Group, KeptTokens, Observation, PolicyVersion, VersionSpan
+from asyncgrpo.wire.codec import pack_group, unpack_group
 from tests.algorithms import oracle_advantages
 from tests.learner.helpers import OLDER, VERSION, changed, make_group, random_groups
-from tests.learner.test_observations import with_observations
+
+
+def with_observations(group: Group, seed: int) -> Group:
+    """The group with observations before, between and behind the tokens of its completions; some have none."""
+    rng = np.random.default_rng(seed)
+
+    def observed(completion: Completion) -> Completion:
+        places = [at for at in range(len(completion.token_ids) + 1) if rng.random() < 0.4]
+        said = tuple(Observation(at, rng.integers(0, 260, rng.integers(1, 5)).astype(np.int32)) for at in places)
+        return replace(completion, observations=said)
+
+    rollouts = (replace(one, completion=observed(one.completion)) for one in group.rollouts)
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def with_kept_tokens(group: Group) -> Group:
@@ -144,15 +158,6 @@ def test_completions_without_score_or_aborted_or_without_logprobs_are_left_out_a
     assert sorted(t for batch in step.trained for t in batch.targets.tolist()) == [1, 3]
 
 
-def test_groups_without_signal_are_counted_and_can_be_set_apart():
-    groups = [make_group(0, [1.0, 1.0], [[1], [2]]), make_group(1, [1.0, 0.0], [[3], [4]]), make_group(2, [1.0], [[5]])]
-    groups.append(make_group(3, [None, None], [[1], [2]]))
-    step = packed(groups, skip_zero_advantage=True)
-    assert step.zero_signal_groups == 3
-    assert [b.mask.sum().item() for b in step.trained] == [2] and step.not_run.mask.sum() == 3
-    assert packed(groups).not_run.mask.numel() == 0
-
-
 NOTHING = {
     "no group": [],
     "no score": [make_group(0, [None, None], [[1], [2]])],
@@ -263,6 +268,13 @@ def test_a_number_that_cannot_be_leaves_its_completion_out_and_is_counted(reward
     for odd in (0.0, 1e-3, -700.0):  # by rounding or by chance
         step = packed([changed(make_group(0, [1.0, 0.0], [[1], [2]]), 1, logprobs=np.float32([odd]))])
         assert (step.num_completions, step.rollouts.num_malformed) == (2, 0)
+
+
+def test_what_was_said_and_what_was_kept_travel_with_a_group():
+    sent = [pack_group(group) for group in GROUPS]
+    assert read(packed([unpack_group(*one) for one in sent])) == read(packed())
+    said = [sum(len(o.token_ids) for r in group.rollouts for o in r.completion.observations) for group in GROUPS]
+    assert [message.num_observed for message, _ in sent] == said and sum(said) > 0
 
 
 def test_a_batch_is_moved_whole():

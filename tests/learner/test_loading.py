@@ -15,18 +15,11 @@ from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.loading import ShardReader, without_memory
 from asyncgrpo.learner.model import TokenScorer, build_model
 from asyncgrpo.learner.parallel import Ranks
-from tests.learner.helpers import VERSION, config, learner, random_groups
+from tests.learner.helpers import FAMILIES, VERSION, config, learner, random_groups
 from tests.learner.ranks import run_on_ranks
 from tests.learner.test_lora import saved_as
-from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3
 
-MAKERS = {
-    "qwen3": make_tiny_qwen3,
-    "tied": lambda path: make_tiny_qwen3(path, tie=True),
-    "llama": make_tiny_llama,
-    "qwen3_moe": make_tiny_qwen3_moe,
-    "deepseek_v3": make_tiny_deepseek_v3,
-}
 KINDS = {
     "full": {},
     "critic": {"algorithm": {"advantage": "gae"}},
@@ -73,7 +66,7 @@ def check_same(path: Path, kind: str, world: int, patch: pytest.MonkeyPatch) -> 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models")
-    for name, make in MAKERS.items():
+    for name, make in FAMILIES.items():
         make(folder / name)
     saved_as(make_tiny_qwen3(folder / "bfloat16"), torch.bfloat16)
     learner(folder / "qwen3")  # makes the process group
@@ -81,7 +74,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_one_rank_holds_what_transformers_loads(folder, name, kind, monkeypatch):
     if kind == "lora":
         pytest.importorskip("peft")

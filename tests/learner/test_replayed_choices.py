@@ -71,7 +71,7 @@ def noisy_choices(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def as_sampled(path, groups, *, observe: bool = False):
-    """The same groups with routes, and log-probs, of an engine with noisy routers."""
+    """The same groups with routes, and log-probs, of an engine with noisy routers and the learner's weights."""
     model = load(path)
     routers, made = Routers(model), []
     for group in groups:
@@ -87,7 +87,8 @@ def as_sampled(path, groups, *, observe: bool = False):
             logprobs = model(tokens).logits[0].log_softmax(-1)
             places = len(group.prompt.token_ids) + completion.sampled_at
             chosen = logprobs[places - 1].gather(1, tokens[0, places, None])[:, 0]
-            completion = replace(completion, logprobs=chosen.numpy(), routes=routes[:-1].numpy())
+            spans = (VersionSpan(VERSION, 0, len(completion.token_ids)),)
+            completion = replace(completion, logprobs=chosen.numpy(), routes=routes[:-1].numpy(), spans=spans)
             rollouts.append(replace(rollout, completion=completion))
         made.append(replace(group, rollouts=tuple(rollouts)))
     return made
@@ -105,8 +106,7 @@ def with_routes(groups, change):
 @pytest.mark.parametrize("observe", [False, True])
 def test_replayed_experts_close_the_gap_and_any_other_experts_open_it(tmp_path, kind, observe):
     path = MIXTURES[kind](tmp_path / kind)
-    groups = [changed_version(group) for group in random_groups(6, 4, answer=(3, 30))]
-    groups = as_sampled(path, groups, observe=observe)
+    groups = as_sampled(path, random_groups(6, 4, answer=(3, 30)), observe=observe)
 
     def gap(change=lambda routes: routes, **settings) -> float:
         return learner(path, learner={"lr": 1e-3} | settings).step(with_routes(groups, change), VERSION).logprob_gap_max
@@ -125,7 +125,7 @@ def test_replayed_experts_close_the_gap_and_any_other_experts_open_it(tmp_path, 
 def test_the_gap_without_replay_is_measured_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr("asyncgrpo.learner.learner.LIVE_GAP_EVERY", VERSION.number)
     path = MIXTURES["qwen3_moe"](tmp_path / "model")
-    groups = as_sampled(path, [changed_version(group) for group in random_groups(6, 4, answer=(3, 30))])
+    groups = as_sampled(path, random_groups(6, 4, answer=(3, 30)))
 
     def step(version=VERSION, **model):
         return learner(path, model=model).step(groups, version)
@@ -136,19 +136,10 @@ def test_the_gap_without_replay_is_measured_beside_it(tmp_path, monkeypatch):
     assert not any("live_gap_max" in one.diagnostics for one in (step(), step(later, routing_replay="rollout")))
 
 
-def changed_version(group):
-    return make_group(
-        group.prompt_index,
-        [r.score.value for r in group.rollouts],
-        [r.completion.token_ids for r in group.rollouts],
-        prompt=group.prompt.token_ids,
-    )
-
-
 def test_replayed_experts_have_the_gradients_of_their_choice(tmp_path):
     """With the live choice replayed a step is bitwise the same; recomputation takes the same experts."""
     path = MIXTURES["qwen3_moe"](tmp_path / "model")
-    groups = as_sampled(path, [changed_version(group) for group in random_groups(4, 4)])
+    groups = as_sampled(path, random_groups(4, 4))
     plain = step_and_gradient(learner(path), with_routes(groups, lambda routes: None))[1]
     live = step_and_gradient(learner(path), with_routes(groups, lambda routes: np.full_like(routes, -1)))[1]
     replayed = step_and_gradient(learner(path), groups)[1]

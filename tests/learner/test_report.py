@@ -1,23 +1,19 @@
 """What a step's event says of each data_source, and the parts of its rewards."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from asyncgrpo.learner.report import by_source, parts_of
-from asyncgrpo.types import Completion, Group, Prompt, Rollout, Score
+from asyncgrpo.types import Completion, Group, Rollout, Score
+from tests.learner.helpers import changed, make_group
 
 
-def group(
-    source: str, *rewards: float | None, tokens: int = 4, finish: str = "stop", greedy: float | None = None
-) -> Group:
-    def rollout(index: int, reward: float | None) -> Rollout:
-        ids = np.zeros(tokens, np.int32)
-        score = Score(failure="timeout") if reward is None else Score(value=reward)
-        return Rollout(Completion(index, ids, np.zeros(tokens, np.float32), (), finish), score)
-
-    rollouts = [rollout(index, reward) for index, reward in enumerate(rewards)]
-    rollouts += [rollout(len(rewards), greedy)] if greedy is not None else []
-    prompt = Prompt(prompt_id="train/0", token_ids=(1,), source=source)
-    return Group("g", "g.0", 0, 0, "train", prompt, tuple(rollouts))
+def group(source: str, *rewards: float | None, tokens: int = 4, finish: str = "stop") -> Group:
+    made = make_group(0, rewards, [[0] * tokens] * len(rewards))
+    for index in range(len(rewards)):
+        made = changed(made, index, finish_reason=finish)
+    return replace(made, prompt=replace(made.prompt, source=source))
 
 
 def test_each_source_has_its_own_numbers():
@@ -40,7 +36,7 @@ def test_what_is_right_is_a_setting():
 
 
 def test_failures_and_the_greedy_completion_do_not_count():
-    found = by_source([group("a", None, 1.0, greedy=0.0), group("", None, None)], 2, 1.0)
+    found = by_source([group("a", None, 1.0, 0.0), group("", None, None)], 2, 1.0)
     assert found["a"]["reward_mean"] == 1.0 and found["a"]["completion_length_mean"] == 4.0
     assert (found["(none)"]["reward_mean"], found["(none)"]["success_share"]) == (None, None)
 

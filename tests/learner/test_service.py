@@ -22,7 +22,14 @@ STEPS = 3
 """Trained before something happens. The checkpoint before that is of step 2."""
 
 
-class Inbox:
+class Quiet:
+    """Takes every other call, and does nothing."""
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *arguments, **named: None
+
+
+class Inbox(Quiet):
     """A buffer that knows by whom it was asked for what. `end` is what becomes of the batch after the last step."""
 
     def __init__(self, end: AsyncGRPOError | str = "exhausted") -> None:
@@ -53,11 +60,8 @@ class Inbox:
             failing=self.is_failing,
         )
 
-    def __getattr__(self, name: str) -> Callable:
-        return lambda *arguments, **named: None
 
-
-class Publisher:
+class Publisher(Quiet):
     """Reaches someone for every version but those in `fails`, which the learner hears of when it asks."""
 
     is_idle = True
@@ -80,9 +84,6 @@ class Publisher:
         if self.offered and (error := self.fails.get(self.offered[-1])) is not None:
             raise error
         return []
-
-    def __getattr__(self, name: str) -> Callable:
-        return lambda *arguments, **named: None
 
 
 class Learner:
@@ -115,7 +116,7 @@ class Learner:
         Path(folder).mkdir(parents=True)
 
 
-class Recorder:
+class Recorder(Quiet):
     """Remembers how the run ended."""
 
     def __init__(self) -> None:
@@ -127,9 +128,6 @@ class Recorder:
 
     def end(self, status: str, step: int) -> None:
         self.ends.append(status)
-
-    def __getattr__(self, name: str) -> Callable:
-        return lambda *arguments, **named: None
 
 
 def service(folder: Path, inbox: Inbox, publisher: Publisher | None = None, learner: Learner | None = None):
@@ -206,7 +204,7 @@ class Asking(Inbox):
 
     def __init__(self, asked: Steer) -> None:
         super().__init__()
-        self.asked, self.evaluations = asked, 0
+        self.asked = asked
         self.learner: LearnerService | None = None
 
     def take(self, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
@@ -215,9 +213,6 @@ class Asking(Inbox):
             for _ in range(2):
                 self.while_waiting("the end of the pause", 1.0)
         return super().take(version, shares_within)
-
-    def request_eval(self, step: int) -> None:
-        self.evaluations += 1
 
 
 def test_a_learner_that_waits_does_what_a_person_asks_for_once(tmp_path: Path):

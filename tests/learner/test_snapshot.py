@@ -16,11 +16,11 @@ from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Arenas, IsWritten, Layout
-from tests.learner.helpers import config, random_groups
+from tests.learner.helpers import FAMILIES, config, random_groups
 from tests.learner.ranks import run_on_ranks
-from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
-from tests.weights.changing import Engine
-from tests.weights.publishing import HOST, Plane, wait_until
+from tests.models import make_tiny_qwen3
+from tests.weights.changing import Fleet
+from tests.weights.publishing import HOST, wait_until
 
 GROUPS = random_groups(4, 4)
 LORA = {"lora": {"rank": 4}}
@@ -28,15 +28,9 @@ CASES = {
     "qwen3": ("qwen3", {}),
     "tied": ("tied", {}),
     "small steps": ("qwen3", {"dtype": "bfloat16"}),
-    "experts": ("moe", {}),
-    "latent attention, and buffers": ("deepseek", {"dtype": "bfloat16"}),
+    "experts": ("qwen3_moe", {}),
+    "latent attention, and buffers": ("deepseek_v3", {"dtype": "bfloat16"}),
     "adapters": ("qwen3", LORA),
-}
-MAKE = {
-    "qwen3": make_tiny_qwen3,
-    "tied": lambda path: make_tiny_qwen3(path, tie=True),
-    "moe": make_tiny_qwen3_moe,
-    "deepseek": make_tiny_deepseek_v3,
 }
 
 
@@ -80,19 +74,15 @@ def machines_publish(rank: int, world: int, folder: str) -> None:
 
 
 def publish(learner: Learner, case: str, gathered: list[str]) -> None:
-    layout, engines, about = Layout(learner.layout()), list[Engine](), ["", ""]
+    layout, engines, about = Layout(learner.layout()), [], ["", ""]
     if learner.rank == 0:
-        plane = Plane(WeightsConfig(bucket_mb=1), maps=True)
-        plane.publisher.start(learner.layout(), others=learner.snapshot.streams)
+        plane = Fleet(WeightsConfig(bucket_mb=1), maps=True, layout=layout, others=learner.snapshot.streams)
         about = [plane.publisher.endpoint, plane.publisher.file]
     dist.broadcast_object_list(about)
     endpoint, file = about
     learner.snapshot.connect(endpoint, HOST, None)
     if learner.rank == 0:
-        engines = [Engine(layout), Engine(layout)]
-        for number, engine in enumerate(engines):
-            plane.join(f"generator-{number}", apply=engine.apply)
-        plane.publisher.wait_for(2, 30.0, lambda what, seconds: None)
+        engines = [plane.add(f"generator-{number}") for number in range(2)]
 
     def fill(layout: Layout, flat: Tensor) -> IsWritten | None:
         dist.broadcast_object_list([int(flat.storage_offset())])
@@ -125,7 +115,7 @@ def publish(learner: Learner, case: str, gathered: list[str]) -> None:
 
 
 def test_each_rank_writes_and_each_machine_sends_its_own_rows(tmp_path):
-    for name, make in MAKE.items():
-        make(tmp_path / name)
+    for name in {model for model, _ in CASES.values()}:
+        FAMILIES[name](tmp_path / name)
     run_on_ranks(machines_publish, str(tmp_path), 1, 3)
     assert all((tmp_path / f"done-{world}").exists() for world in (1, 3))

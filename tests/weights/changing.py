@@ -1,15 +1,17 @@
-"""Weights of every kind of dtype that change bit by bit, and engines that hold what they were given."""
+"""Weights of every kind of dtype that change bit by bit, engines that hold what they were given, and who publishes to them."""
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.arena import Layout, Stream
 from asyncgrpo.weights.digest import add_digests, digest
+from tests.weights.publishing import Plane, wait_until
 
 LAYOUT = Layout(
     [
@@ -38,6 +40,14 @@ def change(flat: Tensor, share: float, random: np.random.Generator, place: Calla
             view.view(-1)[at : at + 5] = SPECIAL.roll(at)
 
 
+def drawn(seed: int, layout: Layout = LAYOUT) -> Tensor:
+    """[layout.num_bytes] uint8: tensors of random bits."""
+    flat, generator = torch.zeros(layout.num_bytes, dtype=torch.uint8), torch.Generator().manual_seed(seed)
+    for _, view in layout.views(flat):
+        view.view(torch.uint8).random_(generator=generator)
+    return flat
+
+
 def as_bytes(tensors: Iterable[tuple[str, Tensor]], layout: Layout = LAYOUT) -> Tensor:
     """[layout.num_bytes] uint8: what an engine was given, as it lies in a publication."""
     flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
@@ -64,3 +74,42 @@ class Engine:
         self.may_go_on.wait(30.0)
         flat = self.held[version] = as_bytes(tensors, self.layout)
         return add_digests([digest(flat)])
+
+
+class Fleet(Plane):
+    """A publisher, receivers whose engines hold what they were given, and the bytes of every version that was published."""
+
+    def __init__(
+        self, config: WeightsConfig, *, maps: bool, layout: Layout = LAYOUT, others: Sequence[Stream] = ()
+    ) -> None:
+        super().__init__(config, maps=maps)
+        self.layout = layout
+        self.publisher.start(list(layout.tensors), others=others)
+        self.truth: dict[PolicyVersion, Tensor] = {}
+
+    def add(self, name: str, engine: Engine | None = None, incarnation: str = "0") -> Engine:
+        """Start a generator, and wait until it is in touch."""
+        engine = engine or Engine(self.layout)
+        self.join(name, incarnation=incarnation, apply=lambda *given: engine.apply(*given))
+        wait_until(lambda: name in self.publisher._members, f"{name} in touch")
+        return engine
+
+    def try_to_put(self, number: int, flat: Tensor) -> bool:
+        """Offer a version. Returns False if there is no arena that nobody reads."""
+        version = PolicyVersion(1, number)
+        self.truth[version] = flat
+
+        def fill(layout: Layout, arena: Tensor) -> None:
+            arena.copy_(flat)
+
+        return self.publisher.offer(version, fill)
+
+    def put(self, number: int, flat: Tensor) -> None:
+        wait_until(lambda: self.try_to_put(number, flat), "an arena")
+
+    def check(self, *engines: Engine) -> None:
+        """Every version that an engine was ever given is the one that was published under this number."""
+        for engine in engines:
+            assert engine.held
+            for version, flat in engine.held.items():
+                assert torch.equal(flat, self.truth[version]), version

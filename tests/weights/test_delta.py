@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncgrpo.errors import WeightsError
-from asyncgrpo.types import PolicyVersion
+from asyncgrpo.types import PolicyVersion, TensorInfo
+from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.delta import (
     AT_ONCE,
     BLOCK,
@@ -17,48 +18,25 @@ from asyncgrpo.weights.delta import (
     Delta,
     Packed,
     Piece,
-    Span,
     State,
     follow,
     from_bytes,
     to_bytes,
 )
+from tests.weights.changing import LAYOUT, change, drawn
 
-ALIGNMENT = 16
 SMALL = [(5, torch.bfloat16), (700, torch.float32), (33, torch.float8_e4m3fn), (64, torch.bfloat16), (9, torch.int64)]
 """Elements and dtype of some tensors."""
-SPECIAL = {
-    torch.bfloat16: torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf], dtype=torch.bfloat16),
-    torch.float32: torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf]),
-}
 
 
-def spans_of(tensors: Sequence[tuple[int, torch.dtype]]) -> list[Span]:
-    """Where tensors lie in an arena."""
-    spans, start = [], 0
-    for elements, dtype in tensors:
-        spans.append(Span(start, elements * dtype.itemsize, dtype.itemsize))
-        start += -(-spans[-1].num_bytes // ALIGNMENT) * ALIGNMENT
-    return spans
+def layout_of(tensors: Sequence[tuple[int, torch.dtype]]) -> Layout:
+    names = (str(dtype).removeprefix("torch.") for _, dtype in tensors)
+    return Layout([TensorInfo(name="", shape=(n,), dtype=dtype) for (n, _), dtype in zip(tensors, names, strict=True)])
 
 
-def size_of(spans: Sequence[Span]) -> int:
-    return -(-(spans[-1].start + spans[-1].num_bytes) // ALIGNMENT) * ALIGNMENT
-
-
-def drawn(spans: Sequence[Span], seed: int) -> torch.Tensor:
-    """An arena of random bits, which hold every kind of NaN; zeros between the tensors."""
-    arena = torch.zeros(size_of(spans), dtype=torch.uint8)
-    random = np.random.default_rng(seed)
-    for span in spans:
-        bits = torch.from_numpy(random.integers(0, 256, span.num_bytes, dtype=np.uint8))
-        arena[span.start : span.start + span.num_bytes] = bits
-    return arena
-
-
-def changed(arena: torch.Tensor, span: Span, positions: Sequence[int] | np.ndarray) -> torch.Tensor:
-    """A copy in which the last bit of these elements is another."""
-    copy = arena.clone()
+def changed(arena: torch.Tensor, layout: Layout, number: int, positions: Sequence[int] | np.ndarray) -> torch.Tensor:
+    """A copy in which the last bit of these elements of one tensor is another."""
+    copy, span = arena.clone(), layout.spans[number]
     elements = copy[span.start : span.start + span.num_bytes].view(-1, span.itemsize)
     elements[torch.as_tensor(np.asarray(positions, np.int64)), 0] ^= 1
     return copy
@@ -68,15 +46,15 @@ def state(number: int) -> State:
     return State(PolicyVersion(1, number), f"{number:016x}")
 
 
-def pieces_of(new: torch.Tensor, base: torch.Tensor, spans: Sequence[Span]) -> tuple[Piece, ...]:
-    pieces = follow(mirror := base.clone(), new, spans, 2**40)
+def pieces_of(new: torch.Tensor, base: torch.Tensor, layout: Layout) -> tuple[Piece, ...]:
+    pieces = follow(mirror := base.clone(), new, layout.spans, 2**40)
     assert pieces is not None and torch.equal(mirror, new), "the mirror follows"
     return pieces
 
 
-def sent(new: torch.Tensor, base: torch.Tensor, spans: Sequence[Span], number: int = 1) -> bytes:
+def sent(new: torch.Tensor, base: torch.Tensor, layout: Layout, number: int = 1) -> bytes:
     """The payload from publication `number` - 1 to `number`."""
-    return to_bytes(Delta(state(number - 1), state(number), pieces_of(new, base, spans)))
+    return to_bytes(Delta(state(number - 1), state(number), pieces_of(new, base, layout)))
 
 
 def assert_makes(payload: bytes | memoryview, base: torch.Tensor, new: torch.Tensor) -> None:
@@ -95,18 +73,12 @@ def assert_makes(payload: bytes | memoryview, base: torch.Tensor, new: torch.Ten
 @settings(max_examples=60, deadline=None)
 def test_any_sequence_of_updates(seed, shares):
     """Two generators follow: one takes every delta, one comes back after all of them."""
-    spans, random = spans_of(SMALL), np.random.default_rng(seed)
-    newest = drawn(spans, seed)
+    random, newest = np.random.default_rng(seed), drawn(seed)
     follows, rejoins, chain = newest.clone(), newest.clone(), Chain(state(0), max_deltas=8, max_bytes=2**30)
     for number, share in enumerate(shares, 1):
-        base, other = newest, drawn(spans, seed + number)
-        taken = torch.from_numpy(random.random(len(newest) // 8) < share).repeat_interleave(8)
-        newest = torch.where(taken, other, base)
-        for at, dtype in ((1, torch.float32), (3, torch.bfloat16)):
-            tensor = newest[spans[at].start : spans[at].start + spans[at].num_bytes].view(dtype)
-            place = int(random.integers(0, len(tensor) - 5))
-            tensor[place : place + 5] = SPECIAL[dtype].roll(number)
-        payload = sent(newest, base, spans, number)
+        base, newest = newest, newest.clone()
+        change(newest, share, random, lambda below: int(random.integers(0, below)))
+        payload = sent(newest, base, LAYOUT, number)
         from_bytes(payload).apply(follows)
         chain.add(Packed(state(number - 1), state(number), payload))
     for delta in chain.since([state(0)]) or []:
@@ -118,10 +90,10 @@ def test_any_sequence_of_updates(seed, shares):
 @pytest.mark.parametrize("share", [0.0, 1e-4, 0.1, 0.5, 1.0])
 def test_every_share_of_changes(dtype, share):
     elements = BLOCK + 4321
-    spans = spans_of([(elements, dtype)])
-    base = drawn(spans, 0)
-    new = changed(base, spans[0], np.flatnonzero(np.random.default_rng(1).random(elements) < share))
-    payload = sent(new, base, spans)
+    layout = layout_of([(elements, dtype)])
+    base = drawn(0, layout)
+    new = changed(base, layout, 0, np.flatnonzero(np.random.default_rng(1).random(elements) < share))
+    payload = sent(new, base, layout)
     assert_makes(payload, base, new)
     assert len(payload) <= len(new) + 256, "never much more than the whole"
     assert share > 0 or not from_bytes(payload).pieces
@@ -132,42 +104,44 @@ def test_every_share_of_changes(dtype, share):
     [[0, BLOCK - 1], [BLOCK], [AT_ONCE - 1, AT_ONCE], [5, 2 * AT_ONCE + BLOCK, 2 * AT_ONCE + BLOCK + 10]],
 )
 def test_positions_far_apart(positions):
-    spans = spans_of([(2 * AT_ONCE + BLOCK + 11, torch.bfloat16), (7, torch.float32)])
-    base = drawn(spans, 0)
-    new = changed(base, spans[0], positions)
-    assert sum(len(piece.values) for piece in pieces_of(new, base, spans)) == 2 * len(positions)
-    assert_makes(sent(new, base, spans), base, new)
+    layout = layout_of([(2 * AT_ONCE + BLOCK + 11, torch.bfloat16), (7, torch.float32)])
+    base = drawn(0, layout)
+    new = changed(base, layout, 0, positions)
+    assert sum(len(piece.values) for piece in pieces_of(new, base, layout)) == 2 * len(positions)
+    assert_makes(sent(new, base, layout), base, new)
 
 
 def test_one_in_a_hundred_takes_45_times_fewer_bytes():
-    spans = spans_of([(elements, torch.bfloat16) for elements in (3_000_000, 64, 400_000, 64, 400_000, 64)])
-    base = drawn(spans, 0)
+    layout = layout_of([(elements, torch.bfloat16) for elements in (3_000_000, 64, 400_000, 64, 400_000, 64)])
+    base = drawn(0, layout)
     random, new = np.random.default_rng(1), base
-    for span in spans:
-        new = changed(new, span, np.flatnonzero(random.random(span.num_bytes // 2) < 0.01))
-    assert len(new) / len(sent(new, base, spans)) >= 45
+    for number, span in enumerate(layout.spans):
+        new = changed(new, layout, number, np.flatnonzero(random.random(span.num_bytes // 2) < 0.01))
+    assert len(new) / len(sent(new, base, layout)) >= 45
 
 
 def test_a_delta_that_is_too_large_is_given_up():
-    spans, base, new = pair()
-    size = sum(piece.num_bytes for piece in pieces_of(new, base, spans))
-    assert follow(base.clone(), new, spans, size) is not None
-    assert follow(base.clone(), new, spans, size - 1) is None
+    layout, base, new = pair()
+    size = sum(piece.num_bytes for piece in pieces_of(new, base, layout))
+    assert follow(base.clone(), new, layout.spans, size) is not None
+    assert follow(base.clone(), new, layout.spans, size - 1) is None
 
 
 # -- what a delta is applied to ----------------------------------------------------------------------------------------
 
 
-def pair() -> tuple[list[Span], torch.Tensor, torch.Tensor]:
+def pair() -> tuple[Layout, torch.Tensor, torch.Tensor]:
     """A base and what came after it, with sparse and dense pieces."""
-    spans = spans_of(SMALL)
-    base = drawn(spans, 0)
-    return spans, base, changed(changed(changed(base, spans[0], range(5)), spans[1], [3, 600]), spans[4], [8])
+    layout = layout_of(SMALL)
+    base = new = drawn(0, layout)
+    for number, positions in ((0, range(5)), (1, [3, 600]), (4, [8])):
+        new = changed(new, layout, number, positions)
+    return layout, base, new
 
 
 def test_a_delta_can_be_applied_again():
-    spans, base, new = pair()
-    delta = from_bytes(sent(new, base, spans))
+    layout, base, new = pair()
+    delta = from_bytes(sent(new, base, layout))
     target = base.clone()
     delta.pieces[0].write(target.numpy())
     for _ in range(2):
@@ -199,8 +173,8 @@ def test_a_chain_leads_from_any_of_its_states_to_the_newest_and_forgets_its_olde
 
 def test_whatever_is_no_delta_is_refused_and_nothing_is_written_outside():
     """10,000 payloads with bytes flipped, overwritten, cut out, added or exchanged."""
-    spans, base, new = pair()
-    payload, random = np.frombuffer(sent(new, base, spans), np.uint8), np.random.default_rng(0)
+    layout, base, new = pair()
+    payload, random = np.frombuffer(sent(new, base, layout), np.uint8), np.random.default_rng(0)
     refused, guard = 0, 4096
     memory = torch.zeros(len(base) + 2 * guard, dtype=torch.uint8)
     for _ in range(10_000):

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from asyncgrpo.weights.files import disk_pieces, disk_tensors, saved_tensors
-from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
+from tests.learner.helpers import FAMILIES
+from tests.models import make_tiny_qwen3, make_tiny_qwen3_moe
 
 
 def make_tiny_mixtral(path: Path) -> Path:
@@ -22,14 +23,7 @@ def make_tiny_mixtral(path: Path) -> Path:
     return path
 
 
-MAKERS = {
-    "qwen3": make_tiny_qwen3,
-    "qwen3-tied": lambda path: make_tiny_qwen3(path, tie=True),
-    "llama": make_tiny_llama,
-    "qwen3-moe": make_tiny_qwen3_moe,
-    "deepseek-v3": make_tiny_deepseek_v3,
-    "mixtral": make_tiny_mixtral,
-}
+MAKERS = FAMILIES | {"mixtral": make_tiny_mixtral}
 
 
 @pytest.fixture(params=MAKERS)

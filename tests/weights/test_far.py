@@ -7,34 +7,24 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import lane as lanes
-from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.delta import State
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.lane import Deltas
-from tests.weights.changing import LAYOUT, Engine, change
-from tests.weights.publishing import Plane, wait_until
+from tests.weights.changing import LAYOUT, Fleet, change
+from tests.weights.publishing import wait_until
 
 
-class Fleet(Plane):
-    """A publisher, receivers that are not on its machine, and the bytes of every version that was published."""
+class Far(Fleet):
+    """Receivers that are not on the learner's machine, and weights that change."""
 
     def __init__(self, config: WeightsConfig) -> None:
         super().__init__(config, maps=False)
-        self.publisher.start(list(LAYOUT.tensors))
-        self.truth: dict[PolicyVersion, Tensor] = {}
         self.flat = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
         self.random = np.random.default_rng(0)
-
-    def add(self, name: str, engine: Engine | None = None, incarnation: str = "0") -> Engine:
-        engine = engine or Engine()
-        self.join(name, incarnation=incarnation, apply=engine.apply)
-        wait_until(lambda: name in self.publisher._members, f"{name} in touch")
-        return engine
 
     def change(self, share: float) -> None:
         """Give so many of the elements other bits, some of them those of NaN, infinities and -0.0."""
@@ -43,13 +33,7 @@ class Fleet(Plane):
 
     def offer(self, number: int, share: float) -> None:
         self.change(share)
-        version, flat = PolicyVersion(1, number), self.flat
-        self.truth[version] = flat
-
-        def fill(layout: Layout, arena: Tensor) -> None:
-            arena.copy_(flat)
-
-        wait_until(lambda: self.publisher.offer(version, fill), "an arena")
+        self.put(number, self.flat)
 
     def publish(self, number: int, share: float) -> int:
         """Offer a version, and wait until everyone in touch has it. Returns the bytes that were sent."""
@@ -59,20 +43,13 @@ class Fleet(Plane):
         wait_until(lambda: reports.extend(self.publisher.reports()) or reports, f"a report of {number}")
         return sum(report.sent_bytes for report in reports if report.version.number == number)
 
-    def check(self, *engines: Engine) -> None:
-        """Every version that an engine was ever given is the one that was published under this number."""
-        for engine in engines:
-            assert engine.held
-            for version, flat in engine.held.items():
-                assert torch.equal(flat, self.truth[version]), version
-
 
 @pytest.fixture
-def fleet(monkeypatch) -> Iterator[Fleet]:
+def fleet(request, monkeypatch) -> Iterator[Far]:
     """Comparing counts as faster than a broadcast: on loopback it may not be."""
     poll = Deltas.poll
     monkeypatch.setattr(Deltas, "poll", lambda deltas, broadcast_s: poll(deltas, math.inf))
-    made = Fleet(WeightsConfig(bucket_mb=1, timeout_s=10.0))
+    made = Far(WeightsConfig(bucket_mb=1, timeout_s=10.0, **getattr(request, "param", {})))
     yield made
     made.close()
 
@@ -201,15 +178,12 @@ def test_the_learner_may_write_both_arenas_while_a_version_is_compared(fleet, mo
     fleet.check(engine)
 
 
-def test_whoever_wants_no_deltas_gets_none():
-    fleet = Fleet(WeightsConfig(bucket_mb=1, timeout_s=10.0, deltas=False))
-    try:
-        engine = fleet.add("generator-0")
-        assert [fleet.publish(number, 0.01) for number in range(3)] == [WHOLE] * 3
-        assert fleet.publisher._deltas._mirror is None
-        fleet.check(engine)
-    finally:
-        fleet.close()
+@pytest.mark.parametrize("fleet", [{"deltas": False}], indirect=True)
+def test_whoever_wants_no_deltas_gets_none(fleet):
+    engine = fleet.add("generator-0")
+    assert [fleet.publish(number, 0.01) for number in range(3)] == [WHOLE] * 3
+    assert fleet.publisher._deltas._mirror is None
+    fleet.check(engine)
 
 
 def test_comparisons_that_take_longer_than_a_broadcast_or_find_too_much_end_the_chain():

@@ -16,38 +16,26 @@ from asyncgrpo.weights.digest import BLOCK
 from asyncgrpo.weights.lane import Sender
 from asyncgrpo.weights.receiver import _streams
 from asyncgrpo.wire.weights import WeightsLayout
-from tests.weights.changing import LAYOUT, Engine
-from tests.weights.publishing import Plane, wait_until
+from tests.weights.changing import LAYOUT, Engine, Fleet, drawn
+from tests.weights.publishing import wait_until
 
 SIZE = LAYOUT.num_bytes
 OTHER = Stream([(3, 17), (64, SIZE // 3 + 1), (SIZE // 2, SIZE - 5)])
 """What the other machine sends, at odd places."""
 
 
-class Machines(Plane):
-    """The publisher, a sender as on another machine, and generators that hold what they were given."""
+class Machines(Fleet):
+    """The publisher, a sender as on another machine, and generators."""
 
     def __init__(self, timeout_s: float = 5.0) -> None:
-        super().__init__(WeightsConfig(bucket_mb=1, timeout_s=timeout_s), maps=True)
-        self.publisher.start(list(LAYOUT.tensors), others=[OTHER])
+        super().__init__(WeightsConfig(bucket_mb=1, timeout_s=timeout_s), maps=True, others=[OTHER])
         self.arenas = Arenas(LAYOUT)
         self.sender = Sender(1, self.arenas, OTHER, endpoint=self.publisher.endpoint, host="127.0.0.1", keys=None)
-        self.engines: dict[str, Engine] = {}
-        self.truth: dict[PolicyVersion, Tensor] = {}
-
-    def add(self, name: str) -> None:
-        engine = self.engines[name] = Engine()
-        self.join(name, apply=engine.apply)
-        wait_until(lambda: name in self.publisher._members, name)
 
     def publish(self, number: int, *, other_writes: bool = True) -> PolicyVersion:
         """Begin to publish random weights, of which each machine has its own bytes."""
         version = PolicyVersion(1, number)
-        generator = torch.Generator().manual_seed(number)
-        flat = torch.zeros(SIZE, dtype=torch.uint8)
-        for _, view in LAYOUT.views(flat):
-            view.view(torch.uint8).random_(generator=generator)
-        self.truth[version] = flat
+        flat = self.truth[version] = drawn(number)
 
         def fill(layout: object, arena: Tensor) -> None:
             arena.zero_()
@@ -63,11 +51,10 @@ class Machines(Plane):
         wait_until(lambda: self.publisher.offer(version, fill), "an arena")
         return version
 
-    def arrives(self, version: PolicyVersion, *names: str) -> None:
-        for name in names:
-            held = self.engines[name].held
-            wait_until(lambda held=held: version in held, f"{version} at {name}")
-            assert torch.equal(held[version], self.truth[version]), name
+    def arrives(self, version: PolicyVersion, *engines: Engine) -> None:
+        for engine in engines:
+            wait_until(lambda engine=engine: version in engine.held, str(version))
+        self.check(*engines)
 
     def close(self) -> None:
         self.sender.close()
@@ -83,22 +70,22 @@ def machines() -> Iterator[Machines]:
 
 
 def test_generators_come_and_go_and_get_the_bytes_of_both_machines(machines):
-    machines.add("a")
+    first = machines.add("a")
     for number in range(3):
-        machines.arrives(machines.publish(number), "a")
-    machines.add("b")
-    machines.arrives(machines.publish(3), "a", "b")
+        machines.arrives(machines.publish(number), first)
+    second = machines.add("b")
+    machines.arrives(machines.publish(3), first, second)
     machines.receivers[0].stop()
     machines.publisher.give_up("a", "0")
-    machines.arrives(machines.publish(4), "b")
+    machines.arrives(machines.publish(4), second)
     wait_until(lambda: machines.publisher.is_idle, "rest")
     reports = machines.publisher.reports()
     assert all(report.attempts == 1 and len(set(report.checksums.values())) == 1 for report in reports)
 
 
 def test_bytes_that_change_on_the_way_from_another_machine_are_sent_again(machines, monkeypatch):
-    machines.add("a")
-    machines.arrives(machines.publish(0), "a")
+    engine = machines.add("a")
+    machines.arrives(machines.publish(0), engine)
     wait_until(lambda: machines.publisher.is_idle, "rest")
     machines.publisher.reports()
     receive, flips = lane.receive, [1]
@@ -110,7 +97,7 @@ def test_bytes_that_change_on_the_way_from_another_machine_are_sent_again(machin
             yield run
 
     monkeypatch.setattr("asyncgrpo.weights.receiver.receive", altered)
-    machines.arrives(machines.publish(1), "a")
+    machines.arrives(machines.publish(1), engine)
     wait_until(lambda: machines.publisher.is_idle, "rest")
     (report,) = machines.publisher.reports()
     assert report.attempts == 2 and not flips
