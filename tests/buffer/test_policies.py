@@ -7,7 +7,7 @@ import pytest
 
 from asyncgrpo.buffer.admission import AutoLag, JustInTime
 from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.journal.history import BoundChanged, Dropped
+from asyncgrpo.journal.history import Dropped
 from asyncgrpo.types import Lease, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver
 from tests.buffer.test_buffer import Recording, deliver, lease_all, make_buffer, v
@@ -191,24 +191,6 @@ def test_one_outlier_and_steps_of_groups_of_an_earlier_bound_say_nothing():
 
 
 # -- in the buffer -----------------------------------------------------------------------------------------------------
-
-
-def test_a_group_keeps_the_bound_of_its_lease_and_a_smaller_one_lets_none_begin_before_there_is_room():
-    buffer = make_buffer(count=40, per_step=1, max_lag="auto")
-    buffer.trained(v(0))
-    leases = lease_all(buffer)
-    assert len(leases) == 5 and buffer.max_lag == 4
-    records: list = []
-    buffer.journal.append = lambda record, body=(): records.append(record)
-    buffer.step_ended(v(0), {0: WELL, 4: LOW}, 0.0)
-    assert buffer.max_lag == 1 and records == [BoundChanged(version=v(0), max_lag=1)]
-    for version, lease in enumerate(leases):
-        assert version == 4 or buffer.lease("g", 0.0) is None, "more hold a slot than there are: two"
-        assert buffer.accept(deliver(lease, 0), b"") is None
-        (entry,) = buffer.take(v(version))
-        assert entry.deadline == 4
-        buffer.trained(v(version + 1))
-    assert [buffer._entries[lease.group_id].deadline for lease in lease_all(buffer)] == [6, 6]
 
 
 def test_whether_the_bound_made_the_learner_wait():

@@ -199,15 +199,6 @@ def test_the_time_in_which_a_completion_waits_for_its_environment_is_of_scoring(
     assert activities.seconds() == GeneratorSeconds(generate=2.0, reward=5.0, sampling=2.0, scoring=5.0)
 
 
-def test_a_lease_that_comes_again_before_its_group_is_acknowledged_is_not_worked_for_again():
-    with Rig() as rig:
-        for _ in range(2):
-            rig.hear(Grant(lease=LEASE))
-            rig.until(rig.loop.time() + 6.0)
-        assert len(rig.of(Deliver)) == 1
-        rig.hear(ACK)
-
-
 def test_an_engine_that_hangs_ends_its_generator():
     with Rig(injected_fault=lambda completion, length: "hang") as rig:
         rig.generator.engine.probe = asyncio.Event().wait  # type: ignore[method-assign]

@@ -1,6 +1,7 @@
 """Groups, records and journals for tests."""
 
 from pathlib import Path
+from typing import Any
 
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.journal.history import FORMAT, Delivered, History, RunStarted, delivered, read_history, repair
@@ -8,27 +9,14 @@ from asyncgrpo.journal.log import Disk, Journal
 from asyncgrpo.types import PolicyVersion, Prompt, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
 
-COMPATIBILITY_KEY = {"model": "m"}
+
+def prompts_at(frontier: int, *beyond: int) -> PromptState:
+    return PromptState(frontier=frontier, done_beyond=beyond, seed=0, shuffle=True, num_prompts=1000, fingerprint="f")
 
 
-def began(
-    lineage: int = 1,
-    parent: PolicyVersion | None = None,
-    max_lag: int = 4,
-    policy: str = "wait",
-    max_lag_is_auto: bool = False,
-) -> RunStarted:
-    prompts = PromptState(frontier=0, done_beyond=(), seed=0, shuffle=True, num_prompts=1000, fingerprint="f")
-    return RunStarted(
-        format=FORMAT,
-        lineage=lineage,
-        parent=parent,
-        compatibility_key=COMPATIBILITY_KEY,
-        max_lag=max_lag,
-        prompts=prompts,
-        policy=policy,
-        max_lag_is_auto=max_lag_is_auto,
-    )
+def began(lineage: int = 1, parent: PolicyVersion | None = None, **fields: Any) -> RunStarted:
+    same = {"format": FORMAT, "compatibility_key": {"model": "m"}, "max_lag": 4, "prompts": prompts_at(0)}
+    return RunStarted(lineage=lineage, parent=parent, **same | fields)
 
 
 def group(

@@ -8,7 +8,6 @@ import pytest
 
 from asyncgrpo.config.schema import JudgeConfig, RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import http
 from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.model import PATTERN, number_in
@@ -22,8 +21,7 @@ def chat(text: str | None) -> Reply:
 
 
 @pytest.fixture
-def judge(monkeypatch) -> Iterator[Server]:
-    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
+def judge() -> Iterator[Server]:
     with Server(lambda _: chat("Fine.\nScore: 7")) as server:
         yield server
 

@@ -8,7 +8,6 @@ from transformers import PreTrainedTokenizerFast
 
 from asyncgrpo.config.schema import RewardConfig, RewardModelConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import http
 from asyncgrpo.rewards.base import Sampled
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import Score
@@ -18,9 +17,8 @@ from tests.rewards.test_model import make_reward_model
 
 
 @pytest.fixture
-def server(monkeypatch) -> Iterator[Server]:
+def server() -> Iterator[Server]:
     """It gives each sequence its number of tokens."""
-    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
     with Server(lambda asked: (200, json.dumps([{"embedding": [len(ids)]} for ids in asked["input_ids"]]))) as server:
         yield server
 

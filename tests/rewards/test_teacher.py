@@ -14,7 +14,6 @@ from asyncgrpo.config.load import load_config
 from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.generators.rollout import Played
-from asyncgrpo.rewards import http
 from asyncgrpo.rewards.base import Sampled
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.rewards.teacher import LONG_PROMPT, TaughtReward, TaughtScore, build_teachers, check_teachers
@@ -30,11 +29,6 @@ def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     make_demo_model(path, seed=0)
     return path
-
-
-@pytest.fixture(autouse=True)
-def _short_waits(monkeypatch):
-    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
 
 
 class Constant(OneByOne):
