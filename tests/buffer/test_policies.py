@@ -46,27 +46,6 @@ def balance(buffer: Buffer) -> None:
     assert tokens["generated"] == fates + buffer.tokens_in_flight
 
 
-@pytest.mark.parametrize(("policy", "taken"), [("wait", None), ("drop", [1]), ("train", [1])])
-def test_whether_a_quick_group_may_overtake_an_old_one_at_its_deadline(policy, taken):
-    buffer, (slow, quick) = started(policy)
-    buffer.accept(spanning(quick, 0), b"")
-    if policy == "wait":
-        assert step(buffer, 0) == [quick.prompt_index], "it leaves `slow` with one step"
-        later = buffer.lease("g", 0.0)
-        buffer.accept(spanning(later, 1), b"")
-        assert step(buffer, 1) is None, "the deadline of the slow one"
-        buffer.accept(spanning(slow, 0), b"")
-        assert step(buffer, 1) == [slow.prompt_index]
-    else:
-        assert step(buffer, 0) == taken
-        buffer.trained(v(9))
-        assert [entry.lease for entry in buffer.cancelled()] == ([slow] if policy == "drop" else [])
-        if policy == "train":
-            buffer.accept(spanning(slow, 0), b"")
-            assert step(buffer, 9) == [slow.prompt_index], "of any age"
-    balance(buffer)
-
-
 def test_what_is_given_up_for_its_age_is_recorded_by_its_state_until_its_last_attempt():
     journal = Recording()
     buffer, leases = started("drop", journal=journal)

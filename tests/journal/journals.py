@@ -1,13 +1,15 @@
 """Groups, records and journals for tests."""
 
+import random
 from pathlib import Path
 from typing import Any
 
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.journal.history import FORMAT, Delivered, History, RunStarted, delivered, read_history, repair
-from asyncgrpo.journal.log import Disk, Journal
+from asyncgrpo.journal.log import Journal
 from asyncgrpo.types import PolicyVersion, Prompt, Score, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
+from tests.simulation.disk import SimulatedDisk
 
 
 def prompts_at(frontier: int, *beyond: int) -> PromptState:
@@ -42,11 +44,17 @@ def group(
 
 
 def journal(
-    folder: Path, lineage: int = 1, durability="fsync_each", parent=None, policy="wait", is_auto=False, **arguments
+    folder: Path, lineage: int = 1, durability="fsync_each", of_start: dict[str, Any] | None = None, **arguments
 ) -> Journal:
+    """The journal of a start; `of_start`: fields of the record that begins it."""
     history = read_history(folder)
     repair(history)
-    return Journal(history, began(lineage, parent, policy=policy, max_lag_is_auto=is_auto), durability, **arguments)
+    return Journal(history, began(lineage, **of_start or {}), durability, **arguments)
+
+
+def failing_disk(folder: Path, clock: "Clock") -> SimulatedDisk:
+    """A disk that a test lets be full, or fail."""
+    return SimulatedDisk(folder, random.Random(0), clock)
 
 
 def groups_in(history: History) -> dict[int, bytes]:
@@ -66,27 +74,4 @@ class Clock:
         return self.now_s
 
 
-class FailingDisk(Disk):
-    """A disk with room for so many bytes, which takes what fits of a write that does not."""
-
-    def __init__(self, room: int | None = None) -> None:
-        self.room = room
-        self.syncs = True
-
-    def write(self, descriptor, parts):
-        num_bytes = sum(map(len, parts))
-        if self.room is None or num_bytes <= self.room:
-            super().write(descriptor, parts)
-            self.room = None if self.room is None else self.room - num_bytes
-            return
-        super().write(descriptor, [b"".join(map(bytes, parts))[: self.room]])
-        self.room = 0
-        raise OSError(28, "No space left on device")
-
-    def sync(self, descriptor):
-        if not self.syncs:
-            raise OSError(5, "Input/output error")
-        super().sync(descriptor)
-
-
-__all__ = ["Clock", "FailingDisk", "began", "delivered", "group", "groups_in", "journal"]
+__all__ = ["Clock", "began", "delivered", "group", "groups_in", "journal"]

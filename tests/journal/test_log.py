@@ -1,5 +1,6 @@
 """What the journal acknowledged is there again, whatever is cut, flipped, killed or full."""
 
+import math
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ from asyncgrpo.journal.history import (
 )
 from asyncgrpo.journal.log import Disk
 from asyncgrpo.types import PolicyVersion
-from tests.journal.journals import Clock, FailingDisk, began, group, groups_in, journal
+from tests.journal.journals import Clock, began, failing_disk, group, groups_in, journal
 
 
 def records():
@@ -107,9 +108,11 @@ def test_a_record_is_durable_when_its_mode_says_so(tmp_path: Path, durability):
 
 @pytest.mark.parametrize("durability", ["written", "fsync_interval", "fsync_each"])
 def test_a_full_disk_makes_nothing_durable_is_said_every_30_s_and_recovers_by_itself(tmp_path, durability, caplog):
-    clock, disk = Clock(), FailingDisk(room=1500)
+    clock = Clock()
+    disk = failing_disk(tmp_path / "j", clock)
     log = journal(tmp_path / "j", durability=durability, clock=clock, disk=disk)
     for prompt_index in range(8):
+        disk.full_until = math.inf if prompt_index >= 3 else 0.0
         log.append(*delivered(*group(prompt_index)))
     assert log.is_blocked is not None and "No space left" in log.is_blocked and str(tmp_path) in log.is_blocked
     durable = sum(log.is_durable(position) for position in range(1, 9))
@@ -120,7 +123,7 @@ def test_a_full_disk_makes_nothing_durable_is_said_every_30_s_and_recovers_by_it
         assert log.is_blocked is not None and not log.is_durable(8)
     errors = [r for r in caplog.records if r.levelname == "ERROR"]
     assert len(errors) == 2 and all(str(tmp_path) in r.getMessage() for r in errors)
-    disk.room = None
+    disk.full_until = 0.0
     clock.now_s += 1.0
     log.tick()
     assert log.is_blocked is None
@@ -134,17 +137,18 @@ def test_a_full_disk_makes_nothing_durable_is_said_every_30_s_and_recovers_by_it
 
 
 def test_after_a_failed_sync_everything_since_the_last_good_one_is_written_again(tmp_path: Path):
-    clock, disk = Clock(), FailingDisk()
+    clock = Clock()
+    disk = failing_disk(tmp_path / "j", clock)
     log = journal(tmp_path / "j", durability="fsync_interval", clock=clock, disk=disk)
     log.append(*delivered(*group(0)))
     assert log.sync()
     log.append(*delivered(*group(1)))
-    disk.syncs = False
+    disk.fails_until = math.inf
     assert not log.sync() and not log.is_durable(2)
     (tmp_path / "j" / "00000001.journal").write_bytes(  # the kernel may have thrown the pages away: here it did
         (tmp_path / "j" / "00000001.journal").read_bytes()[:-20]
     )
-    disk.syncs = True
+    disk.fails_until = 0.0
     clock.now_s += 1.0
     log.tick()
     assert log.is_blocked is None and log.sync() and log.is_durable(2)

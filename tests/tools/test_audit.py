@@ -23,11 +23,12 @@ class FakeRun:
     def __init__(self, folder: Path, policy: str = "wait", *, is_auto: bool = False) -> None:
         self.folder = folder
         self.events = EventLog(folder / "metrics.jsonl")
-        self.journal = journal(folder / "journal", durability="written", policy=policy, is_auto=is_auto)
+        of_start = {"policy": policy, "max_lag_is_auto": is_auto}
+        self.journal = journal(folder / "journal", durability="written", of_start=of_start)
 
     def restart(self, lineage: int, parent: PolicyVersion) -> None:
         self.journal.close()
-        self.journal = journal(self.folder / "journal", lineage=lineage, parent=parent, durability="written")
+        self.journal = journal(self.folder / "journal", lineage, durability="written", of_start={"parent": parent})
 
     def deliver(self, *prompt_indices: int, lineage=1, version=0, attempt=0, max_lag: int | None = None) -> None:
         for prompt_index in prompt_indices:
