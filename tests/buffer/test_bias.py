@@ -2,7 +2,6 @@
 
 import random
 
-import msgspec
 import pytest
 
 from asyncgrpo.buffer.group_health import BIAS_WINDOW, MIN_SETTLED, BiasMonitor, ks_distance
@@ -14,9 +13,7 @@ from tests.generators.test_rollout import make_lease
 
 def group(length: int, rewards=(0.0, 1.0)) -> Deliver:
     """Two completions of this many tokens."""
-    message = deliver(make_lease(2), 0, rewards)
-    rollouts = tuple(msgspec.structs.replace(rollout, num_tokens=length) for rollout in message.rollouts)
-    return msgspec.structs.replace(message, rollouts=rollouts)
+    return deliver(make_lease(2), 0, rewards, tokens=length)
 
 
 def steps_apart(some, others) -> float:

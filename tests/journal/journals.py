@@ -7,8 +7,10 @@ from typing import Any
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.journal.history import FORMAT, Delivered, History, RunStarted, delivered, read_history, repair
 from asyncgrpo.journal.log import Journal
-from asyncgrpo.types import PolicyVersion, Prompt, Score, VersionSpan
-from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
+from asyncgrpo.types import PolicyVersion, Prompt
+from asyncgrpo.wire.rollouts import Deliver
+from tests.buffer.test_buffer import deliver
+from tests.generators.test_rollout import make_lease
 from tests.simulation.disk import SimulatedDisk
 
 
@@ -25,22 +27,15 @@ def group(
     prompt_index: int, *, lineage: int = 1, version: int = 0, tokens: int = 1, attempt: int = 0
 ) -> tuple[Deliver, bytes]:
     """Two completions of `tokens` tokens each, and a payload of the right size."""
-    span = (VersionSpan(PolicyVersion(lineage, version), 0, tokens),)
-    message = Deliver(
-        group_id=f"{lineage}.{prompt_index}",
-        lease_id=f"{lineage}.{prompt_index}.{attempt}",
-        attempt=attempt,
-        prompt_index=prompt_index,
-        purpose="train",
-        prompt=Prompt(prompt_id=f"train/{prompt_index}", token_ids=(prompt_index,)),
-        rollouts=tuple(
-            RolloutHeader(index=i, num_tokens=tokens, spans=span, finish_reason="stop", score=Score(value=float(i)))
-            for i in range(2)
-        ),
-        generator_id="g",
-        timings={},
-    )
-    return message, bytes([prompt_index % 251]) * (16 * tokens)
+    group_id, prompt = f"{lineage}.{prompt_index}", Prompt(prompt_id=f"train/{prompt_index}", token_ids=(prompt_index,))
+    named = {
+        "group_id": group_id,
+        "lease_id": f"{group_id}.{attempt}",
+        "attempt": attempt,
+        "prompt_index": prompt_index,
+    }
+    lease = make_lease(2, prompt=prompt, **named)
+    return deliver(lease, version, lineage=lineage, tokens=tokens), bytes([prompt_index % 251]) * (16 * tokens)
 
 
 def journal(

@@ -2,11 +2,6 @@
 
 import math
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +10,6 @@ from asyncgrpo.journal.history import (
     BatchIssued,
     Committed,
     Damage,
-    Delivered,
     Dropped,
     delivered,
     pack,
@@ -92,18 +86,6 @@ def test_a_torn_end_in_a_segment_that_is_not_the_last_is_damage(tmp_path: Path):
     assert history.segments[0].damage == [Damage(ends[-2], len(data) - 1)]
     repair(history)
     assert (tmp_path / "00000001.journal").stat().st_size == len(data) - 1, "damage is evidence and stays"
-
-
-@pytest.mark.parametrize("durability", ["written", "fsync_interval", "fsync_each"])
-def test_a_record_is_durable_when_its_mode_says_so(tmp_path: Path, durability):
-    clock = Clock()
-    log = journal(tmp_path / "j", durability=durability, clock=clock)
-    log.append(*delivered(*group(0)))
-    assert log.is_durable(log.position) == (durability != "fsync_interval")
-    clock.now_s += 1.0
-    log.tick()
-    assert log.is_durable(log.position)
-    assert set(groups_in(read_history(tmp_path / "j"))) == {0}
 
 
 @pytest.mark.parametrize("durability", ["written", "fsync_interval", "fsync_each"])
@@ -218,43 +200,3 @@ def test_a_new_start_keeps_the_bodies_of_survivors_only_and_a_journal_that_is_ke
         again.append(Committed(step=1, prompts=began().prompts))
         again.close()
         assert set(groups_in(read_history(tmp_path / "j"))) == left
-
-
-WRITER = """
-import sys
-from pathlib import Path
-from tests.journal.journals import delivered, group, journal
-log = journal(Path(sys.argv[1]), lineage=int(sys.argv[3]), durability=sys.argv[2], segment_bytes=20_000)
-acknowledged, order = 0, 0
-while True:
-    log.append(*delivered(*group(order, lineage=int(sys.argv[3]), tokens=50)))
-    log.tick()
-    order += 1
-    while acknowledged < order and log.is_durable(acknowledged + 1):
-        acknowledged += 1
-        print(acknowledged, flush=True)
-"""
-
-
-@pytest.mark.parametrize("durability", ["written", "fsync_interval", "fsync_each"])
-def test_a_writer_killed_at_any_moment_leaves_all_that_it_acknowledged(tmp_path: Path, durability: str):
-    rng = random.Random(durability)
-    for lineage in (1, 2):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, tmp_path / "j", durability, str(lineage)],
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        )
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        time.sleep(rng.uniform(0.0, 0.3))
-        process.send_signal(signal.SIGKILL)
-        lines = [first, *process.stdout.readlines()]
-        process.wait()
-        acknowledged = max(int(line) for line in lines if line.endswith(b"\n"))
-        history = read_history(tmp_path / "j")
-        prompt_indices = {
-            f.record.prompt_index for f in history.found if isinstance(f.record, Delivered) and f.lineage == lineage
-        }
-        assert history.damage == [] and prompt_indices >= set(range(acknowledged)), f"{acknowledged} were acknowledged"
-        assert groups_in(history).keys() >= prompt_indices

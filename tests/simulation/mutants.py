@@ -127,6 +127,7 @@ for name, owner, attribute, what, other in (
     ("checkpoint_names_no_step", LearnerService, "_checkpoint", "version",
      lambda version: PolicyVersion(version.lineage, max(0, version.number - 1))),
     ("retired_too_early", Journal, "_retire", "_unsettled", lambda unsettled: {}),
+    ("inherited_without_sync", Journal, "_begin_segment", "_inherited", lambda path: None),
 ):  # fmt: skip
     MUTANTS[name] = [(owner, attribute, partial(during, what, other))]
 
@@ -382,12 +383,6 @@ def failed_sync_forgotten(begin_again, self: Journal) -> None:
     self._disk._paths[self._descriptor] = self.path  # type: ignore[attr-defined]
     self._num_written = len(self._waiting)
     self._sync()
-
-
-@mutant(Journal, "_begin_segment")
-def inherited_without_sync(begin_segment, self: Journal) -> None:
-    self._inherited = None
-    begin_segment(self)
 
 
 @mutant(Journal, "append")
