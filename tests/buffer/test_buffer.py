@@ -137,6 +137,7 @@ def test_a_group_that_cannot_be_trained_is_refused_by_name(message, reason):
     [
         ([0.0, 0.0, 0.0], "all_equal_low"),
         ([0.98] * 15, "all_equal_high"),  # whose standard deviation is not 0 in floating point
+        ([1.0], "unscored"),
         ([], "unscored"),
         ([0.1, 0.1 + 2**-56], None),  # equal in float32, the next number in float64
         ([-0.0, 0.0], "all_equal_low"),

@@ -34,6 +34,7 @@ async def score(does, ground_truth, text="code", **settings) -> tuple[Score, lis
     [
         ("print(1)", ("print(1)", "python")),
         ("```py\nprint(1)\n```\nbetter:\n```Python3\nprint(2)\n```", ("print(2)\n", "python")),
+        ("```\nprint(1)\n```", ("print(1)\n", "python")),
         ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", ("print(1)\n", "python")),
         ("```python\nprint(1)", ("print(1)", "python")),
         ("```c++\nint main() {}\n```", ("int main() {}\n", "cpp")),

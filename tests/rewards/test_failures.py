@@ -113,11 +113,8 @@ async def test_a_detail_stays_short_and_keeps_the_line(reward):
     assert "behaviours.py:" in score.detail
 
 
-async def test_a_reward_that_reads_stdin_finds_it_empty(reward):
+async def test_a_worker_has_an_empty_stdin_imports_nothing_heavy_and_uses_one_thread(reward):
     assert (await score_one(reward, prompt(), "reads_stdin")).parts == {"length": 0.0}
-
-
-async def test_a_worker_imports_nothing_heavy_and_uses_one_thread(reward):
     modules = await score_one(reward, prompt(), "modules")
     assert len(modules.parts) == 6
     assert set(modules.parts.values()) == {0.0}

@@ -40,6 +40,7 @@ def test_a_function_gets_what_its_parameters_name(reward_file, parameters, seen)
     [
         "",
         "solution_strs, ground_truths, tokenizer",
+        "source, truth, solution, extra, /",
         "solution_str, ground_truth, tokenizer",
     ],
 )
