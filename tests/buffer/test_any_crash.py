@@ -16,23 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from asyncgrpo.buffer.buffer import Buffer, GroupEntry, State
 from asyncgrpo.buffer.recovery import Verdict, bring_back, earlier_failures, judge, reopen, surviving_path
 from asyncgrpo.buffer.service import counters
-from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
-from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.journal.history import (
-    FORMAT,
-    BatchIssued,
-    Committed,
-    Delivered,
-    Dropped,
-    Found,
-    History,
-    RunStarted,
-    read_history,
-)
+from asyncgrpo.config.schema import BufferConfig
+from asyncgrpo.data.prompts import PromptState
+from asyncgrpo.journal.history import BatchIssued, Committed, Delivered, Dropped, Found, History, read_history
 from asyncgrpo.learner.record import Ledger
-from asyncgrpo.types import Lease, PolicyVersion, Sampling
-from tests.buffer.test_buffer import deliver, prompts
-from tests.journal.journals import Clock
+from asyncgrpo.types import Lease, PolicyVersion
+from tests.buffer.test_buffer import deliver
+from tests.buffer.test_recovery import buffer_of, source_of
+from tests.journal.journals import Clock, began
 from tests.simulation.disk import SimulatedDisk
 from tests.simulation.promises import Kept, Promises, Weights
 
@@ -91,38 +82,17 @@ class AnyCrash(RuleBasedStateMachine):
         """A start of the run. A smaller bound may make groups useless, and nothing else may."""
         self.lineage += 1
         config = BufferConfig(prompts_per_step=PER_STEP, max_lag=max_lag, durability=self.durability)
-        source = PromptSource(prompts(PROMPTS), seed=0, shuffle=True, epochs=1)
-        parent: PolicyVersion | None = None
-        if self.checkpoint is not None:
-            parent, state = self.checkpoint
-            source.restore(state)
-        began = RunStarted(
-            format=FORMAT,
-            lineage=self.lineage,
-            parent=parent,
-            compatibility_key={},
-            max_lag=max_lag,
-            prompts=source.state(),
-        )
+        source, parent = source_of(PROMPTS, self.checkpoint), self.checkpoint and self.checkpoint[0]
+        this = began(self.lineage, parent, max_lag=max_lag, prompts=source.state())
         whole = read_history(self.folder)
-        reopened = reopen(
-            self.folder, began, source, config, clock=self.clock, disk=self.disk, segment_bytes=self.segment_bytes
-        )
+        on_disk = {"clock": self.clock, "disk": self.disk, "segment_bytes": self.segment_bytes}
+        reopened = reopen(self.folder, this, source, config, **on_disk)
         if config.durability != "memory":
             assert reopened.failures == earlier_failures(whole, source)
             left = untrained(whole, parent)
-            assert decided(reopened.verdicts) == decided(judge(left, source, began, config)), "by the rest as by all"
+            assert decided(reopened.verdicts) == decided(judge(left, source, this, config)), "by the rest as by all"
             assert surviving_path(reopened.history.starts, parent) == surviving_path(whole.starts, parent)
-        self.buffer = Buffer(
-            config,
-            AlgorithmConfig(group_size=2),
-            source,
-            Sampling(),
-            seed=0,
-            lineage=self.lineage,
-            journal=reopened.journal,
-            max_attempts=1000,
-        )
+        self.buffer = buffer_of(reopened, source, config, lineage=self.lineage, max_attempts=1000, kind=Buffer)
         bring_back(self.buffer, reopened)
         self.version = PolicyVersion(self.lineage, len(self.saved))
         self.weights.started(self.version)

@@ -1,8 +1,8 @@
 """The monitor sees what is kept from the learner for its age, and nothing where nothing is."""
 
 import random
+from collections.abc import Iterable
 
-import msgspec
 import pytest
 
 from asyncgrpo.buffer.group_health import BIAS_WINDOW, MIN_SETTLED, BiasMonitor, ks_distance
@@ -14,9 +14,7 @@ from tests.generators.test_rollout import make_lease
 
 def group(length: int, rewards=(0.0, 1.0)) -> Deliver:
     """Two completions of this many tokens."""
-    message = deliver(make_lease(2), 0, rewards)
-    rollouts = tuple(msgspec.structs.replace(rollout, num_tokens=length) for rollout in message.rollouts)
-    return msgspec.structs.replace(message, rollouts=rollouts)
+    return deliver(make_lease(2), 0, rewards, tokens=length)
 
 
 def steps_apart(some, others) -> float:
@@ -35,13 +33,17 @@ def test_the_distances_are_those_of_their_definitions():
     assert ks_distance([], []) == 0 and ks_distance([1], []) == 1
 
 
-def test_all_that_is_trained_is_at_no_distance_and_little_says_nothing():
+def distances(settled: Iterable[tuple[Deliver | None, bool]]) -> dict[str, float]:
+    """What the monitor says after groups that were trained, or were not."""
     monitor = BiasMonitor()
-    for length in range(MIN_SETTLED - 1):
-        monitor.settle(group(length + 1), is_trained=True)
-    assert monitor.distances() == {}
-    monitor.settle(group(5), is_trained=True)
-    assert monitor.distances() == {"length": 0, "reward": 0}
+    for message, is_trained in settled:
+        monitor.settle(message, is_trained=is_trained)
+    return monitor.distances()
+
+
+def test_all_that_is_trained_is_at_no_distance_and_little_says_nothing():
+    trained = [(group(length + 1), True) for length in range(MIN_SETTLED)]
+    assert distances(trained[1:]) == {} and distances(trained) == {"length": 0, "reward": 0}
 
 
 @pytest.mark.parametrize(
@@ -53,27 +55,15 @@ def test_all_that_is_trained_is_at_no_distance_and_little_says_nothing():
     ],
 )
 def test_what_is_given_up_shows_by_its_share_in_the_respect_in_which_it_differs(of, kept, lost):
-    monitor = BiasMonitor()
-    for number in range(100):
-        monitor.settle(kept if number % 4 else lost, is_trained=number % 4 != 0)
-    distances = monitor.distances()
-    assert distances.pop(of) == pytest.approx(0.25)
-    assert set(distances.values()) == {0.0}
+    found = distances((kept if number % 4 else lost, number % 4 != 0) for number in range(100))
+    assert found.pop(of) == pytest.approx(0.25)
+    assert set(found.values()) == {0.0}
 
 
-def test_length_is_of_a_completion_however_many_a_group_has():
-    monitor = BiasMonitor()
-    for number in range(100):
-        monitor.settle(group(5, (0.0, 1.0) if number % 2 else (0.5,) * 3), is_trained=number % 2 == 1)
-    assert monitor.distances()["length"] == 0
-
-
-def test_it_forgets_what_is_long_ago():
-    monitor = BiasMonitor()
-    for is_trained, count in ((False, 60), (True, BIAS_WINDOW)):
-        for _ in range(count):
-            monitor.settle(group(5 if is_trained else 50), is_trained=is_trained)
-    assert monitor.distances()["length"] == 0
+def test_length_is_of_a_completion_however_many_a_group_has_and_what_is_long_ago_is_forgotten():
+    large_and_small = [(group(5, (0.5,) * 3), False), (group(5), True)]
+    assert distances(large_and_small * 50)["length"] == 0
+    assert distances([(group(50), False)] * 60 + [(group(5), True)] * BIAS_WINDOW)["length"] == 0
 
 
 def test_a_lease_that_was_too_slow_counts_and_one_that_fails_does_not():

@@ -58,8 +58,8 @@ def make_buffer(
     return (EagerBuffer if is_eager else Buffer)(config, objective, source, Sampling(), seed=0, lineage=1, **given)
 
 
-def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1) -> Deliver:
-    span = (VersionSpan(PolicyVersion(lineage, version), 0, 1),)
+def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1, tokens=1) -> Deliver:
+    span = (VersionSpan(PolicyVersion(lineage, version), 0, tokens),)
     return Deliver(
         group_id=lease.group_id,
         lease_id=lease.lease_id,
@@ -70,7 +70,7 @@ def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1) -> Deliver
         rollouts=tuple(
             RolloutHeader(
                 index=i,
-                num_tokens=1,
+                num_tokens=tokens,
                 spans=span,
                 finish_reason="stop",
                 score=Score(failure="timeout") if score is None else Score(value=score),
@@ -136,7 +136,6 @@ def test_a_group_that_cannot_be_trained_is_refused_by_name(message, reason):
     ("rewards", "kind"),
     [
         ([0.0, 0.0, 0.0], "all_equal_low"),
-        ([-1.0, -1.0], "all_equal_low"),
         ([0.98] * 15, "all_equal_high"),  # whose standard deviation is not 0 in floating point
         ([1.0], "unscored"),
         ([], "unscored"),

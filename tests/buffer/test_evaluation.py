@@ -87,17 +87,6 @@ def test_a_prompt_that_always_fails_or_is_late_or_ends_its_generator_is_counted_
     assert result.reward_mean is result.newest is result.completion_length_mean is None and not evaluations.in_flight
 
 
-def test_an_answer_to_a_lease_of_another_start_answers_none_of_ours():
-    before, evaluations = make(), Evaluations(PROMPTS, Sampling(temperature=0.0), 0, 10.0, lineage=2)
-    for each in (before, evaluations):
-        each.request(5, 0.0)
-    late, ours = before.lease("g", 0.0), evaluations.lease("g", 0.0)
-    assert late is not None and ours is not None
-    for delivered, left in ((late, 1), (ours, 0)):
-        evaluations.accept(delivery_of(delivered, 1.0), 1.0)
-        assert evaluations.held_by("g") == left
-
-
 # -- suites ------------------------------------------------------------------------------------------------------------
 
 SUITES = (

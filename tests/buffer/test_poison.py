@@ -61,16 +61,6 @@ def run(buffer: Buffer, killer: str, holders="ab", window=4) -> tuple[list[Lease
     raise AssertionError("the run does not end")
 
 
-@pytest.mark.parametrize("holders", ["a", "ab", "abc"])
-def test_a_prompt_that_ends_every_generator_is_dropped_in_all_epochs_and_all_others_are_trained(holders: str):
-    buffer = begun(max_attempts=3, epochs=3)
-    leases, ends = run(buffer, "train/2", holders)
-    assert ends == ISOLATE_AFTER + 3
-    assert all(lease.prompt_index < 8 for lease in leases if lease.prompt.prompt_id == "train/2")
-    assert buffer.outcomes["dropped_poison"] == 1 and buffer.outcomes["dropped_quarantined"] == 2
-    assert buffer.outcomes["trained"] == 3 * 7 and buffer.prompts.num_done == 3 * 8
-
-
 def test_a_prompt_that_is_to_blame_for_some_of_its_attempts_is_dropped_and_not_in_quarantine():
     buffer = begun(max_attempts=2)
     for reason in ("failed", "lease_timeout"):

@@ -7,7 +7,7 @@ import pytest
 
 from asyncgrpo.buffer.admission import AutoLag, JustInTime
 from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.journal.history import BoundChanged, Dropped
+from asyncgrpo.journal.history import Dropped
 from asyncgrpo.types import Lease, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver
 from tests.buffer.test_buffer import Recording, deliver, lease_all, make_buffer, v
@@ -44,27 +44,6 @@ def balance(buffer: Buffer) -> None:
     assert out["leased"] == here + out["trained"] + gone + out["requeued"] + out["filtered_zero_signal"]
     fates = tokens.total() - tokens["generated"]
     assert tokens["generated"] == fates + buffer.tokens_in_flight
-
-
-@pytest.mark.parametrize(("policy", "taken"), [("wait", None), ("drop", [1]), ("train", [1])])
-def test_whether_a_quick_group_may_overtake_an_old_one_at_its_deadline(policy, taken):
-    buffer, (slow, quick) = started(policy)
-    buffer.accept(spanning(quick, 0), b"")
-    if policy == "wait":
-        assert step(buffer, 0) == [quick.prompt_index], "it leaves `slow` with one step"
-        later = buffer.lease("g", 0.0)
-        buffer.accept(spanning(later, 1), b"")
-        assert step(buffer, 1) is None, "the deadline of the slow one"
-        buffer.accept(spanning(slow, 0), b"")
-        assert step(buffer, 1) == [slow.prompt_index]
-    else:
-        assert step(buffer, 0) == taken
-        buffer.trained(v(9))
-        assert [entry.lease for entry in buffer.cancelled()] == ([slow] if policy == "drop" else [])
-        if policy == "train":
-            buffer.accept(spanning(slow, 0), b"")
-            assert step(buffer, 9) == [slow.prompt_index], "of any age"
-    balance(buffer)
 
 
 def test_what_is_given_up_for_its_age_is_recorded_by_its_state_until_its_last_attempt():
@@ -191,24 +170,6 @@ def test_one_outlier_and_steps_of_groups_of_an_earlier_bound_say_nothing():
 
 
 # -- in the buffer -----------------------------------------------------------------------------------------------------
-
-
-def test_a_group_keeps_the_bound_of_its_lease_and_a_smaller_one_lets_none_begin_before_there_is_room():
-    buffer = make_buffer(count=40, per_step=1, max_lag="auto")
-    buffer.trained(v(0))
-    leases = lease_all(buffer)
-    assert len(leases) == 5 and buffer.max_lag == 4
-    records: list = []
-    buffer.journal.append = lambda record, body=(): records.append(record)
-    buffer.step_ended(v(0), {0: WELL, 4: LOW}, 0.0)
-    assert buffer.max_lag == 1 and records == [BoundChanged(version=v(0), max_lag=1)]
-    for version, lease in enumerate(leases):
-        assert version == 4 or buffer.lease("g", 0.0) is None, "more hold a slot than there are: two"
-        assert buffer.accept(deliver(lease, 0), b"") is None
-        (entry,) = buffer.take(v(version))
-        assert entry.deadline == 4
-        buffer.trained(v(version + 1))
-    assert [buffer._entries[lease.group_id].deadline for lease in lease_all(buffer)] == [6, 6]
 
 
 def test_whether_the_bound_made_the_learner_wait():

@@ -5,54 +5,48 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.buffer.recovery import bring_back, reopen
+from asyncgrpo.buffer.recovery import Reopened, bring_back, reopen
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.journal.history import FORMAT, Committed, Dropped, RunStarted, read_history, read_rest
+from asyncgrpo.journal.history import Committed, Dropped, read_history, read_rest
 from asyncgrpo.journal.log import SEGMENT_BYTES
 from asyncgrpo.types import Lease, PolicyVersion, Sampling
 from tests.buffer.test_buffer import EagerBuffer, deliver, prompts
+from tests.journal.journals import began
 
-COMPATIBILITY_KEY = {"sampling": "warm"}
+Checkpoint = tuple[PolicyVersion, PromptState]
 
 
-def start(
-    folder: Path,
-    lineage: int,
-    *,
-    checkpoint: tuple[PolicyVersion, PromptState] | None = None,
-    count=12,
-    segment_bytes=SEGMENT_BYTES,
-    compatibility_key=COMPATIBILITY_KEY,
-    max_attempts=100,
-    **config,
-) -> tuple[Buffer, dict[str, int]]:
-    """A start of a run with prompts 0 to count - 1, and what it got from the earlier ones."""
-    settings_ = BufferConfig(**{"prompts_per_step": 2, "max_lag": 1, "durability": "written"} | config)
+def source_of(count: int, checkpoint: Checkpoint | None) -> PromptSource:
     source = PromptSource(prompts(count), seed=0, shuffle=True, epochs=1)
     if checkpoint is not None:
         source.restore(checkpoint[1])
-    began = RunStarted(
-        format=FORMAT,
-        lineage=lineage,
-        parent=checkpoint[0] if checkpoint is not None else None,
-        compatibility_key=compatibility_key,
+    return source
+
+
+def buffer_of(
+    reopened: Reopened, source: PromptSource, config: BufferConfig, *, lineage: int, max_attempts: int, kind=EagerBuffer
+) -> Buffer:
+    known = {"seed": 0, "lineage": lineage, "journal": reopened.journal, "last_max_lag": reopened.max_lag}
+    return kind(config, AlgorithmConfig(group_size=2), source, Sampling(), max_attempts=max_attempts, **known)
+
+
+def start(
+    folder: Path, lineage: int, *, checkpoint: Checkpoint | None = None, count=12, segment_bytes=SEGMENT_BYTES,
+    compatibility_key=None, max_attempts=100, **config,
+) -> tuple[Buffer, dict[str, int]]:  # fmt: skip
+    """A start of a run with prompts 0 to count - 1, and what it got from the earlier ones."""
+    settings_ = BufferConfig(**{"prompts_per_step": 2, "max_lag": 1, "durability": "written"} | config)
+    source = source_of(count, checkpoint)
+    run_started = began(
+        lineage,
+        checkpoint and checkpoint[0],
+        compatibility_key=compatibility_key or {"sampling": "warm"},
         max_lag=settings_.largest_max_lag,
         prompts=source.state(),
-        max_lag_is_auto=settings_.max_lag == "auto",
     )
-    reopened = reopen(folder, began, source, settings_, segment_bytes=segment_bytes)
-    buffer = EagerBuffer(
-        settings_,
-        AlgorithmConfig(group_size=2),
-        source,
-        Sampling(),
-        seed=0,
-        lineage=lineage,
-        journal=reopened.journal,
-        last_max_lag=reopened.max_lag,
-        max_attempts=max_attempts,
-    )
+    reopened = reopen(folder, run_started, source, settings_, segment_bytes=segment_bytes)
+    buffer = buffer_of(reopened, source, settings_, lineage=lineage, max_attempts=max_attempts)
     return buffer, bring_back(buffer, reopened)
 
 

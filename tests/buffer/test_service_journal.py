@@ -1,5 +1,6 @@
 """The buffer's process says what the journal lets it say: no word too early, none lost, none twice."""
 
+import math
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from asyncgrpo.wire.rollouts import (
 )
 from tests.buffer.test_buffer import deliver, v
 from tests.buffer.test_incarnations import PAYLOAD, Served
-from tests.journal.journals import Clock, FailingDisk, journal
+from tests.journal.journals import Clock, failing_disk, journal
 from tests.wire.mutations import sealed
 
 
@@ -28,7 +29,8 @@ class Process(Served):
     """A buffer with its journal on a disk that can fail, and a generator that has four leases."""
 
     def __init__(self, folder: Path) -> None:
-        self.disk, clock = FailingDisk(), Clock()
+        clock = Clock()
+        self.disk = failing_disk(folder, clock)
         log = journal(folder, durability="fsync_interval", clock=clock, disk=self.disk)
         super().__init__(clock=clock, shuffle=False, journal=log)
         self.hear("learner", Trained(version=v(0)))
@@ -60,7 +62,7 @@ def test_while_the_disk_is_full_nothing_is_acknowledged_leased_or_handed_over_an
     assert len(process.leases) == 4
     for lease in process.leases[:2]:
         assert process.hear("g", deliver(lease, 0), PAYLOAD) == []
-    process.disk.room = 0
+    process.disk.full_until = math.inf
     assert process.hear("g", deliver(process.leases[2], 0), PAYLOAD) == []
     process.hear("learner", Take(version=v(0)))
     process.hear("learner", TakeSnapshot())
@@ -68,7 +70,7 @@ def test_while_the_disk_is_full_nothing_is_acknowledged_leased_or_handed_over_an
     waiting = of(Waiting, sent)
     assert waiting and "No space left on device" in waiting[-1].what and str(tmp_path) in waiting[-1].what
     assert len(sent) == len(waiting)
-    process.disk.room = None
+    process.disk.full_until = 0.0
     sent = process.pass_time(2.0)
     assert [len(of(kind, sent)) for kind in (Ack, Batch, Snapshot)] == [3, 1, 1]
     process.hear("learner", Trained(version=v(1)))

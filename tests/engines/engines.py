@@ -144,17 +144,14 @@ def _chosen(logits: Tensor, completion: Completion) -> np.ndarray:
     return logits.log_softmax(dim=-1).gather(1, picked)[:, 0].numpy()
 
 
-def torch_rig(path: Path, *, max_completions: int = 12) -> Rig:
+def torch_rig(
+    path: Path, *, dtype: torch.dtype = torch.float32, tolerance: float = 2e-5, max_completions: int = 12
+) -> Rig:
     from asyncgrpo.engines.torch.engine import TorchEngine
 
-    engine = TorchEngine(
-        str(path),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_context=MAX_CONTEXT,
-        max_completions=max_completions,
-    )
-    return Rig(engine, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    room = {"max_context": MAX_CONTEXT, "max_completions": max_completions}
+    engine = TorchEngine(str(path), dtype=dtype, device=torch.device("cpu"), **room)
+    return Rig(engine, AutoModelForCausalLM.from_pretrained(path, dtype=dtype), tolerance)
 
 
 def sglang_rig(path: Path, **options: Any) -> Rig:

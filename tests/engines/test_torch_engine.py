@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import MistralConfig, MistralForCausalLM
 
 from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.engines.torch import decoder
@@ -33,8 +33,8 @@ def rig(model_path: Path) -> Iterator[Rig]:
     rig.stop()
 
 
-def new_engine(path: Path, *, dtype: torch.dtype = torch.float32, max_context: int = MAX_CONTEXT) -> TorchEngine:
-    return TorchEngine(str(path), dtype=dtype, device=torch.device("cpu"), max_context=max_context)
+def new_engine(path: Path, *, max_context: int = MAX_CONTEXT) -> TorchEngine:
+    return TorchEngine(str(path), dtype=torch.float32, device=torch.device("cpu"), max_context=max_context)
 
 
 async def turns(count: int) -> None:
@@ -204,19 +204,8 @@ def test_close_tells_whoever_still_waits(model_path: Path) -> None:
 
 def test_in_bfloat16_logprobs_are_float32_and_close_to_transformers(model_path: Path) -> None:
     """Tolerance 0.3 nats on logits of about ±10, whose steps in bfloat16 are 0.06."""
-
-    async def sample() -> list:
-        engine = new_engine(model_path, dtype=torch.bfloat16)
-        await engine.start(PolicyVersion(0, 0))
-        completions = [completion async for completion in engine.generate("r", PROMPT, 4, Sampling(max_tokens=20), 0)]
-        await engine.close()
-        return completions
-
-    rig = Rig(new_engine(model_path), AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16))
-    for completion in asyncio.run(sample()):
-        tokens = [*PROMPT, *completion.token_ids.tolist()]
-        with torch.no_grad():
-            logprobs = rig.reference_model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)  # type: ignore[misc]
-        expected = logprobs[np.arange(len(PROMPT) - 1, len(tokens) - 1), completion.token_ids]
+    rig = torch_rig(model_path, dtype=torch.bfloat16, tolerance=0.3).start()
+    for completion in rig.run(rig.sample(PROMPT, 4, max_tokens=20)):
         assert completion.logprobs.dtype == np.float32
-        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=0.3)
+        rig.assert_logprobs(PROMPT, completion)
+    rig.stop()

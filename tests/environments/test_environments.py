@@ -124,23 +124,25 @@ async def test_a_bad_reply_fails_its_episode_by_name_and_the_process_lives_on(tu
     assert await good.step("on") == Reply(messages=said("fine"), reward=0.0)
 
 
-@pytest.fixture
-async def bad_and_good():
-    """Two episodes in one process."""
-    host = hosted("Naughty")
+async def two_in(host: Hosted):
+    """Two episodes that have begun, in one process."""
     episodes = host.episode(task()), host.episode(task())
     for one in episodes:
         await one.reset()
-    yield episodes
+    return episodes
+
+
+@pytest.fixture
+async def bad_and_good():
+    host = hosted("Naughty")
+    yield await two_in(host)
     await host.close()
     wait_until(lambda: not processes_of(host), "end of the environment's process", 30.0)
 
 
 async def test_a_process_that_dies_fails_its_episodes_and_is_replaced():
     host = hosted("Naughty")
-    first, second = host.episode(task()), host.episode(task())
-    await first.reset()
-    await second.reset()
+    first, second = await two_in(host)
     with pytest.raises(EnvironmentFailed, match="process exited with code 3"):
         await first.step("exit")
     with pytest.raises(EnvironmentFailed, match="process"):
@@ -157,9 +159,7 @@ async def test_a_process_that_dies_fails_its_episodes_and_is_replaced():
 
 async def test_a_method_that_hangs_fails_its_episode_and_the_others_end_in_peace():
     host = hosted("Naughty", timeout_s=1.0)
-    late, other = host.episode(task()), host.episode(task())
-    await late.reset()
-    await other.reset()
+    late, other = await two_in(host)
     (process,) = processes_of(host)
     with pytest.raises(EnvironmentFailed, match="step did not return within 1 s"):
         await late.step("hang")
@@ -186,7 +186,6 @@ async def test_episodes_are_spread_over_processes():
     ("name", "why"),
     [
         ("chess", "environment.name: unknown environment chess; there are calculator, guess, or a file"),
-        ("nowhere.py", "environment file .*nowhere.py does not exist"),
         (f"{GAMES}:Missing", "games.py has no class Missing; name one with games.py:NAME, such as Environment, Async"),
         (f"{GAMES}:NoStep", r"NoStep has no method step\(self, text\)"),
         (f"{GAMES}:OddStep", r"OddStep.step cannot be called as step\(text\)"),

@@ -17,6 +17,7 @@ from asyncgrpo.environments.base import EnvironmentFailed, Reply, task_of
 from asyncgrpo.environments.build import build_environment
 from asyncgrpo.environments.openenv import OpenEnv
 from asyncgrpo.errors import ConfigError
+from tests.environments.test_environments import said
 from tests.rewards.conftest import prompt
 
 TASK = task_of(prompt(info={"number": 7}), 3)
@@ -90,10 +91,6 @@ async def served(server: Server, timeout_s: float = 10.0) -> AsyncIterator[OpenE
     await runner.cleanup()
 
 
-def said(text: str) -> tuple[dict[str, str], ...]:
-    return ({"role": "user", "content": text},)
-
-
 async def test_an_episode_is_a_session_of_the_server():
     server = Server()
     async with served(server) as environment:
@@ -113,8 +110,8 @@ async def test_actions_of_several_fields_are_json():
     async with served(Server(number="integer", text="string")) as environment:
         episode = environment.episode(TASK)
         await episode.reset()
-        assert "an action is a JSON object" in (await episode.step("seven")).messages[0]["content"]
-        assert "an action is a JSON object" in (await episode.step("[7]")).messages[0]["content"]
+        for no_object in ("seven", "[7]"):
+            assert "an action is a JSON object" in (await episode.step(no_object)).messages[0]["content"]
         assert (await episode.step('{"number": 7}')).done
         await episode.close()
 

@@ -73,7 +73,6 @@ def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path):
     ("tools", "why"),
     [
         (("hammer.py",), "hammer.py is not a tool; there are calculator, and FILE.py:FUNCTION"),
-        (("nowhere.py:f",), "tools file .*nowhere.py does not exist"),
         ((f"{TOOLS}:missing",), "my_tools.py has no function missing"),
         (("calculator", "calculator"), "names calculator twice"),
     ],
@@ -83,12 +82,9 @@ def test_what_is_no_tool_is_said_in_a_sentence(tools, why):
         build_environment(EnvironmentConfig(tools=tools))
 
 
-def test_a_tool_that_cannot_be_described_is_refused():
+def test_a_tool_that_cannot_be_described_is_refused_and_so_are_tools_beside_an_environment():
     with pytest.raises(RewardError, match="the tool bare needs type hints and a docstring"):
         schemas_of({"later": later, "bare": bare})
-
-
-def test_an_environment_and_tools_are_not_both_given():
     with pytest.raises(ConfigError, match=r"environment.name and environment.tools are both given"):
         build_environment(EnvironmentConfig(name="guess", tools=("calculator",)))
 
@@ -123,7 +119,6 @@ def test_calls_are_read(text, turn):
         ("[" * 100_000, "not JSON"),
         ("[1, 2]", 'a JSON object with "name"'),
         ('{"name": 3}', 'a JSON object with "name"'),
-        ('{"name": "search", "arguments": [1]}', "are a JSON object"),
         ('{"name": "search", "arguments": "cats"}', "are a JSON object"),
     ],
 )

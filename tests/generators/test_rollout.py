@@ -79,12 +79,6 @@ def test_a_lease_gives_its_completions_and_a_greedy_one_if_it_asks_that_does_not
     assert indices(generated(make_lease())) == [0, 1, 2]
 
 
-def test_a_group_has_a_failed_completion_by_name():
-    group = generated(make_lease(), injected_fault=once(1, "abort"))
-    assert [r.score.failure for r in group.rollouts] == [None, "aborted", None]
-    assert group.discarded == Discarded()
-
-
 async def test_a_lease_that_is_given_up_leaves_no_request_behind():
     def give_up_at_the_third_token(completion: PendingCompletion, length: int) -> None:
         if length == 2:

@@ -1,64 +1,55 @@
 """Groups, records and journals for tests."""
 
+import random
 from pathlib import Path
+from typing import Any
 
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.journal.history import FORMAT, Delivered, History, RunStarted, delivered, read_history, repair
-from asyncgrpo.journal.log import Disk, Journal
-from asyncgrpo.types import PolicyVersion, Prompt, Score, VersionSpan
-from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
+from asyncgrpo.journal.log import Journal
+from asyncgrpo.types import PolicyVersion, Prompt
+from asyncgrpo.wire.rollouts import Deliver
+from tests.buffer.test_buffer import deliver
+from tests.generators.test_rollout import make_lease
+from tests.simulation.disk import SimulatedDisk
 
-COMPATIBILITY_KEY = {"model": "m"}
+
+def prompts_at(frontier: int, *beyond: int) -> PromptState:
+    return PromptState(frontier=frontier, done_beyond=beyond, seed=0, shuffle=True, num_prompts=1000, fingerprint="f")
 
 
-def began(
-    lineage: int = 1,
-    parent: PolicyVersion | None = None,
-    max_lag: int = 4,
-    policy: str = "wait",
-    max_lag_is_auto: bool = False,
-) -> RunStarted:
-    prompts = PromptState(frontier=0, done_beyond=(), seed=0, shuffle=True, num_prompts=1000, fingerprint="f")
-    return RunStarted(
-        format=FORMAT,
-        lineage=lineage,
-        parent=parent,
-        compatibility_key=COMPATIBILITY_KEY,
-        max_lag=max_lag,
-        prompts=prompts,
-        policy=policy,
-        max_lag_is_auto=max_lag_is_auto,
-    )
+def began(lineage: int = 1, parent: PolicyVersion | None = None, **fields: Any) -> RunStarted:
+    same = {"format": FORMAT, "compatibility_key": {"model": "m"}, "max_lag": 4, "prompts": prompts_at(0)}
+    return RunStarted(lineage=lineage, parent=parent, **same | fields)
 
 
 def group(
     prompt_index: int, *, lineage: int = 1, version: int = 0, tokens: int = 1, attempt: int = 0
 ) -> tuple[Deliver, bytes]:
     """Two completions of `tokens` tokens each, and a payload of the right size."""
-    span = (VersionSpan(PolicyVersion(lineage, version), 0, tokens),)
-    message = Deliver(
-        group_id=f"{lineage}.{prompt_index}",
-        lease_id=f"{lineage}.{prompt_index}.{attempt}",
-        attempt=attempt,
-        prompt_index=prompt_index,
-        purpose="train",
-        prompt=Prompt(prompt_id=f"train/{prompt_index}", token_ids=(prompt_index,)),
-        rollouts=tuple(
-            RolloutHeader(index=i, num_tokens=tokens, spans=span, finish_reason="stop", score=Score(value=float(i)))
-            for i in range(2)
-        ),
-        generator_id="g",
-        timings={},
-    )
-    return message, bytes([prompt_index % 251]) * (16 * tokens)
+    group_id, prompt = f"{lineage}.{prompt_index}", Prompt(prompt_id=f"train/{prompt_index}", token_ids=(prompt_index,))
+    named = {
+        "group_id": group_id,
+        "lease_id": f"{group_id}.{attempt}",
+        "attempt": attempt,
+        "prompt_index": prompt_index,
+    }
+    lease = make_lease(2, prompt=prompt, **named)
+    return deliver(lease, version, lineage=lineage, tokens=tokens), bytes([prompt_index % 251]) * (16 * tokens)
 
 
 def journal(
-    folder: Path, lineage: int = 1, durability="fsync_each", parent=None, policy="wait", is_auto=False, **arguments
+    folder: Path, lineage: int = 1, durability="fsync_each", of_start: dict[str, Any] | None = None, **arguments
 ) -> Journal:
+    """The journal of a start; `of_start`: fields of the record that begins it."""
     history = read_history(folder)
     repair(history)
-    return Journal(history, began(lineage, parent, policy=policy, max_lag_is_auto=is_auto), durability, **arguments)
+    return Journal(history, began(lineage, **of_start or {}), durability, **arguments)
+
+
+def failing_disk(folder: Path, clock: "Clock") -> SimulatedDisk:
+    """A disk that a test lets be full, or fail."""
+    return SimulatedDisk(folder, random.Random(0), clock)
 
 
 def groups_in(history: History) -> dict[int, bytes]:
@@ -78,27 +69,4 @@ class Clock:
         return self.now_s
 
 
-class FailingDisk(Disk):
-    """A disk with room for so many bytes, which takes what fits of a write that does not."""
-
-    def __init__(self, room: int | None = None) -> None:
-        self.room = room
-        self.syncs = True
-
-    def write(self, descriptor, parts):
-        num_bytes = sum(map(len, parts))
-        if self.room is None or num_bytes <= self.room:
-            super().write(descriptor, parts)
-            self.room = None if self.room is None else self.room - num_bytes
-            return
-        super().write(descriptor, [b"".join(map(bytes, parts))[: self.room]])
-        self.room = 0
-        raise OSError(28, "No space left on device")
-
-    def sync(self, descriptor):
-        if not self.syncs:
-            raise OSError(5, "Input/output error")
-        super().sync(descriptor)
-
-
-__all__ = ["Clock", "FailingDisk", "began", "delivered", "group", "groups_in", "journal"]
+__all__ = ["Clock", "began", "delivered", "group", "groups_in", "journal"]

@@ -14,7 +14,6 @@ import numpy as np
 
 VALUES = {
     "one": 1.0,
-    "whole_number": 3,
     "too_large_whole_number": 10**400,
     "numpy_scalar": np.float32(0.5),
     "numpy_array": np.array([0.5, 0.5]),

@@ -8,9 +8,15 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncgrpo.rewards import http
 from asyncgrpo.rewards.pool import PoolReward
 from asyncgrpo.rewards.user import LOAD
 from asyncgrpo.types import Prompt
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
 
 
 @pytest.fixture

@@ -33,7 +33,6 @@ async def hasty():
     ("behaviour", "value"),
     [
         ("number 0.25", 0.25),
-        ("whole_number", 3.0),
         ("numpy_scalar", 0.5),
         ("slow_but_sure", 0.75),
         ("noisy", 1.0),
@@ -59,7 +58,6 @@ async def test_named_numbers_beside_the_score_become_parts(reward):
         ("number nan", "not_finite", "nan"),
         ("too_large_whole_number", "not_finite", "inf"),
         ("number 1e308", "too_large", "1e+308, and rewards reach from -1e+06 to 1e+06"),
-        ("number -1000001", "too_large", "-1000001, and"),
         ("nothing", "bad_type", "NoneType"),
         ("numpy_array", "bad_type", "ndarray"),
         ("dict_without_score", "bad_type", "['reward']"),
@@ -115,11 +113,8 @@ async def test_a_detail_stays_short_and_keeps_the_line(reward):
     assert "behaviours.py:" in score.detail
 
 
-async def test_a_reward_that_reads_stdin_finds_it_empty(reward):
+async def test_a_worker_has_an_empty_stdin_imports_nothing_heavy_and_uses_one_thread(reward):
     assert (await score_one(reward, prompt(), "reads_stdin")).parts == {"length": 0.0}
-
-
-async def test_a_worker_imports_nothing_heavy_and_uses_one_thread(reward):
     modules = await score_one(reward, prompt(), "modules")
     assert len(modules.parts) == 6
     assert set(modules.parts.values()) == {0.0}

@@ -9,7 +9,6 @@ import pytest
 
 from asyncgrpo.config.schema import CodeRewardConfig, JudgeConfig, RewardConfig
 from asyncgrpo.rewards import code as code_module
-from asyncgrpo.rewards import http
 from asyncgrpo.rewards.base import score_one
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import Score
@@ -40,8 +39,7 @@ def run(asked: dict) -> Reply:
 
 
 @pytest.fixture
-def service(monkeypatch) -> Iterator[Server]:
-    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
+def service() -> Iterator[Server]:
     with Server(run) as server:
         yield server
 

@@ -8,7 +8,6 @@ import pytest
 
 from asyncgrpo.config.schema import JudgeConfig, RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.rewards import http
 from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.rewards.model import PATTERN, number_in
@@ -22,8 +21,7 @@ def chat(text: str | None) -> Reply:
 
 
 @pytest.fixture
-def judge(monkeypatch) -> Iterator[Server]:
-    monkeypatch.setattr(http, "FIRST_WAIT_S", 0.01)
+def judge() -> Iterator[Server]:
     with Server(lambda _: chat("Fine.\nScore: 7")) as server:
         yield server
 
@@ -72,7 +70,6 @@ async def test_the_key_comes_from_the_environment_and_fields_of_the_request_are_
         ("It is good.\n**Score:** 8/10", 8.0),
         ("Score (0 to 10): 6.5", 6.5),
         ('{"reason": "ok", "score": 4}', 4.0),
-        ("The score is 3.", 3.0),
         ("Two mistakes.\n[[9]]", 9.0),
         ("Score: 2? No.\nScore: 5", 5.0),
         ("<think>Score: 2</think>\nScore: 5", 5.0),
@@ -97,7 +94,6 @@ async def test_a_pattern_and_a_scale_of_the_user(judge):
         (chat(None), "no_score", "no number: ''"),
         (chat("Score: 75"), "no_score", "gave 75, above reward.judge.scale (10)"),
         ((200, "<html>"), "judge", "not a chat completion"),
-        ((200, '{"choices": 3}'), "judge", "not a chat completion"),
         ((200, '{"choices": []}'), "no_score", "no number"),
         ((401, "who are you?"), "judge", "HTTP 401: who are you?"),
     ],

@@ -1,12 +1,25 @@
-"""Every source has its rule, or is refused by name before the run starts."""
+"""Every source has its rule, or is refused by name before the run starts; the page of rewards shows each as it is."""
+
+import re
+from pathlib import Path
 
 import pytest
 
-from asyncgrpo.config.schema import RewardConfig
+from asyncgrpo.config.schema import CodeRewardConfig, RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import Sampled, score_one
 from asyncgrpo.rewards.build import build_reward
-from asyncgrpo.rewards.rules import SHAPE_RULES, RuleReward, exact_match, label_match, text_match, token_f1
+from asyncgrpo.rewards.rules import (
+    CODE_SOURCES,
+    MATHS_SOURCES,
+    SHAPE_RULES,
+    TEXT_RULES,
+    RuleReward,
+    exact_match,
+    label_match,
+    text_match,
+    token_f1,
+)
 from tests.rewards.conftest import prompt, workers_of
 
 MATHS = ["math_reasoning", "openai/gsm8k", "math_dapo", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"]
@@ -132,3 +145,27 @@ def test_the_shape_of_a_completion(text, rules):
 def test_a_row_without_ground_truth_is_no_wrong_answer(rule, missing):
     with pytest.raises(RewardError, match="no ground truth"):
         rule("Paris", missing)
+
+
+# -- docs/rewards.md ---------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| (?:`([^`]+)`)? ?\| ([\d.]+) \|$", PAGE, re.MULTILINE)
+
+
+async def test_every_example_has_its_score():
+    assert len(EXAMPLES) == 10
+    code = CodeRewardConfig(unsafe=True)  # the code is ours
+    rewards = {
+        name: build_reward(RewardConfig(function=name, timeout_s=30, code=code))
+        for name in {row[0] for row in EXAMPLES}
+    }
+    for name, completion, truth, score in EXAMPLES:
+        assert (await score_one(rewards[name], prompt(answer=truth, source="any"), completion)).value == float(score)
+    for reward in rewards.values():
+        await reward.close()
+
+
+@pytest.mark.parametrize("name", [*MATHS_SOURCES, *CODE_SOURCES, *TEXT_RULES, *SHAPE_RULES])
+def test_every_built_in_reward_is_in_a_table(name):
+    assert re.search(rf"^\|[^|]*`{re.escape(name)}`", PAGE, re.MULTILINE)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import msgspec
+from msgspec.structs import replace
 
 from asyncgrpo.buffer import buffer as buffer_module
 from asyncgrpo.buffer import recovery
@@ -66,6 +66,18 @@ def answering(answer: Any, right: Any) -> Callable:
     return lambda *_, **__: answer
 
 
+def during(what: str, other: Callable[[Any], Any], right: Callable) -> Callable:
+    """A method that runs while an attribute below its object is what `other` makes of it."""
+    holder, _, name = what.rpartition(".")
+
+    def wrong(self: Any, *arguments: Any, **named: Any) -> Any:
+        place = getattr(self, holder) if holder else self
+        with mock.patch.object(place, name, other(getattr(place, name))):
+            return right(self, *arguments, **named)
+
+    return wrong
+
+
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """The product with one mistake in it."""
@@ -91,6 +103,33 @@ for name, owner, attribute, answer in (
     ("bound_starts_anew", recovery, "bound_in_force", None),  # a resume forgets the bound in force
 ):
     MUTANTS.setdefault(name, []).append((owner, attribute, partial(answering, answer)))
+
+
+# -- what runs while something of its object is another ----------------------------------------------------------------
+
+
+class _NeverBlocked:
+    is_blocked = None
+
+    def __init__(self, journal: Any) -> None:
+        self._journal = journal
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._journal, name)
+
+
+for name, owner, attribute, what, other in (
+    ("evicted_without_refill", Buffer, "_give_up", "prompts.give_back", lambda right: lambda prompt_index: None),
+    ("stale_for_ever", Buffer, "_give_up", "max_attempts", lambda right: 10**6),
+    ("pause_is_for_the_learner", BufferService, "_grant", "_steer", lambda steer: replace(steer, is_paused=False)),
+    ("leases_while_blocked", BufferService, "_reply_to_take", "_journal", _NeverBlocked),
+    ("evaluation_of_another_start", Evaluations, "_lease", "lineage", lambda lineage: 0),
+    ("checkpoint_names_no_step", LearnerService, "_checkpoint", "version",
+     lambda version: PolicyVersion(version.lineage, max(0, version.number - 1))),
+    ("retired_too_early", Journal, "_retire", "_unsettled", lambda unsettled: {}),
+    ("inherited_without_sync", Journal, "_begin_segment", "_inherited", lambda path: None),
+):  # fmt: skip
+    MUTANTS[name] = [(owner, attribute, partial(during, what, other))]
 
 
 # -- the buffer --------------------------------------------------------------------------------------------------------
@@ -137,7 +176,7 @@ def lag_from_newest_token(accept, self: Buffer, message: Deliver, *rest: Any) ->
 def cancelled_lease_accepted(accept, self: Buffer, message: Deliver, *rest: Any) -> str | None:
     entry = self._entries.get(message.group_id)
     if entry is not None and entry.state is State.LEASED:
-        entry.lease = msgspec.structs.replace(entry.lease, lease_id=message.lease_id, attempt=message.attempt)
+        entry.lease = replace(entry.lease, lease_id=message.lease_id, attempt=message.attempt)
     return accept(self, message, *rest)
 
 
@@ -170,24 +209,6 @@ def stale_dropped_in_silence(give_up, self: Buffer, entry: GroupEntry, reason: s
     self.outcomes[f"dropped_{reason}"] = before
 
 
-@mutant(Buffer, "_give_up")
-def evicted_without_refill(give_up, self: Buffer, *dropped: Any) -> None:
-    give_back, self.prompts.give_back = self.prompts.give_back, lambda prompt_index: None  # type: ignore[method-assign]
-    try:
-        give_up(self, *dropped)
-    finally:
-        self.prompts.give_back = give_back  # type: ignore[method-assign]
-
-
-@mutant(Buffer, "_give_up")
-def stale_for_ever(give_up, self: Buffer, *dropped: Any) -> None:
-    self.max_attempts, limit = 10**6, self.max_attempts
-    try:
-        give_up(self, *dropped)
-    finally:
-        self.max_attempts = limit
-
-
 class _Unsorted(list):
     def sort(self, **_: Any) -> None:
         """Stays as it is."""
@@ -196,13 +217,6 @@ class _Unsorted(list):
 @mutant(Buffer, "_choose")
 def batch_by_age(choose, self: Buffer, version: PolicyVersion) -> list:
     return _Unsorted(choose(self, version))
-
-
-@mutant(BufferService, "_grant")
-def pause_is_for_the_learner(grant, self: BufferService, now_s: float) -> None:
-    steer, self._steer = self._steer, msgspec.structs.replace(self._steer, is_paused=False)
-    grant(self, now_s)
-    self._steer = steer
 
 
 @mutant(Buffer, "step_ended")
@@ -233,7 +247,7 @@ def step_trains_all(trained, self: Buffer, version: PolicyVersion) -> None:
 @mutant(PromptSource, "state")
 def cursor_at_issue(state, self: PromptSource) -> PromptState:
     honest = state(self)
-    return msgspec.structs.replace(honest, frontier=max(self._next, honest.frontier), done_beyond=())
+    return replace(honest, frontier=max(self._next, honest.frontier), done_beyond=())
 
 
 @mutant(Curriculum, "_read")
@@ -332,16 +346,6 @@ def version_restarts(resume, self: LearnerService, checkpoint: Any) -> None:
     self.version = PolicyVersion(self.version.lineage, 0)
 
 
-@mutant(LearnerService, "_checkpoint")
-def checkpoint_names_no_step(checkpoint, self: LearnerService) -> Any:
-    after = self.version
-    self.version = PolicyVersion(after.lineage, max(0, after.number - 1))
-    try:
-        return checkpoint(self)
-    finally:
-        self.version = after
-
-
 # -- the journal, and what reads it ------------------------------------------------------------------------------------
 
 
@@ -363,13 +367,6 @@ def manifest_after_step(append, self: Journal, record: JournalRecord, body: Any 
     append(self, record, body)
 
 
-@mutant(Journal, "_retire")
-def retired_too_early(retire, self: Journal) -> None:
-    unsettled, self._unsettled = self._unsettled, {}
-    retire(self)
-    self._unsettled = unsettled
-
-
 @mutant(journal_module, "_remove_bodies")
 def retired_without_sync(remove_bodies, path: Path, disk: Any) -> None:
     sync = disk.sync
@@ -388,12 +385,6 @@ def failed_sync_forgotten(begin_again, self: Journal) -> None:
     self._sync()
 
 
-@mutant(Journal, "_begin_segment")
-def inherited_without_sync(begin_segment, self: Journal) -> None:
-    self._inherited = None
-    begin_segment(self)
-
-
 @mutant(Journal, "append")
 def bound_not_written(append, self: Journal, record: JournalRecord, body: Any = ()) -> None:
     if not isinstance(record, BoundChanged):
@@ -409,31 +400,3 @@ def recovered_under_the_bound_of_now(bound_of, lease_id: str, max_lag: Any, star
 def recovered_is_issued_too(restore, self: Buffer, *group: Any) -> None:
     restore(self, *group)
     self.prompts._claimed.clear()
-
-
-class _NeverBlocked:
-    is_blocked = None
-
-    def __init__(self, journal: Any) -> None:
-        self._journal = journal
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._journal, name)
-
-
-@mutant(BufferService, "_reply_to_take")
-def leases_while_blocked(reply_to_take, self: BufferService, now_s: float) -> None:
-    journal, self._journal = self._journal, _NeverBlocked(self._journal)
-    try:
-        reply_to_take(self, now_s)
-    finally:
-        self._journal = journal
-
-
-@mutant(Evaluations, "_lease")
-def evaluation_of_another_start(make_lease, self: Evaluations, *arguments: Any) -> Lease:
-    lineage, self.lineage = self.lineage, 0
-    try:
-        return make_lease(self, *arguments)
-    finally:
-        self.lineage = lineage

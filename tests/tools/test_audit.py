@@ -16,22 +16,19 @@ from asyncgrpo.learner.checkpoints import Checkpoints, RunState
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.tools.audit import audit
 from asyncgrpo.types import PolicyVersion, VersionSpan
-from tests.journal.journals import delivered, group, journal
-
-
-def state(frontier: int, *beyond: int) -> PromptState:
-    return PromptState(frontier=frontier, done_beyond=beyond, seed=0, shuffle=True, num_prompts=1000, fingerprint="f")
+from tests.journal.journals import delivered, group, journal, prompts_at
 
 
 class FakeRun:
     def __init__(self, folder: Path, policy: str = "wait", *, is_auto: bool = False) -> None:
         self.folder = folder
         self.events = EventLog(folder / "metrics.jsonl")
-        self.journal = journal(folder / "journal", durability="written", policy=policy, is_auto=is_auto)
+        of_start = {"policy": policy, "max_lag_is_auto": is_auto}
+        self.journal = journal(folder / "journal", durability="written", of_start=of_start)
 
     def restart(self, lineage: int, parent: PolicyVersion) -> None:
         self.journal.close()
-        self.journal = journal(self.folder / "journal", lineage=lineage, parent=parent, durability="written")
+        self.journal = journal(self.folder / "journal", lineage, durability="written", of_start={"parent": parent})
 
     def deliver(self, *prompt_indices: int, lineage=1, version=0, attempt=0, max_lag: int | None = None) -> None:
         for prompt_index in prompt_indices:
@@ -67,7 +64,7 @@ def run(tmp_path: Path) -> FakeRun:
     run.drop("1.2.0", "stale", is_final=False)
     run.deliver(2, version=1, attempt=1)
     run.train(2, "1.2.1", "1.4.0")
-    run.checkpoint(2, state(5))
+    run.checkpoint(2, prompts_at(5))
     run.deliver(6, version=2)
     run.train(3, "1.5.0", "1.6.0", lag=1)
     run.events.resume_at(2)
@@ -92,7 +89,7 @@ def test_prompts_in_quarantine_and_ends_of_generators_are_no_difference(run: Fak
     run.drop("2.7.0", "poison", is_final=False)
     run.drop("2.7.1", "poison", is_final=True)
     run.drop("2.8.0", "quarantined", is_final=True)
-    run.checkpoint(2, state(5, 7, 8))
+    run.checkpoint(2, prompts_at(5, 7, 8))
     assert audit(run.folder).differences == []
 
 
@@ -155,18 +152,20 @@ def trained_again(run: FakeRun, prompt_index: int, *lease_ids: str) -> None:
     """A third step of the second start, of a group of this prompt and of those named, and a checkpoint of it."""
     run.deliver(prompt_index, lineage=2, version=2)
     run.issue(3, f"2.{prompt_index}.0", *lease_ids)
-    run.checkpoint(3, state(5, *{prompt_index} - {4}), lineage=2)
+    run.checkpoint(3, prompts_at(5, *{prompt_index} - {4}), lineage=2)
 
 
 BREAKAGES: dict[str, Callable[[FakeRun], object]] = {
     "group 1.0.0 was trained in step 1 and in 3": lambda run: trained_again(run, 7, "1.0.0"),
     "prompt 4 was trained twice, by the groups 1.4.0 and 2.4.0": lambda run: trained_again(run, 4),
-    "prompt 5 is done in the newest checkpoint, but was neither": lambda run: run.checkpoint(2, state(6)),
-    "prompt 4 was trained, but is not done in the newest": lambda run: run.checkpoint(2, state(4)),
+    "prompt 5 is done in the newest checkpoint, but was neither": lambda run: run.checkpoint(2, prompts_at(6)),
+    "prompt 4 was trained, but is not done in the newest": lambda run: run.checkpoint(2, prompts_at(4)),
     "step 3 was given group 2.9.0, which was never delivered": lambda run: run.issue(3, "2.9.0"),
     "group 1.5.0: lag 7 in step 9, max_lag 4": lambda run: run.issue(9, "1.5.0"),
     "group 2.7.0 is of weights 5, newer than step 3": lambda run: too_new(run),
-    "step 3, which the newest checkpoint holds, has 0 manifests": lambda run: run.checkpoint(3, state(5), lineage=2),
+    "step 3, which the newest checkpoint holds, has 0 manifests": lambda run: run.checkpoint(
+        3, prompts_at(5), lineage=2
+    ),
     "group 1.6.0 was delivered twice": lambda run: run.deliver(6, version=2),
     "group 1.0.0 was trained, and dropped as stale": lambda run: run.drop("1.0.0", "stale", is_final=False),
     "group 2.4.0 was neither trained nor dropped, and its prompt is done": lambda run: run.deliver(

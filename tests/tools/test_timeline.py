@@ -10,12 +10,11 @@ import pytest
 from asyncgrpo.cli import main
 from asyncgrpo.config.schema import Config, DataConfig, LearnerConfig, ModelConfig
 from asyncgrpo.errors import JournalError
-from asyncgrpo.journal.history import BatchIssued, Committed, read_history, repair
-from asyncgrpo.journal.log import Journal
+from asyncgrpo.journal.history import BatchIssued, Committed
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
 from asyncgrpo.tools.replay import read_timeline
 from asyncgrpo.types import PolicyVersion
-from tests.journal.journals import began, delivered, group
+from tests.journal.journals import began, delivered, group, journal
 
 
 def config(lr: float = 1e-6) -> Config:
@@ -32,11 +31,11 @@ class FakeRun:
     def start(self, parent: PolicyVersion | None = None, values: dict[str, Any] | None = None, **arguments) -> None:
         self.lineage += 1
         self.step = parent.number if parent is not None else 0
-        history = read_history(self.folder / "journal")
-        repair(history)
         plain = msgspec.to_builtins(config(lr=self.lineage * 1e-6)) if values is None else values
-        this = msgspec.structs.replace(began(self.lineage, parent), config=plain)
-        self.journal = Journal(history, this, "written", segment_bytes=400, **arguments)
+        of_start = {"parent": parent, "config": plain}
+        self.journal = journal(
+            self.folder / "journal", self.lineage, "written", of_start, segment_bytes=400, **arguments
+        )
 
     def train(self, count: int = 1) -> None:
         for _ in range(count):
