@@ -134,36 +134,19 @@ class TestSources:
             "max_completion_length: no command that the script starts has it",
         ]
 
-    def test_a_file_of_fields_is_read_and_later_words_win(self, tmp_path):
-        (tmp_path / "grpo.json").write_text('{"seed": 1, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}')
-        found = read([str(tmp_path / "grpo.json"), "seed=2"])
-        assert found.ours == {"run.seed": 2, "learner.lr_min_ratio": 0.1}
-
     def test_a_python_script_is_refused_with_the_way_out(self, tmp_path):
         (tmp_path / "t.py").write_text("GRPOConfig(seed=1)\n")
         with pytest.raises(ConfigError, match=r"t.py is Python.*args.to_json_string\(\)"):
             read([str(tmp_path / "t.py")])
 
 
-def test_the_json_of_trls_arguments_has_the_number_of_processes_in_its_sizes(tmp_path):
-    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
-    fields = {
-        "output_dir": "out",
-        "hub_token": "<HUB_TOKEN>",
-        "generation_batch_size": 64,
-        "num_generations": 8,
-        "fsdp": [],
-    }
-    (tmp_path / "args.json").write_text(json.dumps({**sizes, **fields}, indent=2))
-    found = read([str(tmp_path / "args.json"), "dataset_name=a/b"])
-    assert found.ours == {
-        "buffer.prompts_per_step": 8,
-        "algorithm.group_size": 8,
-        "run.out": "out",
-        "data.train": "hf:a/b",
-        "generators.count": 4,
-        "learner.ranks": 4,
-    }
+def test_a_file_of_trls_arguments_has_the_number_of_processes_in_its_sizes_and_later_words_win(tmp_path):
+    fields = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2, "seed": 1}
+    fields |= {"output_dir": "out", "hub_token": "<HUB_TOKEN>", "generation_batch_size": 64, "num_generations": 8}
+    (tmp_path / "args.json").write_text(json.dumps({**fields, "fsdp": [], "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}))
+    found = read([str(tmp_path / "args.json"), "dataset_name=a/b", "seed=2"])
+    expected = "buffer.prompts_per_step=8 algorithm.group_size=8 run.out=out data.train=hf:a/b run.seed=2"
+    assert found.ours == keys_of(f"{expected} generators.count=4 learner.ranks=4 learner.lr_min_ratio=0.1")
     assert found.unread == []
     assert read([str(tmp_path / "args.json"), "num_processes=1"]).ours["cluster.share_gpu"] is True
 
