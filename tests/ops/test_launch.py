@@ -135,10 +135,13 @@ def mounts(service: str) -> dict[str, str]:
     return {source: inside for source, inside, *_ in (text.split(":") for text in SERVICES[service]["volumes"])}
 
 
-def test_every_folder_that_is_mounted_is_there():
-    for name in SERVICES:
+def test_every_folder_that_is_mounted_is_there_and_nothing_is_open_to_other_machines():
+    """Both share the network of the host, so each must be told to listen on loopback."""
+    for name, service in SERVICES.items():
+        assert service["network_mode"] == "host"
         for source in mounts(name):
             assert source in COMPOSE["volumes"] or source in MADE_BY_RUNS or (OPS / source).is_dir(), source
+    assert SERVICES["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
 
 
 def test_prometheus_finds_its_rules_and_the_targets_of_runs():
@@ -161,9 +164,3 @@ def test_grafana_finds_prometheus_and_the_boards():
     assert provider["options"]["path"] == inside["./grafana/boards"]
     home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert (OPS / "grafana" / "boards" / Path(home).name).is_file()
-
-
-def test_nothing_is_open_to_other_machines():
-    """Both share the network of the host, so each must be told to listen on loopback."""
-    assert all(service["network_mode"] == "host" for service in SERVICES.values())
-    assert SERVICES["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
