@@ -272,7 +272,7 @@ def test_a_page_names_only_what_exists(page: Path):
     assert unknown_names(text) + unknown_metrics(text) + wrong_translations(text) == []
 
 
-def test_what_does_not_exist_is_found():
+def test_what_does_not_exist_and_a_link_that_leads_nowhere_are_found():
     text = "`asyncgrpo fly` and `asyncgrpo data chek x`, but asyncgrpo is prose"
     assert unknown_commands(text) == ["fly", "data chek"]
     assert unknown_commands("```\n.venv/bin/asyncgrpo demos --steps 3\n```") == ["demos"]
@@ -284,13 +284,11 @@ def test_what_does_not_exist_is_found():
     assert unknown_settings("`buffer.max_lags`, `learner.lr=1`, run.steeps=3") == ["buffer.max_lags", "run.steeps"]
     rows = "".join(f"| `data.{name}` | `data.eval` |\n" for name in ("train_files", "no_such", "val_files"))
     assert wrong_translations(f"| verl | here |\n|---|---|\n{rows}\n") == ["data.train_files", "data.no_such"]
-
-
-def test_a_link_that_leads_nowhere_is_found():
     start = DOCS / "start.md"
     assert wrong_links("[a](train.md#the-data) [c](nowhere.md) [d](#set-up-and-run)", start) == ["nowhere.md"]
     assert wrong_links("[README](../README.md)", start) == ["../README.md"], "no part of the site"
     assert wrong_links("[start](docs/start.md)", ROOT / "README.md") == []
+    assert unknown_metrics("`asyncgrpo_groups_total`, `asyncgrpo_grups_total`") == ["asyncgrpo_grups_total"]
 
 
 def test_a_name_that_nothing_defines_is_found():
@@ -304,7 +302,6 @@ def test_a_name_that_nothing_defines_is_found():
     assert unknown_names('`tests/test_docs.py -k "name or a_test_of_that"`') == []
     assert unknown_names("`tests/test_imports.py -k flies`") == ["flies"]
     assert unknown_names("`LAYERS` in `tests/test_imports.py`, `FLOORS` in `tests/test_imports.py`") == ["FLOORS"]
-    assert unknown_metrics("`asyncgrpo_groups_total`, `asyncgrpo_grups_total`") == ["asyncgrpo_grups_total"]
 
 
 def nav() -> list[str]:

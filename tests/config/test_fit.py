@@ -213,17 +213,6 @@ def test_the_split_fits_where_any_fits(name, rank, gb):
         assert fits(model, changed(config, chosen), card) is any_fits(model, config, card, n_gpus)
 
 
-@pytest.mark.parametrize(
-    ("name", "n_gpus", "split"),
-    [("Qwen3-0.6B", 8, (4, 1, 4)), ("Qwen3-8B", 8, (4, 1, 4)), ("Qwen3-32B", 8, (1, 2, 6)), ("Qwen3-32B", 16, (4, 2, 8)),
-     ("Qwen3-32B", 64, (16, 2, 32)), ("Llama-3.1-70B", 16, (1, 4, 12))],
-)  # fmt: skip
-def test_half_is_the_generators_unless_memory_says_otherwise(name, n_gpus, split):
-    config = run()
-    chosen = choose(size(name), config, Card.of(config), n_gpus, {})
-    assert tuple(chosen[f"{key}"] for key in ("generators.count", "generators.gpus_each", "learner.ranks")) == split
-
-
 def test_what_was_decided_is_kept():
     config = run("learner.tokens_per_microbatch=8192")
     decided = {"learner.ranks": 2, "learner.offload_optimizer": False, "learner.tokens_per_microbatch": 8192}
