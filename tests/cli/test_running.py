@@ -52,7 +52,8 @@ SERVED = ["quickstart", "model.path=./model1", "data.train=train.jsonl", "data.e
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Of all files. Folders are there with none."""
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 def test_a_resume_says_what_changed_and_a_dry_run_of_it_is_refused_as_the_run_would_be(asyncgrpo, started, files):
@@ -77,10 +78,8 @@ def test_a_resume_says_what_changed_and_a_dry_run_of_it_is_refused_as_the_run_wo
 
 def preview(asyncgrpo, *typed: str):
     before = contents(Path.cwd())
-    folders = sorted(path for path in Path.cwd().rglob("*") if path.is_dir())
     ended = asyncgrpo(*typed, "--dry-run")
     assert contents(Path.cwd()) == before
-    assert sorted(path for path in Path.cwd().rglob("*") if path.is_dir()) == folders
     return ended
 
 

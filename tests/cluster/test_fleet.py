@@ -34,9 +34,9 @@ class Ray:
         actor = SimpleNamespace(remote=lambda *_: SimpleNamespace(**methods))
         return SimpleNamespace(options=lambda **_: actor)
 
-    def _start(self, endpoints: EndpointsChanged) -> object:
+    def _start(self, *given: Any) -> object:
         self.started.append(object())
-        self.endpoints.append(endpoints)
+        self.endpoints += given[:1]
         return self.started[-1]
 
 
@@ -285,9 +285,6 @@ def start(monkeypatch: pytest.MonkeyPatch):
 
     def begin(looks: list[tuple[float, set[str]]]) -> None:
         now_s, alive = [0.0], set[str]()
-        methods = SimpleNamespace(remote=lambda *arguments: None)
-        actor = SimpleNamespace(remote=lambda *arguments: SimpleNamespace(start=methods))
-        ray = SimpleNamespace(remote=lambda kind: SimpleNamespace(options=lambda **options: actor))
         placement: Any = SimpleNamespace(
             here=lambda: {}, learner=lambda rank: {}, waits=lambda name, seconds: f"{name} waits since {seconds:.0f} s"
         )
@@ -299,7 +296,7 @@ def start(monkeypatch: pytest.MonkeyPatch):
                 while_waiting()
             raise TimeoutError
 
-        monkeypatch.setattr(module, "ray", ray)
+        monkeypatch.setattr(module, "ray", Ray())
         monkeypatch.setattr(module, "results", results)
         monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
         settings = ["model.path=m", "data.train=t", "learner.ranks=2", "cluster.stall_timeout_s=200"]
