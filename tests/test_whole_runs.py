@@ -77,17 +77,8 @@ def test_a_mixture_trains_on_divided_ranks_with_replayed_choices_and_resumes_on_
     """Four ranks share rows and experts, then two share experts: SGLang's experts and kept tokens reach the learner."""
     make_demo_model(tmp_path / "mixture", seed=0)  # its tokenizer
     make_tiny_qwen3_moe(tmp_path / "mixture", vocab=261, experts=8)
-    demo = [
-        "demo",
-        "--engine",
-        "sglang",
-        "--out",
-        "run",
-        "model.path=mixture",
-        "generators.count=1",
-        "run.eval_every=9",
-    ]
-    demo += ["model.routing_replay=rollout", "sampling.top_p=0.9", "buffer.prompts_per_step=8"]
+    demo = ["demo", "--engine", "sglang", "--out", "run", "generators.count=1", "run.eval_every=9"]
+    demo += ["model.path=mixture", "model.routing_replay=rollout", "sampling.top_p=0.9", "buffer.prompts_per_step=8"]
     for steps, ranks, context in ((2, 4, 2), (4, 2, 1)):
         sizes = [f"learner.ranks={ranks}", "learner.parallel.expert=2", f"learner.parallel.context={context}"]
         ended = asyncgrpo(*demo, "--steps", str(steps), *sizes, cwd=tmp_path)

@@ -129,12 +129,8 @@ def test_gpus_are_split_by_the_size_of_the_model(model, cards):
         assert (config.generators.count, config.generators.gpus_each, config.learner.ranks) == (count, each, ranks)
         running.check_fit(config)
     assert placed(None, 8, *of("Qwen3-32B"), "learner.ranks=5").learner.ranks == 5
-    taught = [
-        f"teacher.path={model('Qwen3-32B')}",
-        "teacher.gpus_each=2",
-        "algorithm.kl_coef=1",
-        "algorithm.kl_kind=k2",
-    ]
+    taught = ["algorithm.kl_coef=1", "algorithm.kl_kind=k2", "teacher.gpus_each=2"]
+    taught.append(f"teacher.path={model('Qwen3-32B')}")
     config = placed(None, 8, *of("Qwen3-8B"), *taught)
     assert (config.generators.count, config.learner.ranks, config.teacher_gpus) == (3, 3, 2)
     running.check_fit(config)

@@ -115,13 +115,6 @@ def test_a_dry_run_of_serve_finds_too_few_gpus_and_a_folder_that_is_taken(asyncg
     assert not started
 
 
-def retyped(out: str) -> list[str]:
-    line = next(line for line in reversed(out.splitlines()) if ": asyncgrpo " in line)
-    name, *arguments = shlex.split(line.partition(": ")[2])
-    assert name == "asyncgrpo"
-    return arguments
-
-
 @pytest.mark.parametrize(
     "typed",
     [
@@ -135,7 +128,8 @@ def retyped(out: str) -> list[str]:
 def test_the_command_to_go_on_goes_on_as_printed(asyncgrpo, started, files, typed):
     first = asyncgrpo(*typed)
     assert first.code == 0, first
-    again = asyncgrpo(*retyped(first.out))
+    line = next(line for line in reversed(first.out.splitlines()) if ": asyncgrpo " in line)
+    again = asyncgrpo(*shlex.split(line.partition(": asyncgrpo ")[2]))
     assert again.code == 0, again
     assert "resuming from step 2" in again.out and "changed" not in again.out
     assert len(started) == 2 and started[0] == started[1]

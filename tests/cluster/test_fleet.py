@@ -207,7 +207,7 @@ def states(fleet: Fleet) -> dict[str, str]:
     return {process.name: process.state for process in fleet.processes()}
 
 
-def test_one_that_is_too_many_leaves_when_it_ends_by_itself_and_costs_no_restart(plane, monkeypatch):
+def test_one_that_is_too_many_leaves_when_it_ends_by_itself_and_costs_no_restart(plane):
     fleet, watch, core, written = plane
     fleet.scale(1)
     fleet.reconcile()

@@ -148,10 +148,8 @@ def test_what_changed_is_said_written_and_kept_for_each_start(files: Path):
     assert found(again) == ["changed: algorithm.group_size 8 -> 4", "changed: learner.lr 1e-06 -> 2e-06"]
     begin(again, step=8)
     changed = [event for event in read_events(files / "run" / "metrics.jsonl") if event["event"] == "changed"]
-    assert [(e["before"], e["now"], e["effect"]) for e in changed] == [
-        ("8", "4", "applied"),
-        ("1e-06", "2e-06", "applied"),
-    ]
+    told = [(e["before"], e["now"], e["effect"]) for e in changed]
+    assert told == [("8", "4", "applied"), ("1e-06", "2e-06", "applied")]
     sources = msgspec.json.decode((files / "run" / "starts" / "0001" / "files.json").read_bytes())
     assert sources.keys() == {"model.path", "data.train", "reward.function"}
     assert sources["model.path"]["path"] == str(files / "model1") and all(one["digest"] for one in sources.values())

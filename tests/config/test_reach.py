@@ -1,6 +1,5 @@
 """What a run needs over the network is asked once, briefly, before anything starts; a cached model needs no network."""
 
-import json
 import os
 import socket
 
@@ -39,12 +38,6 @@ def closed() -> str:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def keep_in_cache(tmp_path) -> None:
-    snapshot = tmp_path / "cache" / "models--org--model" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps({}))
-
-
 @pytest.mark.parametrize("kind", ["closed", "silent"])
 def test_a_hub_that_is_not_there_or_never_replies_is_one_sentence(hub, request, kind):
     hub(url := request.getfixturevalue(kind))
@@ -54,8 +47,10 @@ def test_a_hub_that_is_not_there_or_never_replies_is_one_sentence(hub, request, 
 
 def test_a_cached_model_is_used_without_a_hub_and_libraries_ask_no_more(hub, closed, tmp_path, caplog):
     hub(closed)
-    keep_in_cache(tmp_path)
-    assert find_model("org/model") == tmp_path / "cache/models--org--model/snapshots/abc"
+    snapshot = tmp_path / "cache" / "models--org--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert find_model("org/model") == snapshot
     assert constants.is_offline_mode() and os.environ["HF_HUB_OFFLINE"] == "1"
     assert "so org/model is used as the local cache has it" in caplog.text
 

