@@ -335,10 +335,6 @@ def test_the_table_of_packages_is_in_the_order_of_imports():
     assert {name for row in rows for name in row} == set(LAYERS) - {"__main__"}
 
 
-def test_the_page_of_the_simulation_counts_the_mutants():
-    assert f"plant {len(MUTANTS)} bugs" in (DOCS / "simulation.md").read_text("utf-8")
-
-
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install 'asyncgrpo[docs]'")
 def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
@@ -349,7 +345,8 @@ def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path):
     assert [name for name, html in built.items() if re.search(r"<p>(\||```)|^\|--", html, re.MULTILINE)] == []
 
 
-def test_the_architecture_shows_every_message():
+def test_the_architecture_shows_every_message_and_the_page_of_the_simulation_counts_the_mutants():
+    assert f"plant {len(MUTANTS)} bugs" in (DOCS / "simulation.md").read_text("utf-8")
     page = (DOCS / "architecture.md").read_text(encoding="utf-8")
     names = {kind.__name__ for kind in get_args(codec.AnyMessage)}
     assert {name for name in names if not re.search(rf"\b{name}\b", page)} == set()

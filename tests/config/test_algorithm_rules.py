@@ -51,13 +51,8 @@ def test_every_loss_has_arguments_of_known_kinds(loss):
     )
 
 
-SHORT = {
-    "LOSS": "algorithm.loss",
-    "ARGS": "algorithm.loss_args",
-    "CORRECTION": "algorithm.corrections",
-    "KL": "algorithm.kl",
-}
-SHORT |= {"SERVED": "teacher.url=http://t:1 algorithm.kl_coef=1 algorithm.kl_kind=k2"}
+SHORT = {"LOSS": "algorithm.loss", "ARGS": "algorithm.loss_args", "CORRECTION": "algorithm.corrections"}
+SHORT |= {"KL": "algorithm.kl", "SERVED": "teacher.url=http://t:1 algorithm.kl_coef=1 algorithm.kl_kind=k2"}
 
 
 def words(overrides: str) -> list[str]:
