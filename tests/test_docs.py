@@ -147,11 +147,11 @@ def unknown_commands(text: str) -> list[str]:
         if command is None or sub not in getattr(command, "commands", {sub: command}):
             found.append(f"{name} {sub}".strip() if command else name)
     for code in _CODE.findall(_BLOCK.sub("", text)):
-        for name, sub in _COMMAND.findall(code)[: code.startswith(("asyncgrpo ", ".venv/"))]:
-            command = tree.commands.get(name)
-            command = getattr(command, "commands", {}).get(sub, command)
-            known = {option for parameter in getattr(command, "params", ()) for option in parameter.opts} | {"--help"}
-            found += [option for option in _OPTION.findall(code) if command and option not in known]
+        if (typed := _COMMAND.match(code)) and typed[1] in tree.commands:
+            command = tree.commands[typed[1]]
+            command = getattr(command, "commands", {}).get(typed[2], command)
+            known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+            found += [option for option in _OPTION.findall(code) if option not in known]
     return found
 
 

@@ -48,6 +48,8 @@ def test_every_knob_has_exactly_one_rule():
     others = {*REFUSED, *NOT_COMPARED}
     assert len(others) == len(REFUSED) + len(NOT_COMPARED) and others <= set(knobs())
     assert len(knobs()) - len(others) == APPLIED, "may a resume change the new key? If not, it goes into REFUSED"
+    now = settings("algorithm.loss=gspo", "learner.lr=2e-6", "run.out=elsewhere")
+    assert effects(settings(), now) == {"algorithm.loss": "refused", "learner.lr": "applied"}
 
 
 def test_a_model_is_known_by_what_it_holds():

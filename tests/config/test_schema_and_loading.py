@@ -138,6 +138,8 @@ model.dtype=fp16 -> model.dtype must be one of bfloat16, float32; it is fp16
 run.loggers=wandb -> run.loggers must be a list
 learner.betas=[0.9] -> learner.betas must be a list of 2, each a number, at least 0 and below 1; it is [0.9]
 learner.lr=nan -> learner.lr must be above 0; it is nan
+reward.timeout_s=.inf -> reward.timeout_s must be finite; it is inf
+data.truncation=error -> that is verl's: longer prompts are dropped, never cut
 learner.lr -> `learner.lr` is not of the form key=value, for example learner.lr=1e-6
 learner.betas=[[ -> the value of learner.betas, `[[`, is not valid YAML
 algorithm=grpo -> `algorithm` is a section; set one of its keys
