@@ -25,8 +25,7 @@ def rows(heading: str) -> dict[str, list[str]]:
 
 
 def choices(struct: type, field: str) -> tuple[str, ...]:
-    hint = typing.get_type_hints(struct)[field]
-    return typing.get_args(hint)
+    return typing.get_args(typing.get_type_hints(struct)[field])
 
 
 def test_every_choice_of_a_key_and_every_kind_of_correction_is_on_the_page():
@@ -70,12 +69,8 @@ def test_the_row_of_a_preset_is_its_file(name):
     assert numbers <= set(algorithm.loss_args.values())
     assert advantage in ("", algorithm.advantage)
     assert anchor in ("", algorithm.anchor)
-    bounds = [
-        x
-        for c in algorithm.corrections
-        for x in (c.low_ratio, c.high_ratio, c.max_nats, c.max_mean_square)
-        if x is not None
-    ]
+    bounds = [(c.low_ratio, c.high_ratio, c.max_nats, c.max_mean_square) for c in algorithm.corrections]
+    bounds = [bound for each in bounds for bound in each if bound is not None]
     assert [float(x) for x in re.findall(r"(?<!m)[\d.]+", corrections.replace("m2po", ""))] == bounds
     assert name == "pairwise" or rest.split(",")[0] == algorithm.aggregation
 

@@ -40,8 +40,9 @@ def test_a_run_with_a_curriculum_goes_on_in_its_order_after_a_kill(tmp_path: Pat
     process.wait()
     assert_nothing_left(tmp_path)
     killed_at = events(run, "step")[-1]["step"]
-    result = asyncgrpo(*ARGUMENTS, "--steps", str(killed_at + 10), cwd=tmp_path)
+    result = asyncgrpo(*ARGUMENTS, "--steps", str(killed_at + 10), "--lr", "1e-7", cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "changed: learner.lr 1e-06 -> 1e-07" in result.stdout and 0 < events(run, "step")[-1]["lr"] <= 1e-7
     assert_nothing_left(tmp_path)
 
     audited(run)

@@ -4,11 +4,11 @@
 A strict build by mkdocs is one of the tests where mkdocs is installed; without it the others say nearly the same.
 """
 
-import ast
 import re
 import subprocess
 import sys
 from collections import defaultdict
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -87,21 +87,14 @@ def keys_table() -> str:
 def events_table() -> str:
     """A table for each event of many fields, and one for the others."""
     lines: list[str] = []
+    columns = ["| field | type | present | meaning |", "|---|---|---|---|"]
     small = {name: kind for name, kind in KINDS.items() if len(kind.fields) <= MOST_FIELDS_OF_A_SMALL_EVENT}
     for name, kind in KINDS.items():
         if name not in small:
-            lines += [
-                "",
-                f"### {name}",
-                "",
-                kind.meaning,
-                "",
-                "| field | type | present | meaning |",
-                "|---|---|---|---|",
-            ]
+            lines += ["", f"### {name}", "", kind.meaning, "", *columns]
             lines += [f"| {cells} |" for cells in fields_in_words(kind)]
     lines += ["", "### Small events", "", "The first row of an event has its meaning, the others its fields.", ""]
-    lines += ["| event | field | type | present | meaning |", "|---|---|---|---|---|"]
+    lines += [f"| event {columns[0]}", f"|---{columns[1]}"]
     for name, kind in small.items():
         lines.append(f"| `{name}` | | | | {kind.meaning} |")
         lines += [f"| | {cells} |" for cells in fields_in_words(kind)]
@@ -146,18 +139,19 @@ def typed_in(text: str) -> list[str]:
     return [re.split(r"\s+#", line)[0] for line in lines if line.startswith(starts)]
 
 
-def commands() -> dict[str, set[str]]:
-    tree = typer.main.get_command(app)
-    return {name: set(getattr(command, "commands", ())) for name, command in tree.commands.items()}
-
-
 def unknown_commands(text: str) -> list[str]:
-    known, found = commands(), []
-    for command, sub in _COMMAND.findall("\n".join(code_of(text))):
-        if command not in known:
-            found.append(command)
-        elif known[command] and sub not in known[command]:
-            found.append(f"{command} {sub}")
+    """Commands in code that there are not, and options between single backticks that their command does not have."""
+    tree, found = typer.main.get_command(app), []
+    for name, sub in _COMMAND.findall("\n".join(code_of(text))):
+        command = tree.commands.get(name)
+        if command is None or sub not in getattr(command, "commands", {sub: command}):
+            found.append(f"{name} {sub}".strip() if command else name)
+    for code in _CODE.findall(_BLOCK.sub("", text)):
+        if (typed := _COMMAND.match(code)) and typed[1] in tree.commands:
+            command = tree.commands[typed[1]]
+            command = getattr(command, "commands", {}).get(typed[2], command)
+            known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+            found += [option for option in _OPTION.findall(code) if option not in known]
     return found
 
 
@@ -167,24 +161,9 @@ def refused_commands(text: str) -> list[str]:
 
 
 def is_taken(line: str) -> bool:
-    try:
-        take(line)
-    except Exception:  # of click, whatever it is: the line cannot be typed
-        return False
-    return True
-
-
-def unknown_options(text: str) -> list[str]:
-    """Options in `asyncgrpo COMMAND --option`, written between single backticks, that the command does not have."""
-    tree, found = typer.main.get_command(app), []
-    for code in _CODE.findall(_BLOCK.sub("", text)):
-        words = code.removeprefix(".venv/bin/").split()
-        command = tree.commands.get(words[1]) if words[:1] == ["asyncgrpo"] and len(words) > 1 else None
-        if command is not None:
-            command = getattr(command, "commands", {}).get(words[2] if len(words) > 2 else "", command)
-            known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
-            found += [option for option in _OPTION.findall(code) if option not in known]
-    return found
+    with suppress(Exception):  # of click, whatever it is: the line cannot be typed
+        return bool(take(line))
+    return False
 
 
 def missing_files(text: str) -> list[str]:
@@ -233,33 +212,19 @@ def module(name: str) -> Path | None:
 
 
 @cache
-def defined() -> dict[str, set[str]]:
-    """What each module and each class of the package defines, by its name, and the modules of each package."""
+def words() -> dict[str, set[str]]:
+    """By the name of each module and each class of the package, the words of its file; of a package, its modules."""
     found = defaultdict[str, set[str]](set)
     for file in [*(ROOT / "asyncgrpo").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
-        tree = ast.parse(file.read_text("utf-8"))
-        found[file.stem] |= bound(tree)
+        text = file.read_text("utf-8")
         found[file.parent.name].add(file.stem)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                found[node.name] |= bound(node)
+        for name in (file.stem, *re.findall(r"^class (\w+)", text, re.MULTILINE)):
+            found[name] |= set(re.findall(r"\w+", text))
     return found
 
 
 def members_of(name: str) -> set[str]:
-    return defined().get(name.rpartition(".")[2], set())
-
-
-def bound(node: ast.Module | ast.ClassDef) -> set[str]:
-    """Names that the body binds, and attributes that methods set on `self`."""
-    found = set()
-    for child in node.body:
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(child.name)
-        targets = [child.target] if isinstance(child, ast.AnnAssign) else getattr(child, "targets", [])
-        found |= {target.id for target in targets if isinstance(target, ast.Name)}
-    stored = [sub for sub in ast.walk(node) if isinstance(sub, ast.Attribute) and isinstance(sub.ctx, ast.Store)]
-    return found | {sub.attr for sub in stored if isinstance(sub.value, ast.Name) and sub.value.id == "self"}
+    return words().get(name.rpartition(".")[2], set())
 
 
 def unknown_metrics(text: str) -> list[str]:
@@ -301,35 +266,29 @@ def test_the_table_of_a_page_is_todays(path: Path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_names_only_what_exists(page: Path):
     text = _PAST.sub("", page.read_text(encoding="utf-8"))
-    assert unknown_commands(text) + refused_commands(text) + unknown_options(text) == []
-    assert missing_files(text) == []
-    assert wrong_links(text, page) == []
+    assert unknown_commands(text) + refused_commands(text) + missing_files(text) + wrong_links(text, page) == []
     past = removed().keys if page in (REMOVED, ROOT / "CHANGELOG.md") else ()
     assert [key for key in unknown_settings(text) if key not in past] == []
-    assert unknown_names(text) == []
-    assert unknown_metrics(text) == []
-    assert wrong_translations(text) == []
+    assert unknown_names(text) + unknown_metrics(text) + wrong_translations(text) == []
 
 
-def test_what_does_not_exist_is_found():
+def test_what_does_not_exist_and_a_link_that_leads_nowhere_are_found():
     text = "`asyncgrpo fly` and `asyncgrpo data chek x`, but asyncgrpo is prose"
     assert unknown_commands(text) == ["fly", "data chek"]
     assert unknown_commands("```\n.venv/bin/asyncgrpo demos --steps 3\n```") == ["demos"]
     text = "```\nasyncgrpo audit\nasyncgrpo demo --step 3  # typo\nasyncgrpo audit run\n```"
     assert refused_commands(text) == ["asyncgrpo audit", "asyncgrpo demo --step 3"]
-    assert unknown_options("`asyncgrpo samples RUN --first`, `asyncgrpo data check --model`") == ["--first"]
+    assert unknown_commands("`asyncgrpo samples RUN --first`, `asyncgrpo data check --model`") == ["--first"]
     lost = missing_files("`asyncgrpo/buffers/buffer.py`, `configs/*.toml`, `configs/*.yaml`, ./setup.sh, ./start.sh")
     assert lost == ["asyncgrpo/buffers/buffer.py", "configs/*.toml", "start.sh"]
     assert unknown_settings("`buffer.max_lags`, `learner.lr=1`, run.steeps=3") == ["buffer.max_lags", "run.steeps"]
     rows = "".join(f"| `data.{name}` | `data.eval` |\n" for name in ("train_files", "no_such", "val_files"))
     assert wrong_translations(f"| verl | here |\n|---|---|\n{rows}\n") == ["data.train_files", "data.no_such"]
-
-
-def test_a_link_that_leads_nowhere_is_found():
     start = DOCS / "start.md"
     assert wrong_links("[a](train.md#the-data) [c](nowhere.md) [d](#set-up-and-run)", start) == ["nowhere.md"]
     assert wrong_links("[README](../README.md)", start) == ["../README.md"], "no part of the site"
     assert wrong_links("[start](docs/start.md)", ROOT / "README.md") == []
+    assert unknown_metrics("`asyncgrpo_groups_total`, `asyncgrpo_grups_total`") == ["asyncgrpo_grups_total"]
 
 
 def test_a_name_that_nothing_defines_is_found():
@@ -338,13 +297,11 @@ def test_a_name_that_nothing_defines_is_found():
     gone = ["Buffer.incomes", "corrections.abnormalise", "asyncgrpo.errors.ConfigEror", "Nobody.here"]
     assert unknown_names(", ".join(f"`{name}`" for name in gone)) == gone
     assert unknown_names("`python -m tests.simulation`, `python -m benchmarks.nothing`") == ["benchmarks.nothing"]
-    assert unknown_names(_PAST.sub("", "`python -m benchmarks.nothing --a 1` at 2657806, `benchmarks.none`")) == [
-        "benchmarks.none"
-    ]
+    past = "`python -m benchmarks.nothing --a 1` at 2657806, `benchmarks.none`"
+    assert unknown_names(_PAST.sub("", past)) == ["benchmarks.none"]
     assert unknown_names('`tests/test_docs.py -k "name or a_test_of_that"`') == []
     assert unknown_names("`tests/test_imports.py -k flies`") == ["flies"]
     assert unknown_names("`LAYERS` in `tests/test_imports.py`, `FLOORS` in `tests/test_imports.py`") == ["FLOORS"]
-    assert unknown_metrics("`asyncgrpo_groups_total`, `asyncgrpo_grups_total`") == ["asyncgrpo_grups_total"]
 
 
 def nav() -> list[str]:
@@ -364,7 +321,8 @@ def test_the_navigation_has_every_page_once_and_the_index_has_them_in_its_order(
 
 def test_every_command_is_on_a_page():
     pages = "\n".join(page.read_text("utf-8") for page in DOCS.glob("*.md"))
-    names = [f"asyncgrpo {name} {sub}".strip() for name, subs in commands().items() for sub in subs or [""]]
+    tree = typer.main.get_command(app).commands
+    names = [f"asyncgrpo {name} {sub}".strip() for name in tree for sub in getattr(tree[name], "commands", [""])]
     assert [name for name in names if not re.search(rf"{name}\b", pages)] == []
 
 
@@ -377,10 +335,6 @@ def test_the_table_of_packages_is_in_the_order_of_imports():
     assert {name for row in rows for name in row} == set(LAYERS) - {"__main__"}
 
 
-def test_the_page_of_the_simulation_counts_the_mutants():
-    assert f"plant {len(MUTANTS)} bugs" in (DOCS / "simulation.md").read_text("utf-8")
-
-
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install 'asyncgrpo[docs]'")
 def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
@@ -391,7 +345,8 @@ def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path):
     assert [name for name, html in built.items() if re.search(r"<p>(\||```)|^\|--", html, re.MULTILINE)] == []
 
 
-def test_the_architecture_shows_every_message():
+def test_the_architecture_shows_every_message_and_the_page_of_the_simulation_counts_the_mutants():
+    assert f"plant {len(MUTANTS)} bugs" in (DOCS / "simulation.md").read_text("utf-8")
     page = (DOCS / "architecture.md").read_text(encoding="utf-8")
     names = {kind.__name__ for kind in get_args(codec.AnyMessage)}
     assert {name for name in names if not re.search(rf"\b{name}\b", page)} == set()

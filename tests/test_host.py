@@ -30,39 +30,32 @@ def container(tmp_path, monkeypatch):
     return limit
 
 
+OLD = {"cpu/cpu.cfs_period_us": "100000\n", "cpuacct/cpuacct.usage": "7000000000\n"}
+NEW = {"cpu.stat": "usage_usec 7000000\nuser_usec 1\n"}
+
+
 @pytest.mark.parametrize(
-    ("files", "memory"),
+    ("files", "memory", "quota"),
     [
-        ({"memory.max": "67108864\n"}, 2**26),
-        ({"memory.max": "max\n"}, ALL),
-        ({"memory/memory.limit_in_bytes": "134217728\n"}, 2**27),
-        ({}, ALL),
+        ({"memory.max": "67108864\n", "cpu.max": "250000 100000\n"} | NEW, 2**26, 3),
+        ({"memory.max": "max\n", "cpu.max": "max 100000\n"}, ALL, 64),
+        ({"memory/memory.limit_in_bytes": "134217728\n", "cpu/cpu.cfs_quota_us": "400000\n"} | OLD, 2**27, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1\n"} | OLD, ALL, 64),
+        ({}, ALL, 64),
     ],
 )
-def test_no_more_memory_than_the_limit_of_a_container(container, tmp_path, files, memory):
+def test_a_container_has_the_memory_and_cores_of_its_limits_and_counts_its_own_work_alone(
+    container, tmp_path, files, memory, quota
+):
     container(files)
-    assert Host.here(tmp_path).memory == memory
+    assert (Host.here(tmp_path).memory, cores()) == (memory, quota)
+    assert quota == 64 or host._busy_seconds() == 7.0
 
 
 def test_shared_memory_is_what_its_file_system_has(tmp_path):
     there = os.statvfs(tmp_path)
     assert Host.here(tmp_path).shared == there.f_blocks * there.f_frsize
     assert Host.here(tmp_path / "nothing") == Host(Host.here(tmp_path).memory, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("files", "quota"),
-    [
-        ({"cpu.max": "250000 100000\n"}, 3),
-        ({"cpu.max": "max 100000\n"}, 64),
-        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
-        ({}, 64),
-    ],
-)
-def test_no_more_cores_than_the_quota_of_a_container(container, files, quota):
-    container(files)
-    assert cores() == quota
 
 
 class Machine:
@@ -96,17 +89,6 @@ def test_a_child_counts_with_its_parent():
             assert child.poll() is None
         child.kill()
     assert host._own_seconds() - before >= 0.2, "and after it has ended"
-
-
-OLD = {"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n", "cpuacct/cpuacct.usage": "7000000000\n"}
-
-
-@pytest.mark.parametrize(
-    "files", [{"cpu.max": "100000 100000\n", "cpu.stat": "usage_usec 7000000\nuser_usec 1\n"}, OLD]
-)
-def test_a_container_with_a_quota_counts_its_own_work_alone(container, files):
-    container(files)
-    assert host._busy_seconds() == 7.0
 
 
 def test_the_collector_is_off_in_a_block_of_imports_and_afterwards_as_it_was(request):

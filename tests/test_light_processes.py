@@ -46,17 +46,10 @@ os._exit(0)
 
 
 def heavy_in(code: str, folder: Path) -> list[str]:
-    ended = subprocess.run(
-        [sys.executable, "-c", code + SAY.format(heavy=HEAVY)],
-        cwd=folder,
-        env=environment(folder),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", code + SAY.format(heavy=HEAVY)]
+    ended = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    said = [line for line in ended.stdout.splitlines() if line.startswith("HEAVY ")]
-    return json.loads(said[-1].removeprefix("HEAVY "))
+    return json.loads(ended.stdout.rpartition("HEAVY ")[2])
 
 
 def test_commands_that_only_look_import_nothing_heavy(tmp_path):

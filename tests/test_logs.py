@@ -16,13 +16,13 @@ def ours() -> list[logging.Handler]:
 
 @pytest.fixture(autouse=True)
 def leave_no_handlers():
-    before = logging.getLogger().level, logging.getLogger("asyncgrpo").level
+    before = {name: logging.getLogger(name).level for name in ("root", "asyncgrpo")}
     yield
     for handler in ours():
         logging.getLogger().removeHandler(handler)
         handler.close()
-    logging.getLogger().setLevel(before[0])
-    logging.getLogger("asyncgrpo").setLevel(before[1])
+    for name, level in before.items():
+        logging.getLogger(name).setLevel(level)
 
 
 def test_a_line_has_time_level_role_and_rank_and_only_events_start_a_line(tmp_path):

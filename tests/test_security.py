@@ -85,22 +85,23 @@ def test_nothing_is_unpickled_evaluated_or_given_to_a_shell():
     assert set(REVIEWED) - found == set(), "reviewed, and not there any more"
 
 
-@pytest.mark.parametrize(
-    ("line", "count"),
-    [
-        ("import pickle", 1),
-        ("socket.recv_pyobj()", 1),
-        ("torch.load(path)", 1),
-        ("torch.load(path, weights_only=True)", 0),
-        ("eval(text)", 1),
-        ("yaml.load(text, Loader=yaml.SafeLoader)", 0),
-        ("subprocess.run(text, shell=True)", 1),
-        ("subprocess.run([text])", 0),
-        ("np.load(path, allow_pickle=True)", 1),
-    ],
-)
-def test_what_runs_code_is_found_and_what_does_not_is_let_be(line, count):
-    assert len(list(dangers(line))) == count
+DANGEROUS = """
+import pickle
+socket.recv_pyobj()
+torch.load(path)
+eval(text)
+subprocess.run(text, shell=True)
+np.load(path, allow_pickle=True)
+"""
+HARMLESS = """
+torch.load(path, weights_only=True)
+yaml.load(text, Loader=yaml.SafeLoader)
+subprocess.run([text])
+"""
+
+
+def test_what_runs_code_is_found_and_what_does_not_is_let_be():
+    assert sorted(line for line, _ in dangers(DANGEROUS)) == [2, 3, 4, 5, 6, 7] and list(dangers(HARMLESS)) == []
 
 
 @cache

@@ -2,7 +2,6 @@
 
 import asyncio
 import statistics
-from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +52,7 @@ class Step(NamedTuple):
 
 
 async def train(config: Config) -> list[Step]:
-    """Train the `run.steps` steps in this process. At most `generators.groups_in_flight` groups are sampled at once."""
+    """Train the `run.steps` steps in this process, sampling one group at a time."""
     tokenizer = load_tokenizer(config.model.path)
     stops = stop_token_ids(tokenizer, config.model.path, config.sampling.stop)
     prompts = Prompts(config.data.sources, "train", tokenizer, config.data)
@@ -62,7 +61,6 @@ async def train(config: Config) -> list[Step]:
     learner = Learner(config, rank=0, world=1, device="cpu")
     decode = decoder(tokenizer, keep_special=False)
     sampling = sampling_of(config, stops, evaluation=False)
-    slots = asyncio.Semaphore(config.generators.groups_in_flight)
 
     async def sample(number: int, prompt: Prompt) -> Group:
         lease = Lease(
@@ -77,23 +75,16 @@ async def train(config: Config) -> list[Step]:
             sampling=sampling,
             seed=group_seed(config.run.seed, number, 0),
         )
-        async with slots:
-            return await GroupInFlight(lease, engine, reward, decode).generate("one")
+        return await GroupInFlight(lease, engine, reward, decode).generate("one")
 
-    async def sample_step() -> list[Group]:
-        wanted = [source.next() or (0, prompts[0]) for _ in range(config.buffer.prompts_per_step)]
-        return list(await asyncio.gather(*(sample(number, prompt) for number, prompt in wanted)))
-
-    waiting: deque[list[Group]] = deque()
     steps: list[Step] = []
     await engine.start(PolicyVersion(1, 0))
     try:
         for step in range(config.run.steps or 0):
             version = PolicyVersion(1, step)
             await engine.load_weights([(info.name, tensor) for info, tensor in learner.weights()], version)
-            for _ in range(config.buffer.max_lag + 1 if step == 0 else 1):
-                waiting.append(await sample_step())
-            groups = waiting.popleft()
+            wanted = [source.next() or (0, prompts[0]) for _ in range(config.buffer.prompts_per_step)]
+            groups = [await sample(number, prompt) for number, prompt in wanted]
             rewards = [r.score.value for group in groups for r in group.rollouts if r.score.value is not None]
             steps.append(Step(statistics.fmean(rewards), learner.step(groups, version)))
         return steps

@@ -81,9 +81,8 @@ def test_a_reward_that_cannot_score_is_an_error_after_the_report(asyncgrpo, file
         ((), "no reward rule for data_source 'poetry'"),
     ):
         if not how:
-            rows = [
-                {"question": "Why?", "reply": None if n % 2 else "because", "data_source": "poetry"} for n in range(8)
-            ]
+            row = {"question": "Why?", "data_source": "poetry"}
+            rows = [row | {"reply": None if n % 2 else "because"} for n in range(8)]
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
             how = ("data.columns.prompt=question", "data.columns.answer=reply")
         ended = asyncgrpo("data", "check", file, *how)

@@ -29,18 +29,24 @@ def test_the_version_is_printed(asyncgrpo):
     assert asyncgrpo("--version").out == f"asyncgrpo {__version__}\n"
 
 
-def test_a_usage_error_is_one_sentence_and_code_2(asyncgrpo):
-    for typed, names in (
-        (["trian"], ["trian", "train"]),
-        (["doctor", "--nonsense"], ["--nonsense", "asyncgrpo doctor --help"]),
-        (["train", "--lr", "fast"], ["--lr", "'fast'"]),
-        (["train", "--rollout_n", "five"], ["--rollout-n", "'five'"]),
-        (["scale", "learners", "3"], ["generators", "'learners'"]),
-        (["audit"], ["RUN", "asyncgrpo audit --help"]),
-        (["audit", "a", "b"], ["b", "asyncgrpo audit --help"]),
+def test_a_usage_error_is_one_sentence_and_code_2_and_a_value_that_cannot_be_code_1(asyncgrpo):
+    long = "a" * 300
+    for typed, code, *names in (
+        ("trian", 2, "trian", "train"),
+        ("doctor --nonsense", 2, "--nonsense", "asyncgrpo doctor --help"),
+        ("train --lr fast", 2, "--lr", "'fast'"),
+        ("train --rollout_n five", 2, "--rollout-n", "'five'"),
+        ("scale learners 3", 2, "generators", "'learners'"),
+        ("audit", 2, "RUN", "asyncgrpo audit --help"),
+        ("audit a b", 2, "b", "asyncgrpo audit --help"),
+        *(
+            (f"{command} {long}", 1, "File name too long\n")
+            for command in ("demo --engine torch --out", "audit", "serve")
+        ),
+        *((f"demo --engine torch --chaos {n}", 1, f"--chaos {n}: faults per hour") for n in ("0", "nan", "inf")),
     ):
-        ended = asyncgrpo(*typed)
-        assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1), ended
+        ended = asyncgrpo(*typed.split())
+        assert (ended.code, ended.out, ended.err.count("\n")) == (code, "", 1), ended
         assert ended.err.startswith("error: ") and all(name in ended.err for name in names), ended.err
     for typed in ([], ["data"]):
         ended = asyncgrpo(*typed)
@@ -61,16 +67,6 @@ class TestEnds:
         self.raising(monkeypatch, DataError("the file is empty"))
         ended = asyncgrpo()
         assert (ended.code, ended.err, ended.out) == (1, "error: the file is empty\n", "")
-
-    def test_a_name_that_no_file_can_have_is_one_sentence_and_code_1(self, asyncgrpo):
-        for command in ("demo --engine torch --out", "audit", "status", "serve"):
-            ended = asyncgrpo(*command.split(), "a" * 300)
-            assert (ended.code, ended.err.count("\n")) == (1, 1) and ended.err.endswith("File name too long\n")
-
-    def test_faults_per_hour_are_a_number_above_0(self, asyncgrpo):
-        for faults in ("0", "nan", "inf"):
-            ended = asyncgrpo("demo", "--engine", "torch", "--chaos", faults)
-            assert ended.code == 1 and f"--chaos {faults}: faults per hour" in ended.err
 
     def test_ctrl_c_is_130(self, monkeypatch, asyncgrpo):
         self.raising(monkeypatch, KeyboardInterrupt())

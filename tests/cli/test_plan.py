@@ -32,10 +32,7 @@ def test_a_plan_names_the_settings_to_use(measured, asyncgrpo):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["plan", "--profile", "gone.json"],
-            "gone.json cannot be read (No such file or directory); `asyncgrpo tune CONFIG`",
-        ),
+        (["plan", "--profile", "gone.json"], "gone.json cannot be read (No such file or directory)"),
         (["plan", "--from", "gone"], "gone is not a run folder"),
         (["plan", "--profile", "mine.json", "--from", "gone"], "--profile and --from exclude each other"),
         (["plan", "--gpus", "1"], "--gpus"),

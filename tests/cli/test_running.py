@@ -52,7 +52,8 @@ SERVED = ["quickstart", "model.path=./model1", "data.train=train.jsonl", "data.e
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """Of all files. Folders are there with none."""
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
 def test_a_resume_says_what_changed_and_a_dry_run_of_it_is_refused_as_the_run_would_be(asyncgrpo, started, files):
@@ -77,10 +78,8 @@ def test_a_resume_says_what_changed_and_a_dry_run_of_it_is_refused_as_the_run_wo
 
 def preview(asyncgrpo, *typed: str):
     before = contents(Path.cwd())
-    folders = sorted(path for path in Path.cwd().rglob("*") if path.is_dir())
     ended = asyncgrpo(*typed, "--dry-run")
     assert contents(Path.cwd()) == before
-    assert sorted(path for path in Path.cwd().rglob("*") if path.is_dir()) == folders
     return ended
 
 
@@ -116,13 +115,6 @@ def test_a_dry_run_of_serve_finds_too_few_gpus_and_a_folder_that_is_taken(asyncg
     assert not started
 
 
-def retyped(out: str) -> list[str]:
-    line = next(line for line in reversed(out.splitlines()) if ": asyncgrpo " in line)
-    name, *arguments = shlex.split(line.partition(": ")[2])
-    assert name == "asyncgrpo"
-    return arguments
-
-
 @pytest.mark.parametrize(
     "typed",
     [
@@ -136,7 +128,8 @@ def retyped(out: str) -> list[str]:
 def test_the_command_to_go_on_goes_on_as_printed(asyncgrpo, started, files, typed):
     first = asyncgrpo(*typed)
     assert first.code == 0, first
-    again = asyncgrpo(*retyped(first.out))
+    line = next(line for line in reversed(first.out.splitlines()) if ": asyncgrpo " in line)
+    again = asyncgrpo(*shlex.split(line.partition(": asyncgrpo ")[2]))
     assert again.code == 0, again
     assert "resuming from step 2" in again.out and "changed" not in again.out
     assert len(started) == 2 and started[0] == started[1]

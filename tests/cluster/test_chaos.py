@@ -23,12 +23,9 @@ def injected(plan: Plan, looks: int, *, steps_a_look: int = 1, may_lose: bool = 
         generator: process id of its generator; 0: none.
     """
     now, told = [0.0], []
-    watch = SimpleNamespace(
-        pids=lambda *roles: {("buffer", "learner"): [1], ("generator-0",): [generator] * (generator > 0)}.get(
-            roles, []
-        ),
-        names=lambda role: ["generator-0"] if role == "generator" else [],
-    )
+    pids = {("buffer", "learner"): [1], ("generator-0",): [generator] * (generator > 0)}
+    names = {"generator": ["generator-0"]}
+    watch = SimpleNamespace(pids=lambda *roles: pids.get(roles, []), names=lambda role: names.get(role, []))
     events = SimpleNamespace(write=lambda event, **fields: told.append((event, fields)))
     chaos = Chaos(plan, watch, SimpleNamespace(is_whole=True, may_lose=lambda name: may_lose), events)
     chaos._clock = lambda: now[0]
@@ -66,9 +63,8 @@ def test_no_generator_is_struck_whose_loss_would_end_the_run(may_lose: bool):
 def test_what_is_paused_goes_on(monkeypatch: pytest.MonkeyPatch):
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr("asyncgrpo.cluster.chaos.os.kill", lambda *what: sent.append(what))
-    assert injected(Plan(per_hour=3600.0, seed=1, faults=("pause generator",)), 30, generator=7) == [
-        "pause generator-0"
-    ]
+    faults = injected(Plan(per_hour=3600.0, seed=1, faults=("pause generator",)), 30, generator=7)
+    assert faults == ["pause generator-0"]
     assert sent == [(7, signal.SIGSTOP), (7, signal.SIGCONT)]
 
 

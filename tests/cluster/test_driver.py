@@ -1,7 +1,6 @@
 """The driver's own part of a run: what it makes before it starts a process, and what it waits for when it gives up."""
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,10 +98,30 @@ def test_a_core_is_replaced_until_several_in_a_row_have_not_trained_a_step(
     assert calls == ["end"] * restarts + ["stacks", "end"], "a process that is killed writes no stacks"
 
 
-def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[[Run], str]) -> Run:
+def give_it_up(run: Run) -> str:
+    saved = run._folder.path / "step_000004"  # by the learner
+    saved.mkdir()
+    (saved / "state.json").write_text('{"step": 4, "lineage": 1, "prompts": {}}')
+    run._folder.checkpoint = lambda: saved
+    raise AsyncGRPOError("generator-1 ended too often")
+
+
+def ask_twice(run: Run) -> str:
+    run._asked_to_stop = 2
+    raise KeyboardInterrupt
+
+
+FAILS = pytest.raises(AsyncGRPOError, match=r"too often; checkpoint of step 4 written; the same command goes on")
+
+
+@pytest.mark.parametrize(
+    ("how", "ends"),
+    [(give_it_up, FAILS), (lambda run: "done", nullcontext()), (ask_twice, suppress(KeyboardInterrupt))],
+)
+def test_a_run_that_gives_up_is_still_listed_so_that_monitoring_misses_it(tmp_path: Path, monkeypatch, how, ends):
     def listed(run: Run) -> str:
         run._export_from("learner-0", ("127.0.0.1", 4711))
-        return keep_going(run)
+        return how(run)
 
     monkeypatch.setattr(run_module, "ray_session_of", lambda config: nullcontext())
     monkeypatch.setattr(run_module, "decide_device", lambda config: config)
@@ -111,32 +130,13 @@ def execute(folder: Path, monkeypatch: pytest.MonkeyPatch, keep_going: Callable[
     monkeypatch.setattr(run_module, "Placement", lambda *_, **__: SimpleNamespace(addresses=[], release=lambda: None))
     monkeypatch.setattr(Run, "_start_services", listed)
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"))
-    run = Run(config, SimpleNamespace(path=folder, checkpoint=lambda: None), "")  # type: ignore[arg-type]
-    run.execute()
-    return run
-
-
-def give_it_up(run: Run) -> str:
-    raise AsyncGRPOError("generator-1 ended too often")
-
-
-def test_a_run_that_gives_up_is_still_listed_so_that_monitoring_misses_it(tmp_path: Path, monkeypatch):
-    with pytest.raises(AsyncGRPOError):
-        execute(tmp_path / "run", monkeypatch, give_it_up)
-    (entry,) = json.loads(targets_path(tmp_path / "run").read_text())
-    assert (entry["targets"], entry["labels"]["role"]) == (["127.0.0.1:0"], "driver")
-
-
-def ask_twice(run: Run) -> str:
-    run._asked_to_stop = 2
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("how", [lambda run: "done", ask_twice])
-def test_a_run_that_ends_as_it_should_is_not_missed(tmp_path: Path, monkeypatch, how):
-    with suppress(KeyboardInterrupt):
-        execute(tmp_path / "run", monkeypatch, how)
-    assert not targets_path(tmp_path / "run").exists()
+    folder = SimpleNamespace(path=tmp_path / "run", checkpoint=lambda: None)
+    with ends:
+        Run(config, folder, "").execute()  # type: ignore[arg-type]
+    assert targets_path(tmp_path / "run").exists() == (how is give_it_up)
+    if how is give_it_up:
+        (entry,) = json.loads(targets_path(tmp_path / "run").read_text())
+        assert (entry["targets"], entry["labels"]["role"]) == (["127.0.0.1:0"], "driver")
 
 
 class NoFurther(Exception):
@@ -174,15 +174,13 @@ def test_every_run_has_keys_a_metric_of_its_disk_and_metrics_leave_loopback_with
     assert "asyncgrpo_disk_free_bytes 7.0\n" in metrics.exposition("driver"), "as it is at each scrape"
 
 
-def test_groups_of_another_teacher_are_not_trained_and_those_of_the_same_at_another_url_are():
+def test_groups_of_another_size_or_teacher_are_not_trained_and_those_of_the_same_at_another_url_are():
     def key(*settings: str) -> dict[str, str]:
         needed = ["model.path=m", "data.train=t", "algorithm.kl_coef=1", *settings]
         return compatibility_key_of(load_config(None, needed), Sampling(), "prompts")
 
     here = key("teacher.url=http://a:1", "teacher.path=t")
     assert here == key("teacher.url=http://b:2", "teacher.path=t")
-    others = [
-        key("teacher.url=http://a:1", "teacher.path=u"),
-        key("teacher.url=http://a:1", "teacher.path=t", "teacher.top_k=8"),
-    ]
-    assert here not in [*others, key()] and "t" not in key()["reward"].split()
+    same = ("teacher.url=http://a:1", "teacher.path=t")
+    others = [key(*same, "teacher.path=u"), key(*same, "teacher.top_k=8"), key(*same, "algorithm.group_size=4"), key()]
+    assert here not in others and "t" not in key()["reward"].split()

@@ -34,9 +34,9 @@ class Ray:
         actor = SimpleNamespace(remote=lambda *_: SimpleNamespace(**methods))
         return SimpleNamespace(options=lambda **_: actor)
 
-    def _start(self, endpoints: EndpointsChanged) -> object:
+    def _start(self, *given: Any) -> object:
         self.started.append(object())
-        self.endpoints.append(endpoints)
+        self.endpoints += given[:1]
         return self.started[-1]
 
 
@@ -207,7 +207,7 @@ def states(fleet: Fleet) -> dict[str, str]:
     return {process.name: process.state for process in fleet.processes()}
 
 
-def test_one_that_is_too_many_leaves_when_it_ends_by_itself_and_costs_no_restart(plane, monkeypatch):
+def test_one_that_is_too_many_leaves_when_it_ends_by_itself_and_costs_no_restart(plane):
     fleet, watch, core, written = plane
     fleet.scale(1)
     fleet.reconcile()
@@ -227,34 +227,24 @@ def test_one_that_is_too_many_leaves_when_it_ends_by_itself_and_costs_no_restart
     assert [(e["actor"], e["count"]) for e in written] == [("generator-1", 1)], "from here on it is wanted"
 
 
-def let_all_exit(monkeypatch: pytest.MonkeyPatch, core: Any, *, is_over: bool) -> None:
+@pytest.mark.parametrize("is_over", [True, False])
+def test_one_that_exits_restarts_unless_it_ends_with_the_run(plane, monkeypatch, is_over):
+    """A generator with a small engine is gone before the learner's ranks are. The run may go on with another core."""
+    fleet, _, core, written = plane
     monkeypatch.setattr(module, "has_ended", lambda reference: True)
     monkeypatch.setattr(module, "result", lambda reference, name: ("host", 1))
     core.is_over = lambda: is_over
-
-
-def test_one_that_ends_with_the_run_is_no_restart_unless_the_run_goes_on_with_another_core(plane, monkeypatch):
-    """A generator with a small engine is gone before the learner's ranks are."""
-    fleet, _, core, written = plane
-    let_all_exit(monkeypatch, core, is_over=True)
     fleet.reconcile()
-    fleet.reconcile()
-    assert len(core.lost) == 2 and not fleet.is_up and len(module.ray.started) == 2 and written == []
-    fleet.leave()
-    monkeypatch.setattr(module, "has_ended", lambda reference: False)
-    fleet.work_for(core, ENDPOINTS)
-    fleet.reconcile()
-    assert len(module.ray.started) == 4 and written == []
-
-
-def test_one_that_exits_during_the_run_restarts(plane, monkeypatch):
-    fleet, _, core, written = plane
-    let_all_exit(monkeypatch, core, is_over=False)
-    fleet.reconcile()
-    assert [(one["actor"], one["reason"]) for one in written] == [
-        ("generator-0", "it exited"),
-        ("generator-1", "it exited"),
-    ]
+    restarts = [("generator-0", "it exited"), ("generator-1", "it exited")]
+    assert [(one["actor"], one["reason"]) for one in written] == ([] if is_over else restarts)
+    if is_over:
+        fleet.reconcile()
+        assert len(core.lost) == 2 and not fleet.is_up and len(module.ray.started) == 2
+        fleet.leave()
+        monkeypatch.setattr(module, "has_ended", lambda reference: False)
+        fleet.work_for(core, ENDPOINTS)
+        fleet.reconcile()
+        assert len(module.ray.started) == 4 and written == []
 
 
 def test_one_that_leaves_and_is_wanted_again_still_ends_and_one_whose_engine_loads_is_gone_at_once(plane):
@@ -295,9 +285,6 @@ def start(monkeypatch: pytest.MonkeyPatch):
 
     def begin(looks: list[tuple[float, set[str]]]) -> None:
         now_s, alive = [0.0], set[str]()
-        methods = SimpleNamespace(remote=lambda *arguments: None)
-        actor = SimpleNamespace(remote=lambda *arguments: SimpleNamespace(start=methods))
-        ray = SimpleNamespace(remote=lambda kind: SimpleNamespace(options=lambda **options: actor))
         placement: Any = SimpleNamespace(
             here=lambda: {}, learner=lambda rank: {}, waits=lambda name, seconds: f"{name} waits since {seconds:.0f} s"
         )
@@ -309,7 +296,7 @@ def start(monkeypatch: pytest.MonkeyPatch):
                 while_waiting()
             raise TimeoutError
 
-        monkeypatch.setattr(module, "ray", ray)
+        monkeypatch.setattr(module, "ray", Ray())
         monkeypatch.setattr(module, "results", results)
         monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
         settings = ["model.path=m", "data.train=t", "learner.ranks=2", "cluster.stall_timeout_s=200"]
@@ -319,16 +306,13 @@ def start(monkeypatch: pytest.MonkeyPatch):
     return begin
 
 
-def test_a_rank_that_ray_finds_no_place_for_is_said_once(start, caplog):
+def test_a_rank_that_ray_finds_no_place_for_is_said_once_and_ends_the_run_after_its_limit_for_a_stall(start, caplog):
+    found = [(5.0, {"buffer", "learner-0"}), (59.0, set()), (61.0, set()), (90.0, set())]
     with pytest.raises(TimeoutError):
-        start([(5.0, {"buffer", "learner-0"}), (59.0, set()), (61.0, set()), (90.0, set()), (91.0, {"learner-1"})])
+        start([*found, (91.0, {"learner-1"})])
     assert [record.getMessage() for record in caplog.records] == ["learner-1 waits since 61 s"]
-
-
-def test_a_rank_without_a_place_ends_the_run_after_its_limit_for_a_stall(start):
-    looks = [(5.0, {"buffer", "learner-0"}), (61.0, set()), (201.0, set())]
     with pytest.raises(StalledError, match=r"learner-1 waits since 201 s \(cluster\.stall_timeout_s\)"):
-        start(looks)
+        start([*found, (201.0, set())])
 
 
 def test_a_budget_is_spent_within_an_hour_and_comes_back():

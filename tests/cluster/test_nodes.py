@@ -67,18 +67,14 @@ def test_a_file_that_a_node_does_not_see_is_named_with_the_node(files: Path, rol
     if key == "data.train":
         check_files(config, "generator", files / "run", "10.0.0.7")
     named = files / "run" if key == "run.out" else files / lost
-    with pytest.raises(
-        ConfigError, match=rf"^{key}: {named}.* does not exist on the node 10\.0\.0\.7, where a {role} runs"
-    ):
+    with pytest.raises(ConfigError, match=rf"^{key}: {named}.* does not exist on the node 10\.0\.0\.7.* {role} "):
         check_files(config, role, files / "run", "10.0.0.7")
 
 
 def test_loopback_is_refused_where_ray_places_the_run_on_several_nodes():
     check_bind_reaches(configured(), {"10.0.0.1"})
     check_bind_reaches(configured("cluster.bind=0.0.0.0"), {"10.0.0.1", "10.0.0.2"})
-    with pytest.raises(
-        ConfigError, match=r"cluster\.bind is 127\.0\.0\.1, .*2 nodes \(10\.0\.0\.1, 10\.0\.0\.2\); set"
-    ):
+    with pytest.raises(ConfigError, match=r"cluster\.bind is 127\.0\.0\.1, .*2 nodes \(10\.0\.0\.1, 10\.0\.0\.2\)"):
         check_bind_reaches(configured(), {"10.0.0.2", "10.0.0.1"})
 
 
@@ -88,11 +84,10 @@ def test_gloo_and_nccl_are_told_the_interface_of_an_address():
 
 
 def test_settings_of_libraries_travel_and_a_nodes_own_stay(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        os, "environ", {"NCCL_DEBUG": "INFO", "HF_HOME": "/hub", "CUDA_VISIBLE_DEVICES": "3", "PATH": "/b"}
-    )
+    theirs = {"NCCL_DEBUG": "INFO", "HF_HOME": "/hub"}
+    monkeypatch.setattr(os, "environ", theirs | {"CUDA_VISIBLE_DEVICES": "3", "PATH": "/b"})
     shared = environment_to_share()
-    assert shared == {"NCCL_DEBUG": "INFO", "HF_HOME": "/hub"}
+    assert shared == theirs
     monkeypatch.setattr(os, "environ", {"HF_HOME": "/local"})
     set_environment(shared)
     assert os.environ == {"NCCL_DEBUG": "INFO", "HF_HOME": "/local"}

@@ -29,51 +29,56 @@ class Process:
     def taken(self):
         return ray.get_runtime_context().get_assigned_resources()
 
-def run(*overrides, roles=("learner", "generator")):
+def placed(*overrides):
     config = decide_device(load_config(None, ["model.path=m", "data.train=d", *overrides]))
-    placement = Placement(config, learner_on_gpu=config.learner.device == "cuda")
-    options = {"learner": placement.learner(0), "generator": placement.generator(0), "buffer": placement.here()}
-    actors = {name: ray.remote(Process).options(**options[name]).remote() for name in roles}
-    found = {name: ray.get(actor.gpus.remote()) for name, actor in actors.items()} | {"device": config.learner.device}
-    for actor in actors.values():
+    return config, Placement(config, learner_on_gpu=config.learner.device == "cuda")
+
+def start(*options):
+    return [ray.remote(Process).options(**each).remote() for each in options]
+
+def gpus(actors):
+    return ray.get([actor.gpus.remote() for actor in actors])
+
+def end(placement, actors):
+    for actor in actors:
         ray.kill(actor)
     placement.release()
+
+def run(*overrides, roles=("learner", "generator")):
+    config, placement = placed(*overrides)
+    options = {"learner": placement.learner(0), "generator": placement.generator(0), "buffer": placement.here()}
+    actors = start(*(options[name] for name in roles))
+    found = dict(zip(roles, gpus(actors))) | {"device": config.learner.device}
+    end(placement, actors)
     return found
 
 def pinned(*overrides):
-    config = load_config(None, ["model.path=m", "data.train=d", "learner.device=cpu", "generators.gpus_each=0", *overrides])
-    placement = Placement(config, learner_on_gpu=False)
-    actor = ray.remote(Process).options(**placement.generator(0)).remote()
-    taken = {name for name in ray.get(actor.taken.remote()) if "group" not in name}
-    ray.kill(actor)
-    addresses, said = placement.addresses, placement.waits("generator-0", 60.0)
-    placement.release()
-    return {"taken": sorted(taken), "is_here": addresses == {ray.util.get_node_ip_address()}, "said": said}
+    _, placement = placed("learner.device=cpu", "generators.gpus_each=0", *overrides)
+    actors = start(placement.generator(0))
+    taken = sorted(name for name in ray.get(actors[0].taken.remote()) if "group" not in name)
+    is_here = placement.addresses == {ray.util.get_node_ip_address()}
+    found = {"taken": taken, "is_here": is_here, "said": placement.waits("generator-0", 60.0)}
+    end(placement, actors)
+    return found
 
 def added():
-    config = load_config(None, ["model.path=m", "data.train=d", "learner.device=cpu", "generators.count=1"])
-    placement = Placement(config, learner_on_gpu=False)
-    actors = [ray.remote(Process).options(**placement.generator(index)).remote() for index in (0, 1, 2)]
-    first, second = ray.get([actor.gpus.remote() for actor in actors[:2]])
+    _, placement = placed("learner.device=cpu", "generators.count=1")
+    actors = start(*map(placement.generator, (0, 1, 2)))
+    first, second = gpus(actors[:2])
     third = actors[2].gpus.remote()
     waits = not ray.wait([third], timeout=1.0)[0]
     ray.kill(actors[1])
     placement.release_generator(1)
-    freed = ray.get(third, timeout=30.0)
-    for actor in actors:
-        ray.kill(actor)
-    placement.release()
-    return {"first": first, "second": second, "third waits": waits, "third": freed}
+    found = {"first": first, "second": second, "third waits": waits, "third": ray.get(third, timeout=30.0)}
+    end(placement, actors)
+    return found
 
 def taught():
     overrides = ["generators.count=1", "teacher.path={a: s, b: t}", "teacher.gpus_each=1", "generators.gpus_each=0"]
-    config = load_config(None, ["model.path=m", "data.train=d", "learner.device=cpu", "algorithm.kl_coef=1", *overrides])
-    placement = Placement(config, learner_on_gpu=False)
-    actors = [ray.remote(Process).options(**placement.teacher(index)).remote() for index in (0, 1)]
-    found = ray.get([actor.gpus.remote() for actor in actors])
-    for actor in actors:
-        ray.kill(actor)
-    placement.release()
+    _, placement = placed("learner.device=cpu", "algorithm.kl_coef=1", *overrides)
+    actors = start(*map(placement.teacher, (0, 1)))
+    found = gpus(actors)
+    end(placement, actors)
     return found
 
 def refused():

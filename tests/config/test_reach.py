@@ -1,6 +1,5 @@
 """What a run needs over the network is asked once, briefly, before anything starts; a cached model needs no network."""
 
-import json
 import os
 import socket
 
@@ -39,30 +38,19 @@ def closed() -> str:
         return f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def keep_in_cache(tmp_path) -> None:
-    snapshot = tmp_path / "cache" / "models--org--model" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps({}))
-
-
-def test_an_unreachable_hub_is_one_sentence(hub, closed):
-    hub(closed)
-    with pytest.raises(
-        ConfigError, match=rf"model.path: org/model is neither .* cache, and {closed} cannot be reached"
-    ):
-        find_model("org/model")
-
-
-def test_a_hub_that_accepts_and_never_replies_is_given_up(hub, silent):
-    hub(silent)
-    with pytest.raises(ConfigError, match=r"reward\.model\.path: org/model .*cannot be reached"):
+@pytest.mark.parametrize("kind", ["closed", "silent"])
+def test_a_hub_that_is_not_there_or_never_replies_is_one_sentence(hub, request, kind):
+    hub(url := request.getfixturevalue(kind))
+    with pytest.raises(ConfigError, match=rf"^reward\.model\.path: org/model is neither .* {url} cannot be reached"):
         find_model("org/model", "reward.model.path")
 
 
 def test_a_cached_model_is_used_without_a_hub_and_libraries_ask_no_more(hub, closed, tmp_path, caplog):
     hub(closed)
-    keep_in_cache(tmp_path)
-    assert find_model("org/model") == tmp_path / "cache/models--org--model/snapshots/abc"
+    snapshot = tmp_path / "cache" / "models--org--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert find_model("org/model") == snapshot
     assert constants.is_offline_mode() and os.environ["HF_HUB_OFFLINE"] == "1"
     assert "so org/model is used as the local cache has it" in caplog.text
 
@@ -82,9 +70,7 @@ def test_a_hub_that_replies_is_asked_once_and_stays_on(hub, status, is_there):
 
 def test_a_service_is_there_if_something_listens(silent, closed):
     check_service(silent, "reward.judge.url")
-    with pytest.raises(
-        ConfigError, match=rf"reward\.judge\.url: {closed} cannot be reached \(Connection refused\); start"
-    ):
+    with pytest.raises(ConfigError, match=rf"reward\.judge\.url: {closed} cannot be reached \(Connection refused\)"):
         check_service(closed, "reward.judge.url")
     with pytest.raises(ConfigError, match=r"reward\.judge\.url: http://nobody\.invalid cannot be reached \(.+\)"):
         check_service("http://nobody.invalid", "reward.judge.url")

@@ -68,11 +68,8 @@ def test_a_script_reaches_no_network_and_no_file():
 def test_no_program_of_this_machine_runs_but_those_that_print():
     loader = "for ld in /lib*/ld-linux*; do $ld $(ls /usr/bin/python3*) -c 'print(1)' && run python; done"
     assert "run python" not in commands(loader)
-    assert commands("/usr/bin/python3 -c 'print(1)' && perl -e 1; run a") == [
-        "/usr/bin/python3 -c print(1)",
-        "perl -e 1",
-        "run a",
-    ]
+    started = ["/usr/bin/python3 -c print(1)", "perl -e 1", "run a"]
+    assert commands("/usr/bin/python3 -c 'print(1)' && perl -e 1; run a") == started
 
 
 @pytest.mark.parametrize(
@@ -103,9 +100,7 @@ def test_text_that_is_not_a_script_breaks_nothing(text):
 
 def test_without_bubblewrap_a_script_is_refused_with_two_ways_out(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        ConfigError, match=r"bwrap is not here: install the package bubblewrap.*the command itself.*Hydra"
-    ):
+    with pytest.raises(ConfigError, match=r"bwrap is not here: install.* bubblewrap.*the command itself.*Hydra"):
         run_script("run a", {})
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)

@@ -21,43 +21,6 @@ from asyncgrpo.errors import ConfigError
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
 
-EXAMPLE: dict[str, tuple] = {
-    "algorithm.adv_estimator": ("grpo", {"algorithm.advantage": "grpo"}),
-    "data.train_files": ("train.parquet", {"data.train": "train.parquet"}),
-    "data.val_files": ("test.parquet", {"data.eval": "test.parquet"}),
-    "data.train_batch_size": (1024, {"buffer.prompts_per_step": 1024}),
-    "data.max_prompt_length": (512, {"data.max_prompt_tokens": 512}),
-    "data.max_response_length": (1024, {"sampling.max_tokens": 1024}),
-    "data.filter_overlong_prompts": (True, {}),
-    "data.truncation": ("error", {}),
-    "actor_rollout_ref.model.path": ("Qwen/Qwen3-8B", {"model.path": "Qwen/Qwen3-8B"}),
-    "actor_rollout_ref.model.enable_gradient_checkpointing": (True, {"learner.activation_checkpointing": True}),
-    f"{ACTOR}.optim.lr": (1e-06, {"learner.lr": 1e-06}),
-    f"{ACTOR}.ppo_mini_batch_size": (256, {"learner.minibatches": 4}),
-    f"{ACTOR}.use_kl_loss": (True, {"algorithm.kl_coef": 0.002}),
-    f"{ACTOR}.kl_loss_coef": (0.002, {"algorithm.kl_coef": 0.002}),
-    f"{ACTOR}.kl_loss_type": ("low_var_kl", {"algorithm.kl_kind": "low_var_kl"}),
-    f"{ACTOR}.entropy_coeff": (0, {"algorithm.entropy_coef": 0}),
-    f"{ACTOR}.fsdp_config.optimizer_offload": (True, {"learner.offload_optimizer": True}),
-    f"{ROLLOUT}.tensor_model_parallel_size": (2, {"generators.gpus_each": 2}),
-    f"{ROLLOUT}.name": ("vllm", {"generators.engine": "sglang"}),
-    f"{ROLLOUT}.gpu_memory_utilization": (0.6, {"generators.memory_fraction": 0.6}),
-    f"{ROLLOUT}.n": (5, {"algorithm.group_size": 5}),
-    "actor_rollout_ref.ref.fsdp_config.param_offload": (True, {"learner.offload_reference": True}),
-    "algorithm.use_kl_in_reward": (False, {"algorithm.kl_in": "loss"}),
-    "trainer.critic_warmup": (0, {}),
-    "trainer.logger": (["console", "wandb"], {"run.loggers": ["wandb"]}),
-    "trainer.val_before_train": (False, {}),
-    "trainer.n_gpus_per_node": (8, {"generators.count": 4, "learner.ranks": 8}),
-    "trainer.nnodes": (2, {"generators.count": 4, "learner.ranks": 8}),
-    "trainer.save_freq": (20, {"run.checkpoint_every": 20}),
-    "trainer.test_freq": (5, {"run.eval_every": 5}),
-    "trainer.total_epochs": (15, {"run.epochs": 15}),
-}
-"""The keys of verl's GRPO example for one node, with values of our own, and what becomes of each."""
-GRPO = {key: value for key, (value, _) in EXAMPLE.items()}
-
-
 read, read_words = partial(foreign.read, keys=VERL), partial(foreign.read_words, keys=VERL)
 
 
@@ -88,12 +51,10 @@ class TestBothMaps:
         named = {key for entry in system.keys.values() if entry.ours for key in entry.ours.split(" and ")}
         assert [key for key in named if not is_ours(key)] == []
 
-    def test_every_entry_says_one_thing(self, system):
+    def test_every_entry_says_one_thing_under_conditions_that_exist(self, system):
         for key, entry in system.keys.items():
             assert sum(map(bool, (entry.ours or entry.without, entry.by_hand, entry.absent))) == 1, key
-
-    def test_every_condition_exists(self, system):
-        assert [other for entry in system.keys.values() for other in entry.when if other not in system.keys] == []
+            assert [other for other in entry.when if other not in system.keys] == [], key
 
     def test_no_value_however_odd_breaks_the_translation(self, system):
         odd = [None, True, 0, -1, 0.1, "x", "", "0.5_5", [], ["a", "b"], {}, {"train": 3}, "${a}", "token_k1"]
@@ -130,6 +91,25 @@ def cases(table: str) -> list[tuple[str, str]]:
     lines = table.strip().replace("\n    ", " ").splitlines()
     return [(theirs, ours.strip()) for theirs, _, ours in (line.partition(" ->") for line in lines if line[0] != "#")]
 
+
+EXAMPLE = """
+algorithm.adv_estimator=grpo data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=1024
+    data.max_prompt_length=512 data.max_response_length=1024 data.filter_overlong_prompts=true data.truncation=error
+    actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.model.enable_gradient_checkpointing=true
+    ACTOR.optim.lr=1e-06 ACTOR.ppo_mini_batch_size=256 ACTOR.use_kl_loss=true ACTOR.kl_loss_coef=0.002
+    ACTOR.kl_loss_type=low_var_kl ACTOR.entropy_coeff=0 ACTOR.fsdp_config.optimizer_offload=true
+    ROLLOUT.tensor_model_parallel_size=2 ROLLOUT.name=vllm ROLLOUT.gpu_memory_utilization=0.6 ROLLOUT.n=5
+    actor_rollout_ref.ref.fsdp_config.param_offload=true algorithm.use_kl_in_reward=false trainer.critic_warmup=0
+    'trainer.logger=[console, wandb]' trainer.val_before_train=false trainer.n_gpus_per_node=8 trainer.nnodes=2
+    trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15
+    -> algorithm.advantage=grpo data.train=train.parquet data.eval=test.parquet buffer.prompts_per_step=1024
+    data.max_prompt_tokens=512 sampling.max_tokens=1024 model.path=Qwen/Qwen3-8B learner.activation_checkpointing=true
+    learner.lr=1e-06 learner.minibatches=4 algorithm.kl_coef=0.002 algorithm.kl_kind=low_var_kl
+    algorithm.entropy_coef=0 learner.offload_optimizer=true generators.gpus_each=2 generators.engine=sglang
+    generators.memory_fraction=0.6 algorithm.group_size=5 learner.offload_reference=true algorithm.kl_in=loss
+    'run.loggers=[wandb]' generators.count=4 learner.ranks=8 run.checkpoint_every=20 run.eval_every=5 run.epochs=15
+"""
+"""The keys of verl's GRPO example for one node, with values of our own, and what becomes of them."""
 
 TRANSLATED = """
 +trainer.nnodes=1 ++trainer.n_gpus_per_node=2 -> generators.count=1 learner.ranks=1
@@ -182,6 +162,14 @@ CORRECTION.rollout_rs=token_k1,seq_max_k2 CORRECTION.rollout_rs_threshold=0.5_2.
 CORRECTION.rollout_rs=seq_max_k2 CORRECTION.bypass_mode=false -> algorithm.anchor=proximal algorithm.corrections=[]
 # one step off
 actor_rollout_ref.hybrid_engine=false -> buffer.max_lag=1 algorithm.anchor=behaviour algorithm.corrections=[]
+# verl's first version of its trainer counts batches ahead, and has GPUs of each kind
+trainer.v1.trainer_mode=separate_async trainer.v1.separate_async.num_warmup_batches=1.5
+    actor_rollout_ref.hybrid_engine=false trainer.n_gpus_per_node=4 trainer.nnodes=2
+    ROLLOUT.nnodes=1 ROLLOUT.tensor_model_parallel_size=4
+    -> generators.count=1 learner.ranks=8 generators.gpus_each=4 buffer.max_lag=2
+trainer.v1.trainer_mode=sync -> buffer.max_lag=0
+trainer.v1.trainer_mode=colocate_async -> buffer.max_lag=1
+trainer.n_gpus_per_node=4 ROLLOUT.nnodes=1 -> generators.count=2 learner.ranks=2
 critic.model.path=m trainer.unheard_of=1 learner.lr=1 ->
 """
 """verl's keys -> ours. A line that begins with blanks goes on with the one before."""
@@ -189,12 +177,10 @@ critic.model.path=m trainer.unheard_of=1 learner.lr=1 ->
 
 class TestTranslation:
     def test_a_whole_example_becomes_a_configuration_that_loads(self):
-        rows = VERL.translate(GRPO)
-        assert [(row.key, row.ours) for row in rows] == [(key, ours) for key, (_, ours) in EXAMPLE.items()]
-        assert load_config(None, assignments(merged(rows))).run.loggers == ("wandb",)
-        assert all(row.words for row in rows if not row.ours)
+        ((given, expected),) = cases(EXAMPLE)
+        assert load_config(None, assignments(ours(keys_of(given)))) == load_config(None, assignments(keys_of(expected)))
 
-    @pytest.mark.parametrize(("given", "expected"), cases(TRANSLATED))
+    @pytest.mark.parametrize(("given", "expected"), [*cases(TRANSLATED), *cases(EXAMPLE)])
     def test_values_are_translated_where_they_differ(self, given, expected):
         assert ours(keys_of(given)) == keys_of(expected)
         assert all(row.ours or row.words for row in VERL.translate(keys_of(given)))
@@ -225,11 +211,9 @@ class TestFullyAsynchronous:
     def test_its_sizes_count_prompts_and_versions_and_ours_count_steps(self):
         given, left_out = read_script(ASYNC, {})
         assert left_out == []
-        found = ours(given)
-        assert found["buffer.prompts_per_step"] == 128 and found["learner.minibatches"] == 4
-        assert (found["run.steps"], found["run.epochs"]) == (1600, 30)
-        assert (found["run.eval_every"], found["run.checkpoint_every"]) == (80, 40)
-        assert (found["generators.count"], found["learner.ranks"]) == (64, 64)
+        sizes = "buffer.prompts_per_step=128 learner.minibatches=4 run.steps=1600 run.epochs=30 run.eval_every=80"
+        sizes += " run.checkpoint_every=40 generators.count=64 learner.ranks=64"
+        assert keys_of(sizes).items() <= ours(given).items()
 
     @pytest.mark.parametrize(
         ("threshold", "every", "lag"), [(0, 1, 0), (0, 4, 3), (1, 1, 1), (0.5, 4, 5), (0.1, 4, 4), (0.3, 1, 1)]
@@ -244,7 +228,6 @@ class TestFullyAsynchronous:
         [
             ("", "behaviour"),
             (f"{CORRECTION}.bypass_mode=false", "proximal"),
-            (f"{CORRECTION}.bypass_mode=true", "behaviour"),
             ("async_training.use_rollout_log_probs=true async_training.compute_prox_log_prob=false", "behaviour"),
             ("async_training.use_rollout_log_probs=true async_training.compute_prox_log_prob=true", "proximal"),
             ("async_training.use_rollout_log_probs=false", "proximal"),
@@ -259,23 +242,6 @@ class TestFullyAsynchronous:
         said = {row.key: row.words for row in VERL.translate(given) if not row.ours}
         for key in (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"):
             assert (key in said) == (anchor == "behaviour")
-
-    @pytest.mark.parametrize(
-        ("given", "expected"),
-        [
-            (
-                "trainer.v1.trainer_mode=separate_async trainer.v1.separate_async.num_warmup_batches=1.5 "
-                "actor_rollout_ref.hybrid_engine=false trainer.n_gpus_per_node=4 trainer.nnodes=2 "
-                f"{ROLLOUT}.nnodes=1 {ROLLOUT}.tensor_model_parallel_size=4",
-                "generators.count=1 learner.ranks=8 generators.gpus_each=4 buffer.max_lag=2",
-            ),
-            ("trainer.v1.trainer_mode=sync", "buffer.max_lag=0"),
-            ("trainer.v1.trainer_mode=colocate_async", "buffer.max_lag=1"),
-            (f"trainer.n_gpus_per_node=4 {ROLLOUT}.nnodes=1", "generators.count=2 learner.ranks=2"),
-        ],
-    )
-    def test_verls_first_version_of_its_trainer_counts_batches_ahead_and_has_gpus_of_each_kind(self, given, expected):
-        assert ours(keys_of(given)) == keys_of(expected)
 
     def test_a_synchronous_script_is_told_that_its_lag_is_0(self):
         found = read(["data.seed=1"])
@@ -311,6 +277,10 @@ class TestNothingIsLost:
         assert given == {"data.seed": 3, "data.shuffle": True}
         assert left_out == ["data.seed: commands of the script set 1 and 2 and 3; the last one counts"]
 
+    def test_a_file_that_a_command_names_is_to_be_named_too(self):
+        given, left_out = read_script("python3 -m verl.trainer.main_ppo --config-name=mine data.seed=1", {})
+        assert given == {"data.seed": 1} and left_out == ["--config-name=mine: name that file too, before the script"]
+
     def test_a_script_that_ends_early_is_named_with_its_line(self):
         given, left_out = read_script("set -u\nrun data.seed=1\nrun data.shuffle=$1", {})
         assert given == {"data.seed": 1}
@@ -320,59 +290,38 @@ class TestNothingIsLost:
 NEWER = """
 DEVICE=${DEVICE:-$(python3 -c 'import npu' 2>/dev/null && echo npu || echo gpu)}
 ENGINE=${1:-vllm}
-MAX=${MAX:-}
 case "${DEVICE}" in
     gpu) TP=2 ;;
-    npu)
-        TP=4
-        ;;
+    npu) TP=4 ;;
     *) echo "DEVICE=${DEVICE} data.seed=7" >&2; exit 1 ;;
 esac
-if [ "$ENGINE" = vllm ]; then
-    MODE=async
-fi
 ACTOR="
     actor_rollout_ref.actor.use_kl_loss=True \\
     actor_rollout_ref.actor.loss_agg_mode=\\"token-mean\\"
-    actor_rollout_ref.actor.kl_loss_coef=0.01 \\
 "
 EXTRA=()
 if [ "$DEVICE" = npu ]; then
-    EXTRA+=(
-        "trainer.device=npu"
-    )
+    EXTRA+=("trainer.device=npu")
 fi
 #    data.seed=8 \\
 PYTHONUNBUFFERED=1 python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer'\\
     model_engine=megatron \\            # a comment between the lines of a command ends no command
 
     # nor do these
-    $ACTOR \\
-    actor_rollout_ref.rollout.name=$ENGINE \\
-    actor_rollout_ref.rollout.mode=$MODE "${EXTRA[@]}" \\
+    $ACTOR actor_rollout_ref.rollout.name=$ENGINE "${EXTRA[@]}" \\
     actor_rollout_ref.rollout.tensor_model_parallel_size=$TP \\
     global_profiler.nsys.capture-range-end='repeat:2' \\
     trainer.experiment_name="a_$(date +%Y%m%d)" \\
-    trainer.nnodes=$NODES \\
-    trainer.total_epochs=${MAX:-3} "$@" 2>&1 | tee "log_$(date +%H).txt"
+    trainer.nnodes=$NODES "$@" 2>&1 | tee "log_$(date +%H).txt"
 """
 
 
 class TestSources:
     def test_a_script_is_read_with_its_branches_and_its_text_over_several_lines(self):
         given, left_out = read_script(NEWER, {})
-        assert given == {
-            "model_engine": "megatron",
-            f"{ACTOR}.use_kl_loss": True,
-            f"{ACTOR}.loss_agg_mode": "token-mean",
-            f"{ACTOR}.kl_loss_coef": 0.01,
-            f"{ROLLOUT}.name": "vllm",
-            f"{ROLLOUT}.mode": "async",
-            f"{ROLLOUT}.tensor_model_parallel_size": 2,
-            "global_profiler.nsys.capture-range-end": "repeat:2",
-            "trainer.experiment_name": time.strftime("a_%Y%m%d"),
-            "trainer.total_epochs": 3,
-        }
+        expected = "model_engine=megatron ACTOR.use_kl_loss=true ACTOR.loss_agg_mode=token-mean ROLLOUT.name=vllm"
+        expected += " ROLLOUT.tensor_model_parallel_size=2 global_profiler.nsys.capture-range-end=repeat:2"
+        assert given == keys_of(f"{expected} trainer.experiment_name={time.strftime('a_%Y%m%d')}")
         assert left_out == [
             "trainer.nnodes: `$NODES` is not set in the script",
             "trainer.device: no command that the script starts has it",
@@ -380,9 +329,8 @@ class TestSources:
 
     def test_the_users_variables_decide(self):
         given, left_out = read_script(NEWER, {"DEVICE": "npu", "NODES": "2"})
-        assert (given[f"{ROLLOUT}.tensor_model_parallel_size"], given["trainer.device"]) == (4, "npu")
-        assert (given["trainer.nnodes"], given[f"{ROLLOUT}.name"]) == (2, "vllm")
-        assert left_out == []
+        expected = "ROLLOUT.tensor_model_parallel_size=4 trainer.device=npu trainer.nnodes=2 ROLLOUT.name=vllm"
+        assert keys_of(expected).items() <= given.items() and left_out == []
 
     def test_a_key_whose_value_is_not_known_has_no_default_beside_it(self):
         found = read(["-"], stdin="run data.train_batch_size=$N")
@@ -396,20 +344,10 @@ class TestSources:
         )
         assert flat(load_values(tmp_path / "v.yaml"))[f"{ROLLOUT}.n"] == "${oc.no:x}"
         given, _ = read_words([str(tmp_path / "v.yaml"), "+data.seed=3"])
-        assert given[f"{ROLLOUT}.prompt_length"] == 64
-        assert given["data.custom_cls.path"] is None
-        assert given["data.seed"] == 3
-        assert given[f"{ROLLOUT}.name"] is None
+        expected = "ROLLOUT.prompt_length=64 data.custom_cls.path=null data.seed=3 ROLLOUT.name=null"
+        assert keys_of(expected).items() <= given.items()
 
     @pytest.mark.parametrize("word", ["nowhere.sh", "nowhere.yaml", "--flag"])
     def test_what_is_no_source_is_refused(self, word):
         with pytest.raises(ConfigError, match=word):
             read_words([word])
-
-
-def test_a_file_that_a_command_names_is_to_be_named_too():
-    given, left_out = read_script(
-        "python3 -m verl.trainer.main_ppo --config-path=/c --config-name=mine data.seed=1", {}
-    )
-    assert given == {"data.seed": 1}
-    assert left_out == ["--config-name=mine: name that file too, before the script"]

@@ -14,6 +14,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.runs import wait_until
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WITHIN_S = 20.0
 """How long a page may take to show what is waited for."""
@@ -118,8 +120,5 @@ def browser() -> Iterator[Page]:
 
 
 def _port(file: Path) -> int:
-    deadline = time.monotonic() + WITHIN_S
-    while not (file.exists() and file.read_text()):
-        assert time.monotonic() < deadline, "the browser did not start"
-        time.sleep(0.05)
+    wait_until(lambda: file.exists() and file.read_text() != "", "start of the browser", WITHIN_S)
     return int(file.read_text().split()[0])

@@ -58,21 +58,18 @@ def one_step(rng: random.Random, step: int) -> None:
         metrics.curriculum_prompts.labels(kind=kind).set(prompts)
         metrics.curriculum_places.labels(kind=kind).set(places)
     metrics.bias_distance.labels(of="length").set(rng.uniform(0.0, 0.02))
-    source = {"reward_mean": 0.5, "success_share": 0.5, "zero_signal_share": 0.2, "completion_length_mean": 30.0}
     parts = {"correct": min(1.0, 0.1 + step / 50), "format": 0.9}
-    scalars = {"reward_mean": parts["correct"], "reward_std": 0.3, "loss": rng.gauss(0, 0.01), "grad_norm": 0.5}
-    scalars |= {"lr": 1e-3, "entropy": 2.0, "signal_share": 0.8, "clip_ratio": 0.01, "importance_mean": 1.0}
-    scalars |= {"importance_capped": 0.001, "logprob_gap_mean": 1e-7, "logprob_gap_max": 2e-6, "turns_mean": 1.5}
-    scalars |= {"completion_length_mean": 30.0, "zero_signal_groups": 1, "tokens_trained": GROUPS * COMPLETIONS * 30}
+    source = dict.fromkeys(metrics.SOURCE_GAUGES, 0.5)
+    counts = {"zero_signal_groups": 1, "tokens_trained": GROUPS * COMPLETIONS * 30}
     metrics.observe_step(
         {
+            **dict.fromkeys(metrics.STEP_GAUGES, 0.5),
+            **counts,
             "step": step,
             "reward_parts": parts,
-            "reward_parts_std": {"correct": 0.4, "format": 0.2},
+            "reward_parts_std": dict.fromkeys(parts, 0.2),
             "sources": {"gsm8k": source, "aiw": source},
-            "diagnostics": {"ratio_max": 1.5, "ess_sequence": 0.9, "kl_k3": 1e-3, "rejected_dropped": 0.0},
             "seconds": {"wait_data": 0.05, "forward_backward": 0.1, "optimizer": 0.02, "publish": 0.01},
-            **scalars,
         }
     )
     metrics.weight_sync_total.labels(outcome="ok").inc()

@@ -7,8 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import yaml
 
 from asyncgrpo import metrics
 from asyncgrpo.metrics import MISSED, token_beside, write_targets
+from tests.runs import wait_until
 
 OPS = Path(__file__).parents[2] / "ops"
 
@@ -161,18 +161,13 @@ def watched(tmp_path):
     watched.end()
 
 
-def wait_for(url: str, query: str, deadline_s: float = 60) -> None:
-    until = time.monotonic() + deadline_s
-    while time.monotonic() < until:
-        try:
-            urllib.request.urlopen(f"{url}/-/ready", timeout=5).close()
-            result = check.ask(url, "query", query=query)["result"]
-        except OSError:
-            result = []
-        if result:
-            return
-        time.sleep(0.5)
-    raise AssertionError(f"{query} has no result within {deadline_s} s")
+def wait_for(url: str, query: str) -> None:
+    def has_result() -> bool:
+        with suppress(OSError):  # it is not ready
+            return bool(check.ask(url, "query", query=query)["result"])
+        return False
+
+    wait_until(has_result, query, 60.0)
 
 
 def wait_for_steps(url: str, count: int) -> None:

@@ -43,31 +43,24 @@ while :; do /usr/bin/sleep 0.1; done""",
 
 @pytest.fixture
 def job(tmp_path: Path):
-    """Starts the script of a job of two nodes, in which nothing is real but the shell."""
+    """The script of a job of two nodes, in which nothing is real but the shell, and the file of what its programs said."""
     for name, body in STUBS.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("secret")
     folder = str(tmp_path)
-    settings = {"BIN": folder, "HOME": folder, "SAID": f"{folder}/said", "SLURM_JOB_NODELIST": "n[1-2]"}
-    started = []
-
-    def start(**more: str) -> subprocess.Popen:
-        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | settings | more
-        script = [str(LAUNCH / "slurm.sh"), "cluster_64gpu", "run.out=/shared/run"]
-        started.append(subprocess.Popen(["bash", *script], env=environment, start_new_session=True))
-        return started[-1]
-
-    yield start, tmp_path / "said"
-    for process in started:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    settings = {"BIN": folder, "HOME": folder, "SAID": f"{folder}/said", "SLURM_JOB_NODELIST": "n[1-2]", "CODE": "3"}
+    environment = settings | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", str(LAUNCH / "slurm.sh"), "cluster_64gpu", "run.out=/shared/run"]
+    process = subprocess.Popen(script, env=environment, start_new_session=True)
+    yield process, tmp_path / "said"
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def test_a_slurm_job_starts_ray_on_every_node_and_the_end_of_its_time_drains_the_run(job):
-    start, said = job
-    process = start(CODE="3")
+    process, said = job
     wait_until(lambda: said.exists() and "asyncgrpo" in said.read_text(), "start of the driver", 20.0)
     wait_until(lambda: said.read_text().count("ray token") == 2, "Ray on two nodes", 20.0)
     process.send_signal(signal.SIGTERM)
@@ -128,17 +121,19 @@ def test_the_pods_have_the_memory_that_the_run_needs():
 OPS = Path(__file__).parents[2] / "ops"
 COMPOSE = yaml.safe_load((OPS / "compose.yaml").read_text(encoding="utf-8"))
 SERVICES = COMPOSE["services"]
-MADE_BY_RUNS = {"../runs/prometheus"}
 
 
 def mounts(service: str) -> dict[str, str]:
     return {source: inside for source, inside, *_ in (text.split(":") for text in SERVICES[service]["volumes"])}
 
 
-def test_every_folder_that_is_mounted_is_there():
-    for name in SERVICES:
-        for source in mounts(name):
-            assert source in COMPOSE["volumes"] or source in MADE_BY_RUNS or (OPS / source).is_dir(), source
+def test_every_folder_that_is_mounted_is_there_and_nothing_is_open_to_other_machines():
+    """Both share the network of the host, so each must be told to listen on loopback."""
+    for name, service in SERVICES.items():
+        assert service["network_mode"] == "host"
+        made = {*COMPOSE["volumes"], "../runs/prometheus"}  # by Docker, and by runs
+        assert [source for source in mounts(name) if source not in made and not (OPS / source).is_dir()] == []
+    assert SERVICES["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
 
 
 def test_prometheus_finds_its_rules_and_the_targets_of_runs():
@@ -161,9 +156,3 @@ def test_grafana_finds_prometheus_and_the_boards():
     assert provider["options"]["path"] == inside["./grafana/boards"]
     home = SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert (OPS / "grafana" / "boards" / Path(home).name).is_file()
-
-
-def test_nothing_is_open_to_other_machines():
-    """Both share the network of the host, so each must be told to listen on loopback."""
-    assert all(service["network_mode"] == "host" for service in SERVICES.values())
-    assert SERVICES["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"

@@ -29,12 +29,15 @@ def steps_in(path) -> list[int]:
 
 
 def test_numbers_of_numpy_and_torch_are_numbers_and_nan_is_null(path):
-    log = EventLog(path)
-    log.write(
-        "step", **step(1, loss=torch.tensor(0.5), grad_norm=np.float32(2), entropy=float("nan"), kl_reference=torch.inf)
-    )
+    numbers = {
+        "loss": torch.tensor(0.5),
+        "grad_norm": np.float32(2),
+        "entropy": float("nan"),
+        "kl_reference": torch.inf,
+    }
+    EventLog(path).write("step", **step(1, **numbers))
     (event,) = read_events(path)
-    assert (event["loss"], event["grad_norm"], event["entropy"], event["kl_reference"]) == (0.5, 2.0, None, None)
+    assert [event[name] for name in numbers] == [0.5, 2.0, None, None]
 
 
 def test_an_unknown_event_or_a_missing_field_is_our_mistake(path):

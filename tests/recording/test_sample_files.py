@@ -47,9 +47,8 @@ def test_a_row_says_what_was_asked_answered_and_scored(group, tmp_path):
     path = SampleWriter(tmp_path / "samples", None).write(18, samples(group))
     assert path == tmp_path / "samples" / "000" / "step_000018.parquet"
     first, second = pq.read_table(path).to_pylist()
-    assert json.loads(first.pop("ground_truth")) == {"target": "é"} and json.loads(first.pop("parts")) == {
-        "format": 0.5
-    }
+    written = [json.loads(first.pop(name)) for name in ("ground_truth", "parts")]
+    assert written == [{"target": "é"}, {"format": 0.5}]
     assert first == {
         "step": 18, "version_oldest": "1.16", "version_newest": "1.17", "lag": 2, "group_id": "g1",
         "prompt_id": "train/17", "source": "reverse", "prompt": "hi", "completion": "abc", "reward": 1.0,
