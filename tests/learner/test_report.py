@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+from msgspec import structs
 
 from asyncgrpo.learner.report import by_source, parts_of
 from asyncgrpo.types import Completion, Group, Rollout, Score
@@ -13,7 +14,7 @@ def group(source: str, *rewards: float | None, tokens: int = 4, finish: str = "s
     made = make_group(0, rewards, [[0] * tokens] * len(rewards))
     for index in range(len(rewards)):
         made = changed(made, index, finish_reason=finish)
-    return replace(made, prompt=replace(made.prompt, source=source))
+    return replace(made, prompt=structs.replace(made.prompt, source=source))
 
 
 def test_each_source_has_its_own_numbers():
