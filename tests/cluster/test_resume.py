@@ -47,7 +47,8 @@ def effects(before: Settings, now: Settings) -> dict[str, str]:
 def test_every_knob_has_exactly_one_rule():
     others = {*REFUSED, *NOT_COMPARED}
     assert len(others) == len(REFUSED) + len(NOT_COMPARED) and others <= set(knobs())
-    assert len(knobs()) - len(others) == APPLIED, "may a resume change the new key? If not, it goes into REFUSED"
+    applied = len(knobs()) - len(others)
+    assert applied == APPLIED, "may a resume change the new key? Then APPLIED counts it, else it goes into REFUSED"
     now = settings("algorithm.loss=gspo", "learner.lr=2e-6", "run.out=elsewhere")
     assert effects(settings(), now) == {"algorithm.loss": "refused", "learner.lr": "applied"}
 
