@@ -199,6 +199,14 @@ def test_without_a_buffer_there_is_no_checkpoint_and_the_reason_for_the_end_stan
     assert saved(tmp_path) == (2, 2) and "no last checkpoint: the buffer did not respond" in caplog.text
 
 
+@pytest.mark.parametrize(("is_failing", "status"), [(False, "drained"), (True, "failed")])
+def test_a_run_that_is_asked_to_end_before_a_generator_is_up_ends_as_it_was_asked(tmp_path: Path, is_failing, status):
+    inbox, publisher = Inbox(), Publisher()
+    inbox.is_draining, inbox.is_failing = True, is_failing
+    publisher.wait_for = lambda count, timeout_s, report: report("generators to start", 1.0)  # type: ignore[method-assign]
+    assert service(tmp_path, inbox, publisher).run() == status
+
+
 class Asking(Inbox):
     """A buffer to whose learner a person speaks while it waits for the second batch."""
 
