@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -62,7 +63,7 @@ def test_of_several_groups_a_late_generator_forms_only_the_newest(monkeypatch):
 
 def test_a_group_that_failed_listens_to_nobody():
     """A member that connected to it later crashed this process, as long as the error was kept."""
-    store, mine = serve_store(HOST, 5.0), "127.0.0.2"
+    store, mine = serve_store(HOST, 5.0), str(ip_address("127.0.0.2") + os.getpid())  # nobody else's
     message = FormGroup(
         group_number=1, rank=0, world=2, store_host=HOST, store_port=store.port, backend="gloo", timeout_s=1.0
     )
