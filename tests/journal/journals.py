@@ -7,10 +7,9 @@ from typing import Any
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.journal.history import FORMAT, Delivered, History, RunStarted, delivered, read_history, repair
 from asyncgrpo.journal.log import Journal
-from asyncgrpo.types import PolicyVersion, Prompt
+from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire.rollouts import Deliver
 from tests.buffer.test_buffer import deliver
-from tests.generators.test_rollout import make_lease
 from tests.simulation.disk import SimulatedDisk
 
 
@@ -28,13 +27,17 @@ def group(
 ) -> tuple[Deliver, bytes]:
     """Two completions of `tokens` tokens each, and a payload of the right size."""
     group_id, prompt = f"{lineage}.{prompt_index}", Prompt(prompt_id=f"train/{prompt_index}", token_ids=(prompt_index,))
-    named = {
-        "group_id": group_id,
-        "lease_id": f"{group_id}.{attempt}",
-        "attempt": attempt,
-        "prompt_index": prompt_index,
-    }
-    lease = make_lease(2, prompt=prompt, **named)
+    lease = Lease(
+        lease_id=f"{group_id}.{attempt}",
+        group_id=group_id,
+        attempt=attempt,
+        prompt_index=prompt_index,
+        purpose="train",
+        prompt=prompt,
+        num_completions=2,
+        sampling=Sampling(),
+        seed=0,
+    )
     return deliver(lease, version, lineage=lineage, tokens=tokens), bytes([prompt_index % 251]) * (16 * tokens)
 
 
