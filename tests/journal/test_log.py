@@ -2,6 +2,11 @@
 
 import math
 import os
+import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +15,7 @@ from asyncgrpo.journal.history import (
     BatchIssued,
     Committed,
     Damage,
+    Delivered,
     Dropped,
     delivered,
     pack,
@@ -200,3 +206,43 @@ def test_a_new_start_keeps_the_bodies_of_survivors_only_and_a_journal_that_is_ke
         again.append(Committed(step=1, prompts=began().prompts))
         again.close()
         assert set(groups_in(read_history(tmp_path / "j"))) == left
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.journal.journals import delivered, group, journal
+log = journal(Path(sys.argv[1]), lineage=int(sys.argv[3]), durability=sys.argv[2], segment_bytes=20_000)
+acknowledged, order = 0, 0
+while True:
+    log.append(*delivered(*group(order, lineage=int(sys.argv[3]), tokens=50)))
+    log.tick()
+    order += 1
+    while acknowledged < order and log.is_durable(acknowledged + 1):
+        acknowledged += 1
+        print(acknowledged, flush=True)
+"""
+
+
+@pytest.mark.parametrize("durability", ["written", "fsync_interval", "fsync_each"])
+def test_a_writer_killed_at_any_moment_leaves_all_that_it_acknowledged(tmp_path: Path, durability: str):
+    rng = random.Random(durability)
+    for lineage in (1, 2):
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, tmp_path / "j", durability, str(lineage)],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        )
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        time.sleep(rng.uniform(0.0, 0.3))
+        process.send_signal(signal.SIGKILL)
+        lines = [first, *process.stdout.readlines()]
+        process.wait()
+        acknowledged = max(int(line) for line in lines if line.endswith(b"\n"))
+        history = read_history(tmp_path / "j")
+        prompt_indices = {
+            f.record.prompt_index for f in history.found if isinstance(f.record, Delivered) and f.lineage == lineage
+        }
+        assert history.damage == [] and prompt_indices >= set(range(acknowledged)), f"{acknowledged} were acknowledged"
+        assert groups_in(history).keys() >= prompt_indices
