@@ -151,6 +151,25 @@ def test_scores_far_apart_are_no_trouble(kernel, dtype):
         assert (ours.double() - expected).norm() < 1e3 * TOLERANCE[dtype] * expected.norm()
 
 
+@pytest.mark.parametrize("kernel", ON_CPU)
+def test_nothing_leaks_from_tokens_outside(kernel):
+    """Whatever another token is: what does not see it is bitwise identical, and everything that does is not."""
+    segments = random_families(5, groups=3, longest=6)
+    mask = visible(segments)
+    query, key, value, _ = inputs(segments)
+
+    def attend(k, v):
+        return KERNELS[kernel](query, k, v, segments, 0.25)
+
+    before = attend(key, value)
+    for t in range(len(mask)):
+        other_key, other_value = key.clone(), value.clone()
+        other_key[t] += 1.0
+        other_value[t] = 100.0
+        is_same = (attend(other_key, other_value) == before).flatten(1).all(-1)
+        assert torch.equal(is_same, ~mask[:, t]), t
+
+
 def by_lengths(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, keys: Tensor, *longest: int, scale: float) -> Tensor:
     """What kernels for GPUs compute: attention within each sequence, whose last query sees its last key."""
     assert longest == (queries.diff().max(), keys.diff().max()) and keys[-1] == len(k) == len(v)

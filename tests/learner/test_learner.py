@@ -25,6 +25,15 @@ from tests.learner.helpers import (
 GROUPS = random_groups(6, 4)
 
 
+def test_the_gap_to_a_generator_with_the_same_weights_is_rounding(path):
+    ours = learner(path, sampling={"temperature": 0.8})
+    report = ours.step(with_true_logprobs(path, GROUPS, temperature=0.8), VERSION)
+    assert report.logprob_gap_max < 1e-4 and report.logprob_gap_mean < 1e-5
+    assert report.importance_mean == pytest.approx(1.0, abs=1e-5)
+    assert report.diagnostics["ess_token"] == pytest.approx(1.0)
+    assert (report.importance_capped, report.clip_ratio) == (0.0, 0.0)
+
+
 def test_a_step_without_usable_completions_is_a_step_of_zero_gradient(path):
     report = learner(path).step([make_group(0, [None, None], [[1], [2]])], VERSION)
     assert (report.tokens_trained, report.advantages) == (0, {})

@@ -56,7 +56,7 @@ REFUSED = {
         Gemma2Config(**SHAPE, **SOFT, attn_logit_softcapping=None),
         "sets final_logit_softcapping, which the learner's log-probs do not apply",
     ),
-    "a head with a bias": (PhiConfig(**SHAPE), "has a head with a bias"),
+    "a head with a bias": (PhiConfig(**SHAPE), "has a head with a bias, which the learner does not support"),
     "sinks": (GptOssConfig(num_hidden_layers=2), "is a gpt_oss, whose attention sinks the learner does not support"),
     "linear attention": (
         Qwen3NextConfig(num_hidden_layers=4),
@@ -64,7 +64,7 @@ REFUSED = {
     ),
     "other names on disk": (
         HrmTextConfig(**STACKS, vocab_size=40),
-        "is a hrm_text, which can be trained but not published: .*gqkv_proj",
+        "is a hrm_text, which can be trained but not published: .*gqkv_proj.* on disk is made of .* in memory",
     ),
 }
 
@@ -73,7 +73,7 @@ REFUSED = {
 def test_a_model_that_the_learner_would_get_wrong_is_refused_in_one_sentence(tmp_path, case):
     settings, message = REFUSED[case]
     settings.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"^model.path \({tmp_path}\) {message}[^\n]*$"):
+    with pytest.raises(ConfigError, match=rf"^model.path \({tmp_path}\) {message}$"):
         check_language_model(str(tmp_path), config(tmp_path, learner={"parallel": {"expert": 2}}), CPU)
 
 

@@ -118,3 +118,22 @@ def test_ranks_that_wait_for_one_another_have_about_equal_work(where, world, pai
     assert pair_cost == 0 or max(all_costs) > 1.5 * min(all_costs), "the rows themselves are unequal"
     wasted = sum(max(turn) for turn in progress) * world / sum(all_costs) - 1
     assert wasted < 0.04, "little is spent waiting"
+
+
+def long_tail(seed: int, groups: int = 128, size: int = 8) -> tuple[list[int], list[list[int]]]:
+    """Lognormal lengths with a median of 700 tokens, cut at 8 and 8,192, as reasoning models completion."""
+    rng = np.random.default_rng(seed)
+    completions = np.exp(rng.normal(math.log(700), 0.9, (groups, size))).astype(int).clip(8, 8192)
+    return rng.integers(64, 256, groups, endpoint=True).tolist(), completions.tolist()
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("world", [1, 8])
+def test_a_long_tail_leaves_less_than_a_percent_of_the_rows_empty(world, share_prompts):
+    for seed in range(3):
+        prompts, completions = long_tail(seed)
+        rows = check(prompts, completions, world=world, budget=16_384, share_prompts=share_prompts)
+        sizes = [tokens_of(row, prompts, completions) for row in rows]
+        assert sum(sizes) / (len(sizes) * max(sizes)) >= 0.99
+        if share_prompts:  # dividing groups to fill rows computes few prompts twice
+            assert sum(sizes) <= 1.02 * (sum(prompts) + sum(map(sum, completions)))
