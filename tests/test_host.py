@@ -85,10 +85,10 @@ def test_core_seconds_are_counted_since_the_clock_was_made(monkeypatch):
 def test_a_child_counts_with_its_parent():
     before = host._own_seconds()
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
-        while host._own_seconds() - before < 0.2:
+        while host._own_seconds() - before < 0.3:
             assert child.poll() is None
         child.kill()
-    assert host._own_seconds() - before >= 0.2, "and after it has ended"
+    assert host._own_seconds() - before > 0.2, "and after it has ended"
 
 
 def test_the_collector_is_off_in_a_block_of_imports_and_afterwards_as_it_was(request):
