@@ -39,6 +39,8 @@ from asyncgrpo.errors import ConfigError
 
 # -- files and their layers --------------------------------------------------------------------------------------------
 
+MOST, MOST_SECONDS = 2**53, 10**9
+"""Largest values of a number and of seconds: beyond them, messages, clocks and seeds overflow."""
 ALGORITHMS = "algorithms"
 """Folder of the algorithm presets in `configs/`, with one file per paper."""
 
@@ -405,6 +407,9 @@ def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Con
             json.dumps(value, allow_nan=False)
         except ValueError:
             raise ConfigError(f"{_origin(key, layers, where)}: {key} must be finite; it is {value}") from None
+        most = MOST_SECONDS if key.endswith("_s") else MOST
+        if isinstance(value, int | float) and value > most:
+            raise ConfigError(f"{_origin(key, layers, where)}: {key} must be at most {most}; it is {value}")
     return config
 
 
