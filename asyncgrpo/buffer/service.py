@@ -548,16 +548,14 @@ class BufferService:
 
     def _reply_to_take(self, now_s: float) -> None:
         """Send the learner its batch, or NoMore. Until then, send Waiting once a second."""
-        if self._learner is None:
+        if self._learner is None or (self._take is None and not self._last_evals):
             return
         why: Literal["exhausted", "draining", "failing"] | None = None
-        if self._last_evals:
-            why = None if self._evaluations.in_flight else "exhausted"
-        elif self._take is None:
-            return
+        if self._last_evals and not self._evaluations.in_flight:
+            why = "exhausted"
         elif self._drain_reason:
             why = "failing" if self._is_failing else "draining"
-        else:
+        elif self._take is not None:
             is_blocked = self._journal.is_blocked is not None
             if self._batch is None and self._may_take and not is_blocked and not self._steer.is_paused:
                 self._may_take = False

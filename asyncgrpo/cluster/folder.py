@@ -288,10 +288,11 @@ def look(config: Config, folder: RunFolder) -> Standing:
     checkpoint, status = folder.checkpoint(), folder.status()
     if checkpoint is None and status == "new":
         return Standing(None, 0, True, (), settings)
-    step = read_state(checkpoint).step if checkpoint is not None else 0
-    if config.run.steps is not None and step >= config.run.steps:
+    step, steps = read_state(checkpoint).step if checkpoint is not None else 0, config.run.steps
+    # A run that was stopped after its last step still has to evaluate and to export.
+    if steps is not None and (step > steps or (step == steps and status == "done")):
         raise ConfigError(
-            f"run.out {config.run.out} holds a run with {step} steps done and run.steps is {config.run.steps}; "
+            f"run.out {config.run.out} holds a run with {step} steps done and run.steps is {steps}; "
             "raise run.steps to resume, or choose another folder"
         )
     before, unknown = _read_last(folder.path)

@@ -119,10 +119,16 @@ class Inbox:
         self._client.send(Take(version=version, shares_within=shares_within))
         return self._wait()
 
-    def last_evals(self) -> None:
-        """Wait for the pending evaluations. No batch is taken afterwards."""
+    def last_evals(self) -> str:
+        """Wait for the pending evaluations, or until the run is to stop. No batch is taken afterwards.
+
+        Returns:
+            The reason of `NoMore`.
+        """
         self._client.send(LastEvals())
-        self._wait()
+        ended = self._wait()[0]
+        assert isinstance(ended, NoMore)
+        return ended.why
 
     def trained(self, version: PolicyVersion) -> None:
         """Report to the buffer that all groups taken before `version` are trained, which frees their slots."""

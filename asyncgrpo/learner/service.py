@@ -43,6 +43,8 @@ LAST_PUBLICATION_S = 10.0
 SNAPSHOT_WITHIN_S = 60.0
 """Deadline for the buffer's part of the last checkpoint of a failed run."""
 STALL_EVENT_EVERY_S = 30.0
+STATUS = {"exhausted": "done", "draining": "drained", "failing": "failed"}
+"""How a run ends, by `NoMore.why`."""
 
 
 class _EndRequested(Exception):
@@ -133,7 +135,7 @@ class LearnerService:
             self.progress.tick()
             self._apply_steering()
             if (why := self._train_batch()) is not None:
-                return {"exhausted": "done", "draining": "drained", "failing": "failed"}[why]
+                return STATUS[why]
             self._publish()
             self._record_publications()
             if self.step % self.config.run.eval_every == 0:
@@ -321,7 +323,7 @@ class LearnerService:
         if status == "done" and self.config.data.eval is not None:
             self._evaluate()
             with self._clock("eval"):
-                self.inbox.last_evals()
+                status = STATUS[self.inbox.last_evals()]
         self._last_checkpoint()
         if status == "done":
             final = str(self.run_dir / "final")

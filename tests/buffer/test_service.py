@@ -1,6 +1,7 @@
 """The buffer's process as its peers see it: what a generator and the learner are sent, turn by turn."""
 
 import msgspec
+import pytest
 
 from asyncgrpo.types import Lease
 from asyncgrpo.wire import Message
@@ -113,6 +114,17 @@ def test_evaluations_are_never_filtered():
     (result,) = ended.evals
     assert isinstance(ended, NoMore) and (result.completions, result.reward_mean) == (2, 1.0)
     assert "groups_filtered_zero_signal" not in ended.counters
+
+
+@pytest.mark.parametrize("why", ["draining", "failing"])
+def test_the_last_evaluation_holds_up_no_run_that_is_to_end(why: str):
+    plane = Plane()
+    plane.hear("learner", RequestEval(step=0))
+    plane.start()
+    plane.hear("learner", LastEvals())
+    assert plane.waits() == "the last evaluation"
+    plane.hear("learner", Drain(reason="asked to stop", is_failure=why == "failing"))
+    assert plane.told().why == why
 
 
 def test_a_pause_stops_leases_and_batches_and_keeps_what_was_in_flight_and_no_drain():

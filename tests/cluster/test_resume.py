@@ -125,6 +125,22 @@ def test_the_same_again_goes_on_and_says_no_more(files: Path, monkeypatch: pytes
     assert look(relative, RunFolder(files / "run")).step == 4
 
 
+def test_a_run_that_ended_after_its_last_step_but_not_in_order_goes_on_to_its_end(files: Path):
+    """It lacks the last evaluation and `final`."""
+    config = configured(files, "run.steps=4")
+    begin(config)
+    log = EventLog(files / "run" / "metrics.jsonl")
+    for status in ("failed", "drained"):
+        log.write("end", status=status, step=4)
+        assert look(config, RunFolder(files / "run")).step == 4
+    with pytest.raises(ConfigError, match="4 steps done and run.steps is 3; raise run.steps"):
+        look(configured(files, "run.steps=3"), RunFolder(files / "run"))
+    log.write("end", status="done", step=4)
+    with pytest.raises(ConfigError, match="4 steps done and run.steps is 4; raise run.steps"):
+        look(config, RunFolder(files / "run"))
+    assert look(configured(files, "run.steps=5"), RunFolder(files / "run")).step == 4
+
+
 def test_other_contents_in_the_same_place_are_refused(files: Path):
     begin(configured(files))
     (files / "train.jsonl").write_text('{"prompt": "2", "answer": "2"}\n')

@@ -48,6 +48,9 @@ class Inbox(Quiet):
     def trained(self, version: PolicyVersion) -> None:
         self.version = version
 
+    def last_evals(self) -> str:
+        return str(self.end)
+
     def give_up(self, reason: str) -> None:
         self.is_draining = self.is_failing = True
 
@@ -130,13 +133,21 @@ class Recorder(Quiet):
         self.ends.append(status)
 
 
-def service(folder: Path, inbox: Inbox, publisher: Publisher | None = None, learner: Learner | None = None):
+def service(
+    folder: Path,
+    inbox: Inbox,
+    publisher: Publisher | None = None,
+    learner: Learner | None = None,
+    last_step: int | None = None,
+):
     config = Config(
-        model=ModelConfig(path="m"), data=DataConfig(train="t"), run=RunConfig(checkpoint_every=2, eval_every=100)
+        model=ModelConfig(path="m"),
+        data=DataConfig(train="t", eval="e"),
+        run=RunConfig(checkpoint_every=2, eval_every=100),
     )
     return LearnerService(
         config, learner or Learner(), Team(0, 1), inbox, publisher or Publisher(), Recorder(),
-        lineage=1, run_dir=folder, start_with=1, last_step=None,
+        lineage=1, run_dir=folder, start_with=1, last_step=last_step,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -147,11 +158,14 @@ def saved(folder: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("why", ["draining", "failing"])
-def test_a_run_that_is_to_end_has_a_checkpoint_of_its_last_step(tmp_path: Path, why: str):
-    learner = service(tmp_path, Inbox(why))
+@pytest.mark.parametrize("last_step", [None, STEPS])
+def test_a_run_that_is_to_end_has_a_checkpoint_of_its_last_step(tmp_path: Path, why: str, last_step: int | None):
+    """While it waits for a batch, or after its last step for evaluations."""
+    learner = service(tmp_path, Inbox(why), last_step=last_step)
     assert learner.run() == {"draining": "drained", "failing": "failed"}[why]
     assert saved(tmp_path) == (3, 3)
     assert learner.recorder.ends == (["drained"] if why == "draining" else []), "who gives it up says that it failed"
+    assert not (tmp_path / "final").exists()
 
 
 def test_weights_that_found_no_free_arena_are_offered_again_while_the_learner_waits(tmp_path: Path):
