@@ -199,7 +199,7 @@ class Quarantine:
         for text in filter(bytes.strip, content.splitlines()):
             try:
                 case = msgspec.json.decode(text, type=Case)
-            except msgspec.MsgspecError as error:
+            except ValueError as error:
                 log.warning("%s: a line cannot be read (%s); its prompt is leased again", path, error)
             else:
                 self.cases[case.prompt_id] = case

@@ -348,7 +348,7 @@ def _read_last(run: Path) -> tuple[Settings | None, str]:
     if files is not None:
         try:
             sources = msgspec.json.decode(files.read_bytes(), type=dict[str, Source])
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{files} cannot be read: {error}") from error
         return Settings(values=read_plain(files.with_name("config.yaml")), sources=sources), ""
     return None, f"{run} has no configuration of an earlier start: changes since then cannot be detected"

@@ -269,6 +269,9 @@ def result(reference: Reference, name: str) -> Any:
         loss = ProcessLost(f"{name}: {_failed_start(error) or 'its process died'}")
         loss.is_error = error.actor_init_failed
         raise loss from error
+    except ray.exceptions.RayError as error:  # as when Ray kills processes because the memory of their machine is short
+        reason = re.sub(r", ID: \w+", "", str(error).strip().splitlines()[0][:300])
+        raise ProcessLost(f"{name}: {reason}") from error
 
 
 def _failed_start(error: ray.exceptions.RayActorError) -> str:

@@ -191,7 +191,7 @@ def read_address(run_dir: Path) -> Address:
         return msgspec.json.decode(path.read_bytes(), type=Address)
     except FileNotFoundError:
         raise RunNotAlive(not_alive(run_dir)) from None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         raise RunNotAlive(f"{path} cannot be read: {error}") from error
 
 

@@ -222,7 +222,7 @@ def _whole_at(view: memoryview, offset: int) -> Whole | None:
         return None
     try:
         record = _decoder.decode(view[header_at:body_at])
-    except msgspec.MsgspecError:
+    except ValueError:
         return None  # written by another release
     return Whole(offset, end, record, body_bytes)
 

@@ -103,5 +103,5 @@ def read_state(checkpoint: Path) -> RunState:
     path = checkpoint / "state.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunState)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a readable checkpoint state: {error}") from error

@@ -259,7 +259,7 @@ def read_profile(path: Path) -> Profile:
             f"{path} cannot be read ({error.strerror}); `asyncgrpo tune CONFIG` writes a profile, and `asyncgrpo plan --from "
             "RUN` needs none"
         ) from error
-    except msgspec.MsgspecError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not a profile: {error}; `asyncgrpo tune CONFIG` writes one") from error
 
 

@@ -503,6 +503,6 @@ def decode(line: bytes) -> Event | None:
     """Decode a line; return None if it is not an event."""
     try:
         event: Any = msgspec.json.decode(line)
-    except msgspec.DecodeError:
+    except ValueError:  # of msgspec, or text that is not UTF-8
         return None
     return event if isinstance(event, dict) and "event" in event else None

@@ -83,7 +83,7 @@ class Service:
         reply = await self.ask(body, at=at)
         try:
             return msgspec.json.decode(reply, type=kind)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:  # of msgspec, or text that is not UTF-8
             raise ServiceError(f"{self.url}: {otherwise}: {error}") from error
 
     async def close(self) -> None:

@@ -200,6 +200,10 @@ class PoolReward(Reward):
         is_usable, begun_s = False, time.monotonic()
         try:
             reply = guest.send(call)
+        except (TypeError, ValueError, OverflowError) as error:
+            self._idle.append(guest)
+            return _all_failed(call, "exception", f"the row cannot be sent to a reward worker: {error}")
+        try:
             await asyncio.wait({reply}, timeout=self._timeout_s)
             if not reply.done():
                 await asyncio.wait({reply}, timeout=_GRACE_S)
@@ -210,10 +214,7 @@ class PoolReward(Reward):
             scores = msgspec.msgpack.decode(reply.result(), type=list[Score])
             is_usable = True
             return scores
-        except (TypeError, ValueError, OverflowError) as error:
-            is_usable = True
-            return _all_failed(call, "exception", f"the row cannot be sent to a reward worker: {error}")
-        except (GuestEnded, msgspec.MsgspecError):
+        except (GuestEnded, ValueError):  # ValueError: a reply of another form
             return _all_failed(call, "crash", f"the reward worker {await guest.kill()}", begun_s)
         finally:
             if is_usable:

@@ -133,10 +133,10 @@ def test_a_run_that_ended_after_its_last_step_but_not_in_order_goes_on_to_its_en
     for status in ("failed", "drained"):
         log.write("end", status=status, step=4)
         assert look(config, RunFolder(files / "run")).step == 4
-    with pytest.raises(ConfigError, match="4 steps done and run.steps is 3; raise run.steps"):
+    with pytest.raises(ConfigError, match=r"4 steps done and run\.steps is 3; raise"):
         look(configured(files, "run.steps=3"), RunFolder(files / "run"))
     log.write("end", status="done", step=4)
-    with pytest.raises(ConfigError, match="4 steps done and run.steps is 4; raise run.steps"):
+    with pytest.raises(ConfigError, match=r"4 steps done and run\.steps is 4; raise"):
         look(config, RunFolder(files / "run"))
     assert look(configured(files, "run.steps=5"), RunFolder(files / "run")).step == 4
 

@@ -114,10 +114,18 @@ ModuleNotFoundError: No module named 'asyncgrpo'
 UNKNOWN = RayTaskError("A.__init__", TEXT, ModuleNotFoundError("No module named 'asyncgrpo'"))
 
 
+OUT_OF_MEMORY = "4 worker(s) were killed due to the node running low on memory (IP: 10.0.0.7, ID: b24).\nOOM kill reason: ..."
+"""What Ray 2.60 says of actors that its memory monitor killed, shortened."""
+
+
 def test_a_process_that_was_killed_may_be_replaced_and_one_without_our_package_is_named(monkeypatch):
-    get = Mock(side_effect=[ray.exceptions.ActorDiedError(UNKNOWN), ray.exceptions.ActorDiedError()])
-    monkeypatch.setattr(ray, "get", get)
-    for said, is_error in ((r"it cannot start on 10\.0\.0\.7: ModuleNotFound", True), ("its process died$", False)):
+    died, out = ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError(OUT_OF_MEMORY)
+    monkeypatch.setattr(ray, "get", Mock(side_effect=[died(UNKNOWN), died(), out]))
+    for said, is_error in (
+        (r"it cannot start on 10\.0\.0\.7: ModuleNotFound", True),
+        ("its process died$", False),
+        (r"4 worker\(s\) were killed due to the node running low on memory \(IP: 10\.0\.0\.7\)\.$", False),
+    ):
         with pytest.raises(ProcessLost, match=rf"^learner-1: {said}") as loss:
             result(object(), "learner-1")
         assert loss.value.is_error is is_error

@@ -74,9 +74,9 @@ def test_a_disk_that_refuses_is_said_so(tmp_path: Path):
         Checkpoints(tmp_path, keep=1).begin(state(1), fill)()
 
 
-@pytest.mark.parametrize("text", [None, "", "{}", '{"step": "five", "lineage": 1, "prompts": {}}'])
-def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, text: str | None):
+@pytest.mark.parametrize("text", [None, b"", b"{}", b'{"\xe2": 1}', b'{"step": "five", "lineage": 1, "prompts": {}}'])
+def test_a_state_that_cannot_be_read_is_named(tmp_path: Path, text: bytes | None):
     if text is not None:
-        (tmp_path / "state.json").write_text(text)
+        (tmp_path / "state.json").write_bytes(text)
     with pytest.raises(CheckpointError, match=r"state\.json"):
         read_state(tmp_path)

@@ -82,4 +82,4 @@ class _Handler(BaseHTTPRequestHandler):
         if reply is not None:
             self.send_response(reply[0])
             self.end_headers()
-            self.wfile.write(reply[1].encode())
+            self.wfile.write(reply[1].encode(errors="surrogateescape"))

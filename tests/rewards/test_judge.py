@@ -94,6 +94,8 @@ async def test_a_pattern_and_a_scale_of_the_user(judge):
         (chat(None), "no_score", "no number: ''"),
         (chat("Score: 75"), "no_score", "gave 75, above reward.judge.scale (10)"),
         ((200, "<html>"), "judge", "not a chat completion"),
+        ((200, '{"choices": ["\udce2"]}'), "judge", "not a chat completion"),  # no UTF-8
+        ((200, "[" * 100_000), "judge", "not a chat completion"),
         ((200, '{"choices": []}'), "no_score", "no number"),
         ((401, "who are you?"), "judge", "HTTP 401: who are you?"),
     ],
