@@ -114,7 +114,7 @@ ModuleNotFoundError: No module named 'asyncgrpo'
 UNKNOWN = RayTaskError("A.__init__", TEXT, ModuleNotFoundError("No module named 'asyncgrpo'"))
 
 
-OUT_OF_MEMORY = "4 worker(s) were killed due to the node running low on memory (IP: 10.0.0.7, ID: b24).\nOOM kill reason: ..."
+OUT_OF_MEMORY = "4 worker(s) were killed due to the node running low on memory (IP: 10.0.0.7, ID: b24).\nOOM kill ..."
 """What Ray 2.60 says of actors that its memory monitor killed, shortened."""
 
 
