@@ -189,7 +189,7 @@ def read_address(run_dir: Path) -> Address:
     path = run_dir / FILE
     try:
         return msgspec.json.decode(path.read_bytes(), type=Address)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise RunNotAlive(not_alive(run_dir)) from None
     except (OSError, ValueError) as error:
         raise RunNotAlive(f"{path} cannot be read: {error}") from error

@@ -455,7 +455,7 @@ def read_tail(path: Path, after: int = 0, *, file: str | None = None, limit: int
     """
     try:
         opened = open(path, "rb")  # noqa: SIM115  closed below
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return Tail(events=[], next=0, size=0, file="", rewound=bool(file))
     events: list[Event] = []
     with opened:

@@ -43,6 +43,7 @@ def test_a_usage_error_is_one_sentence_and_code_2_and_a_value_that_cannot_be_cod
             (f"{command} {long}", 1, "File name too long\n")
             for command in ("demo --engine torch --out", "audit", "serve")
         ),
+        *((f"{command} {__file__}", 1, "run folder") for command in ("status", "audit")),
         *((f"demo --engine torch --chaos {n}", 1, f"--chaos {n}: faults per hour") for n in ("0", "nan", "inf")),
     ):
         ended = asyncgrpo(*typed.split())
