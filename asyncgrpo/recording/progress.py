@@ -32,6 +32,8 @@ class Totals:
     """Seconds of all generators by activity."""
     lags: Counter[int] = field(default_factory=Counter)
     """Trained groups by lag."""
+    max_lag: int | None = None
+    """Largest bound on the lag in force; None: unknown."""
     sums: Counter[str] = field(default_factory=Counter)
     """Of the fields `_MEANS`."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -49,6 +51,8 @@ class Totals:
         self.learner.update(seconds_by_activity(step))
         self.generators.update({what: spent[what] for what in _ACTIVITIES if what in spent})
         self.lags.update(lags_of(step))
+        bounds = [bound for bound in (self.max_lag, step.get("max_lag")) if bound is not None]
+        self.max_lag = max(bounds, default=None)
         values = {name: step[name] for name in _MEANS if step.get(name) is not None}
         self.sums.update(values)
         self.counts.update(values.keys())

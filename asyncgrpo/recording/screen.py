@@ -156,7 +156,7 @@ def figures(progress: Progress) -> Rows:
         yield "sources", ", ".join(f"{name} {number(of.get('reward_mean'))}" for name, of in sources.items())
     if progress.curriculum is not None and (line := curriculum_line(progress.curriculum)) is not None:
         yield "prompts", line
-    yield from flow(progress.recent, last.get("max_lag"))
+    yield from flow(progress.recent)
     generated, trained = progress.tokens_per_second()
     elapsed = progress.elapsed_s
     rate = f"{thousands(3600 * (len(progress.steps) - 1) / elapsed)} steps/h, " if elapsed else ""
@@ -176,14 +176,10 @@ def figures(progress: Progress) -> Rows:
         yield "weights", sync_line(progress.syncs[-1])
 
 
-def flow(totals: Totals, max_lag: int | None) -> Rows:
-    """Yield the figures of groups, learner and generators over some steps.
-
-    Args:
-        max_lag: the bound on the lag; None: unknown.
-    """
+def flow(totals: Totals) -> Rows:
+    """Yield the figures of groups, learner and generators over some steps."""
     if lags := totals.lags:
-        of = "" if max_lag is None else f" of {max_lag}"
+        of = "" if totals.max_lag is None else f" of {totals.max_lag}"
         p50, p90 = _lag_quantile(lags, 0.5), _lag_quantile(lags, 0.9)
         yield "lag", f"mean {mean_lag(lags):.2f}, p50 {p50}, p90 {p90}, max {max(lags)}{of} steps"
     under_way, wanted, ready = (totals.mean(name) for name in ("under_way", "wanted", "ready_seconds"))
@@ -248,7 +244,7 @@ def _of_steps(progress: Progress) -> Rows:
         before, now = map(suites_of, both)
         yield from ((f"  {name}", " -> ".join(filter(None, (before.get(name), text)))) for name, text in now.items())
     yield "tokens", _tokens(progress)
-    yield from flow(progress.totals, progress.last.get("max_lag"))
+    yield from flow(progress.totals)
     if progress.advice:
         yield "advice", f"{progress.advice['sentence']} ({progress.advice['evidence']})"
     good = progress.num_syncs - progress.num_bad_syncs
