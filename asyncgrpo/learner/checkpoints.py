@@ -104,4 +104,6 @@ def read_state(checkpoint: Path) -> RunState:
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunState)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a readable checkpoint state: {error}") from error
+        raise CheckpointError(
+            f"{path} is not a readable checkpoint state: {error}; remove {checkpoint} to resume from the one before it"
+        ) from error
