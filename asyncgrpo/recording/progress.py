@@ -247,8 +247,8 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """Number of the last step; 0 before the first."""
-        return self.last.get("step", 0)
+        """Number of the last step; 0 before the first. A run that ended while a core was replaced has lost later ones."""
+        return int((self.end or self.last).get("step", 0))
 
     @property
     def share_done(self) -> float | None:

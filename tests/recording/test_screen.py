@@ -252,6 +252,8 @@ def test_the_summary_says_what_the_run_did():
     assert rows["log-prob gap"] == "max 2e-05 nats between learner and engine"
     assert rows["learner"] == "waiting for data 25%, training 70%, publishing 5%"
     assert rows["checkpoint"] == "runs/demo/checkpoints/20 (step 20)"
+    cut = Progress.of([START, step(1), step(2), END | {"status": "drained", "step": 1}])
+    assert "demo: drained at step 1 of 20" in summary(cut), "the learner died after its last checkpoint"
 
 
 def flow(n: int, **more) -> Event:
