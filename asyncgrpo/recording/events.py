@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType, defstruct
 
 from asyncgrpo.host import sync
 
@@ -500,9 +500,19 @@ class Follower:
 
 
 def decode(line: bytes) -> Event | None:
-    """Decode a line; return None if it is not an event."""
+    """Decode a line; return None if it is not an event as declared. Kinds of other releases are not checked."""
     try:
-        event: Any = msgspec.json.decode(line)
-    except ValueError:  # of msgspec, or text that is not UTF-8
+        event = msgspec.json.decode(line, type=Event)
+        msgspec.convert(event, _form(event["event"]))
+    except (ValueError, LookupError, TypeError):  # ValueError: of msgspec, or text that is not UTF-8
         return None
-    return event if isinstance(event, dict) and "event" in event else None
+    return event
+
+
+@cache
+def _form(kind: str) -> type[Struct]:
+    """Return the declared fields of a kind as a type."""
+    fields = KINDS[kind].fields if kind in KINDS else {}
+    needed = [(name, field.type) for name, field in fields.items() if field.is_needed]
+    others = [(name, field.type | UnsetType, UNSET) for name, field in fields.items() if not field.is_needed]
+    return defstruct(kind, [*needed, *others], kw_only=True)

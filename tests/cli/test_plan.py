@@ -48,7 +48,9 @@ def test_mistakes_are_refused_in_a_sentence(measured, asyncgrpo, arguments, mess
 def paced(folder: Path) -> Path:
     """A run whose learner waits for half of each step, on a cluster of eight GPUs."""
     started, *steps = run(15, wait=0.5, full=1.0, there=3)
-    events = [started | {"gpus": 8}, *(step | {"tokens": {"generated": 80 * step["step"]}} for step in steps)]
+    begin = {"run": "run", "lineage": 1, "version": "1.0", "step": 0, "sizes": "", "gpus": 8}
+    whole = {"version": "1.1", "reward_mean": 0.5, "loss": 0.0}
+    events = [started | begin, *(step | whole | {"tokens": {"generated": 80 * step["step"]}} for step in steps)]
     (folder / "config.yaml").write_text(CONFIG)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder

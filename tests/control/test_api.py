@@ -171,7 +171,7 @@ def test_events_are_followed_by_their_place_in_the_file(url: str, operator: Fake
     assert [e["step"] for e in rest["events"] if e["event"] == "step"][-1] == 12
     assert rest["next"] == rest["size"] == (operator.run_dir / "metrics.jsonl").stat().st_size
     with open(operator.run_dir / "metrics.jsonl", "a") as file:
-        file.write('{"event":"step","time":1.0,"step":13}\n')
+        file.write('{"event":"of another release","time":1.0,"step":13}\n')
     assert ask(url, f"/api/events?after={rest['next']}&file={rest['file']}")[1]["events"][0]["step"] == 13
 
 

@@ -62,7 +62,10 @@ def test_opening_again_cuts_a_torn_line_wherever_it_tore_and_a_damaged_one_is_sk
         assert steps_in(path) == [1], "a torn line is no event"
         EventLog(path).write("step", **step(2))
         assert steps_in(path) == [1, 2]
-    path.write_bytes(whole + b"\x00\x00garbage\n[1]\n" + whole.replace(b"step", b"\xe2tep") + whole)
+    changes = {b"step": b"\xe2tep", b'"lags"': b'"lagr"', b'{"0":1}': b"[1]"}
+    damaged = [whole.replace(*change) for change in changes.items()]
+    assert whole not in damaged
+    path.write_bytes(whole + b"\x00\x00garbage\n[1]\n" + b"".join(damaged) + whole)
     assert steps_in(path) == [1, 1] and "invalid line" in caplog.text
 
 
