@@ -136,15 +136,16 @@ def test_a_wheel_without_a_folder_installs(tmp_path):
 
 
 def test_a_demo_is_summed_up(tmp_path):
-    step = {"event": "step", "seconds": {"publish": 0.5}, "logprob_gap_mean": None}
-    sync = {"event": "sync", "engines": 1, "bytes": 10}
+    step = {"event": "step", "step": 1, "version": "1.1", "loss": 0.0, "lags": {}, "tokens_trained": 1}
+    step |= {"seconds": {"publish": 0.5}, "logprob_gap_mean": None}
+    sync = {"event": "sync", "version": "1.1", "engines": 1, "bytes": 10}
     events = [
         sync | {"checksum": "ok", "ms": 900.0},
         step | {"time": 1.0, "reward_mean": 0.1},
         sync | {"checksum": "ok", "ms": 20.0},
         step | {"time": 3.0, "reward_mean": 0.7, "logprob_gap_mean": 0.25},
         sync | {"checksum": "generator-0 holds other weights", "ms": 30.0},
-        {"event": "end", "status": "done"},
+        {"event": "end", "status": "done", "step": 2},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     found = gpu_demo.figures(tmp_path / "metrics.jsonl")
