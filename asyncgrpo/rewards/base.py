@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError
+from asyncgrpo.logs import visible
 from asyncgrpo.types import Completion, Prompt, Score
 
 # -- the base -----------------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ _LIBRARIES = tuple(
 
 
 def failed(failure: str, detail: str = "", *, seconds: float = 0.0) -> Score:
-    """A score that names a failure."""
+    """Return a score that names a failure."""
     return Score(failure=failure, detail=detail[:MAX_DETAIL], seconds=seconds)
 
 
@@ -151,7 +152,7 @@ def score_of_value(value: Any) -> Score:
     score = _score_of_number(value["score"], "the reward's 'score'")
     if score.failure is not None:
         return score
-    numbers = {str(name): _number(part) for name, part in value.items() if name != "score"}
+    numbers = {visible(str(name)): _number(part) for name, part in value.items() if name != "score"}
     good = [(name, number) for name, number in numbers.items() if number is not None and abs(number) <= LARGEST]
     parts = dict(good[:MAX_PARTS])
     left_out = ", ".join(name for name in numbers if name not in parts)
@@ -183,9 +184,9 @@ def _number(value: Any) -> float | None:
 
 
 def describe(error: BaseException) -> str:
-    """The text of an AsyncGRPOError; of any other error type, text and the user's line that it came from."""
+    """Return the text of an AsyncGRPOError; of any other error type, text and the user's line that it came from."""
     try:
-        text = str(error)
+        text = visible(str(error))  # half a surrogate pair, as of an unreadable file name, cannot be sent
     except Exception:
         text = "(its text cannot be printed)"
     if isinstance(error, AsyncGRPOError):

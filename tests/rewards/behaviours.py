@@ -43,6 +43,10 @@ def leaves():
     sys.exit(3)
 
 
+def raises_half_a_pair():
+    raise FileNotFoundError("\udcff")
+
+
 def unprintable():
     class Unprintable(Exception):
         def __str__(self):

@@ -66,6 +66,7 @@ async def test_named_numbers_beside_the_score_become_parts(reward):
         ("raises_later", "exception", "ValueError: later"),
         ("leaves", "exception", "SystemExit: 3"),
         ("unprintable", "exception", "Unprintable"),
+        ("raises_half_a_pair", "exception", "FileNotFoundError: \\udcff"),
         ("exits", "crash", "exited with code 7"),
         ("segfaults", "crash", "SIGSEGV"),
     ],
