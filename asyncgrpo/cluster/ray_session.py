@@ -270,7 +270,8 @@ def result(reference: Reference, name: str) -> Any:
         loss.is_error = error.actor_init_failed
         raise loss from error
     except ray.exceptions.RayError as error:  # as when Ray kills processes because the memory of their machine is short
-        reason = re.sub(r", ID: \w+", "", str(error).strip().splitlines()[0][:300])
+        text = str(error).strip() or repr(error)
+        reason = re.sub(r", ID: \w+", "", text.splitlines()[0][:300])
         raise ProcessLost(f"{name}: {reason}") from error
 
 

@@ -120,11 +120,12 @@ OUT_OF_MEMORY = "4 worker(s) were killed due to the node running low on memory (
 
 def test_a_process_that_was_killed_may_be_replaced_and_one_without_our_package_is_named(monkeypatch):
     died, out = ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError(OUT_OF_MEMORY)
-    monkeypatch.setattr(ray, "get", Mock(side_effect=[died(UNKNOWN), died(), out]))
+    monkeypatch.setattr(ray, "get", Mock(side_effect=[died(UNKNOWN), died(), out, ray.exceptions.RayError()]))
     for said, is_error in (
         (r"it cannot start on 10\.0\.0\.7: ModuleNotFound", True),
         ("its process died$", False),
         (r"4 worker\(s\) were killed due to the node running low on memory \(IP: 10\.0\.0\.7\)\.$", False),
+        (r"RayError\(\)$", False),
     ):
         with pytest.raises(ProcessLost, match=rf"^learner-1: {said}") as loss:
             result(object(), "learner-1")
