@@ -39,8 +39,6 @@ from asyncgrpo.errors import ConfigError
 
 # -- files and their layers --------------------------------------------------------------------------------------------
 
-MOST, MOST_SECONDS = 2**53, 10**9
-"""Largest values of a number and of seconds: beyond them, messages, clocks and seeds overflow."""
 ALGORITHMS = "algorithms"
 """Folder of the algorithm presets in `configs/`, with one file per paper."""
 
@@ -394,6 +392,10 @@ def _without_leftovers(layers: Sequence[Layer]) -> list[dict[str, Any]]:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
+
+
+MOST, MOST_SECONDS = 2**53, 10**9
+"""Largest values of a number and of seconds: beyond them, messages, clocks and seeds overflow."""
 
 
 def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Config:

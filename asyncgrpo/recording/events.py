@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -47,6 +47,13 @@ class Kind:
     def needed(self) -> frozenset[str]:
         """Names of the fields that every event of this kind has."""
         return frozenset(name for name, field in self.fields.items() if field.is_needed)
+
+    @cached_property
+    def form(self) -> type[Struct]:
+        """The fields as a type, with which an event that was read is compared."""
+        needed = [(name, field.type) for name, field in self.fields.items() if field.is_needed]
+        others = [(name, field.type | UnsetType, UNSET) for name, field in self.fields.items() if not field.is_needed]
+        return defstruct("Form", [*needed, *others], kw_only=True)
 
 
 _must, _may = partial(Field, is_needed=True), partial(Field, is_needed=False)
@@ -260,6 +267,7 @@ KINDS: dict[str, Kind] = {
     }),
 }
 # fmt: on
+_UNDECLARED = Kind("An event of another release.", {"event": _must(str, "its kind")})
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -503,16 +511,7 @@ def decode(line: bytes) -> Event | None:
     """Decode a line; return None if it is not an event as declared. Kinds of other releases are not checked."""
     try:
         event = msgspec.json.decode(line, type=Event)
-        msgspec.convert(event, _form(event["event"]))
+        msgspec.convert(event, KINDS.get(event["event"], _UNDECLARED).form)
     except (ValueError, LookupError, TypeError):  # ValueError: of msgspec, or text that is not UTF-8
         return None
     return event
-
-
-@cache
-def _form(kind: str) -> type[Struct]:
-    """Return the declared fields of a kind as a type."""
-    fields = KINDS[kind].fields if kind in KINDS else {}
-    needed = [(name, field.type) for name, field in fields.items() if field.is_needed]
-    others = [(name, field.type | UnsetType, UNSET) for name, field in fields.items() if not field.is_needed]
-    return defstruct(kind, [*needed, *others], kw_only=True)

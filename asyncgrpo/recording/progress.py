@@ -51,8 +51,8 @@ class Totals:
         self.learner.update(seconds_by_activity(step))
         self.generators.update({what: spent[what] for what in _ACTIVITIES if what in spent})
         self.lags.update(lags_of(step))
-        bounds = [bound for bound in (self.max_lag, step.get("max_lag")) if bound is not None]
-        self.max_lag = max(bounds, default=None)
+        if (bound := step.get("max_lag")) is not None:
+            self.max_lag = max(bound, self.max_lag or 0)
         values = {name: step[name] for name in _MEANS if step.get(name) is not None}
         self.sums.update(values)
         self.counts.update(values.keys())
@@ -247,7 +247,10 @@ class Progress:
 
     @property
     def step(self) -> int:
-        """Number of the last step; 0 before the first. A run that ended while a core was replaced has lost later ones."""
+        """Number of the last step, 0 before the first; after the end, of the step at which the run ended.
+
+        A run that ends while its learner restarts loses the steps since the last checkpoint.
+        """
         return int((self.end or self.last).get("step", 0))
 
     @property
