@@ -278,7 +278,7 @@ class RunClient:
 
 def _sentence(problem: urllib.error.HTTPError) -> str:
     body: Any = None
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, ValueError):
         body = msgspec.json.decode(problem.read())
     return body["error"] if isinstance(body, dict) and "error" in body else f"the reply was {problem.code}"
 
