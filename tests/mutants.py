@@ -145,9 +145,9 @@ an arena is written while a generator reads it
     weights.publisher:Publisher._free_slot
     if not slot.readers and -> if
     weights/test_publication.py::test_an_arena_that_is_being_read_is_not_written
-memory is received into from which the engine loads
-    weights.receiver:Receiver._free_staging
-    if not self._is_loading(staging): -> if True:
+memory is received into from which an engine loads
+    weights.arena:Place.writable
+    if not slot.readers: -> if True:
     weights/test_publication.py::test_versions_that_come_faster_than_they_travel_are_skipped
 # the wire
 a payload is not under the digest

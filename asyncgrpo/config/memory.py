@@ -351,5 +351,6 @@ def _shared(size: ModelSize, config: Config, ranks: int, generators: int) -> Hol
 
 
 def _staged(config: Config, ranks: int, generators: int) -> int:
-    """Number of these generators that stage publications. On the node of all learner ranks engines load out of its arenas."""
-    return 0 if ranks == config.learner.ranks and config.weights.backend in ("auto", "shared_memory") else generators
+    """Number of publications that a node receives: one for all generators, none where they load out of the learner's arenas."""
+    maps = ranks == config.learner.ranks and config.weights.backend in ("auto", "shared_memory")
+    return 0 if maps else min(generators, 1)

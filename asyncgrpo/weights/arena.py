@@ -1,17 +1,18 @@
 """Memory layout of a publication: every tensor at a fixed offset of one flat buffer in shared memory.
 
 The learner has two such arenas in one shared-memory file, followed by a page of flags. It writes one while generators read
-the other. Engines on the same machine map the file and load out of it. Other generators receive the bytes into a `Staging`, a
-file of the same layout that their engine maps.
+the other. Engines on the same machine map the file and load out of it. On another machine one generator receives the bytes
+into a `Staging`, a file of one arena, which the engines of that machine map in the same way.
 
-The learner does not write an arena that a live engine reads. A dropped engine may wake in the middle of a read, so the learner
-counts the writes of each arena in the flags, and a reader compares the count after its read.
+An arena that a live engine reads is not written. A dropped engine may wake in the middle of a read, so the writes of each
+arena are counted in the flags, and a reader compares the count after its read.
 """
 
 import contextlib
 import itertools
 import logging
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -174,12 +175,14 @@ class Arenas:
 
 @dataclass
 class Slot:
-    """One arena and its content."""
+    """One arena and its content, as the publisher knows it."""
 
-    flat: Tensor
-    number: int
+    number: int = 0
+    """Its place in the file."""
+    file: str = ""
+    """Empty until it is allocated."""
     writes: int = 0
-    """Number of writes."""
+    """Number of the last write."""
     version: PolicyVersion | None = None
     is_ready: bool = False
     """True if it may be read."""
@@ -190,6 +193,57 @@ class Slot:
     readers: set[str] = field(default_factory=set)
     is_ours: bool = False
     """True while it is being filled."""
+
+    @property
+    def state(self) -> State | None:
+        return None if self.version is None else State(self.version, self.digest)
+
+
+@dataclass
+class Place:
+    """Arenas that generators load from: the learner's own, or those of a machine on which one generator receives."""
+
+    machine: str = ""
+    slots: list[Slot] = field(default_factory=list)
+    newest: Slot | None = None
+    """The one with the newest weights that may be read."""
+    receiver: str = ""
+    """The generator that receives; empty: none does, or the learner writes the arenas."""
+    receiving: Slot | None = None
+    receiving_s: float = 0.0
+    """Time of the offer, `time.monotonic`."""
+    failures: int = 0
+    """Consecutive versions that were not received."""
+
+    @property
+    def state(self) -> State | None:
+        """The newest weights."""
+        return None if self.newest is None else self.newest.state
+
+    def choose(self, receiver: str) -> None:
+        """Let this generator receive, which holds nothing yet; empty: none."""
+        self.receiver, self.slots, self.newest, self.receiving = receiver, [], None, None
+
+    def writable(self) -> Slot | None:
+        """Return an arena to receive into: the newest if nobody reads it, which saves memory, and a copy to apply deltas."""
+        for slot in sorted(self.slots, key=lambda slot: slot is not self.newest):
+            if not slot.readers:
+                return slot
+        if len(self.slots) == SLOTS:
+            return None
+        self.slots.append(Slot())
+        return self.slots[-1]
+
+    def receive(self, slot: Slot, state: State) -> None:
+        """Note that the receiver was offered these weights."""
+        slot.version, slot.digest = state
+        slot.writes = next(_numbers)
+        self.receiving, self.receiving_s = slot, time.monotonic()
+        self.newest = None if slot is self.newest else self.newest
+
+    def release(self, reader: str) -> None:
+        for slot in self.slots:
+            slot.readers.discard(reader)
 
 
 class SharedTensors(list[tuple[str, Tensor]]):
@@ -212,7 +266,7 @@ class SharedTensors(list[tuple[str, Tensor]]):
     def require_intact(self) -> None:
         """Raises WeightsError: the arena was overwritten, perhaps during the read."""
         if (now := int(_flags(self.memory)[_counter(self.slot)])) != self.writes:
-            raise WeightsError(f"the learner overwrote these weights before they were read ({now - self.writes} times)")
+            raise WeightsError(f"these weights were overwritten before they were read ({now - self.writes} times)")
 
 
 class MappedArenas:
@@ -225,7 +279,7 @@ class MappedArenas:
             self.memory = _map(path, path.stat().st_size)
             """[bytes] uint8, the whole file."""
         except (OSError, RuntimeError) as error:
-            raise WeightsError(f"the learner's weights are not in {SHARED_MEMORY} of this machine: {error}") from error
+            raise WeightsError(f"the weights are not in {SHARED_MEMORY} of this machine: {error}") from error
         self.file = file
         self.flags = _flags(self.memory)
         """[512] int64 after the arenas: snapshots written by each learner rank, and writes of each arena."""
@@ -237,7 +291,7 @@ class MappedArenas:
     def read(self, start: int, size: int) -> Tensor:
         """Return [size] uint8 at byte `start` of the file. Raises WeightsError: the file is shorter."""
         if not 0 <= start <= start + size <= len(self.memory) - PAGE:
-            raise WeightsError(f"the learner's weights end at byte {len(self.memory) - PAGE} of {self.file}")
+            raise WeightsError(f"the weights end at byte {len(self.memory) - PAGE} of {self.file}")
         return self.memory[start : start + size]
 
     def tensors(self, layout: Layout, slot: int, writes: int) -> SharedTensors:
@@ -248,12 +302,26 @@ class MappedArenas:
         return tensors
 
 
+class Mappings(dict[str, MappedArenas]):
+    """Mapped files by name. The first access maps a file, and drops those that were removed meanwhile."""
+
+    def __missing__(self, file: str) -> MappedArenas:
+        made = MappedArenas(file)
+        for name in [name for name in self if not (SHARED_MEMORY / name).exists()]:
+            del self[name]
+        self[file] = made
+        return made
+
+
 class Staging:
     """Weights that a generator received, [num_bytes] uint8, in shared memory where they fit."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout, self._arenas = layout, Arenas(layout, 1)
         (self.flat,) = self._arenas.slots
+        self.is_private = not self._arenas.file
+        """True if shared memory was too small: no other process can map them."""
+        self.file = self._arenas.file or f"private-{next(_numbers)}"
         self.holds: State | None = None
         """Weights with a verified digest; None: incomplete or unverified."""
         weakref.finalize(self, self._arenas.close).atexit = False  # `scratch` removes it after the process has ended
@@ -262,10 +330,16 @@ class Staging:
         """Pin the pages for a GPU that writes them."""
         self._arenas.pin()
 
-    def tensors(self) -> SharedTensors:
-        """Return every tensor by name, as views of the buffer."""
+    def begin(self, writes: int) -> None:
+        """Note that the buffer is about to be written, for the `writes`-th time."""
+        self.holds = None
+        self._arenas.flags[_counter(0)] = writes
+
+    def tensors(self, writes: int = 0) -> SharedTensors:
+        """Return every tensor by name, as views of the buffer. Raises WeightsError: a later write has begun."""
         views = ((info.name, view) for info, view in self._layout.views(self.flat))
-        tensors = SharedTensors(views, self._arenas.memory, self._arenas.file)
+        tensors = SharedTensors(views, self._arenas.memory, self._arenas.file, 0, writes)
+        tensors.require_intact()
         tensors.owner = self
         return tensors
 

@@ -10,17 +10,17 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from asyncgrpo.weights.arena import Arenas, Bucket, IsWritten, Layout, Slot, Stream
+from asyncgrpo.weights.arena import Arenas, Bucket, IsWritten, Layout, Stream
 from asyncgrpo.weights.delta import LEAST_SAVING, Chain, Delta, Packed, Piece, State, follow, to_bytes
 from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store, visit_store
 from asyncgrpo.wire import Message
@@ -30,6 +30,10 @@ from asyncgrpo.wire.weights import FormGroup, GroupFormed, JoinSender, Offer, Ro
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Send = Callable[[str | int, Message], object]
+"""Sends a message to a generator by its name, or to a sender by its number."""
+Buffers = Mapping[str | int, tuple[int, int]]
+"""The buffer in which each member receives, and the number of that write; for other senders the arena that they send."""
 
 
 class Broadcaster:
@@ -188,12 +192,8 @@ class GroupLane(Broadcaster):
         """Set what the publisher and each other sender broadcast."""
         self._stream, self._senders = streams[0], len(streams)
 
-    def form_with(self, names: list[str], send: Callable[[str | int, Message], object]) -> None:
-        """Start to form a group of these generators for each sender.
-
-        Args:
-            send: sends a message to a generator by its name, or to a sender by its number.
-        """
+    def form_with(self, names: list[str], send: Send) -> None:
+        """Start to form a group of these generators for each sender."""
         self.names = frozenset(names)
         form = partial(
             FormGroup,
@@ -211,24 +211,28 @@ class GroupLane(Broadcaster):
             send(sender, form(rank=0))
         self.form(form(rank=0))
 
-    def offer(self, state: State, slot: Slot, send: Callable[[str | int, Message], object]) -> None:
-        """Start to broadcast an arena to the group."""
-        offer = self._offer(state, slot=slot.number)
-        for peer in (*sorted(self.names), *range(1, self._senders)):
-            send(peer, offer)
-        self.broadcast(slot.flat, self._piece_bytes)
+    def offer(self, state: State, slot: int, flat: Tensor, buffers: Buffers, send: Send) -> None:
+        """Start to broadcast arena `slot`, [num_bytes] uint8, to the group."""
+        self._offer(state, {**buffers, **dict.fromkeys(range(1, self._senders), (slot, 0))}, send)
+        self.broadcast(flat, self._piece_bytes)
 
-    def offer_deltas(self, deltas: list[Packed], send: Callable[[str | int, Message], object]) -> None:
+    def offer_deltas(self, deltas: list[Packed], buffers: Buffers, send: Send) -> None:
         """Start to broadcast deltas to the group."""
         payload = torch.frombuffer(bytearray().join(delta.payload for delta in deltas), dtype=torch.uint8)
-        offer = self._offer(deltas[-1].after, delta_bytes=tuple(len(delta.payload) for delta in deltas))
-        for name in sorted(self.names):
-            send(name, offer)
+        self._offer(deltas[-1].after, buffers, send, tuple(len(delta.payload) for delta in deltas))
         self.broadcast(payload, self._piece_bytes, Stream([(0, len(payload))]))
 
-    def _offer(self, state: State, **fields: Any) -> Offer:
-        version, digest = state
-        return Offer(version=version, digest=digest, group_number=self.number, piece_bytes=self._piece_bytes, **fields)
+    def _offer(self, state: State, buffers: Buffers, send: Send, delta_bytes: tuple[int, ...] = ()) -> None:
+        offer = partial(
+            Offer,
+            version=state.version,
+            digest=state.digest,
+            group_number=self.number,
+            piece_bytes=self._piece_bytes,
+            delta_bytes=delta_bytes,
+        )
+        for peer, (slot, writes) in buffers.items():
+            send(peer, offer(slot=slot, writes=writes))
 
     def drop(self) -> None:
         self.names = frozenset()

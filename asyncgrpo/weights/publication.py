@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from asyncgrpo.types import PolicyVersion
 
 if TYPE_CHECKING:  # the driver does not import torch
-    from asyncgrpo.weights.delta import State
+    from asyncgrpo.weights.arena import Place
 
 # -- the sync check ----------------------------------------------------------------------------------------------------
 
@@ -163,18 +163,15 @@ class Member:
 
     peer: str
     incarnation: str
-    is_near: bool
-    """True if it maps the learner's shared memory."""
+    place: "Place"
+    """Where it loads weights from."""
     heard_s: float
     holds: PolicyVersion | None = None
     """The version that it proved to hold."""
     offered: PolicyVersion | None = None
-    """The version on its way to it."""
+    """The version that its engine swaps to."""
     offered_s: float = 0.0
-    is_staging: bool = False
     is_late: bool = False
-    staged: "State | None" = None
-    """Weights in its memory, with the right digest; None: it must be sent all weights."""
     loaded: str = ""
     """Digest of the weights that its engine loaded last."""
     before: tuple[str, str] = "", ""
@@ -182,7 +179,7 @@ class Member:
     is_reported: bool = False
     """True if buffer and driver know that it is dropped."""
     failures: int = 0
-    """Consecutive wrong digests or checksums."""
+    """Consecutive loads that failed or had the wrong checksum."""
 
 
 @dataclass
@@ -221,7 +218,7 @@ class Publication:
     gap_limit: float = math.inf
     """Nats; an engine whose mean gap is above it does not compute with these weights."""
     sent_bytes: int = 0
-    """To all generators together, whole or as deltas, and again where it was offered again."""
+    """To all engines on the learner's machine and to every other machine, whole or as deltas, retries included."""
 
     @property
     def gap(self) -> SyncGap | None:

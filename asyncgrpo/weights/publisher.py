@@ -4,7 +4,8 @@ The learner copies its weights into an arena (`offer`) and trains on. A thread d
 idle generator, computes the digest and collects the proofs. Each generator adopts a version at its own pace. If the learner
 makes versions faster than they travel, the latest wins.
 
-    Join -> WeightsLayout -> [ Offer -> Staged -> Swapped ]*
+    Join -> WeightsLayout -> [ Offer -> Swapped ]*          each generator
+    FormGroup -> GroupFormed -> [ Offer -> Staged ]*        one of each machine that cannot map the learner's memory
 
 If learner ranks are on other machines, each of these has a sender (`weights/lane.py`), and every generator receives by
 broadcast.
@@ -17,7 +18,7 @@ is dropped until its next heartbeat.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 from typing import cast
 
@@ -29,7 +30,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Slot, Stream
+from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Place, Slot, Stream
 from asyncgrpo.weights.delta import Packed, State
 from asyncgrpo.weights.digest import add_digests
 from asyncgrpo.weights.group import Backend
@@ -91,13 +92,17 @@ class Publisher:
         """What this process broadcasts, and what each other sender does."""
         self._deltas = Deltas()
         self._machine = same_machine()
+        self._home = Place(self._machine)
+        """The learner's arenas. Its slots are shared with the learner's loop, under `_lock`."""
+        self._elsewhere: dict[str, Place] = {}
+        """Places of other machines."""
+        self._unshared: set[str] = set()
+        """Machines whose shared memory is too small: each generator receives for itself."""
         self._members: dict[str, Member] = {}
         self._missing: dict[str, Member] = {}
         self._leaving: tuple[str, ...] = ()
         self._rounds: dict[PolicyVersion, Round] = {}
-        self._lock = threading.Lock()  # over the slots
-        self._slots: list[Slot] = []
-        self._newest: Slot | None = None  # of those that may be read
+        self._lock = threading.Lock()
         self._preparing: Slot | None = None
         self._preparing_s = 0.0
         self._senders: dict[int, str] = {}
@@ -143,7 +148,7 @@ class Publisher:
         )
         self._runs = np.array([run for stream in self._streams for run in stream.runs], np.int64).tobytes()
         self._lane.start(self._streams)
-        self._slots = [Slot(flat, number) for number, flat in enumerate(self._arenas.slots)]
+        self._home.slots = [Slot(number, self._arenas.file) for number in range(len(self._arenas.slots))]
         self._wake = Client(self.endpoint, "learner", self._keys)
         self._thread.start()
 
@@ -190,11 +195,11 @@ class Publisher:
                 return False
             slot.is_ours, slot.is_ready, slot.version, slot.digest = True, False, None, ""
             slot.writes = self._arenas.begin(slot.number)
-            if slot is self._newest:
-                self._newest = None
+            if slot is self._home.newest:
+                self._home.newest = None
         is_filled = False
         try:
-            slot.is_written = fill(self._layout, slot.flat)
+            slot.is_written = fill(self._layout, self._arenas.slots[slot.number])
             is_filled = True
         finally:
             with self._lock:
@@ -227,7 +232,7 @@ class Publisher:
             return True
         if self._rounds or self._preparing is not None or self._filled() is not None:
             return False
-        newest = self._newest
+        newest = self._home.newest
         return newest is None or all(m.holds == newest.version for m in tuple(self._members.values()))
 
     def give_up(self, generator_id: str, incarnation: str) -> None:
@@ -255,12 +260,12 @@ class Publisher:
 
     def _free_slot(self) -> Slot | None:
         """Return an arena without readers: the unpublished one, else the newest if it was offered to no generator yet."""
-        free = [slot for slot in self._slots if not slot.readers and not slot.is_ours]
-        return min(free, key=lambda slot: slot is self._newest, default=None)
+        free = [slot for slot in self._home.slots if not slot.readers and not slot.is_ours]
+        return min(free, key=lambda slot: slot is self._home.newest, default=None)
 
     def _filled(self) -> Slot | None:
         """Return the arena with the newest version if it is filled and not prepared yet."""
-        filled = [slot for slot in self._slots if slot.version is not None and not slot.is_ours]
+        filled = [slot for slot in self._home.slots if slot.version is not None and not slot.is_ours]
         newest = max(filled, key=lambda slot: cast(PolicyVersion, slot.version), default=None)
         return None if newest is None or newest.is_ready else newest
 
@@ -272,8 +277,8 @@ class Publisher:
                 self._receive()
                 self._check_members()
                 self._prepare_newest()
-                self._offer_to_near()
-                self._offer_to_far()
+                self._offer_newest()
+                self._broadcast_newest()
                 self._compare_newest()
                 self._conclude()
         except BaseException as error:
@@ -321,7 +326,7 @@ class Publisher:
             return
         member.heard_s = time.monotonic()
         if isinstance(message, Staged):
-            self._staged(name, member, message)
+            self._staged(name, member.place, message)
         elif isinstance(message, Swapped):
             self._swapped(name, member, message)
         elif isinstance(message, Checked) and message.version in self._rounds:
@@ -338,9 +343,16 @@ class Publisher:
             return
         self._forget(name)
         self._missing.pop(name, None)
-        if self._server.send(peer, self._layout_message, self._runs):
-            is_near = self._maps and message.machine == self._machine
-            self._members[name] = Member(peer, message.incarnation, is_near, time.monotonic())
+        if not self._server.send(peer, self._layout_message, self._runs):
+            return
+        machine = message.machine
+        if self._maps and machine == self._machine:
+            place = self._home
+        elif not machine or machine in self._unshared:
+            place = Place()
+        else:
+            place = self._elsewhere.setdefault(machine, Place(machine))
+        self._members[name] = Member(peer, message.incarnation, place, time.monotonic())
 
     # -- one version ---------------------------------------------------------------------------------------------------
 
@@ -368,34 +380,35 @@ class Publisher:
         with self._lock:
             slot.is_ours, slot.is_ready = False, True
             slot.readers.add(HASHING)
-            self._newest, self._preparing = slot, None
-        self._offer_to_near()
-        slot.digest = add_digests([self._streams[0].digest(slot.flat), *rows.values()])
+            self._home.newest, self._preparing = slot, None
+        self._offer_newest()
+        slot.digest = add_digests([self._streams[0].digest(self._arenas.slots[slot.number]), *rows.values()])
         if (round_ := self._rounds.get(cast(PolicyVersion, slot.version))) is not None:
             round_.digest = slot.digest
         self._release(HASHING)
 
-    def _offer_to_near(self) -> None:
+    def _offer_newest(self) -> None:
+        """Offer the newest weights of its place to each generator whose engine is idle."""
         for name, member in list(self._members.items()):
-            if not member.is_near or member.offered is not None:
+            if member.offered is not None:
                 continue
             with self._lock:
-                slot = self._newest
-                if slot is None or slot.version is None:
-                    return
-                if member.holds == slot.version:
+                slot = member.place.newest
+                if slot is None or slot.version is None or slot.version == member.holds:
                     continue
                 slot.readers.add(name)
-            version, file = slot.version, self._arenas.file
-            self._offered(name, member, version, slot.digest, self._layout.num_bytes)
-            member.is_staging = False  # its engine loads them out of the arena
-            offer = Offer(version=version, digest=slot.digest, file=file, slot=slot.number, writes=slot.writes)
+            round_ = self._round(State(slot.version, slot.digest), [name])
+            round_.sent_bytes += self._layout.num_bytes if member.place is self._home else 0
+            member.offered, member.offered_s = slot.version, time.monotonic()
+            offer = Offer(
+                version=slot.version, digest=slot.digest, file=slot.file, slot=slot.number, writes=slot.writes
+            )
             if not self._server.send(member.peer, offer):
                 self._drop(name, NOT_CONNECTED)
                 self._report_lost(name, member, NOT_CONNECTED)
 
-    def _offer_to_far(self) -> None:
-        """Broadcast to generators elsewhere: all weights to those that need them, else deltas."""
+    def _broadcast_newest(self) -> None:
+        """Broadcast to other machines: all weights to those that need them, else deltas."""
         trouble = self._lane.poll()
         if trouble is not None:
             self._drop_group(trouble)
@@ -406,36 +419,40 @@ class Publisher:
             self._drop_group("a member is gone")
         if not far or self._lane.state in ("forming", "sending"):
             return
-        if whole := {name: member for name, member in far.items() if self._deltas.path([member.staged]) is None}:
+        if whole := {name: place for name, place in far.items() if self._deltas.path([place.state]) is None}:
             self._broadcast(whole, [])
-        elif deltas := self._deltas.path(member.staged for member in far.values()):
+        elif deltas := self._deltas.path(place.state for place in far.values()):
             self._broadcast(far, deltas)
 
-    def _broadcast(self, members: dict[str, Member], deltas: list[Packed]) -> None:
-        """Send deltas or, without any, all weights to these generators; form a group first if their set has changed."""
-        if any(member.is_staging for member in members.values()):
+    def _broadcast(self, places: dict[str, Place], deltas: list[Packed]) -> None:
+        """Send deltas or, without any, all weights to these places; form a group first if their set has changed."""
+        if any(place.receiving is not None for place in places.values()):
             return
+        into = {name: slot for name, place in places.items() if (slot := place.writable()) is not None}
         with self._lock:
-            slot = self._newest
-            if slot is None or slot.version is None:
+            newest = self._home.newest
+            if newest is None or (state := deltas[-1].after if deltas else newest.state) is None:
                 return
-            state = deltas[-1].after if deltas else State(slot.version, slot.digest)
-            if all(state.version in (m.holds, m.offered) for m in members.values()):
+            if len(into) < len(places) or all(place.state == state for place in places.values()):
                 return
-            is_ready = self._lane.state == "ready" and self._lane.names == members.keys()
+            is_ready = self._lane.state == "ready" and self._lane.names == places.keys()
             if is_ready and not deltas:
-                slot.readers |= members.keys()
+                newest.readers |= places.keys()
         if not is_ready:
             self._lane.drop()
-            self._lane.form_with(sorted(members), self._send)
+            self._lane.form_with(sorted(places), self._send)
             return
-        num_bytes = sum(len(delta.payload) for delta in deltas) or self._layout.num_bytes
-        for name, member in members.items():
-            self._offered(name, member, state.version, state.digest, num_bytes)
+        behind = {name for name, m in self._members.items() if m.holds != state.version and m.place.receiver in places}
+        round_ = self._round(state, behind)
+        round_.sent_bytes += len(places) * (sum(len(delta.payload) for delta in deltas) or self._layout.num_bytes)
+        buffers: dict[str | int, tuple[int, int]] = {}
+        for name, place in places.items():
+            place.receive(into[name], state)
+            buffers[name] = place.slots.index(into[name]), into[name].writes
         if deltas:
-            self._lane.offer_deltas(deltas, self._send)
+            self._lane.offer_deltas(deltas, buffers, self._send)
         else:
-            self._lane.offer(state, slot, self._send)
+            self._lane.offer(state, newest.number, self._arenas.slots[newest.number], buffers, self._send)
 
     def _compare_newest(self) -> None:
         """Start the comparison of the newest version with the one before, if any generator can use the delta."""
@@ -444,39 +461,66 @@ class Publisher:
             self._deltas.clear()
             return
         with self._lock:
-            slot = self._newest
-            if slot is None or slot.version is None:
-                return
-            if not self._deltas.wants(State(slot.version, slot.digest)):
+            slot = self._home.newest
+            if slot is None or (state := slot.state) is None or not self._deltas.wants(state):
                 return
             slot.readers.add(COMPARING)
-        self._deltas.follow(self._layout, slot.flat)
+        self._deltas.follow(self._layout, self._arenas.slots[slot.number])
 
-    def _far(self) -> dict[str, Member]:
-        """Return the members that cannot map the learner's shared memory."""
-        return {name: member for name, member in self._members.items() if not member.is_near}
+    def _far(self) -> dict[str, Place]:
+        """Return the places that weights are sent to, by the generator that receives there. It is chosen if there is none."""
+        far: dict[str, Place] = {}
+        for name, member in self._members.items():
+            place = member.place
+            if place is self._home:
+                continue
+            if not place.receiver:
+                place.choose(name)
+            far[place.receiver] = place
+        return far
 
-    def _offered(self, name: str, member: Member, version: PolicyVersion, sent: str, num_bytes: int) -> None:
-        round_ = self._rounds.setdefault(version, Round(time.monotonic(), sent))
-        round_.waits_for.add(name)
-        round_.sent_bytes += num_bytes
-        member.offered, member.offered_s, member.is_staging, member.staged = version, time.monotonic(), True, None
+    def _round(self, state: State, names: Iterable[str]) -> Round:
+        """Return the round of a publication, which waits for these generators, too."""
+        round_ = self._rounds.setdefault(state.version, Round(time.monotonic(), state.digest))
+        round_.waits_for.update(names)
+        return round_
 
-    def _staged(self, name: str, member: Member, message: Staged) -> None:
+    def _staged(self, name: str, place: Place, message: Staged) -> None:
+        slot = place.receiving
+        if slot is None or (name, message.writes) != (place.receiver, slot.writes):
+            return
+        if message.digest != slot.digest:
+            why = f"digest mismatch: sent {slot.digest}, {name} received {message.digest}"
+            self._not_received(name, place, why)
+            return
         self._release(name)
-        member.is_staging = False
-        round_ = self._rounds.get(message.version)
-        if round_ is None or message.version != member.offered:
-            return
-        if message.digest != round_.digest:
-            self._reoffer(name, member, f"digest mismatch: sent {round_.digest}, {name} received {message.digest}")
-            return
-        member.staged, member.loaded = State(message.version, message.digest), message.digest
+        place.newest, place.receiving, place.failures, slot.file = slot, None, 0, message.file
+        if message.is_private and place.machine:
+            self._unshared.add(self._elsewhere.pop(place.machine).machine)
+            place.machine = ""
+            for other, member in self._members.items():
+                if member.place is place and other != name:
+                    member.place = Place()
+
+    def _not_received(self, name: str, place: Place, why: str) -> None:
+        """Send the weights again; after `ATTEMPTS` failures the run fails."""
+        log.warning("publication to %s: %s", name, why)
+        assert place.receiving is not None
+        version = place.receiving.version
+        self._abandon(place)
+        place.failures += 1
+        self._count_failure(name, version, place.failures, why)
+
+    def _abandon(self, place: Place) -> None:
+        """Forget what is being received."""
+        if place.receiving is not None:
+            self._release(place.receiver)
+            place.receiving.version, place.receiving = None, None
 
     def _swapped(self, name: str, member: Member, message: Swapped) -> None:
         round_ = self._rounds.get(message.version)
-        if member.is_near and message.version == member.offered:
-            self._release(name)
+        if message.version == member.offered:
+            self._release(name, member.place)
             member.loaded = round_.digest if round_ is not None else ""
         if round_ is None or name not in round_.waits_for:
             if message.version == member.offered:  # after its deadline
@@ -503,29 +547,34 @@ class Publisher:
 
     def _sync_failed(self, name: str, member: Member, message: SyncFailed) -> None:
         log.warning("%s could not take weights %s: %s", name, member.offered, message.reason)
+        place = member.place
         if message.poisoned:
-            was_staging, version = member.is_staging, member.offered
             self._forget(name)
-            if was_staging and not self._members:  # its replacement would fail, too
-                self._failure = WeightsError(f"weights {version} reached no generator; first failure: {message.reason}")
-        else:
+        elif not message.writes:
             self._reoffer(name, member, message.reason)
+            if place is not self._home:  # the receiver has died, and the file with it
+                self._abandon(place)
+                place.choose(name)
+        elif place.receiving is not None and (name, message.writes) == (place.receiver, place.receiving.writes):
+            self._not_received(name, place, message.reason)
 
     def _reoffer(self, name: str, member: Member, problem: str) -> None:
         """Offer the newest version once more; after `ATTEMPTS` failures the run fails."""
         log.warning("publication to %s: %s", name, problem)
-        self._release(name)
-        version, member.offered = member.offered, None
-        member.is_staging, member.holds, member.staged = False, None, None
+        self._release(name, member.place)
+        version, member.offered, member.holds = member.offered, None, None
         member.failures += 1
+        self._count_failure(name, version, member.failures, problem)
+
+    def _count_failure(self, name: str, version: PolicyVersion | None, failures: int, problem: str) -> None:
         if version in self._rounds:
-            self._rounds[version].attempts = max(self._rounds[version].attempts, member.failures + 1)
-        if member.failures >= ATTEMPTS:
+            self._rounds[version].attempts = max(self._rounds[version].attempts, failures + 1)
+        if failures >= ATTEMPTS:
             self._failure = WeightsError(f"weights were offered to {name} {ATTEMPTS} times: {problem}")
 
     def _conclude(self) -> None:
         """Report each publication that no generator is awaited for any more."""
-        newest = self._newest.version if self._newest is not None else None
+        newest = self._home.newest.version if self._home.newest is not None else None
         for version, round_ in sorted(self._rounds.items()):
             is_wanted = any(m.holds != version and m.offered is None for m in self._members.values())
             if round_.waits_for or (version == newest and is_wanted):
@@ -568,19 +617,21 @@ class Publisher:
                     self._missing.pop(name, None)
         now_s, timeout_s = time.monotonic(), self._config.timeout_s
         for name, member in list(self._members.items()):
-            staging_s = self._read_s if member.is_staging else 0.0
-            patience_s = liveness.SUSPECT_S + staging_s
+            is_receiving = member.place.receiving is not None and member.place.receiver == name
+            patience_s = liveness.SUSPECT_S + (self._read_s if is_receiving else 0.0)
             in_group = name in self._lane.names and self._lane.state in ("forming", "sending")
             if f"{name}-{member.incarnation}" in self._leaving:
                 self._forget(name)
             elif now_s - member.heard_s > max(patience_s, timeout_s if in_group else 0.0):
                 self._drop(name, f"no heartbeat for {patience_s:.0f} s")
+            elif is_receiving and now_s > member.place.receiving_s + timeout_s + self._read_s:
+                self._drop(name, f"it did not receive weights within {timeout_s + self._read_s:.0f} s")
             elif member.offered is not None and not member.is_late and now_s > member.offered_s + timeout_s:
                 member.is_late = True
                 why = f"it did not swap to {member.offered} within {timeout_s:.0f} s"
                 log.warning("%s is dropped from publications: %s", name, why)
                 self._stop_waiting(name)
-                self._release(name)
+                self._release(name, member.place)
                 self._report_lost(name, member, why)
         for name, member in self._missing.items():
             if now_s - member.heard_s > liveness.LOST_S and not member.is_reported:
@@ -591,7 +642,7 @@ class Publisher:
         log.warning("%s is dropped from publications: %s", name, why)
         member = self._members[name]
         self._forget(name)
-        member.offered, member.is_staging, member.holds, member.is_late = None, False, None, False
+        member.offered, member.holds, member.is_late = None, None, False
         self._missing[name] = member
 
     def _report_lost(self, name: str, member: Member, why: str) -> None:
@@ -599,9 +650,12 @@ class Publisher:
         self.on_left_out(name, member.incarnation, why)
 
     def _forget(self, name: str) -> None:
-        if self._members.pop(name, None) is not None:
+        if (member := self._members.pop(name, None)) is not None:
             self._stop_waiting(name)
-            self._release(name)
+            self._release(name, member.place)
+            if name == member.place.receiver:
+                self._abandon(member.place)
+                member.place.choose("")
             if name in self._lane.names:
                 self._drop_group(f"{name} is gone")
 
@@ -611,21 +665,16 @@ class Publisher:
                 round_.waits_for.discard(name)
                 round_.left_out.add(name)
 
-    def _release(self, name: str) -> None:
-        """Remove a reader from all arenas."""
+    def _release(self, name: str, place: Place | None = None) -> None:
+        """Remove a reader from all arenas of a place; without one, of the learner's."""
         with self._lock:
-            for slot in self._slots:
-                slot.readers.discard(name)
+            (place or self._home).release(name)
 
     def _drop_group(self, why: str) -> None:
         log.warning("the weight group is dropped: %s", why)
         for name in self._lane.names & self._members.keys():
-            member = self._members[name]
-            member.heard_s = time.monotonic()
-            if member.is_staging:
-                member.offered, member.is_staging = None, False
-                self._stop_waiting(name)
-            self._release(name)
+            self._members[name].heard_s = time.monotonic()
+            self._abandon(self._members[name].place)
         self._lane.drop()
 
     def _send(self, name: str | int, message: Message) -> bool:

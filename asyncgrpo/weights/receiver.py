@@ -1,9 +1,9 @@
 """The generator's side of a publication, in two threads of its own beside the engine.
 
 One thread talks to the publisher. On the learner's machine the engine loads weights directly out of the learner's arena. On
-other machines the thread stages them in its own memory while the engine samples: it takes part in a broadcast, or applies
-deltas to earlier weights, and compares the digest with the learner's. The other thread makes the engine swap between two
-tokens. Only this engine waits for it. The engine is unaffected if the learner dies.
+every other machine one generator receives them for all, while the engines sample: it takes part in a broadcast, or applies
+deltas to earlier weights, and reports the digest. Then each engine of the machine loads them out of that memory. The second
+thread makes the engine swap between two tokens. Only this engine waits for it. It is unaffected if the learner dies.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from asyncgrpo import liveness
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import Layout, MappedArenas, SharedTensors, Staging, Stream
+from asyncgrpo.weights.arena import Layout, Mappings, SharedTensors, Staging, Stream
 from asyncgrpo.weights.delta import State, from_bytes
 from asyncgrpo.weights.digest import digest_pieces
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
@@ -75,13 +75,14 @@ class Receiver:
         """
         self._endpoint, self._keys = endpoint, keys
         self._generator_id, self._incarnation = generator_id, incarnation
-        self._host = host
+        self._host, self.machine = host, same_machine()
         self._apply = apply
         self._score = score
         self._layout: Layout | None = None
         self._check: WeightsLayout | None = None
-        self._arenas: MappedArenas | None = None
-        self._stagings: list[Staging] = []
+        self._mappings = Mappings()
+        self._stagings: dict[int, Staging] = {}
+        """Buffers in which this generator receives for its machine, by number."""
         self._streams: list[Stream] = []
         self._groups: list[WeightGroup] = []
         """One for each stream."""
@@ -160,7 +161,7 @@ class Receiver:
         """Handle one message. Raises WireError if it is invalid."""
         if isinstance(message, WeightsLayout):
             try:
-                self._layout, self._stagings = Layout(message.tensors), []
+                self._layout, self._stagings = Layout(message.tensors), {}
                 self._check = message
                 self._streams = _streams(message, payload, self._layout.num_bytes)
             except (WeightsError, ValueError) as error:
@@ -168,14 +169,11 @@ class Receiver:
         elif isinstance(message, FormGroup):
             self._form_group(message)
         elif isinstance(message, Offer) and self._layout is not None:
-            if message.file:
-                self._take(self._layout, message)
-            else:
-                self._stage(self._layout, message)
+            (self._stage if message.group_number else self._take)(self._layout, message)
 
     def _join(self) -> None:
         name, incarnation = self._generator_id, self._incarnation
-        self._client.send(Join(generator_id=name, incarnation=incarnation, machine=same_machine()))
+        self._client.send(Join(generator_id=name, incarnation=incarnation, machine=self.machine))
 
     def _form_group(self, message: FormGroup) -> None:
         self._drop_group()
@@ -194,41 +192,49 @@ class Receiver:
     # -- one version ---------------------------------------------------------------------------------------------------
 
     def _take(self, layout: Layout, offer: Offer) -> None:
-        """Queue a swap to weights in the learner's arena."""
+        """Queue a swap to weights that were received here, or that another process of this machine has in shared memory."""
         try:
-            self._next = offer.version, self._mapped(offer.file).tensors(layout, offer.slot, offer.writes)
+            for staging in self._stagings.values():
+                if staging.file == offer.file:
+                    self._next = offer.version, staging.tensors(offer.writes)
+                    return
+            self._stagings.clear()  # another generator receives for this machine
+            self._next = offer.version, self._mappings[offer.file].tensors(layout, offer.slot, offer.writes)
         except WeightsError as error:
             self._failed(error)
 
-    def _mapped(self, file: str) -> MappedArenas:
-        if self._arenas is None or self._arenas.file != file:
-            self._arenas = MappedArenas(file)
-        return self._arenas
-
     def _stage(self, layout: Layout, offer: Offer) -> None:
-        """Receive a version into this generator's memory, report its digest, and queue the swap if the digest matches."""
+        """Receive a version for the generators of this machine, and report its digest."""
         try:
             if not self._groups or offer.group_number != self._group_number:
                 raise WeightsError(f"this generator is not in group {offer.group_number}")
-            staging, received = (self._update if offer.delta_bytes else self._broadcast)(layout, offer)
+            if (staging := self._stagings.get(offer.slot)) is None:
+                staging = self._stagings[offer.slot] = Staging(layout)
+            received = (self._update if offer.delta_bytes else self._broadcast)(layout, offer, staging)
         except (WeightsError, RuntimeError, ValueError) as error:
-            self._failed(error)
+            self._failed(error, offer.writes)
             return
         if received == offer.digest:
             staging.holds = State(offer.version, received)
-            self._next = offer.version, staging.tensors()
-        self._client.send(Staged(generator_id=self._generator_id, version=offer.version, digest=received))
+        staged = Staged(
+            generator_id=self._generator_id,
+            version=offer.version,
+            digest=received,
+            file=staging.file,
+            writes=offer.writes,
+            is_private=staging.is_private,
+        )
+        self._client.send(staged)
 
-    def _failed(self, error: Exception) -> None:
-        """Report weights that could not be received. The engine was not touched."""
+    def _failed(self, error: Exception, writes: int = 0) -> None:
+        """Report weights that could not be received or mapped. The engine was not touched."""
         log.warning("weights could not be received: %s", error)
         if isinstance(error, RuntimeError):
             self._drop_group()
-        reason = str(error)[:300]
-        self._client.send(SyncFailed(generator_id=self._generator_id, reason=reason, poisoned=False))
+        self._client.send(SyncFailed(generator_id=self._generator_id, reason=str(error)[:300], writes=writes))
 
-    def _update(self, layout: Layout, offer: Offer) -> tuple[Staging, str]:
-        """Receive deltas and apply those that follow the newest weights here: in place, unless the engine loads them."""
+    def _update(self, layout: Layout, offer: Offer, staging: Staging) -> str:
+        """Receive deltas and apply those that follow the newest weights here: in place, if these are in `staging`."""
         if not 0 < (size := sum(offer.delta_bytes)) <= layout.num_bytes:
             raise WeightsError(f"deltas of {size} bytes were offered for weights of {layout.num_bytes}")
         payload = torch.empty(size, dtype=torch.uint8)
@@ -236,51 +242,33 @@ class Receiver:
             pass
         parts = payload.split(list(offer.delta_bytes))
         deltas = {delta.before: delta for delta in (from_bytes(part.numpy().data) for part in parts)}
-        held = {staging.holds: staging for staging in self._stagings if staging.holds is not None}
+        held = {one.holds: one for one in self._stagings.values() if one.holds is not None}
         last = State(offer.version, offer.digest)
         base = max((state for state in held if state in deltas or state == last), default=None)
         if base is None:
             raise WeightsError(f"received no delta to {offer.version} from weights that are held here")
-        staging = held[base]
-        if self._is_loading(staging):
-            staging = self._free_staging(layout)
+        staging.begin(offer.writes)
+        if staging is not held[base]:
             staging.flat.copy_(held[base].flat)
-        self._next, staging.holds, state = None, None, base
+        state = base
         while state != last:
             if (delta := deltas.pop(state, None)) is None:
                 raise WeightsError(f"received deltas from {base.version} to {state.version}, not to {offer.version}")
             delta.apply(staging.flat)
             state = delta.after
-        return staging, Stream([(0, layout.num_bytes)]).digest(staging.flat)
+        return Stream([(0, layout.num_bytes)]).digest(staging.flat)
 
-    def _free_staging(self, layout: Layout) -> Staging:
-        """Return a staging buffer that the engine is not loading. A version that waits in it is discarded.
-
-        The second buffer is allocated when weights first arrive while the engine is loading.
-        """
-        self._next = None
-        for staging in self._stagings:
-            if not self._is_loading(staging):
-                return staging
-        self._stagings.append(Staging(layout))
-        return self._stagings[-1]
-
-    def _is_loading(self, staging: Staging) -> bool:
-        return self._swapping is not None and self._swapping.memory.data_ptr() == staging.flat.data_ptr()
-
-    def _broadcast(self, layout: Layout, offer: Offer) -> tuple[Staging, str]:
+    def _broadcast(self, layout: Layout, offer: Offer, staging: Staging) -> str:
         """Take part in the broadcasts of all senders, one after the other."""
-        staging = self._free_staging(layout)
-        staging.holds = None
+        staging.begin(offer.writes)
         if self._groups[0].device.type != "cpu":
             staging.pin()
-
         runs = (
             run
             for group, stream in zip(self._groups, self._streams, strict=True)
             for run in receive(group, staging.flat, stream.buckets(offer.piece_bytes))
         )
-        return staging, digest_pieces(staging.flat, runs)
+        return digest_pieces(staging.flat, runs)
 
     # -- the swap ------------------------------------------------------------------------------------------------------
 

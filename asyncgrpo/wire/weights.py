@@ -91,8 +91,9 @@ class GroupFormed(Message):
 class Offer(Message):
     """Offers the weights of `version` and their digest.
 
-    They lie in the learner's memory, in arena `slot` of `file`, which was written `writes` times. With a `group_number` they are
-    broadcast in buckets of `piece_bytes` instead; the senders get this offer, too. With `delta_bytes`, the bytes that are
+    The engine loads them out of arena `slot` of `file`, which was written `writes` times. With a `group_number` they are
+    broadcast in buckets of `piece_bytes`: this generator receives them for its machine, as write number `writes` of its
+    buffer `slot`. The senders get this offer, too, and send their arena `slot`. With `delta_bytes`, the bytes that are
     broadcast are deltas that lead to them.
     """
 
@@ -108,12 +109,15 @@ class Offer(Message):
 
 
 class Staged(Message):
-    """Reports that a generator holds `version` in staging memory; `digest` is of the received bytes. On a mismatch they are not
-    loaded."""
+    """Reports that a generator received `version` into `file`, by write number `writes`; `digest` is of the received bytes."""
 
     generator_id: Name
     version: PolicyVersion
     digest: str
+    file: str
+    writes: int
+    is_private: bool = False
+    """True if no other process can map the file."""
 
 
 class Swapped(Message):
@@ -133,11 +137,12 @@ class Checked(Message):
 
 
 class SyncFailed(Message):
-    """Reports a failure to stage or load a version. `poisoned`: the engine must be replaced."""
+    """Reports a failure to load a version, or to receive write number `writes`. `poisoned`: the engine must be replaced."""
 
     generator_id: Name
     reason: str
-    poisoned: bool
+    poisoned: bool = False
+    writes: int = 0
 
 
 ToPublisher = Join | Alive | GroupFormed | Staged | Swapped | Checked | SyncFailed | JoinSender | RowsWritten

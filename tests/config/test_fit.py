@@ -288,7 +288,7 @@ def test_weights_that_shared_memory_cannot_hold_are_refused_unless_they_are_broa
         refuse_host(model, config, replace(ROOMY, shared_free=copies - 1))
     refuse_host(model, changed(config, {"weights.backend": "gloo"}), replace(ROOMY, shared_free=0))
     far = fullest_shared_memory(model, changed(config, {"weights.backend": "gloo"})).parts
-    assert far == {"arenas": copies, "staging": 2 * copies}, "who receives keeps what came"
+    assert far == {"arenas": copies, "staging": copies / 2}, "one generator receives for all"
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

@@ -87,10 +87,10 @@ class Fleet(Plane):
         self.publisher.start(list(layout.tensors), others=others)
         self.truth: dict[PolicyVersion, Tensor] = {}
 
-    def add(self, name: str, engine: Engine | None = None, incarnation: str = "0") -> Engine:
+    def add(self, name: str, engine: Engine | None = None, incarnation: str = "0", machine: str = "") -> Engine:
         """Start a generator, and wait until it is in touch."""
         engine = engine or Engine(self.layout)
-        self.join(name, incarnation=incarnation, apply=lambda *given: engine.apply(*given))
+        self.join(name, incarnation=incarnation, machine=machine, apply=lambda *given: engine.apply(*given))
         wait_until(lambda: name in self.publisher._members, f"{name} in touch")
         return engine
 

@@ -3,10 +3,10 @@
     python -m tests.weights.faults --publications 10000
 
 A real publisher and real receivers, over real sockets and gloo groups, in one process: one generator maps the learner's
-memory, the others get broadcasts of deltas and of all weights. Meanwhile deltas are altered and cut, broadcast bytes are
-altered; generators end without a word, come, stand still and are slow; and the learner offers versions as fast as arenas are
-free. Whatever an engine is given to load, at whatever version, is compared
-with what was published under that number, at the begin of the load and again at its end.
+memory, four on two other machines get broadcasts of deltas and of all weights. Meanwhile deltas are altered and cut,
+broadcast bytes are altered; generators end without a word, come, stand still and are slow; and the learner offers versions as
+fast as arenas are free. Whatever an engine is given to load, at whatever version, is compared with what was published under
+that number, at the begin of the load and again at its end.
 
 One JSON line: the faults that were injected, how versions travelled, and what was wrong. It must be nothing.
 """
@@ -34,7 +34,6 @@ from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.publisher import Publication
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.weights import Join
 from benchmarks.measuring import show, where
 from tests.weights.changing import LAYOUT, as_bytes, change
 from tests.weights.publishing import Plane
@@ -78,9 +77,6 @@ class Elsewhere(Receiver):
 
     still_until_s = 0.0
 
-    def _join(self) -> None:
-        self._client.send(Join(generator_id=self._generator_id, incarnation=self._incarnation, machine="elsewhere"))
-
     def _handle(self, message: Message, payload: Any = b"") -> None:
         while time.monotonic() < self.still_until_s:
             time.sleep(0.01)
@@ -107,7 +103,8 @@ class Fleet(Plane):
 
     def add(self, name: str, kind: type[Receiver]) -> None:
         engine = Engine(self.truth, self.found)
-        made = self.join(name, kind, str(self.found["generators"]), apply=engine.apply)
+        machine = "" if kind is Receiver else f"machine {int(name[-1]) % 2}"
+        made = self.join(name, kind, str(self.found["generators"]), machine, apply=engine.apply)
         self.found["generators"] += 1
         self.members[name] = made, engine
 

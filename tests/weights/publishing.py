@@ -37,11 +37,14 @@ class Plane:
         self.publisher = Publisher(config, maps=maps, backend="gloo", bind=HOST, host=HOST, keys=None)
         self.receivers: list[Receiver] = []
 
-    def join(self, name: str, kind: type[Receiver] = Receiver, incarnation: str = "0", **calls: Any) -> Receiver:
-        """Start the receiver of a generator, whose engine `calls` are."""
+    def join(
+        self, name: str, kind: type[Receiver] = Receiver, incarnation: str = "0", machine: str = "", **calls: Any
+    ) -> Receiver:
+        """Start the receiver of a generator, whose engine `calls` are; as on another machine, if one is named."""
         receiver = kind(
             self.publisher.endpoint, generator_id=name, incarnation=incarnation, host=HOST, keys=None, **calls
         )
+        receiver.machine = machine or receiver.machine
         receiver.start()
         self.receivers.append(receiver)
         return receiver

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from asyncgrpo.config.schema import WeightsConfig
+from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights import arena
 from asyncgrpo.weights import lane as lanes
 from asyncgrpo.weights.delta import State
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.lane import Deltas
-from tests.weights.changing import LAYOUT, Fleet, change
+from tests.weights.changing import LAYOUT, Engine, Fleet, change
 from tests.weights.publishing import wait_until
 
 
@@ -25,6 +27,9 @@ class Far(Fleet):
         super().__init__(config, maps=False)
         self.flat = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
         self.random = np.random.default_rng(0)
+
+    def add(self, name: str, engine: Engine | None = None, incarnation: str = "0", machine: str = "") -> Engine:
+        return super().add(name, engine, incarnation, machine or name)
 
     def change(self, share: float) -> None:
         """Give so many of the elements other bits, some of them those of NaN, infinities and -0.0."""
@@ -217,10 +222,71 @@ def test_deltas_are_applied_in_place_but_never_to_what_the_engine_is_loading(fle
     fleet.offer(2, 0.01)
     wait_until(lambda: receiver._swapping is not None, "the swap")
     fleet.offer(3, 0.01)
-    wait_until(lambda: fleet.publisher._members["generator-0"].staged == State(PolicyVersion(1, 3), add_digests(
-        [digest(fleet.flat)])), "the delta")  # fmt: skip
+    state = State(PolicyVersion(1, 3), add_digests([digest(fleet.flat)]))
+    wait_until(lambda: fleet.publisher._members["generator-0"].place.state == state, "the delta")
     assert torch.equal(receiver._stagings[0].flat, fleet.truth[PolicyVersion(1, 2)])
     engine.may_go_on.set()
     wait_until(lambda: fleet.publisher.is_idle, "rest")
     assert engine.newest == PolicyVersion(1, 3)
     fleet.check(engine)
+
+
+# -- several generators of a machine -----------------------------------------------------------------------------------
+
+
+def test_one_generator_of_a_machine_receives_for_all_and_no_other_is_in_the_group(fleet):
+    engines = [fleet.add(name, machine=machine) for name, machine in (("a", "m"), ("b", "m"), ("c", "n"))]
+    assert fleet.publish(0, 1.0) == 2 * WHOLE
+    fleet.publish(1, 0.01)
+    group = fleet.publisher._lane.number
+    assert fleet.publisher._lane.names == {"a", "c"}
+    fleet.receivers[1].stop()
+    fleet.publisher.give_up("b", "0")
+    wait_until(lambda: "b" not in fleet.publisher._members, "the loss")
+    engines.append(fleet.add("d", machine="m"))
+    wait_until(lambda: engines[-1].newest == PolicyVersion(1, 1), "weights that are there already")
+    assert 0 < fleet.publish(2, 0.01) < WHOLE / 10
+    assert fleet.publisher._lane.number == group and fleet.receivers[3]._stagings == {}
+    fleet.check(*engines)
+
+
+def test_when_the_receiver_of_a_machine_ends_another_one_receives_everything(fleet):
+    first, second = fleet.add("a", machine="m"), fleet.add("b", machine="m")
+    fleet.publish(0, 1.0)
+    fleet.receivers[0].stop()
+    fleet.publisher.give_up("a", "0")
+    wait_until(lambda: "a" not in fleet.publisher._members, "the loss")
+    assert fleet.publish(1, 0.01) >= WHOLE
+    assert fleet.publisher._lane.names == {"b"} and second.newest == PolicyVersion(1, 1)
+    again = fleet.add("a", incarnation="1", machine="m")
+    assert 0 < fleet.publish(2, 0.01) < WHOLE / 10
+    assert again.newest == PolicyVersion(1, 2)
+    fleet.check(first, second, again)
+
+
+def test_a_generator_that_cannot_map_what_was_received_receives_for_itself(fleet):
+    """The receiver has died, and its file with it, before the publisher knows."""
+    first = fleet.add("a", machine="m")
+    fleet.publish(0, 1.0)
+    (SHARED_MEMORY / fleet.receivers[0]._stagings[0].file).unlink()
+    second = fleet.add("b", machine="m")
+    wait_until(lambda: second.newest == PolicyVersion(1, 0), "its weights")
+    assert fleet.publisher._lane.names == {"b"}
+    fleet.publish(1, 0.01)
+    assert fleet.receivers[0]._stagings == {}, "what the first one received is given back"
+    fleet.check(first, second)
+
+
+def test_without_room_in_shared_memory_each_generator_receives_for_itself(fleet, monkeypatch):
+    def full(file, size):
+        raise RuntimeError("it is full")
+
+    monkeypatch.setattr(arena, "allocate", full)
+    engines = [fleet.add(name, machine="m") for name in "ab"]
+    fleet.publish(0, 1.0)
+    engines.append(fleet.add("c", machine="m"))
+    wait_until(lambda: engines[-1].newest == PolicyVersion(1, 0), "weights of the newcomer")
+    fleet.publish(1, 0.01)
+    assert fleet.publisher._lane.names == {"a", "b", "c"}
+    assert all(receiver._stagings[0].is_private for receiver in fleet.receivers)
+    fleet.check(*engines)

@@ -26,7 +26,7 @@ def test_what_is_given_to_an_engine_unproved_is_seen(monkeypatch):
     monkeypatch.setattr(faults, "AFTER_A_PUBLICATION", {})
 
     def believe(take):
-        return lambda self, layout, offer: (take(self, layout, offer)[0], offer.digest)
+        return lambda self, layout, offer, staging: (take(self, layout, offer, staging), offer.digest)[1]
 
     for name in ("_update", "_broadcast"):
         monkeypatch.setattr(receiver.Receiver, name, believe(getattr(receiver.Receiver, name)))

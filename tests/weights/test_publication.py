@@ -5,6 +5,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,10 @@ class Plane(Fleet):
 
     def __init__(self, kind: str) -> None:
         super().__init__(WeightsConfig(bucket_mb=1, timeout_s=3.0), maps=kind == "mapped", layout=LAYOUT)
+        self._are_apart = kind == "apart"
+
+    def add(self, name: str, engine: changing.Engine | None = None, incarnation: str = "0", machine: str = "") -> Any:
+        return super().add(name, engine, incarnation, machine or (name if self._are_apart else ""))
 
     def wait_for(self, count: int) -> None:
         wait_until(lambda: len(self.publisher._members) == count, f"{count} generators")
@@ -66,8 +71,9 @@ class Plane(Fleet):
         return found[0]
 
 
-@pytest.fixture(params=["gloo", "mapped"])
+@pytest.fixture(params=["mapped", "together", "apart"])
 def plane(request) -> Iterator[Plane]:
+    """Generators that map the learner's memory, that are together on another machine, or each on one."""
     made = Plane(request.param)
     yield made
     made.close()
@@ -170,7 +176,7 @@ def test_whoever_is_given_up_is_not_waited_for(plane, monkeypatch):
     frozen.may_go_on.set()
 
 
-@pytest.mark.parametrize("plane", ["gloo"], indirect=True)
+@pytest.mark.parametrize("plane", ["apart"], indirect=True)
 @pytest.mark.usefixtures("impatient")
 def test_when_all_are_gone_the_next_that_comes_gets_the_version(plane):
     for index in range(2):
@@ -224,7 +230,7 @@ def test_a_version_whose_bytes_come_late_is_awaited_and_no_newer_one_takes_its_p
     wait_until(lambda: publisher._preparing is not None, "a look at the bytes")
     awaited = publisher._preparing.version.number
     assert offer(2) and awaited not in (2, None) and publisher._preparing.version.number == awaited
-    assert publisher._newest is None and not engine.held
+    assert publisher._home.newest is None and not engine.held
     heard_s = publisher._members["generator-0"].heard_s
     wait_until(
         lambda: publisher._members["generator-0"].heard_s > heard_s + 0.5, "signs of life, which are read meanwhile"
@@ -255,18 +261,18 @@ def test_an_arena_that_is_being_read_is_not_written(plane):
 
     def offer(step: int) -> None:
         plane.offer(step)
-        wait_until(lambda: publisher._newest and publisher._newest.version.number == step, "a digest")
+        wait_until(lambda: publisher._home.newest and publisher._home.newest.version.number == step, "a digest")
 
     offer(0)
-    publisher._newest.readers.add("generator-0")
+    publisher._home.newest.readers.add("generator-0")
     for step in (1, 2):
         offer(step)  # into the other one, again and again: nobody has read it
-    assert [slot.version.number for slot in publisher._slots] in ([0, 2], [2, 0])
-    publisher._newest.readers.add("generator-1")
+    assert [slot.version.number for slot in publisher._home.slots] in ([0, 2], [2, 0])
+    publisher._home.newest.readers.add("generator-1")
     assert not publisher.offer(PolicyVersion(1, 3), lambda layout, flat: pytest.fail("it is being read"))
     publisher._release("generator-0")
     plane.offer(3)
-    assert sorted(slot.version.number for slot in publisher._slots) == [2, 3]
+    assert sorted(slot.version.number for slot in publisher._home.slots) == [2, 3]
 
 
 @pytest.mark.parametrize("plane", ["mapped"], indirect=True)
@@ -287,11 +293,11 @@ def test_an_engine_on_the_learners_machine_loads_from_where_the_learner_has_writ
     assert is_loading.wait(30.0)
     for step in (1, 2, 3):
         plane.offer(step)
-    assert plane.publisher._slots[places[0][1]].version == PolicyVersion(1, 0)
+    assert plane.publisher._home.slots[places[0][1]].version == PolicyVersion(1, 0)
     go_on.set()
     wait_until(lambda: plane.publisher.is_idle, "the last version")
     assert {file for file, _ in places} == {plane.publisher.file}
-    assert plane.receivers[0]._stagings == [] and plane.receivers[0].failure is None
+    assert plane.receivers[0]._stagings == {} and plane.receivers[0].failure is None
 
 
 def test_an_engine_that_wakes_when_the_arena_was_written_again_fails():
@@ -306,11 +312,11 @@ def test_an_engine_that_wakes_when_the_arena_was_written_again_fails():
         arenas.begin(0)
         await engine.load_weights(late, PolicyVersion(0, 2))
         arenas.begin(1)
-        with pytest.raises(EngineError, match="overwrote these weights"):
+        with pytest.raises(EngineError, match="weights were overwritten"):
             await engine.load_weights(late, PolicyVersion(0, 3))
 
     asyncio.run(load())
-    with pytest.raises(WeightsError, match="overwrote"):
+    with pytest.raises(WeightsError, match="were overwritten"):
         mapped.tensors(LAYOUT, 1, writes)
     for slot in (2, -1, 2**40):
         with pytest.raises(WeightsError, match="end at byte"):
@@ -346,7 +352,7 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(plane):
     assert "still holds the weights before" in failure_of(plane)
 
 
-@pytest.mark.parametrize("plane", ["gloo"], indirect=True)
+@pytest.mark.parametrize("plane", ["apart"], indirect=True)
 def test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to(plane, monkeypatch):
     real, swaps_before = receiving.digest_pieces, list[int]()
     engine = Engine()

@@ -248,10 +248,11 @@ class Readers:
         version, name = PolicyVersion(1, 3), {"generator_id": "g"}
         self._to_publisher: list[Message] = [
             weights.Join(generator_id="g", incarnation="a"), weights.Alive(generator_id="g"),
-            weights.GroupFormed(**name, group_number=1, problem="p"), weights.Staged(**name, version=version, digest="d"),
+            weights.GroupFormed(**name, group_number=1, problem="p"),
+            weights.Staged(**name, version=version, digest="d", file="f", writes=1),
             weights.Swapped(**name, version=version, checksum="c"),
             weights.Checked(**name, version=version, scores=(-1.0, -2.5)),
-            weights.SyncFailed(**name, reason="r", poisoned=True), weights.SyncFailed(**name, reason="r", poisoned=False),
+            weights.SyncFailed(**name, reason="r", poisoned=True), weights.SyncFailed(**name, reason="r", writes=1),
             weights.JoinSender(sender=1),
             weights.RowsWritten(sender=1, slot=0, writes=1, digest=16 * "0"),
         ]  # fmt: skip

@@ -21,9 +21,8 @@ from sglang.srt.managers.io_struct import (
 from torch import Tensor
 
 from asyncgrpo.errors import EngineError
-from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import TensorInfo
-from asyncgrpo.weights.arena import Layout, MappedArenas, SharedTensors, Staging
+from asyncgrpo.weights.arena import Layout, MappedArenas, Mappings, SharedTensors, Staging
 
 # -- in the generator --------------------------------------------------------------------------------------------------
 
@@ -111,14 +110,14 @@ class Mapped:
     """The shared-memory files that one scheduler has mapped."""
 
     def __init__(self) -> None:
-        self._files: dict[str, MappedArenas] = {}
+        self._files = Mappings()
 
     def tensors(self, where: dict[str, Any]) -> SharedTensors:
         """Return the tensors of a message of `payloads`. Raises WeightsError if they are missing or were overwritten."""
         if (content := where.get("bytes")) is not None:
             memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         else:
-            memory = self._mapped(where["file"]).memory
+            memory = self._pinned(where["file"]).memory
         views = []
         for name, dtype, shape, start in where["tensors"]:
             like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
@@ -127,9 +126,7 @@ class Mapped:
         tensors.require_intact()
         return tensors
 
-    def _mapped(self, file: str) -> MappedArenas:
+    def _pinned(self, file: str) -> MappedArenas:
         if file not in self._files:
-            self._files = {name: kept for name, kept in self._files.items() if (SHARED_MEMORY / name).exists()}
-            self._files[file] = MappedArenas(file)
             self._files[file].pin()
         return self._files[file]
