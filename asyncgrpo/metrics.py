@@ -277,7 +277,8 @@ weight_sync_total = _counter(
     outcome=("ok", "repeated", "degraded"))
 weight_sync_seconds = _histogram(
     "weight_sync_seconds", "Time of one publication, until every generator has replied.", "learner", buckets=SECONDS)
-weight_sync_bytes_total = _counter("weight_sync_bytes_total", "Weights or deltas sent, bytes, each generator counted.", "learner")
+weight_sync_bytes_total = _counter(
+    "weight_sync_bytes_total", "Weights or deltas sent to machines, or read beside the learner, bytes.", "learner")
 generators_in_sync = _gauge(
     "generators_in_sync", "Generators that proved, by checksum, to hold one of the last two versions.", "learner")
 sync_gap_mean = _gauge(

@@ -14,7 +14,7 @@ GPUS_OF_A_MACHINE = 8
 PCIE = 55 * GB
 """Between a GPU and pinned memory, as measured on an H200; the GPUs of an engine copy side by side."""
 NICS = {"400 Gb/s": 50 * GB, "25 GbE": 3.125 * GB}
-"""One for each machine. NCCL's ring enters a machine once, and its engines pass the bytes on."""
+"""One for each machine, where one generator receives for all."""
 PROOF = 109 * GB
 """Bytes of live parameters that a GPU digests in a second, as measured on an H200. An engine samples nothing meanwhile."""
 CORES, DIGEST = 8, 8.4 * GB

@@ -130,8 +130,8 @@ a take waits although all that remains can be trained in time
     buffer/test_staleness.py::test_any_order_of_arrival_keeps_the_bound_and_never_stands_still
 # publisher and receiver
 nobody compares the digests
-    weights.receiver:Receiver._stage
-    if received == offer.digest: -> if True:
+    weights.publisher:Publisher._staged
+    if message.digest != slot.digest: -> if False:
     weights/test_publication.py::test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to
 an engine may keep its old weights
     weights.publisher:Publisher._swapped

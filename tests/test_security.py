@@ -146,7 +146,11 @@ def test_another_user_of_this_machine_is_heard_by_no_process_of_a_run(monkeypatc
     watch = Watch("127.0.0.1", keys, host="127.0.0.1")
     weights = publisher("127.0.0.1", keys)
     beat = Heartbeat(name="buffer", incarnation="1", pid=1, waits={}, loop_age_s=None)
-    said = {"learner": Finished(), "buffer-1": beat, "generator-0": Join(generator_id="generator-0", incarnation="a")}
+    said = {
+        "learner": Finished(),
+        "buffer-1": beat,
+        "generator-0": Join(generator_id="generator-0", incarnation="a", machine="m"),
+    }
     with monkeypatch.context() as patch:
         patch.setattr(sockets, "SEND_TIMEOUT_MS", 500)
         without = [Client(end.endpoint, name) for end, name in zip((server, watch, weights), said, strict=True)]
@@ -160,7 +164,7 @@ def test_another_user_of_this_machine_is_heard_by_no_process_of_a_run(monkeypatc
     assert weights._members == {}
     stranger, friend = (Client(weights.endpoint, f"weights-{i}", k) for i, k in enumerate((Keys.make(), keys)))
     for number, client in enumerate((stranger, friend)):
-        client.send(Join(generator_id=f"generator-{number}", incarnation="a"))
+        client.send(Join(generator_id=f"generator-{number}", incarnation="a", machine="m"))
     wait_until(lambda: bool(weights._receive() or list(weights._members)), "the one with the keys", 10.0)
     assert list(weights._members) == ["generator-1"]
     learner = Client(server.endpoint, "learner", keys)

@@ -167,7 +167,7 @@ KINDS: dict[str, Kind] = {
         "ms": _must(float, "from the offer until the last of them had swapped"),
         "checksum": _must(str, "`ok`, or the mismatch"),
         "bytes": _may(int, "bytes of the weights"),
-        "sent_bytes": _may(int, "bytes sent to all generators together, whole or as deltas, retries included"),
+        "sent_bytes": _may(int, "bytes sent to machines, or read by engines beside the learner, retries included"),
         "digest": _may(str, "digest of the sent bytes"),
         "attempts": _may(int, "number of times it was offered"),
         "left_out": _may(tuple[str, ...], "generators that it did not reach; absent if it reached all"),

@@ -39,7 +39,7 @@ ALIGNMENT = 64
 """Alignment of every tensor, bytes: a view of any dtype is aligned."""
 SLOTS = 2
 PAGE = 4096
-_numbers = itertools.count()
+_numbers = itertools.count(1)
 
 
 def dtype_of(info: TensorInfo) -> torch.dtype:
@@ -203,7 +203,6 @@ class Slot:
 class Place:
     """Arenas that generators load from: the learner's own, or those of a machine on which one generator receives."""
 
-    machine: str = ""
     slots: list[Slot] = field(default_factory=list)
     newest: Slot | None = None
     """The one with the newest weights that may be read."""
@@ -323,7 +322,7 @@ class Staging:
         """True if shared memory was too small: no other process can map them."""
         self.file = self._arenas.file or f"private-{next(_numbers)}"
         self.holds: State | None = None
-        """Weights with a verified digest; None: incomplete or unverified."""
+        """Weights with the digest of what was received; None: incomplete."""
         weakref.finalize(self, self._arenas.close).atexit = False  # `scratch` removes it after the process has ended
 
     def pin(self) -> None:

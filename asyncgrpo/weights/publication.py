@@ -163,6 +163,7 @@ class Member:
 
     peer: str
     incarnation: str
+    machine: str
     place: "Place"
     """Where it loads weights from."""
     heard_s: float
@@ -218,7 +219,7 @@ class Publication:
     gap_limit: float = math.inf
     """Nats; an engine whose mean gap is above it does not compute with these weights."""
     sent_bytes: int = 0
-    """To all engines on the learner's machine and to every other machine, whole or as deltas, retries included."""
+    """Sent to machines, whole or as deltas, or read by engines beside the learner; retries included."""
 
     @property
     def gap(self) -> SyncGap | None:

@@ -92,10 +92,10 @@ class Publisher:
         """What this process broadcasts, and what each other sender does."""
         self._deltas = Deltas()
         self._machine = same_machine()
-        self._home = Place(self._machine)
+        self._home = Place()
         """The learner's arenas. Its slots are shared with the learner's loop, under `_lock`."""
         self._elsewhere: dict[str, Place] = {}
-        """Places of other machines."""
+        """Those of other machines."""
         self._unshared: set[str] = set()
         """Machines whose shared memory is too small: each generator receives for itself."""
         self._members: dict[str, Member] = {}
@@ -320,13 +320,13 @@ class Publisher:
         if (missing := self._missing.get(name)) is not None and missing.peer == peer:  # it is back
             del self._missing[name]
             self._members[name] = missing
-            missing.is_reported = False
+            missing.place, missing.is_reported = self._place(missing.machine), False
         member = self._members.get(name)
         if member is None or member.peer != peer:
             return
         member.heard_s = time.monotonic()
         if isinstance(message, Staged):
-            self._staged(name, member.place, message)
+            self._staged(name, member, message)
         elif isinstance(message, Swapped):
             self._swapped(name, member, message)
         elif isinstance(message, Checked) and message.version in self._rounds:
@@ -343,16 +343,15 @@ class Publisher:
             return
         self._forget(name)
         self._missing.pop(name, None)
-        if not self._server.send(peer, self._layout_message, self._runs):
-            return
-        machine = message.machine
+        if self._server.send(peer, self._layout_message, self._runs):
+            machine = message.machine
+            self._members[name] = Member(peer, message.incarnation, machine, self._place(machine), time.monotonic())
+
+    def _place(self, machine: str) -> Place:
+        """Return where a generator of this machine loads weights from."""
         if self._maps and machine == self._machine:
-            place = self._home
-        elif not machine or machine in self._unshared:
-            place = Place()
-        else:
-            place = self._elsewhere.setdefault(machine, Place(machine))
-        self._members[name] = Member(peer, message.incarnation, place, time.monotonic())
+            return self._home
+        return Place() if machine in self._unshared else self._elsewhere.setdefault(machine, Place())
 
     # -- one version ---------------------------------------------------------------------------------------------------
 
@@ -485,7 +484,8 @@ class Publisher:
         round_.waits_for.update(names)
         return round_
 
-    def _staged(self, name: str, place: Place, message: Staged) -> None:
+    def _staged(self, name: str, member: Member, message: Staged) -> None:
+        place, machine = member.place, member.machine
         slot = place.receiving
         if slot is None or (name, message.writes) != (place.receiver, slot.writes):
             return
@@ -495,12 +495,11 @@ class Publisher:
             return
         self._release(name)
         place.newest, place.receiving, place.failures, slot.file = slot, None, 0, message.file
-        if message.is_private and place.machine:
-            self._unshared.add(self._elsewhere.pop(place.machine).machine)
-            place.machine = ""
-            for other, member in self._members.items():
-                if member.place is place and other != name:
-                    member.place = Place()
+        if message.is_private and machine not in self._unshared:
+            self._unshared.add(machine)
+            for other in self._members.values():
+                if other.machine == machine and other is not member:
+                    other.place = Place()
 
     def _not_received(self, name: str, place: Place, why: str) -> None:
         """Send the weights again; after `ATTEMPTS` failures the run fails."""

@@ -214,8 +214,7 @@ class Receiver:
         except (WeightsError, RuntimeError, ValueError) as error:
             self._failed(error, offer.writes)
             return
-        if received == offer.digest:
-            staging.holds = State(offer.version, received)
+        staging.holds = State(offer.version, received)
         staged = Staged(
             generator_id=self._generator_id,
             version=offer.version,

@@ -18,8 +18,8 @@ class Join(Message):
 
     generator_id: Name
     incarnation: Name
-    machine: str = ""
-    """`scratch.same_machine()`; if it equals the publisher's, the generator can map the learner's memory."""
+    machine: str
+    """`scratch.same_machine()`: processes for which it is equal can map each other's shared memory."""
 
 
 class Alive(Message):

@@ -254,9 +254,9 @@ def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig, monke
         await rig.sample(PROMPT, max_tokens=3)
         late = MappedArenas(arenas.file).tensors(layout, 0, writes)
         monkeypatch.setattr(weights, "payloads", written_over)
-        with pytest.raises(EngineError, match="overwrote these weights"):
+        with pytest.raises(EngineError, match="weights were overwritten"):
             await rig.engine.load_weights(late, PolicyVersion(0, 999_999))
-        with pytest.raises(EngineError, match="overwrote these weights"):
+        with pytest.raises(EngineError, match="weights were overwritten"):
             await running
         with pytest.raises(EngineError, match="does not sample"):
             await rig.sample(PROMPT)

@@ -247,7 +247,7 @@ class Readers:
         self.publisher._layout_message = weights.WeightsLayout(tensors=_LAYOUT)
         version, name = PolicyVersion(1, 3), {"generator_id": "g"}
         self._to_publisher: list[Message] = [
-            weights.Join(generator_id="g", incarnation="a"), weights.Alive(generator_id="g"),
+            weights.Join(generator_id="g", incarnation="a", machine="m"), weights.Alive(generator_id="g"),
             weights.GroupFormed(**name, group_number=1, problem="p"),
             weights.Staged(**name, version=version, digest="d", file="f", writes=1),
             weights.Swapped(**name, version=version, checksum="c"),
