@@ -277,12 +277,23 @@ class Buffer:
 
         A silence counts as an end of the generator. An isolated prompt stays leased: it may be what stopped it.
         """
-        freed = [e for e in self._leases_of(holder) if not self._isolated.is_alone(e.prompt_index)]
-        if is_silent:
+        return self._free(holder, self._leases_of(holder), is_interrupted=is_silent)
+
+    def _free(self, holder: str, entries: list[GroupEntry], *, is_interrupted: bool) -> list[str]:
+        freed = [e for e in entries if not self._isolated.is_alone(e.prompt_index)]
+        if is_interrupted:
             self._interrupted(holder, freed)
         for entry in freed:
             self._requeue(entry)
         return [e.lease.lease_id for e in freed]
+
+    def free_unknown(self, holder: str, known: Container[str], before_s: float) -> list[str]:
+        """Free the leases that were granted before `before_s`, but that their generator does not know. Returns their ids.
+
+        As in a silence, it may have ended meanwhile.
+        """
+        lost = [e for e in self._leases_of(holder) if e.leased_at_s < before_s and e.lease.lease_id not in known]
+        return self._free(holder, lost, is_interrupted=True)
 
     def release(self, holder: str) -> list[str]:
         """Free the leases of a lost generator and return their ids. Their prompts are issued again.

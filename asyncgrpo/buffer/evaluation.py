@@ -267,6 +267,13 @@ class Evaluations:
         for lease_id in [lease_id for lease_id, (_, h, _) in self._leased.items() if h == holder]:
             self.fail(lease_id, "generator_lost", now_s)
 
+    def free_unknown(self, holder: str, known: Collection[str], before_s: float) -> list[str]:
+        """Requeue the leases that were granted before `before_s`, but that their generator does not know. Returns their ids."""
+        lost = [i for i, (_, h, since) in self._leased.items() if h == holder and since < before_s and i not in known]
+        for lease_id in lost:
+            self.give_back(lease_id)
+        return lost
+
     def fail(self, lease_id: str, reason: str, now_s: float) -> None:
         """Requeue the prompt at the head, or count it as failed."""
         lease = self._end(lease_id)

@@ -346,6 +346,8 @@ class BufferService:
             if is_slow and self._others_may_lease([name], now_s):
                 log.warning("generator %s is slow: %.3g s per token, far above the others", name, message.token_s)
                 self._reassign_leases(name, "slow")
+            if message.leases is not None:
+                self._free_unknown(name, frozenset(message.leases), now_s)
         elif self._is_replaced(name, peer):
             self._server.send(peer, Shutdown())
         else:  # its Register was lost, or it exceeded the liveness timeout
@@ -385,6 +387,17 @@ class BufferService:
         if version is None or self._steer.is_paused or self._drain_reason or self._journal.is_blocked is not None:
             return False
         return bool(self._eligible(version, now_s).keys() - set(names))
+
+    def _free_unknown(self, name: str, known: frozenset[str], now_s: float) -> None:
+        """Free the leases that a generator should have and does not know: a broken connection loses messages."""
+        before_s = now_s - liveness.SUSPECT_S
+        lost = self._evaluations.free_unknown(name, known, before_s)
+        if self._buffer.held_by(name) > len(known):  # the next line reads all groups
+            lost += self._buffer.free_unknown(name, known, before_s)
+        if lost:
+            self._may_take = True
+            self._server.send(self._sessions[name].peer, Cancel(lease_ids=tuple(lost), reason="lost"))
+            log.warning("generator %s has not received %d of its leases, which are granted again", name, len(lost))
 
     def _reassign_leases(self, name: str, why: Literal["silent", "slow"]) -> None:
         if freed := self._buffer.free_leases_of(name, is_silent=why == "silent"):

@@ -353,6 +353,7 @@ class GeneratorService:
             seconds=self._activities.seconds(),
             token_s=token_s,
             running=running,
+            leases=(*self._working, *self._unacknowledged),
         )
         await self._client.send(message)
 

@@ -44,6 +44,9 @@ class Register(Message):
 class Serving(Message):
     """Heartbeat of a generator, with the version that samples its next token. Sent every second and after every swap."""
 
+    max_header_bytes: ClassVar[int] = 2**20
+    """Room for tens of thousands of leases."""
+
     generator_id: Name
     version: PolicyVersion | None
     """None: no weights of a learner yet."""
@@ -53,6 +56,8 @@ class Serving(Message):
     """Present time of a token of a running completion; None: nothing runs, weights are swapped, or it is unknown."""
     running: Count = 0
     """Completions that are sampled at once."""
+    leases: tuple[str, ...] | None = None
+    """Those it works on or whose groups are not acknowledged yet; None: this release does not tell."""
 
 
 class RolloutHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

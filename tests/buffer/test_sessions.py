@@ -4,9 +4,9 @@ import pytest
 
 from asyncgrpo.buffer.buffer import State
 from asyncgrpo.buffer.fleet import BENCH_S, TOLERANCE, Speeds
-from asyncgrpo.wire.rollouts import Cancel, Grant, Serving, Trained
+from asyncgrpo.wire.rollouts import Cancel, Grant, RequestEval, Serving, Trained
 from asyncgrpo.wire.supervision import GeneratorLost
-from tests.buffer.test_buffer import v
+from tests.buffer.test_buffer import prompts, v
 from tests.buffer.test_incarnations import Served
 
 
@@ -146,3 +146,43 @@ def test_the_only_generator_works_however_slow_it_is():
     assert served.buffer.held_by("b") == 0
     served.hear("driver", GeneratorLost(generator_id="a", incarnation="0", reason="test"))
     assert served.buffer.held_by("b") == 2
+
+
+# -- leases that a broken connection lost ------------------------------------------------------------------------------
+
+
+def holds(served: Served, name: str, *leases: str) -> list[tuple[str, str]]:
+    return served.hear(name, Serving(generator_id=name, version=v(0), leases=leases))
+
+
+def granted_ids(served: Served, name: str) -> list[str]:
+    return [said.lease.lease_id for to, said in served.lines.sent if isinstance(said, Grant) and to == name]
+
+
+def test_leases_that_a_generator_has_not_received_are_granted_again_and_those_that_it_has_are_not():
+    served = Served()
+    served.join("a", window=2)
+    served.hear("learner", Trained(version=v(0)))
+    first, second = granted_ids(served, "a")
+    assert holds(served, "a") == [], "they may be on the way"
+    served.pass_time(4.0, "a")
+    assert holds(served, "a", first) == []
+    served.pass_time(2.0, "a")
+    assert holds(served, "a", first, second) == []
+    assert holds(served, "a", first) == [("a", "Cancel"), ("a", "Grant")], "one that comes late has no effect"
+    assert served.lines.sent[0][1].lease_ids == (second,)
+    (again,) = granted_ids(served, "a")
+    assert served.buffer.held_by("a") == 2 and served.buffer.outcomes["requeued"] == 1
+    assert holds(served, "a", first, again) == []
+
+
+def test_evaluation_leases_that_a_generator_has_not_received_are_granted_again():
+    served = Served(held_out=prompts(1))
+    served.join("a", window=2)
+    served.hear("learner", RequestEval(step=0))
+    served.hear("learner", Trained(version=v(0)))
+    evaluated, *trained = granted_ids(served, "a")
+    served.pass_time(6.0, "a")
+    holds(served, "a", *trained)
+    assert granted_ids(served, "a") == [evaluated], "the same attempt: the prompt is not why it was lost"
+    assert holds(served, "a", *trained, evaluated) == []

@@ -246,7 +246,7 @@ def test_an_evaluation_that_is_not_believed_is_asked_for_again():
         ("checksum", [encode(rollouts.Serving(generator_id="a", version=None))[0][:-1] + b"x", b""]),
         ("decode", sealed(msgspec.msgpack.encode({"kind": "Serving", "generator_id": 1}))),
         ("decode", encode(rollouts.Nack(lease_id="", reason=""))),
-        ("size", sealed(msgspec.msgpack.encode({"kind": "Serving", "x": "y" * 2**16}))),
+        ("size", sealed(msgspec.msgpack.encode({"kind": "Serving", "x": "y" * 2**20}))),
         ("sender", encode(rollouts.Finished())),
         ("sender", encode(rollouts.Serving(generator_id="b", version=None))),
         ("sender", encode(rollouts.Register(generator_id="b", incarnation="", window=9))),
