@@ -7,8 +7,8 @@ makes versions faster than they travel, the latest wins.
     Join -> WeightsLayout -> [ Offer -> Swapped ]*          each generator
     FormGroup -> GroupFormed -> [ Offer -> Staged ]*        one of each machine that cannot map the learner's memory
 
-If learner ranks are on other machines, each of these has a sender (`weights/lane.py`), and every generator receives by
-broadcast.
+If learner ranks are on other machines, each of these has a sender (`weights/lane.py`), and no generator maps the learner's
+memory.
 
 A generator holds a version after its engine has swapped to it and reported the same checksum as the other engines. Bytes that
 crossed a network must have the learner's digest first. A generator that misses its liveness deadline, here or at the driver,

@@ -317,3 +317,14 @@ def test_each_time_of_a_token_is_reported_once_however_often_a_generator_reports
         assert times[-2:] == [(PolicyVersion(1, 1), None), (PolicyVersion(1, 2), None)]
         rig.until(7.0)
         rig.hear(ACK)
+
+
+def test_heartbeats_name_a_lease_until_its_group_is_acknowledged():
+    with Rig() as rig:
+        rig.hear(Grant(lease=LEASE))
+        for until_s, is_delivered in ((2.8, False), (10.0, True)):
+            rig.until(until_s)
+            assert rig.of(Serving)[-1].leases == (LEASE.lease_id,) and bool(rig.of(Deliver)) is is_delivered
+        rig.hear(ACK)
+        rig.until(12.0)
+        assert rig.of(Serving)[-1].leases == ()
