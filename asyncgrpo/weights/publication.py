@@ -166,6 +166,7 @@ class Member:
     machine: str
     place: "Place"
     """Where it loads weights from."""
+    joined_s: float
     heard_s: float
     holds: PolicyVersion | None = None
     """The version that it proved to hold."""

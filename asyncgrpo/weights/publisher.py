@@ -325,7 +325,9 @@ class Publisher:
         if member is None or member.peer != peer:
             return
         member.heard_s = time.monotonic()
-        if isinstance(message, Staged):
+        if isinstance(message, Alive):
+            self._find_losses(name, member, message)
+        elif isinstance(message, Staged):
             self._staged(name, member, message)
         elif isinstance(message, Swapped):
             self._swapped(name, member, message)
@@ -341,11 +343,14 @@ class Publisher:
             return
         if f"{name}-{message.incarnation}" in self._leaving:
             return
+        now_s, member = time.monotonic(), self._members.get(name)
+        if member is not None and member.peer == peer and now_s - member.joined_s < liveness.SUSPECT_S:
+            return  # it repeats itself until the reply arrives
         self._forget(name)
         self._missing.pop(name, None)
         if self._server.send(peer, self._layout_message, self._runs):
             machine = message.machine
-            self._members[name] = Member(peer, message.incarnation, machine, self._place(machine), time.monotonic())
+            self._members[name] = Member(peer, message.incarnation, machine, self._place(machine), now_s, now_s)
 
     def _place(self, machine: str) -> Place:
         """Return where a generator of this machine loads weights from."""
@@ -543,6 +548,17 @@ class Publisher:
         for version, other in self._rounds.items():
             if version <= message.version:
                 other.waits_for.discard(name)  # an older version will not be loaded any more
+
+    def _find_losses(self, name: str, member: Member, heartbeat: Alive) -> None:
+        """Offer weights again if a broken connection lost the offer or the reply."""
+        place, before_s = member.place, member.heard_s - liveness.SUSPECT_S
+        if heartbeat.is_idle and member.offered is not None and member.offered_s < before_s:
+            log.warning("weights %s are offered to %s again: a message was lost", member.offered, name)
+            self._release(name, place)
+            member.offered, member.is_late = None, False
+        if place.receiver == name and place.receiving is not None and place.receiving_s + self._read_s < before_s:
+            log.warning("weights %s are sent to %s again: a message was lost", place.receiving.version, name)
+            self._abandon(place)
 
     def _sync_failed(self, name: str, member: Member, message: SyncFailed) -> None:
         log.warning("%s could not take weights %s: %s", name, member.offered, message.reason)

@@ -8,6 +8,7 @@ thread makes the engine swap between two tokens. Only this engine waits for it. 
 
 import itertools
 import logging
+import math
 import queue
 import threading
 import time
@@ -113,12 +114,15 @@ class Receiver:
     def _run(self) -> None:
         self._client = client = Client(self._endpoint, f"weights-{self._generator_id}-{self._incarnation}", self._keys)
         try:
-            self._join()
-            sent_s = 0.0
+            joined_s = sent_s = -math.inf
             while not self._stop.is_set():
+                if self._layout is None and time.monotonic() - joined_s >= liveness.SUSPECT_S:
+                    joined_s = time.monotonic()
+                    self._join()
                 if time.monotonic() - sent_s >= liveness.RECEIVER_HEARTBEAT_S:
                     sent_s = time.monotonic()
-                    client.send(Alive(generator_id=self._generator_id))
+                    is_idle = self._next is None and self._swapping is None
+                    client.send(Alive(generator_id=self._generator_id, is_idle=is_idle))
                 self._handle_arrived(POLL_S if self._swapping is None else POLL_WHILE_SWAPPING_S)
                 self._report_swaps()
                 self._swap_next()

@@ -14,7 +14,7 @@ from asyncgrpo.wire import Message
 
 
 class Join(Message):
-    """A generator's request for weights, sent once at its start."""
+    """A generator's request for weights, sent at its start, and again until `WeightsLayout` arrives."""
 
     generator_id: Name
     incarnation: Name
@@ -26,6 +26,8 @@ class Alive(Message):
     """Heartbeat of a generator's weight receiver, sent twice a second, also while its engine loads weights."""
 
     generator_id: Name
+    is_idle: bool = False
+    """True if its engine has swapped to all that it was offered."""
 
 
 class WeightsLayout(Message):

@@ -19,6 +19,8 @@ from asyncgrpo.weights import receiver as receiving
 from asyncgrpo.weights.arena import Arenas, Layout, MappedArenas
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.publication import Publication
+from asyncgrpo.wire.sockets import Client, Server
+from asyncgrpo.wire.weights import Join, Offer, Staged, Swapped, WeightsLayout
 from tests.weights import changing
 from tests.weights.changing import Fleet, drawn
 from tests.weights.publishing import wait_until
@@ -380,3 +382,30 @@ def test_a_publisher_that_fails_says_so_and_the_learner_goes_on(plane, monkeypat
     monkeypatch.setattr(plane.publisher, "_prepare_newest", lambda: 1 / 0)
     assert "ZeroDivisionError" in failure_of(plane)
     assert plane.publisher.offer(PolicyVersion(1, 0), lambda layout, flat: None)
+
+
+@pytest.mark.parametrize("lost", [Join, WeightsLayout, Offer, Staged, Swapped])
+def test_a_message_that_a_broken_connection_loses_is_made_up_for(plane, lost, monkeypatch):
+    monkeypatch.setattr(liveness, "SUSPECT_S", 1.0)
+    losses: list[object] = []
+
+    def loses(send: Callable[..., object]) -> Callable[..., object]:
+        def maybe(socket: object, *message: object) -> object:
+            if is_on and not losses and any(isinstance(part, lost) for part in message):
+                losses.append(message)
+                return True
+            return send(socket, *message)
+
+        return maybe
+
+    for line in (Server, Client):
+        monkeypatch.setattr(line, "send", loses(line.send))
+    is_on = lost in (Join, WeightsLayout)
+    engines = [plane.add(f"generator-{index}") for index in range(2)]
+    plane.publish(0)
+    is_on = True
+    plane.offer(1)
+    wait_until(lambda: losses or (lost is Staged and plane.publisher.file), "a loss")
+    wait_until(lambda: plane.publisher.is_idle and plane.publisher.missing == (), "rest", 15.0)
+    assert [engine.newest for engine in engines] == [at(1)] * 2
+    plane.check(*engines)
