@@ -398,15 +398,14 @@ class Publisher:
                 continue
             with self._lock:
                 slot = member.place.newest
-                if slot is None or slot.version is None or slot.version == member.holds:
+                if slot is None or (state := slot.state) is None or state.version == member.holds:
                     continue
                 slot.readers.add(name)
-            round_ = self._round(State(slot.version, slot.digest), [name])
+            round_ = self._round(state, [name])
             round_.sent_bytes += self._layout.num_bytes if member.place is self._home else 0
-            member.offered, member.offered_s = slot.version, time.monotonic()
-            offer = Offer(
-                version=slot.version, digest=slot.digest, file=slot.file, slot=slot.number, writes=slot.writes
-            )
+            member.offered, member.offered_s = state.version, time.monotonic()
+            version, digest = state
+            offer = Offer(version=version, digest=digest, file=slot.file, slot=slot.number, writes=slot.writes)
             if not self._server.send(member.peer, offer):
                 self._drop(name, NOT_CONNECTED)
                 self._report_lost(name, member, NOT_CONNECTED)

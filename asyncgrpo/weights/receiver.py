@@ -221,7 +221,6 @@ class Receiver:
         staging.holds = State(offer.version, received)
         staged = Staged(
             generator_id=self._generator_id,
-            version=offer.version,
             digest=received,
             file=staging.file,
             writes=offer.writes,

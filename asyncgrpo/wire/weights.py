@@ -111,10 +111,9 @@ class Offer(Message):
 
 
 class Staged(Message):
-    """Reports that a generator received `version` into `file`, by write number `writes`; `digest` is of the received bytes."""
+    """Reports that a generator received weights into `file`, by write number `writes`; `digest` is of the received bytes."""
 
     generator_id: Name
-    version: PolicyVersion
     digest: str
     file: str
     writes: int

@@ -405,7 +405,7 @@ def test_a_message_that_a_broken_connection_loses_is_made_up_for(plane, lost, mo
     plane.publish(0)
     is_on = True
     plane.offer(1)
-    wait_until(lambda: losses or (lost is Staged and plane.publisher.file), "a loss")
+    wait_until(lambda: losses or (lost is Staged and plane.publisher._maps), "a loss")
     wait_until(lambda: plane.publisher.is_idle and plane.publisher.missing == (), "rest", 15.0)
     assert [engine.newest for engine in engines] == [at(1)] * 2
     plane.check(*engines)

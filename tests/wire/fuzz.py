@@ -249,7 +249,7 @@ class Readers:
         self._to_publisher: list[Message] = [
             weights.Join(generator_id="g", incarnation="a", machine="m"), weights.Alive(generator_id="g"),
             weights.GroupFormed(**name, group_number=1, problem="p"),
-            weights.Staged(**name, version=version, digest="d", file="f", writes=1),
+            weights.Staged(**name, digest="d", file="f", writes=1),
             weights.Swapped(**name, version=version, checksum="c"),
             weights.Checked(**name, version=version, scores=(-1.0, -2.5)),
             weights.SyncFailed(**name, reason="r", poisoned=True), weights.SyncFailed(**name, reason="r", writes=1),
