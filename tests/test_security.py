@@ -149,7 +149,7 @@ def test_another_user_of_this_machine_is_heard_by_no_process_of_a_run(monkeypatc
     said = {
         "learner": Finished(),
         "buffer-1": beat,
-        "generator-0": Join(generator_id="generator-0", incarnation="a", machine="m"),
+        "generator-0": Join(generator_id="generator-0", incarnation="a", machine="m", mark="k"),
     }
     with monkeypatch.context() as patch:
         patch.setattr(sockets, "SEND_TIMEOUT_MS", 500)
@@ -164,7 +164,7 @@ def test_another_user_of_this_machine_is_heard_by_no_process_of_a_run(monkeypatc
     assert weights._members == {}
     stranger, friend = (Client(weights.endpoint, f"weights-{i}", k) for i, k in enumerate((Keys.make(), keys)))
     for number, client in enumerate((stranger, friend)):
-        client.send(Join(generator_id=f"generator-{number}", incarnation="a", machine="m"))
+        client.send(Join(generator_id=f"generator-{number}", incarnation="a", machine="m", mark="k"))
     wait_until(lambda: bool(weights._receive() or list(weights._members)), "the one with the keys", 10.0)
     assert list(weights._members) == ["generator-1"]
     learner = Client(server.endpoint, "learner", keys)

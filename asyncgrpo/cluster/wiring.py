@@ -575,7 +575,8 @@ class LearnerActor:
             GeneratorLost(generator_id=name, incarnation=incarnation, reason=why)
         )
         check = SyncCheck(learner.check.sequences, GapLimit(config.model.dtype))
-        self._publisher.start(learner.layout(), check, learner.snapshot.streams)
+        snapshot = learner.snapshot
+        self._publisher.start(learner.layout(), check, snapshot.streams, is_whole=snapshot.is_whole)
         decode = decoder(load_tokenizer(config.model.path), keep_special=True)
         recorder = Recorder(config, setup.run_dir, decode, msgspec.to_builtins(config))
         service = self._service = LearnerService(

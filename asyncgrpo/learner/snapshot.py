@@ -1,14 +1,16 @@
 """A snapshot of the weights in the arenas of a publication. The next step may begin once it is copied.
 
 Each rank writes its own rows of every tensor and waits for that copy only; weights are not gathered. The ranks of a machine share
-the arenas of its leader, the rank with the lowest number: rank 0 has the publisher's, the leader of another machine has its own
-and sends them (`weights/lane.py`). Adapters are small and always gathered. Weights are gathered if rank 0 has no shared memory.
+arenas: the publisher's on the machine of rank 0, elsewhere those of the first rank there. Adapters are small and always gathered.
+Weights are gathered if rank 0 has no shared memory.
 
-Each rank raises its flag behind the arenas after its write. A thread of the leader polls all flags of its machine.
+Some ranks of each machine send what is in its arenas, a part each (`weights/lane.py`). Each rank raises its flag behind the
+arenas after its write. A thread of each sender polls all flags of its machine.
 """
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -24,7 +26,7 @@ from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner.publishing import Part, PublishedWeights, fill_arena, fill_parts
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, MappedArenas, Stream, dtype_of, stride
-from asyncgrpo.weights.lane import Sender
+from asyncgrpo.weights.lane import Sender, Written
 from asyncgrpo.wire.sockets import Keys
 
 log = logging.getLogger(__name__)
@@ -40,62 +42,66 @@ class Snapshot:
         self,
         sent: PublishedWeights,
         config: WeightsConfig,
-        *,
         rank: int,
         world: int,
         device: torch.device,
+        ranks_per_sender: int,
     ) -> None:
-        """Find out which ranks share a machine, and who owns which bytes. Collective.
+        """Find out which ranks share a machine, who sends, and who owns which bytes. Collective.
 
         Args:
             config: timeout of the writes of other ranks (extended for large models).
             device: of this rank.
+            ranks_per_sender: of one machine.
         Raises:
             WeightsError: the shared memory of a machine is too small for its arenas.
         """
-        self._sent, self._rank, self._device = sent, rank, device
+        self._sent, self._rank, self._world, self._device = sent, rank, world, device
         self._number = 0
+        self._writes: Counter[int] = Counter()
+        """Of each arena."""
         self._layout = Layout(sent.layout())
         self._timeout_s = config.timeout_s + self._layout.num_bytes / liveness.READ_BYTES_PER_S
         self._mapped: MappedArenas | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         machines = _gather(same_machine(), world)
-        leaders = [machines.index(machine) for machine in machines]
-        self._leader = leaders[rank]
-        self._mates = [other for other in range(world) if leaders[other] == rank != other]
-        """The other ranks that write into arenas of this one."""
-        self._others = sorted(set(leaders) - {0})
-        """Leaders of other machines; the sender of each has its place in this list, from 1, as its number."""
-        self.streams: list[Stream] = []
-        """Bytes that each of them sends."""
-        self._arenas = Arenas(self._layout) if rank in self._others else None
+        mates = {machine: [other for other in range(world) if machines[other] == machine] for machine in machines}
+        self._mates = mates[machines[rank]]
+        """Ranks of this machine. The first one has its arenas."""
+        self.is_whole = len(mates) == 1
+        """True if all ranks write into the arenas of rank 0."""
+        self._arenas = Arenas(self._layout) if rank == self._mates[0] != 0 else None
         self._files = _gather(self._arenas.file if self._arenas else "", world)
+        if missing := [first for first, *_ in mates.values() if first > 0 and not self._files[first]]:
+            trouble = self._arenas.trouble if self._arenas else ""
+            raise WeightsError(f"learner ranks {missing} have too little shared memory for the weights {trouble}")
+        runs = [[(0, self._layout.num_bytes)]] * world if self.is_whole else _gather(self._runs(), world)
+        self._parts_sent: dict[int, Stream] = {}
+        """What each rank sends that sends."""
+        for ranks in mates.values():
+            senders = ranks[::ranks_per_sender]
+            parts = Stream(run for other in ranks for run in runs[other]).split(len(senders))
+            self._parts_sent |= zip(senders, parts, strict=True)
         self._sender: Sender | None = None
-        if self._others:
-            if missing := [leader for leader in self._others if not self._files[leader]]:
-                trouble = self._arenas.trouble if self._arenas else ""
-                raise WeightsError(f"learner ranks {missing} have too little shared memory for the weights {trouble}")
-            owned = _gather(self._runs(), world)
-            self.streams = [
-                Stream(run for rank, runs in enumerate(owned) if leaders[rank] == leader for run in runs)
-                for leader in self._others
-            ]
-            if rank == 0:
-                log.info("learner ranks %s send the weights of their own machines", self._others)
-        if self._arenas is not None and device.type == "cuda":
-            self._arenas.pin()
+        if rank == 0 and len(self._parts_sent) > 1:
+            log.info("learner ranks %s send the weights", ", ".join(map(str, self._parts_sent)))
+
+    @property
+    def streams(self) -> list[Stream]:
+        """What each sender but rank 0 sends."""
+        return list(self._parts_sent.values())[1:]
 
     def connect(self, endpoint: str, host: str, keys: Keys | None) -> None:
-        """Connect to the publisher of rank 0, if this rank sends the weights of its machine.
+        """Connect to the publisher of rank 0, if this rank sends.
 
         Args:
             endpoint: of the publisher.
             host: address of this process for the generators.
         """
-        if self._arenas is not None:
-            number = 1 + self._others.index(self._rank)
-            stream = self.streams[number - 1]
-            self._sender = Sender(number, self._arenas, stream, endpoint=endpoint, host=host, keys=keys)
+        if self._rank in self._parts_sent:
+            number = list(self._parts_sent).index(self._rank)
+            stream = self._parts_sent[self._rank]
+            self._sender = Sender(number, stream, endpoint=endpoint, host=host, keys=keys)
 
     def write(self, flat: Tensor, file: str = "") -> IsWritten | None:
         """Write the weights of rank 0 into its arena. Collective; the other ranks `join`.
@@ -103,12 +109,14 @@ class Snapshot:
         Args:
             flat: [num_bytes] uint8, the arena.
             file: of the arenas; empty if other ranks cannot map them, so that weights are gathered.
+        Returns:
+            A function that is true once all ranks of this machine have written; None: they have.
         """
-        if not (self._mates or self._others):
+        if self._world == 1:
             return fill_parts(self._parts(), self._layout, flat)
         if not file:
             return fill_arena(self._sent.weights(), self._layout, flat)
-        return self._lead(flat, self._map(file).flags)
+        return self._fill(flat, self._map(file).flags)
 
     def join(self, file: str, start: int) -> None:
         """Take part in a snapshot of rank 0. Collective.
@@ -120,17 +128,14 @@ class Snapshot:
         if not file:
             for _ in self._sent.weights():
                 pass
-        elif self._arenas is not None:
+            return
+        arenas = self._map(self._files[self._mates[0]] or file)
+        flat = arenas.read(start, self._layout.num_bytes)
+        is_written = self._fill(flat, arenas.flags)
+        if self._sender is not None:
             slot = start // stride(self._layout)
-            writes = self._arenas.begin(slot)
-            is_written = self._lead(self._arenas.slots[slot], self._arenas.flags)
-            assert self._sender is not None, "`connect` comes first"
-            self._sender.written(slot, writes, is_written)
-        else:
-            arenas = self._map(self._files[self._leader] or file)
-            written = fill_parts(self._parts(), self._layout, arenas.read(start, self._layout.num_bytes))
-            self._number += 1
-            self._threads.submit(self._raise_flag, arenas.flags, self._number, written)
+            self._writes[slot] += 1
+            self._sender.written(Written(slot, self._writes[slot], flat, is_written))
 
     def close(self) -> None:
         """End all threads. Every rank must have joined the same snapshots."""
@@ -140,20 +145,21 @@ class Snapshot:
         if self._arenas is not None:
             self._arenas.close()
 
-    def _lead(self, flat: Tensor, flags: Tensor) -> IsWritten:
-        """Write this rank's parts. Returns a function that is true once all ranks of this machine have written theirs."""
-        mine = fill_parts(self._parts(), self._layout, flat)
+    def _fill(self, flat: Tensor, flags: Tensor) -> IsWritten:
+        """Write this rank's rows, then raise its flag. Returns a function that is true once all of its machine have."""
+        written = fill_parts(self._parts(), self._layout, flat)
         self._number += 1
         number, deadline = self._number, time.monotonic() + self._timeout_s
+        self._threads.submit(self._raise_flag, flags, number, written)
 
-        def is_written() -> bool:
-            if bool((flags[self._mates] >= number).all()) and (mine is None or mine()):
+        def are_written() -> bool:
+            if bool((flags[self._mates] >= number).all()):
                 return True
             if time.monotonic() > deadline:
                 raise WeightsError(f"not every rank has written its weights within {self._timeout_s:.0f} s")
             return False
 
-        return is_written
+        return are_written
 
     def _raise_flag(self, flags: Tensor, number: int, written: IsWritten | None) -> None:
         while written is not None and not written():
@@ -176,7 +182,7 @@ class Snapshot:
     def _map(self, file: str) -> MappedArenas:
         if self._mapped is None or self._mapped.file != file:
             self._mapped = MappedArenas(file)
-            if self._rank != self._leader and self._device.type == "cuda":
+            if self._rank > 0 and self._device.type == "cuda":
                 self._mapped.pin()
         return self._mapped
 

@@ -1,8 +1,8 @@
 """Memory layout of a publication: every tensor at a fixed offset of one flat buffer in shared memory.
 
 The learner has two such arenas in one shared-memory file, followed by a page of flags. It writes one while generators read
-the other. Engines on the same machine map the file and load out of it. On another machine one generator receives the bytes
-into a `Staging`, a file of one arena, which the engines of that machine map in the same way.
+the other. Engines on the same machine map the file and load out of it. On another machine generators receive the bytes into a
+`Staging`, a file of one arena, which the engines of that machine map in the same way.
 
 An arena that a live engine reads is not written. A dropped engine may wake in the middle of a read, so the writes of each
 arena are counted in the flags, and a reader compares the count after its read.
@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,6 +99,12 @@ class Stream:
         starts = [0, *(end for _, end in self.runs)]
         return Stream(zip(starts, [*(start for start, _ in self.runs), num_bytes], strict=True))
 
+    def split(self, count: int) -> list["Stream"]:
+        """Return parts of about equal size, cut between blocks of the digest. The last ones may be empty."""
+        size = sum(end - start for start, end in self.runs)
+        parts = list(self.buckets(BLOCK + size // count))
+        return [Stream(part) for part in parts] + [Stream([])] * (count - len(parts))
+
     def buckets(self, size: int) -> Iterator[Bucket]:
         """Yield runs of at most `size` bytes together, at least a block of the digest. A run is cut between blocks only."""
         bucket: Bucket = []
@@ -133,15 +140,19 @@ def digest_of(layout: Layout, tensors: Iterator[tuple[TensorInfo, Tensor]]) -> s
 class Arenas:
     """`count` arenas of [num_bytes] uint8, in shared memory where they fit."""
 
-    def __init__(self, layout: Layout, count: int = SLOTS) -> None:
-        """Allocate shared memory, or private memory if that is too small."""
+    def __init__(self, layout: Layout, count: int = SLOTS, name: str = "") -> None:
+        """Allocate shared memory, or private memory if that is too small.
+
+        Args:
+            name: of a file that several processes share, whichever of them creates it; empty: a new one.
+        """
         self.layout = layout
         self.file = ""
         """Name of the file in shared memory; empty if the memory is private."""
         self.trouble = ""
         """Reason for private memory."""
         size = count * stride(layout) + PAGE
-        name = f"{scratch.mark()}-weights-{next(_numbers)}"
+        name = Path(name).name or f"{scratch.mark()}-weights-{next(_numbers)}"
         try:
             allocate(SHARED_MEMORY / name, size)
         except RuntimeError as error:
@@ -173,14 +184,13 @@ class Arenas:
             (SHARED_MEMORY / self.file).unlink(missing_ok=True)
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """One arena and its content, as the publisher knows it."""
 
     number: int = 0
     """Its place in the file."""
     file: str = ""
-    """Empty until it is allocated."""
     writes: int = 0
     """Number of the last write."""
     version: PolicyVersion | None = None
@@ -199,29 +209,43 @@ class Slot:
         return None if self.version is None else State(self.version, self.digest)
 
 
-@dataclass
+@dataclass(eq=False)
 class Place:
-    """Arenas that generators load from: the learner's own, or those of a machine on which one generator receives."""
+    """Arenas that generators load from: the learner's own, or those of a machine on which generators receive."""
 
     slots: list[Slot] = field(default_factory=list)
     newest: Slot | None = None
     """The one with the newest weights that may be read."""
-    receiver: str = ""
-    """The generator that receives; empty: none does, or the learner writes the arenas."""
+    receivers: tuple[str, ...] = ()
+    """The generators that receive, each from other senders; empty: none does, or the learner writes the arenas."""
     receiving: Slot | None = None
+    base: str = ""
+    """File to whose weights the deltas apply that are being received."""
+    awaited: set[str] = field(default_factory=set)
+    """Receivers that have not received their part yet."""
+    received: list[str] = field(default_factory=list)
+    """Digests of the other parts."""
     receiving_s: float = 0.0
     """Time of the offer, `time.monotonic`."""
     failures: int = 0
     """Consecutive versions that were not received."""
+    _files: str = ""
+    """Start of their names."""
 
     @property
     def state(self) -> State | None:
         """The newest weights."""
         return None if self.newest is None else self.newest.state
 
-    def choose(self, receiver: str) -> None:
-        """Let this generator receive, which holds nothing yet; empty: none."""
-        self.receiver, self.slots, self.newest, self.receiving = receiver, [], None, None
+    def choose(self, names: Sequence[str], mark: str) -> None:
+        """Let these generators receive; the first of them, with this mark of its process, owns the files."""
+        self.receivers = tuple(names)
+        self._files = self._files or f"{mark}-received-{secrets.token_hex(4)}"
+
+    def clear(self) -> None:
+        """Begin anew, with other receivers and other files: one of the present receivers may still write into these."""
+        self.slots, self.newest, self.receivers, self._files = [], None, (), ""
+        self.abandon()
 
     def writable(self) -> Slot | None:
         """Return an arena to receive into: the newest if nobody reads it, which saves memory, and a copy to apply deltas."""
@@ -233,12 +257,20 @@ class Place:
         self.slots.append(Slot())
         return self.slots[-1]
 
-    def receive(self, slot: Slot, state: State) -> None:
-        """Note that the receiver was offered these weights."""
+    def receive(self, slot: Slot, state: State, names: Sequence[str]) -> None:
+        """Note that these receivers were offered these weights."""
         slot.version, slot.digest = state
-        slot.writes = next(_numbers)
-        self.receiving, self.receiving_s = slot, time.monotonic()
+        slot.writes, slot.file = next(_numbers), f"{self._files}-{self.slots.index(slot)}"
+        self.base = "" if self.newest is None else self.newest.file
+        self.receiving, self.receiving_s, self.awaited, self.received = slot, time.monotonic(), set(names), []
         self.newest = None if slot is self.newest else self.newest
+
+    def abandon(self) -> None:
+        """Forget what is being received."""
+        if self.receiving is not None:
+            self.receiving.version = None
+        self.receiving = None
+        self.awaited.clear()
 
     def release(self, reader: str) -> None:
         for slot in self.slots:
@@ -313,16 +345,19 @@ class Mappings(dict[str, MappedArenas]):
 
 
 class Staging:
-    """Weights that a generator received, [num_bytes] uint8, in shared memory where they fit."""
+    """Weights that generators of one machine receive, [num_bytes] uint8, in shared memory where they fit."""
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout, self._arenas = layout, Arenas(layout, 1)
+    def __init__(self, layout: Layout, file: str = "") -> None:
+        """
+        Args:
+            file: its name; empty: a new one.
+        """
+        self._layout, self._arenas = layout, Arenas(layout, 1, file)
         (self.flat,) = self._arenas.slots
         self.is_private = not self._arenas.file
         """True if shared memory was too small: no other process can map them."""
-        self.file = self._arenas.file or f"private-{next(_numbers)}"
-        self.holds: State | None = None
-        """Weights with the digest of what was received; None: incomplete."""
+        self.state: State | None = None
+        """The weights of which this process received its part last."""
         weakref.finalize(self, self._arenas.close).atexit = False  # `scratch` removes it after the process has ended
 
     def pin(self) -> None:
@@ -331,7 +366,7 @@ class Staging:
 
     def begin(self, writes: int) -> None:
         """Note that the buffer is about to be written, for the `writes`-th time."""
-        self.holds = None
+        self.state = None
         self._arenas.flags[_counter(0)] = writes
 
     def tensors(self, writes: int = 0) -> SharedTensors:
@@ -359,16 +394,16 @@ def _counter(slot: int) -> int:
 
 
 def allocate(file: Path, size: int) -> None:
-    """Create a file in shared memory with all pages allocated: a write to a full /dev/shm kills the process (SIGBUS).
+    """Make a file in shared memory with all pages allocated: a write to a full /dev/shm kills the process (SIGBUS).
 
     Raises:
         RuntimeError: the file does not fit.
     """
-    descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        file.unlink()
+        file.unlink(missing_ok=True)
         raise RuntimeError(
             f"{size / 2**20:.0f} MiB of weights do not fit into {SHARED_MEMORY} ({error}); give the container more, for "
             "example docker run --shm-size=4g"

@@ -1,8 +1,8 @@
 """Transport to generators that cannot map the learner's memory: broadcasts of all weights, or of deltas.
 
-Learner ranks on several machines broadcast one after the other, each machine what it owns, in a group of its own with the
-generators. A broadcast is collective, so a member that dies blocks the rest. It runs in a thread of its own. When a member is
-lost the groups are dropped, and the next ones are formed without it.
+Several learner ranks send side by side, each its part of the weights, in a group of its own with one generator of each
+machine. A broadcast is collective, so a member that dies blocks the rest. It runs in a thread of its own. When a member is lost
+the groups are dropped, and the next ones are formed without it.
 """
 
 import itertools
@@ -10,9 +10,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Literal, TypeVar, cast
@@ -20,7 +21,7 @@ from typing import Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from asyncgrpo.weights.arena import Arenas, Bucket, IsWritten, Layout, Stream
+from asyncgrpo.weights.arena import Bucket, IsWritten, Layout, Place, Slot, Stream
 from asyncgrpo.weights.delta import LEAST_SAVING, Chain, Delta, Packed, Piece, State, follow, to_bytes
 from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store, visit_store
 from asyncgrpo.wire import Message
@@ -32,8 +33,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Send = Callable[[str | int, Message], object]
 """Sends a message to a generator by its name, or to a sender by its number."""
-Buffers = Mapping[str | int, tuple[int, int]]
-"""The buffer in which each member receives, and the number of that write; for other senders the arena that they send."""
 
 
 class Broadcaster:
@@ -192,37 +191,42 @@ class GroupLane(Broadcaster):
         """Set what the publisher and each other sender broadcast."""
         self._stream, self._senders = streams[0], len(streams)
 
-    def form_with(self, names: list[str], send: Send) -> None:
-        """Start to form a group of these generators for each sender."""
-        self.names = frozenset(names)
+    def form_with(self, places: Sequence[Place], send: Send) -> None:
+        """Start to form a group for each sender, of one receiver of each place; these take turns."""
+        self.names = frozenset(name for place in places for name in place.receivers)
         form = partial(
             FormGroup,
             group_number=self.number + 1,
-            senders=self._senders,
-            world=len(names) + 1,
+            world=len(places) + 1,
             store_host=self._host,
             store_port=self._store.port,
             backend=self._backend,
             timeout_s=self._timeout_s,
         )
-        for rank, name in enumerate(names, start=1):
-            send(name, form(rank=rank))
+        for rank, place in enumerate(places, start=1):
+            for first, name in enumerate(place.receivers):
+                send(name, form(rank=rank, senders=tuple(range(first, self._senders, len(place.receivers)))))
         for sender in range(1, self._senders):
             send(sender, form(rank=0))
         self.form(form(rank=0))
 
-    def offer(self, state: State, slot: int, flat: Tensor, buffers: Buffers, send: Send) -> None:
-        """Start to broadcast arena `slot`, [num_bytes] uint8, to the group."""
-        self._offer(state, {**buffers, **dict.fromkeys(range(1, self._senders), (slot, 0))}, send)
+    def offer(self, state: State, slot: int, flat: Tensor, places: Sequence[Place], send: Send) -> None:
+        """Start to broadcast arena `slot`, [num_bytes] uint8, to what these places await."""
+        offer = self._offer(state, places, send)
+        for sender in range(1, self._senders):
+            send(sender, offer(slot=slot))
         self.broadcast(flat, self._piece_bytes)
 
-    def offer_deltas(self, deltas: list[Packed], buffers: Buffers, send: Send) -> None:
-        """Start to broadcast deltas to the group."""
+    def offer_deltas(self, deltas: list[Packed], places: Sequence[Place], send: Send) -> None:
+        """Start to broadcast deltas. The publisher alone sends them."""
         payload = torch.frombuffer(bytearray().join(delta.payload for delta in deltas), dtype=torch.uint8)
-        self._offer(deltas[-1].after, buffers, send, tuple(len(delta.payload) for delta in deltas))
+        self._offer(deltas[-1].after, places, send, tuple(len(delta.payload) for delta in deltas))
         self.broadcast(payload, self._piece_bytes, Stream([(0, len(payload))]))
 
-    def _offer(self, state: State, buffers: Buffers, send: Send, delta_bytes: tuple[int, ...] = ()) -> None:
+    def _offer(
+        self, state: State, places: Sequence[Place], send: Send, delta_bytes: tuple[int, ...] = ()
+    ) -> Callable[..., Offer]:
+        """Send an offer to each receiver that is awaited. Returns the function that makes them."""
         offer = partial(
             Offer,
             version=state.version,
@@ -231,49 +235,63 @@ class GroupLane(Broadcaster):
             piece_bytes=self._piece_bytes,
             delta_bytes=delta_bytes,
         )
-        for peer, (slot, writes) in buffers.items():
-            send(peer, offer(slot=slot, writes=writes))
+        for place in places:
+            for name in place.awaited:
+                into = cast(Slot, place.receiving)
+                send(name, offer(file=into.file, writes=into.writes, base=place.base))
+        return offer
 
     def drop(self) -> None:
         self.names = frozenset()
         super().drop()
 
 
-# -- other machines of the learner -------------------------------------------------------------------------------------
+# -- other ranks of the learner ----------------------------------------------------------------------------------------
 
 SENDER_POLL_S = 0.02
 
 
-class Sender:
-    """Broadcasts the rows of a learner machine other than the publisher's.
+@dataclass(frozen=True)
+class Written:
+    """A write of an arena."""
 
-    One process of the machine, the sender, has arenas like the publisher's, with the rows of this machine's ranks alone. It
-    reports the digest of what was written. On an offer it broadcasts its stream beside the training step. The publisher adds
-    up the digests and decides which version is sent. The learner's loop calls `written`, a thread does the rest.
+    slot: int
+    writes: int
+    """Of this arena so far."""
+    flat: Tensor
+    """[num_bytes] uint8, the arena."""
+    is_complete: IsWritten
+
+
+class Sender:
+    """Broadcasts a part of the weights from a learner rank other than the publisher's.
+
+    It reports the digest of its part of each write. On an offer it broadcasts that part beside the training step. The
+    publisher adds up the digests and decides which version is sent. The learner's loop calls `written`, a thread does the rest.
     """
 
-    def __init__(
-        self, number: int, arenas: Arenas, stream: Stream, *, endpoint: str, host: str, keys: Keys | None
-    ) -> None:
+    def __init__(self, number: int, stream: Stream, *, endpoint: str, host: str, keys: Keys | None) -> None:
         """
         Args:
             number: of this sender, from 1.
+            stream: its part.
             endpoint: of the publisher.
             host: address of this process for the generators.
         """
-        self._number, self._arenas, self._stream = number, arenas, stream
+        self._number, self._stream = number, stream
         self._endpoint, self._keys = endpoint, keys
         self._broadcaster = Broadcaster(number, stream, host)
-        self._writes: SimpleQueue[tuple[int, int, IsWritten]] = SimpleQueue()
-        self._pending: tuple[int, int, IsWritten] | None = None
+        self._writes: SimpleQueue[Written] = SimpleQueue()
+        self._pending: Written | None = None
+        self._arenas: dict[int, Tensor] = {}
         self._offer: Offer | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-sender", daemon=True)
         self._thread.start()
 
-    def written(self, slot: int, writes: int, is_written: IsWritten) -> None:
-        """Note a write of an arena that is complete once `is_written` returns True."""
-        self._writes.put((slot, writes, is_written))
+    def written(self, write: Written) -> None:
+        """Note a write, which may be incomplete yet."""
+        self._writes.put(write)
 
     def close(self) -> None:
         self._stop.set()
@@ -290,7 +308,7 @@ class Sender:
                 self._report_writes()
                 self._broadcast()
         except Exception:  # the publisher waits for this sender and times out
-            log.exception("the weights of this machine cannot be sent")
+            log.exception("the weights of this rank cannot be sent")
         finally:
             self._broadcaster.close()
             self._client.close()
@@ -306,11 +324,11 @@ class Sender:
     def _report_writes(self) -> None:
         if self._pending is None and not self._writes.empty():
             self._pending = self._writes.get()
-        if self._pending is None or not self._pending[2]():
+        if (write := self._pending) is None or not write.is_complete():
             return
-        (slot, writes, _), self._pending = self._pending, None
-        digest = self._stream.digest(self._arenas.slots[slot])
-        self._client.send(RowsWritten(sender=self._number, slot=slot, writes=writes, digest=digest))
+        self._pending, self._arenas[write.slot] = None, write.flat
+        digest = self._stream.digest(write.flat)
+        self._client.send(RowsWritten(sender=self._number, slot=write.slot, writes=write.writes, digest=digest))
 
     def _broadcast(self) -> None:
         """Start an offered broadcast. The publisher may offer before this sender's group is formed."""
@@ -321,7 +339,7 @@ class Sender:
             self._client.send(GroupFormed(generator_id=name, group_number=number, problem=trouble))
         if self._offer is not None and self._broadcaster.state == "ready":
             offer, self._offer = self._offer, None
-            self._broadcaster.broadcast(self._arenas.slots[offer.slot], offer.piece_bytes)
+            self._broadcaster.broadcast(self._arenas[offer.slot], offer.piece_bytes)
 
 
 # -- deltas ------------------------------------------------------------------------------------------------------------

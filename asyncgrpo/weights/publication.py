@@ -164,6 +164,8 @@ class Member:
     peer: str
     incarnation: str
     machine: str
+    mark: str
+    """Of its process, for names of files."""
     place: "Place"
     """Where it loads weights from."""
     joined_s: float

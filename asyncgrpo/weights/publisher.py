@@ -5,10 +5,10 @@ idle generator, computes the digest and collects the proofs. Each generator adop
 makes versions faster than they travel, the latest wins.
 
     Join -> WeightsLayout -> [ Offer -> Swapped ]*          each generator
-    FormGroup -> GroupFormed -> [ Offer -> Staged ]*        one of each machine that cannot map the learner's memory
+    FormGroup -> GroupFormed -> [ Offer -> Staged ]*        some of each machine that cannot map the learner's memory
 
-If learner ranks are on other machines, each of these has a sender (`weights/lane.py`), and no generator maps the learner's
-memory.
+Several learner ranks send a part each (`weights/lane.py`), to as many generators of each machine where there are so many. If
+learner ranks are on several machines, no generator maps their memory.
 
 A generator holds a version after its engine has swapped to it and reported the same checksum as the other engines. Bytes that
 crossed a network must have the learner's digest first. A generator that misses its liveness deadline, here or at the driver,
@@ -98,6 +98,8 @@ class Publisher:
         """Those of other machines."""
         self._unshared: set[str] = set()
         """Machines whose shared memory is too small: each generator receives for itself."""
+        self._early: list[tuple[str, Member, Swapped]] = []
+        """Messages about the version whose digest is not known yet."""
         self._members: dict[str, Member] = {}
         self._missing: dict[str, Member] = {}
         self._leaving: tuple[str, ...] = ()
@@ -105,6 +107,8 @@ class Publisher:
         self._lock = threading.Lock()
         self._preparing: Slot | None = None
         self._preparing_s = 0.0
+        self._own_digest = ""
+        """Of this process's part of what is being prepared."""
         self._senders: dict[int, str] = {}
         """Peer of each other sender, by its number."""
         self._rows: dict[tuple[int, int], dict[int, str]] = {}
@@ -121,13 +125,21 @@ class Publisher:
 
     # -- what the learner's loop calls ---------------------------------------------------------------------------------
 
-    def start(self, layout: list[TensorInfo], check: SyncCheck | None = None, others: Sequence[Stream] = ()) -> None:
+    def start(
+        self,
+        layout: list[TensorInfo],
+        check: SyncCheck | None = None,
+        others: Sequence[Stream] = (),
+        *,
+        is_whole: bool = True,
+    ) -> None:
         """Fix the layout of all publications and start the thread.
 
         Args:
             layout: names, shapes and dtypes.
-            others: streams of the other learner machines, each of which has a sender.
             check: versions under which engines score the check sequences; `expect` gives the learner's scores.
+            others: what other learner ranks send.
+            is_whole: True if all ranks write into this process's arenas.
         """
         self._layout, self._check = Layout(layout), check or SyncCheck.none()
         self._arenas = Arenas(self._layout)
@@ -139,7 +151,7 @@ class Publisher:
         others = others if self._arenas.file else ()  # without shared memory, this process gathers
         own = Stream(run for stream in others for run in stream.runs).rest(num_bytes)
         self._streams = (own, *others)
-        self._maps, self._can_delta = self._maps and not others, self._config.deltas and not others
+        self._maps, self._can_delta = self._maps and is_whole, self._config.deltas and is_whole
         self._layout_message = WeightsLayout(
             tensors=self._layout.tensors,
             check=self._check.sequences.tokens,
@@ -349,8 +361,10 @@ class Publisher:
         self._forget(name)
         self._missing.pop(name, None)
         if self._server.send(peer, self._layout_message, self._runs):
-            machine = message.machine
-            self._members[name] = Member(peer, message.incarnation, machine, self._place(machine), now_s, now_s)
+            place = self._place(message.machine)
+            self._members[name] = Member(
+                peer, message.incarnation, message.machine, message.mark, place=place, joined_s=now_s, heard_s=now_s
+            )
 
     def _place(self, machine: str) -> Place:
         """Return where a generator of this machine loads weights from."""
@@ -374,22 +388,29 @@ class Publisher:
         slot = self._preparing
         if slot is None or not (slot.is_written is None or slot.is_written()):
             return
+        if not slot.is_ready:
+            with self._lock:
+                slot.is_ours, slot.is_ready, self._home.newest = False, True, slot
+                slot.readers.add(HASHING)
+            self._offer_newest()
+            self._own_digest = self._streams[0].digest(self._arenas.slots[slot.number])
         rows = self._rows.get((slot.number, slot.writes), {})
         if len(rows) < len(self._streams) - 1:
             if time.monotonic() - self._preparing_s > self._config.timeout_s + self._read_s:
                 late = sorted(set(range(1, len(self._streams))) - rows.keys())
-                raise WeightsError(f"learner machines {late} have not written the weights of {slot.version} in time")
+                raise WeightsError(f"learner senders {late} have not written the weights of {slot.version} in time")
             return
-        self._rows.clear()
-        with self._lock:
-            slot.is_ours, slot.is_ready = False, True
-            slot.readers.add(HASHING)
-            self._home.newest, self._preparing = slot, None
-        self._offer_newest()
-        slot.digest = add_digests([self._streams[0].digest(self._arenas.slots[slot.number]), *rows.values()])
+        self._rows = {
+            write: parts for write, parts in self._rows.items() if write[1] > slot.writes or write[0] != slot.number
+        }
+        slot.digest, self._preparing = add_digests([self._own_digest, *rows.values()]), None
         if (round_ := self._rounds.get(cast(PolicyVersion, slot.version))) is not None:
             round_.digest = slot.digest
         self._release(HASHING)
+        early, self._early = self._early, []
+        for name, member, message in early:
+            if self._members.get(name) is member:
+                self._swapped(name, member, message)
 
     def _offer_newest(self) -> None:
         """Offer the newest weights of its place to each generator whose engine is idle."""
@@ -418,44 +439,52 @@ class Publisher:
         if self._deltas.poll(self._lane.seconds):
             self._release(COMPARING)
         far = self._far()
-        if self._lane.state != "none" and not self._lane.names <= far.keys():
+        if self._lane.state != "none" and not self._lane.names <= {name for place in far for name in place.receivers}:
             self._drop_group("a member is gone")
         if not far or self._lane.state in ("forming", "sending"):
             return
-        if whole := {name: place for name, place in far.items() if self._deltas.path([place.state]) is None}:
+        if whole := [place for place in far if self._deltas.path([place.state]) is None]:
             self._broadcast(whole, [])
-        elif deltas := self._deltas.path(place.state for place in far.values()):
-            self._broadcast(far, deltas)
+        elif deltas := self._deltas.path(place.state for place in far):
+            self._broadcast(list(far), deltas)
 
-    def _broadcast(self, places: dict[str, Place], deltas: list[Packed]) -> None:
+    def _broadcast(self, places: list[Place], deltas: list[Packed]) -> None:
         """Send deltas or, without any, all weights to these places; form a group first if their set has changed."""
-        if any(place.receiving is not None for place in places.values()):
+        if any(place.receiving is not None for place in places):
             return
-        into = {name: slot for name, place in places.items() if (slot := place.writable()) is not None}
+        into = [slot for place in places if (slot := place.writable()) is not None]
+        names = {name for place in places for name in place.receivers}
         with self._lock:
             newest = self._home.newest
-            if newest is None or (state := deltas[-1].after if deltas else newest.state) is None:
+            if newest is None or not newest.digest or (state := deltas[-1].after if deltas else newest.state) is None:
                 return
-            if len(into) < len(places) or all(place.state == state for place in places.values()):
+            if len(into) < len(places) or all(place.state == state for place in places):
                 return
-            is_ready = self._lane.state == "ready" and self._lane.names == places.keys()
+            is_ready = self._lane.state == "ready" and self._lane.names == names and all(p.receivers for p in places)
             if is_ready and not deltas:
-                newest.readers |= places.keys()
+                newest.readers |= names
         if not is_ready:
-            self._lane.drop()
-            self._lane.form_with(sorted(places), self._send)
+            self._form_group(places)
             return
-        behind = {name for name, m in self._members.items() if m.holds != state.version and m.place.receiver in places}
-        round_ = self._round(state, behind)
+        round_ = self._round(
+            state, {n for n, m in self._members.items() if m.holds != state.version and m.place in places}
+        )
         round_.sent_bytes += len(places) * (sum(len(delta.payload) for delta in deltas) or self._layout.num_bytes)
-        buffers: dict[str | int, tuple[int, int]] = {}
-        for name, place in places.items():
-            place.receive(into[name], state)
-            buffers[name] = place.slots.index(into[name]), into[name].writes
+        for place, slot in zip(places, into, strict=True):
+            place.receive(slot, state, place.receivers[:1] if deltas else place.receivers)
         if deltas:
-            self._lane.offer_deltas(deltas, buffers, self._send)
+            self._lane.offer_deltas(deltas, places, self._send)
         else:
-            self._lane.offer(state, newest.number, self._arenas.slots[newest.number], buffers, self._send)
+            self._lane.offer(state, newest.number, self._arenas.slots[newest.number], places, self._send)
+
+    def _form_group(self, places: list[Place]) -> None:
+        """Let as many generators of each place receive as ranks send, and form a group of them."""
+        far = self._far()
+        for place in places:
+            names = far[place][: len(self._streams)]
+            place.choose(names, self._members[names[0]].mark)
+        self._lane.drop()
+        self._lane.form_with(places, self._send)
 
     def _compare_newest(self) -> None:
         """Start the comparison of the newest version with the one before, if any generator can use the delta."""
@@ -465,21 +494,17 @@ class Publisher:
             return
         with self._lock:
             slot = self._home.newest
-            if slot is None or (state := slot.state) is None or not self._deltas.wants(state):
+            if slot is None or not slot.digest or (state := slot.state) is None or not self._deltas.wants(state):
                 return
             slot.readers.add(COMPARING)
         self._deltas.follow(self._layout, self._arenas.slots[slot.number])
 
-    def _far(self) -> dict[str, Place]:
-        """Return the places that weights are sent to, by the generator that receives there. It is chosen if there is none."""
-        far: dict[str, Place] = {}
+    def _far(self) -> dict[Place, list[str]]:
+        """Return the places that weights are sent to, each with its generators in the order in which they joined."""
+        far: dict[Place, list[str]] = {}
         for name, member in self._members.items():
-            place = member.place
-            if place is self._home:
-                continue
-            if not place.receiver:
-                place.choose(name)
-            far[place.receiver] = place
+            if member.place is not self._home:
+                far.setdefault(member.place, []).append(name)
         return far
 
     def _round(self, state: State, names: Iterable[str]) -> Round:
@@ -489,21 +514,26 @@ class Publisher:
         return round_
 
     def _staged(self, name: str, member: Member, message: Staged) -> None:
-        place, machine = member.place, member.machine
-        slot = place.receiving
-        if slot is None or (name, message.writes) != (place.receiver, slot.writes):
+        place, slot = member.place, member.place.receiving
+        if slot is None or message.writes != slot.writes or name not in place.awaited:
             return
-        if message.digest != slot.digest:
-            why = f"digest mismatch: sent {slot.digest}, {name} received {message.digest}"
-            self._not_received(name, place, why)
+        if message.is_private and member.machine not in self._unshared:
+            self._unshared.add(member.machine)
+            self._begin_anew(place)
+            for other in self._members.values():
+                if other.machine == member.machine:
+                    other.place = Place()
             return
         self._release(name)
-        place.newest, place.receiving, place.failures, slot.file = slot, None, 0, message.file
-        if message.is_private and machine not in self._unshared:
-            self._unshared.add(machine)
-            for other in self._members.values():
-                if other.machine == machine and other is not member:
-                    other.place = Place()
+        place.awaited.discard(name)
+        place.received.append(message.digest)
+        if place.awaited:
+            return
+        if (received := add_digests(place.received)) != slot.digest:
+            why = f"digest mismatch: sent {slot.digest}, received {received}"
+            self._not_received(name, place, why)
+            return
+        place.newest, place.receiving, place.failures = slot, None, 0
 
     def _not_received(self, name: str, place: Place, why: str) -> None:
         """Send the weights again; after `ATTEMPTS` failures the run fails."""
@@ -516,12 +546,20 @@ class Publisher:
 
     def _abandon(self, place: Place) -> None:
         """Forget what is being received."""
-        if place.receiving is not None:
-            self._release(place.receiver)
-            place.receiving.version, place.receiving = None, None
+        for name in place.awaited:
+            self._release(name)
+        place.abandon()
+
+    def _begin_anew(self, place: Place) -> None:
+        """Forget what was received, too."""
+        self._abandon(place)
+        place.clear()
 
     def _swapped(self, name: str, member: Member, message: Swapped) -> None:
         round_ = self._rounds.get(message.version)
+        if round_ is not None and not round_.digest:
+            self._early.append((name, member, message))
+            return
         if message.version == member.offered:
             self._release(name, member.place)
             member.loaded = round_.digest if round_ is not None else ""
@@ -555,8 +593,8 @@ class Publisher:
             log.warning("weights %s are offered to %s again: a message was lost", member.offered, name)
             self._release(name, place)
             member.offered, member.is_late = None, False
-        if place.receiver == name and place.receiving is not None and place.receiving_s + self._read_s < before_s:
-            log.warning("weights %s are sent to %s again: a message was lost", place.receiving.version, name)
+        if name in place.awaited and place.receiving_s + self._read_s < before_s:
+            log.warning("weights are sent to %s again: a message was lost", name)
             self._abandon(place)
 
     def _sync_failed(self, name: str, member: Member, message: SyncFailed) -> None:
@@ -566,10 +604,9 @@ class Publisher:
             self._forget(name)
         elif not message.writes:
             self._reoffer(name, member, message.reason)
-            if place is not self._home:  # the receiver has died, and the file with it
-                self._abandon(place)
-                place.choose(name)
-        elif place.receiving is not None and (name, message.writes) == (place.receiver, place.receiving.writes):
+            if place is not self._home:  # the owner of the file has died, and the file with it
+                self._begin_anew(place)
+        elif place.receiving is not None and name in place.awaited and message.writes == place.receiving.writes:
             self._not_received(name, place, message.reason)
 
     def _reoffer(self, name: str, member: Member, problem: str) -> None:
@@ -631,15 +668,13 @@ class Publisher:
                     self._missing.pop(name, None)
         now_s, timeout_s = time.monotonic(), self._config.timeout_s
         for name, member in list(self._members.items()):
-            is_receiving = member.place.receiving is not None and member.place.receiver == name
+            is_receiving = name in member.place.awaited
             patience_s = liveness.SUSPECT_S + (self._read_s if is_receiving else 0.0)
             in_group = name in self._lane.names and self._lane.state in ("forming", "sending")
             if f"{name}-{member.incarnation}" in self._leaving:
                 self._forget(name)
             elif now_s - member.heard_s > max(patience_s, timeout_s if in_group else 0.0):
                 self._drop(name, f"no heartbeat for {patience_s:.0f} s")
-            elif is_receiving and now_s > member.place.receiving_s + timeout_s + self._read_s:
-                self._drop(name, f"it did not receive weights within {timeout_s + self._read_s:.0f} s")
             elif member.offered is not None and not member.is_late and now_s > member.offered_s + timeout_s:
                 member.is_late = True
                 why = f"it did not swap to {member.offered} within {timeout_s:.0f} s"
@@ -667,9 +702,8 @@ class Publisher:
         if (member := self._members.pop(name, None)) is not None:
             self._stop_waiting(name)
             self._release(name, member.place)
-            if name == member.place.receiver:
-                self._abandon(member.place)
-                member.place.choose("")
+            if name in member.place.receivers:
+                self._begin_anew(member.place)
             if name in self._lane.names:
                 self._drop_group(f"{name} is gone")
 

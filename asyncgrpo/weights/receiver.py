@@ -1,9 +1,10 @@
 """The generator's side of a publication, in two threads of its own beside the engine.
 
 One thread talks to the publisher. On the learner's machine the engine loads weights directly out of the learner's arena. On
-every other machine one generator receives them for all, while the engines sample: it takes part in a broadcast, or applies
-deltas to earlier weights, and reports the digest. Then each engine of the machine loads them out of that memory. The second
-thread makes the engine swap between two tokens. Only this engine waits for it. It is unaffected if the learner dies.
+every other machine generators receive them while the engines sample, each from some of the learner's ranks: they take part in
+broadcasts, or one applies deltas to earlier weights, and report the digests. Then each engine of the machine loads them out of
+that memory. The second thread makes the engine swap between two tokens. Only this engine waits for it. It is unaffected if the
+learner dies.
 """
 
 import itertools
@@ -19,9 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncgrpo import liveness
+from asyncgrpo import liveness, scratch
 from asyncgrpo.errors import WeightsError, WireError
-from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout, Mappings, SharedTensors, Staging, Stream
 from asyncgrpo.weights.delta import State, from_bytes
@@ -76,17 +76,18 @@ class Receiver:
         """
         self._endpoint, self._keys = endpoint, keys
         self._generator_id, self._incarnation = generator_id, incarnation
-        self._host, self.machine = host, same_machine()
+        self._host, self.machine = host, scratch.same_machine()
         self._apply = apply
         self._score = score
         self._layout: Layout | None = None
         self._check: WeightsLayout | None = None
         self._mappings = Mappings()
-        self._stagings: dict[int, Staging] = {}
-        """Buffers in which this generator receives for its machine, by number."""
+        self._stagings: dict[str, Staging] = {}
+        """Buffers in which this generator receives for its machine, by file."""
         self._streams: list[Stream] = []
-        self._groups: list[WeightGroup] = []
-        """One for each stream."""
+        """What each sender sends."""
+        self._groups: dict[int, WeightGroup] = {}
+        """By sender."""
         self._group_number = 0
         # The version that waits for the engine, and the one that it swaps to. A newer version replaces a waiting one.
         self._next: tuple[PolicyVersion, SharedTensors] | None = None
@@ -171,21 +172,23 @@ class Receiver:
             except (WeightsError, ValueError) as error:
                 raise WireError(str(error)) from error
         elif isinstance(message, FormGroup):
+            if not set(message.senders) <= set(range(len(self._streams))):
+                raise WireError(f"there are no senders {message.senders}")
             self._form_group(message)
         elif isinstance(message, Offer) and self._layout is not None:
             (self._stage if message.group_number else self._take)(self._layout, message)
 
     def _join(self) -> None:
         name, incarnation = self._generator_id, self._incarnation
-        self._client.send(Join(generator_id=name, incarnation=incarnation, machine=self.machine))
+        self._client.send(Join(generator_id=name, incarnation=incarnation, machine=self.machine, mark=scratch.mark()))
 
     def _form_group(self, message: FormGroup) -> None:
         self._drop_group()
         problem = ""
         try:
             store = visit_store(message.store_host, message.store_port, message.timeout_s)
-            for sender in range(message.senders):
-                self._groups.append(form_group(store, message, self._host, sender))
+            for sender in message.senders:
+                self._groups[sender] = form_group(store, message, self._host, sender)
             self._group_number = message.group_number
         except RuntimeError as error:
             problem = str(error)[:200]
@@ -198,35 +201,33 @@ class Receiver:
     def _take(self, layout: Layout, offer: Offer) -> None:
         """Queue a swap to weights that were received here, or that another process of this machine has in shared memory."""
         try:
-            for staging in self._stagings.values():
-                if staging.file == offer.file:
-                    self._next = offer.version, staging.tensors(offer.writes)
-                    return
-            self._stagings.clear()  # another generator receives for this machine
+            if (staging := self._of_place(offer.file).get(offer.file)) is not None:
+                self._next = offer.version, staging.tensors(offer.writes)
+                return
             self._next = offer.version, self._mappings[offer.file].tensors(layout, offer.slot, offer.writes)
         except WeightsError as error:
             self._failed(error)
 
     def _stage(self, layout: Layout, offer: Offer) -> None:
-        """Receive a version for the generators of this machine, and report its digest."""
+        """Receive this generator's part of a version for its machine, and report the digest."""
         try:
             if not self._groups or offer.group_number != self._group_number:
                 raise WeightsError(f"this generator is not in group {offer.group_number}")
-            if (staging := self._stagings.get(offer.slot)) is None:
-                staging = self._stagings[offer.slot] = Staging(layout)
+            if (staging := self._of_place(offer.file).get(offer.file)) is None:
+                staging = self._stagings[offer.file] = Staging(layout, offer.file)
             received = (self._update if offer.delta_bytes else self._broadcast)(layout, offer, staging)
-        except (WeightsError, RuntimeError, ValueError) as error:
+        except (WeightsError, RuntimeError, ValueError, KeyError) as error:
             self._failed(error, offer.writes)
             return
-        staging.holds = State(offer.version, received)
-        staged = Staged(
-            generator_id=self._generator_id,
-            digest=received,
-            file=staging.file,
-            writes=offer.writes,
-            is_private=staging.is_private,
-        )
-        self._client.send(staged)
+        staging.state = State(offer.version, offer.digest)
+        name, is_private = self._generator_id, staging.is_private
+        self._client.send(Staged(generator_id=name, digest=received, writes=offer.writes, is_private=is_private))
+
+    def _of_place(self, file: str) -> dict[str, Staging]:
+        """Return the buffers of the place that has this file, and free those of an earlier one."""
+        place, _, _ = file.rpartition("-")
+        self._stagings = {name: staging for name, staging in self._stagings.items() if name.startswith(place)}
+        return self._stagings
 
     def _failed(self, error: Exception, writes: int = 0) -> None:
         """Report weights that could not be received or mapped. The engine was not touched."""
@@ -236,7 +237,7 @@ class Receiver:
         self._client.send(SyncFailed(generator_id=self._generator_id, reason=str(error)[:300], writes=writes))
 
     def _update(self, layout: Layout, offer: Offer, staging: Staging) -> str:
-        """Receive deltas and apply those that follow the newest weights here: in place, if these are in `staging`."""
+        """Receive deltas and apply those that follow the weights in `offer.base`: in place, if these are in `staging`."""
         if not 0 < (size := sum(offer.delta_bytes)) <= layout.num_bytes:
             raise WeightsError(f"deltas of {size} bytes were offered for weights of {layout.num_bytes}")
         payload = torch.empty(size, dtype=torch.uint8)
@@ -244,31 +245,29 @@ class Receiver:
             pass
         parts = payload.split(list(offer.delta_bytes))
         deltas = {delta.before: delta for delta in (from_bytes(part.numpy().data) for part in parts)}
-        held = {one.holds: one for one in self._stagings.values() if one.holds is not None}
-        last = State(offer.version, offer.digest)
-        base = max((state for state in held if state in deltas or state == last), default=None)
-        if base is None:
+        base, last = self._stagings.get(offer.base), State(offer.version, offer.digest)
+        state = None if base is None else base.state
+        if base is None or state is None or (state != last and state not in deltas):
             raise WeightsError(f"received no delta to {offer.version} from weights that are held here")
         staging.begin(offer.writes)
-        if staging is not held[base]:
-            staging.flat.copy_(held[base].flat)
-        state = base
+        if staging is not base:
+            staging.flat.copy_(base.flat)
         while state != last:
             if (delta := deltas.pop(state, None)) is None:
-                raise WeightsError(f"received deltas from {base.version} to {state.version}, not to {offer.version}")
+                raise WeightsError(f"received deltas to {state.version}, not to {offer.version}")
             delta.apply(staging.flat)
             state = delta.after
         return Stream([(0, layout.num_bytes)]).digest(staging.flat)
 
     def _broadcast(self, layout: Layout, offer: Offer, staging: Staging) -> str:
-        """Take part in the broadcasts of all senders, one after the other."""
+        """Take part in the broadcasts of this generator's senders, one after the other."""
         staging.begin(offer.writes)
-        if self._groups[0].device.type != "cpu":
+        if any(group.device.type != "cpu" for group in self._groups.values()):
             staging.pin()
         runs = (
             run
-            for group, stream in zip(self._groups, self._streams, strict=True)
-            for run in receive(group, staging.flat, stream.buckets(offer.piece_bytes))
+            for sender, group in self._groups.items()
+            for run in receive(group, staging.flat, self._streams[sender].buckets(offer.piece_bytes))
         )
         return digest_pieces(staging.flat, runs)
 
@@ -316,9 +315,9 @@ class Receiver:
                 self._client.send(outcome)
 
     def _drop_group(self) -> None:
-        for group in self._groups:
+        for group in self._groups.values():
             group.close()
-        self._groups, self._group_number = [], 0
+        self._groups, self._group_number = {}, 0
 
 
 def _streams(message: WeightsLayout, payload: Buffer, num_bytes: int) -> list[Stream]:

@@ -10,6 +10,8 @@ import msgspec
 from asyncgrpo.types import Name, PolicyVersion, TensorInfo
 from asyncgrpo.wire import Message
 
+Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+
 # -- membership --------------------------------------------------------------------------------------------------------
 
 
@@ -20,6 +22,8 @@ class Join(Message):
     incarnation: Name
     machine: str
     """`scratch.same_machine()`: processes for which it is equal can map each other's shared memory."""
+    mark: Name
+    """`scratch.mark()`, for the names of files that are removed after this process has ended."""
 
 
 class Alive(Message):
@@ -49,24 +53,24 @@ class WeightsLayout(Message):
 
 
 class JoinSender(Message):
-    """Sent once by a learner process that sends the rows of its machine; `sender` counts from 1, the publisher is 0."""
+    """Sent once by a learner rank that sends weights; `sender` counts from 1, the publisher is 0."""
 
     sender: int
 
 
 class RowsWritten(Message):
-    """Reports that the rows of a sender's machine are in its arena `slot`, after `writes` writes, with this digest."""
+    """Reports that all that a sender sends is in arena `slot`, after `writes` writes of that arena, with this digest."""
 
     sender: int
     slot: int
     writes: int
-    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    digest: Digest
 
 
 class FormGroup(Message):
-    """Asks a generator to join the process groups of this number, one for each sender, which is rank 0 in it.
+    """Asks a generator to join the process groups of these senders, each of which is rank 0 in its own.
 
-    Asks a sender to form its own.
+    Asks a sender to form its group.
     """
 
     group_number: int
@@ -76,7 +80,7 @@ class FormGroup(Message):
     store_port: int
     backend: Literal["gloo", "nccl"]
     timeout_s: float
-    senders: int = 1
+    senders: tuple[int, ...] = (0,)
 
 
 class GroupFormed(Message):
@@ -94,9 +98,9 @@ class Offer(Message):
     """Offers the weights of `version` and their digest.
 
     The engine loads them out of arena `slot` of `file`, which was written `writes` times. With a `group_number` they are
-    broadcast in buckets of `piece_bytes`: this generator receives them for its machine, as write number `writes` of its
-    buffer `slot`. The senders get this offer, too, and send their arena `slot`. With `delta_bytes`, the bytes that are
-    broadcast are deltas that lead to them.
+    broadcast in buckets of `piece_bytes`: this generator receives what its senders send into `file`, as write number
+    `writes`, for all generators of its machine. The senders get this offer, too, and send their arena `slot`. With
+    `delta_bytes`, the bytes that are broadcast are deltas, which lead to them from the weights in the file `base`.
     """
 
     version: PolicyVersion
@@ -106,16 +110,16 @@ class Offer(Message):
     writes: int = 0
     group_number: int = 0
     piece_bytes: int = 0
+    base: str = ""
     delta_bytes: tuple[int, ...] = ()
     """Payload bytes of each delta, in the order of application."""
 
 
 class Staged(Message):
-    """Reports that a generator received weights into `file`, by write number `writes`; `digest` is of the received bytes."""
+    """Reports that a generator received its part of write number `writes`; `digest` is of these bytes."""
 
     generator_id: Name
-    digest: str
-    file: str
+    digest: Digest
     writes: int
     is_private: bool = False
     """True if no other process can map the file."""

@@ -44,7 +44,8 @@ def learner_of(case: str, folder: str, rank: int, world: int) -> Learner:
 def test_a_rank_that_does_not_write_is_not_waited_for_forever(tmp_path, monkeypatch):
     learner = learner_of("qwen3", str(make_tiny_qwen3(tmp_path / "qwen3").parent), 0, 1)
     arenas = Arenas(Layout(learner.layout()))
-    monkeypatch.setattr(learner.snapshot, "_mates", [1])
+    monkeypatch.setattr(learner.snapshot, "_world", 2)
+    monkeypatch.setattr(learner.snapshot, "_mates", [0, 1])
     monkeypatch.setattr(learner.snapshot, "_timeout_s", 0.1)
     is_written = learner.snapshot.write(arenas.slots[0], arenas.file)
     assert is_written is not None and not is_written()
@@ -76,7 +77,9 @@ def machines_publish(rank: int, world: int, folder: str) -> None:
 def publish(learner: Learner, case: str, gathered: list[str]) -> None:
     layout, engines, about = Layout(learner.layout()), [], ["", ""]
     if learner.rank == 0:
-        plane = Fleet(WeightsConfig(bucket_mb=1), maps=True, layout=layout, others=learner.snapshot.streams)
+        plane = Fleet(
+            WeightsConfig(bucket_mb=1), maps=True, layout=layout, others=learner.snapshot.streams, is_whole=False
+        )
         about = [plane.publisher.endpoint, plane.publisher.file]
     dist.broadcast_object_list(about)
     endpoint, file = about

@@ -80,11 +80,17 @@ class Fleet(Plane):
     """A publisher, receivers whose engines hold what they were given, and the bytes of every version that was published."""
 
     def __init__(
-        self, config: WeightsConfig, *, maps: bool, layout: Layout = LAYOUT, others: Sequence[Stream] = ()
+        self,
+        config: WeightsConfig,
+        *,
+        maps: bool,
+        layout: Layout = LAYOUT,
+        others: Sequence[Stream] = (),
+        is_whole: bool = True,
     ) -> None:
         super().__init__(config, maps=maps)
         self.layout = layout
-        self.publisher.start(list(layout.tensors), others=others)
+        self.publisher.start(list(layout.tensors), others=others, is_whole=is_whole)
         self.truth: dict[PolicyVersion, Tensor] = {}
 
     def add(self, name: str, engine: Engine | None = None, incarnation: str = "0", machine: str = "") -> Engine:

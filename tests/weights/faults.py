@@ -2,11 +2,12 @@
 
     python -m tests.weights.faults --publications 10000
 
-A real publisher and real receivers, over real sockets and gloo groups, in one process: one generator maps the learner's
-memory, four on two other machines get broadcasts of deltas and of all weights. Meanwhile deltas are altered and cut,
-broadcast bytes are altered; generators end without a word, come, stand still and are slow; and the learner offers versions as
-fast as arenas are free. Whatever an engine is given to load, at whatever version, is compared with what was published under
-that number, at the begin of the load and again at its end.
+A real publisher, a sender and real receivers, over real sockets and gloo groups, in one process: one generator maps the
+learner's memory, four on two other machines get broadcasts of deltas and of all weights, in two parts that two of each machine
+receive side by side. Meanwhile deltas are altered and cut, broadcast bytes are altered; the sender is late; generators end
+without a word, come, stand still and are slow; and the learner offers versions as fast as arenas are free. Whatever an engine is
+given to load, at whatever version, is compared with what was published under that number, at the begin of the load and again at
+its end.
 
 One JSON line: the faults that were injected, how versions travelled, and what was wrong. It must be nothing.
 """
@@ -27,16 +28,18 @@ from torch import Tensor
 from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights import lane, publisher, receiver
-from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights import arena, lane, publisher, receiver
+from asyncgrpo.weights import digest as digests
+from asyncgrpo.weights.arena import Layout, Stream
 from asyncgrpo.weights.delta import Delta
 from asyncgrpo.weights.digest import add_digests, digest
+from asyncgrpo.weights.lane import Sender, Written
 from asyncgrpo.weights.publisher import Publication
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import Message
 from benchmarks.measuring import show, where
 from tests.weights.changing import LAYOUT, as_bytes, change
-from tests.weights.publishing import Plane
+from tests.weights.publishing import HOST, Plane
 
 SHARES = [0.0, 0.001, 0.005, 0.01, 0.05]
 """Of the elements that change from one version to the next."""
@@ -93,7 +96,10 @@ class Fleet(Plane):
         self.chance, self._of_broadcasts, self._of_deltas = (random.Random(seed + n) for n in range(3))
         self._random = np.random.default_rng(seed)
         super().__init__(WeightsConfig(bucket_mb=1, timeout_s=1.0), maps=True)
-        self.publisher.start(list(LAYOUT.tensors))
+        _, part = Stream([(0, LAYOUT.num_bytes)]).split(2)
+        self.publisher.start(list(LAYOUT.tensors), others=[part])
+        self._sender = Sender(1, part, endpoint=self.publisher.endpoint, host=HOST, keys=None)
+        self._writes: Counter[int] = Counter()
         self._flat = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
         self.truth: dict[PolicyVersion, str] = {}
         self.members: dict[str, tuple[Receiver, Engine]] = {}
@@ -119,6 +125,9 @@ class Fleet(Plane):
             arena[:half] = flat[:half]
             time.sleep(0.0)  # whoever reads it now has half of it
             arena[half:] = flat[half:]
+            slot, due_s = int(arena.storage_offset() > 0), time.monotonic() + self.chance.choice([0.0, 0.0, 0.05])
+            self._writes[slot] += 1
+            self._sender.written(Written(slot, self._writes[slot], arena, lambda: time.monotonic() >= due_s))
 
         self._wait(lambda: self.publisher.offer(version, fill), 60.0)
         self.found["publications"] += 1
@@ -193,6 +202,7 @@ class Fleet(Plane):
         for made in self.receivers:
             made.stop()
         self._wait(lambda: not any(made.is_alive for made in self.receivers), 60.0)
+        self._sender.close()
         self.close()
 
     def _change(self, share: float) -> None:
@@ -220,12 +230,14 @@ def run(publications: int, seed: int, often: float = 1.0) -> Counter[str]:
     Raises:
         WeightsError: the publisher gave up.
     """
-    impatient = {
+    others = {
         (liveness, "SUSPECT_S"): 0.7,
         (liveness, "LOST_S"): 1.5,
         (publisher, "ATTEMPTS"): 10**9,  # of bytes that are wrong by design
+        (arena, "BLOCK"): 4096,  # so that these few bytes have several parts
+        (digests, "BLOCK"): 4096,
     }
-    for (module, name), value in impatient.items():
+    for (module, name), value in others.items():
         mock.patch.object(module, name, value).start()
     fleet = Fleet(seed, often)
     mock.patch.object(receiver, "form_group", fleet.alter_broadcasts(receiver.form_group)).start()

@@ -23,6 +23,7 @@ from msgspec import structs
 
 from asyncgrpo.errors import WireError
 from asyncgrpo.types import PolicyVersion
+from asyncgrpo.weights.arena import Place
 from asyncgrpo.weights.group import NcclGroup, form_group, serve_store, visit_store
 from asyncgrpo.weights.lane import GroupLane, receive, send
 from asyncgrpo.weights.receiver import Receiver
@@ -98,10 +99,10 @@ def test_a_group_does_not_wait_for_the_abandoned_one_before_it():
     """Both used one connection to the store, which serves one call at a time."""
     lane = GroupLane("gloo", HOST, timeout_s=10.0, piece_bytes=1)
     sent: list[Message] = []
-    lane.form_with(["gone"], lambda peer, message: None)
+    lane.form_with([Place(receivers=("gone",))], lambda peer, message: None)
     time.sleep(0.5)  # it waits in the store
     lane.drop()
-    lane.form_with(["here"], lambda peer, message: sent.append(message))
+    lane.form_with([Place(receivers=("here",))], lambda peer, message: sent.append(message))
     (message,) = sent
     assert isinstance(message, FormGroup)
     here = form_group(visit_store(HOST, message.store_port, 10.0), structs.replace(message, timeout_s=5.0), HOST)

@@ -1,8 +1,12 @@
-"""Publications of a learner on two machines: each broadcasts its own bytes, and the publisher's digest is of both."""
+"""Publications of several learner ranks: each broadcasts its part, and the publisher's digest is of all."""
 
+import math
 import random
-from collections.abc import Iterable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,13 +14,13 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights import lane
-from asyncgrpo.weights.arena import Arenas, Bucket, Stream
-from asyncgrpo.weights.digest import BLOCK
-from asyncgrpo.weights.lane import Sender
+from asyncgrpo.weights import arena, digest, lane
+from asyncgrpo.weights.arena import Bucket, Stream
+from asyncgrpo.weights.digest import BLOCK, add_digests
+from asyncgrpo.weights.lane import Deltas, Sender, Written
 from asyncgrpo.weights.receiver import _streams
 from asyncgrpo.wire.weights import WeightsLayout
-from tests.weights.changing import LAYOUT, Engine, Fleet, drawn
+from tests.weights.changing import LAYOUT, Engine, Fleet, change, drawn
 from tests.weights.publishing import wait_until
 
 SIZE = LAYOUT.num_bytes
@@ -24,29 +28,44 @@ OTHER = Stream([(3, 17), (64, SIZE // 3 + 1), (SIZE // 2, SIZE - 5)])
 """What the other machine sends, at odd places."""
 
 
-class Machines(Fleet):
-    """The publisher, a sender as on another machine, and generators."""
+class Ranks(Fleet):
+    """The publisher, a sender for each other rank, and generators that receive."""
 
-    def __init__(self, timeout_s: float = 5.0) -> None:
-        super().__init__(WeightsConfig(bucket_mb=1, timeout_s=timeout_s), maps=True, others=[OTHER])
-        self.arenas = Arenas(LAYOUT)
-        self.sender = Sender(1, self.arenas, OTHER, endpoint=self.publisher.endpoint, host="127.0.0.1", keys=None)
+    def __init__(self, *others: Stream, is_whole: bool) -> None:
+        config = WeightsConfig(bucket_mb=1, timeout_s=5.0)
+        super().__init__(config, maps=True, others=others, is_whole=is_whole)
+        self.others = others
+        self.arenas = [torch.zeros(2, SIZE, dtype=torch.uint8) for _ in others]
+        self.writes: Counter[int] = Counter()
+        endpoint = self.publisher.endpoint
+        self.senders = [
+            Sender(number, stream, endpoint=endpoint, host="127.0.0.1", keys=None)
+            for number, stream in enumerate(others, 1)
+        ]
 
-    def publish(self, number: int, *, other_writes: bool = True) -> PolicyVersion:
-        """Begin to publish random weights, of which each machine has its own bytes."""
+    def publish(
+        self, number: int, flat: Tensor | None = None, *, late: Callable[[int], bool] = lambda sender: False
+    ) -> PolicyVersion:
+        """Begin to publish these weights, else random ones. On several machines each arena has the bytes of its own rank only.
+
+        Args:
+            late: says which senders have not written yet.
+        """
         version = PolicyVersion(1, number)
-        flat = self.truth[version] = drawn(number)
+        flat = self.truth[version] = drawn(number) if flat is None else flat
 
         def fill(layout: object, arena: Tensor) -> None:
-            arena.zero_()
-            for start, end in OTHER.rest(SIZE).runs:
-                arena[start:end] = flat[start:end]
             slot = int(arena.storage_offset() > 0)
-            writes = self.arenas.begin(slot)
-            for start, end in OTHER.runs:
-                self.arenas.slots[slot][start:end] = flat[start:end]
-            if other_writes:
-                self.sender.written(slot, writes, lambda: True)
+            self.writes[slot] += 1
+            arena.copy_(flat)
+            for place, (stream, sender) in enumerate(zip(self.others, self.senders, strict=True)):
+                into = self.arenas[place][slot]
+                for start, end in stream.runs:
+                    into[start:end] = flat[start:end]
+                    if not self.publisher._maps:
+                        arena[start:end] = 0
+                is_complete = lambda number=place + 1: not late(number)  # noqa: E731
+                sender.written(Written(slot, self.writes[slot], into, is_complete))
 
         wait_until(lambda: self.publisher.offer(version, fill), "an arena")
         return version
@@ -57,14 +76,25 @@ class Machines(Fleet):
         self.check(*engines)
 
     def close(self) -> None:
-        self.sender.close()
+        for sender in self.senders:
+            sender.close()
         super().close()
-        self.arenas.close()
 
 
 @pytest.fixture
-def machines() -> Iterator[Machines]:
-    made = Machines()
+def machines() -> Iterator[Ranks]:
+    """Two ranks on two machines."""
+    made = Ranks(OTHER, is_whole=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ranks(monkeypatch) -> Iterator[Ranks]:
+    """Three ranks on one machine."""
+    for module in (arena, digest):
+        monkeypatch.setattr(module, "BLOCK", 4096)
+    made = Ranks(*Stream([(0, SIZE)]).split(3)[1:], is_whole=True)
     yield made
     made.close()
 
@@ -106,9 +136,96 @@ def test_bytes_that_change_on_the_way_from_another_machine_are_sent_again(machin
 def test_a_machine_that_does_not_write_its_rows_is_named(machines):
     machines.add("a")
     machines.publisher._config = WeightsConfig(bucket_mb=1, timeout_s=0.2)
-    machines.publish(0, other_writes=False)
-    with pytest.raises(WeightsError, match=r"learner machines \[1\] have not written the weights of 1.0 in time"):
+    machines.publish(0, late=lambda sender: True)
+    with pytest.raises(WeightsError, match=r"learner senders \[1\] have not written the weights of 1.0 in time"):
         wait_until(machines.publisher.reports, "report")
+
+
+# -- several generators of a machine receive side by side --------------------------------------------------------------
+
+
+def test_each_generator_of_a_machine_receives_from_other_ranks_into_one_file(ranks):
+    near, *far = (ranks.add(name, machine=machine) for name, machine in (("h", ""), ("a", "m"), ("b", "m"), ("c", "n")))
+    version = ranks.publish(0)
+    ranks.arrives(version, near, *far)
+    wait_until(lambda: ranks.publisher.is_idle, "rest")
+    (report,) = ranks.publisher.reports()
+    assert report.digest == add_digests([digest.digest(ranks.truth[version])]), "as if one rank had sent all"
+    assert report.sent_bytes == 3 * SIZE, "one engine has read them, and two machines received them once"
+    _, first, second, third = ranks.receivers
+    assert [list(receiver._groups) for receiver in (first, second, third)] == [[0, 2], [1], [0, 1, 2]]
+    assert first._stagings.keys() == second._stagings.keys() != third._stagings.keys()
+
+
+def test_deltas_go_to_the_first_receiver_of_a_machine(ranks, monkeypatch):
+    poll = Deltas.poll
+    monkeypatch.setattr(Deltas, "poll", lambda deltas, broadcast_s: poll(deltas, math.inf))
+    engines = [ranks.add(name, machine=machine) for name, machine in (("a", "m"), ("b", "m"), ("c", "n"))]
+    flat, random = drawn(0), np.random.default_rng(0)
+    for number in range(4):
+        change(flat, 0.01, random, lambda below: 0)
+        ranks.arrives(ranks.publish(number, flat.clone()), *engines)
+        wait_until(lambda: ranks.publisher.is_idle and not ranks.publisher._deltas.is_busy, "rest")
+    first, *rest = sorted(ranks.publisher.reports(), key=lambda report: report.version)
+    assert first.sent_bytes == 2 * SIZE and len(rest) == 3
+    assert all(report.sent_bytes < SIZE / 4 and report.attempts == 1 for report in rest)
+
+
+def test_after_a_receiver_has_ended_the_others_of_its_machine_receive_into_another_file(ranks):
+    engines = [ranks.add(name, machine="m") for name in "ab"]
+    ranks.arrives(ranks.publish(0), *engines)
+    (before,) = ranks.receivers[0]._stagings
+    ranks.receivers[1].stop()
+    ranks.publisher.give_up("b", "0")
+    ranks.arrives(ranks.publish(1), engines[0])
+    assert before not in ranks.receivers[0]._stagings, "what has ended could still write into it"
+    again = ranks.add("b", incarnation="1", machine="m")
+    ranks.arrives(PolicyVersion(1, 1), again)
+    assert ranks.publisher._lane.names == {"a"}, "a newcomer receives from the next group on"
+    ranks.publisher._drop_group("a test")
+    ranks.arrives(ranks.publish(2), engines[0], again)
+    assert ranks.publisher._lane.names == {"a", "b"}
+
+
+def test_a_part_that_was_altered_is_received_again_with_all_others(ranks, monkeypatch):
+    engines = [ranks.add(name, machine="m") for name in "ab"]
+    ranks.arrives(ranks.publish(0), *engines)
+    wait_until(lambda: ranks.publisher.is_idle, "rest")
+    ranks.publisher.reports()
+    receive, flips = lane.receive, [1]
+
+    def altered(group: object, flat: Tensor, buckets: Iterable[Bucket]) -> Iterator[tuple[int, int]]:
+        for run in receive(group, flat, buckets):
+            if flips and run[0] > 0:
+                flat[run[0]] ^= flips.pop()
+            yield run
+
+    monkeypatch.setattr("asyncgrpo.weights.receiver.receive", altered)
+    ranks.arrives(ranks.publish(1), *engines)
+    wait_until(lambda: ranks.publisher.is_idle, "rest")
+    (report,) = ranks.publisher.reports()
+    assert report.attempts == 2 and not flips
+
+
+def test_a_rank_that_is_ahead_of_another_is_not_forgotten(ranks):
+    """It reports the next version before the other one has reported this one."""
+    engine, goes_on = ranks.add("a", machine="m"), threading.Event()
+    ranks.publish(0, late=lambda sender: sender == 2 and not goes_on.is_set())
+    last = ranks.publish(1)
+    wait_until(lambda: len(ranks.publisher._rows) == 2, "a report of the next version")
+    goes_on.set()
+    ranks.arrives(last, engine)
+
+
+def test_an_engine_may_swap_before_the_digests_of_all_ranks_are_known(ranks):
+    near, goes_on = ranks.add("h"), threading.Event()
+    version = ranks.publish(0, late=lambda sender: not goes_on.is_set())
+    ranks.arrives(version, near)
+    wait_until(lambda: ranks.publisher._early, "the report of its swap")
+    goes_on.set()
+    wait_until(lambda: ranks.publisher.is_idle, "rest")
+    (report,) = ranks.publisher.reports()
+    assert report.generators == ("h",) and report.digest == add_digests([digest.digest(ranks.truth[version])])
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
@@ -126,6 +243,15 @@ def test_buckets_have_every_byte_once_and_are_cut_between_blocks(seed):
     ends = {end for _, end in stream.runs}
     assert all(end in ends or end % BLOCK == 0 for bucket in buckets for _, end in bucket)
     assert Stream([*stream.runs, *stream.rest(9 * BLOCK).runs]).runs == [(0, 9 * BLOCK)]
+
+
+@pytest.mark.parametrize("size", [5, BLOCK, 5 * BLOCK + 7, 9 * BLOCK])
+def test_parts_of_a_stream_are_all_of_it_and_about_equal(size):
+    parts = Stream([(0, 3), (4, size)]).split(4)
+    assert Stream(run for part in parts for run in part.runs).runs == [(0, 3), (4, size)]
+    sizes = [sum(end - start for start, end in part.runs) for part in parts]
+    assert len(parts) == 4 and max(sizes) <= size // 4 + BLOCK
+    assert all(start % BLOCK == 0 for part in parts[1:] for start, _ in part.runs)
 
 
 def test_streams_that_miss_a_byte_are_refused():

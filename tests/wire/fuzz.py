@@ -247,9 +247,9 @@ class Readers:
         self.publisher._layout_message = weights.WeightsLayout(tensors=_LAYOUT)
         version, name = PolicyVersion(1, 3), {"generator_id": "g"}
         self._to_publisher: list[Message] = [
-            weights.Join(generator_id="g", incarnation="a", machine="m"), weights.Alive(generator_id="g"),
+            weights.Join(generator_id="g", incarnation="a", machine="m", mark="k"), weights.Alive(generator_id="g"),
             weights.GroupFormed(**name, group_number=1, problem="p"),
-            weights.Staged(**name, digest="d", file="f", writes=1),
+            weights.Staged(**name, digest="0" * 16, writes=1),
             weights.Swapped(**name, version=version, checksum="c"),
             weights.Checked(**name, version=version, scores=(-1.0, -2.5)),
             weights.SyncFailed(**name, reason="r", poisoned=True), weights.SyncFailed(**name, reason="r", writes=1),
@@ -264,12 +264,12 @@ class Readers:
             weights.WeightsLayout(tensors=_LAYOUT, check=((1, 2, 3),), check_start=1),
             weights.Offer(version=version, digest="d", file="f", slot=1, writes=2),
             weights.Offer(version=version, digest="d", group_number=1, piece_bytes=64),
-            weights.Offer(version=version, digest="d", group_number=1, delta_bytes=(10, 20)),
+            weights.Offer(version=version, digest="d", group_number=1, base="f", delta_bytes=(10, 20)),
         ]  # fmt: skip
         self._sealed_only_by_us: list[Message] = [
             rollouts.Grant(lease=msgspec.convert(_LEASE, Lease)),
             weights.FormGroup(
-                group_number=1, senders=1, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0
+                group_number=1, rank=1, world=2, store_host="h", store_port=1, backend="gloo", timeout_s=1.0
             ),
         ]
 
