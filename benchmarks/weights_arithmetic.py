@@ -4,7 +4,8 @@
 
 Half of the GPUs learn and half generate; with 8 they share a machine, otherwise a machine has 8 and does one of both. The
 stages follow one another: copy to the host, digest, broadcast, upload, digest of the live parameters. A generator copies a bucket
-to the host and digests it while the next one arrives.
+to the host and digests it while the next one arrives. On each machine as many processes send or receive side by side as it has
+engines; where each GPU has a link, each of them uses its own.
 """
 
 GB = 1e9
@@ -13,35 +14,39 @@ MODELS = {"8B": (8.19e9, 1, (8, 16, 64)), "32B": (32.8e9, 2, (16, 64)), "70B": (
 GPUS_OF_A_MACHINE = 8
 PCIE = 55 * GB
 """Between a GPU and pinned memory, as measured on an H200; the GPUs of an engine copy side by side."""
-NICS = {"400 Gb/s": 50 * GB, "25 GbE": 3.125 * GB}
-"""One for each machine, where one generator receives for all."""
+NICS = {"8 x 400 Gb/s": (50 * GB, 8), "400 Gb/s": (50 * GB, 1), "25 GbE": (3.125 * GB, 1)}
+"""Bytes that a link of a machine carries in a second, and its links."""
 PROOF = 109 * GB
 """Bytes of live parameters that a GPU digests in a second, as measured on an H200. An engine samples nothing meanwhile."""
 CORES, DIGEST = 8, 8.4 * GB
-"""Cores of the process that digests, and the bytes that each digests in a second, as measured beside an H200."""
+"""Cores of a process that digests, and the bytes that each digests in a second, as measured beside an H200."""
+MEMORY = 200 * GB
+"""Bytes that all processes of a machine digest in a second at most, because they share its memory: an assumption."""
 FEWER, COMPARE, APPLY = 33.7, 2.5 * GB, 8.5 * GB
 """Ratio of the bytes of all weights to a delta at a learning rate of 1e-6, and the rates of one core."""
 
 
-def stages(parameters: float, tensor_parallel: int, gpus: int, nic: float) -> dict[str, float]:
+def stages(parameters: float, tensor_parallel: int, gpus: int, nic: tuple[float, int]) -> dict[str, float]:
     """Return the seconds of each stage of one publication in bfloat16."""
     size, learners, is_one = 2 * parameters, gpus // 2, gpus <= GPUS_OF_A_MACHINE
-    machines = max(1, learners // GPUS_OF_A_MACHINE)
+    machines, processes = max(1, learners // GPUS_OF_A_MACHINE), GPUS_OF_A_MACHINE // tensor_parallel
     local = {"stall": size / learners / PCIE, "pause": size / tensor_parallel * (1 / PCIE + 1 / PROOF)}
     if is_one:
         return local
-    digest = size / (CORES * DIGEST)
-    return local | {"digest": digest / machines, "arrival": max(size / nic, size / PCIE, digest)}
+    digest = size / min(processes * CORES * DIGEST, MEMORY)
+    link = nic[0] * min(nic[1], processes)
+    return local | {"digest": digest / machines, "arrival": max(size / link, size / PCIE / processes, digest)}
 
 
-def delta(parameters: float, tensor_parallel: int, gpus: int, nic: float) -> float | None:
+def delta(parameters: float, tensor_parallel: int, gpus: int, nic: tuple[float, int]) -> float | None:
     """Return the seconds of a publication by deltas; None where they are not used."""
     size, local = 2 * parameters, stages(parameters, tensor_parallel, gpus, nic)
     compare = size / (CORES * COMPARE)
-    if not GPUS_OF_A_MACHINE < gpus <= 2 * GPUS_OF_A_MACHINE or compare > size / nic:
+    link = nic[0] * nic[1]
+    if not GPUS_OF_A_MACHINE < gpus <= 2 * GPUS_OF_A_MACHINE or compare > size / link:
         return None
     fixed = local["stall"] + local["digest"] + local["pause"]
-    return fixed + compare + size / FEWER / nic + size / (CORES * APPLY) + size / (CORES * DIGEST)
+    return fixed + compare + size / FEWER / nic[0] + size / (CORES * APPLY) + size / (CORES * DIGEST)
 
 
 def main() -> None:

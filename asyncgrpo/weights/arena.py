@@ -100,10 +100,9 @@ class Stream:
         return Stream(zip(starts, [*(start for start, _ in self.runs), num_bytes], strict=True))
 
     def split(self, count: int) -> list["Stream"]:
-        """Return parts of about equal size, cut between blocks of the digest. The last ones may be empty."""
+        """Return at most `count` parts of about equal size, cut between blocks of the digest."""
         size = sum(end - start for start, end in self.runs)
-        parts = list(self.buckets(BLOCK + size // count))
-        return [Stream(part) for part in parts] + [Stream([])] * (count - len(parts))
+        return [Stream(part) for part in self.buckets(BLOCK + size // count)]
 
     def buckets(self, size: int) -> Iterator[Bucket]:
         """Yield runs of at most `size` bytes together, at least a block of the digest. A run is cut between blocks only."""

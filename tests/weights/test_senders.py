@@ -20,6 +20,8 @@ from asyncgrpo.weights.digest import BLOCK, add_digests
 from asyncgrpo.weights.lane import Deltas, Sender, Written
 from asyncgrpo.weights.receiver import _streams
 from asyncgrpo.wire.weights import WeightsLayout
+from tests.gpu_rehearsals.cluster import needs_namespaces
+from tests.weights import links
 from tests.weights.changing import LAYOUT, Engine, Fleet, change, drawn
 from tests.weights.publishing import wait_until
 
@@ -228,6 +230,20 @@ def test_an_engine_may_swap_before_the_digests_of_all_ranks_are_known(ranks):
     assert report.generators == ("h",) and report.digest == add_digests([digest.digest(ranks.truth[version])])
 
 
+@needs_namespaces
+def test_each_link_of_a_machine_carries_its_part_of_the_weights():
+    mb, count = 8, 2
+    with links.network() as cluster:
+        _, moved = links.publications(cluster, mb, senders=2, count=count)
+    parts = Stream([(0, mb * 2**20)]).split(2)
+    sizes = [count * sum(end - start for start, end in part.runs) for part in parts]
+    receivers = sorted(links.GENERATORS, key=lambda node: -moved[node][1])  # the first part is the larger one
+    for size, sender, receiver in zip(sizes, (links.LEARNER, links.OTHER_RANK), receivers, strict=True):
+        (sent, back), (forth, received) = moved[sender], moved[receiver]
+        assert size < sent < 1.05 * size and size < received < 1.05 * size
+        assert max(back, forth) < 0.05 * size
+
+
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
@@ -245,12 +261,12 @@ def test_buckets_have_every_byte_once_and_are_cut_between_blocks(seed):
     assert Stream([*stream.runs, *stream.rest(9 * BLOCK).runs]).runs == [(0, 9 * BLOCK)]
 
 
-@pytest.mark.parametrize("size", [5, BLOCK, 5 * BLOCK + 7, 9 * BLOCK])
-def test_parts_of_a_stream_are_all_of_it_and_about_equal(size):
+@pytest.mark.parametrize(("size", "count"), [(5, 1), (BLOCK, 1), (5 * BLOCK + 7, 3), (41 * BLOCK, 4)])
+def test_parts_of_a_stream_are_all_of_it_and_about_equal(size, count):
     parts = Stream([(0, 3), (4, size)]).split(4)
     assert Stream(run for part in parts for run in part.runs).runs == [(0, 3), (4, size)]
     sizes = [sum(end - start for start, end in part.runs) for part in parts]
-    assert len(parts) == 4 and max(sizes) <= size // 4 + BLOCK
+    assert len(parts) == count and max(sizes) <= size // 4 + BLOCK
     assert all(start % BLOCK == 0 for part in parts[1:] for start, _ in part.runs)
 
 
