@@ -2,10 +2,9 @@
 
     python -m benchmarks.weights_arithmetic
 
-Half of the GPUs learn and half generate; with 8 they share a machine, otherwise a machine has 8 and does one of both. The
-stages follow one another: copy to the host, digest, broadcast, upload, digest of the live parameters. A generator copies a bucket
-to the host and digests it while the next one arrives. On each machine as many processes send or receive side by side as it has
-engines; where each GPU has a link, each of them uses its own.
+Half of the GPUs learn; with 8 all share a machine, otherwise a machine has 8 that do the same. The stages follow one another:
+copy to the host, digest, broadcast, upload, digest of the live parameters. A generator copies a bucket to the host and digests it
+while the next one arrives. As many processes of a machine send or receive as it has engines, each over a link of its own.
 """
 
 GB = 1e9
@@ -34,16 +33,15 @@ def stages(parameters: float, tensor_parallel: int, gpus: int, nic: tuple[float,
     if is_one:
         return local
     digest = size / min(processes * CORES * DIGEST, MEMORY)
-    link = nic[0] * min(nic[1], processes)
-    return local | {"digest": digest / machines, "arrival": max(size / link, size / PCIE / processes, digest)}
+    arrival = max(size / nic[0] / min(nic[1], processes), size / PCIE / processes, digest)
+    return local | {"digest": digest / machines, "arrival": arrival}
 
 
 def delta(parameters: float, tensor_parallel: int, gpus: int, nic: tuple[float, int]) -> float | None:
     """Return the seconds of a publication by deltas; None where they are not used."""
     size, local = 2 * parameters, stages(parameters, tensor_parallel, gpus, nic)
     compare = size / (CORES * COMPARE)
-    link = nic[0] * nic[1]
-    if not GPUS_OF_A_MACHINE < gpus <= 2 * GPUS_OF_A_MACHINE or compare > size / link:
+    if not GPUS_OF_A_MACHINE < gpus <= 2 * GPUS_OF_A_MACHINE or compare > size / nic[0] / nic[1]:
         return None
     fixed = local["stall"] + local["digest"] + local["pause"]
     return fixed + compare + size / FEWER / nic[0] + size / (CORES * APPLY) + size / (CORES * DIGEST)
@@ -63,9 +61,7 @@ def main() -> None:
 
 
 def seconds(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
+    return "-" if value is None else f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
 
 
 if __name__ == "__main__":
