@@ -1,12 +1,12 @@
 """One publication against one flat broadcast of the same bytes: CPU seconds, the learner's stall, the engine's pause.
 
-    python -m benchmarks.weights_speed --models s25m s100m s500m --engines 1 2
+    python -m benchmarks.weights_speed --models s25m s100m s500m --engines 1 2 --ranks 1
 
-The learner's side is the real learner of one rank, whose float32 weights are cast to bfloat16, and the real publisher; each
-engine is a process with the real receiver, whose swap copies every tensor into its place and takes a checksum of all of them.
-Beside it, in turns, gloo broadcasts a flat buffer of as many bytes to as many processes, with nothing else done. CPU seconds
-are those of all processes. `mapped`: engines on the learner's machine load out of its memory; `broadcast`: gloo brings the
-bytes; `delta`: 1 % of the elements change from one version to the next, and only they are sent.
+The learner's side is the real learner, whose float32 weights are cast to bfloat16, and the real publisher; each engine is a
+process with the real receiver, whose swap copies every tensor into its place and takes a checksum of all of them. Beside it, in
+turns, gloo broadcasts a flat buffer of as many bytes to as many processes, with nothing else done. CPU seconds are those of all
+processes. `mapped`: engines on the learner's machine load out of its memory; `broadcast`: gloo brings the bytes; `delta`: 1 % of
+the elements change from one version to the next, and only they are sent. The stall is that of rank 0 against a copy of its rows.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from asyncgrpo.cluster.wiring import joined_ranks
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.engines.torch.engine import replace_tensors, weights_digest
 from asyncgrpo.learner.learner import Learner
@@ -48,19 +49,48 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["s25m", "s100m"], choices=MODELS)
     parser.add_argument("--engines", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--lanes", nargs="+", default=list(LANES), choices=LANES)
+    parser.add_argument("--ranks", type=int, default=1, choices=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         for model in arguments.models:
-            settings = config(make_model(Path(folder), model), model={"dtype": "bfloat16"})
-            learner = Learner(settings, rank=0, world=1, device="cpu")
+            path = make_model(Path(folder), model)
             for engines in arguments.engines:
                 for lane in arguments.lanes:
-                    show({"model": model} | measure(learner, engines, lane, arguments.rounds))
+                    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+                    others = [(path, store.port, lane)] * (arguments.ranks - 1)
+                    with spawned(follow, others) as ranks, joined_ranks(store, 0, arguments.ranks, "cpu", 600.0):
+                        learner = learner_of(path, 0, arguments.ranks)
+                        show({"model": model} | measure(learner, ranks, engines, lane, arguments.rounds))
 
 
-def measure(learner: Learner, engines: int, lane: str, rounds: int) -> dict[str, Any]:
+def learner_of(path: str, rank: int, world: int) -> Learner:
+    return Learner(config(path, model={"dtype": "bfloat16"}), rank=rank, world=world, device="cpu")
+
+
+def follow(path: str, port: int, lane: str) -> None:
+    """Be rank 1 of 2."""
+    torch.set_num_threads(1)
+    with joined_ranks(dist.TCPStore(HOST, port, is_master=False), 1, 2, "cpu", 600.0):
+        learner = learner_of(path, 1, 2)
+        masters = [local(parameter) for parameter in learner.model.parameters()]
+        learner.snapshot.connect(told(), HOST, None)
+        while True:
+            place = told()
+            for master in masters:
+                change(master, lane)
+            learner.snapshot.join(*place)
+
+
+def told(command: Any = None) -> Any:
+    """Return what rank 0 tells. Collective."""
+    box = [command]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def measure(learner: Learner, ranks: list[psutil.Process], engines: int, lane: str, rounds: int) -> dict[str, Any]:
     """Of `rounds` publications, each beside a broadcast: medians."""
     layout = learner.layout()
     masters = [local(parameter) for parameter in learner.model.parameters()]
@@ -68,17 +98,20 @@ def measure(learner: Learner, engines: int, lane: str, rounds: int) -> dict[str,
     publisher = Publisher(settings, maps=maps, backend="gloo", bind=HOST, host=HOST, keys=None)
 
     def fill(layout: Layout, flat: Tensor) -> IsWritten | None:
+        told((publisher.file, int(flat.storage_offset())))
         started = time.perf_counter()
         written = learner.snapshot.write(flat, publisher.file)
         stalls.append(time.perf_counter() - started)
         return written
 
-    publisher.start(layout)
+    publisher.start(layout, others=learner.snapshot.streams)
+    told(publisher.endpoint)
     num_bytes = publisher._layout.num_bytes
     with (
         receivers(publisher.endpoint, layout, engines) as (processes, pauses),
         broadcasts(engines, num_bytes) as raw,
     ):
+        processes += ranks
         publisher.wait_for(engines, 120.0, lambda what, seconds: None)
         ours, theirs, seconds, stalls, copies, their_s = [], [], [], [], [], []
         for version in range(rounds + 2):
@@ -101,6 +134,7 @@ def measure(learner: Learner, engines: int, lane: str, rounds: int) -> dict[str,
         "what": "publication",
         "parameters_m": round(sum(master.numel() for master in masters) / 1e6),
         "engines": engines,
+        "ranks": 1 + len(ranks),
         "lane": lane,
         "mb": round(num_bytes / 1e6),
         "sent_mb": round(publication.sent_bytes / 1e6, 1),
