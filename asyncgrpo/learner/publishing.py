@@ -58,7 +58,7 @@ class _Source:
 
     def rows(self, *, merged: bool = True) -> Tensor:
         """Return the rows of this rank. Collective if an adapter is merged into them."""
-        rows = cast(DTensor, self.tensor.detach()).to_local()
+        rows = cast(DTensor, self.tensor).to_local()
         if merged and self.adapter is not None:
             up = self.adapter.scale * cast(DTensor, self.adapter.b.detach()).to_local()
             rows = merge(rows, up, gather(self.adapter.a.detach()), self.dtype)
@@ -153,10 +153,9 @@ def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, fla
 
 def fill_parts(parts: Iterator[Part], layout: Layout, flat: Tensor) -> IsWritten | None:
     """Copy one rank's parts to their places. Returns as `fill_arena`."""
-    places, is_cuda = {info.name: view.view(-1) for info, view in layout.views(flat)}, False
-    for name, start, tensor in parts:
-        place = places[name][start : start + tensor.numel()]
-        place.view(tensor.shape).copy_(tensor, non_blocking=True)
+    is_cuda = False
+    for name, first, tensor in parts:
+        layout.part(flat, name, first, tensor.shape).copy_(tensor, non_blocking=True)
         is_cuda = is_cuda or tensor.is_cuda
     return copied() if is_cuda else None
 

@@ -25,7 +25,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner.publishing import Part, PublishedWeights, fill_arena, fill_parts
 from asyncgrpo.scratch import same_machine
-from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, MappedArenas, Stream, dtype_of, stride
+from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, MappedArenas, Stream, stride
 from asyncgrpo.weights.lane import Sender, Written
 from asyncgrpo.wire.sockets import Keys
 
@@ -171,13 +171,10 @@ class Snapshot:
 
     def _runs(self) -> list[tuple[int, int]]:
         """Compute start and end of each part of this rank in a publication, bytes. Collective."""
-        places = {info.name: (info, at) for info, at in zip(self._layout.tensors, self._layout.offsets, strict=True)}
-        runs = []
-        for name, first, tensor in self._sent.parts(self._rank, merged=False):
-            info, at = places[name]
-            start = at + first * dtype_of(info).itemsize
-            runs.append((start, start + tensor.numel() * dtype_of(info).itemsize))
-        return runs
+        return [
+            self._layout.run(name, first, tensor.numel())
+            for name, first, tensor in self._sent.parts(self._rank, merged=False)
+        ]
 
     def _map(self, file: str) -> MappedArenas:
         if self._mapped is None or self._mapped.file != file:

@@ -60,17 +60,29 @@ class Layout:
         self.offsets: tuple[int, ...] = ()
         self.num_bytes = 0
         """A multiple of `ALIGNMENT`."""
+        self._places: dict[str, tuple[int, int, torch.dtype]] = {}
         for info in self.tensors:
             if not isinstance(getattr(torch, info.dtype, None), torch.dtype) or min(info.shape, default=0) < 0:
                 raise WeightsError(f"{info.name[:100]} is {info.dtype[:20]} {info.shape[:8]}, which is not a tensor")
             self.offsets += (self.num_bytes,)
+            self._places[info.name] = self.num_bytes, self.num_bytes + size_bytes(info), dtype_of(info)
             self.num_bytes += -(-size_bytes(info) // ALIGNMENT) * ALIGNMENT
 
     def views(self, flat: Tensor) -> Iterator[tuple[TensorInfo, Tensor]]:
-        """Yield every tensor as a view of `flat`, [num_bytes] uint8."""
-        for info, start in zip(self.tensors, self.offsets, strict=True):
-            raw = flat[start : start + size_bytes(info)]
-            yield info, raw.view(dtype_of(info)).view(info.shape)
+        """Return every tensor as a view of `flat`, [num_bytes] uint8."""
+        return ((info, self.part(flat, info.name, 0, info.shape)) for info in self.tensors)
+
+    def run(self, name: str, first: int, count: int) -> tuple[int, int]:
+        """Return start and end of `count` elements of a tensor from `first` on, bytes."""
+        start, end, dtype = self._places[name]
+        start += first * dtype.itemsize
+        assert start + count * dtype.itemsize <= end, f"{name} has no {count} elements from {first} on"
+        return start, start + count * dtype.itemsize
+
+    def part(self, flat: Tensor, name: str, first: int, shape: Sequence[int]) -> Tensor:
+        """Return elements of a tensor from `first` on, in this shape, as a view of `flat`, [num_bytes] uint8."""
+        start, end = self.run(name, first, prod(shape))
+        return flat[start:end].view(self._places[name][2]).view(shape)
 
     @property
     def spans(self) -> list[Span]:
