@@ -69,8 +69,10 @@ class Layout:
             self.num_bytes += -(-size_bytes(info) // ALIGNMENT) * ALIGNMENT
 
     def views(self, flat: Tensor) -> Iterator[tuple[TensorInfo, Tensor]]:
-        """Return every tensor as a view of `flat`, [num_bytes] uint8."""
-        return ((info, self.part(flat, info.name, 0, info.shape)) for info in self.tensors)
+        """Yield every tensor as a view of `flat`, [num_bytes] uint8."""
+        for info, start in zip(self.tensors, self.offsets, strict=True):
+            raw = flat[start : start + size_bytes(info)]
+            yield info, raw.view(dtype_of(info)).view(info.shape)
 
     def run(self, name: str, first: int, count: int) -> tuple[int, int]:
         """Return start and end of `count` elements of a tensor from `first` on, bytes."""
