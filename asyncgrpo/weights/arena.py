@@ -278,6 +278,10 @@ class Place:
         self.receiving, self.receiving_s, self.awaited, self.received = slot, time.monotonic(), set(names), []
         self.newest = None if slot is self.newest else self.newest
 
+    def awaits(self, name: str, writes: int) -> bool:
+        """Return True if this receiver has not received its part of this write yet."""
+        return self.receiving is not None and self.receiving.writes == writes and name in self.awaited
+
     def abandon(self) -> None:
         """Forget what is being received."""
         if self.receiving is not None:

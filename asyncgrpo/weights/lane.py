@@ -26,7 +26,7 @@ from asyncgrpo.weights.delta import LEAST_SAVING, Chain, Delta, Packed, Piece, S
 from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store, visit_store
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.sockets import Client, Keys
-from asyncgrpo.wire.weights import FormGroup, GroupFormed, JoinSender, Offer, RowsWritten
+from asyncgrpo.wire.weights import FormGroup, GroupFormed, Offer, PartWritten
 
 log = logging.getLogger(__name__)
 
@@ -299,7 +299,6 @@ class Sender:
 
     def _run(self) -> None:
         self._client = Client(self._endpoint, f"weights-sender-{self._number}", self._keys)
-        self._client.send(JoinSender(sender=self._number))
         try:
             while not self._stop.is_set():
                 received = self._client.receive(SENDER_POLL_S)
@@ -328,7 +327,7 @@ class Sender:
             return
         self._pending, self._arenas[write.slot] = None, write.flat
         digest = self._stream.digest(write.flat)
-        self._client.send(RowsWritten(sender=self._number, slot=write.slot, writes=write.writes, digest=digest))
+        self._client.send(PartWritten(sender=self._number, slot=write.slot, writes=write.writes, digest=digest))
 
     def _broadcast(self) -> None:
         """Start an offered broadcast. The publisher may offer before this sender's group is formed."""

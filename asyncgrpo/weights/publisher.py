@@ -44,9 +44,8 @@ from asyncgrpo.wire.weights import (
     Checked,
     GroupFormed,
     Join,
-    JoinSender,
     Offer,
-    RowsWritten,
+    PartWritten,
     Staged,
     Swapped,
     SyncFailed,
@@ -111,8 +110,8 @@ class Publisher:
         """Of this process's part of what is being prepared."""
         self._senders: dict[int, str] = {}
         """Peer of each other sender, by its number."""
-        self._rows: dict[tuple[int, int], dict[int, str]] = {}
-        """Digests of other senders' rows, by arena and its number of writes."""
+        self._parts: dict[tuple[int, int], dict[int, str]] = {}
+        """Digests of what other senders send, by arena and its number of writes."""
         self._lost: SimpleQueue[tuple[str, str]] = SimpleQueue()  # generators that the driver lost
         self._reports: SimpleQueue[Publication] = SimpleQueue()
         self._failure: WeightsError | None = None
@@ -315,13 +314,11 @@ class Publisher:
             received = self._server.receive(0.0)
 
     def _handle(self, peer: str, message: ToPublisher) -> None:
-        if isinstance(message, JoinSender | RowsWritten) and not 0 < message.sender < len(self._streams):
-            raise WireError(f"there is no sender {message.sender}")
-        if isinstance(message, JoinSender):
+        if isinstance(message, PartWritten):
+            if not 0 < message.sender < len(self._streams):
+                raise WireError(f"there is no sender {message.sender}")
             self._senders[message.sender] = peer
-            return
-        if isinstance(message, RowsWritten):
-            self._rows.setdefault((message.slot, message.writes), {})[message.sender] = message.digest
+            self._parts.setdefault((message.slot, message.writes), {})[message.sender] = message.digest
             return
         name = message.generator_id
         if isinstance(message, Join):
@@ -394,16 +391,16 @@ class Publisher:
                 slot.readers.add(HASHING)
             self._offer_newest()
             self._own_digest = self._streams[0].digest(self._arenas.slots[slot.number])
-        rows = self._rows.get((slot.number, slot.writes), {})
-        if len(rows) < len(self._streams) - 1:
+        parts = self._parts.get((slot.number, slot.writes), {})
+        if len(parts) < len(self._streams) - 1:
             if time.monotonic() - self._preparing_s > self._config.timeout_s + self._read_s:
-                late = sorted(set(range(1, len(self._streams))) - rows.keys())
+                late = sorted(set(range(1, len(self._streams))) - parts.keys())
                 raise WeightsError(f"learner senders {late} have not written the weights of {slot.version} in time")
             return
-        self._rows = {
-            write: parts for write, parts in self._rows.items() if write[1] > slot.writes or write[0] != slot.number
+        self._parts = {
+            write: other for write, other in self._parts.items() if write[0] != slot.number or write[1] > slot.writes
         }
-        slot.digest, self._preparing = add_digests([self._own_digest, *rows.values()]), None
+        slot.digest, self._preparing = add_digests([self._own_digest, *parts.values()]), None
         if (round_ := self._rounds.get(cast(PolicyVersion, slot.version))) is not None:
             round_.digest = slot.digest
         self._release(HASHING)
@@ -515,7 +512,7 @@ class Publisher:
 
     def _staged(self, name: str, member: Member, message: Staged) -> None:
         place, slot = member.place, member.place.receiving
-        if slot is None or message.writes != slot.writes or name not in place.awaited:
+        if slot is None or not place.awaits(name, message.writes):
             return
         if message.is_private and member.machine not in self._unshared:
             self._unshared.add(member.machine)
@@ -606,7 +603,7 @@ class Publisher:
             self._reoffer(name, member, message.reason)
             if place is not self._home:  # the owner of the file has died, and the file with it
                 self._begin_anew(place)
-        elif place.receiving is not None and name in place.awaited and message.writes == place.receiving.writes:
+        elif place.awaits(name, message.writes):
             self._not_received(name, place, message.reason)
 
     def _reoffer(self, name: str, member: Member, problem: str) -> None:

@@ -52,16 +52,11 @@ class WeightsLayout(Message):
     """Number of runs that each sender broadcasts; empty: the publisher broadcasts everything."""
 
 
-class JoinSender(Message):
-    """Sent once by a learner rank that sends weights; `sender` counts from 1, the publisher is 0."""
+class PartWritten(Message):
+    """Reports that all that a learner rank sends is in arena `slot`, after `writes` writes of that arena."""
 
     sender: int
-
-
-class RowsWritten(Message):
-    """Reports that all that a sender sends is in arena `slot`, after `writes` writes of that arena, with this digest."""
-
-    sender: int
+    """Counts from 1; the publisher is 0."""
     slot: int
     writes: int
     digest: Digest
@@ -150,5 +145,5 @@ class SyncFailed(Message):
     writes: int = 0
 
 
-ToPublisher = Join | Alive | GroupFormed | Staged | Swapped | Checked | SyncFailed | JoinSender | RowsWritten
+ToPublisher = Join | Alive | GroupFormed | Staged | Swapped | Checked | SyncFailed | PartWritten
 ToReceiver = WeightsLayout | FormGroup | Offer

@@ -135,7 +135,7 @@ def test_bytes_that_change_on_the_way_from_another_machine_are_sent_again(machin
     assert report.attempts == 2 and not flips
 
 
-def test_a_machine_that_does_not_write_its_rows_is_named(machines):
+def test_a_rank_that_does_not_write_is_named(machines):
     machines.add("a")
     machines.publisher._config = WeightsConfig(bucket_mb=1, timeout_s=0.2)
     machines.publish(0, late=lambda sender: True)
@@ -214,7 +214,7 @@ def test_a_rank_that_is_ahead_of_another_is_not_forgotten(ranks):
     engine, goes_on = ranks.add("a", machine="m"), threading.Event()
     ranks.publish(0, late=lambda sender: sender == 2 and not goes_on.is_set())
     last = ranks.publish(1)
-    wait_until(lambda: len(ranks.publisher._rows) == 2, "a report of the next version")
+    wait_until(lambda: len(ranks.publisher._parts) == 2, "a report of the next version")
     goes_on.set()
     ranks.arrives(last, engine)
 

@@ -253,8 +253,7 @@ class Readers:
             weights.Swapped(**name, version=version, checksum="c"),
             weights.Checked(**name, version=version, scores=(-1.0, -2.5)),
             weights.SyncFailed(**name, reason="r", poisoned=True), weights.SyncFailed(**name, reason="r", writes=1),
-            weights.JoinSender(sender=1),
-            weights.RowsWritten(sender=1, slot=0, writes=1, digest=16 * "0"),
+            weights.PartWritten(sender=1, slot=0, writes=1, digest=16 * "0"),
         ]  # fmt: skip
         self._to_generator: list[Message] = [
             rollouts.Ack(lease_id="1.0.0"), rollouts.Nack(lease_id="1.0.0", reason="r"),
