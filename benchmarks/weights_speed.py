@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch.distributed as dist
@@ -37,10 +38,8 @@ from asyncgrpo.weights.receiver import Receiver
 from benchmarks.cells import MODELS, make_model
 from benchmarks.measuring import show, where
 from tests.learner.helpers import config
-from tests.weights.publishing import land
+from tests.weights.publishing import HOST, land
 
-HOST = "127.0.0.1"
-SEED = 0
 LANES = ("mapped", "broadcast", "delta")
 
 
@@ -113,45 +112,41 @@ def measure(learner: Learner, ranks: list[psutil.Process], engines: int, lane: s
     ):
         processes += ranks
         publisher.wait_for(engines, 120.0, lambda what, seconds: None)
-        ours, theirs, seconds, stalls, copies, their_s = [], [], [], [], [], []
+        found, stalls = [], []
         for version in range(rounds + 2):
             for master in masters:
                 change(master, lane)
-            began = cpu_s(processes)
-            started = time.perf_counter()
+            began, at = cpu_s(processes), time.perf_counter()
             publication = land(publisher, PolicyVersion(1, version), fill)
-            seconds.append(time.perf_counter() - started)
-            ours.append(cpu_s(processes) - began)
-            copies.append(one_copy(masters, num_bytes))
-            cpu, wall = raw()
-            theirs.append(cpu)
-            their_s.append(wall)
+            seconds, ours = time.perf_counter() - at, cpu_s(processes) - began
+            found.append((ours, seconds, stalls.pop(), one_copy(masters, num_bytes), *raw()))
+        pause = max(statistics.median(engine[2:]) for engine in pauses)
     publisher.close()
-    kept = slice(2, None)  # the first ones make what is made once
-    shares = [t / o for t, o in zip(theirs[kept], ours[kept], strict=True)]
-    pause = [max(p) for p in zip(*pauses, strict=True)][2:]
+    # The first ones make what is made once.
+    ours, seconds, stall, copy, theirs, their_s = np.array(found[2:]).T
     return {
-        "what": "publication",
         "parameters_m": round(sum(master.numel() for master in masters) / 1e6),
         "engines": engines,
         "ranks": 1 + len(ranks),
         "lane": lane,
         "mb": round(num_bytes / 1e6),
         "sent_mb": round(publication.sent_bytes / 1e6, 1),
-        "times_fewer_bytes": round(engines * num_bytes / publication.sent_bytes, 1),
-        "cpu_s": round(statistics.median(ours[kept]), 4),
-        "broadcast_cpu_s": round(statistics.median(theirs[kept]), 4),
-        "broadcast_to_publication_cpu": round(statistics.median(shares), 2),
-        "spread": [round(min(shares), 2), round(max(shares), 2)],
-        "seconds": round(statistics.median(seconds[kept]), 4),
-        "broadcast_s": round(statistics.median(their_s[kept]), 4),
-        "stall_to_copy": round(statistics.median(s / c for s, c in zip(stalls[kept], copies[kept], strict=True)), 2),
-        "stall_s": round(statistics.median(stalls[kept]), 4),
-        "pause_s": round(statistics.median(pause), 4),
-        "pause_to_copy": round(statistics.median(pause) / statistics.median(copies[kept]), 2),
-        "attempts": publication.attempts,
-        "seed": SEED,
+        "cpu_s": middle(ours, 4),
+        "broadcast_cpu_s": middle(theirs, 4),
+        "broadcast_to_publication_cpu": middle(theirs / ours),
+        "spread": [round(min(theirs / ours), 2), round(max(theirs / ours), 2)],
+        "seconds": middle(seconds, 4),
+        "broadcast_s": middle(their_s, 4),
+        "stall_to_copy": middle(stall / copy),
+        "stall_s": middle(stall, 4),
+        "pause_s": round(pause, 4),
+        "pause_to_copy": middle(pause / copy),
+        "seed": 0,
     } | where()
+
+
+def middle(values: np.ndarray, digits: int = 2) -> float:
+    return round(float(np.median(values)), digits)
 
 
 def change(master: Tensor, lane: str) -> None:
