@@ -251,14 +251,13 @@ class Place:
         return None if self.newest is None else self.newest.state
 
     def choose(self, names: Sequence[str], mark: str) -> None:
-        """Let these generators receive; the first of them, with this mark of its process, owns the files."""
-        self.receivers = tuple(names)
-        self._files = self._files or f"{mark}-received-{secrets.token_hex(4)}"
+        """Let these generators receive into new files; the first of them, with this mark of its process, owns the files."""
+        self.receivers, self._files = tuple(names), f"{mark}-received-{secrets.token_hex(4)}"
 
     def clear(self) -> None:
-        """Begin anew, with other receivers and other files: one of the present receivers may still write into these."""
-        self.slots, self.newest, self.receivers, self._files = [], None, (), ""
+        """Forget receivers and files: one of these receivers may still write into them."""
         self.abandon()
+        self.slots, self.newest, self.receivers = [], None, ()
 
     def writable(self) -> Slot | None:
         """Return an arena to receive into: the newest if nobody reads it, which saves memory, and a copy to apply deltas."""
@@ -283,9 +282,15 @@ class Place:
         return self.receiving is not None and self.receiving.writes == writes and name in self.awaited
 
     def abandon(self) -> None:
-        """Forget what is being received."""
+        """Forget what is being received.
+
+        A late receiver may still write its part. It does so before its part of the next weights, but deltas, which another one
+        applies to all parts, could be overwritten. So all weights come next.
+        """
         if self.receiving is not None:
             self.receiving.version = None
+        if self.awaited - set(self.receivers[:1]):
+            self.newest = None
         self.receiving = None
         self.awaited.clear()
 

@@ -248,7 +248,7 @@ class GroupLane(Broadcaster):
 
 # -- other ranks of the learner ----------------------------------------------------------------------------------------
 
-SENDER_POLL_S = 0.02
+SENDER_POLL_S = 0.005
 
 
 @dataclass(frozen=True)

@@ -475,11 +475,12 @@ class Publisher:
             self._lane.offer(state, newest.number, self._arenas.slots[newest.number], places, self._send)
 
     def _form_group(self, places: list[Place]) -> None:
-        """Let as many generators of each place receive as ranks send, and form a group of them."""
+        """Form a group. At a place without receivers as many generators receive as ranks send."""
         far = self._far()
         for place in places:
-            names = far[place][: len(self._streams)]
-            place.choose(names, self._members[names[0]].mark)
+            if not place.receivers:
+                names = far[place][: len(self._streams)]
+                place.choose(names, self._members[names[0]].mark)
         self._lane.drop()
         self._lane.form_with(places, self._send)
 

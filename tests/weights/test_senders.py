@@ -15,7 +15,8 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import arena, digest, lane
-from asyncgrpo.weights.arena import Bucket, Stream
+from asyncgrpo.weights.arena import Bucket, Place, Slot, Stream
+from asyncgrpo.weights.delta import State
 from asyncgrpo.weights.digest import BLOCK, add_digests
 from asyncgrpo.weights.lane import Deltas, Sender, Written
 from asyncgrpo.weights.receiver import _streams
@@ -183,10 +184,20 @@ def test_after_a_receiver_has_ended_the_others_of_its_machine_receive_into_anoth
     assert before not in ranks.receivers[0]._stagings, "what has ended could still write into it"
     again = ranks.add("b", incarnation="1", machine="m")
     ranks.arrives(PolicyVersion(1, 1), again)
-    assert ranks.publisher._lane.names == {"a"}, "a newcomer receives from the next group on"
-    ranks.publisher._drop_group("a test")
     ranks.arrives(ranks.publish(2), engines[0], again)
-    assert ranks.publisher._lane.names == {"a", "b"}
+    assert ranks.publisher._lane.names == {"a"}, "a newcomer receives once the others begin anew"
+
+
+def test_after_a_receiver_that_may_still_write_no_deltas_come():
+    place, state = Place(), State(PolicyVersion(1, 0), "")
+    place.choose(["a", "b"], "mark")
+    for late, keeps in ((("a", "b"), False), (("a",), True)):
+        slot = place.newest = place.writable()
+        slot.version = state.version
+        place.slots.append(Slot())
+        place.receive(place.slots[-1], state, late)
+        place.abandon()
+        assert (place.state is not None) == keeps
 
 
 def test_a_part_that_was_altered_is_received_again_with_all_others(ranks, monkeypatch):
