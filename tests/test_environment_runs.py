@@ -107,8 +107,9 @@ def test_an_agent_is_trained_audited_and_replayed(tmp_path: Path):
             opening = f"{'<user>more' * (number % 2)}<user>{number:03d}<assistant>"
             text = row["prompt"] + row["completion"]
             assert text.startswith(opening) and "<user>9<assistant>" in text.removeprefix(opening)
+            assert number % 2 or row["prompt"] == opening
             read.add((number % 2, row["prompt"]))
-    assert (1, "<user>") in read and len(read) > 4, "the prompt of a group is what all its completions began with"
+    assert (1, "<user>") in read, "the prompt of a group is what all its completions began with"
     audited(tmp_path / "run")
     code, found = replay(tmp_path, "--to-step", "2")
     assert code == 0 and found["equal"] is True
