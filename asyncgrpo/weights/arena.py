@@ -255,8 +255,7 @@ class Place:
         self.receivers, self._files = tuple(names), f"{mark}-received-{secrets.token_hex(4)}"
 
     def clear(self) -> None:
-        """Forget receivers and files: one of these receivers may still write into them."""
-        self.abandon()
+        """Forget receivers and files, after `abandon`: one of these receivers may still write into them."""
         self.slots, self.newest, self.receivers = [], None, ()
 
     def writable(self) -> Slot | None:
