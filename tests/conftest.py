@@ -16,6 +16,8 @@ from tests.runs import kill_started
 if TYPE_CHECKING:
     from xdist.scheduler import LoadScopeScheduling
 
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
+"""As in every process of a run: a lost reply of a DNS server must not take up the deadline of a test."""
 os.environ["OMP_NUM_THREADS"] = "1"
 """Two threads of each worker on two cores wait for one another at every operation: tiny models take 100 times as long."""
 

@@ -5,8 +5,10 @@ import importlib.metadata
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ WEIGHT_COPIES = 2
 """Copies of the learner's weights in shared memory (docs/memory.md)."""
 LEAST_DRIVER = {"13": (580, 65), "12": (525, 60)}
 """Minimum driver by major version of CUDA (release notes of CUDA 12.0 and 13.0)."""
+SLOW_LOOKUP_S = 0.5
 LEAST_GLIBC = (2, 34)
 """Minimum for the wheels of SGLang's kernels."""
 CONTAINER = "docker run --gpus all --ipc=host --ulimit memlock=-1 lmsysorg/sglang:v0.5.23"
@@ -59,6 +62,7 @@ def all_findings(out: Path) -> Iterator[Finding]:
     yield check_open_files()
     yield check_shared_memory()
     yield check_runs_folder(out)
+    yield check_names()
     yield check_package("ray", "ray>=2.60,<2.61")
     yield check_package("transformers", "transformers>=5.12")
     yield check_package("torch", "torch>=2.11", lambda torch: f", CUDA {torch.version.cuda or 'not built in'}")
@@ -122,6 +126,20 @@ def check_locked_memory() -> Finding:
     detail = "unlimited" if is_enough else f"limit {size_in_words(soft)}"
     fix = "ulimit -l unlimited, or: docker run --ulimit memlock=-1 ..."
     return _enough("pinned memory", is_enough, detail, "NCCL over InfiniBand needs more", fix)
+
+
+def check_names() -> Finding:
+    """Time the lookup that torch makes at both ends of each connection to a store, whose members wait meanwhile."""
+    started = time.monotonic()
+    with suppress(OSError):
+        socket.getnameinfo(("::ffff:127.0.0.1", 0, 0, 0), socket.NI_NUMERICSERV)
+    took_s = time.monotonic() - started
+    detail, need = (
+        f"an address was looked up in {took_s:.1f} s",
+        "processes of a run wait for such lookups when they connect",
+    )
+    fix = "echo '::ffff:ADDRESS NAME' >> /etc/hosts, on each machine for the address of each (127.0.0.1 for a run on it alone)"
+    return _enough("names", took_s < SLOW_LOOKUP_S, detail, need, fix)
 
 
 def check_runs_folder(out: Path) -> Finding:

@@ -52,6 +52,9 @@ _QUIET = QUIET | {
     # Bounds the output of a worker, such as prints of a reward function.
     "RAY_ROTATION_MAX_BYTES": str(64 * 2**20),
     "RAY_ROTATION_BACKUP_COUNT": "1",
+    # At a connection to one of torch's stores both sides ask DNS for the name of the other's address. By default a lost reply
+    # costs 5 s and a dead server 10 s, for all members of a group. glibc reads this once, so workers must start with it.
+    "RES_OPTIONS": "timeout:1",
 }
 _MODE = "RAY_AUTH_MODE"
 OBJECT_STORE_BYTES = 100 * 2**20

@@ -24,7 +24,7 @@ ADDRESS=${ADDRESS:-$(getent ahostsv4 "$head" | awk '$1 !~ /^127\./ {print $1; ex
 [ -n "$ADDRESS" ] || { echo "the name $head leads to no address but loopback; set ADDRESS" >&2; exit 1; }
 
 # Whoever reaches Ray can run programs in it, so it asks for a token. The home folder is the same on all nodes.
-export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0
+export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0 RES_OPTIONS=timeout:1
 [ -s ~/.ray/auth_token ] || "$BIN/ray" get-auth-token --generate >/dev/null
 chmod 600 ~/.ray/auth_token
 

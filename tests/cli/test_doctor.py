@@ -1,8 +1,10 @@
 """`asyncgrpo doctor`: each problem is found, and the finding says how to fix it."""
 
 import resource
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -88,6 +90,18 @@ def test_memory_is_that_of_the_container_and_shared_memory_is_compared_with_weig
     monkeypatch.setattr(doctor.Host, "here", lambda shared_memory: replace(small, shared_free=48 * doctor.GIB))
     found = doctor.check_shared_memory()
     assert found.status == "ok" and "12.9 billion" in found.detail
+
+
+def test_a_dns_server_that_does_not_reply_is_found_before_a_run_waits_for_it(monkeypatch):
+    def slow(address, flags):
+        time.sleep(0.01)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getnameinfo", slow)
+    assert doctor.check_names().status == "ok"
+    monkeypatch.setattr(doctor, "SLOW_LOOKUP_S", 0.005)
+    found = doctor.check_names()
+    assert found.status == "warning" and "/etc/hosts" in found.fix
 
 
 def test_a_driver_that_is_older_than_cuda_needs_is_named(monkeypatch, tmp_path):

@@ -26,6 +26,7 @@ with ray_session(None, True):
     assert stat.S_IMODE(token.stat().st_mode) == 0o600, oct(token.stat().st_mode)
     assert ray.get(ray.remote(lambda: print("7") or 7).remote()) == 7
     assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0), "a worker gives way to others"
+    assert ray.get(ray.remote(lambda: os.environ["RES_OPTIONS"]).remote()) == "timeout:1", "it waits for a dead DNS server"
     context = ray.get_runtime_context()
     assert not ray._private.worker.global_worker.node.webui_url, "a dashboard"
 
@@ -59,7 +60,8 @@ with ray_session(None, True):
 def test_a_request_without_the_token_is_refused(tmp_path):
     pytest.importorskip("grpc")
     environment = os.environ | {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_AUTH_MODE": "disabled"}
-    environment.pop("RAY_AUTH_TOKEN", None)
+    for own in ("RAY_AUTH_TOKEN", "RES_OPTIONS"):
+        environment.pop(own, None)
     (tmp_path / "token").write_text("0123456789abcdef" * 4)
     assert stat.S_IMODE((tmp_path / "token").stat().st_mode) & 0o077
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
