@@ -153,13 +153,12 @@ def refuse_host(size: ModelSize, config: Config, host: Host) -> None:
             f"({_in_words(held)}); {instead}"
         )
     shared = memory.fullest_shared_memory(size, config)
-    if config.weights.backend in ("auto", "shared_memory") and shared.total > host.shared_free:
+    if shared.total > host.shared_free:
         wanted = ceil(memory.shared_memory_size(size, config) / memory.GIB)
         raise ConfigError(
             f"the weights do not fit /dev/shm: {shared.total / MIB:,.0f} MiB ({_in_words(shared, MIB)}), and "
             f"{host.shared_free / MIB:,.0f} of its {host.shared / MIB:,.0f} MiB are free; give it more (docker run "
-            f"--shm-size={wanted}g, or mount -o remount,size={wanted}g /dev/shm), or have weights broadcast, which is "
-            "slower (weights.backend=gloo)"
+            f"--shm-size={wanted}g, or mount -o remount,size={wanted}g /dev/shm)"
         )
 
 

@@ -5,7 +5,7 @@ may gather tensor by tensor. A tied tensor appears once, under its first name. A
 (experts of a mixture) is gathered once and split. Adapters are merged into their base, each row by the rank that owns it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
@@ -137,22 +137,13 @@ class PublishedWeights:
                 yield from ((name, 0, view) for name, view in views_of_rows(source.pieces.parts, rows, start))
 
 
-def fill_arena(weights: Iterator[tuple[TensorInfo, Tensor]], layout: Layout, flat: Tensor) -> IsWritten | None:
-    """Copy weights to their places in a publication's arena, [num_bytes] uint8 on the CPU.
+def fill_parts(parts: Iterable[Part], layout: Layout, flat: Tensor) -> IsWritten | None:
+    """Copy one rank's parts to their places in a publication's arena, [num_bytes] uint8 on the CPU.
 
-    Args:
-        weights: in the order of the layout.
     Returns:
         A function that returns True once a GPU has written all bytes; None if they are written. The next step may begin
         before, because the GPU queues it behind these copies.
     """
-    # Strict: a tensor that is missing would keep the bytes of an older version.
-    parts = zip(layout.tensors, weights, strict=True)
-    return fill_parts(((info.name, 0, tensor) for info, (_, tensor) in parts), layout, flat)
-
-
-def fill_parts(parts: Iterator[Part], layout: Layout, flat: Tensor) -> IsWritten | None:
-    """Copy one rank's parts to their places. Returns as `fill_arena`."""
     is_cuda = False
     for name, first, tensor in parts:
         layout.part(flat, name, first, tensor.shape).copy_(tensor, non_blocking=True)

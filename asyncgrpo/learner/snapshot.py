@@ -2,7 +2,6 @@
 
 Each rank writes its own rows of every tensor and waits for that copy only; weights are not gathered. The ranks of a machine share
 arenas: the publisher's on the machine of rank 0, elsewhere those of the first rank there. Adapters are small and always gathered.
-Weights are gathered if rank 0 has no shared memory.
 
 Some ranks of each machine send what is in its arenas, a part each (`weights/lane.py`). Each rank raises its flag behind the
 arenas after its write. A thread of each sender polls all flags of its machine.
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
-from asyncgrpo.learner.publishing import Part, PublishedWeights, fill_arena, fill_parts
+from asyncgrpo.learner.publishing import Part, PublishedWeights, fill_parts
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, MappedArenas, Stream, stride
 from asyncgrpo.weights.lane import Sender, Written
@@ -54,7 +53,7 @@ class Snapshot:
             device: of this rank.
             ranks_per_sender: of one machine.
         Raises:
-            WeightsError: the shared memory of a machine is too small for its arenas.
+            WeightsError: the shared memory of this machine is too small for its arenas.
         """
         self._sent, self._rank, self._world, self._device = sent, rank, world, device
         self._number = 0
@@ -72,9 +71,6 @@ class Snapshot:
         """True if all ranks write into the arenas of rank 0."""
         self._arenas = Arenas(self._layout) if rank == self._mates[0] != 0 else None
         self._files = _gather(self._arenas.file if self._arenas else "", world)
-        if missing := [first for first, *_ in mates.values() if first > 0 and not self._files[first]]:
-            trouble = self._arenas.trouble if self._arenas else ""
-            raise WeightsError(f"learner ranks {missing} have too little shared memory for the weights {trouble}")
         runs = [[(0, self._layout.num_bytes)]] * world if self.is_whole else _gather(self._runs(), world)
         self._parts_sent: dict[int, Stream] = {}
         """What each rank sends that sends."""
@@ -103,19 +99,17 @@ class Snapshot:
             stream = self._parts_sent[self._rank]
             self._sender = Sender(number, stream, endpoint=endpoint, host=host, keys=keys)
 
-    def write(self, flat: Tensor, file: str = "") -> IsWritten | None:
+    def write(self, flat: Tensor, file: str) -> IsWritten | None:
         """Write the weights of rank 0 into its arena. Collective; the other ranks `join`.
 
         Args:
             flat: [num_bytes] uint8, the arena.
-            file: of the arenas; empty if other ranks cannot map them, so that weights are gathered.
+            file: of the arenas.
         Returns:
             A function that is true once all ranks of this machine have written; None: they have.
         """
         if self._world == 1:
             return fill_parts(self._parts(), self._layout, flat)
-        if not file:
-            return fill_arena(self._sent.weights(), self._layout, flat)
         return self._fill(flat, self._map(file).flags)
 
     def join(self, file: str, start: int) -> None:
@@ -125,10 +119,6 @@ class Snapshot:
             file: as in `write`.
             start: offset of the arena in the file, bytes.
         """
-        if not file:
-            for _ in self._sent.weights():
-                pass
-            return
         arenas = self._map(self._files[self._mates[0]] or file)
         flat = arenas.read(start, self._layout.num_bytes)
         is_written = self._fill(flat, arenas.flags)

@@ -151,29 +151,21 @@ def digest_of(layout: Layout, tensors: Iterator[tuple[TensorInfo, Tensor]]) -> s
 
 
 class Arenas:
-    """`count` arenas of [num_bytes] uint8, in shared memory where they fit."""
+    """`count` arenas of [num_bytes] uint8 in shared memory."""
 
     def __init__(self, layout: Layout, count: int = SLOTS, name: str = "") -> None:
-        """Allocate shared memory, or private memory if that is too small.
-
+        """
         Args:
             name: of a file that several processes share, whichever of them creates it; empty: a new one.
+        Raises:
+            WeightsError: shared memory is too small.
         """
         self.layout = layout
-        self.file = ""
-        """Name of the file in shared memory; empty if the memory is private."""
-        self.trouble = ""
-        """Reason for private memory."""
+        self.file = Path(name).name or f"{scratch.mark()}-weights-{next(_numbers)}"
+        """Its name in shared memory."""
         size = count * stride(layout) + PAGE
-        name = Path(name).name or f"{scratch.mark()}-weights-{next(_numbers)}"
-        try:
-            allocate(SHARED_MEMORY / name, size)
-        except RuntimeError as error:
-            self.trouble = str(error)
-            self.memory = torch.zeros(size, dtype=torch.uint8)
-        else:
-            self.file = name
-            self.memory = _map(SHARED_MEMORY / name, size)
+        allocate(SHARED_MEMORY / self.file, size)
+        self.memory = _map(SHARED_MEMORY / self.file, size)
         self.slots = [self.memory[i * stride(layout) :][: layout.num_bytes] for i in range(count)]
         self.flags = _flags(self.memory)
         """As `MappedArenas` has them."""
@@ -193,8 +185,7 @@ class Arenas:
         if self._unpin is not None:
             self._unpin()
         self.slots = []
-        if self.file:
-            (SHARED_MEMORY / self.file).unlink(missing_ok=True)
+        (SHARED_MEMORY / self.file).unlink(missing_ok=True)
 
 
 @dataclass(eq=False)
@@ -306,7 +297,7 @@ class SharedTensors(list[tuple[str, Tensor]]):
     ) -> None:
         """
         Args:
-            file: name of the buffer in shared memory; empty if it is private.
+            file: name of the buffer in shared memory.
             slot, writes: their arena, and its number of writes so far.
         """
         super().__init__(tensors)
@@ -366,17 +357,17 @@ class Mappings(dict[str, MappedArenas]):
 
 
 class Staging:
-    """Weights that generators of one machine receive, [num_bytes] uint8, in shared memory where they fit."""
+    """Weights that generators of one machine receive, [num_bytes] uint8 in shared memory."""
 
     def __init__(self, layout: Layout, file: str = "") -> None:
         """
         Args:
             file: its name; empty: a new one.
+        Raises:
+            WeightsError: shared memory is too small.
         """
         self._layout, self._arenas = layout, Arenas(layout, 1, file)
         (self.flat,) = self._arenas.slots
-        self.is_private = not self._arenas.file
-        """True if shared memory was too small: no other process can map them."""
         self.state: State | None = None
         """The weights of which this process received its part last."""
         weakref.finalize(self, self._arenas.close).atexit = False  # `scratch` removes it after the process has ended
@@ -418,16 +409,16 @@ def allocate(file: Path, size: int) -> None:
     """Make a file in shared memory with all pages allocated: a write to a full /dev/shm kills the process (SIGBUS).
 
     Raises:
-        RuntimeError: the file does not fit.
+        WeightsError: the file does not fit.
     """
     descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         file.unlink(missing_ok=True)
-        raise RuntimeError(
-            f"{size / 2**20:.0f} MiB of weights do not fit into {SHARED_MEMORY} ({error}); give the container more, for "
-            "example docker run --shm-size=4g"
+        raise WeightsError(
+            f"{size / 2**20:.0f} MiB of weights do not fit into {SHARED_MEMORY} of this machine ({error.strerror}); give it "
+            f"more, for example docker run --shm-size={size // 2**30 + 4}g"
         ) from error
     finally:
         os.close(descriptor)

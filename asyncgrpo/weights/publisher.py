@@ -95,8 +95,6 @@ class Publisher:
         """The learner's arenas. Its slots are shared with the learner's loop, under `_lock`."""
         self._elsewhere: dict[str, Place] = {}
         """Those of other machines."""
-        self._unshared: set[str] = set()
-        """Machines whose shared memory is too small: each generator receives for itself."""
         self._early: list[tuple[str, Member, Swapped]] = []
         """Messages about the version whose digest is not known yet."""
         self._members: dict[str, Member] = {}
@@ -139,16 +137,13 @@ class Publisher:
             check: versions under which engines score the check sequences; `expect` gives the learner's scores.
             others: what other learner ranks send.
             is_whole: True if all ranks write into this process's arenas.
+        Raises:
+            WeightsError: shared memory is too small for the arenas.
         """
         self._layout, self._check = Layout(layout), check or SyncCheck.none()
         self._arenas = Arenas(self._layout)
-        if self._maps and not self._arenas.file:
-            log.warning("%s; weights are broadcast instead", self._arenas.trouble)
-            self._maps = False
         self._arenas.pin()
-        num_bytes = self._layout.num_bytes
-        others = others if self._arenas.file else ()  # without shared memory, this process gathers
-        own = Stream(run for stream in others for run in stream.runs).rest(num_bytes)
+        own = Stream(run for stream in others for run in stream.runs).rest(self._layout.num_bytes)
         self._streams = (own, *others)
         self._maps, self._can_delta = self._maps and is_whole, self._config.deltas and is_whole
         self._layout_message = WeightsLayout(
@@ -165,7 +160,7 @@ class Publisher:
 
     @property
     def file(self) -> str:
-        """Name of the arenas' file in shared memory; empty if they are private memory."""
+        """Name of the arenas' file in shared memory."""
         return self._arenas.file
 
     @property
@@ -337,7 +332,7 @@ class Publisher:
         if isinstance(message, Alive):
             self._find_losses(name, member, message)
         elif isinstance(message, Staged):
-            self._staged(name, member, message)
+            self._staged(name, member.place, message)
         elif isinstance(message, Swapped):
             self._swapped(name, member, message)
         elif isinstance(message, Checked) and message.version in self._rounds:
@@ -367,7 +362,7 @@ class Publisher:
         """Return where a generator of this machine loads weights from."""
         if self._maps and machine == self._machine:
             return self._home
-        return Place() if machine in self._unshared else self._elsewhere.setdefault(machine, Place())
+        return self._elsewhere.setdefault(machine, Place())
 
     # -- one version ---------------------------------------------------------------------------------------------------
 
@@ -511,16 +506,9 @@ class Publisher:
         round_.waits_for.update(names)
         return round_
 
-    def _staged(self, name: str, member: Member, message: Staged) -> None:
-        place, slot = member.place, member.place.receiving
+    def _staged(self, name: str, place: Place, message: Staged) -> None:
+        slot = place.receiving
         if slot is None or not place.awaits(name, message.writes):
-            return
-        if message.is_private and member.machine not in self._unshared:
-            self._unshared.add(member.machine)
-            self._begin_anew(place)
-            for other in self._members.values():
-                if other.machine == member.machine:
-                    other.place = Place()
             return
         self._release(name)
         place.awaited.discard(name)

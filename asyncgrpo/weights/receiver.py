@@ -220,8 +220,7 @@ class Receiver:
             self._failed(error, offer.writes)
             return
         staging.state = State(offer.version, offer.digest)
-        name, is_private = self._generator_id, staging.is_private
-        self._client.send(Staged(generator_id=name, digest=received, writes=offer.writes, is_private=is_private))
+        self._client.send(Staged(generator_id=self._generator_id, digest=received, writes=offer.writes))
 
     def _of_place(self, file: str) -> dict[str, Staging]:
         """Return the buffers of the place that has this file, and free those of an earlier one."""

@@ -116,8 +116,6 @@ class Staged(Message):
     generator_id: Name
     digest: Digest
     writes: int
-    is_private: bool = False
-    """True if no other process can map the file."""
 
 
 class Swapped(Message):

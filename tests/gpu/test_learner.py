@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Layout, digest_of
 from asyncgrpo.weights.digest import add_digests, digest
@@ -122,7 +121,7 @@ def test_what_is_published_from_the_card_has_the_digest_of_the_host(device, mode
     learner = learner_on(device, model)
     layout = Layout(learner.layout())
     flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    is_written = fill_arena(learner.weights(), layout, flat)
+    is_written = learner.snapshot.write(flat, "")
     while is_written is not None and not is_written():
         pass
     on_host = ((info, tensor.cpu()) for info, tensor in learner.weights())

@@ -13,14 +13,13 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner import publishing, snapshot
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Arenas, IsWritten, Layout
 from tests.learner.helpers import FAMILIES, config, random_groups
 from tests.learner.ranks import run_on_ranks
 from tests.models import make_tiny_qwen3
 from tests.weights.changing import Fleet
-from tests.weights.publishing import HOST, wait_until
+from tests.weights.publishing import HOST, fill_arena, wait_until
 
 GROUPS = random_groups(4, 4)
 LORA = {"lora": {"rank": 4}}

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from asyncgrpo.config.schema import WeightsConfig
-from asyncgrpo.learner.publishing import fill_arena
+from asyncgrpo.learner.publishing import fill_parts
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import IsWritten, Layout
 from asyncgrpo.weights.publication import Publication
@@ -66,6 +66,12 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float | No
 def publish(publisher: Publisher, version: PolicyVersion, weights: Iterable[tuple[TensorInfo, Tensor]]) -> Publication:
     """Offer a version, and wait until every generator in touch has it or was left out. Returns the last report."""
     return land(publisher, version, lambda layout, flat: fill_arena(iter(weights), layout, flat))
+
+
+def fill_arena(weights: Iterable[tuple[TensorInfo, Tensor]], layout: Layout, flat: Tensor) -> IsWritten | None:
+    """Copy whole tensors, in the order of the layout, into an arena, as one rank writes its parts."""
+    infos = zip(layout.tensors, weights, strict=True)
+    return fill_parts(((info.name, 0, tensor) for info, (_, tensor) in infos), layout, flat)
 
 
 def land(

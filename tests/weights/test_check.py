@@ -13,7 +13,6 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.engines.torch import decoder
 from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.learner.publishing import fill_arena
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.files import disk_tensors
 from asyncgrpo.weights.publication import BOUNDS, CheckSequences, GapLimit, Publication, SyncCheck, SyncGap
@@ -21,7 +20,7 @@ from asyncgrpo.weights.receiver import Receiver
 from tests.learner.helpers import config, random_groups
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 from tests.weights import publishing
-from tests.weights.publishing import wait_until
+from tests.weights.publishing import fill_arena, wait_until
 
 GROUPS = random_groups(4, 4)
 Fault = Callable[[str, Tensor, dict[str, Tensor]], Tensor | None]

@@ -1,6 +1,8 @@
 """Generators on other machines follow by deltas, bit-identical, and by all weights where that cannot be."""
 
+import errno
 import math
+import os
 import threading
 from collections.abc import Iterator
 
@@ -8,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from asyncgrpo import scratch
 from asyncgrpo.config.schema import WeightsConfig
+from asyncgrpo.errors import WeightsError
 from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights import arena
 from asyncgrpo.weights import lane as lanes
 from asyncgrpo.weights.arena import Staging
 from asyncgrpo.weights.delta import State
@@ -284,16 +287,12 @@ def test_what_a_generator_cannot_map_is_received_again_into_another_file(fleet):
     fleet.check(first, second)
 
 
-def test_without_room_in_shared_memory_each_generator_receives_for_itself(fleet, monkeypatch):
-    def full(file, size):
-        raise RuntimeError("it is full")
+def test_a_machine_without_room_in_shared_memory_ends_the_run_by_its_name(fleet, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(arena, "allocate", full)
-    engines = [fleet.add(name, machine="m") for name in "ab"]
-    fleet.publish(0, 1.0)
-    engines.append(fleet.add("c", machine="m"))
-    wait_until(lambda: engines[-1].newest == PolicyVersion(1, 0), "weights of the newcomer")
-    fleet.publish(1, 0.01)
-    assert fleet.publisher._lane.names == {"a", "b", "c"}
-    assert all(staged(receiver).is_private for receiver in fleet.receivers)
-    fleet.check(*engines)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    fleet.add("a", machine="m")
+    with pytest.raises(WeightsError, match=r"to a 3 times: .* do not fit into /dev/shm .*--shm-size="):
+        fleet.publish(0, 1.0)
+    assert not list(SHARED_MEMORY.glob(f"{scratch.mark()}-received-*")), "nothing of it is left"

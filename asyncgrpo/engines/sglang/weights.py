@@ -2,7 +2,7 @@
 
 The weights are not copied here: the message holds the file in shared memory and the offset of each tensor
 (`weights/arena.py`). Each scheduler maps the file and pins its pages for its GPU once, so that the pause contains one copy.
-Other tensors are first copied to such a file. If shared memory is too small, the message carries their bytes.
+Other tensors are first copied to such a file.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import TensorInfo
-from asyncgrpo.weights.arena import Layout, MappedArenas, Mappings, SharedTensors, Staging
+from asyncgrpo.weights.arena import Layout, Mappings, SharedTensors, Staging
 
 # -- in the generator --------------------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ async def _ask(call: str, communicator: Any, message: Any) -> None:
 
 
 def shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
-    """Copy tensors to memory that schedulers can map, if it fits. Raises EngineError if `tensors` is empty."""
+    """Copy tensors to memory that schedulers can map. Raises EngineError if `tensors` is empty."""
     given = dict(tensors)
     if not given:
         raise EngineError("no tensors were given")
@@ -89,13 +89,12 @@ def shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
 
 
 def payloads(given: SharedTensors, num_schedulers: int) -> list[bytes]:
-    """Return the message for each scheduler in types that SGLang accepts: the tensors' locations, or their bytes."""
+    """Return the message for each scheduler, in types that SGLang accepts: the tensors' locations."""
     places = [
         (name, _name(tensor.dtype), list(tensor.shape), tensor.storage_offset() * tensor.element_size())
         for name, tensor in given
     ]
-    where: dict[str, Any] = {"tensors": places, "slot": given.slot, "writes": given.writes}
-    where |= {"file": given.file} if given.file else {"bytes": given.memory.numpy().tobytes()}
+    where = {"tensors": places, "file": given.file, "slot": given.slot, "writes": given.writes}
     return [pickle.dumps(where)] * num_schedulers
 
 
@@ -114,19 +113,12 @@ class Mapped:
 
     def tensors(self, where: dict[str, Any]) -> SharedTensors:
         """Return the tensors of a message of `payloads`. Raises WeightsError if they are missing or were overwritten."""
-        if (content := where.get("bytes")) is not None:
-            memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        else:
-            memory = self._pinned(where["file"]).memory
-        views = []
+        if (file := where["file"]) not in self._files:
+            self._files[file].pin()
+        memory, views = self._files[file].memory, []
         for name, dtype, shape, start in where["tensors"]:
             like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             views.append((name, memory[start : start + like.nbytes].view(like.dtype).view(like.shape)))
-        tensors = SharedTensors(views, memory, where.get("file", ""), where["slot"], where["writes"])
+        tensors = SharedTensors(views, memory, file, where["slot"], where["writes"])
         tensors.require_intact()
         return tensors
-
-    def _pinned(self, file: str) -> MappedArenas:
-        if file not in self._files:
-            self._files[file].pin()
-        return self._files[file]
