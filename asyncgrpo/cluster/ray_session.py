@@ -7,9 +7,9 @@ has no dashboard, and listens on loopback where our own sockets do. See docs/sec
 import logging
 import os
 import re
+import secrets
 import shutil
 import signal
-import stat
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -56,7 +56,6 @@ _QUIET = QUIET | {
     # costs 5 s and a dead server 10 s, for all members of a group. glibc reads this once, so workers must start with it.
     "RES_OPTIONS": "timeout:1",
 }
-_MODE = "RAY_AUTH_MODE"
 OBJECT_STORE_BYTES = 100 * 2**20
 """Size of Ray's object store. Only addresses and configurations go through it."""
 LATE_S = 60.0
@@ -90,10 +89,10 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
             ray.init(address=address, namespace="asyncgrpo", **quiet)
         else:
             scratch.tidy_at_end()  # Ray's agents would outlive a killed driver by a minute
-            os.environ.pop(_MODE, None)  # without it, Ray requires a token and sets it again
             if is_loopback(bind):
                 _keep_on_loopback()
             _start_only_what_is_used()
+            _require_token()
             folder = str(scratch.folder())  # which a later start removes if this process is killed
             with _warned_if_late(folder):
                 ray.init(
@@ -104,7 +103,6 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
                     namespace="asyncgrpo",
                     **quiet,
                 )
-            _protect_token()
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
             f"cluster.ray_address {address}: no Ray cluster accepts the connection; if it requires a token, set "
@@ -208,20 +206,17 @@ def _start_only_what_is_used() -> None:
     ray._private.ray_constants.SETUP_WORKER_FILENAME = warm.__file__
 
 
-def _protect_token() -> None:
-    """Verify that Ray requires its token, and that only this user can read it.
+def _require_token() -> None:
+    """Make the Ray that starts next require a token of its own, which only this user can read.
 
-    Raises:
-        ConfigError: this Ray requires no token.
+    By default Ray keeps one token for all, in the home folder, which may not be writable.
     """
-    if os.environ.get(_MODE, "").lower() != "token":
-        ray.shutdown()
-        raise ConfigError(
-            f"Ray {ray.__version__} started without requiring a token; asyncgrpo needs a release that does"
-        )
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    if path.is_file() and path.stat().st_uid == os.getuid() and stat.S_IMODE(path.stat().st_mode) & 0o077:
-        path.chmod(0o600)  # Ray leaves the mode to the umask
+    path = scratch.folder() / "ray-token"
+    if not path.exists():  # Ray reads it once in a process
+        path.touch(0o600)
+        path.write_text(secrets.token_hex(32))
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)
+    os.environ.pop("RAY_AUTH_MODE", None)  # without it, Ray requires a token and sets it again
 
 
 def _session_folder() -> str | None:
