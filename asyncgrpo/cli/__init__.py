@@ -51,9 +51,8 @@ for family in (doctor, train, look, plan, models, config):
     app.add_typer(family.app)
 
 _UsageError: Any = typer.BadParameter.__mro__[1]  # typer does not export it
-_PATH_ERRORS = frozenset(
-    {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
-)
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_PATH_ERRORS = _FULL | {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.EROFS}
 """Errors of the operating system that are caused by a path of the user or its disk."""
 
 
@@ -68,9 +67,10 @@ def main() -> NoReturn:
     except _UsageError as error:
         code, problem = 2, _usage_problem(error)
     except OSError as error:
-        if error.filename is None or error.errno not in _PATH_ERRORS:
+        if error.errno not in _PATH_ERRORS or (error.filename is None and error.errno not in _FULL):
             raise
-        problem = f"{shorten(os.fsdecode(error.filename), 200)}: {error.strerror}"
+        what = "the output cannot be written" if error.filename is None else shorten(os.fsdecode(error.filename), 200)
+        problem = f"{what}: {error.strerror}"
     typer.echo(f"error: {visible(problem)}", err=True)
     sys.exit(code)
 

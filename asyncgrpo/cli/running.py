@@ -5,12 +5,13 @@ The checks read the files of the run and call its functions, so that an error sh
 
 import logging
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -237,6 +238,21 @@ def preview(config: Config, algorithm: str | None = None) -> None:
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
+class Output:
+    """stdout of a run, which continues where it cannot be written: its disk is full, or nobody reads the pipe any more."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            sys.stdout.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            sys.stdout.flush()
+
+
 def execute(
     config: Config,
     *,
@@ -259,7 +275,7 @@ def execute(
 
     from asyncgrpo.cluster.folder import RunFolder, Standing, look, record
 
-    console = Console()
+    console = Console(file=cast(IO[str], Output()))
 
     def report(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)

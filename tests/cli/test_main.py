@@ -1,11 +1,15 @@
 """What every command has in common."""
 
+import os
+import subprocess
 import sys
 
 import pytest
 import typer
+from rich.console import Console
 
 from asyncgrpo import __version__, cli
+from asyncgrpo.cli.running import Output
 from asyncgrpo.errors import DataError
 
 
@@ -78,3 +82,23 @@ class TestEnds:
         monkeypatch.setattr(sys, "argv", ["asyncgrpo"])
         with pytest.raises(ZeroDivisionError):
             cli.main()
+
+
+def test_output_on_a_full_disk_is_an_error_in_one_sentence():
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "asyncgrpo", "config", "explain"], stdout=full, stderr=subprocess.PIPE
+        )
+    assert (ended.returncode, ended.stderr) == (1, b"error: the output cannot be written: No space left on device\n")
+
+
+def test_a_run_continues_where_its_output_cannot_be_written(monkeypatch, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    (tmp_path / "log").touch()
+    for out in (open("/dev/full", "w"), open(write, "w"), (tmp_path / "log").open("w")):  # noqa: SIM115
+        monkeypatch.setattr(sys, "stdout", out)
+        console = Console(file=Output())
+        console.print("step 1")
+        console.print("step 2")
+    assert (tmp_path / "log").read_text() == "step 1\nstep 2\n"
