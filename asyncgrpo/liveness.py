@@ -3,7 +3,7 @@
     process ────── 1 s ──▶ driver        cluster.silent_timeout_s: replaced; 5 s if buffer or learner have lost it, too
     generator ──── 1 s ──▶ buffer        2 s: no lease; 5 s: others take over its leases; 60 s: its session ends
     receiver ─── 0.5 s ──▶ publisher     5 s: left out of publications; 20 s: the buffer frees its leases
-    buffer ─────── 1 s ──▶ rank 0        60 s without a reply to a request: the learner ends
+    buffer ─────── 1 s ──▶ rank 0        15 s: rank 0 repeats its request; 60 s: the learner ends
     rank 0 ────── 30 s ──▶ other ranks   cluster.stall_timeout_s and 60 s more: the learner ends
 
 Each receiver keeps its own times: the driver and the buffer exclude those in which they were stopped themselves, and the
@@ -46,7 +46,7 @@ STALL_MARGIN_S = 2 * RANK_HEARTBEAT_S
 # -- replies -----------------------------------------------------------------------------------------------------------
 
 RESEND_AFTER_S = 15 * HEARTBEAT_S
-"""Deadline of the buffer's acknowledgement of a group. Then the generator sends it again."""
+"""Deadline of the buffer's acknowledgement of a group, or sign of a request of rank 0. Then the sender sends it again."""
 READ_BYTES_PER_S = 100e6
 """Minimum transfer rate. It sets the deadline of a receiver, or of a learner rank, that sends no heartbeat while it transfers."""
 

@@ -115,6 +115,8 @@ class BufferService:
         self._asked_s = self._held_back_s = 0.0  # time of that request, and how long the bound then made it wait
         self._may_take = False  # True if anything changed since `Buffer.take` last returned None
         self._batch: list[GroupEntry] | None = None  # taken, but not in the journal yet
+        # The learner's last request with its reply and the groups in it, until the learner has trained them.
+        self._replied: tuple[Take | LastEvals, Batch | NoMore, Sequence[GroupEntry]] | None = None
         self._waiting_sent_s = 0.0
         self._filtered_before = 0  # groups filtered up to the last batch
         self._last_evals = False
@@ -279,6 +281,9 @@ class BufferService:
             case RewardFailed(generator_id=name):
                 if name in self._sessions:
                     self._rewards.failed(message)
+            case Take() | LastEvals() if self._replied is not None and message == self._replied[0]:
+                log.info("the learner has not received the reply to its request, which is repeated")
+                self._send_reply(peer)
             case Take():
                 self._trained(message.version)
                 self._learner, self._waiting_sent_s = peer, now_s
@@ -558,6 +563,7 @@ class BufferService:
         """Record that the learner has made a version. Two kinds of messages carry it, so that losing one is harmless."""
         if version is not None and (self._buffer.version is None or version > self._buffer.version):
             self._buffer.trained(version)
+            self._replied = None
 
     def _reply_to_take(self, now_s: float) -> None:
         """Send the learner its batch, or NoMore. Until then, send Waiting once a second."""
@@ -576,14 +582,12 @@ class BufferService:
                 if self._batch is not None and self._buffer.is_held_back:
                     self._held_back_s = now_s - self._asked_s
             if self._batch is not None and self._journal.is_blocked is None:  # its manifest is written
-                self._send_batch(self._take, self._batch, now_s)
+                self._reply(self._make_batch(self._take, self._batch, now_s), self._batch)
                 return
             if self._buffer.exhausted and not self._evaluations.in_flight:
                 why = "exhausted"
         if why is not None:
-            evals = self._evaluations.take_finished()
-            self._server.send(self._learner, NoMore(why=why, counters=counters(self._buffer), evals=evals))
-            self._take, self._last_evals = None, False
+            self._reply(NoMore(why=why, counters=counters(self._buffer), evals=self._evaluations.take_finished()), ())
         elif now_s - self._waiting_sent_s >= liveness.WAITING_EVERY_S:
             self._waiting_sent_s = now_s
             what, hopeless = self._describe_wait(now_s), self._rewards.fatal_reason
@@ -592,18 +596,28 @@ class BufferService:
             )
             self._server.send(self._learner, message)
 
-    def _send_batch(self, take: Take, entries: list[GroupEntry], now_s: float) -> None:
-        assert self._learner is not None
+    def _make_batch(self, take: Take, entries: list[GroupEntry], now_s: float) -> Batch:
         figures = batch_figures(self._buffer, entries, take.version.number, now_s) | self._load.since_batch()
-        message = Batch(
+        self._filtered_before = self._buffer.filtered.total()
+        return Batch(
+            version=take.version,
             groups=tuple(e.message for e in entries if e.message is not None),
             payload_sizes=tuple(len(e.payload) for e in entries),
             counters=counters(self._buffer) | figures,
             evals=self._evaluations.take_finished(),
         )
-        self._server.send(self._learner, message, b"".join(e.payload for e in entries))
-        self._take = self._batch = None
-        self._filtered_before = self._buffer.filtered.total()
+
+    def _reply(self, message: Batch | NoMore, entries: Sequence[GroupEntry]) -> None:
+        """Reply to the request of the learner, and keep the reply in case it is lost."""
+        assert self._learner is not None
+        self._replied = self._take or LastEvals(), message, entries
+        self._take, self._batch, self._last_evals = None, None, False
+        self._send_reply(self._learner)
+
+    def _send_reply(self, peer: str) -> None:
+        assert self._replied is not None
+        _, message, entries = self._replied
+        self._server.send(peer, message, b"".join(entry.payload for entry in entries))
 
     def _send_snapshots(self, now_s: float) -> None:
         """Send snapshots once the journal is synced: a checkpoint must not contain a step whose manifest may be lost."""

@@ -116,8 +116,7 @@ class Inbox:
             RewardError: every reward call failed, so no group can arrive.
             WireError: the buffer does not respond.
         """
-        self._client.send(Take(version=version, shares_within=shares_within))
-        return self._wait()
+        return self._request(Take(version=version, shares_within=shares_within))
 
     def last_evals(self) -> str:
         """Wait for the pending evaluations, or until the run is to stop. No batch is taken afterwards.
@@ -125,8 +124,7 @@ class Inbox:
         Returns:
             The reason of `NoMore`.
         """
-        self._client.send(LastEvals())
-        ended = self._wait()[0]
+        ended = self._request(LastEvals())[0]
         assert isinstance(ended, NoMore)
         return ended.why
 
@@ -176,8 +174,10 @@ class Inbox:
         self._client.send(Finished())
         self._client.close()
 
-    def _wait(self) -> tuple[Batch | NoMore, memoryview]:
-        started = heard = progressed = logged = self._clock()
+    def _request(self, request: Take | LastEvals) -> tuple[Batch | NoMore, memoryview]:
+        """Send a request and wait for its reply. While the buffer is silent, one of them may be lost, so it is sent again."""
+        self._client.send(request)
+        started = heard = progressed = logged = asked = self._clock()
         what = "the reply of the buffer"
         with metrics.waiting("batch"):
             while True:
@@ -189,7 +189,9 @@ class Inbox:
                     for result in getattr(message, "evals", ()):
                         self.on_eval(result)
                         progressed = now
-                    if isinstance(message, Batch | NoMore):
+                    if isinstance(message, NoMore) or (
+                        isinstance(message, Batch) and isinstance(request, Take) and message.version == request.version
+                    ):
                         return message, payload
                     if isinstance(message, Waiting):
                         what = message.what
@@ -197,6 +199,9 @@ class Inbox:
                         self.while_waiting(what, now - started)
                         if message.hopeless:
                             raise RewardError(message.hopeless)
+                if now - max(heard, asked) >= liveness.RESEND_AFTER_S:
+                    asked = now
+                    self._client.send(request)
                 if now - logged >= liveness.RANK_HEARTBEAT_S:
                     logged = now
                     log.warning("waiting for %s, %.0f s so far", what, now - started)

@@ -104,7 +104,7 @@ class Timeline:
         """Return the batch of a step as the learner received it, without counters. Raises JournalError."""
         found = [self._group(step, group) for group in step.groups]
         groups, sizes = tuple(deliver for deliver, _ in found), tuple(len(payload) for _, payload in found)
-        message = Batch(groups=groups, payload_sizes=sizes, counters={}, evals=())
+        message = Batch(version=step.version, groups=groups, payload_sizes=sizes, counters={}, evals=())
         return message, b"".join(payload for _, payload in found)
 
     def _group(self, step: PlannedStep, found: Found) -> tuple[Deliver, bytes]:

@@ -220,7 +220,10 @@ ToGenerator = Welcome | Reregister | Grant | Ack | Nack | Cancel | Shutdown
 
 
 class Take(Message):
-    """Requests the groups of the optimizer step that starts at `version`. Generators may serve it or an older one."""
+    """Requests the groups of the optimizer step that starts at `version`. Generators may serve it or an older one.
+
+    Sent again until the reply arrives, as `LastEvals` is. The buffer then repeats the reply.
+    """
 
     version: PolicyVersion
     shares_within: dict[int, float] = msgspec.field(default_factory=dict)
@@ -308,6 +311,8 @@ class Batch(Message):
     max_header_bytes: ClassVar[int] = 2**30
     max_payload_bytes: ClassVar[int] = 2**30
 
+    version: PolicyVersion
+    """Of the request."""
     groups: tuple[Deliver, ...]
     payload_sizes: tuple[Count, ...]
     counters: dict[str, float]

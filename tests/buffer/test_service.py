@@ -78,7 +78,7 @@ def test_the_tokens_of_a_lease_of_which_nothing_came_are_in_the_ledger():
     assert counters["groups_leased"] == 3, "what was cancelled had ended before; it ends no other lease"
 
 
-def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch():
+def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch_which_is_repeated_on_demand():
     plane = Plane()
     first, second = plane.start()
     plane.hear("learner", Take(version=v(0)))
@@ -91,6 +91,8 @@ def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch
     assert isinstance(batch, Batch) and [g.prompt_index for g in batch.groups] == [1, 2]
     assert batch.counters["groups_filtered_zero_signal"] == batch.counters["filtered_all_equal_high"] == 1
     assert batch.counters["tokens_filtered"] == 2 and batch.counters["prompts_done"] == 1
+    plane.hear("learner", Take(version=v(0)))
+    assert plane.told() is batch, "the first one was lost"
     plane.train()
     (last,) = plane.granted()
     plane.hear("learner", Take(version=v(1)))
@@ -99,6 +101,8 @@ def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch
     ended = plane.told()
     assert isinstance(ended, NoMore) and ended.why == "exhausted", "where nothing has a signal the run ends in order"
     assert ended.counters["groups_filtered_zero_signal"] == 2
+    plane.hear("learner", Take(version=v(1)))
+    assert plane.told() is ended, "the first one was lost"
 
 
 def test_evaluations_are_never_filtered():

@@ -6,7 +6,7 @@ from asyncgrpo.errors import RewardError, StalledError, WireError
 from asyncgrpo.learner.ranks import Inbox
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.rollouts import EvalResult, NoMore, Snapshot, Waiting
+from asyncgrpo.wire.rollouts import Batch, EvalResult, NoMore, Snapshot, Waiting
 
 AT = PolicyVersion(1, 3)
 RESULT = EvalResult(
@@ -43,6 +43,29 @@ def wait(messages: list[Message]) -> list[EvalResult]:
     inbox.on_eval = results.append
     inbox.last_evals()
     return results
+
+
+def test_a_lost_reply_is_asked_for_again_and_a_second_one_is_not_taken_for_the_next():
+    class Lossy(Line):
+        sent: list[Message] = []  # noqa: RUF012
+
+        def send(self, message: Message) -> None:
+            self.sent.append(message)
+            if self.sent.count(message) == 2:
+                self.messages += [batch(message.version), batch(message.version)]
+
+        def receive(self, timeout_s: float) -> tuple[Message, memoryview] | None:
+            self.now_s += timeout_s
+            return (self.messages.pop(0), memoryview(b"")) if self.messages else None
+
+    def batch(version: PolicyVersion) -> Batch:
+        return Batch(version=version, groups=(), payload_sizes=(), counters={}, evals=())
+
+    line = Lossy([])
+    inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
+    for version in (AT, PolicyVersion(1, 4)):
+        assert inbox.take(version, {})[0] == batch(version)
+    assert [message.version.number for message in line.sent] == [3, 3, 4, 4] and line.now_s < 40.0
 
 
 def test_words_alone_are_no_progress_and_the_error_names_what_was_awaited():

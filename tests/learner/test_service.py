@@ -40,7 +40,7 @@ class Inbox(Quiet):
 
     def take(self, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
         if version.number < STEPS:
-            return Batch(groups=(), payload_sizes=(), counters={}, evals=()), NOTHING
+            return Batch(version=version, groups=(), payload_sizes=(), counters={}, evals=()), NOTHING
         if isinstance(self.end, AsyncGRPOError):
             raise self.end
         return NoMore(why=self.end), NOTHING  # type: ignore[arg-type]

@@ -267,7 +267,7 @@ def test_what_cannot_be_read_or_is_not_for_the_sender_to_say_changes_nothing(rea
 def test_a_batch_whose_sizes_lie_is_refused():
     message, payload = pack_group(make_group())
     for sizes in ((len(payload), 8), (len(payload) - 8,)):
-        batch = rollouts.Batch(groups=(message,), payload_sizes=sizes, counters={}, evals=())
+        batch = rollouts.Batch(version=v(0), groups=(message,), payload_sizes=sizes, counters={}, evals=())
         with pytest.raises(RefusedError):
             unpack_batch(batch, memoryview(payload))
 
