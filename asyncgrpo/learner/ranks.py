@@ -47,7 +47,7 @@ class RankCommand(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = ""
     lr: float = 0.0
     file: str = ""
-    """`snapshot`: file of the arenas; empty if the weights are gathered."""
+    """`snapshot`: file of the arenas of rank 0."""
     start: int = 0
     """`snapshot`: offset of the arena in that file, bytes."""
     header: bytes = b""

@@ -24,7 +24,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner.publishing import Part, PublishedWeights, fill_parts
 from asyncgrpo.scratch import same_machine
-from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, MappedArenas, Stream, stride
+from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Stream, stride
 from asyncgrpo.weights.lane import Sender, Written
 from asyncgrpo.wire.sockets import Keys
 
@@ -61,7 +61,7 @@ class Snapshot:
         """Of each arena."""
         self._layout = Layout(sent.layout())
         self._timeout_s = config.timeout_s + self._layout.num_bytes / liveness.READ_BYTES_PER_S
-        self._mapped: MappedArenas | None = None
+        self._mapped: Arenas | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         machines = _gather(same_machine(), world)
         mates = {machine: [other for other in range(world) if machines[other] == machine] for machine in machines}
@@ -69,7 +69,7 @@ class Snapshot:
         """Ranks of this machine. The first one has its arenas."""
         self.is_whole = len(mates) == 1
         """True if all ranks write into the arenas of rank 0."""
-        self._arenas = Arenas(self._layout) if rank == self._mates[0] != 0 else None
+        self._arenas = Arenas.create(self._layout) if rank == self._mates[0] != 0 else None
         self._files = _gather(self._arenas.file if self._arenas else "", world)
         runs = [[(0, self._layout.num_bytes)]] * world if self.is_whole else _gather(self._runs(), world)
         self._parts_sent: dict[int, Stream] = {}
@@ -120,10 +120,10 @@ class Snapshot:
             start: offset of the arena in the file, bytes.
         """
         arenas = self._map(self._files[self._mates[0]] or file)
-        flat = arenas.read(start, self._layout.num_bytes)
+        slot = start // stride(self._layout)
+        flat = arenas.arena(self._layout, slot)
         is_written = self._fill(flat, arenas.flags)
         if self._sender is not None:
-            slot = start // stride(self._layout)
             self._writes[slot] += 1
             self._sender.written(Written(slot, self._writes[slot], flat, is_written))
 
@@ -166,9 +166,9 @@ class Snapshot:
             for name, first, tensor in self._sent.parts(self._rank, merged=False)
         ]
 
-    def _map(self, file: str) -> MappedArenas:
+    def _map(self, file: str) -> Arenas:
         if self._mapped is None or self._mapped.file != file:
-            self._mapped = MappedArenas(file)
+            self._mapped = Arenas(file)
             if self._rank > 0 and self._device.type == "cuda":
                 self._mapped.pin()
         return self._mapped

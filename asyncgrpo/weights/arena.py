@@ -1,8 +1,8 @@
 """Memory layout of a publication: every tensor at a fixed offset of one flat buffer in shared memory.
 
 The learner has two such arenas in one shared-memory file, followed by a page of flags. It writes one while generators read
-the other. Engines on the same machine map the file and load out of it. On another machine generators receive the bytes into a
-`Staging`, a file of one arena, which the engines of that machine map in the same way.
+the other. Engines on the same machine map the file and load out of it. On another machine generators receive the bytes into
+files of one arena each, which the engines of that machine map in the same way.
 
 An arena that a live engine reads is not written. A dropped engine may wake in the middle of a read, so the writes of each
 arena are counted in the flags, and a reader compares the count after its read.
@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -151,41 +152,71 @@ def digest_of(layout: Layout, tensors: Iterator[tuple[TensorInfo, Tensor]]) -> s
 
 
 class Arenas:
-    """`count` arenas of [num_bytes] uint8 in shared memory."""
+    """Arenas in one file of shared memory, which this process or another one has created."""
 
-    def __init__(self, layout: Layout, count: int = SLOTS, name: str = "") -> None:
-        """
+    def __init__(self, file: str) -> None:
+        """Map a file. Raises WeightsError: it does not exist on this machine."""
+        path = SHARED_MEMORY / Path(file).name
+        try:
+            self.memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+            """[bytes] uint8, the whole file."""
+        except (OSError, RuntimeError) as error:
+            raise WeightsError(f"the weights are not in {SHARED_MEMORY} of this machine: {error}") from error
+        self.file = path.name
+        self.flags = self.memory[-PAGE:].view(torch.int64)
+        """[512] int64 after the arenas: snapshots written by each learner rank, and from the end, writes of each arena."""
+        self.state: State | None = None
+        """The weights that this process received into them last, or its part of them."""
+        self._finalizers: list[Callable[[], object]] = []
+        self._is_pinned = False
+
+    @classmethod
+    def create(cls, layout: Layout, count: int = SLOTS, name: str = "") -> "Arenas":
+        """Create a file of `count` arenas, which is removed with the result.
+
         Args:
             name: of a file that several processes share, whichever of them creates it; empty: a new one.
         Raises:
             WeightsError: shared memory is too small.
         """
-        self.layout = layout
-        self.file = Path(name).name or f"{scratch.mark()}-weights-{next(_numbers)}"
-        """Its name in shared memory."""
-        size = count * stride(layout) + PAGE
-        allocate(SHARED_MEMORY / self.file, size)
-        self.memory = _map(SHARED_MEMORY / self.file, size)
-        self.slots = [self.memory[i * stride(layout) :][: layout.num_bytes] for i in range(count)]
-        self.flags = _flags(self.memory)
-        """As `MappedArenas` has them."""
-        self._unpin: Callable[[], object] | None = None
+        path = SHARED_MEMORY / (Path(name).name or f"{scratch.mark()}-weights-{next(_numbers)}")
+        allocate(path, count * stride(layout) + PAGE)
+        made = cls(path.name)
+        made._at_end(partial(path.unlink, missing_ok=True))
+        return made
 
-    def begin(self, slot: int) -> int:
-        """Count a write of a slot. Returns the number of writes."""
-        self.flags[_counter(slot)] += 1
-        return int(self.flags[_counter(slot)])
+    def arena(self, layout: Layout, slot: int = 0) -> Tensor:
+        """Return an arena, [num_bytes] uint8. Raises WeightsError: the file is shorter."""
+        start = slot * stride(layout)
+        if not 0 <= start <= start + layout.num_bytes <= len(self.memory) - PAGE:
+            raise WeightsError(f"the weights end at byte {len(self.memory) - PAGE} of {self.file}")
+        return self.memory[start : start + layout.num_bytes]
+
+    def begin(self, slot: int, writes: int) -> None:
+        """Note that an arena is about to be written, for the `writes`-th time."""
+        self.state = None
+        self.flags[_counter(slot)] = writes
+
+    def tensors(self, layout: Layout, slot: int, writes: int) -> "SharedTensors":
+        """Return the tensors of a publication as views. Raises WeightsError: they were overwritten."""
+        views = ((info.name, view) for info, view in layout.views(self.arena(layout, slot)))
+        return SharedTensors(views, self, slot, writes)
 
     def pin(self) -> None:
-        """Pin the pages for this process's GPU."""
-        if self._unpin is None:
-            self._unpin = pin(self.memory)
+        """Pin the pages for the GPU of this process."""
+        if not self._is_pinned:
+            self._is_pinned = True
+            self._at_end(pin(self.memory))
 
     def close(self) -> None:
-        if self._unpin is not None:
-            self._unpin()
-        self.slots = []
-        (SHARED_MEMORY / self.file).unlink(missing_ok=True)
+        """Unpin the pages, and remove the file if this object created it. Freeing the object does so, too."""
+        for finalize in self._finalizers:
+            finalize()
+
+    def _at_end(self, work: Callable[[], object]) -> None:
+        finalize = weakref.finalize(self, work)
+        finalize.atexit = False  # `scratch` removes the file after the process has ended
+        self._finalizers.append(finalize)
 
 
 @dataclass(eq=False)
@@ -290,114 +321,40 @@ class Place:
 
 
 class SharedTensors(list[tuple[str, Tensor]]):
-    """Tensors by name in one buffer, [bytes] uint8."""
+    """Tensors by name in one arena."""
 
-    def __init__(
-        self, tensors: Iterable[tuple[str, Tensor]], memory: Tensor, file: str, slot: int = 0, writes: int = 0
-    ) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], arenas: Arenas, slot: int, writes: int) -> None:
         """
         Args:
-            file: name of the buffer in shared memory.
-            slot, writes: their arena, and its number of writes so far.
+            arenas: the file, which is kept.
+            slot, writes: the arena, and its number of writes so far.
+        Raises:
+            WeightsError: it was overwritten.
         """
         super().__init__(tensors)
-        self.memory, self.file = memory, file
-        self.slot, self.writes = slot, writes
-        self.owner: object = None
-        """Keeps the file alive."""
+        self.arenas, self.slot, self.writes = arenas, slot, writes
+        self.require_intact()
 
     def require_intact(self) -> None:
         """Raises WeightsError: the arena was overwritten, perhaps during the read."""
-        if (now := int(_flags(self.memory)[_counter(self.slot)])) != self.writes:
+        if (now := int(self.arenas.flags[_counter(self.slot)])) != self.writes:
             raise WeightsError(f"these weights were overwritten before they were read ({now - self.writes} times)")
 
 
-class MappedArenas:
-    """Arenas of another process, mapped."""
-
-    def __init__(self, file: str) -> None:
-        """Raises WeightsError: the file does not exist on this machine."""
-        path = SHARED_MEMORY / Path(file).name
-        try:
-            self.memory = _map(path, path.stat().st_size)
-            """[bytes] uint8, the whole file."""
-        except (OSError, RuntimeError) as error:
-            raise WeightsError(f"the weights are not in {SHARED_MEMORY} of this machine: {error}") from error
-        self.file = file
-        self.flags = _flags(self.memory)
-        """[512] int64 after the arenas: snapshots written by each learner rank, and writes of each arena."""
-
-    def pin(self) -> None:
-        """Pin the pages for the GPU of this process."""
-        weakref.finalize(self, pin(self.memory)).atexit = False
-
-    def read(self, start: int, size: int) -> Tensor:
-        """Return [size] uint8 at byte `start` of the file. Raises WeightsError: the file is shorter."""
-        if not 0 <= start <= start + size <= len(self.memory) - PAGE:
-            raise WeightsError(f"the weights end at byte {len(self.memory) - PAGE} of {self.file}")
-        return self.memory[start : start + size]
-
-    def tensors(self, layout: Layout, slot: int, writes: int) -> SharedTensors:
-        """Return the tensors of a publication as views. Raises WeightsError: they were overwritten."""
-        views = layout.views(self.read(slot * stride(layout), layout.num_bytes))
-        tensors = SharedTensors(((info.name, view) for info, view in views), self.memory, self.file, slot, writes)
-        tensors.require_intact()
-        return tensors
-
-
-class Mappings(dict[str, MappedArenas]):
+class Mappings(dict[str, Arenas]):
     """Mapped files by name. The first access maps a file, and drops those that were removed meanwhile."""
 
-    def __missing__(self, file: str) -> MappedArenas:
-        made = MappedArenas(file)
+    def __missing__(self, file: str) -> Arenas:
+        made = Arenas(file)
         for name in [name for name in self if not (SHARED_MEMORY / name).exists()]:
             del self[name]
         self[file] = made
         return made
 
 
-class Staging:
-    """Weights that generators of one machine receive, [num_bytes] uint8 in shared memory."""
-
-    def __init__(self, layout: Layout, file: str = "") -> None:
-        """
-        Args:
-            file: its name; empty: a new one.
-        Raises:
-            WeightsError: shared memory is too small.
-        """
-        self._layout, self._arenas = layout, Arenas(layout, 1, file)
-        (self.flat,) = self._arenas.slots
-        self.state: State | None = None
-        """The weights of which this process received its part last."""
-        weakref.finalize(self, self._arenas.close).atexit = False  # `scratch` removes it after the process has ended
-
-    def pin(self) -> None:
-        """Pin the pages for a GPU that writes them."""
-        self._arenas.pin()
-
-    def begin(self, writes: int) -> None:
-        """Note that the buffer is about to be written, for the `writes`-th time."""
-        self.state = None
-        self._arenas.flags[_counter(0)] = writes
-
-    def tensors(self, writes: int = 0) -> SharedTensors:
-        """Return every tensor by name, as views of the buffer. Raises WeightsError: a later write has begun."""
-        views = ((info.name, view) for info, view in self._layout.views(self.flat))
-        tensors = SharedTensors(views, self._arenas.memory, self._arenas.file, 0, writes)
-        tensors.require_intact()
-        tensors.owner = self
-        return tensors
-
-
 def stride(layout: Layout) -> int:
     """Return the distance between two arenas, bytes."""
     return -(-layout.num_bytes // PAGE) * PAGE
-
-
-def _flags(memory: Tensor) -> Tensor:
-    """Return the page after the arenas, [512] int64."""
-    return memory[-PAGE:].view(torch.int64)
 
 
 def _counter(slot: int) -> int:
@@ -443,7 +400,3 @@ def pin(memory: Tensor) -> Callable[[], object]:
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")  # CUDA repeats a sticky error at the next call
     return lambda: None
-
-
-def _map(file: Path, size: int) -> Tensor:
-    return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)

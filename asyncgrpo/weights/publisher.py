@@ -30,7 +30,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.scratch import same_machine
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Place, Slot, Stream
+from asyncgrpo.weights.arena import SLOTS, Arenas, IsWritten, Layout, Place, Slot, Stream
 from asyncgrpo.weights.delta import Packed, State
 from asyncgrpo.weights.digest import add_digests
 from asyncgrpo.weights.group import Backend
@@ -141,7 +141,7 @@ class Publisher:
             WeightsError: shared memory is too small for the arenas.
         """
         self._layout, self._check = Layout(layout), check or SyncCheck.none()
-        self._arenas = Arenas(self._layout)
+        self._arenas = Arenas.create(self._layout)
         self._arenas.pin()
         own = Stream(run for stream in others for run in stream.runs).rest(self._layout.num_bytes)
         self._streams = (own, *others)
@@ -154,7 +154,7 @@ class Publisher:
         )
         self._runs = np.array([run for stream in self._streams for run in stream.runs], np.int64).tobytes()
         self._lane.start(self._streams)
-        self._home.slots = [Slot(number, self._arenas.file) for number in range(len(self._arenas.slots))]
+        self._home.slots = [Slot(number, self._arenas.file) for number in range(SLOTS)]
         self._wake = Client(self.endpoint, "learner", self._keys)
         self._thread.start()
 
@@ -200,12 +200,13 @@ class Publisher:
             if slot is None:
                 return False
             slot.is_ours, slot.is_ready, slot.version, slot.digest = True, False, None, ""
-            slot.writes = self._arenas.begin(slot.number)
+            slot.writes += 1
+            self._arenas.begin(slot.number, slot.writes)
             if slot is self._home.newest:
                 self._home.newest = None
         is_filled = False
         try:
-            slot.is_written = fill(self._layout, self._arenas.slots[slot.number])
+            slot.is_written = fill(self._layout, self._arenas.arena(self._layout, slot.number))
             is_filled = True
         finally:
             with self._lock:
@@ -385,7 +386,7 @@ class Publisher:
                 slot.is_ours, slot.is_ready, self._home.newest = False, True, slot
                 slot.readers.add(HASHING)
             self._offer_newest()
-            self._own_digest = self._streams[0].digest(self._arenas.slots[slot.number])
+            self._own_digest = self._streams[0].digest(self._arenas.arena(self._layout, slot.number))
         parts = self._parts.get((slot.number, slot.writes), {})
         if len(parts) < len(self._streams) - 1:
             if time.monotonic() - self._preparing_s > self._config.timeout_s + self._read_s:
@@ -467,7 +468,8 @@ class Publisher:
         if deltas:
             self._lane.offer_deltas(deltas, places, self._send)
         else:
-            self._lane.offer(state, newest.number, self._arenas.slots[newest.number], places, self._send)
+            flat = self._arenas.arena(self._layout, newest.number)
+            self._lane.offer(state, newest.number, flat, places, self._send)
 
     def _form_group(self, places: list[Place]) -> None:
         """Form a group. At a place without receivers as many generators receive as ranks send."""
@@ -490,7 +492,7 @@ class Publisher:
             if slot is None or not slot.digest or (state := slot.state) is None or not self._deltas.wants(state):
                 return
             slot.readers.add(COMPARING)
-        self._deltas.follow(self._layout, self._arenas.slots[slot.number])
+        self._deltas.follow(self._layout, self._arenas.arena(self._layout, slot.number))
 
     def _far(self) -> dict[Place, list[str]]:
         """Return the places that weights are sent to, each with its generators in the order in which they joined."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from asyncgrpo import liveness, scratch
 from asyncgrpo.errors import WeightsError, WireError
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import Layout, Mappings, SharedTensors, Staging, Stream
+from asyncgrpo.weights.arena import Arenas, Layout, Mappings, SharedTensors, Stream
 from asyncgrpo.weights.delta import State, from_bytes
 from asyncgrpo.weights.digest import digest_pieces
 from asyncgrpo.weights.group import WeightGroup, form_group, visit_store
@@ -82,8 +82,8 @@ class Receiver:
         self._layout: Layout | None = None
         self._check: WeightsLayout | None = None
         self._mappings = Mappings()
-        self._stagings: dict[str, Staging] = {}
-        """Buffers in which this generator receives for its machine, by file."""
+        self._stagings: dict[str, Arenas] = {}
+        """Files of one arena in which this generator receives for its machine, by file."""
         self._streams: list[Stream] = []
         """What each sender sends."""
         self._groups: dict[int, WeightGroup] = {}
@@ -202,7 +202,7 @@ class Receiver:
         """Queue a swap to weights that were received here, or that another process of this machine has in shared memory."""
         try:
             if (staging := self._of_place(offer.file).get(offer.file)) is not None:
-                self._next = offer.version, staging.tensors(offer.writes)
+                self._next = offer.version, staging.tensors(layout, 0, offer.writes)
                 return
             self._next = offer.version, self._mappings[offer.file].tensors(layout, offer.slot, offer.writes)
         except WeightsError as error:
@@ -214,7 +214,7 @@ class Receiver:
             if not self._groups or offer.group_number != self._group_number:
                 raise WeightsError(f"this generator is not in group {offer.group_number}")
             if (staging := self._of_place(offer.file).get(offer.file)) is None:
-                staging = self._stagings[offer.file] = Staging(layout, offer.file)
+                staging = self._stagings[offer.file] = Arenas.create(layout, 1, offer.file)
             received = (self._update if offer.delta_bytes else self._broadcast)(layout, offer, staging)
         except (WeightsError, RuntimeError, ValueError, KeyError) as error:
             self._failed(error, offer.writes)
@@ -222,8 +222,8 @@ class Receiver:
         staging.state = State(offer.version, offer.digest)
         self._client.send(Staged(generator_id=self._generator_id, digest=received, writes=offer.writes))
 
-    def _of_place(self, file: str) -> dict[str, Staging]:
-        """Return the buffers of the place that has this file, and free those of an earlier one."""
+    def _of_place(self, file: str) -> dict[str, Arenas]:
+        """Return the files of the place that has this one, and free those of an earlier place."""
         place, _, _ = file.rpartition("-")
         self._stagings = {name: staging for name, staging in self._stagings.items() if name.startswith(place)}
         return self._stagings
@@ -235,7 +235,7 @@ class Receiver:
             self._drop_group()
         self._client.send(SyncFailed(generator_id=self._generator_id, reason=str(error)[:300], writes=writes))
 
-    def _update(self, layout: Layout, offer: Offer, staging: Staging) -> str:
+    def _update(self, layout: Layout, offer: Offer, staging: Arenas) -> str:
         """Receive deltas and apply those that follow the weights in `offer.base`: in place, if these are in `staging`."""
         if not 0 < (size := sum(offer.delta_bytes)) <= layout.num_bytes:
             raise WeightsError(f"deltas of {size} bytes were offered for weights of {layout.num_bytes}")
@@ -248,27 +248,29 @@ class Receiver:
         state = None if base is None else base.state
         if base is None or state is None or (state != last and state not in deltas):
             raise WeightsError(f"received no delta to {offer.version} from weights that are held here")
-        staging.begin(offer.writes)
+        flat = staging.arena(layout)
+        staging.begin(0, offer.writes)
         if staging is not base:
-            staging.flat.copy_(base.flat)
+            flat.copy_(base.arena(layout))
         while state != last:
             if (delta := deltas.pop(state, None)) is None:
                 raise WeightsError(f"received deltas to {state.version}, not to {offer.version}")
-            delta.apply(staging.flat)
+            delta.apply(flat)
             state = delta.after
-        return Stream([(0, layout.num_bytes)]).digest(staging.flat)
+        return Stream([(0, layout.num_bytes)]).digest(flat)
 
-    def _broadcast(self, layout: Layout, offer: Offer, staging: Staging) -> str:
+    def _broadcast(self, layout: Layout, offer: Offer, staging: Arenas) -> str:
         """Take part in the broadcasts of this generator's senders, one after the other."""
-        staging.begin(offer.writes)
+        flat = staging.arena(layout)
+        staging.begin(0, offer.writes)
         if any(group.device.type != "cpu" for group in self._groups.values()):
             staging.pin()
         runs = (
             run
             for sender, group in self._groups.items()
-            for run in receive(group, staging.flat, self._streams[sender].buckets(offer.piece_bytes))
+            for run in receive(group, flat, self._streams[sender].buckets(offer.piece_bytes))
         )
-        return digest_pieces(staging.flat, runs)
+        return digest_pieces(flat, runs)
 
     # -- the swap ------------------------------------------------------------------------------------------------------
 

@@ -216,7 +216,7 @@ def test_a_scheduler_finds_tensors_where_they_lie(monkeypatch: pytest.MonkeyPatc
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
     given[0][1].fill_(7.0)
     assert found["a"].tolist() == [7.0] * 3, "the same pages"
-    first = given.file
+    first = given.arenas.file
     del given
     got(weights.shared(tensors.items()))
     assert first not in mapped._files, "a file that is gone is not kept"
@@ -237,22 +237,23 @@ def test_a_log_prob_that_is_not_finite_is_an_error_that_names_the_request(rig: R
 def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the engine was frozen, and the learner has written new weights over those that it reads."""
     from asyncgrpo.engines.sglang import weights
-    from asyncgrpo.weights.arena import Arenas, Layout, MappedArenas, SharedTensors
+    from asyncgrpo.weights.arena import Arenas, Layout, SharedTensors
 
     given = weights.shared(rig.weights(1).items())
     layout = Layout([TensorInfo(name=n, shape=tuple(t.shape), dtype=str(t.dtype)[6:]) for n, t in given])
-    arenas, payloads = Arenas(layout), weights.payloads
-    writes = arenas.begin(0)
+    arenas, payloads = Arenas.create(layout), weights.payloads
+    writes = 1
+    arenas.begin(0, writes)
 
     def written_over(tensors: SharedTensors, num_schedulers: int) -> list[bytes]:
-        arenas.begin(0)
+        arenas.begin(0, writes + 1)
         return payloads(tensors, num_schedulers)
 
     async def fail() -> PolicyVersion:
         before = rig.engine.version
         running = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=LONG))
         await rig.sample(PROMPT, max_tokens=3)
-        late = MappedArenas(arenas.file).tensors(layout, 0, writes)
+        late = Arenas(arenas.file).tensors(layout, 0, writes)
         monkeypatch.setattr(weights, "payloads", written_over)
         with pytest.raises(EngineError, match="weights were overwritten"):
             await rig.engine.load_weights(late, PolicyVersion(0, 999_999))

@@ -42,16 +42,17 @@ def learner_of(case: str, folder: str, rank: int, world: int) -> Learner:
 
 def test_a_rank_that_does_not_write_is_not_waited_for_forever(tmp_path, monkeypatch):
     learner = learner_of("qwen3", str(make_tiny_qwen3(tmp_path / "qwen3").parent), 0, 1)
-    arenas = Arenas(Layout(learner.layout()))
+    layout = Layout(learner.layout())
+    arenas = Arenas.create(layout)
     monkeypatch.setattr(learner.snapshot, "_world", 2)
     monkeypatch.setattr(learner.snapshot, "_mates", [0, 1])
     monkeypatch.setattr(learner.snapshot, "_timeout_s", 0.1)
-    is_written = learner.snapshot.write(arenas.slots[0], arenas.file)
+    is_written = learner.snapshot.write(arenas.arena(layout), arenas.file)
     assert is_written is not None and not is_written()
     time.sleep(0.1)
     with pytest.raises(WeightsError, match="not every rank has written its weights within 0 s"):
         is_written()
-    snapshot.MappedArenas(arenas.file).flags[1] = 1
+    Arenas(arenas.file).flags[1] = 1
     assert is_written()
     arenas.close()
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Layout, MappedArenas, Stream, stride
+from asyncgrpo.weights.arena import Arenas, Layout, Stream, stride
 from asyncgrpo.weights.lane import Sender, Written
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -62,7 +62,7 @@ def learn(
     publisher = Publisher(settings, maps=False, backend="gloo", bind=address, host=address, keys=keys)
     _, *others = Stream([(0, layout.num_bytes)]).split(senders)
     publisher.start(list(layout.tensors), others=others)
-    arenas = MappedArenas(publisher.file)
+    arenas = Arenas(publisher.file)
     told.put((publisher.endpoint, publisher.file, [other.runs for other in others]))
     publisher.wait_for(len(GENERATORS), 60.0, lambda what, seconds: None)
 
@@ -86,13 +86,13 @@ def send(
 ) -> None:
     """Send as the other rank, which has written when rank 0 has."""
     enter(node)
-    arenas, layout, written = MappedArenas(file), layout_of(mb), [0, 0]
+    arenas, layout, written = Arenas(file), layout_of(mb), [0, 0]
     sender = Sender(1, Stream(runs), endpoint=endpoint, host=address, keys=keys)
     while True:
         for slot, before in enumerate(written):
             if (now := int(arenas.flags[slot])) > before:
                 written[slot] = now
-                flat = arenas.read(slot * stride(layout), layout.num_bytes)
+                flat = arenas.arena(layout, slot)
                 sender.written(Written(slot, now, flat, lambda: True))
         time.sleep(0.001)
 

@@ -16,7 +16,7 @@ from asyncgrpo.errors import WeightsError
 from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import lane as lanes
-from asyncgrpo.weights.arena import Staging
+from asyncgrpo.weights.arena import Arenas
 from asyncgrpo.weights.delta import State
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.lane import Deltas
@@ -67,7 +67,7 @@ def fleet(request, monkeypatch) -> Iterator[Far]:
 WHOLE = LAYOUT.num_bytes
 
 
-def staged(receiver: Receiver) -> Staging:
+def staged(receiver: Receiver) -> Arenas:
     """The buffer in which it received first."""
     return next(iter(receiver._stagings.values()))
 
@@ -234,7 +234,7 @@ def test_deltas_are_applied_in_place_but_never_to_what_the_engine_is_loading(fle
     fleet.offer(3, 0.01)
     state = State(PolicyVersion(1, 3), add_digests([digest(fleet.flat)]))
     wait_until(lambda: fleet.publisher._members["generator-0"].place.state == state, "the delta")
-    assert torch.equal(staged(receiver).flat, fleet.truth[PolicyVersion(1, 2)])
+    assert torch.equal(staged(receiver).arena(LAYOUT), fleet.truth[PolicyVersion(1, 2)])
     engine.may_go_on.set()
     wait_until(lambda: fleet.publisher.is_idle, "rest")
     assert engine.newest == PolicyVersion(1, 3)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from asyncgrpo.types import TensorInfo
-from asyncgrpo.weights.arena import Arenas, Layout, MappedArenas, Staging
+from asyncgrpo.weights.arena import Arenas, Layout
 
 LAYOUT = Layout([TensorInfo(name="w", shape=(64, 64), dtype="float32")])
 
@@ -47,9 +47,9 @@ def runtime(request, monkeypatch):
 
 def test_what_is_locked_is_unlocked_and_an_error_is_said_and_kept_from_others(runtime, caplog):
     with caplog.at_level(logging.WARNING, logger="asyncgrpo"):
-        arenas = Arenas(LAYOUT)
-        mapped = MappedArenas(arenas.file)
-        staging = Staging(LAYOUT)
+        arenas = Arenas.create(LAYOUT)
+        mapped = Arenas(arenas.file)
+        staging = Arenas.create(LAYOUT, 1)
         arenas.pin()
         mapped.pin()
         staging.pin()

@@ -16,7 +16,7 @@ from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.errors import EngineError, WeightsError
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights import receiver as receiving
-from asyncgrpo.weights.arena import Arenas, Layout, MappedArenas
+from asyncgrpo.weights.arena import Arenas, Layout
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.wire.sockets import Client, Server
@@ -284,7 +284,7 @@ def test_an_engine_on_the_learners_machine_loads_from_where_the_learner_has_writ
 
     class Looks(Engine):
         def apply(self, tensors, version: PolicyVersion) -> str:
-            places.append((tensors.file, tensors.slot))
+            places.append((tensors.arenas.file, tensors.slot))
             is_loading.set()
             assert go_on.wait(30.0)
             tensors.require_intact()
@@ -303,17 +303,18 @@ def test_an_engine_on_the_learners_machine_loads_from_where_the_learner_has_writ
 
 
 def test_an_engine_that_wakes_when_the_arena_was_written_again_fails():
-    engine, arenas = FakeEngine(max_context=8), Arenas(LAYOUT)
-    writes = arenas.begin(1)
-    mapped = MappedArenas(arenas.file)
+    engine, arenas = FakeEngine(max_context=8), Arenas.create(LAYOUT)
+    writes = 1
+    arenas.begin(1, writes)
+    mapped = Arenas(arenas.file)
 
     async def load() -> None:
         await engine.start(PolicyVersion(0, 0))
         await engine.load_weights(mapped.tensors(LAYOUT, 1, writes), PolicyVersion(0, 1))
         late = mapped.tensors(LAYOUT, 1, writes)
-        arenas.begin(0)
+        arenas.begin(0, 1)
         await engine.load_weights(late, PolicyVersion(0, 2))
-        arenas.begin(1)
+        arenas.begin(1, writes + 1)
         with pytest.raises(EngineError, match="weights were overwritten"):
             await engine.load_weights(late, PolicyVersion(0, 3))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import TensorInfo
-from asyncgrpo.weights.arena import Layout, Mappings, SharedTensors, Staging
+from asyncgrpo.weights.arena import Arenas, Layout, Mappings, SharedTensors
 
 # -- in the generator --------------------------------------------------------------------------------------------------
 
@@ -82,7 +82,8 @@ def shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
     if not given:
         raise EngineError("no tensors were given")
     infos = [TensorInfo(name=name, shape=tuple(t.shape), dtype=_name(t.dtype)) for name, t in given.items()]
-    made = Staging(Layout(infos)).tensors()
+    layout = Layout(infos)
+    made = Arenas.create(layout, 1).tensors(layout, 0, 0)
     for name, place in made:
         place.copy_(given[name])
     return made
@@ -94,7 +95,7 @@ def payloads(given: SharedTensors, num_schedulers: int) -> list[bytes]:
         (name, _name(tensor.dtype), list(tensor.shape), tensor.storage_offset() * tensor.element_size())
         for name, tensor in given
     ]
-    where = {"tensors": places, "file": given.file, "slot": given.slot, "writes": given.writes}
+    where = {"tensors": places, "file": given.arenas.file, "slot": given.slot, "writes": given.writes}
     return [pickle.dumps(where)] * num_schedulers
 
 
@@ -115,10 +116,8 @@ class Mapped:
         """Return the tensors of a message of `payloads`. Raises WeightsError if they are missing or were overwritten."""
         if (file := where["file"]) not in self._files:
             self._files[file].pin()
-        memory, views = self._files[file].memory, []
+        arenas, views = self._files[file], []
         for name, dtype, shape, start in where["tensors"]:
             like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-            views.append((name, memory[start : start + like.nbytes].view(like.dtype).view(like.shape)))
-        tensors = SharedTensors(views, memory, file, where["slot"], where["writes"])
-        tensors.require_intact()
-        return tensors
+            views.append((name, arenas.memory[start : start + like.nbytes].view(like.dtype).view(like.shape)))
+        return SharedTensors(views, arenas, where["slot"], where["writes"])
