@@ -260,7 +260,7 @@ class Proxy:
         self._writers.clear()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, asyncio.CancelledError):  # Python 3.11 would log that it was cancelled
             far_reader, far_writer = await asyncio.open_connection(*self._target)
             self._writers |= {writer, far_writer}
             await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))

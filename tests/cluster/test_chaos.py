@@ -69,13 +69,14 @@ def test_what_is_paused_goes_on(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def ends():
+def ends(caplog):
     server = Server("127.0.0.1")
     proxy = Proxy(server.endpoint)
     client = Client(proxy.endpoint, "c")
     yield server, proxy, client
-    client.close()
     proxy.close()
+    assert caplog.text == "", "connections that are open at the end are no errors"
+    client.close()
     server.close()
 
 
