@@ -134,10 +134,7 @@ def check_names() -> Finding:
     with suppress(OSError):
         socket.getnameinfo(("::ffff:127.0.0.1", 0, 0, 0), socket.NI_NUMERICSERV)
     took_s = time.monotonic() - started
-    detail, need = (
-        f"an address was looked up in {took_s:.1f} s",
-        "processes of a run wait for such lookups when they connect",
-    )
+    detail, need = f"looking up an address took {took_s:.1f} s", "processes of a run do so when they connect"
     fix = "echo '::ffff:ADDRESS NAME' >> /etc/hosts, on each machine for the address of each (127.0.0.1 for a run on it alone)"
     return _enough("names", took_s < SLOW_LOOKUP_S, detail, need, fix)
 

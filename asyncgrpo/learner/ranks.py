@@ -186,12 +186,12 @@ class Inbox:
                 if received is not None:
                     heard = now
                     message, payload = received
+                    if isinstance(message, Batch) and message.version != getattr(request, "version", None):
+                        continue  # an earlier reply that was repeated, but not lost
                     for result in getattr(message, "evals", ()):
                         self.on_eval(result)
                         progressed = now
-                    if isinstance(message, NoMore) or (
-                        isinstance(message, Batch) and isinstance(request, Take) and message.version == request.version
-                    ):
+                    if isinstance(message, Batch | NoMore):
                         return message, payload
                     if isinstance(message, Waiting):
                         what = message.what

@@ -59,13 +59,15 @@ def test_a_lost_reply_is_asked_for_again_and_a_second_one_is_not_taken_for_the_n
             return (self.messages.pop(0), memoryview(b"")) if self.messages else None
 
     def batch(version: PolicyVersion) -> Batch:
-        return Batch(version=version, groups=(), payload_sizes=(), counters={}, evals=())
+        return Batch(version=version, groups=(), payload_sizes=(), counters={}, evals=(RESULT,))
 
-    line = Lossy([])
+    line, results = Lossy([]), []
     inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
+    inbox.on_eval = results.append
     for version in (AT, PolicyVersion(1, 4)):
         assert inbox.take(version, {})[0] == batch(version)
     assert [message.version.number for message in line.sent] == [3, 3, 4, 4] and line.now_s < 40.0
+    assert results == [RESULT, RESULT]
 
 
 def test_words_alone_are_no_progress_and_the_error_names_what_was_awaited():
