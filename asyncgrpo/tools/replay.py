@@ -11,6 +11,7 @@ import multiprocessing
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -48,10 +49,12 @@ from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.ranks import RankCommand, Team
 from asyncgrpo.learner.report import PhaseClock, step_fields
 from asyncgrpo.learner.service import follow
+from asyncgrpo.learner.snapshot import POLL_EVERY_S
 from asyncgrpo.recording.events import Event, EventLog, as_written, read_events
 from asyncgrpo.recording.loggers import flatten
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import Layout, digest_of
+from asyncgrpo.weights.arena import Arenas, Layout
+from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.group import serve_store, visit_store
 from asyncgrpo.wire.codec import encode, unpack_batch
 from asyncgrpo.wire.rollouts import Batch, Deliver
@@ -501,8 +504,7 @@ class Replay:
         published = self._digests.get(str(version))
         if published is None:
             return
-        team.broadcast(RankCommand(what="snapshot"))
-        ours = digest_of(Layout(learner.layout()), learner.weights())
+        ours = _digest(learner, team)
         if ours == published:
             self._result.same_weights.append(str(version))
         elif not self._result.pairs:
@@ -513,6 +515,21 @@ class Replay:
             )
         else:
             self._result.other_weights.append(str(version))
+
+
+def _digest(learner: Learner, team: Team) -> str:
+    """Return the digest that a publication of the learner's weights has."""
+    layout = Layout(learner.layout())
+    arenas = Arenas.create(layout, 1)
+    try:
+        team.broadcast(RankCommand(what="snapshot", file=arenas.file))
+        flat = arenas.arena(layout)
+        is_written = learner.snapshot.write(flat, arenas.file)
+        while is_written is not None and not is_written():
+            time.sleep(POLL_EVERY_S)
+        return add_digests([digest(flat)])
+    finally:
+        arenas.close()
 
 
 def lr_at(version: PolicyVersion, changes: Sequence[Event], configured: float) -> float:

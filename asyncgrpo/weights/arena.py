@@ -29,7 +29,7 @@ from asyncgrpo.errors import WeightsError
 from asyncgrpo.scratch import SHARED_MEMORY
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.delta import Span, State
-from asyncgrpo.weights.digest import BLOCK, SHARE_BYTES, add_digests, digest, digest_pieces
+from asyncgrpo.weights.digest import BLOCK, SHARE_BYTES, digest_pieces
 
 log = logging.getLogger(__name__)
 
@@ -140,15 +140,6 @@ class Stream:
     def digest(self, flat: Tensor) -> str:
         """Return the digest of these runs of a publication, [num_bytes] uint8; 16 hex digits."""
         return digest_pieces(flat, (run for bucket in self.buckets(SHARE_BYTES) for run in bucket))
-
-
-def digest_of(layout: Layout, tensors: Iterator[tuple[TensorInfo, Tensor]]) -> str:
-    """Return the digest that a publication of `tensors` would have; on the CPU."""
-    flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    for (info, view), (given, tensor) in zip(layout.views(flat), tensors, strict=True):
-        assert info == given, f"{info.name} expected, {given.name} given"
-        view.copy_(tensor)
-    return add_digests([digest(flat)])
 
 
 class Arenas:

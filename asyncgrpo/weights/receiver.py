@@ -214,7 +214,11 @@ class Receiver:
             if not self._groups or offer.group_number != self._group_number:
                 raise WeightsError(f"this generator is not in group {offer.group_number}")
             if (staging := self._of_place(offer.file).get(offer.file)) is None:
-                staging = self._stagings[offer.file] = Arenas.create(layout, 1, offer.file)
+                try:
+                    staging = self._stagings[offer.file] = Arenas.create(layout, 1, offer.file)
+                except WeightsError:
+                    self._drop_group()  # else the senders wait for this member until their deadline
+                    raise
             received = (self._update if offer.delta_bytes else self._broadcast)(layout, offer, staging)
         except (WeightsError, RuntimeError, ValueError, KeyError) as error:
             self._failed(error, offer.writes)

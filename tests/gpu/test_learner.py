@@ -7,9 +7,10 @@ import torch
 
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import Layout, digest_of
+from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.digest import add_digests, digest
 from tests.learner.helpers import VERSION, config, random_groups, step_and_gradient, weights, with_true_logprobs
+from tests.weights.publishing import digest_of
 
 COSINE = 0.99
 """Between the gradients of bfloat16 and float32. A tiny model drawn wide is as hard a case as there is."""

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Layout, digest_of
+from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.group import form_group, serve_store
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
-from tests.weights.publishing import of_nccl, publish
+from tests.weights.publishing import digest_of, of_nccl, publish
 
 HOST = "127.0.0.1"
 SIZES = (1000, 4, 5_000_000)

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.learner.publishing import fill_parts
 from asyncgrpo.types import PolicyVersion, TensorInfo
 from asyncgrpo.weights.arena import IsWritten, Layout
+from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -72,6 +74,13 @@ def fill_arena(weights: Iterable[tuple[TensorInfo, Tensor]], layout: Layout, fla
     """Copy whole tensors, in the order of the layout, into an arena, as one rank writes its parts."""
     infos = zip(layout.tensors, weights, strict=True)
     return fill_parts(((info.name, 0, tensor) for info, (_, tensor) in infos), layout, flat)
+
+
+def digest_of(layout: Layout, tensors: Iterable[tuple[TensorInfo, Tensor]]) -> str:
+    """Return the digest that a publication of these tensors has; on the CPU."""
+    flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    fill_arena(tensors, layout, flat)
+    return add_digests([digest(flat)])
 
 
 def land(

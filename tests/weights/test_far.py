@@ -5,6 +5,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -288,11 +289,15 @@ def test_what_a_generator_cannot_map_is_received_again_into_another_file(fleet):
 
 
 def test_a_machine_without_room_in_shared_memory_ends_the_run_by_its_name(fleet, monkeypatch):
+    def files() -> set[Path]:
+        return set(SHARED_MEMORY.glob(f"{scratch.mark()}-received-*"))
+
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     fleet.add("a", machine="m")
+    before = files()
     with pytest.raises(WeightsError, match=r"to a 3 times: .* do not fit into /dev/shm .*--shm-size="):
         fleet.publish(0, 1.0)
-    assert not list(SHARED_MEMORY.glob(f"{scratch.mark()}-received-*")), "nothing of it is left"
+    assert files() <= before
