@@ -29,6 +29,7 @@ class Paused(Inbox):
 
 
 def wait_on_a_rank(rank: int, world: int, folder: str) -> None:
+    dist.barrier()  # a rank that still connects would fail
     dist.destroy_process_group()
     short = timedelta(seconds=GIVES_UP_S)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=short)
