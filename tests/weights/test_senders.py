@@ -251,7 +251,7 @@ def test_each_link_of_a_machine_carries_its_part_of_the_weights():
     receivers = sorted(links.GENERATORS, key=lambda node: -moved[node][1])  # the first part is the larger one
     for size, sender, receiver in zip(sizes, (links.LEARNER, links.OTHER_RANK), receivers, strict=True):
         (sent, back), (forth, received) = moved[sender], moved[receiver]
-        assert size < sent < 1.2 * size and size < received < 1.2 * size, "with what TCP sends twice"
+        assert size < sent < 1.1 * size and size < received < 1.1 * size  # headers are up to 4.6 %
         assert max(back, forth) < 0.05 * size
 
 

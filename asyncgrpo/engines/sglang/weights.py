@@ -114,9 +114,8 @@ class Mapped:
 
     def tensors(self, where: dict[str, Any]) -> SharedTensors:
         """Return the tensors of a message of `payloads`. Raises WeightsError if they are missing or were overwritten."""
-        if (file := where["file"]) not in self._files:
-            self._files[file].pin()
-        arenas, views = self._files[file], []
+        arenas, views = self._files[where["file"]], []
+        arenas.pin()
         for name, dtype, shape, start in where["tensors"]:
             like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             views.append((name, arenas.memory[start : start + like.nbytes].view(like.dtype).view(like.shape)))
