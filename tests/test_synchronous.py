@@ -22,6 +22,7 @@ from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.report import StepReport
 from asyncgrpo.rewards.build import build_reward
 from asyncgrpo.types import Group, Lease, PolicyVersion, Prompt
+from tests.engines.shared import shared
 from tests.runs import asyncgrpo, events
 
 STEPS = 3
@@ -82,7 +83,7 @@ async def train(config: Config) -> list[Step]:
     try:
         for step in range(config.run.steps or 0):
             version = PolicyVersion(1, step)
-            await engine.load_weights([(info.name, tensor) for info, tensor in learner.weights()], version)
+            await engine.load_weights(shared({info.name: tensor for info, tensor in learner.weights()}), version)
             wanted = [source.next() or (0, prompts[0]) for _ in range(config.buffer.prompts_per_step)]
             groups = [await sample(number, prompt) for number, prompt in wanted]
             rewards = [r.score.value for group in groups for r in group.rollouts if r.score.value is not None]

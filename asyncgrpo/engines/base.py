@@ -8,12 +8,11 @@ gets the error.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.types import Completion, FinishReason, PolicyVersion, Sampling, VersionSpan
@@ -232,13 +231,11 @@ class Engine(ABC, Generic[R]):
         if request := self._requests.get(request_id):
             self._abort(request)
 
-    async def load_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool = True
-    ) -> None:
+    async def load_weights(self, tensors: SharedTensors, version: PolicyVersion, *, keep_kv: bool = True) -> None:
         """Replace the weights between two tokens. Requests in flight continue; their later tokens carry `version`.
 
         Args:
-            tensors: name on disk and CPU tensor, every tensor of the model's checkpoint; read only during the call.
+            tensors: every tensor of the model's checkpoint, by its name on disk.
             version: becomes `self.version` once all tensors are in place.
             keep_kv: True: requests in flight keep their keys and values; False: they are recomputed.
         Raises:
@@ -247,8 +244,7 @@ class Engine(ABC, Generic[R]):
         self._require_running()
         try:
             await self._load(tensors, version, keep_kv=keep_kv)
-            if isinstance(tensors, SharedTensors):
-                tensors.require_intact()
+            tensors.require_intact()
         except BaseException as error:
             failure = EngineError(f"weights {version} cannot be loaded: {str(error) or type(error).__name__}")
             self._fail(failure)
@@ -270,7 +266,7 @@ class Engine(ABC, Generic[R]):
         """Stop the remaining work for a request whose caller has left."""
 
     @abstractmethod
-    async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
+    async def _load(self, tensors: SharedTensors, version: PolicyVersion, *, keep_kv: bool) -> None:
         """Replace the weights, see `load_weights`. An exception makes the engine fail."""
 
     def _started(self, version: PolicyVersion) -> None:

@@ -8,17 +8,17 @@ version, and the checksum reveals a wrong broadcast.
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import xxhash
-from torch import Tensor
 
 from asyncgrpo.engines.base import Engine, EngineOccupancy, PendingCompletion, Request
 from asyncgrpo.engines.torch.engine import weights_digest
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import FinishReason, PolicyVersion
+from asyncgrpo.weights.arena import SharedTensors
 
 
 class FakeRequest(Request):
@@ -94,7 +94,7 @@ class FakeEngine(Engine[FakeRequest]):
         with contextlib.suppress(asyncio.CancelledError):
             await request.sampler
 
-    async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
+    async def _load(self, tensors: SharedTensors, version: PolicyVersion, *, keep_kv: bool) -> None:
         self._checksum = weights_digest(tensors)
 
     async def _sample(self, request: FakeRequest) -> None:

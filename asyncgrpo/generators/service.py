@@ -13,11 +13,9 @@ import asyncio
 import concurrent.futures
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
-
-from torch import Tensor
 
 from asyncgrpo import liveness, metrics
 from asyncgrpo.engines.base import Engine, EngineOccupancy
@@ -27,6 +25,7 @@ from asyncgrpo.host import CoreClock
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion
+from asyncgrpo.weights.arena import SharedTensors
 from asyncgrpo.weights.receiver import Receiver
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import pack_group
@@ -359,7 +358,7 @@ class GeneratorService:
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    def _apply_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
+    def _apply_weights(self, tensors: SharedTensors, version: PolicyVersion) -> str:
         """Swap weights on the event loop and wait for the result. Called by the receiver's thread."""
         future = asyncio.run_coroutine_threadsafe(self._swap(tensors, version), self._loop)
         try:
@@ -374,7 +373,7 @@ class GeneratorService:
         self._has_scored = True
         return scores
 
-    async def _swap(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> str:
+    async def _swap(self, tensors: SharedTensors, version: PolicyVersion) -> str:
         with self._activities.during("weights"):
             await self.engine.load_weights(tensors, version, keep_kv=self.keep_kv)
             checksum = await self.engine.checksum()

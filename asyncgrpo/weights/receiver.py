@@ -13,12 +13,11 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from asyncgrpo import liveness, scratch
 from asyncgrpo.errors import WeightsError, WireError
@@ -46,7 +45,7 @@ from asyncgrpo.wire.weights import (
 
 log = logging.getLogger(__name__)
 
-Apply = Callable[[Iterable[tuple[str, Tensor]], PolicyVersion], str]
+Apply = Callable[[SharedTensors, PolicyVersion], str]
 """Swaps the engine to these weights and returns its checksum. Called in a thread of the receiver."""
 
 Score = Callable[[Sequence[Sequence[int]], int], Sequence[float]]

@@ -19,6 +19,7 @@ from asyncgrpo.engines.base import Engine
 from asyncgrpo.engines.fake import FakeEngine
 from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from asyncgrpo.weights.files import disk_tensors
+from tests.engines.shared import shared
 from tests.models import make_tiny_deepseek_v3, make_tiny_llama, make_tiny_qwen3, make_tiny_qwen3_moe
 
 VOCAB = 260
@@ -77,7 +78,7 @@ class Rig:
         """Load `weights(change)` as the next version."""
         version = PolicyVersion(0, self.engine.version.number + 1)
         self._changes[version] = change
-        await self.engine.load_weights(iter(self.weights(change).items()), version, keep_kv=keep_kv)
+        await self.engine.load_weights(shared(self.weights(change)), version, keep_kv=keep_kv)
         return version
 
     async def sample(

@@ -18,6 +18,7 @@ from asyncgrpo.errors import EngineError
 from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from asyncgrpo.weights.publication import BOUNDS, CheckSequences, SyncGap
 from tests.engines.engines import MAX_CONTEXT, RIGS, VOCAB, Rig
+from tests.engines.shared import shared
 
 PROMPT = (5, 77, 130, 9, 201)
 OFTEN = tuple(range(0, VOCAB, 12))
@@ -412,16 +413,14 @@ def test_a_prompt_that_cannot_be_sampled_is_refused_by_name(
 
 def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(seeded_rig: Rig) -> None:
     async def break_midway() -> PolicyVersion:
-        def half_of_them():
-            yield next(iter(seeded_rig.weights(1).items()))
-            raise ConnectionError("the learner went away")
-
+        overwritten = shared(seeded_rig.weights(1))
+        overwritten.arenas.begin(0, overwritten.writes + 1)
         before = seeded_rig.engine.version
         running = asyncio.create_task(seeded_rig.sample(PROMPT, 2, max_tokens=LONG))
         await seeded_rig.sample(PROMPT, max_tokens=3)
-        with pytest.raises(EngineError, match="the learner went away"):
-            await seeded_rig.engine.load_weights(half_of_them(), PolicyVersion(0, 999_999))
-        with pytest.raises(EngineError, match="the learner went away"):
+        with pytest.raises(EngineError, match="weights were overwritten"):
+            await seeded_rig.engine.load_weights(overwritten, PolicyVersion(0, 999_999))
+        with pytest.raises(EngineError, match="weights were overwritten"):
             await running
         with pytest.raises(EngineError, match="does not sample"):
             await seeded_rig.sample(PROMPT)

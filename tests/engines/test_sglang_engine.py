@@ -20,9 +20,10 @@ import torch
 from asyncgrpo import scratch
 from asyncgrpo.engines.sglang.engine import SGLangEngine, SGLangOptions
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import Completion, PolicyVersion, TensorInfo
+from asyncgrpo.types import Completion, PolicyVersion
 from asyncgrpo.weights.publication import NUM_SEQUENCES, CheckSequences
 from tests.engines.engines import Rig, sglang_rig
+from tests.engines.shared import shared
 from tests.models import make_tiny_qwen3
 from tests.runs import shared_memory
 
@@ -190,16 +191,7 @@ def test_abort_spares_requests_whose_id_begins_the_same(rig: Rig) -> None:
     assert [completion.finish_reason for completion in rig.run(abort_one())] == ["abort", "length", "length"]
 
 
-def test_what_is_made_in_shared_memory_for_a_load_is_gone_after_it(rig: Rig) -> None:
-    def made() -> set[str]:
-        return {name for name in os.listdir("/dev/shm") if name.startswith(scratch.mark())}
-
-    before = made()
-    rig.run(rig.load(3))
-    assert made() <= before
-
-
-def test_a_scheduler_finds_tensors_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_finds_tensors_where_they_lie() -> None:
     from sglang.srt.utils import MultiprocessingSerializer
 
     from asyncgrpo.engines.sglang import weights
@@ -209,7 +201,7 @@ def test_a_scheduler_finds_tensors_where_they_lie(monkeypatch: pytest.MonkeyPatc
         return dict(mapped.tensors(MultiprocessingSerializer.deserialize(weights.payloads(given, 1)[0])))
 
     tensors = {"a": torch.randn(3, dtype=torch.bfloat16), "c": torch.randn(6, 4).t(), "d": torch.ones(())}
-    mapped, given = weights.Mapped(), weights.shared(tensors.items())
+    mapped, given = weights.Mapped(), shared(tensors)
     found = got(given)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -218,15 +210,13 @@ def test_a_scheduler_finds_tensors_where_they_lie(monkeypatch: pytest.MonkeyPatc
     assert found["a"].tolist() == [7.0] * 3, "the same pages"
     first = given.arenas.file
     del given
-    got(weights.shared(tensors.items()))
+    got(shared(tensors))
     assert first not in mapped._files, "a file that is gone is not kept"
-    with pytest.raises(EngineError, match="no tensors were given"):
-        weights.shared([])
 
 
 def test_a_log_prob_that_is_not_finite_is_an_error_that_names_the_request(rig: Rig) -> None:
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in rig.weights(0).items()}
-    rig.run(rig.engine.load_weights(broken.items(), rig.engine.version))
+    rig.run(rig.engine.load_weights(shared(broken), rig.engine.version))
     with pytest.raises(EngineError, match=r"request mine: .*not finite"):
         rig.run(rig.sample(PROMPT, AT_ONCE, request_id="mine"))
     rig.run(rig.load(0))
@@ -237,26 +227,21 @@ def test_a_log_prob_that_is_not_finite_is_an_error_that_names_the_request(rig: R
 def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the engine was frozen, and the learner has written new weights over those that it reads."""
     from asyncgrpo.engines.sglang import weights
-    from asyncgrpo.weights.arena import Arenas, Layout, SharedTensors
+    from asyncgrpo.weights.arena import SharedTensors
 
-    given = weights.shared(rig.weights(1).items())
-    layout = Layout([TensorInfo(name=n, shape=tuple(t.shape), dtype=str(t.dtype)[6:]) for n, t in given])
-    arenas, payloads = Arenas.create(layout), weights.payloads
-    writes = 1
-    arenas.begin(0, writes)
+    payloads = weights.payloads
 
     def written_over(tensors: SharedTensors, num_schedulers: int) -> list[bytes]:
-        arenas.begin(0, writes + 1)
+        tensors.arenas.begin(0, tensors.writes + 1)
         return payloads(tensors, num_schedulers)
 
     async def fail() -> PolicyVersion:
         before = rig.engine.version
         running = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=LONG))
         await rig.sample(PROMPT, max_tokens=3)
-        late = Arenas(arenas.file).tensors(layout, 0, writes)
         monkeypatch.setattr(weights, "payloads", written_over)
         with pytest.raises(EngineError, match="weights were overwritten"):
-            await rig.engine.load_weights(late, PolicyVersion(0, 999_999))
+            await rig.engine.load_weights(shared(rig.weights(1)), PolicyVersion(0, 999_999))
         with pytest.raises(EngineError, match="weights were overwritten"):
             await running
         with pytest.raises(EngineError, match="does not sample"):
@@ -266,7 +251,6 @@ def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig, monke
         return await rig.load(2)
 
     version = rig.run(fail())
-    arenas.close()
     (completion,) = rig.run(rig.sample(PROMPT, max_tokens=8))
     assert [span.version for span in completion.spans] == [version]
     rig.assert_logprobs(PROMPT, completion)
@@ -274,7 +258,7 @@ def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig, monke
 
 def test_a_load_that_is_cancelled_is_a_failed_load(rig: Rig) -> None:
     async def cancel() -> None:
-        loading = asyncio.create_task(rig.engine.load_weights(rig.weights(1).items(), PolicyVersion(0, 999_999)))
+        loading = asyncio.create_task(rig.engine.load_weights(shared(rig.weights(1)), PolicyVersion(0, 999_999)))
         while rig.engine._may_submit.is_set():
             await asyncio.sleep(0)
         loading.cancel()

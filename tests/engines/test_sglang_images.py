@@ -12,6 +12,7 @@ from asyncgrpo.engines.sglang.engine import SGLangEngine, SGLangOptions
 from asyncgrpo.errors import RequestError
 from asyncgrpo.types import PolicyVersion, Prompt, Sampling
 from asyncgrpo.weights.files import disk_tensors
+from tests.engines.shared import shared
 from tests.learner.test_vision import plain, prompts_of
 from tests.vision import make_tiny_vl, picture, written
 
@@ -64,7 +65,7 @@ async def test_engine_and_learner_agree_on_prompts_with_images(tmp_path):
         engine._seen = late
         meanwhile = asyncio.create_task(gap(8, prompts[1]))
         await waiting.wait()
-        await engine.load_weights([(n, t.detach().clone()) for n, t in tensors.items()], PolicyVersion(1, 1))
+        await engine.load_weights(shared(tensors), PolicyVersion(1, 1))
         go.set()
         # A request whose pixels were built under the old weights has no keys of theirs.
         assert await meanwhile <= 1e-5

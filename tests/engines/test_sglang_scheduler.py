@@ -13,6 +13,7 @@ import pytest
 from asyncgrpo.types import Completion, PolicyVersion
 from asyncgrpo.weights.publication import CheckSequences
 from tests.engines.engines import MAX_CONTEXT, VOCAB, Rig, sglang_rig
+from tests.engines.shared import shared
 from tests.models import make_tiny_qwen3
 
 pytest.importorskip("sglang")
@@ -48,7 +49,7 @@ def test_a_tensor_that_the_engine_ignores_is_found_by_its_first_weights(
     weights["model.unknown"] = weights.pop(IGNORED)
 
     async def load_without() -> None:
-        await rig.engine.load_weights(weights.items(), PolicyVersion(0, 1))
+        await rig.engine.load_weights(shared(weights), PolicyVersion(0, 1))
         await rig.engine.checksum()
         assert rig.engine.does_not_follow.endswith(f"model: {FUSED} did not follow them")
         assert all(map(math.isnan, await rig.engine.score(check.tokens, check.start)))

@@ -15,6 +15,7 @@ from asyncgrpo.engines.torch.engine import TorchEngine, weights_digest
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import Completion, PolicyVersion, Sampling
 from tests.engines.engines import MAX_CONTEXT, VOCAB, Rig, torch_rig
+from tests.engines.shared import shared
 from tests.models import make_tiny_qwen3
 
 PROMPT = (5, 77, 130, 9, 201)
@@ -106,13 +107,13 @@ def test_tied_weights_may_be_given_once_or_twice_and_must_agree(tmp_path: Path) 
     tensors, version = rig.weights(1), rig.run(rig.load(1))
     assert "lm_head.weight" not in tensors
     for _ in range(2):
-        rig.run(rig.engine.load_weights(tensors.items(), version))
+        rig.run(rig.engine.load_weights(shared(tensors), version))
         (completion,) = rig.run(rig.sample(PROMPT, max_tokens=10))
         rig.assert_logprobs(PROMPT, completion)
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     with pytest.raises(EngineError, match=r"lm_head\.weight another value"):
-        rig.run(rig.engine.load_weights(tensors.items(), version))
+        rig.run(rig.engine.load_weights(shared(tensors), version))
     rig.stop()
 
 
@@ -131,7 +132,7 @@ def test_a_bad_load_names_the_tensor_and_stops_the_engine(rig: Rig, change, mess
     tensors = rig.weights(1)
     change(tensors)
     with pytest.raises(EngineError, match=message):
-        rig.run(rig.engine.load_weights(tensors.items(), PolicyVersion(0, 1)))
+        rig.run(rig.engine.load_weights(shared(tensors), PolicyVersion(0, 1)))
     assert rig.engine.version == PolicyVersion(0, 0)
     with pytest.raises(EngineError, match="does not sample"):
         rig.run(rig.sample(PROMPT))
@@ -142,7 +143,7 @@ def test_weights_that_are_not_finite_end_every_request_and_leave_nothing_behind(
         requests = [asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=50)) for _ in range(4)]  # two of them wait
         await turns(5)
         bad = {name: tensor * float("nan") for name, tensor in rig.weights(0).items()}
-        await rig.engine.load_weights(bad.items(), PolicyVersion(0, 1))
+        await rig.engine.load_weights(shared(bad), PolicyVersion(0, 1))
         for outcome in await asyncio.gather(*requests, return_exceptions=True):
             assert isinstance(outcome, EngineError)
             assert "0.1: the model returned logits that are not finite" in str(outcome)
@@ -197,7 +198,7 @@ def test_close_tells_whoever_still_waits(model_path: Path) -> None:
         with pytest.raises(EngineError, match="closed"):
             await ask()
         with pytest.raises(EngineError, match="closed"):
-            await engine.load_weights([], PolicyVersion(0, 1))
+            await engine.load_weights(shared({}), PolicyVersion(0, 1))
 
     asyncio.run(close_midway())
 

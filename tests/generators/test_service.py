@@ -31,7 +31,7 @@ from asyncgrpo.wire.rollouts import (
 from tests.engines.faulty import FaultyEngine
 from tests.generators.test_rollout import make_lease
 from tests.rewards.stubs import OneByOne
-from tests.simulation.virtual import GeneratorLine, Receiver, VirtualLoop
+from tests.simulation.virtual import NO_WEIGHTS, GeneratorLine, Receiver, VirtualLoop
 from tests.test_metrics import value
 
 LEASE = make_lease(2, prompt=Prompt(prompt_id="train/0", token_ids=(1,)), sampling=Sampling(max_tokens=4))
@@ -162,7 +162,7 @@ def test_time_is_told_by_what_was_done_so_that_a_slow_reward_does_not_look_like_
         rig.until(10.0)
         rig.hear(Grant(lease=LEASE))  # two completions of four tokens, a second each; then 40 s of scoring, one by one
         rig.until(14.5)
-        rig.loop.create_task(rig.generator._swap([], PolicyVersion(1, 1)))
+        rig.loop.create_task(rig.generator._swap(NO_WEIGHTS, PolicyVersion(1, 1)))
         rig.until(100.0)
         assert rig.of(Deliver)
         told = rig.of(Serving)[-1].seconds
@@ -309,7 +309,7 @@ def test_each_time_of_a_token_is_reported_once_however_often_a_generator_reports
         rig.until(3.2)
         before = len(rig.generator.sent)
         for number in (1, 2):
-            swap = rig.loop.create_task(rig.generator._swap([], PolicyVersion(1, number)))
+            swap = rig.loop.create_task(rig.generator._swap(NO_WEIGHTS, PolicyVersion(1, number)))
             rig.until(3.2 + 0.1 * number)
             assert swap.done() and swap.exception() is None
         times = [(m.version, m.token_s) for m in rig.of(Serving)]

@@ -17,6 +17,7 @@ from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.generators.rollout import GroupInFlight, Played
 from asyncgrpo.generators.turns import TurnSampler
 from asyncgrpo.types import Completion, PolicyVersion, Prompt, Sampling, Score, VersionSpan
+from tests.engines.shared import shared
 from tests.generators.test_rollout import LengthReward, make_lease
 from tests.learner.helpers import plain_logprobs
 
@@ -258,7 +259,7 @@ async def test_log_probs_and_versions_of_turns_are_those_of_the_model_that_sampl
         async def step(self, text: str) -> Reply:
             reply = await super().step(text)
             if len(self.heard) == 1:
-                await engine.load_weights(list(new.state_dict().items()), V2)
+                await engine.load_weights(shared(new.state_dict()), V2)
             return reply
 
     environment.episode = lambda task: (environment.tasks.append(task), Swapping(environment))[1]

@@ -29,7 +29,7 @@ from asyncgrpo.types import Group, PolicyVersion, Prompt, Sampling, Score
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import encode
 from tests.planner.profiles import profile
-from tests.simulation.virtual import GeneratorLine, LearnerLine, Receiver, Silent, VirtualLoop
+from tests.simulation.virtual import NO_WEIGHTS, GeneratorLine, LearnerLine, Receiver, Silent, VirtualLoop
 
 MEDIAN, LONGEST = 100, 2000
 """Tokens of a completion."""
@@ -117,7 +117,7 @@ class Scheduled:
     def offer(self, version: PolicyVersion, fill: object) -> bool:
         self._loop.run_until(self._loop.time() + self._profile.publish_s)
         for service in self._generators:
-            self._loop.create_task(service._swap((), version))
+            self._loop.create_task(service._swap(NO_WEIGHTS, version))
         return True
 
     def wait_for(self, count: int, timeout_s: float, report: object) -> None:

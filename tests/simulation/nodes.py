@@ -25,7 +25,7 @@ from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.rollouts import REWARDS_PAUSED, Deliver, LeaseFailed, Serving
 from tests.engines.faulty import Fate, FaultyEngine
 from tests.rewards.stubs import OneByOne
-from tests.simulation.virtual import Frames, GeneratorLine, Receiver
+from tests.simulation.virtual import NO_WEIGHTS, Frames, GeneratorLine, Receiver
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -245,7 +245,7 @@ class Publisher:
 
         async def swap() -> None:
             try:
-                await host.service._swap((), version)
+                await host.service._swap(NO_WEIGHTS, version)
             except Exception as error:
                 host.receiver.failure = error
             self._busy.discard(host.peer)

@@ -7,10 +7,15 @@ from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from types import SimpleNamespace
 from typing import Any
 
+from asyncgrpo.weights.arena import SharedTensors
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode
+
+NO_WEIGHTS = SharedTensors((), SimpleNamespace(flags=[0]), 0, 0)  # type: ignore[arg-type]
+"""For engines that need none."""
 
 # -- virtual time ------------------------------------------------------------------------------------------------------
 

@@ -20,18 +20,17 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from asyncgrpo.data.images import Images
 from asyncgrpo.engines.base import Engine, EngineOccupancy, Request
-from asyncgrpo.engines.sglang.proof import Given, Proof, listed, question
+from asyncgrpo.engines.sglang.proof import Proof, listed, question
 from asyncgrpo.errors import EngineError, RequestError
 from asyncgrpo.host import last_error, stderr_size
 from asyncgrpo.types import Completion, KeptTokens, PolicyVersion, Sampling, VersionSpan
@@ -337,15 +336,14 @@ class SGLangEngine(Engine[SGLangRequest]):
 
     # -- weights and failures ------------------------------------------------------------------------------------------
 
-    async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
-        given = tensors if isinstance(tensors, SharedTensors) else list(tensors)
+    async def _load(self, tensors: SharedTensors, version: PolicyVersion, *, keep_kv: bool) -> None:
         if self._proof is not None:
-            await self._write(given, version, keep_kv)
+            await self._write(tensors, version, keep_kv)
             return
-        ranks, _ = await self._reply(self._check(question(given)))
-        self._proof = proof = Proof(given, ranks)
+        ranks, _ = await self._reply(self._check(question(tensors)))
+        self._proof = proof = Proof(tensors, ranks)
         before, _ = await self._reply(self._check("checksum"))
-        await self._write(given, version, keep_kv)
+        await self._write(tensors, version, keep_kv)
         proof.rely_on_what_follows(before, (await self._reply(self._check("checksum")))[0])
         log.info("%s", proof.summary())
         if proof.nowhere:
@@ -355,19 +353,19 @@ class SGLangEngine(Engine[SGLangRequest]):
             self._ignores = f"the published weights do not cover the model: {names} did not follow them"
             log.error("%s", self._ignores)
 
-    async def _write(self, given: Given, version: PolicyVersion, keep_kv: bool) -> None:
-        await self._reply(self._replace_weights(given, version, keep_kv))
+    async def _write(self, tensors: SharedTensors, version: PolicyVersion, keep_kv: bool) -> None:
+        await self._reply(self._replace_weights(tensors, version, keep_kv))
         assert self._proof is not None
-        await asyncio.to_thread(self._proof.published, given)  # outside of the pause
+        await asyncio.to_thread(self._proof.published, tensors)  # outside of the pause
 
-    async def _replace_weights(self, given: Given, version: PolicyVersion, keep_kv: bool) -> None:
+    async def _replace_weights(self, tensors: SharedTensors, version: PolicyVersion, keep_kv: bool) -> None:
         from asyncgrpo.engines.sglang.weights import replace_weights
 
         async with self._loading:
             self._may_submit.clear()
             try:
                 await replace_weights(
-                    self._manager, given, str(version), keep_kv=keep_kv, num_schedulers=self.options.tensor_parallel
+                    self._manager, tensors, str(version), keep_kv=keep_kv, num_schedulers=self.options.tensor_parallel
                 )
                 self._version = version
             finally:

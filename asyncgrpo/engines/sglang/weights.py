@@ -2,12 +2,10 @@
 
 The weights are not copied here: the message holds the file in shared memory and the offset of each tensor
 (`weights/arena.py`). Each scheduler maps the file and pins its pages for its GPU once, so that the pause contains one copy.
-Other tensors are first copied to such a file.
 """
 
 import asyncio
 import pickle
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,18 +16,16 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
     UpdateWeightsFromTensorReqInput,
 )
-from torch import Tensor
 
 from asyncgrpo.errors import EngineError
-from asyncgrpo.types import TensorInfo
-from asyncgrpo.weights.arena import Arenas, Layout, Mappings, SharedTensors
+from asyncgrpo.weights.arena import Mappings, SharedTensors
 
 # -- in the generator --------------------------------------------------------------------------------------------------
 
 
 async def replace_weights(
     manager: Any,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: SharedTensors,
     label: str,
     *,
     keep_kv: bool,
@@ -42,15 +38,14 @@ async def replace_weights(
 
     Args:
         manager: SGLang's TokenizerManager. No request may be submitted meanwhile.
-        tensors: every tensor of the model, read once.
+        tensors: every tensor of the model.
         label: SGLang's name of the new weights, visible once they are written.
         keep_kv: False recomputes keys and values of requests in flight and drops the prefix cache.
     Raises:
         EngineError: SGLang refused. The weights may be part old, part new.
     """
-    given = tensors if isinstance(tensors, SharedTensors) else shared(tensors)
     update = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=payloads(given, num_schedulers),
+        serialized_named_tensors=payloads(tensors, num_schedulers),
         load_format="flattened_bucket",
         flush_cache=not keep_kv,
         weight_version=label,
@@ -76,31 +71,14 @@ async def _ask(call: str, communicator: Any, message: Any) -> None:
         raise EngineError(f"{call}: {refusals[0]}")
 
 
-def shared(tensors: Iterable[tuple[str, Tensor]]) -> SharedTensors:
-    """Copy tensors to memory that schedulers can map. Raises EngineError if `tensors` is empty."""
-    given = dict(tensors)
-    if not given:
-        raise EngineError("no tensors were given")
-    infos = [TensorInfo(name=name, shape=tuple(t.shape), dtype=_name(t.dtype)) for name, t in given.items()]
-    layout = Layout(infos)
-    made = Arenas.create(layout, 1).tensors(layout, 0, 0)
-    for name, place in made:
-        place.copy_(given[name])
-    return made
-
-
-def payloads(given: SharedTensors, num_schedulers: int) -> list[bytes]:
+def payloads(tensors: SharedTensors, num_schedulers: int) -> list[bytes]:
     """Return the message for each scheduler, in types that SGLang accepts: the tensors' locations."""
     places = [
-        (name, _name(tensor.dtype), list(tensor.shape), tensor.storage_offset() * tensor.element_size())
-        for name, tensor in given
+        (name, str(t.dtype).removeprefix("torch."), list(t.shape), t.storage_offset() * t.element_size())
+        for name, t in tensors
     ]
-    where = {"tensors": places, "file": given.arenas.file, "slot": given.slot, "writes": given.writes}
+    where = {"tensors": places, "file": tensors.arenas.file, "slot": tensors.slot, "writes": tensors.writes}
     return [pickle.dumps(where)] * num_schedulers
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # -- in a scheduler ----------------------------------------------------------------------------------------------------

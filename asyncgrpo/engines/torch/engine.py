@@ -27,6 +27,7 @@ from asyncgrpo.engines.torch import decoder
 from asyncgrpo.engines.torch.decoder import Decoder
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import PolicyVersion, Sampling
+from asyncgrpo.weights.arena import SharedTensors
 from asyncgrpo.weights.files import disk_tensors
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class TorchEngine(Engine[Request]):
     async def _end(self, request: Request) -> None:
         self._abort(request)
 
-    async def _load(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion, *, keep_kv: bool) -> None:
+    async def _load(self, tensors: SharedTensors, version: PolicyVersion, *, keep_kv: bool) -> None:
         # Without an await here, `_run` cannot step on partly replaced weights.
         replace_tensors(self._places, self._noted(tensors))
         self._decoder.change_version(version)
