@@ -31,7 +31,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.engines.torch.engine import replace_tensors, weights_digest
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import IsWritten, Layout
+from asyncgrpo.weights.arena import Arenas, IsWritten
 from asyncgrpo.weights.group import GlooGroup
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -96,10 +96,10 @@ def measure(learner: Learner, ranks: list[psutil.Process], engines: int, lane: s
     settings, maps = WeightsConfig(timeout_s=120.0, deltas=lane == "delta"), lane == "mapped"
     publisher = Publisher(settings, maps=maps, backend="gloo", bind=HOST, host=HOST, keys=None)
 
-    def fill(layout: Layout, flat: Tensor) -> IsWritten | None:
-        told((publisher.file, int(flat.storage_offset())))
+    def fill(arenas: Arenas, slot: int) -> IsWritten | None:
+        told((arenas.file, slot))
         started = time.perf_counter()
-        written = learner.snapshot.write(flat, publisher.file)
+        written = learner.snapshot.write(arenas, slot)
         stalls.append(time.perf_counter() - started)
         return written
 

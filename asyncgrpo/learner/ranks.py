@@ -48,8 +48,8 @@ class RankCommand(msgspec.Struct, frozen=True, kw_only=True):
     lr: float = 0.0
     file: str = ""
     """`snapshot`: file of the arenas of rank 0."""
-    start: int = 0
-    """`snapshot`: offset of the arena in that file, bytes."""
+    slot: int = 0
+    """`snapshot`: number of the arena in that file."""
     header: bytes = b""
     """`step`: the encoded Batch."""
     payload: bytes = b""

@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError, TrainingError, WeightsError, WireError
@@ -28,7 +26,7 @@ from asyncgrpo.learner.record import Recorder
 from asyncgrpo.learner.report import PhaseClock
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import IsWritten, Layout
+from asyncgrpo.weights.arena import Arenas, IsWritten
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.wire.codec import decode, encode, unpack_batch
 from asyncgrpo.wire.rollouts import Batch, NoMore
@@ -204,10 +202,9 @@ class LearnerService:
                     self.team.broadcast(RankCommand(what="check"))  # every engine scores the same sequences
                     self.publisher.expect(self.version, self.learner.check.score())
 
-    def _fill_arena(self, layout: Layout, flat: Tensor) -> IsWritten | None:
-        file = self.publisher.file
-        self.team.broadcast(RankCommand(what="snapshot", file=file, start=int(flat.storage_offset())))
-        return self.learner.snapshot.write(flat, file)
+    def _fill_arena(self, arenas: Arenas, slot: int) -> IsWritten | None:
+        self.team.broadcast(RankCommand(what="snapshot", file=arenas.file, slot=slot))
+        return self.learner.snapshot.write(arenas, slot)
 
     def _record_publications(self) -> None:
         """Record the publications that landed. Raises WeightsError if no publication can land."""
@@ -378,7 +375,7 @@ def follow(learner: Learner, team: Team) -> None:
                 with suppress(TrainingError):  # rank 0 raises the same error and commands what follows
                     learner.step(unpack_batch(message, payload), command.version)
             case "snapshot":
-                learner.snapshot.join(command.file, command.start)
+                learner.snapshot.join(command.file, command.slot)
             case "check":
                 learner.check.score()
             case "save":

@@ -24,7 +24,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner.publishing import Part, PublishedWeights, fill_parts
 from asyncgrpo.scratch import same_machine
-from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Stream, stride
+from asyncgrpo.weights.arena import Arenas, IsWritten, Layout, Stream
 from asyncgrpo.weights.lane import Sender, Written
 from asyncgrpo.wire.sockets import Keys
 
@@ -99,33 +99,23 @@ class Snapshot:
             stream = self._parts_sent[self._rank]
             self._sender = Sender(number, stream, endpoint=endpoint, host=host, keys=keys)
 
-    def write(self, flat: Tensor, file: str) -> IsWritten | None:
-        """Write the weights of rank 0 into its arena. Collective; the other ranks `join`.
+    def write(self, arenas: Arenas, slot: int) -> IsWritten | None:
+        """Write the weights of rank 0 into its arena number `slot`. Collective; the other ranks `join`.
 
-        Args:
-            flat: [num_bytes] uint8, the arena.
-            file: of the arenas.
         Returns:
             A function that is true once all ranks of this machine have written; None: they have.
         """
         if self._world == 1:
-            return fill_parts(self._parts(), self._layout, flat)
-        return self._fill(flat, self._map(file).flags)
+            return fill_parts(self._parts(), self._layout, arenas.arena(self._layout, slot))
+        return self._fill(arenas, slot)
 
-    def join(self, file: str, start: int) -> None:
-        """Take part in a snapshot of rank 0. Collective.
-
-        Args:
-            file: as in `write`.
-            start: offset of the arena in the file, bytes.
-        """
+    def join(self, file: str, slot: int) -> None:
+        """Take part in a snapshot of rank 0 into arena number `slot` of its file. Collective."""
         arenas = self._map(self._files[self._mates[0]] or file)
-        slot = start // stride(self._layout)
-        flat = arenas.arena(self._layout, slot)
-        is_written = self._fill(flat, arenas.flags)
+        is_written = self._fill(arenas, slot)
         if self._sender is not None:
             self._writes[slot] += 1
-            self._sender.written(Written(slot, self._writes[slot], flat, is_written))
+            self._sender.written(Written(slot, self._writes[slot], arenas.arena(self._layout, slot), is_written))
 
     def close(self) -> None:
         """End all threads. Every rank must have joined the same snapshots."""
@@ -135,9 +125,9 @@ class Snapshot:
         if self._arenas is not None:
             self._arenas.close()
 
-    def _fill(self, flat: Tensor, flags: Tensor) -> IsWritten:
+    def _fill(self, arenas: Arenas, slot: int) -> IsWritten:
         """Write this rank's rows, then raise its flag. Returns a function that is true once all of its machine have."""
-        written = fill_parts(self._parts(), self._layout, flat)
+        written, flags = fill_parts(self._parts(), self._layout, arenas.arena(self._layout, slot)), arenas.flags
         self._number += 1
         number, deadline = self._number, time.monotonic() + self._timeout_s
         self._threads.submit(self._raise_flag, flags, number, written)
@@ -167,9 +157,10 @@ class Snapshot:
         ]
 
     def _map(self, file: str) -> Arenas:
+        """Map the arenas of another rank."""
         if self._mapped is None or self._mapped.file != file:
             self._mapped = Arenas(file)
-            if self._rank > 0 and self._device.type == "cuda":
+            if self._device.type == "cuda":
                 self._mapped.pin()
         return self._mapped
 

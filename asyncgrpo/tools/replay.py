@@ -523,11 +523,10 @@ def _digest(learner: Learner, team: Team) -> str:
     arenas = Arenas.create(layout, 1)
     try:
         team.broadcast(RankCommand(what="snapshot", file=arenas.file))
-        flat = arenas.arena(layout)
-        is_written = learner.snapshot.write(flat, arenas.file)
+        is_written = learner.snapshot.write(arenas, 0)
         while is_written is not None and not is_written():
             time.sleep(POLL_EVERY_S)
-        return add_digests([digest(flat)])
+        return add_digests([digest(arenas.arena(layout))])
     finally:
         arenas.close()
 

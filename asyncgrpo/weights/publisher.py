@@ -23,7 +23,6 @@ from queue import SimpleQueue
 from typing import cast
 
 import numpy as np
-from torch import Tensor
 
 from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
@@ -159,11 +158,6 @@ class Publisher:
         self._thread.start()
 
     @property
-    def file(self) -> str:
-        """Name of the arenas' file in shared memory."""
-        return self._arenas.file
-
-    @property
     def missing(self) -> tuple[str, ...]:
         """Dropped generators as `name-incarnation`. Any thread may read it."""
         late = ((name, member) for name, member in tuple(self._members.items()) if member.is_late)
@@ -186,12 +180,12 @@ class Publisher:
         if not self._members:
             raise WeightsError(f"no generator asked for weights within {timeout_s:.0f} s; see their logs")
 
-    def offer(self, version: PolicyVersion, fill: Callable[[Layout, Tensor], IsWritten | None]) -> bool:
+    def offer(self, version: PolicyVersion, fill: Callable[[Arenas, int], IsWritten | None]) -> bool:
         """Publish `version` in the background.
 
         Args:
-            fill: writes the weights into an arena of the layout, [num_bytes] uint8. It may return a function that is true
-                once all bytes have been written.
+            fill: writes the weights into this arena of the file. It may return a function that is true once all bytes have
+                been written.
         Returns:
             False if generators still read both arenas. Offer it again, or a later version.
         """
@@ -206,7 +200,7 @@ class Publisher:
                 self._home.newest = None
         is_filled = False
         try:
-            slot.is_written = fill(self._layout, self._arenas.arena(self._layout, slot.number))
+            slot.is_written = fill(self._arenas, slot.number)
             is_filled = True
         finally:
             with self._lock:

@@ -7,7 +7,7 @@ import torch
 
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.types import PolicyVersion
-from asyncgrpo.weights.arena import Layout
+from asyncgrpo.weights.arena import Arenas, Layout
 from asyncgrpo.weights.digest import add_digests, digest
 from tests.learner.helpers import VERSION, config, random_groups, step_and_gradient, weights, with_true_logprobs
 from tests.weights.publishing import digest_of
@@ -121,9 +121,9 @@ def test_a_digest_is_the_same_wherever_the_bytes_are(device):
 def test_what_is_published_from_the_card_has_the_digest_of_the_host(device, model):
     learner = learner_on(device, model)
     layout = Layout(learner.layout())
-    flat = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    is_written = learner.snapshot.write(flat, "")
+    arenas = Arenas.create(layout, 1)
+    is_written = learner.snapshot.write(arenas, 0)
     while is_written is not None and not is_written():
         pass
     on_host = ((info, tensor.cpu()) for info, tensor in learner.weights())
-    assert add_digests([digest(flat)]) == digest_of(layout, on_host)
+    assert add_digests([digest(arenas.arena(layout))]) == digest_of(layout, on_host)

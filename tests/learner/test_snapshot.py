@@ -47,7 +47,7 @@ def test_a_rank_that_does_not_write_is_not_waited_for_forever(tmp_path, monkeypa
     monkeypatch.setattr(learner.snapshot, "_world", 2)
     monkeypatch.setattr(learner.snapshot, "_mates", [0, 1])
     monkeypatch.setattr(learner.snapshot, "_timeout_s", 0.1)
-    is_written = learner.snapshot.write(arenas.arena(layout), arenas.file)
+    is_written = learner.snapshot.write(arenas, 0)
     assert is_written is not None and not is_written()
     time.sleep(0.1)
     with pytest.raises(WeightsError, match="not every rank has written its weights within 0 s"):
@@ -80,16 +80,16 @@ def publish(learner: Learner, case: str, gathered: list[str]) -> None:
         plane = Fleet(
             WeightsConfig(bucket_mb=1), maps=True, layout=layout, others=learner.snapshot.streams, is_whole=False
         )
-        about = [plane.publisher.endpoint, plane.publisher.file]
+        about = [plane.publisher.endpoint, plane.publisher._arenas.file]
     dist.broadcast_object_list(about)
     endpoint, file = about
     learner.snapshot.connect(endpoint, HOST, None)
     if learner.rank == 0:
         engines = [plane.add(f"generator-{number}") for number in range(2)]
 
-    def fill(layout: Layout, flat: Tensor) -> IsWritten | None:
-        dist.broadcast_object_list([int(flat.storage_offset())])
-        return learner.snapshot.write(flat, file)
+    def fill(arenas: Arenas, slot: int) -> IsWritten | None:
+        dist.broadcast_object_list([slot])
+        return learner.snapshot.write(arenas, slot)
 
     for number in range(3):
         version = PolicyVersion(1, number)
@@ -98,9 +98,9 @@ def publish(learner: Learner, case: str, gathered: list[str]) -> None:
         if learner.rank == 0:
             wait_until(lambda version=version: plane.publisher.offer(version, fill), "an arena")
         else:
-            start = [0]
-            dist.broadcast_object_list(start)
-            learner.snapshot.join(file, start[0])
+            slot = [0]
+            dist.broadcast_object_list(slot)
+            learner.snapshot.join(file, slot[0])
         assert len(gathered) == (14 if case == "adapters" else 0), "of each adapter the small matrix alone is gathered"
         expected = torch.zeros(layout.num_bytes, dtype=torch.uint8)
         fill_arena(learner.weights(), layout, expected)

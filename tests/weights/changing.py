@@ -9,7 +9,7 @@ from torch import Tensor
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Layout, Stream
+from asyncgrpo.weights.arena import Arenas, Layout, Stream
 from asyncgrpo.weights.digest import add_digests, digest
 from tests.weights.publishing import Plane, wait_until
 
@@ -105,8 +105,8 @@ class Fleet(Plane):
         version = PolicyVersion(1, number)
         self.truth[version] = flat
 
-        def fill(layout: Layout, arena: Tensor) -> None:
-            arena.copy_(flat)
+        def fill(arenas: Arenas, slot: int) -> None:
+            arenas.arena(self.layout, slot).copy_(flat)
 
         return self.publisher.offer(version, fill)
 

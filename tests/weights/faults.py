@@ -30,7 +30,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import arena, lane, publisher, receiver
 from asyncgrpo.weights import digest as digests
-from asyncgrpo.weights.arena import Layout, Stream
+from asyncgrpo.weights.arena import Arenas, Stream
 from asyncgrpo.weights.delta import Delta
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.lane import Sender, Written
@@ -120,12 +120,12 @@ class Fleet(Plane):
         flat = self._flat.clone()
         self.truth[version] = add_digests([digest(flat)])
 
-        def fill(layout: Layout, arena: Tensor) -> None:
-            half = layout.num_bytes // 2
+        def fill(arenas: Arenas, slot: int) -> None:
+            arena, half = arenas.arena(LAYOUT, slot), LAYOUT.num_bytes // 2
             arena[:half] = flat[:half]
             time.sleep(0.0)  # whoever reads it now has half of it
             arena[half:] = flat[half:]
-            slot, due_s = int(arena.storage_offset() > 0), time.monotonic() + self.chance.choice([0.0, 0.0, 0.05])
+            due_s = time.monotonic() + self.chance.choice([0.0, 0.0, 0.05])
             self._writes[slot] += 1
             self._sender.written(Written(slot, self._writes[slot], arena, lambda: time.monotonic() >= due_s))
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import Arenas, Layout, Stream, stride
+from asyncgrpo.weights.arena import Arenas, Layout, Stream
 from asyncgrpo.weights.lane import Sender, Written
 from asyncgrpo.weights.publisher import Publisher
 from asyncgrpo.weights.receiver import Receiver
@@ -62,13 +62,11 @@ def learn(
     publisher = Publisher(settings, maps=False, backend="gloo", bind=address, host=address, keys=keys)
     _, *others = Stream([(0, layout.num_bytes)]).split(senders)
     publisher.start(list(layout.tensors), others=others)
-    arenas = Arenas(publisher.file)
-    told.put((publisher.endpoint, publisher.file, [other.runs for other in others]))
+    told.put((publisher.endpoint, publisher._arenas.file, [other.runs for other in others]))
     publisher.wait_for(len(GENERATORS), 60.0, lambda what, seconds: None)
 
-    def fill(layout: Layout, flat: Tensor) -> None:
-        flat.view(torch.int64)[:: 2**9] += 1
-        slot = flat.storage_offset() // stride(layout)
+    def fill(arenas: Arenas, slot: int) -> None:
+        arenas.arena(layout, slot).view(torch.int64)[:: 2**9] += 1
         arenas.flags[slot] = arenas.flags[-1 - slot]  # the other rank sees the number of writes
 
     land(publisher, PolicyVersion(1, 0), fill)

@@ -13,7 +13,7 @@ from torch import Tensor
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.learner.publishing import fill_parts
 from asyncgrpo.types import PolicyVersion, TensorInfo
-from asyncgrpo.weights.arena import IsWritten, Layout
+from asyncgrpo.weights.arena import Arenas, IsWritten, Layout
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.weights.publisher import Publisher
@@ -67,7 +67,8 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float | No
 
 def publish(publisher: Publisher, version: PolicyVersion, weights: Iterable[tuple[TensorInfo, Tensor]]) -> Publication:
     """Offer a version, and wait until every generator in touch has it or was left out. Returns the last report."""
-    return land(publisher, version, lambda layout, flat: fill_arena(iter(weights), layout, flat))
+    layout = publisher._layout
+    return land(publisher, version, lambda arenas, slot: fill_arena(weights, layout, arenas.arena(layout, slot)))
 
 
 def fill_arena(weights: Iterable[tuple[TensorInfo, Tensor]], layout: Layout, flat: Tensor) -> IsWritten | None:
@@ -83,9 +84,7 @@ def digest_of(layout: Layout, tensors: Iterable[tuple[TensorInfo, Tensor]]) -> s
     return add_digests([digest(flat)])
 
 
-def land(
-    publisher: Publisher, version: PolicyVersion, fill: Callable[[Layout, Tensor], IsWritten | None]
-) -> Publication:
+def land(publisher: Publisher, version: PolicyVersion, fill: Callable[[Arenas, int], IsWritten | None]) -> Publication:
     """The same of weights that `fill` writes, as `Publisher.offer` says."""
     assert publisher.offer(version, fill)
     deadline = time.monotonic() + WITHIN_S

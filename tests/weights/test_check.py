@@ -79,7 +79,8 @@ class Plane(publishing.Plane):
     def offer(self) -> None:
         """Begin to publish the learner's weights as the next version."""
         self.version = PolicyVersion(1, self.version.number + 1)
-        fill = lambda layout, flat: fill_arena(self.learner.weights(), layout, flat)  # noqa: E731
+        layout = self.publisher._layout
+        fill = lambda arenas, slot: fill_arena(self.learner.weights(), layout, arenas.arena(layout, slot))  # noqa: E731
         wait_until(lambda: self.publisher.offer(self.version, fill), "an arena")
         self.publisher.expect(self.version, self.learner.check.score())
 

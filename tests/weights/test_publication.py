@@ -222,8 +222,8 @@ def test_a_version_whose_bytes_come_late_is_awaited_and_no_newer_one_takes_its_p
     has_come = threading.Event()
 
     def offer(step: int) -> bool:
-        def fill(layout: Layout, flat: torch.Tensor) -> Callable[[], bool]:
-            late[step] = flat
+        def fill(arenas: Arenas, slot: int) -> Callable[[], bool]:
+            late[step] = arenas.arena(LAYOUT, slot)
             return has_come.is_set
 
         return publisher.offer(at(step), fill)
@@ -246,7 +246,7 @@ def test_a_version_whose_bytes_come_late_is_awaited_and_no_newer_one_takes_its_p
 
 
 def test_a_version_whose_bytes_do_not_come_ends_the_publisher_with_the_reason(plane):
-    def fill(layout: Layout, flat: torch.Tensor) -> Callable[[], bool]:
+    def fill(arenas: Arenas, slot: int) -> Callable[[], bool]:
         def is_written() -> bool:
             raise WeightsError("not every rank has written its weights within 9 s")
 
@@ -271,7 +271,7 @@ def test_an_arena_that_is_being_read_is_not_written(plane):
         offer(step)  # into the other one, again and again: nobody has read it
     assert [slot.version.number for slot in publisher._home.slots] in ([0, 2], [2, 0])
     publisher._home.newest.readers.add("generator-1")
-    assert not publisher.offer(PolicyVersion(1, 3), lambda layout, flat: pytest.fail("it is being read"))
+    assert not publisher.offer(PolicyVersion(1, 3), lambda arenas, slot: pytest.fail("it is being read"))
     publisher._release("generator-0")
     plane.offer(3)
     assert sorted(slot.version.number for slot in publisher._home.slots) == [2, 3]
@@ -298,7 +298,7 @@ def test_an_engine_on_the_learners_machine_loads_from_where_the_learner_has_writ
     assert plane.publisher._home.slots[places[0][1]].version == PolicyVersion(1, 0)
     go_on.set()
     wait_until(lambda: plane.publisher.is_idle, "the last version")
-    assert {file for file, _ in places} == {plane.publisher.file}
+    assert {file for file, _ in places} == {plane.publisher._arenas.file}
     assert plane.receivers[0]._stagings == {} and plane.receivers[0].failure is None
 
 
@@ -382,7 +382,7 @@ def test_without_generators_the_wait_ends_with_a_sentence(plane):
 def test_a_publisher_that_fails_says_so_and_the_learner_goes_on(plane, monkeypatch):
     monkeypatch.setattr(plane.publisher, "_prepare_newest", lambda: 1 / 0)
     assert "ZeroDivisionError" in failure_of(plane)
-    assert plane.publisher.offer(PolicyVersion(1, 0), lambda layout, flat: None)
+    assert plane.publisher.offer(PolicyVersion(1, 0), lambda arenas, slot: None)
 
 
 @pytest.mark.parametrize("lost", [Join, WeightsLayout, Offer, Staged, Swapped])

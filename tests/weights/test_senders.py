@@ -15,7 +15,7 @@ from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import arena, digest, lane
-from asyncgrpo.weights.arena import Bucket, Place, Slot, Stream
+from asyncgrpo.weights.arena import Arenas, Bucket, Place, Slot, Stream
 from asyncgrpo.weights.delta import State
 from asyncgrpo.weights.digest import BLOCK, add_digests
 from asyncgrpo.weights.lane import Deltas, Sender, Written
@@ -57,8 +57,8 @@ class Ranks(Fleet):
         version = PolicyVersion(1, number)
         flat = self.truth[version] = drawn(number) if flat is None else flat
 
-        def fill(layout: object, arena: Tensor) -> None:
-            slot = int(arena.storage_offset() > 0)
+        def fill(arenas: Arenas, slot: int) -> None:
+            arena = arenas.arena(self.publisher._layout, slot)
             self.writes[slot] += 1
             arena.copy_(flat)
             for place, (stream, sender) in enumerate(zip(self.others, self.senders, strict=True)):
