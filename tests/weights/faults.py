@@ -49,6 +49,8 @@ BROADCAST_ALTERED = 0.01
 AFTER_A_PUBLICATION = {"generator ends": 0.02, "generator stands still": 0.02, "generator is slow": 0.05}
 ALL_CHANGE = 0.01
 LONGEST_PAUSE_S = 2.0
+LAST_WITHIN_S = 60.0
+"""For the last version to reach every engine."""
 
 
 class Engine:
@@ -195,7 +197,7 @@ class Fleet(Plane):
         time.sleep(LONGEST_PAUSE_S)
         last = PolicyVersion(2, 0)
         self.publish(last)
-        self._wait(lambda: all(engine.version == last for _, engine in self.members.values()), 60.0)
+        self._wait(lambda: all(engine.version == last for _, engine in self.members.values()), LAST_WITHIN_S)
         self.found["behind at the end"] = sum(engine.version != last for _, engine in self.members.values())
         self.found["receivers that ended"] = sum(made.failure is not None for made, _ in self.members.values())
         self.settle(10.0)

@@ -25,6 +25,7 @@ def test_what_is_given_to_an_engine_unproved_is_seen(monkeypatch):
     """The check itself: a receiver that believes whatever deltas it gets."""
     monkeypatch.setattr(faults, "AFTER_A_PUBLICATION", {})
     monkeypatch.setattr(faults, "BROADCAST_ALTERED", 0.0)
+    monkeypatch.setattr(faults, "LAST_WITHIN_S", 1.0)  # a wrong base may never be repaired
 
     def believe(take):
         return lambda self, layout, offer, staging: (take(self, layout, offer, staging), offer.digest)[1]
