@@ -21,6 +21,7 @@ from typing import Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
+from asyncgrpo import liveness
 from asyncgrpo.weights.arena import Bucket, IsWritten, Layout, Place, Slot, Stream
 from asyncgrpo.weights.delta import LEAST_SAVING, Chain, Delta, Packed, Piece, State, follow, to_bytes
 from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store, visit_store
@@ -284,6 +285,9 @@ class Sender:
         self._writes: SimpleQueue[Written] = SimpleQueue()
         self._pending: Written | None = None
         self._arenas: dict[int, Tensor] = {}
+        self._reports: dict[int, PartWritten] = {}
+        """Of the last write of each arena."""
+        self._reported_s = -math.inf
         self._offer: Offer | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-sender", daemon=True)
@@ -321,13 +325,22 @@ class Sender:
             self._offer = message
 
     def _report_writes(self) -> None:
+        """Report each complete write, and all again after a while, because a broken connection may have lost a report."""
         if self._pending is None and not self._writes.empty():
             self._pending = self._writes.get()
-        if (write := self._pending) is None or not write.is_complete():
-            return
-        self._pending, self._arenas[write.slot] = None, write.flat
-        digest = self._stream.digest(write.flat)
-        self._client.send(PartWritten(sender=self._number, slot=write.slot, writes=write.writes, digest=digest))
+        if (write := self._pending) is not None and write.is_complete():
+            self._pending, self._arenas[write.slot] = None, write.flat
+            self._reports[write.slot] = PartWritten(
+                sender=self._number,
+                slot=write.slot,
+                writes=write.writes,
+                digest=self._stream.digest(write.flat),
+            )
+            self._reported_s = -math.inf
+        if time.monotonic() - self._reported_s > liveness.SUSPECT_S:
+            self._reported_s = time.monotonic()
+            for report in self._reports.values():
+                self._client.send(report)
 
     def _broadcast(self) -> None:
         """Start an offered broadcast. The publisher may offer before this sender's group is formed."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
 from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion
@@ -20,7 +21,9 @@ from asyncgrpo.weights.delta import State
 from asyncgrpo.weights.digest import BLOCK, add_digests
 from asyncgrpo.weights.lane import Deltas, Sender, Written
 from asyncgrpo.weights.receiver import _streams
-from asyncgrpo.wire.weights import WeightsLayout
+from asyncgrpo.wire import Message
+from asyncgrpo.wire.sockets import Client
+from asyncgrpo.wire.weights import PartWritten, WeightsLayout
 from tests.gpu_rehearsals.cluster import needs_namespaces
 from tests.weights import links
 from tests.weights.changing import LAYOUT, Engine, Fleet, change, drawn
@@ -228,6 +231,22 @@ def test_a_rank_that_is_ahead_of_another_is_not_forgotten(ranks):
     wait_until(lambda: len(ranks.publisher._parts) == 2, "a report of the next version")
     goes_on.set()
     ranks.arrives(last, engine)
+
+
+def test_a_report_that_a_broken_connection_loses_is_made_up_for(ranks, monkeypatch):
+    send, losses = Client.send, []
+
+    def lossy(client: Client, message: Message) -> None:
+        if isinstance(message, PartWritten) and len(losses) < 2:
+            losses.append(message)
+        else:
+            send(client, message)
+
+    monkeypatch.setattr(liveness, "SUSPECT_S", 1.0)
+    monkeypatch.setattr(Client, "send", lossy)
+    engine = ranks.add("a", machine="m")
+    ranks.arrives(ranks.publish(0), engine)
+    assert len(losses) == 2
 
 
 def test_an_engine_may_swap_before_the_digests_of_all_ranks_are_known(ranks):
