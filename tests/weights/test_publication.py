@@ -126,6 +126,7 @@ def test_a_generator_that_is_gone_is_left_out_and_named(plane):
     alive, dying = (plane.add(f"generator-{index}") for index in range(2))
     plane.publish(0)
     plane.receivers[1].stop()
+    wait_until(lambda: not plane.receivers[1].is_alive, "its end")
     publication = plane.publish(1)
     assert publication.generators == ("generator-0",)
     wait_until(lambda: plane.publisher.missing == ("generator-1-0",), "one that is missing")
