@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv with everything for a machine without a GPU (Python 3.11, no other need). Safe to run again.
+# Makes .venv with everything for a machine without a GPU (Python 3.11, 3.12 or 3.13, no other need). Safe to run again.
 #   ./setup.sh && .venv/bin/asyncgrpo demo
 set -euo pipefail
 cd "$(dirname "$0")"
-python="${PYTHON:-python3.11}"
-if ! command -v "$python" >/dev/null; then
-    echo "error: $python not found; install Python 3.11 or set PYTHON to it" >&2
+for python in ${PYTHON:-python3.11 python3.12 python3.13} ""; do
+    "$python" -c "import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))" 2>/dev/null && break
+done
+if [ -z "$python" ]; then
+    echo "error: ${PYTHON:-this machine} has no Python 3.11, 3.12 or 3.13 with venv; on Ubuntu 24.04: apt install python3.12-venv" >&2
     exit 1
 fi
 [ -x .venv/bin/python ] || "$python" -m venv .venv
