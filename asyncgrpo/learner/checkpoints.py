@@ -44,7 +44,7 @@ class Checkpoints:
         self._keep = keep
 
     def begin(self, state: RunState, fill: Callable[[Path], Callable[[], None]]) -> Callable[[], Path]:
-        """Create the temporary folder of a checkpoint and begin to fill it.
+        """Create the temporary folder of a checkpoint and begin to fill it. The write before it must be over.
 
         Args:
             fill: begins to write into the given folder and returns a function that waits for the write.
@@ -55,7 +55,8 @@ class Checkpoints:
         """
         temporary = self._folder / f".step_{state.step:06d}.tmp"
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
+            for left_over in self._folder.glob(".step_*"):  # of a start that was killed
+                shutil.rmtree(left_over, ignore_errors=True)
             temporary.mkdir(parents=True)
         except OSError as error:
             raise CheckpointError(f"cannot write checkpoint {temporary}: {error}") from error
@@ -64,11 +65,7 @@ class Checkpoints:
     def _finish(self, state: RunState, temporary: Path, wait: Callable[[], None]) -> Path:
         final = self._folder / f"step_{state.step:06d}"
         try:
-            wait()
-            (temporary / "state.json").write_bytes(msgspec.json.encode(state))
-            for parent, _, files in os.walk(temporary):
-                for path in (*(Path(parent) / name for name in files), Path(parent)):
-                    sync(path)
+            _complete(temporary, state, wait)
             check_owner(self._folder.parent, state.lineage)
             if final.exists():  # an earlier attempt at the same step
                 shutil.rmtree(replaced := temporary.with_suffix(".old"), ignore_errors=True)
@@ -88,6 +85,19 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self._folder.glob("step_*") if path.is_dir())
+
+
+def _complete(folder: Path, state: RunState, wait: Callable[[], None]) -> None:
+    """Wait for the write, add the state and sync all files. If the disk refuses, remove the folder, which may have filled it."""
+    try:
+        wait()
+        (folder / "state.json").write_bytes(msgspec.json.encode(state))
+        for parent, _, files in os.walk(folder):
+            for path in (*(Path(parent) / name for name in files), Path(parent)):
+                sync(path)
+    except (OSError, CheckpointError):
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def check_owner(run_dir: Path, lineage: int) -> None:

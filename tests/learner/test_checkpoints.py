@@ -1,7 +1,9 @@
 """A checkpoint is whole or not there, and the newest whole one is where a run goes on."""
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -39,7 +41,8 @@ def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path: Path):
     with pytest.raises(KeyboardInterrupt):
         checkpoints.begin(state(10), die)()
     assert checkpoints.latest() == whole
-    assert read_state(checkpoints.begin(state(10), fill)()).step == 10  # what was left does not get in the way
+    assert read_state(checkpoints.begin(state(15), fill)()).step == 15
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step_000005", "step_000015"]
 
 
 def test_a_checkpoint_that_is_being_written_does_not_count_and_an_earlier_start_does_not_end_it(tmp_path: Path):
@@ -72,6 +75,17 @@ def test_a_disk_that_refuses_is_said_so(tmp_path: Path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(CheckpointError, match="cannot write checkpoint"):
         Checkpoints(tmp_path, keep=1).begin(state(1), fill)()
+
+
+@pytest.mark.parametrize("error", [CheckpointError("checkpoint cannot be written"), OSError(errno.ENOSPC, "full")])
+def test_what_a_disk_refused_does_not_stay_on_it(tmp_path: Path, error: Exception):
+    def refused(folder: Path) -> Callable[[], None]:
+        fill(folder)
+        return Mock(side_effect=error)
+
+    with pytest.raises(CheckpointError, match=r"written|cannot write checkpoint"):
+        Checkpoints(tmp_path, keep=1).begin(state(1), refused)()
+    assert not [*(tmp_path / "checkpoints").iterdir()]
 
 
 @pytest.mark.parametrize("text", [None, b"", b"{}", b'{"\xe2": 1}', b'{"step": "five", "lineage": 1, "prompts": {}}'])
