@@ -413,9 +413,11 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> PreT
             peft.inject_adapter_in_model(adapters, nn.ModuleList([model]))
         except ValueError as error:
             raise ConfigError(f"model.lora.targets ({', '.join(lora.targets)}) match no layer: {error}") from error
-    if (tower := tower_of(model)) is not None and any(".lora_" in f".{name}" for name, _ in tower.named_parameters()):
+    adapted = {name: module.base_layer for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    if others := [name for name, layer in adapted.items() if layer not in linear]:
         raise ConfigError(
-            f"model.lora.targets ({', '.join(lora.targets)}) match the vision tower, which is not trained"
+            f"model.lora.targets ({', '.join(lora.targets)}) match {others[0]}, which is no linear layer of the decoder; "
+            "leave it out"
         )
     return model
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from asyncgrpo.errors import ConfigError, WeightsError
+from asyncgrpo.errors import WeightsError
 from asyncgrpo.learner.loading import Pieces, are_rows, first_row, pieces_of_rows, views_of_rows
 from asyncgrpo.learner.model import TokenScorer
 from asyncgrpo.learner.parallel import gather
@@ -74,8 +74,6 @@ class PublishedWeights:
             scorer: the sharded model. Its tensors are read by each call of `weights`.
             dtype: of the published parameters. Buffers keep their own: a mixture's `e_score_correction_bias` decides
                 between experts that are close, and stays float32 in engines too.
-        Raises:
-            ConfigError: a tied weight has an adapter.
         """
         self.dtype = dtype
         self._model = model = scorer.language_model
@@ -85,17 +83,13 @@ class PublishedWeights:
             if ".lora_" not in name:
                 plain = name.replace(".base_layer.", ".")
                 published = dtype if isinstance(tensor, nn.Parameter) else tensor.dtype
-                adapter = adapters.pop(plain, None)
+                adapter = adapters.get(plain)
                 pieces, first = None, 0
                 if are_rows(tensor) and (adapter is None or are_rows(adapter.b)):
                     with suppress(WeightsError):  # a piece on disk spans several ranks
                         pieces = pieces_of_rows(model, plain, tensor.shape)
                         first = first_row(cast(DTensor, tensor))
                 self._sources.append(_Source(plain, tensor, adapter, published, pieces, first))
-        if adapters:
-            raise ConfigError(
-                f"model.lora.targets adapts {next(iter(adapters))}, which is tied to another weight; leave it out"
-            )
 
     def layout(self) -> list[TensorInfo]:
         """Return name, full shape and dtype of every tensor, in the order of `weights`. No communication."""

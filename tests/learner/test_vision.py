@@ -119,7 +119,7 @@ def test_what_a_vision_tower_does_not_take_is_refused(tmp_path):
     path, text = make_tiny_vl(tmp_path / "model"), tmp_path / "text"
     with pytest.raises(ConfigError, match=r"generators.engine is torch, which has no vision towers"):
         check_model(config(path, generators={"engine": "torch"}))
-    with pytest.raises(ConfigError, match="match the vision tower, which is not trained"):
+    with pytest.raises(ConfigError, match="qkv, which is no linear layer of the decoder"):
         check_language_model(str(path), config(path, model={"lora": {"rank": 2, "targets": ["qkv"]}}), "cpu")
     adapted = check_language_model(str(path), config(path, model={"lora": {"rank": 2}}), "cpu")
     assert not [n for n, p in adapted.named_parameters() if ".visual." in n and ".lora_" in n]
