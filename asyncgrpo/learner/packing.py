@@ -78,7 +78,7 @@ class ScoredRollouts(NamedTuple):
     rewards: Tensor
     """[A] float64, shaped."""
     baseline_rewards: Tensor
-    """[A] float64, reward of the greedy completion of the same prompt; NaN without one."""
+    """[A] float64, shaped, reward of the greedy completion of the same prompt; NaN without one."""
     lengths: Tensor
     """[A] int64, sampled tokens."""
     is_trained: Tensor
@@ -104,15 +104,11 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
     assert all(g.prompt.token_ids for g in groups), (
         "a prompt has no tokens, so the first token of its completions has no context"
     )
-    found = [
-        (number, g.group_id, rollout, _reward(rollout)) for number, g in enumerate(groups) for rollout in g.rollouts
-    ]
-    greedy = {number: reward for number, _, r, reward in found if r.completion.index >= group_size}
-    sampled = [entry for entry in found if entry[2].completion.index < group_size]
-    usable = [entry for entry in sampled if not np.isnan(entry[3])]
-    completions = tuple(rollout.completion for _, _, rollout, _ in usable)
+    found = [(number, g.group_id, rollout) for number, g in enumerate(groups) for rollout in g.rollouts]
+    completions = [rollout.completion for *_, rollout in found]
+    of_group = torch.tensor([number for number, *_ in found], dtype=torch.int64)
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.int64)
-    rewards = scores = torch.tensor([reward for *_, reward in usable], dtype=torch.float64)
+    rewards = scores = torch.tensor([_reward(rollout) for *_, rollout in found], dtype=torch.float64)
     if shaping.overlong_buffer:
         read = [sum(len(o.token_ids) for o in c.observations if o.at or not shaping.is_agent) for c in completions]
         rewards = rewards + overlong_penalty(
@@ -123,16 +119,20 @@ def read_rollouts(groups: Sequence[Group], *, group_size: int, shaping: Shaping)
         )
     is_cut = torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.bool)
     rewards, is_trained = apply_truncation(rewards, is_cut, rule=shaping.truncated)
+    is_greedy = torch.tensor([c.index >= group_size for c in completions], dtype=torch.bool)
+    baselines = torch.full((len(groups),), torch.nan, dtype=torch.float64)
+    baselines[of_group[is_greedy]] = rewards[is_greedy]
+    usable = (~is_greedy & ~scores.isnan()).nonzero().squeeze(-1)
     return ScoredRollouts(
-        completions=completions,
-        keys=tuple((group_id, rollout.completion.index) for _, group_id, rollout, _ in usable),
-        groups=torch.tensor([number for number, *_ in usable], dtype=torch.int64),
-        scores=scores,
-        rewards=rewards,
-        baseline_rewards=torch.tensor([greedy.get(number, np.nan) for number, *_ in usable], dtype=torch.float64),
-        lengths=lengths,
-        is_trained=is_trained,
-        num_malformed=sum(_is_malformed(rollout.completion) for _, _, rollout, _ in sampled),
+        completions=tuple(completions[i] for i in usable.tolist()),
+        keys=tuple((found[i][1], completions[i].index) for i in usable.tolist()),
+        groups=of_group[usable],
+        scores=scores[usable],
+        rewards=rewards[usable],
+        baseline_rewards=baselines[of_group[usable]],
+        lengths=lengths[usable],
+        is_trained=is_trained[usable],
+        num_malformed=sum(_is_malformed(c) for c in completions if c.index < group_size),
     )
 
 

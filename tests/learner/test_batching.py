@@ -254,6 +254,12 @@ def test_greedy_completions_are_baselines_and_nothing_else():
     assert plain.advantages.tolist() == [0.5, -0.5, 0.5, -0.5], "nor do they take part in a group's statistics"
     baselines = plain.rollouts.baseline_rewards
     assert baselines[:2].tolist() == [0.25, 0.25] and baselines[2:].isnan().all()
+    for shaping in (Shaping("zero"), Shaping(longest=3, overlong_buffer=2)):
+        cut = make_group(2, [1.0, 1.0, 1.0], [[1, 2, 3]] * 3)
+        for index in range(3):
+            cut = changed(cut, index, finish_reason="length")
+        step = packed([cut], group_size=2, advantage="remax", shaping=shaping)
+        assert step.advantages.tolist() == [0.0, 0.0], "a baseline is shaped like what is compared with it"
 
 
 @pytest.mark.parametrize(
