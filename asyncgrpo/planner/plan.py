@@ -451,7 +451,7 @@ def _prediction(
         tokens_per_s=tokens_per_s,
         learner_idle=max(0.0, 1 - learn_s / step_s),
         generator_idle=max(0.0, 1 - (sampled_s + profile.pause_s) / step_s),
-        saturation=running / profile.decode.knee,
+        saturation=running / max(profile.decode.knee, 1.0),  # 0 where a token takes longer than its load grows
         running=running,
         bottleneck=bottleneck,
     )

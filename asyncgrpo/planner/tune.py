@@ -143,7 +143,8 @@ def profile_of(
     groups: dict[str, list[int]] = {}
     for row in rows:
         groups.setdefault(row["group_id"], []).append(row["num_tokens"])
-    lengths = Lengths(groups=tuple(tuple(map(float, group)) for group in groups.values() if len(group) == size))
+    whole = size + (config.algorithm.advantage == "remax")  # the last one is greedy, and not trained
+    lengths = Lengths(groups=tuple(tuple(map(float, group[:size])) for group in groups.values() if len(group) == whole))
     prompts = list({row["prompt"] for row in rows})[:PROMPTS]
     prompt_tokens = statistics.fmean(len(tokenizer.encode(text, add_special_tokens=False)) for text in prompts)
     filtered = sum(sum(step.get("filtered", {}).values()) for step in steps)

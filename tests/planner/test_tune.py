@@ -38,16 +38,16 @@ class Words:
         return [0] * len(text.split())
 
 
-def measured(tmp_path, steps: list[dict]) -> Profile:
+def measured(tmp_path, steps: list[dict], *settings: str, beside: tuple[int, ...] = ()) -> Profile:
     rows = [
         {"group_id": f"{one['step']}.{group}", "num_tokens": tokens, "prompt": "three words long"}
         for one in steps
         for group, lengths in enumerate(LENGTHS)
-        for tokens in lengths
+        for tokens in (*lengths, *beside)
     ]
     incomplete = {"group_id": "last", "num_tokens": 1000, "prompt": "three words long"}
     (tmp_path / "config.yaml").write_text(CONFIG)
-    config = load_config(str(tmp_path / "config.yaml"), [])
+    config = load_config(str(tmp_path / "config.yaml"), [*settings])
     return profile_of(config, steps, [*rows, incomplete], Words(), CURVE)  # type: ignore[arg-type]
 
 
@@ -60,6 +60,12 @@ def test_a_profile_has_what_events_and_samples_contain(tmp_path):
     assert (profile.filtered, profile.decode) == (pytest.approx(6 / 30), CURVE)
     tokens = (80 + 2 * 3) / 2  # of two ranks, with a prompt for each group
     assert learner_points(steps, profile)[0] == (tokens, 4.0), "publication and checkpoint do not count"
+
+
+def test_the_greedy_completion_of_a_group_is_not_one_of_its_lengths(tmp_path):
+    steps = [step(number) for number in range(1, 13)]
+    with_greedy = measured(tmp_path, steps, "algorithm.advantage=remax", beside=(500,))
+    assert with_greedy.lengths == measured(tmp_path, steps).lengths
 
 
 def test_the_learner_s_points_are_of_steps_of_different_sizes(tmp_path):
