@@ -125,7 +125,8 @@ def _remedies(size: ModelSize, config: Config, card: memory.Card, side: str) -> 
         yield from smaller
         yield from _layouts(size, config)
         yield from [] if learner.offload_optimizer else [{"learner.offload_optimizer": True}]
-        yield from ({"learner.ranks": count} for count in range(ranks + 1, 8 * ranks + 1))
+        multiple = learner.parallel.multiple
+        yield from ({"learner.ranks": count} for count in range(ranks + 1, 8 * ranks + 1) if count % multiple == 0)
         yield from (adapters | change for change in ({}, *smaller) if adapters)
 
 

@@ -160,6 +160,11 @@ def test_a_layout_over_the_ranks_that_there_are_is_offered_where_it_fits(setting
     assert f"each on {offer[0].partition('=')[2]}" in report(model, divided, Card.of(divided))
 
 
+def test_ranks_that_the_layout_does_not_divide_are_not_offered():
+    assert "learner.ranks=3 " in refusal("Qwen3-8B", "learner.ranks=2")
+    assert "learner.ranks=4 " in refusal("Qwen3-8B", "learner.ranks=2", "learner.parallel.context=2")
+
+
 def test_an_engine_without_room_for_one_completion_is_refused():
     said = refusal("Qwen3-32B", "learner.ranks=48", gb=66)
     assert "too little for one completion of 1,536 tokens" in said
