@@ -157,6 +157,9 @@ class Inbox:
                 return message
             if isinstance(message, Batch | NoMore):
                 self._early = received
+            if isinstance(message, Waiting):
+                for result in message.evals:
+                    self.on_eval(result)
             if isinstance(message, Waiting) and message.of_snapshot:
                 heard = self._clock()
                 if heard - started > limit_s:

@@ -93,12 +93,14 @@ def test_a_pause_may_last_as_long_as_a_person_wants():
         wait([*paused, *[Waiting(what="groups")] * 3])
 
 
-def test_a_batch_that_comes_while_a_snapshot_is_awaited_is_not_lost():
-    line = Line([NoMore(why="draining"), Snapshot(state={"done": 3})])
-    inbox = Inbox(line, 100.0, lambda: line.now_s)  # type: ignore[arg-type]
-    assert inbox.snapshot().state == {"done": 3}
+def test_a_batch_and_an_evaluation_that_come_while_a_snapshot_is_awaited_are_not_lost():
+    nothing = NoMore(why="draining", evals=(RESULT,))
+    line, results = Line([Waiting(what="groups", evals=(RESULT,)), nothing, Snapshot(state={"done": 3})]), []
+    inbox = Inbox(line, 1000.0, lambda: line.now_s / 10)  # type: ignore[arg-type]
+    inbox.on_eval = results.append
+    assert inbox.snapshot().state == {"done": 3} and results == [RESULT]
     taken = inbox.take(AT, {})
-    assert taken[0] == NoMore(why="draining") and line.messages == []
+    assert taken[0] == nothing and line.messages == [] and results == [RESULT] * 2
 
 
 def test_a_request_for_a_snapshot_that_was_lost_is_not_awaited_because_the_buffer_talks_of_a_batch():
