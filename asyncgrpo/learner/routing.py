@@ -76,7 +76,7 @@ class Routers:
         """[routers, E], of this rank in this update."""
         self._before = torch.zeros_like(self._loads)
         """[routers, E], of all ranks in the update before."""
-        self._biases = [router.get_buffer(BIAS) for _, router in routers if balance.bias]
+        self._biases = [router.get_buffer(BIAS) for _, router in routers if hasattr(router, BIAS)]
         for number, (layer, router) in enumerate(routers):
             router.forward = self._replaying(number, layer, router.forward)
 

@@ -94,7 +94,7 @@ def load(folder: str, model: TokenScorer, optimizer: AdamW, guard: Tensor) -> tu
     """Read a checkpoint into model and optimizer. Return its updates and the guard's memory. Collective.
 
     A checkpoint of version 0.1 has no guard memory; then `guard` is returned. Without `made`, AdamW has made every update
-    that the schedule counted. The state of routers is missing where the run did not balance experts.
+    that the schedule counted. Loads and biases of routers may be missing.
 
     Raises CheckpointError. If the checkpoint is of another model, some weights may have been overwritten by then.
     """

@@ -77,6 +77,10 @@ def test_a_bias_moves_towards_an_equal_load_and_is_published(tmp_path):
     # Engines get the biases, so scores at lag 0 are those of an engine that has loaded them.
     ours.export(str(tmp_path / "exported"))
     assert ours.step(with_true_logprobs(tmp_path / "exported", GROUPS), VERSION).logprob_gap_max < 1e-4
+    ours.save(str(tmp_path / "checkpoint"))
+    resumed = learner(path)  # at a rate of 0, as DeepSeek-V3 ended its training
+    resumed.load(str(tmp_path / "checkpoint"))
+    assert weights(resumed)[BIAS].equal(weights(ours)[BIAS])
 
 
 @pytest.mark.parametrize(
