@@ -77,8 +77,12 @@ class _Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class Lengths(_Part, frozen=True, kw_only=True, cache_hash=True):
     """Lengths of completions, as measured: a sample draws groups, and completions within each."""
 
-    groups: Annotated[tuple[tuple[Positive, ...], ...], Meta(min_length=1)]
+    groups: Annotated[tuple[Annotated[tuple[Positive, ...], Meta(min_length=1)], ...], Meta(min_length=1)]
     """Tokens of the completions of each group; all groups have one size."""
+
+    def __post_init__(self) -> None:
+        if len({len(group) for group in self.groups}) > 1:
+            raise ValueError("groups have different numbers of completions")
 
     def sample(self, prompts: int, completions: int, seed: object = 0) -> np.ndarray:
         """Draw [prompts, completions] tokens. A completion of a group comes again only after all others."""

@@ -30,7 +30,9 @@ def test_what_is_no_profile_is_refused_with_its_file_and_its_key(tmp_path):
     path = tmp_path / "mine.json"
     with pytest.raises(ConfigError, match=r"mine.json cannot be read .*asyncgrpo tune"):
         read_profile(path)
-    for change, said in (({"publish_s": -1}, "publish_s"), ({"speed": 3}, "speed"), ({"format": 1}, "format 1, this")):
+    unequal, empty = ({"lengths": {"groups": groups}} for groups in ([[1.0, 2.0], [3.0]], [[]]))
+    wrong = [({"publish_s": -1}, "publish_s"), ({"speed": 3}, "speed"), ({"format": 1}, "format 1, this")]
+    for change, said in [*wrong, (unequal, "different numbers of completions"), (empty, r"lengths\.groups")]:
         path.write_bytes(msgspec.json.encode(msgspec.to_builtins(profile()) | change))
         with pytest.raises(ConfigError, match=f"mine.json.*{said}"):
             read_profile(path)
