@@ -117,8 +117,7 @@ _STEP = {
     "cores": _may(_Numbers, "core-seconds of the learner's machine since the previous step: available (cores), of these idle "
         "(spare) and used by rank 0 (cpu); measured once a second"),
     "completions": _may(int, "completions in the trained groups"),
-    "zero_signal_groups": _may(int, "trained groups whose advantages are all 0, for example because their rewards are equal; "
-        "0 with a teacher"),
+    "zero_signal_groups": _may(int, "trained groups with one reward for all completions, or fewer than two; 0 with a teacher"),
     "signal_share": _may(float, "share of groups with a signal among those solved or with a signal; it scales the learning rate"),
     "completion_length_mean": _may(float, "tokens"),
     "turns_mean": _may(float, "turns of a completion, where an [environment](environments.md) replies"),
