@@ -198,15 +198,15 @@ def update_sums(
 
 
 def update_report(sums: Mapping[str, float]) -> dict[str, float]:
-    """Divide merged `update_sums`: `update_ratio_min`, `update_ratio_max` (1 without tokens), and as shares of tokens
+    """Divide merged `update_sums`: `update_ratio_min`, `update_ratio_max` (1 if no token was run), and as shares of tokens
     `update_clipped_high`, `update_clipped_low`, `update_clipped_dual`."""
-    tokens = sums["update_tokens"]
+    tokens = max(sums["update_tokens"], 1.0)
     return {
-        "update_ratio_min": sums["update_min"] if tokens else 1.0,
-        "update_ratio_max": sums["update_max"] if tokens else 1.0,
-        "update_clipped_high": sums["update_high"] / max(tokens, 1.0),
-        "update_clipped_low": sums["update_low"] / max(tokens, 1.0),
-        "update_clipped_dual": sums["update_dual"] / max(tokens, 1.0),
+        "update_ratio_min": sums["update_min"] if sums["update_max"] else 1.0,
+        "update_ratio_max": sums["update_max"] or 1.0,
+        "update_clipped_high": sums["update_high"] / tokens,
+        "update_clipped_low": sums["update_low"] / tokens,
+        "update_clipped_dual": sums["update_dual"] / tokens,
     }
 
 

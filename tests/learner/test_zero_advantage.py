@@ -67,6 +67,7 @@ def test_what_is_not_run_is_reported_as_far_as_the_engine_knows_it(path):
     assert [r.tokens_trained for r in (trained, silent, both)] == [*counts, sum(counts)]
     assert silent.diagnostics["lag_mean"] == pytest.approx(ALIKE[1].num_tokens / counts[1])
     assert silent.diagnostics["lag_max"] == 1.0
+    assert silent.diagnostics["update_ratio_min"] == silent.diagnostics["update_ratio_max"] == 1.0
     weighted = sum(one.entropy * one.tokens_trained for one in (trained, silent))
     assert both.entropy == pytest.approx(weighted / both.tokens_trained, rel=1e-6)
     assert both.diagnostics["kl_k1"] == pytest.approx(trained.diagnostics["kl_k1"], rel=1e-6)
