@@ -33,13 +33,12 @@ def merge(parts: Iterable[Sums]) -> Sums:
     return merged
 
 
-def report(parts: Iterable[Sums]) -> dict[str, float]:
-    """Merge the sums of micro-batches and divide them.
+def report(sums: Mapping[str, float]) -> dict[str, float]:
+    """Divide merged sums.
 
     Covers the reports of `ratio_sums`, `update_sums`, `lag_sums` and `share_sums`, which must be there, and the shares of every
     `kept_sums` and `outside_sums`. Other sums are left to the caller.
     """
-    sums = {name: total.item() for name, total in merge(parts).items()}
     found = ratio_report(sums) | update_report(sums) | lag_report(sums) | share_report(sums)
     for name in [key.removesuffix("_sequences") for key in sums if key.endswith("_sequences")]:
         if name not in ("rho", "lag"):

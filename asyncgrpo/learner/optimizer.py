@@ -86,16 +86,15 @@ MAX_SKIPS = 20
 class GradientGuard:
     """Judges gradient norms in order, with equal results on all ranks."""
 
-    def __init__(self, spike_factor: float | None, grad_clip: float, *, max_skips: int = MAX_SKIPS) -> None:
+    def __init__(self, spike_factor: float | None, grad_clip: float) -> None:
         """
         Args:
             spike_factor: a norm above this multiple of both the recent median and `grad_clip` is a spike; None: no norm
                 is.
             grad_clip: norm to which gradients are clipped. Norms near it are harmless even with a tiny median: a trained
                 run has almost no gradient until a group with a signal arrives.
-            max_skips: skipped updates in a row that end the run.
         """
-        self._factor, self._max_skips, self._clip = spike_factor, max_skips, grad_clip
+        self._factor, self._clip = spike_factor, grad_clip
         self._norms: deque[float] = deque(maxlen=WINDOW)
         self.skips = 0
         """Updates skipped in a row."""
@@ -120,7 +119,7 @@ class GradientGuard:
             self._norms.append(norm)
             return None
         self.skips += 1
-        if self.skips >= self._max_skips:
+        if self.skips >= MAX_SKIPS:
             raise TrainingError(
                 f"{self.skips} updates in a row were skipped, the last because {reason}; "
                 "look at learner.lr, at the rewards and at the log-prob gap, or raise learner.spike_factor"

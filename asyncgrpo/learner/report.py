@@ -117,7 +117,7 @@ def build_report(
     """
     sums = {name: total.item() for name, total in merge(totals).items()}
     tokens, current = max(sums["tokens"], 1.0), sums["gap_tokens"]
-    diagnostics = report(totals) | more_diagnostics
+    diagnostics = report(sums) | more_diagnostics
     return StepReport(
         skipped=next((u.skipped for u in reversed(updates) if u.skipped is not None), None),
         zero_gradients=sum(u.grad_norm == 0 for u in updates),

@@ -16,9 +16,9 @@ from tests.learner.helpers import VERSION, learner, make_group, random_groups, w
 GROUPS = random_groups(3, 4)
 
 
-def used_to(norm: float, *, factor: float | None = 3.0, max_skips: int = 5, clip: float = 1e-3) -> GradientGuard:
+def used_to(norm: float, *, factor: float | None = 3.0, clip: float = 1e-3) -> GradientGuard:
     """A guard that has seen enough updates of that norm."""
-    one = GradientGuard(factor, clip, max_skips=max_skips)
+    one = GradientGuard(factor, clip)
     assert [one.judge(norm) for _ in range(ENOUGH)] == [None] * ENOUGH
     return one
 
@@ -40,7 +40,7 @@ def test_the_median_is_that_of_the_last_updates_that_were_made():
     assert [early.judge(norm) for norm in [0.0] * WINDOW + [10.0**i for i in range(ENOUGH)]] == [None] * (
         WINDOW + ENOUGH
     ), "too little is known yet"
-    one = used_to(1.0, max_skips=1000)
+    one = used_to(1.0)
     assert all(one.judge(100.0) and one.judge(1.0) is None for _ in range(2 * WINDOW)) and one.judge(7.0)
     assert [one.judge(2.5) for _ in range(WINDOW)] == [None] * WINDOW
     assert one.judge(7.0) is None, "2.5 is what is usual now"
@@ -81,21 +81,21 @@ def test_a_guard_goes_on_from_what_another_one_knew():
 
 
 def test_a_gradient_of_zero_neither_counts_as_skipped_nor_ends_a_row_of_skips():
-    one = GradientGuard(None, 1e-3, max_skips=3)
-    assert [one.judge(0.0) for _ in range(9)] == [None] * 9 and one.skips == 0
-    assert one.judge(math.nan) and one.judge(0.0) is None and one.judge(math.nan) and one.skips == 2
-    with pytest.raises(TrainingError, match="3 updates in a row"):
+    one = GradientGuard(None, 1e-3)
+    assert [one.judge(0.0) for _ in range(MAX_SKIPS)] == [None] * MAX_SKIPS and one.skips == 0
+    assert all(one.judge(math.nan) and one.judge(0.0) is None for _ in range(MAX_SKIPS - 1))
+    with pytest.raises(TrainingError, match=f"{MAX_SKIPS} updates in a row"):
         one.judge(math.nan)
 
 
 @pytest.mark.parametrize("bad", [math.nan, 100.0])
 def test_too_many_in_a_row_end_the_run(bad):
-    one = used_to(1.0, max_skips=3)
-    for _ in range(4):
-        assert one.judge(bad) and one.judge(bad) and one.skips == 2
+    one = used_to(1.0)
+    for _ in range(2):
+        assert all(one.judge(bad) for _ in range(MAX_SKIPS - 1)) and one.skips == MAX_SKIPS - 1
         assert one.judge(1.0) is None and one.skips == 0
-    assert one.judge(bad) and one.judge(bad)
-    with pytest.raises(TrainingError, match=r"3 updates in a row were skipped, .* gradient norm"):
+    assert all(one.judge(bad) for _ in range(MAX_SKIPS - 1))
+    with pytest.raises(TrainingError, match=rf"{MAX_SKIPS} updates in a row were skipped, .* gradient norm"):
         one.judge(bad)
 
 

@@ -259,10 +259,8 @@ def by_one(folder) -> Callable[[str], dict]:
 
 
 def assert_same_reports(several: dict, one: dict) -> None:
-    skipped = {"seconds", "microbatches", "tokens_run"}
     found, expected = (
-        {k: v for k, v in each["report"].items() if isinstance(v, float | int) and k not in skipped}
-        for each in (several, one)
+        {k: v for k, v in each["report"].items() if isinstance(v, float | int)} for each in (several, one)
     )
     assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
     for what in ("diagnostics", "advantages"):
