@@ -180,7 +180,8 @@ def begin_export(
             config.dtype = published.dtype
             config.save_pretrained(folder)
             if model.can_generate():
-                model.generation_config.save_pretrained(folder)
+                # Not save_pretrained, which refuses what from_pretrained accepts, as a temperature without do_sample.
+                model.generation_config.to_json_file(Path(folder, "generation_config.json"))
             if tokenizer_path is not None:
                 copy_tokenizer(tokenizer_path, Path(folder))
         except Exception as error:

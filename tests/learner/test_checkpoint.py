@@ -185,6 +185,14 @@ def test_a_large_export_is_split_into_files_and_keeps_the_tokenizer(path, tmp_pa
     assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_defaults_of_sampling_are_exported_as_they_are_even_if_transformers_would_refuse_them(tmp_path):
+    path, export = make_tiny_qwen3(tmp_path / "model"), tmp_path / "export"
+    (path / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
+    learner(path).export(str(export))
+    exported = json.loads((export / "generation_config.json").read_text())
+    assert (exported["temperature"], exported["top_p"]) == (0.9, 0.6) and load(export)
+
+
 def test_a_value_head_is_trained_at_its_own_rate_and_neither_published_nor_exported(path, tmp_path):
     ours = learner(path, algorithm={"advantage": "gae", "critic": {"lr_scale": 30.0}}, learner={"lr": 1e-4})
     before = weights(ours)
