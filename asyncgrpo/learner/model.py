@@ -372,6 +372,10 @@ def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> Non
         raise ConfigError(
             f"model.path ({path}) has layers of {', '.join(sorted(others))}, in which packed completions would not be separate"
         )
+    if not model._supports_attention_backend:  # it would ignore `attention.install`, and completions see each other
+        raise ConfigError(
+            f"model.path ({path}) is a {settings.model_type}, whose attention transformers does not let the learner replace"
+        )
     slides = getattr(settings, "use_sliding_window", True) and "sliding_attention" in kinds
     if window is not None and slides and window < longest:
         raise ConfigError(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import (
+    BloomConfig,
     Gemma2Config,
     GptOssConfig,
     HrmTextConfig,
@@ -51,6 +52,10 @@ STACKS = {
     "head_dim": 16,
 }
 REFUSED = {
+    "attention of its own": (
+        BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=60),
+        "is a bloom, whose attention transformers does not let the learner replace",
+    ),
     "soft attention": (Gemma2Config(**SHAPE, **SOFT), "is a gemma2, whose attention the learner does not support"),
     "soft logits": (
         Gemma2Config(**SHAPE, **SOFT, attn_logit_softcapping=None),
