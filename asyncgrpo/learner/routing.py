@@ -53,7 +53,7 @@ class Balance(NamedTuple):
             raise ConfigError(
                 f"algorithm.router_aux_coef is {wanted:g}, but model.path ({path}) has no router_aux_loss_coef"
             )
-        if rate and not any(hasattr(router, BIAS) for router in routers):
+        if rate and not any(BIAS in router._buffers for router in routers):
             raise ConfigError(f"algorithm.router_bias_rate is {rate:g}, but model.path ({path}) has no {BIAS}")
         if wanted is None:
             wanted = of_model if routers and getattr(settings, "output_router_logits", False) else 0.0
@@ -76,7 +76,7 @@ class Routers:
         """[routers, E], of this rank in this update."""
         self._before = torch.zeros_like(self._loads)
         """[routers, E], of all ranks in the update before."""
-        self._biases = [router.get_buffer(BIAS) for _, router in routers if hasattr(router, BIAS)]
+        self._biases = [router.get_buffer(BIAS) for _, router in routers if BIAS in router._buffers]
         for number, (layer, router) in enumerate(routers):
             router.forward = self._replaying(number, layer, router.forward)
 
