@@ -401,8 +401,9 @@ def add_adapters(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> PreT
         import peft
     except ImportError as error:
         raise ConfigError("model.lora.rank is above 0, but peft is not installed; install asyncgrpo[lora]") from error
-    # Fused experts and routers are not linear layers.
+    # Fused experts are not linear layers, and routers of one model type are (phimoe).
     linear = {layer for layer in model.get_decoder().modules() if isinstance(layer, nn.Linear)}
+    linear -= {router for _, router in routers_of(model)}
     adapters = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works

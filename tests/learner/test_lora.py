@@ -5,12 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PhimoeConfig
 
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner.learner import Learner
+from asyncgrpo.learner.model import check_language_model
 from asyncgrpo.learner.publishing import merge
 from tests.learner import helpers
-from tests.learner.helpers import VERSION, load, random_groups, step_and_gradient, weights
+from tests.learner.helpers import VERSION, config, load, random_groups, step_and_gradient, weights
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 
 pytest.importorskip("peft")
@@ -81,6 +83,14 @@ def test_only_adapters_are_trained_and_only_where_asked(path):
     for other in ("lm_head", "embed_tokens"):
         with pytest.raises(ConfigError, match=f"{other}, which is no linear layer of the decoder"):
             learner(path, targets=("q_proj", other))
+
+
+def test_a_router_that_is_a_linear_layer_gets_no_adapter(tmp_path):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    PhimoeConfig(**shape, num_key_value_heads=2, num_local_experts=4, vocab_size=60).save_pretrained(tmp_path)
+    adapted = check_language_model(str(tmp_path), config(tmp_path, model={"lora": {"rank": 2}}), torch.device("cpu"))
+    names = [name for name, _ in adapted.named_parameters() if ".lora_A." in name]
+    assert len(names) == 4 and not [name for name in names if "_proj." not in name]
 
 
 def test_the_reference_is_the_model_without_its_adapters(path):
