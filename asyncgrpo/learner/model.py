@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from asyncgrpo.config.memory import Card
 from asyncgrpo.config.model_size import model_class, size_at
@@ -208,7 +209,7 @@ def build_model(
             language_model = add_adapters(language_model, config.model.lora, seed=config.run.seed)
     if trainable and recomputes(config, device):
         language_model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        _train_without_dropout(language_model)
+        _let_recompute(language_model)
     scorer = TokenScorer(
         language_model,
         ranks.row,
@@ -473,13 +474,13 @@ def _sharded(scorer: TokenScorer) -> list[FSDPModule]:
     return [module for module in scorer.modules() if isinstance(module, FSDPModule)]
 
 
-def _train_without_dropout(model: nn.Module) -> None:
-    """Set training mode, which transformers needs to recompute activations, with all dropout rates at 0."""
-    model.train()
-    for module in model.modules():
-        for rate in ("p", "attention_dropout"):
-            if isinstance(getattr(module, rate, None), float):
-                setattr(module, rate, 0.0)
+def _let_recompute(model: nn.Module) -> None:
+    """Set training mode of the layers, which transformers needs to recompute them; inside there is no dropout and no noise."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True
+            if isinstance(getattr(layer, "dropout", None), float):  # of the layer itself (opt)
+                layer.dropout = 0.0  # type: ignore[assignment]
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------

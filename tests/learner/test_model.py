@@ -7,13 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     Gemma2Config,
     GptOssConfig,
     HrmTextConfig,
     MistralConfig,
     MistralForCausalLM,
+    OPTConfig,
     PhiConfig,
+    PhimoeConfig,
     Qwen3NextConfig,
 )
 
@@ -21,7 +24,7 @@ from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner import attention
 from asyncgrpo.learner import model as learner_model
 from asyncgrpo.learner.model import check_language_model, choose_kernel, load_language_model, recomputes
-from tests.learner.helpers import config, learner
+from tests.learner.helpers import assert_same_gradient, config, learner, random_groups, step_and_gradient
 
 SHAPE = {
     "hidden_size": 32,
@@ -122,4 +125,20 @@ def test_activations_are_recomputed_only_on_a_gpu_that_cannot_hold_them(path, mo
     for wish in (False, True):
         wished = config(path, learner={"activation_checkpointing": wish})
         assert recomputes(wished, CUDA) == recomputes(wished, CPU) == wish
-        assert learner(path, learner={"activation_checkpointing": wish}).model.language_model.training == wish
+        assert learner(path, learner={"activation_checkpointing": wish}).model.layers[0].training == wish
+
+
+NOISY = {
+    "opt": OPTConfig(
+        hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=260, dropout=0.5
+    ),
+    "phimoe": PhimoeConfig(**SHAPE | {"vocab_size": 260}, num_local_experts=4, router_jitter_noise=0.2),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_layers_that_are_recomputed_have_no_dropout_and_no_noise(tmp_path, name):
+    AutoModelForCausalLM.from_config(NOISY[name]).save_pretrained(tmp_path)
+    plain, recomputed = (learner(tmp_path, learner={"activation_checkpointing": wish}) for wish in (False, True))
+    (_, expected), (_, found) = (step_and_gradient(one, random_groups(2, 4)) for one in (plain, recomputed))
+    assert_same_gradient(found, expected, 1e-5)
