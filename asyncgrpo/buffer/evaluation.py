@@ -213,14 +213,16 @@ class Evaluations:
     def __post_init__(self) -> None:
         self._suites = list(dict.fromkeys(suite_of(prompt.prompt_id) for prompt in self.prompts))
         self._running: dict[int, _Evaluation] = {}  # by step
+        self._requested = -1  # the newest step
         self._queue: deque[Lease] = deque()
         self._leased: dict[str, tuple[Lease, str, float]] = {}  # by lease id: lease, holder, time
         self._scored: set[str] = set()  # leases for which only scores are missing
-        self._finished: list[EvalResult] = []
+        self.finished: tuple[EvalResult, ...] = ()
+        """Those since the last `take_finished`."""
 
     def take_finished(self) -> tuple[EvalResult, ...]:
         """Return the evaluations that were finished since the last call."""
-        finished, self._finished = tuple(self._finished), []
+        finished, self.finished = self.finished, ()
         return finished
 
     @property
@@ -229,9 +231,10 @@ class Evaluations:
         return bool(self._running)
 
     def request(self, step: int, now_s: float) -> None:
-        """Queue every prompt for the evaluation of `step`. A step is evaluated once."""
-        if not self.prompts or step in self._running:
+        """Queue every prompt for the evaluation of `step`. A step is evaluated once, and none after a later one."""
+        if not self.prompts or step <= self._requested:
             return
+        self._requested = step
         suites = {name: Suite(self.success) for name in self._suites}
         self._running[step] = _Evaluation(step, now_s, len(self.prompts), suites, Suite(self.success))
         self._queue.extend(self._lease(step, index, 0) for index in range(len(self.prompts)))
@@ -330,14 +333,13 @@ class Evaluations:
             return
         del self._running[evaluation.step]
         self.keep(evaluation.step, evaluation.groups)
-        self._finished.append(
-            EvalResult(
-                **asdict(evaluation.whole.result()),
-                step=evaluation.step,
-                seconds=now_s - evaluation.started_s,
-                suites={name: suite.result() for name, suite in evaluation.suites.items()},
-            )
+        result = EvalResult(
+            **asdict(evaluation.whole.result()),
+            step=evaluation.step,
+            seconds=now_s - evaluation.started_s,
+            suites={name: suite.result() for name, suite in evaluation.suites.items()},
         )
+        self.finished += (result,)
 
     def _lease(self, step: int, index: int, attempt: int) -> Lease:
         group_id = f"eval.{self.lineage}.{step}.{index}"

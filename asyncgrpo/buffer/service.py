@@ -115,12 +115,12 @@ class BufferService:
         self._asked_s = self._held_back_s = 0.0  # time of that request, and how long the bound then made it wait
         self._may_take = False  # True if anything changed since `Buffer.take` last returned None
         self._batch: list[GroupEntry] | None = None  # taken, but not in the journal yet
-        # The learner's last request with its reply and the groups in it, until the learner has trained them.
-        self._replied: tuple[Take | LastEvals, Batch | NoMore, Sequence[GroupEntry]] | None = None
+        # Version of the learner's last request (None: `LastEvals`), its reply and the groups in it, until it has trained them.
+        self._replied: tuple[PolicyVersion | None, Batch | NoMore, Sequence[GroupEntry]] | None = None
         self._waiting_sent_s = 0.0
         self._filtered_before = 0  # groups filtered up to the last batch
         self._last_evals = False
-        self._snapshot_requests: list[str] = []  # peers
+        self._snapshot_asked: tuple[str, PolicyVersion | None] | None = None  # the learner's peer and version
         self._snapshot: PromptState | None = None  # the last one sent
         # Steering: as last requested, and as applied.
         self._steer_asked = self._steer = Steer()
@@ -201,7 +201,7 @@ class BufferService:
         self._journal.tick()
         self._apply_steering()
         self._acknowledge()
-        self._send_snapshots(now_s)
+        self._send_snapshot(now_s)
         for name, session in list(self._sessions.items()):
             if now_s - session.heard_s > liveness.SESSION_S:
                 self._lose(name, f"silent for {liveness.SESSION_S:.0f} s", now_s)
@@ -281,11 +281,13 @@ class BufferService:
             case RewardFailed(generator_id=name):
                 if name in self._sessions:
                     self._rewards.failed(message)
-            case Take() | LastEvals() if self._replied is not None and message == self._replied[0]:
+            # Not compared as a whole: a NaN share differs from itself.
+            case Take() | LastEvals() if self._replied is not None and _version_of(message) == self._replied[0]:
                 log.info("the learner has not received the reply to its request, which is repeated")
                 self._send_reply(peer)
             case Take():
                 self._trained(message.version)
+                self._request_eval(message.evaluate, now_s)
                 self._learner, self._waiting_sent_s = peer, now_s
                 # With a report on the step before.
                 if self._asked_for is not None and message.version > self._asked_for:
@@ -295,16 +297,17 @@ class BufferService:
             case Trained(version=version):
                 self._trained(version)
             case RequestEval(step=step):
-                self._evaluations.request(step, now_s)
+                self._request_eval(step, now_s)
             case TakeSnapshot(trained=version):
                 self._trained(version)
-                self._snapshot_requests.append(peer)
-                self._send_snapshots(now_s)
+                self._snapshot_asked = peer, version
+                self._send_snapshot(now_s)
             case Saved(step=step):
                 if self._snapshot is None:
                     raise RefusedError("schema", f"a checkpoint of step {step} without a snapshot")
                 self._journal.append(Committed(step=step, prompts=self._snapshot.without_shares))
-            case LastEvals():
+            case LastEvals(evaluate=step):
+                self._request_eval(step, now_s)
                 self._learner, self._last_evals, self._buffer.draining = peer, True, True
             case Drain(reason=reason, is_failure=is_failure):
                 self._drain(reason, is_failure=is_failure)
@@ -565,6 +568,10 @@ class BufferService:
             self._buffer.trained(version)
             self._replied = None
 
+    def _request_eval(self, step: int | None, now_s: float) -> None:
+        if step is not None:
+            self._evaluations.request(step, now_s)
+
     def _reply_to_take(self, now_s: float) -> None:
         """Send the learner its batch, or NoMore. Until then, send Waiting once a second."""
         if self._learner is None or (self._take is None and not self._last_evals):
@@ -592,7 +599,7 @@ class BufferService:
             self._waiting_sent_s = now_s
             what, hopeless = self._describe_wait(now_s), self._rewards.fatal_reason
             message = Waiting(
-                what=what, evals=self._evaluations.take_finished(), hopeless=hopeless, is_paused=self._steer.is_paused
+                what=what, evals=self._evaluations.finished, hopeless=hopeless, is_paused=self._steer.is_paused
             )
             self._server.send(self._learner, message)
 
@@ -610,7 +617,7 @@ class BufferService:
     def _reply(self, message: Batch | NoMore, entries: Sequence[GroupEntry]) -> None:
         """Reply to the request of the learner, and keep the reply in case it is lost."""
         assert self._learner is not None
-        self._replied = self._take or LastEvals(), message, entries
+        self._replied = None if self._take is None else self._take.version, message, entries
         self._take, self._batch, self._last_evals = None, None, False
         self._send_reply(self._learner)
 
@@ -619,24 +626,25 @@ class BufferService:
         _, message, entries = self._replied
         self._server.send(peer, message, b"".join(entry.payload for entry in entries))
 
-    def _send_snapshots(self, now_s: float) -> None:
-        """Send snapshots once the journal is synced: a checkpoint must not contain a step whose manifest may be lost."""
-        if self._snapshot_requests and self._journal.sync():
-            self._snapshot = self._buffer.prompts.state()
+    def _send_snapshot(self, now_s: float) -> None:
+        """Send a snapshot once the journal is synced: a checkpoint must not contain a step whose manifest may be lost."""
+        if self._snapshot_asked is None:
+            return
+        peer, version = self._snapshot_asked
+        if self._journal.sync():
+            self._snapshot_asked, self._snapshot = None, self._buffer.prompts.state()
             reply = Snapshot(
                 state=msgspec.to_builtins(self._snapshot),
                 draining=bool(self._drain_reason),
                 failing=self._is_failing,
                 counters=counters(self._buffer),
+                trained=version,
             )
-            for peer in self._snapshot_requests:
-                self._server.send(peer, reply)
-            self._snapshot_requests.clear()
+            self._server.send(peer, reply)
             self._acknowledge()
-        for peer in self._snapshot_requests:
-            if now_s - self._waiting_sent_s >= liveness.WAITING_EVERY_S:
-                self._waiting_sent_s = now_s
-                self._server.send(peer, Waiting(what=f"the journal: {self._journal.is_blocked}", of_snapshot=True))
+        elif now_s - self._waiting_sent_s >= liveness.WAITING_EVERY_S:
+            self._waiting_sent_s = now_s
+            self._server.send(peer, Waiting(what=f"the journal: {self._journal.is_blocked}", of_snapshot=True))
 
     def _describe_wait(self, now_s: float) -> str:
         """Return a phrase for messages: what the learner waits for."""
@@ -696,6 +704,10 @@ class BufferService:
         """Emit an event for the 1st, 10th, 100th, ... failed lease of each reason."""
         if (count := self._failures.add(reason)) is not None:
             self._emit("lease_failed", actor=generator, reason=reason, detail=detail, count=count)
+
+
+def _version_of(request: Take | LastEvals) -> PolicyVersion | None:
+    return request.version if isinstance(request, Take) else None
 
 
 # -- counters ----------------------------------------------------------------------------------------------------------

@@ -99,6 +99,10 @@ class Inbox:
         self._stall_timeout_s = stall_timeout_s
         self._clock = clock
         self._trained: PolicyVersion | None = None
+        self._evaluate: int | None = None
+        """Step of the last evaluation that was requested."""
+        self._evaluated: set[int] = set()
+        """Steps whose evaluation has arrived."""
         self._early: tuple[Message, memoryview] | None = None
         """A reply to `take` that arrived before a pending snapshot."""
         self.on_eval: Callable[[EvalResult], object] = lambda result: None
@@ -116,7 +120,7 @@ class Inbox:
             RewardError: every reward call failed, so no group can arrive.
             WireError: the buffer does not respond.
         """
-        return self._request(Take(version=version, shares_within=shares_within))
+        return self._request(Take(version=version, shares_within=shares_within, evaluate=self._evaluate))
 
     def last_evals(self) -> str:
         """Wait for the pending evaluations, or until the run is to stop. No batch is taken afterwards.
@@ -124,7 +128,7 @@ class Inbox:
         Returns:
             The reason of `NoMore`.
         """
-        ended = self._request(LastEvals())[0]
+        ended = self._request(LastEvals(evaluate=self._evaluate))[0]
         assert isinstance(ended, NoMore)
         return ended.why
 
@@ -134,6 +138,8 @@ class Inbox:
         self._client.send(Trained(version=version))
 
     def request_eval(self, step: int) -> None:
+        """Request an evaluation of this step. Later requests of batches name it, too, in case it is lost."""
+        self._evaluate = step
         self._client.send(RequestEval(step=step))
 
     def give_up(self, reason: str) -> None:
@@ -147,13 +153,13 @@ class Inbox:
             StalledError: the journal could not be written for `stall_timeout_s`, or `within_s` if that is less.
             WireError: the buffer does not respond.
         """
-        limit_s = min(within_s, self._stall_timeout_s)
-        self._client.send(TakeSnapshot(trained=self._trained))
-        started = heard = self._clock()
+        limit_s, request = min(within_s, self._stall_timeout_s), TakeSnapshot(trained=self._trained)
+        self._client.send(request)
+        started = heard = asked = self._clock()
         while True:
-            received = self._client.receive(liveness.BUFFER_TIMEOUT_S)
-            message = received[0] if received is not None else None
-            if isinstance(message, Snapshot):
+            received = self._client.receive(0.5)
+            message, now = received[0] if received is not None else None, self._clock()
+            if isinstance(message, Snapshot) and message.trained == request.trained:
                 return message
             if isinstance(message, Batch | NoMore):
                 self._early = received
@@ -161,11 +167,14 @@ class Inbox:
                 for result in message.evals:
                     self.on_eval(result)
             if isinstance(message, Waiting) and message.of_snapshot:
-                heard = self._clock()
-                if heard - started > limit_s:
+                heard = now
+                if now - started > limit_s:
                     why = " (cluster.stall_timeout_s)" if limit_s == self._stall_timeout_s else ""
                     raise StalledError(f"no checkpoint for {limit_s:.0f} s{why}: waited for {message.what}")
-            if received is None or self._clock() - heard > liveness.BUFFER_TIMEOUT_S:  # it may still reply to `take`
+            if now - max(heard, asked) >= liveness.RESEND_AFTER_S:  # it may still reply to `take`
+                asked = now
+                self._client.send(request)
+            if now - heard > liveness.BUFFER_TIMEOUT_S:
                 raise WireError(f"the buffer did not reply to a snapshot request for {liveness.BUFFER_TIMEOUT_S:.0f} s")
 
     def saved(self, step: int) -> None:
@@ -192,8 +201,10 @@ class Inbox:
                     if isinstance(message, Batch) and message.version != getattr(request, "version", None):
                         continue  # an earlier reply that was repeated, but not lost
                     for result in getattr(message, "evals", ()):
-                        self.on_eval(result)
-                        progressed = now
+                        if result.step not in self._evaluated:
+                            self._evaluated.add(result.step)
+                            self.on_eval(result)
+                            progressed = now
                     if isinstance(message, Batch | NoMore):
                         return message, payload
                     if isinstance(message, Waiting):

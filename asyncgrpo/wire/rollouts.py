@@ -228,6 +228,8 @@ class Take(Message):
     version: PolicyVersion
     shares_within: dict[int, float] = msgspec.field(default_factory=dict)
     """Of the step that made `version` (`StepReport`), for `buffer.max_lag: auto`; empty before the first step."""
+    evaluate: Count | None = None
+    """Step of the last `RequestEval`, which may be lost; None: there was none."""
 
 
 class Trained(Message):
@@ -237,13 +239,13 @@ class Trained(Message):
 
 
 class RequestEval(Message):
-    """Requests an evaluation: held-out prompts are sampled with the weights of this step or later ones."""
+    """Requests an evaluation, once: held-out prompts are sampled with the weights of this step or later ones."""
 
     step: Count
 
 
 class TakeSnapshot(Message):
-    """Requests the buffer's part of a checkpoint."""
+    """Requests the buffer's part of a checkpoint. Sent again until the reply arrives."""
 
     trained: PolicyVersion | None = None
     """The learner's version. In the snapshot, the groups of the steps before it are trained."""
@@ -257,6 +259,9 @@ class Saved(Message):
 
 class LastEvals(Message):
     """Stops training leases, and requests NoMore once all evaluations are finished."""
+
+    evaluate: Count | None = None
+    """As in `Take`."""
 
 
 class Finished(Message):
@@ -326,6 +331,7 @@ class Waiting(Message):
 
     what: str
     evals: tuple[EvalResult, ...] = ()
+    """Those finished since the last `Batch`, each time, because a `Waiting` may be lost."""
     hopeless: str = ""
     """Reason why the wait will never end; the run fails with it. Empty: it may end."""
     of_snapshot: bool = False
@@ -356,6 +362,8 @@ class Snapshot(Message):
     """True if it ends because of a failure."""
     counters: dict[str, float] = msgspec.field(default_factory=dict)
     """Totals as in a batch, of the same moment as the state."""
+    trained: PolicyVersion | None = None
+    """Of the request."""
 
 
 ToLearner = Batch | Waiting | NoMore | Snapshot

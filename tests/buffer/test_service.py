@@ -1,5 +1,7 @@
 """The buffer's process as its peers see it: what a generator and the learner are sent, turn by turn."""
 
+import math
+
 import msgspec
 import pytest
 
@@ -81,7 +83,8 @@ def test_the_tokens_of_a_lease_of_which_nothing_came_are_in_the_ledger():
 def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch_which_is_repeated_on_demand():
     plane = Plane()
     first, second = plane.start()
-    plane.hear("learner", Take(version=v(0)))
+    take = Take(version=v(0), shares_within={0: math.nan})  # of a step whose update was skipped
+    plane.hear("learner", take)
     plane.deliver(first, 1.0, 1.0)
     (third,) = plane.granted()
     assert "1 since the last batch had equal rewards and were replaced" in plane.waits()
@@ -91,7 +94,7 @@ def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch
     assert isinstance(batch, Batch) and [g.prompt_index for g in batch.groups] == [1, 2]
     assert batch.counters["groups_filtered_zero_signal"] == batch.counters["filtered_all_equal_high"] == 1
     assert batch.counters["tokens_filtered"] == 2 and batch.counters["prompts_done"] == 1
-    plane.hear("learner", Take(version=v(0)))
+    plane.hear("learner", take)
     assert plane.told() is batch, "the first one was lost"
     plane.train()
     (last,) = plane.granted()
@@ -107,9 +110,11 @@ def test_a_filtered_group_is_acknowledged_replaced_and_counted_in_the_next_batch
 
 def test_evaluations_are_never_filtered():
     plane = Plane()
-    plane.hear("learner", RequestEval(step=0))
     leases = plane.start()
-    assert len(leases) == 4
+    plane.hear("learner", Take(version=v(0), evaluate=0))  # its RequestEval was lost
+    leases += plane.granted()
+    plane.hear("learner", RequestEval(step=0))
+    assert len(leases) == 4 and plane.granted() == []
     plane.hear("learner", LastEvals())
     for lease in leases:
         if lease.purpose == "eval":
@@ -118,6 +123,25 @@ def test_evaluations_are_never_filtered():
     (result,) = ended.evals
     assert isinstance(ended, NoMore) and (result.completions, result.reward_mean) == (2, 1.0)
     assert "groups_filtered_zero_signal" not in ended.counters
+
+
+def test_an_evaluation_is_told_again_until_a_batch_has_it():
+    plane = Plane()
+    plane.hear("learner", RequestEval(step=0))
+    leases = plane.start()
+    plane.hear("learner", Take(version=v(0)))
+    for lease in leases:
+        if lease.purpose == "eval":
+            plane.deliver(lease, 1.0)
+    told = [message for _, message in plane.pass_time(3.0) if isinstance(message, Waiting) and message.evals]
+    assert len(told) > 1
+    for lease in leases:
+        if lease.purpose == "train":
+            plane.deliver(lease, 1.0, 0.0)
+    assert plane.told().evals == told[0].evals
+    plane.train()
+    plane.hear("learner", Take(version=v(1)))
+    assert not any(message.evals for _, message in plane.pass_time(1.5) if isinstance(message, Waiting))
 
 
 @pytest.mark.parametrize("why", ["draining", "failing"])

@@ -6,7 +6,7 @@ from asyncgrpo.errors import RewardError, StalledError, WireError
 from asyncgrpo.learner.ranks import Inbox
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.rollouts import Batch, EvalResult, NoMore, Snapshot, Waiting
+from asyncgrpo.wire.rollouts import Batch, EvalResult, NoMore, Snapshot, Take, TakeSnapshot, Waiting
 
 AT = PolicyVersion(1, 3)
 RESULT = EvalResult(
@@ -24,7 +24,7 @@ RESULT = EvalResult(
 
 
 class Line:
-    """A buffer that sends a message every 40 s."""
+    """A buffer that sends a message every 40 s, whatever it is sent."""
 
     def __init__(self, messages: list[Message]) -> None:
         self.messages, self.now_s = messages, 0.0
@@ -45,29 +45,54 @@ def wait(messages: list[Message]) -> list[EvalResult]:
     return results
 
 
+class Lossy(Line):
+    """A buffer that receives every second request and replies to it twice."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+        if self.sent.count(message) == 2:
+            self.messages += [self.reply(message)] * 2
+
+    def reply(self, request: Message) -> Message:
+        if isinstance(request, TakeSnapshot):
+            return Snapshot(state={"of": len(self.sent)}, trained=request.trained)
+        assert isinstance(request, Take)
+        return Batch(version=request.version, groups=(), payload_sizes=(), counters={}, evals=(RESULT,))
+
+    def receive(self, timeout_s: float) -> tuple[Message, memoryview] | None:
+        self.now_s += timeout_s
+        return (self.messages.pop(0), memoryview(b"")) if self.messages else None
+
+
 def test_a_lost_reply_is_asked_for_again_and_a_second_one_is_not_taken_for_the_next():
-    class Lossy(Line):
-        sent: list[Message] = []  # noqa: RUF012
-
-        def send(self, message: Message) -> None:
-            self.sent.append(message)
-            if self.sent.count(message) == 2:
-                self.messages += [batch(message.version), batch(message.version)]
-
-        def receive(self, timeout_s: float) -> tuple[Message, memoryview] | None:
-            self.now_s += timeout_s
-            return (self.messages.pop(0), memoryview(b"")) if self.messages else None
-
-    def batch(version: PolicyVersion) -> Batch:
-        return Batch(version=version, groups=(), payload_sizes=(), counters={}, evals=(RESULT,))
-
-    line, results = Lossy([]), []
+    line, results = Lossy(), []
     inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
     inbox.on_eval = results.append
     for version in (AT, PolicyVersion(1, 4)):
-        assert inbox.take(version, {})[0] == batch(version)
+        assert inbox.take(version, {})[0] == line.reply(Take(version=version))
     assert [message.version.number for message in line.sent] == [3, 3, 4, 4] and line.now_s < 40.0
-    assert results == [RESULT, RESULT]
+    assert results == [RESULT], "what was evaluated is told once"
+
+
+def test_a_lost_snapshot_is_asked_for_again_and_a_second_one_is_not_taken_for_the_next():
+    line = Lossy()
+    inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
+    for number in (3, 4):
+        inbox.trained(PolicyVersion(1, number))
+        assert inbox.snapshot().trained == PolicyVersion(1, number)
+    assert line.now_s < 40.0
+
+
+def test_a_request_for_an_evaluation_that_was_lost_is_in_the_requests_that_follow():
+    line = Lossy()
+    inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
+    inbox.request_eval(3)
+    inbox.take(AT, {})
+    assert line.sent[1:] == [Take(version=AT, evaluate=3)] * 2
 
 
 def test_words_alone_are_no_progress_and_the_error_names_what_was_awaited():
@@ -103,7 +128,7 @@ def test_a_batch_and_an_evaluation_that_come_while_a_snapshot_is_awaited_are_not
     assert taken[0] == nothing and line.messages == [] and results == [RESULT] * 2
 
 
-def test_a_request_for_a_snapshot_that_was_lost_is_not_awaited_because_the_buffer_talks_of_a_batch():
+def test_a_snapshot_that_never_comes_is_not_awaited_because_the_buffer_talks_of_a_batch():
     line = Line([Waiting(what="groups")] * 5)
     inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
     with pytest.raises(WireError, match="did not reply to a snapshot request for 60 s"):

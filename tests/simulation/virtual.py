@@ -13,6 +13,7 @@ from typing import Any
 from asyncgrpo.weights.arena import SharedTensors
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode
+from asyncgrpo.wire.rollouts import EvalResult
 
 NO_WEIGHTS = SharedTensors((), SimpleNamespace(flags=[0]), 0, 0)  # type: ignore[arg-type]
 """For engines that need none."""
@@ -171,6 +172,13 @@ class Receiver:
 
 class Silent:
     """Stands for `learner.Recorder` and for gauges: accepts every call."""
+
+    def __init__(self) -> None:
+        self.evaluated: list[int] = []
+        """Steps of the evaluations that it was given."""
+
+    def evaluation(self, result: EvalResult) -> None:
+        self.evaluated.append(result.step)
 
     def last(self, counters: dict[str, float]) -> dict[str, float]:
         """The totals for a checkpoint."""

@@ -31,7 +31,7 @@ from asyncgrpo.types import PolicyVersion, Prompt, Sampling
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import decode
-from asyncgrpo.wire.rollouts import Ack, Grant, Nack
+from asyncgrpo.wire.rollouts import Ack, Grant, Nack, RequestEval
 from asyncgrpo.wire.supervision import Drain, GeneratorLost, Steer
 from tests.engines.faulty import Fate
 from tests.simulation.checker import Checker, Violation
@@ -195,6 +195,8 @@ class World:
                 if self.now > self.faults.until_s + FINISH_WITHIN_S:
                     raise Violation("P12 liveness: the run does not finish")
             self._is_over = True
+            if sorted(self._record.evaluated) != sorted(self._evals_asked):
+                raise Violation(f"P16 evaluations: {self._evals_asked} were asked for, {self._record.evaluated} came")
             self.loop.run_until(self.now + 1.0)
             self.checker.finished(read_history(folder))
 
@@ -287,7 +289,8 @@ class World:
         )
         self._service = BufferService(SimpleNamespace(send=self._from_buffer), buffer, evaluations)  # type: ignore[arg-type]
         self.publisher = Publisher(self, rng)
-        self._line = LearnerLine(self.loop, self._from_learner)
+        self._line, self._record = LearnerLine(self.loop, self._from_learner), Silent()
+        self._evals_asked: list[int] = []
         step = 0 if state is None else state.step
         self.checker.started(self._lineage, step, buffer, source, whole)
         there = {host.name: host for host in self._hosts.values() if host.is_alive and not host.is_orphan}
@@ -303,7 +306,7 @@ class World:
             Team(0, 1),
             Inbox(self._line, 300.0, lambda: self.loop.time()),  # type: ignore[arg-type]
             self.publisher,  # type: ignore[arg-type]
-            Silent(),  # type: ignore[arg-type]
+            self._record,  # type: ignore[arg-type]
             lineage=self._lineage,
             run_dir=Path("nowhere"),
             start_with=self.config.generators.count,
@@ -421,6 +424,8 @@ class World:
 
     def _from_learner(self, message: Message, payload: Frame) -> None:
         life = self._lineage
+        if isinstance(message, RequestEval):
+            self._evals_asked.append(message.step)
 
         def arrive(frames: Frames) -> None:
             if self._lineage == life:
@@ -534,7 +539,8 @@ class World:
             case "window":
                 steer = msgspec.structs.replace(steer, groups_in_flight=command.number)
             case "checkpoint":
-                steer = msgspec.structs.replace(steer, checkpoints=steer.checkpoints + 1)
+                checkpoints, evaluations = steer.checkpoints + 1, steer.evaluations + 1  # of the same moment
+                steer = msgspec.structs.replace(steer, checkpoints=checkpoints, evaluations=evaluations)
             case "leave" if self._hosts:
                 peer = sorted(self._hosts)[command.number % len(self._hosts)]
                 leaving = tuple(
