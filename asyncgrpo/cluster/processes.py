@@ -15,6 +15,7 @@ restarted there ends the run.
 import contextlib
 import logging
 import math
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -48,7 +49,9 @@ log = logging.getLogger(__name__)
 # -- the core ----------------------------------------------------------------------------------------------------------
 
 END_S = 5.0
-"""How long the processes of a finished run may end after each other."""
+"""How long the processes of a run that is over, or the ranks of a lost learner, may end after each other."""
+_OF_A_PEER = re.compile("gloo|NCCL")
+"""In the error of a rank that has lost another one."""
 
 
 class Core:
@@ -136,7 +139,13 @@ class Core:
             AsyncGRPOError: training failed for good.
         """
         done = [rank for rank, reference in enumerate(self._training) if has_ended(reference)]
-        statuses = [str(result(self._training[rank], f"learner-{rank}")) for rank in done]
+        try:
+            statuses = [str(result(self._training[rank], f"learner-{rank}")) for rank in done]
+        except ProcessLost as loss:
+            if not loss.is_error:
+                raise
+            loss = self._cause()
+            raise loss from loss.__cause__
         if len(done) == len(self._training):
             return statuses[0]
         if has_ended(self._serving):
@@ -145,6 +154,21 @@ class Core:
                 raise ProcessLost("buffer: it ended before the learner")
         self._check_heartbeats()
         return None
+
+    def _cause(self) -> ProcessLost:
+        """Return the loss of the rank that was lost first. The others report that it is gone, often sooner than Ray does.
+
+        Raises AsyncGRPOError: a rank reported what a replacement would meet, too.
+        """
+        ended, _ = ray.wait(self._training, num_returns=len(self._training), timeout=END_S)
+        losses = []
+        for rank, reference in enumerate(self._training):
+            if reference in ended:
+                try:
+                    result(reference, f"learner-{rank}")
+                except ProcessLost as loss:
+                    losses.append(loss)
+        return min(losses, key=lambda loss: (loss.is_error, bool(_OF_A_PEER.search(str(loss)))))
 
     def is_over(self) -> bool:
         """Return True if the buffer has ended, as it does once the run is over and the generators are told to end.

@@ -244,6 +244,7 @@ class Steering:
             raise CommandRefused("learner and generator share one GPU (cluster.share_gpu), so there is one generator")
         self._configure([f"generators.count={count}"])  # may raise, before anything has changed
         self._fleet.scale(count)
+        self._change(generators=count)
         if count == now:
             return f"{count} generators already"
         if count > now:

@@ -116,7 +116,7 @@ class LearnerService:
         """
         try:
             with metrics.waiting("generators"):
-                self.publisher.wait_for(self.start_with, GENERATORS_START_S, self._while_no_generator)
+                self.publisher.wait_for(self._generators_to_await, GENERATORS_START_S, self._while_no_generator)
             status = self._train()
         except _EndRequested as request:
             status = str(request)
@@ -347,6 +347,9 @@ class LearnerService:
         self._offer_weights()
         self._record_publications()
         self._try_finish_checkpoint()
+
+    def _generators_to_await(self) -> int:
+        return min(self.start_with, self._steer_requested.generators or self.start_with)
 
     def _while_no_generator(self, what: str, seconds: float) -> None:
         """Poll the buffer for a drain while no `take` is pending."""

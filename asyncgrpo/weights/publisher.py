@@ -163,18 +163,19 @@ class Publisher:
         late = ((name, member) for name, member in tuple(self._members.items()) if member.is_late)
         return tuple(f"{name}-{m.incarnation}" for name, m in (*tuple(self._missing.items()), *late))
 
-    def wait_for(self, count: int, timeout_s: float, report: Callable[[str, float], None]) -> None:
-        """Wait until `count` generators have joined, at most `timeout_s`; then continue with those that have.
+    def wait_for(self, count: Callable[[], int], timeout_s: float, report: Callable[[str, float], None]) -> None:
+        """Wait until enough generators have joined, at most `timeout_s`; then continue with those that have.
 
         Args:
+            count: returns how many are enough.
             report: called about once a second with the awaited condition and the seconds so far. An exception ends the wait.
         Raises:
             WeightsError: no generator joined.
         """
         started, report_s = time.monotonic(), 0.0
-        while len(self._members) < count and (waited := time.monotonic() - started) < timeout_s:
+        while len(self._members) < (enough := count()) and (waited := time.monotonic() - started) < timeout_s:
             if waited >= report_s:
-                report(f"generators to start ({len(self._members)} of {count} have)", waited)
+                report(f"generators to start ({len(self._members)} of {enough} have)", waited)
                 report_s = waited + 1.0
             time.sleep(0.02)
         if not self._members:

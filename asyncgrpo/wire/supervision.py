@@ -69,6 +69,8 @@ class Steer(Message):
     """Generators, as `<name>-<incarnation>`, that get no more leases and weights."""
     ending: tuple[Name, ...] = ()
     """Leaving generators that exit once they have delivered their groups: the learner has released them."""
+    generators: Count | None = None
+    """Number of generators; None: as configured. A learner that starts waits for no more."""
 
 
 # -- driver -> buffer --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from asyncgrpo.cluster.processes import Budget, Core, Fleet
 from asyncgrpo.cluster.wiring import Setup
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config, DataConfig, GeneratorConfig, ModelConfig
-from asyncgrpo.errors import AsyncGRPOError, ConfigError, StalledError
+from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, StalledError
 from asyncgrpo.liveness import RESTART_WINDOW_S
 from asyncgrpo.wire.supervision import EndpointsChanged
 
@@ -324,3 +324,27 @@ def test_a_budget_is_spent_within_an_hour_and_comes_back():
     now[0] = RESTART_WINDOW_S + 1.0
     assert budget.spend("d") == 3
     assert Budget("generator-0", 0).spent == 0.0, "nothing to spend: the first end ends the run"
+
+
+@pytest.mark.parametrize(("rank_1", "is_error"), [("its process died", False), ("CUDA out of memory", True)])
+def test_the_rank_that_was_lost_is_named_and_not_one_that_lost_its_peer(monkeypatch, rank_1: str, is_error: bool):
+    reasons = {"learner-0": "[gloo/transport/tcp/pair.cc:553] Connection closed by peer", "learner-1": rank_1}
+    ended = ["learner-0"]  # Ray does not know of the other one yet
+
+    def result(reference: str, name: str) -> None:
+        loss = ProcessLost(f"{name}: {reasons[reference]}")
+        loss.is_error = is_error or name == "learner-0"
+        raise loss
+
+    def wait(references: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        ended[:] = references[:num_returns]
+        return ended, []
+
+    monkeypatch.setattr(module, "ray", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(module, "result", result)
+    monkeypatch.setattr(module, "has_ended", lambda reference: reference in ended)
+    core: Any = SimpleNamespace(_training=["learner-0", "learner-1"])
+    core._cause = lambda: Core._cause(core)
+    with pytest.raises(ProcessLost, match=f"^learner-1: {rank_1}$") as loss:
+        Core.status(core)
+    assert loss.value.is_error is is_error

@@ -221,6 +221,21 @@ def test_a_run_that_is_asked_to_end_before_a_generator_is_up_ends_as_it_was_aske
     assert service(tmp_path, inbox, publisher).run() == status
 
 
+def test_a_run_that_is_made_smaller_while_it_starts_waits_for_no_generator_that_left(tmp_path: Path):
+    publisher, awaited = Publisher(), []
+    running = service(tmp_path, Inbox(), publisher)
+    running.start_with = 4
+
+    def wait_for(count: Callable[[], int], timeout_s: float, report: object) -> None:
+        awaited.append(count())
+        for generators in (2, 9):
+            running.steer(Steer(revision=1, generators=generators))
+            awaited.append(count())
+
+    publisher.wait_for = wait_for  # type: ignore[method-assign]
+    assert running.run() == "done" and awaited == [4, 2, 4]
+
+
 class Asking(Inbox):
     """A buffer to whose learner a person speaks while it waits for the second batch."""
 

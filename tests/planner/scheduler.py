@@ -120,7 +120,7 @@ class Scheduled:
             self._loop.create_task(service._swap(NO_WEIGHTS, version))
         return True
 
-    def wait_for(self, count: int, timeout_s: float, report: object) -> None:
+    def wait_for(self, count: object, timeout_s: float, report: object) -> None:
         self._loop.run_until(0.1)
 
     # -- the wiring ----------------------------------------------------------------------------------------------------

@@ -200,9 +200,9 @@ class Publisher:
         for peer in leaving:
             self._members.pop(peer, None)
 
-    def wait_for(self, count: int, timeout_s: float, report: Callable[[str, float], None]) -> None:
+    def wait_for(self, count: Callable[[], int], timeout_s: float, report: Callable[[str, float], None]) -> None:
         loop = self._world.loop
-        loop.run_until(loop.time() + 30.0, lambda: len(self._members) >= count)
+        loop.run_until(loop.time() + 30.0, lambda: len(self._members) >= count())
         report("generators", 0.0)
         if not self._members:
             raise WeightsError("no generator asked for weights")

@@ -247,7 +247,7 @@ def run(publications: int, seed: int, often: float = 1.0) -> Counter[str]:
     poll = lane.Deltas.poll  # on loopback a comparison may take longer than a broadcast
     mock.patch.object(lane.Deltas, "poll", lambda deltas, broadcast_s: poll(deltas, math.inf)).start()
     try:
-        fleet.publisher.wait_for(1 + FAR, 30.0, lambda what, seconds: None)
+        fleet.publisher.wait_for(lambda: 1 + FAR, 30.0, lambda what, seconds: None)
         for number in range(publications):
             fleet.publish(PolicyVersion(1, number))
             if fleet.chance.random() < 0.7:  # else the next one follows at once

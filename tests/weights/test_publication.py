@@ -377,7 +377,7 @@ def test_bytes_that_came_other_than_they_were_sent_are_never_swapped_to(plane, m
 
 def test_without_generators_the_wait_ends_with_a_sentence(plane):
     with pytest.raises(WeightsError, match="no generator asked"):
-        plane.publisher.wait_for(1, 0.1, lambda what, seconds: None)
+        plane.publisher.wait_for(lambda: 1, 0.1, lambda what, seconds: None)
 
 
 def test_a_publisher_that_fails_says_so_and_the_learner_goes_on(plane, monkeypatch):
