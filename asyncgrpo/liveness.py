@@ -46,7 +46,7 @@ STALL_MARGIN_S = 2 * RANK_HEARTBEAT_S
 # -- replies -----------------------------------------------------------------------------------------------------------
 
 RESEND_AFTER_S = 15 * HEARTBEAT_S
-"""Deadline of the buffer's acknowledgement of a group, or sign of a request of rank 0. Then the sender sends it again."""
+"""Silence of the buffer after which a generator sends its group again, and rank 0 its request."""
 READ_BYTES_PER_S = 100e6
 """Minimum transfer rate. It sets the deadline of a receiver, or of a learner rank, that sends no heartbeat while it transfers."""
 

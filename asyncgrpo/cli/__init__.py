@@ -58,6 +58,7 @@ _PATH_ERRORS = _FULL | {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPE
 
 def main() -> NoReturn:
     """Run the `asyncgrpo` script. Exits with 0 on success, 1 on an error, 2 on a usage error and 130 on Ctrl-C."""
+    _open_standard_files()
     say_warnings()
     code = 1
     try:
@@ -73,6 +74,15 @@ def main() -> NoReturn:
         problem = f"{what}: {error.strerror}"
     typer.echo(f"error: {visible(problem)}", err=True)
     sys.exit(code)
+
+
+def _open_standard_files() -> None:
+    """Open `/dev/null` in place of the standard files that a shell has closed, as with `2>&-`, for Ray's processes, too."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.set_inheritable(descriptor, True)
+            setattr(sys, name, os.fdopen(descriptor, mode))
 
 
 def _usage_problem(error: Any) -> str:

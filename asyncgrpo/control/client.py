@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import http.client
 import os
 import platform
 import urllib.error
@@ -219,15 +220,18 @@ def fetch(url: str, *, token: str | None = None, body: bytes | None = None, time
         token: sent as `Authorization: Bearer`.
         body: JSON to be posted; None: the page is read.
     Raises:
-        OSError: there was no reply; `urllib.error.HTTPError`, which is one, if the reply is an error.
+        OSError: there was no reply over HTTP; `urllib.error.HTTPError`, which is one, if the reply is an error.
     """
     request = urllib.request.Request(url, data=body)
     if body is not None:
         request.add_header("Content-Type", "application/json")
     if token is not None:
         request.add_header("Authorization", f"Bearer {token}")
-    with _direct.open(request, timeout=timeout_s) as reply:
-        return reply.read()
+    try:
+        with _direct.open(request, timeout=timeout_s) as reply:
+            return reply.read()
+    except http.client.HTTPException as problem:
+        raise OSError(f"another server is there, or the reply was cut off ({problem!r})") from problem
 
 
 class RunClient:
@@ -259,13 +263,13 @@ class RunClient:
         address = self._address
         try:
             reply = fetch(f"{address.url}{path}", token=address.token, body=body, timeout_s=timeout_s)
+            return msgspec.json.decode(reply, type=kind)
         except urllib.error.HTTPError as problem:
             raise CommandRefused(f"{self.run_dir}: {_sentence(problem)}") from None
-        except OSError as problem:
+        except (OSError, ValueError) as problem:
             raise RunNotAlive(self._silence(problem)) from None
-        return msgspec.json.decode(reply, type=kind)
 
-    def _silence(self, problem: OSError) -> str:
+    def _silence(self, problem: Exception) -> str:
         """Return the reason for no reply."""
         address = self._address
         if not address.is_of_this_machine:

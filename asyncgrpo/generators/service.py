@@ -247,6 +247,9 @@ class GeneratorService:
         notifying = self._tasks.create_task(self._notify_when_sampled(lease, group_in_flight))
         try:
             group = await group_in_flight.generate(self.generator_id)
+            message, payload = pack_group(group)
+            self._unacknowledged[lease.lease_id] = Unacknowledged(message, payload, self._loop.time())
+            await self._client.send(message, payload)
         except RequestError as error:
             self._num_failed += 1
             if self._num_failed >= MAX_FAILED_LEASES:
@@ -261,15 +264,13 @@ class GeneratorService:
         except TooFewCompletions as error:
             reason = REWARDS_PAUSED if self.reward.is_paused else "lease_timeout"
             await self._return(lease, reason, error, group_in_flight.num_tokens)
-        except Exception as error:
+        except Exception as error:  # such as a group that is too large for a message
+            self._unacknowledged.pop(lease.lease_id, None)
             log.exception("lease %s failed", lease.lease_id)
             await self._return(lease, "failed", error, group_in_flight.num_tokens)
         else:
             self._num_failed = 0
             observe_group(group)
-            message, payload = pack_group(group)
-            self._unacknowledged[lease.lease_id] = Unacknowledged(message, payload, self._loop.time())
-            await self._client.send(message, payload)
         finally:
             notifying.cancel()
             self._working.pop(lease.lease_id, None)

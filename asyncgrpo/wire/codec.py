@@ -68,7 +68,7 @@ def encode(message: Message, payload: Buffer = b"") -> list[Buffer]:
     """Encode a message as two frames: digest and header, and the payload (empty for most messages).
 
     Raises:
-        WireError: the message exceeds the size limits of its kind, because a prompt of the data is too long.
+        WireError: the message exceeds the size limits of its kind.
     """
     header = _encoder.encode(message)
     if len(header) > message.max_header_bytes or len(payload) > message.max_payload_bytes:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import socketserver
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,6 +110,25 @@ def test_a_run_that_has_ended_is_said_to_have(asyncgrpo, operator):
         assert "start it again with the command that started it" in ended.err + ended.out
     ended = asyncgrpo("status")
     assert ended.code == 1 and ended.err.startswith("error: no run in runs/")
+
+
+@pytest.mark.parametrize(
+    "reply", [b"SSH-2.0\r\n", b"HTTP/1.1 200 OK\r\n\r\n\xff", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"]
+)
+def test_another_server_at_the_port_of_a_driver_that_was_killed_is_no_driver(asyncgrpo, operator, reply: bytes):
+    class Other(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(2**16)
+            self.request.sendall(reply)
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_address[1]}"
+        client.write_address(operator.run_dir, client.Address(url=url, token="t"))
+        ended = asyncgrpo("pause", "runs/demo")
+        asyncgrpo("status")
+        other.shutdown()
+    assert ended.code == 1 and f"does not reply at {url}" in ended.err
 
 
 def test_a_driver_that_was_killed_is_told_from_one_that_hangs(asyncgrpo, operator):

@@ -102,3 +102,18 @@ def test_a_run_continues_where_its_output_cannot_be_written(monkeypatch, tmp_pat
         console.print("step 1")
         console.print("step 2")
     assert (tmp_path / "log").read_text() == "step 1\nstep 2\n"
+
+
+CLOSED = """
+import faulthandler, subprocess, sys
+from asyncgrpo import cli
+
+cli._open_standard_files()
+faulthandler.enable()  # as Ray does
+subprocess.run([sys.executable, "-c", "import os; [os.fstat(number) for number in range(3)]"], check=True)
+"""
+
+
+def test_standard_files_that_a_shell_has_closed_are_open_here_and_in_processes_started_from_here():
+    shell = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, CLOSED]
+    assert subprocess.run(shell, timeout=60).returncode == 0

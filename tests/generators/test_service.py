@@ -15,6 +15,7 @@ from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import GeneratorSeconds, Lease, PolicyVersion, Prompt, Sampling, Score
 from asyncgrpo.wire import Message
+from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import (
     Ack,
@@ -64,8 +65,12 @@ class Generator(GeneratorService):
         )
 
     def _connect(self) -> GeneratorLine:  # type: ignore[override]
-        self.line = GeneratorLine(lambda message, payload: self.sent.append(message))
+        self.line = GeneratorLine(self._sends)
         return self.line
+
+    def _sends(self, message: Message, payload: Frame) -> None:
+        encode(message, payload)
+        self.sent.append(message)
 
     def _receiver(self) -> Receiver:  # type: ignore[override]
         return Receiver(lambda: None)
@@ -145,6 +150,16 @@ def test_an_engine_that_is_up_before_its_buffer_waits_for_its_address_and_joins_
         rig.until(12.0)
         assert len(rig.of(Deliver)) == 1
         rig.hear(ACK)
+
+
+def test_a_group_that_is_too_large_for_a_message_costs_its_lease_and_not_the_engine(monkeypatch):
+    with Rig() as rig:
+        monkeypatch.setattr(Deliver, "max_payload_bytes", 8)
+        rig.hear(Grant(lease=LEASE))
+        rig.until(12.0)
+        (failed,) = rig.of(LeaseFailed)
+        assert (failed.reason, failed.tokens) == ("failed", 8) and "the limits are" in failed.detail
+        assert rig.of(Serving)[-1].leases == ()
 
 
 class SlowReward(FixedReward):
