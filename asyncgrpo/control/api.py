@@ -38,6 +38,7 @@ from asyncgrpo.recording.health import Problem, View, problems_in
 from asyncgrpo.recording.samples import TRAINED, Folder, Only, Sort, search
 
 log = logging.getLogger(__name__)
+logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # it logs a traceback for bytes that are no HTTP
 
 # -- a server in a thread ----------------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ async def body_of(request: web.Request) -> bytes:
         raise Refusal(408, f"the body did not come within {REQUEST_S:g} s") from None
     except web.HTTPRequestEntityTooLarge:
         raise Refusal(413, f"the body is longer than {LARGEST_BODY} bytes") from None
-    except web.RequestPayloadError:
+    except (web.RequestPayloadError, ConnectionError):  # the client may have gone
         raise Refusal(400, "the body does not match its headers") from None
 
 

@@ -154,10 +154,11 @@ def test_a_crowd_is_turned_away_and_then_served(operator: FakeOperator, monkeypa
             one.close()
 
 
-def test_hundreds_of_wrong_requests_change_nothing(url: str, operator: FakeOperator):
+def test_hundreds_of_wrong_requests_change_nothing(url: str, operator: FakeOperator, caplog):
     for request in wrong_requests(urlsplit(url).netloc):
         assert wrong_with(send(url, request)) is None, request[:300]
     assert ask(url, "/api/status")[0] == 200 and operator.commands == []
+    assert caplog.text == "", "whoever reaches the port could fill the screen with tracebacks"
 
 
 def test_events_are_followed_by_their_place_in_the_file(url: str, operator: FakeOperator):
