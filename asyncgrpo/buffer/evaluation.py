@@ -230,9 +230,9 @@ class Evaluations:
         """True if an evaluation was requested and is not finished."""
         return bool(self._running)
 
-    def request(self, step: int, now_s: float) -> None:
-        """Queue every prompt for the evaluation of `step`. A step is evaluated once, and none after a later one."""
-        if not self.prompts or step <= self._requested:
+    def request(self, step: int | None, now_s: float) -> None:
+        """Queue every prompt for the evaluation of `step`, if there is one. It is evaluated once, and not after a later one."""
+        if not self.prompts or step is None or step <= self._requested:
             return
         self._requested = step
         suites = {name: Suite(self.success) for name in self._suites}

@@ -287,7 +287,7 @@ class BufferService:
                 self._send_reply(peer)
             case Take():
                 self._trained(message.version)
-                self._request_eval(message.evaluate, now_s)
+                self._evaluations.request(message.evaluate, now_s)
                 self._learner, self._waiting_sent_s = peer, now_s
                 # With a report on the step before.
                 if self._asked_for is not None and message.version > self._asked_for:
@@ -297,7 +297,7 @@ class BufferService:
             case Trained(version=version):
                 self._trained(version)
             case RequestEval(step=step):
-                self._request_eval(step, now_s)
+                self._evaluations.request(step, now_s)
             case TakeSnapshot(trained=version):
                 self._trained(version)
                 self._snapshot_asked = peer, version
@@ -307,7 +307,7 @@ class BufferService:
                     raise RefusedError("schema", f"a checkpoint of step {step} without a snapshot")
                 self._journal.append(Committed(step=step, prompts=self._snapshot.without_shares))
             case LastEvals(evaluate=step):
-                self._request_eval(step, now_s)
+                self._evaluations.request(step, now_s)
                 self._learner, self._last_evals, self._buffer.draining = peer, True, True
             case Drain(reason=reason, is_failure=is_failure):
                 self._drain(reason, is_failure=is_failure)
@@ -567,10 +567,6 @@ class BufferService:
         if version is not None and (self._buffer.version is None or version > self._buffer.version):
             self._buffer.trained(version)
             self._replied = None
-
-    def _request_eval(self, step: int | None, now_s: float) -> None:
-        if step is not None:
-            self._evaluations.request(step, now_s)
 
     def _reply_to_take(self, now_s: float) -> None:
         """Send the learner its batch, or NoMore. Until then, send Waiting once a second."""

@@ -67,12 +67,12 @@ class Checkpoints:
         try:
             _complete(temporary, state, wait)
             check_owner(self._folder.parent, state.lineage)
+            shutil.rmtree(replaced := temporary.with_suffix(".old"), ignore_errors=True)
             if final.exists():  # an earlier attempt at the same step
-                shutil.rmtree(replaced := temporary.with_suffix(".old"), ignore_errors=True)
                 os.rename(final, replaced)
-                shutil.rmtree(replaced, ignore_errors=True)
             os.rename(temporary, final)
             sync(self._folder)
+            shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
         for old in self._all()[: -self._keep]:
