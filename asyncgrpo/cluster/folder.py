@@ -71,10 +71,10 @@ class RunFolder:
     def lineage(self) -> int:
         """Number of the newest start; 0 before the first. Raises CheckpointError."""
         path = self.path / "lineage"
-        written = path.read_bytes() if path.exists() else b"0"
+        written = path.read_bytes().strip() if path.exists() else b"0"
         if not written.isdigit():
             raise CheckpointError(
-                f"{path} does not hold the number of the newest start; write the last number in starts/ into it"
+                f"{path} does not hold the number of the newest start; write one into it that is larger than any, such as 1000"
             )
         return int(written)
 

@@ -59,6 +59,8 @@ def test_no_lineage_is_given_twice(tmp_path: Path):
         (tmp_path / "run" / "lineage").write_bytes(written)
         with pytest.raises(CheckpointError, match="run/lineage does not hold the number of the newest start"):
             folder.next_lineage()
+    (tmp_path / "run" / "lineage").write_text("1000\n")  # by a person, as the message says
+    assert folder.next_lineage() == 1001
     with pytest.raises(CheckpointError, match="lineage"):
         RunFolder(tmp_path / "run" / "lineage" / "run").claim()
 
