@@ -17,6 +17,7 @@ import contextlib
 import hmac
 import itertools
 import json
+import logging
 import os
 import secrets
 import tempfile
@@ -38,6 +39,8 @@ from prometheus_client.registry import Collector
 
 from asyncgrpo import __version__
 from asyncgrpo.host import replace_file
+
+log = logging.getLogger(__name__)
 
 # -- the metrics -------------------------------------------------------------------------------------------------------
 
@@ -505,7 +508,7 @@ def targets_path(run_dir: Path) -> Path:
 
 
 def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> None:
-    """Replace the file of the run's targets atomically, or remove it if there are none.
+    """Replace the file of the run's targets atomically, or remove it if there are none. A failure is logged.
 
     Args:
         run_dir: run folder; its name becomes the label `run`.
@@ -513,11 +516,14 @@ def write_targets(run_dir: Path, targets: Mapping[str, tuple[str, int]]) -> None
             `instance` is made of role and rank without the port, so that a restarted process continues its series.
     """
     path = targets_path(run_dir)
-    if targets:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, _as_text(path.stem, targets).encode())
-    else:
-        path.unlink(missing_ok=True)
+    try:
+        if targets:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, _as_text(path.stem, targets).encode())
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:  # on a full disk a run goes on, and its processes restart
+        log.warning("%s cannot be written (%s): Prometheus does not follow its processes", path, error.strerror)
 
 
 def _as_text(run: str, targets: Mapping[str, tuple[str, int]]) -> str:

@@ -203,3 +203,9 @@ def test_the_targets_of_a_run(tmp_path):
     write_targets(tmp_path / "demo", {})
     write_targets(tmp_path / "demo", {})
     assert not targets_path(tmp_path / "demo").exists() and other.exists(), "a run that ended has none"
+
+
+def test_a_run_goes_on_where_its_targets_cannot_be_written(tmp_path, caplog):
+    (tmp_path / "prometheus").write_text("no folder")
+    write_targets(tmp_path / "demo", {"learner-0": ("127.0.0.1", 1)})
+    assert "prometheus/demo.json cannot be written" in caplog.text

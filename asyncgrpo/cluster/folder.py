@@ -90,9 +90,15 @@ class RunFolder:
                 raise CheckpointError(self._held)
 
     def next_lineage(self) -> int:
-        """Allocate the number of this start, from 1. It is synced to disk before use, so that no number is used twice."""
-        lineage = self.lineage + 1
-        replace_file(self.path / "lineage", str(lineage).encode(), is_durable=True)
+        """Allocate the number of this start, from 1. It is synced to disk before use, so that no number is used twice.
+
+        Raises CheckpointError.
+        """
+        lineage, path = self.lineage + 1, self.path / "lineage"
+        try:
+            replace_file(path, str(lineage).encode(), is_durable=True)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
         return lineage
 
     def checkpoint(self) -> Path | None:

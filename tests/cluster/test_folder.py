@@ -61,6 +61,9 @@ def test_no_lineage_is_given_twice(tmp_path: Path):
             folder.next_lineage()
     (tmp_path / "run" / "lineage").write_text("1000\n")  # by a person, as the message says
     assert folder.next_lineage() == 1001
+    (tmp_path / "run" / f".lineage.{os.getpid()}.tmp").mkdir()
+    with pytest.raises(CheckpointError, match="run/lineage cannot be written: Is a directory"):
+        folder.next_lineage()
     with pytest.raises(CheckpointError, match="lineage"):
         RunFolder(tmp_path / "run" / "lineage" / "run").claim()
 
