@@ -32,6 +32,7 @@ from asyncgrpo.journal import history
 from asyncgrpo.journal import log as journal_module
 from asyncgrpo.journal.history import BatchIssued, BoundChanged, Committed, JournalRecord
 from asyncgrpo.journal.log import Journal
+from asyncgrpo.learner.ranks import Inbox
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import Lease, PolicyVersion
@@ -400,3 +401,9 @@ def recovered_under_the_bound_of_now(bound_of, lease_id: str, max_lag: Any, star
 def recovered_is_issued_too(restore, self: Buffer, *group: Any) -> None:
     restore(self, *group)
     self.prompts._claimed.clear()
+
+
+@mutant(Inbox, "request_eval")
+def evaluation_asked_for_once(request_eval, self: Inbox, step: int) -> None:
+    request_eval(self, step)
+    self._evaluate = None

@@ -28,6 +28,7 @@ FOUND_BY: dict[int, str] = {
     15: "fewer_than_a_batch",
     17: "leases_while_blocked",
     18: "groups_of_lost_weights_kept",
+    22: "evaluation_asked_for_once",
     40: "stale_for_ever",
     44: "raised_whatever_it_does",
     46: "batch_by_age snapshot_before_sync",
