@@ -561,7 +561,8 @@ def retire_targets_beside(run_dir: Path, is_over: Callable[[Path], bool]) -> Non
         other = own.parent.parent / path.stem
         if path == own or not is_over(other):
             continue
-        if path.read_text(encoding="utf-8") != _as_text(path.stem, MISSED):
-            write_targets(other, MISSED)
-        elif time.time() - path.stat().st_mtime > MISSED_FOR_S:
-            path.unlink()
+        with contextlib.suppress(FileNotFoundError):  # another run that starts has removed it
+            if path.read_text(encoding="utf-8") != _as_text(path.stem, MISSED):
+                write_targets(other, MISSED)
+            elif time.time() - path.stat().st_mtime > MISSED_FOR_S:
+                path.unlink()

@@ -49,6 +49,17 @@ def test_a_killed_run_is_still_missed_for_a_day_and_no_other_run_is_touched(tmp_
     runs[1].release()
 
 
+def test_two_runs_that_start_at_once_may_find_the_same_targets_of_a_killed_one(tmp_path: Path):
+    write_targets(tmp_path / "killed", {"learner-0": ("127.0.0.1", 1)})
+
+    def removed_by_the_other(run: Path) -> bool:
+        targets_path(run).unlink()
+        return True
+
+    retire_targets_beside(tmp_path / "new", removed_by_the_other)
+    assert not targets_path(tmp_path / "killed").exists()
+
+
 def test_no_lineage_is_given_twice(tmp_path: Path):
     folder = RunFolder(tmp_path / "run")
     folder.claim()
