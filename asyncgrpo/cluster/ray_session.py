@@ -108,6 +108,8 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
             f"cluster.ray_address {address}: no Ray cluster accepts the connection; if it requires a token, set "
             "RAY_AUTH_MODE=token, and give the token in ~/.ray/auth_token or in the file that RAY_AUTH_TOKEN_PATH names"
         ) from error
+    # Ray's core has put a handler of its own, which aborts with a stack of C++, in the place of Python's.
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
     session = _session_folder() if address is None else None
     if session is not None:
         os.chmod(session, 0o700)  # Ray makes it open to all

@@ -1,6 +1,7 @@
 """The Ray that we start listens on loopback alone and asks for a token, and only this user can look into its session."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ from asyncgrpo.cluster.ray_session import check_ray, ray_session, result, sessio
 from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, RewardError
 
 PROGRAM = """
-import contextlib, os, pathlib, stat, time
+import contextlib, os, pathlib, signal, stat, time
 import grpc, psutil, ray
 from asyncgrpo.cluster.ray_session import ray_session
 
@@ -52,17 +53,19 @@ with ray_session(None, True):
     titles = {word for p in processes for word in told(p.cmdline)[:1] if word.startswith("ray::")}
     assert titles == {"ray::DashboardAgent", "ray::IDLE", "ray::RuntimeEnvAgent"}, titles  # no monitors, no dashboard
     print(ask(), ask(("authorization", "Bearer " + "x" * 64)), ask(("authorization", "Bearer " + token.read_text())))
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(9)
 """
 
 
 @pytest.mark.slow
-def test_a_request_without_the_token_is_refused():
+def test_a_request_without_the_token_is_refused_and_sigterm_ends_the_session_without_a_stack_of_c():
     pytest.importorskip("grpc")
     environment = os.environ | {"HOME": "/proc", "RAY_AUTH_MODE": "disabled"}  # a home that cannot be written
     for own in ("RAY_AUTH_TOKEN", "RES_OPTIONS"):
         environment.pop(own, None)
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, "SIGTERM received" in done.stderr) == (signal.SIGTERM, False), done.stderr
     assert done.stdout.split() == ["UNAUTHENTICATED", "UNAUTHENTICATED", "True"]
 
 
