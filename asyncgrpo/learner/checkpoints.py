@@ -63,11 +63,10 @@ class Checkpoints:
         return partial(self._finish, state, temporary, fill(temporary))
 
     def _finish(self, state: RunState, temporary: Path, wait: Callable[[], None]) -> Path:
-        final = self._folder / f"step_{state.step:06d}"
+        final, replaced = self._folder / f"step_{state.step:06d}", temporary.with_suffix(".old")
         try:
             _complete(temporary, state, wait)
             check_owner(self._folder.parent, state.lineage)
-            shutil.rmtree(replaced := temporary.with_suffix(".old"), ignore_errors=True)
             if final.exists():  # an earlier attempt at the same step
                 os.rename(final, replaced)
             os.rename(temporary, final)

@@ -163,9 +163,6 @@ class Inbox:
                 return message
             if isinstance(message, Batch | NoMore):
                 self._early = received
-            if isinstance(message, Waiting):
-                for result in message.evals:
-                    self.on_eval(result)
             if isinstance(message, Waiting) and message.of_snapshot:
                 heard = now
                 if now - started > limit_s:

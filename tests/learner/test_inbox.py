@@ -123,9 +123,9 @@ def test_a_batch_and_an_evaluation_that_come_while_a_snapshot_is_awaited_are_not
     line, results = Line([Waiting(what="groups", evals=(RESULT,)), nothing, Snapshot(state={"done": 3})]), []
     inbox = Inbox(line, 1000.0, lambda: line.now_s / 10)  # type: ignore[arg-type]
     inbox.on_eval = results.append
-    assert inbox.snapshot().state == {"done": 3} and results == [RESULT]
+    assert inbox.snapshot().state == {"done": 3}
     taken = inbox.take(AT, {})
-    assert taken[0] == nothing and line.messages == [] and results == [RESULT] * 2
+    assert taken[0] == nothing and line.messages == [] and results == [RESULT]
 
 
 def test_a_snapshot_that_never_comes_is_not_awaited_because_the_buffer_talks_of_a_batch():
