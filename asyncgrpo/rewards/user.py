@@ -144,7 +144,11 @@ def find_in(module: ModuleType, path: Path, name: str, kind: Literal["function",
     found = getattr(module, name, None)
     if fits(found):
         return found
-    own = [key for key, value in vars(module).items() if fits(value) and value.__module__ == module.__name__]
+    own = [
+        key
+        for key, value in vars(module).items()
+        if fits(value) and getattr(value, "__module__", "") == module.__name__
+    ]
     there = f"name one with {path.name}:NAME, such as {', '.join(own)}" if own else f"it has no {kind} at all"
     raise RewardError(f"{path} has no {kind} {name}; {there}")
 

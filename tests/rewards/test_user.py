@@ -75,6 +75,7 @@ def test_a_file_may_be_named_like_a_module_that_is_there(reward_file):
     [
         (None, "nowhere.py", "reward file .*/nowhere.py does not exist"),
         ("def score(x): pass\ndef judge(x): pass", "r.py", "no function compute_score; .*NAME, such as score, judge"),
+        ("lower = str.lower\ndef score(x): pass", "r.py", "no function compute_score; .*NAME, such as score$"),
         ("def compute_score(answer): return 1.0", "r.py:judge", "r.py has no function judge; .*such as compute_score"),
         ("x = 1\ndef compute_score(:\n", "r.py", r"r.py cannot be imported: .*SyntaxError: .*line 2"),
         (
