@@ -253,7 +253,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 def paths_in(folder: Path) -> dict[int, Path]:
     """Return the files in a folder by step, in order."""
-    files = {file.stem[5:]: file for file in folder.rglob("step_*.parquet")}
+    files = {file.stem[5:]: file for file in folder.rglob("step_*.parquet") if file.is_file()}
     return {int(step): files[step] for step in sorted(filter(str.isdigit, files), key=int)}
 
 

@@ -94,6 +94,8 @@ def test_what_is_not_there_or_broken_is_named(asyncgrpo, run):
         assert ended.code == 1 and sentence in ended.err
     (run / "samples" / "step_000007.parquet").write_text("not Parquet")
     assert "step_000007.parquet cannot be read as Parquet" in asyncgrpo("samples", run).err
+    (run / "samples" / "step_000008.parquet").mkdir()
+    assert "there are steps 1 to 7" in asyncgrpo("samples", run, "--step", "8").err, "a folder is no file"
 
 
 def test_the_completions_of_an_evaluation_are_read_like_those_of_a_step(asyncgrpo, run):
