@@ -1,7 +1,6 @@
 """Use models and data without a run: `eval` and `data check`."""
 
 import asyncio
-import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -75,6 +74,7 @@ def evaluate(
 
     from asyncgrpo.cli.running import check_inputs
     from asyncgrpo.config.load import load_config
+    from asyncgrpo.config.rules import read_model
     from asyncgrpo.environments.build import with_tools
 
     folder = find_model(checkpoint)
@@ -89,8 +89,8 @@ def evaluate(
     ]
     if not torch.cuda.is_available():
         settings += ["generators.gpus_each=0", "model.dtype=float32"]
-    context = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
-    if context is not None and max_tokens < context < DataConfig(train="").max_prompt_tokens + max_tokens:
+    _, context, _ = read_model(folder)
+    if isinstance(context, int) and max_tokens < context < DataConfig(train="").max_prompt_tokens + max_tokens:
         settings.append(f"data.max_prompt_tokens={context - max_tokens}")
     settings += options.train_overrides(
         engine=engine, reward_func=reward_func, unsafe_rewards=unsafe_rewards, explicit=overrides or ()

@@ -181,21 +181,10 @@ def check_model(config: Config) -> None:
     folder = local_model(config.model.path)
     if folder is None:
         return
-    file = folder / "config.json"
-    try:
-        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        text: dict[str, Any] = settings.get("text_config") or settings
-        context, heads = text.get("max_position_embeddings") or text.get("n_positions"), text.get("num_attention_heads")
-    except FileNotFoundError as error:
-        below = next((f"; did you mean {found.parent}?" for found in sorted(folder.glob("*/config.json"))), "")
-        raise ConfigError(f"model.path: the folder {config.model.path} has no config.json{below}") from error
-    except (OSError, ValueError, AttributeError) as error:
+    kind, context, heads = read_model(folder)
+    if kind in VISION_MODELS and config.generators.engine == "torch":
         raise ConfigError(
-            f"model.path: {file} cannot be read as a JSON object that describes a model ({error})"
-        ) from error
-    if settings.get("model_type") in VISION_MODELS and config.generators.engine == "torch":
-        raise ConfigError(
-            f"generators.engine is torch, which has no vision towers, and {config.model.path} is a {settings['model_type']}; "
+            f"generators.engine is torch, which has no vision towers, and {config.model.path} is a {kind}; "
             "use generators.engine=sglang"
         )
     gpus = config.generators.gpus_each
@@ -211,6 +200,27 @@ def check_model(config: Config) -> None:
             f"the context of {config.model.path} is {context} tokens, but data.max_prompt_tokens ({prompt}) + "
             f"sampling.max_tokens ({completion}) = {prompt + completion}; lower one of the two"
         )
+
+
+def read_model(folder: Path) -> tuple[Any, Any, Any]:
+    """Return `model_type`, tokens of context and attention heads of the model in a folder, each None if it is not given.
+
+    Raises:
+        ConfigError: `config.json` is missing, or is not a JSON object that describes a model.
+    """
+    file = folder / "config.json"
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        text: dict[str, Any] = settings.get("text_config") or settings
+        context = text.get("max_position_embeddings") or text.get("n_positions")
+        return settings.get("model_type"), context, text.get("num_attention_heads")
+    except FileNotFoundError as error:
+        below = next((f"; did you mean {found.parent}?" for found in sorted(folder.glob("*/config.json"))), "")
+        raise ConfigError(f"model.path: the folder {folder} has no config.json{below}") from error
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"model.path: {file} cannot be read as a JSON object that describes a model ({error})"
+        ) from error
 
 
 def file_of(spec: str) -> Path:

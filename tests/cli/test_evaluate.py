@@ -72,3 +72,11 @@ def test_of_a_run_the_final_model_counts_then_the_newest_whole_checkpoint(tmp_pa
     assert find_model(tmp_path / "checkpoints/step_000020") == tmp_path / "checkpoints/step_000020/hf"
     with pytest.raises(CheckpointError, match="holds no model"):
         find_model(tmp_path / "checkpoints")
+
+
+def test_a_model_whose_config_is_broken_is_one_sentence(asyncgrpo, files, tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": ')
+    (tmp_path / "model.safetensors").touch()
+    ended = asyncgrpo("eval", tmp_path, "--data", files / "easy.jsonl")
+    assert ended.code == 1
+    assert ended.err.startswith("error: ") and "config.json cannot be read as a JSON object" in ended.err
