@@ -95,14 +95,11 @@ def _text_of_parts(content: Any, images: list[Any]) -> Any:
 
 
 def _bytes_of(image: Any, number: int, root: Path) -> bytes:
-    """Return the bytes of an image: of an object with `bytes` or `path`, a path, a data URL, or an image of Pillow."""
+    """Return the bytes of an image: of an object with `bytes` or `path`, a path or a data URL."""
     if isinstance(image, dict):
         image = _decoded(image["bytes"]) if image.get("bytes") else image.get("path")
     if isinstance(image, bytes):
         return image
-    if hasattr(image, "save"):  # as `datasets` gives it
-        image.save(file := io.BytesIO(), "PNG")
-        return file.getvalue()
     if not isinstance(image, str) or not image:
         what = "missing" if image in (None, "") else kind(image)
         raise Misfit(f"image {number} is {what}; expected a path, or an object with bytes or path")

@@ -101,7 +101,7 @@ def _check(record: Record) -> None:
     try:
         _encoder.encode((record.prompt, record.source))
         size = len(_encoder.encode((record.answer, record.info)))
-    except (UnicodeEncodeError, OverflowError) as error:  # half of a surrogate pair; more than 64 bits
+    except (UnicodeEncodeError, OverflowError, TypeError) as error:  # half a surrogate pair, over 64 bits, a sound
         raise Misfit(f"it cannot be encoded: {error}") from None
     if size > _MOST_BYTES:
         raise Misfit(f"its answer and info have {size:,} bytes; the limit of a message is {_MOST_BYTES:,}")

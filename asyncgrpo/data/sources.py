@@ -213,6 +213,9 @@ def plain_value(value: Any) -> Any:
                 return value.decode()
             except UnicodeDecodeError:
                 return base64.b64encode(value).decode()
+    if hasattr(value, "save"):  # an image, as `datasets` decodes it
+        value.save(file := io.BytesIO(), "PNG")
+        return {"bytes": plain_value(file.getvalue())}
     return value
 
 

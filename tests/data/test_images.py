@@ -15,7 +15,8 @@ from asyncgrpo.buffer.recovery import Reopened, Verdict, bring_back
 from asyncgrpo.config.load import load_config
 from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.data.images import Images, opened, preview, taken_from
-from asyncgrpo.data.loading import check, prepare
+from asyncgrpo.data.loading import check, prepare, recognise
+from asyncgrpo.data.sources import plain_value
 from asyncgrpo.errors import AsyncGRPOError, ConfigError, DataError
 from tests.vision import make_tiny_vl, picture, written
 
@@ -194,8 +195,11 @@ def test_settings_that_do_not_fit_images_are_refused(tmp_path, model, more, mess
 
 
 def test_an_image_that_datasets_decoded_is_one_of_the_same_pixels():
-    row, (content,) = taken_from({"prompt": "<image>?", "images": [COLOUR]}, "images", Path())
+    given = plain_value({"prompt": "<image>?", "images": [COLOUR]})
+    row, (content,) = taken_from(given, "images", Path())
     assert row == {"prompt": "<image>?"} and opened(content).tobytes() == COLOUR.tobytes()
+    schema = recognise([given], {}, image_column=None)
+    assert schema.to_record(given, 0).info.keys() == {"images"}, "a column like any other"
 
 
 def test_a_text_model_refuses_images_unless_the_column_is_like_any_other(tmp_path):

@@ -120,6 +120,7 @@ VERL = {"prompt": TURN, "reward_model": {"ground_truth": "4"}}
         (PLAIN, {**PLAIN, "prompt": "a\ud800"}, r"\ud800"),
         (PLAIN, {**PLAIN, "extra_info": '{"\\ud83d": 1}'}, r"\ud83d"),
         (PLAIN, {**PLAIN, "ground_truth": 10**30}, "it cannot be encoded"),
+        (PLAIN, {**PLAIN, "sound": object()}, "it cannot be encoded"),
         (PLAIN, {**PLAIN, "tests": "x" * 2**22}, "its answer and info have 4,194,319 bytes"),
     ],
 )
