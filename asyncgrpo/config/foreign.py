@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from asyncgrpo.config.explain import default_of, knobs, near, value_in_words
 from asyncgrpo.config.foreign_rules import TRL, VERL, KeyMap, TranslatedKey, merged
-from asyncgrpo.config.load import load_values, nested, parse, text_of
+from asyncgrpo.config.load import by_key, load_values, nested, parse, text_of
 from asyncgrpo.errors import ConfigError
 from asyncgrpo.isolation import Ended, run_isolated, why_not_isolated
 
@@ -55,6 +55,8 @@ def read(words: Sequence[str], keys: KeyMap, stdin: str = "") -> "Translation":
     given, unread = read_words(words, keys, stdin)
     if not given and not unread:
         raise ConfigError(f"{' '.join(words)}: it has no key of {keys.system}'s")
+    if keys is VERL:
+        given = by_key(given)  # of mappings such as data.apply_chat_template_kwargs={enable_thinking: False}
     rows = keys.translate(given)
     unwritten = keys.unwritten(given, unknown={line.partition(":")[0] for line in unread})
     for key in given:

@@ -347,6 +347,10 @@ class TestSources:
         expected = "ROLLOUT.prompt_length=64 data.custom_cls.path=null data.seed=3 ROLLOUT.name=null"
         assert keys_of(expected).items() <= given.items()
 
+    def test_a_mapping_on_the_command_line_is_its_keys(self):
+        found = read(["-"], stdin="run '+data.apply_chat_template_kwargs={enable_thinking: False}'")
+        assert found.ours == {"data.chat_template_kwargs.enable_thinking": False} and found.unread == []
+
     @pytest.mark.parametrize("word", ["nowhere.sh", "nowhere.yaml", "--flag"])
     def test_what_is_no_source_is_refused(self, word):
         with pytest.raises(ConfigError, match=word):
