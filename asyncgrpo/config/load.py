@@ -4,7 +4,7 @@ A file may extend others: `extends: OTHER.yaml` (relative to the file), a file t
 (`extends: one_node_8gpu`), an algorithm (`extends: algorithms/gspo`), or a list of these. They are read first, in order;
 later ones win, and the file itself wins over all of them. Other paths in a file are relative to the working directory.
 
-OmegaConf reads and merges the layers and resolves interpolations. From weakest to strongest they are: built-in values, the
+OmegaConf reads the layers and resolves interpolations. From weakest to strongest they are: built-in values, the
 extended files, the file, the algorithm of `--algorithm`, the command line. msgspec then converts once. Each error is one
 sentence that names where the mistake was written, the key, the value and what to change.
 """
@@ -242,7 +242,8 @@ def load_config(
     written += read(algorithm_file(algorithm)) if algorithm is not None else []
     written += [Layer(COMMAND_LINE, _parse(overrides))]
     layers, where = _under_presets(_known(written)), str(path) if path is not None else COMMAND_LINE
-    config = _convert(_merge(layers, where), layers, where)
+    defaults = {key: msgspec.to_builtins(knob.default) for key, knob in knobs().items() if not knob.required}
+    config = _convert(_merge([Layer("defaults", defaults), *layers], where), layers, where)
     try:
         if is_complete:
             rules.check(config)
@@ -349,13 +350,22 @@ def _known(layers: Sequence[Layer]) -> list[Layer]:
 
 def _merge(layers: Sequence[Layer], where: str) -> dict[str, Any]:
     """Merge the layers into plain values by dotted key, with interpolations resolved."""
+    merged: dict[str, Any] = {}
+    for values in _without_leftovers(layers):
+        merged |= {key: _over(merged.get(key), value) for key, value in values.items()}
     try:
-        merged = OmegaConf.merge(*map(nested, _without_leftovers(layers)))
-        plain: Any = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
+        plain: Any = OmegaConf.to_container(OmegaConf.create(nested(merged)), resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(f"{where}: {f'{key}: ' if key else ''}{_first_line(error)}") from error
     return by_key(plain)
+
+
+def _over(below: Any, above: Any) -> Any:
+    """Return a value with that of a lower layer under it: mappings are merged key by key, other values replaced."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        return below | {name: _over(below.get(name), value) for name, value in above.items()}
+    return above
 
 
 def is_part_of_a_preset(key: str) -> bool:
@@ -417,7 +427,7 @@ def _convert(values: dict[str, Any], layers: Sequence[Layer], where: str) -> Con
 
 def _origin(key: str, layers: Sequence[Layer], where: str) -> str:
     """Return the name of the layer that sets a key."""
-    return next((layer.name for layer in reversed(layers) if layer.values.get(key) is not None), where)
+    return next((layer.name for layer in reversed(layers) if key in layer.values), where)
 
 
 def _explained(message: str, values: dict[str, Any], layers: Sequence[Layer], where: str) -> ConfigError:

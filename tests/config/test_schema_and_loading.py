@@ -72,6 +72,10 @@ class TestReading:
         assert (config.run.epochs, config.run.steps) == (None, 12)
         assert config.run.loggers == ("wandb", "tensorboard")
         assert config.generators.extra == {"page_size": 16}
+        assert load_config(file, ["run.samples_every=${run.eval_every}"]).run.samples_every == 5, "a default"
+        file.write_text("model: {path: m}\ndata: {train: t, eval: {a: a.json}}\n")
+        assert load_config(file, ["data.eval={b: b.json}"]).data.suites == {"a": "a.json", "b": "b.json"}
+        assert load_config(file, ["data.eval=[c.json]"]).data.eval == ("c.json",), "a list instead of a mapping"
 
     @pytest.mark.parametrize("name", shipped_names())
     def test_every_shipped_file_loads_and_reads_back_equal(self, name, tmp_path):
@@ -215,6 +219,8 @@ class TestMistakes:
         assert message.format(file=file, folder=file.parent) in said
         if "none at all" in content:
             assert message_of("run.steps=some", path=child).startswith("command line: run.steps must be")
+            nothing = message_of("run.steps=1", "learner.lr=null", path=child)
+            assert nothing == "command line: learner.lr must be a number, above 0; it is null"
 
     def test_a_missing_file_is_answered_with_the_nearest(self, file):
         assert f"did you mean {file}?" in message_of(path=file.parent / "mime.yaml")
