@@ -12,6 +12,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,8 +238,8 @@ _PRINTING = (
 _PATH = "/usr/bin:/bin"
 _LIBRARIES = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/lib", "/lib32", "/lib64")
 _PRELUDE = r"""
-[[ -e /dev/fd/9 ]] || exec 9>&1 > /dev/null
-record() { printf '%s\0' "$#" "$@" >&9; }
+[[ -e /dev/fd/9 ]] || { exec 9>&1 > /dev/null; export _number=0; trap ': $((_number++))' DEBUG; }
+record() { printf '%s\0' "$_number" "$#" "$@" >&9; }
 command_not_found_handle() { record "$@"; [[ ! -p /dev/stdin ]] || cat > /dev/null; }
 python3() { record python3 "$@"; [[ $1 != -c ]]; }
 python() { python3 "$@"; }
@@ -254,7 +255,8 @@ ulimit() { :; }
 kill() { :; }
 wait() { builtin wait; }
 """
-"""Read by bash before the script. A record is the number of words and the words, each ended by a null byte."""
+"""Read by bash before the script. A record is the number of the command in the script, which orders those that run in the
+background, the number of words and the words, each ended by a null byte."""
 _UNSET = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?\?[^}]*)?\})")
 """A variable without a default: `$NAME`, `${NAME}`, `${NAME:?message}`."""
 _ASSIGNS = r"for|read|select|local|declare|mapfile|readarray|getopts|-v"
@@ -325,7 +327,8 @@ def run_script(text: str, environment: Mapping[str, str], file: str = "/script.s
     problem = f"it did not end within {_SECONDS:g} s" if ended.is_late else problem
     if problem and (last := re.findall(r": (line \d+: .*)", ended.stderr)[-1:]):
         problem += f", {last[0]}"
-    return Started(list(_records(ended.stdout)), frozenset(unset), problem)
+    records = sorted(_records(ended.stdout), key=itemgetter(0))
+    return Started([words for _, words in records], frozenset(unset), problem)
 
 
 _WITHOUT_A_SANDBOX = (
@@ -334,12 +337,12 @@ _WITHOUT_A_SANDBOX = (
 )
 
 
-def _records(text: str) -> Iterator[list[str]]:
+def _records(text: str) -> Iterator[tuple[int, list[str]]]:
     words = iter(text.split("\0"))
-    for number in words:
-        if not number.isdecimal():
+    for number, count in zip(words, words, strict=False):
+        if not (number.isdecimal() and count.isdecimal()):
             return
-        yield [word for _, word in zip(range(int(number)), words, strict=False)]
+        yield int(number), [word for _, word in zip(range(int(count)), words, strict=False)]
 
 
 # -- translation ------------------------------------------------------------------------------------------------------
