@@ -169,7 +169,7 @@ def explain(key: str | None = None) -> str:
     if key is None or key in sections():
         rows = [knob for knob in knobs().values() if key is None or knob.key.startswith(key + ".")]
         return "\n".join(f"{knob.key:34} {default_of(knob, '(required)'):14} {knob.description}" for knob in rows)
-    parent, _, name = key.rpartition(".")
+    parent, _, name = key.replace("[]", "").rpartition(".")
     knob = knobs().get(key) or (knobs()[parent].fields.get(name) if parent in knobs() else None)
     if knob is None:
         hint = suggest(key) or "`asyncgrpo config explain` lists all keys"
