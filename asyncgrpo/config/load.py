@@ -11,6 +11,7 @@ sentence that names where the mistake was written, the key, the value and what t
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -218,6 +219,10 @@ _KEPT = frozenset(
 )
 
 
+_PATHS = {"run.out", "data.train", "data.eval", "data.image_root"}
+"""Keys in which `~` is the home folder; models and functions are looked up so where they are used."""
+
+
 def load_config(
     path: str | Path | None,
     overrides: Sequence[str] = (),
@@ -243,7 +248,8 @@ def load_config(
     written += [Layer(COMMAND_LINE, _parse(overrides))]
     layers, where = _under_presets(_known(written)), str(path) if path is not None else COMMAND_LINE
     defaults = {key: msgspec.to_builtins(knob.default) for key, knob in knobs().items() if not knob.required}
-    config = _convert(_merge([Layer("defaults", defaults), *layers], where), layers, where)
+    values = _merge([Layer("defaults", defaults), *layers], where)
+    config = _convert(values | {key: _without_tilde(values[key]) for key in _PATHS & values.keys()}, layers, where)
     try:
         if is_complete:
             rules.check(config)
@@ -366,6 +372,15 @@ def _over(below: Any, above: Any) -> Any:
     if isinstance(below, dict) and isinstance(above, dict):
         return below | {name: _over(below.get(name), value) for name, value in above.items()}
     return above
+
+
+def _without_tilde(value: Any) -> Any:
+    """Return a path, or each of a list or a mapping, with the home folder for `~`."""
+    if isinstance(value, list):
+        return [_without_tilde(one) for one in value]
+    if isinstance(value, dict):
+        return {name: _without_tilde(one) for name, one in value.items()}
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def is_part_of_a_preset(key: str) -> bool:

@@ -64,6 +64,14 @@ class TestReading:
         assert (config.run.out, config.data.train, config.data.system_prompt) == ("2024", "set #1.json", "A: b=[1")
         assert load_config(None, [*NEEDED, "run.out='a: b'", "data.eval=null"]).run.out == "a: b"
 
+    def test_a_tilde_is_the_home_folder(self, monkeypatch):
+        monkeypatch.setenv("HOME", "/home/me")
+        config = load_config(
+            None, ["model.path=m", "data.train=[~/a.json, hf:b]", "data.eval={c: ~/c.json}", "run.out=~/r"]
+        )
+        assert (config.data.sources, config.data.suites) == (("/home/me/a.json", "hf:b"), {"c": "/home/me/c.json"})
+        assert config.run.out == "/home/me/r"
+
     def test_null_and_lists_and_free_keys_are_read_as_yaml(self, file, monkeypatch):
         monkeypatch.setenv("MY_STEPS", "12")
         file.write_text(file.read_text() + "run: {steps: '${oc.env:MY_STEPS}'}\nreward:\n")
@@ -308,6 +316,7 @@ class TestWords:
             ("algorithm.group_size", ["Completions per prompt", "a whole number, at least 2", "default  8", "section  Obj"]),
             ("algorithm.corrections", ["a list, each a mapping", "algorithm.corrections[].max_nats (null): Largest estimate"]),
             ("algorithm.corrections.action", ["one of clip, mask, reject, truncate"]),
+            ("algorithm.corrections[].action", ["one of clip, mask, reject, truncate"]),
         ],
     )  # fmt: skip
     def test_a_key_is_explained(self, key, sentences):
