@@ -103,7 +103,7 @@ StepsOption = Annotated[
 ]
 NGpusOption = Annotated[
     int | None,
-    typer.Option("--n-gpus", help="GPUs to split between generators and learner; 1: share it, 0: use the CPU."),
+    typer.Option("--n-gpus", min=0, help="GPUs to split between generators and learner; 1: share it, 0: use the CPU."),
 ]
 LrOption = Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")]
 KlCoefOption = Annotated[
