@@ -329,6 +329,8 @@ def reference_of(prompt: Prompt) -> tuple[str, str]:
             if isinstance(code, str) and code.strip() and prompt.info[column] != answer:
                 return code if "```" in code else f"```python\n{code}\n```", f"the row's {column}"
         return "pass", "the ground truth is tests, and the row has no " + ", ".join(_SOLUTIONS)
+    if isinstance(answer, dict) and "target" in answer:  # as Search-R1 writes it
+        answer = answer["target"]
     if answer is None or answer == []:
         return "", "the row has no ground truth"
     if isinstance(answer, list):

@@ -54,6 +54,7 @@ RIGHT, HALF = "print(sum(map(int, input().split())))", "print(3)"
 
 CODE = {"prompt": "Add!", "ground_truth": TESTS, "data_source": "code"}
 SEVERAL = {"prompt": "Where?", "ground_truth": ["Rome", "Roma"], "data_source": "qa"}
+SEARCH = SEVERAL | {"ground_truth": {"target": ["Rome", "Roma"]}}
 
 
 @pytest.mark.parametrize(
@@ -63,6 +64,7 @@ SEVERAL = {"prompt": "Where?", "ground_truth": ["Rome", "Roma"], "data_source": 
         (CODE | {"extra_info": {"solutions": json.dumps([HALF, RIGHT])}}, "0.5 for `"),
         (CODE, "0 for `pass` as the completion: the ground truth is tests, and the row has no solution, solutions,"),
         (SEVERAL, "1 for `Rome` as the completion: the first of 2 right answers"),
+        (SEARCH, "1 for `Rome` as the completion: the first of 2 right answers"),
     ],
 )
 def test_a_row_is_scored_by_its_solution_or_its_answer(asyncgrpo, file, row, said):
