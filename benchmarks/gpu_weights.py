@@ -177,7 +177,7 @@ def publication(device: str, total: int) -> dict[str, Any]:
     process = multiprocessing.get_context("spawn").Process(target=receive, args=(publisher.endpoint,), daemon=True)
     process.start()
     try:
-        publisher.wait_for(1, START_S, lambda what, seconds: None)
+        publisher.wait_for(lambda: 1, START_S, lambda what, seconds: None)
         found = [publish(publisher, PolicyVersion(1, n), ((info, tensor) for info in layout)) for n in range(4)]
     finally:
         process.terminate()

@@ -111,7 +111,7 @@ def measure(learner: Learner, ranks: list[psutil.Process], engines: int, lane: s
         broadcasts(engines, num_bytes) as raw,
     ):
         processes += ranks
-        publisher.wait_for(engines, 120.0, lambda what, seconds: None)
+        publisher.wait_for(lambda: engines, 120.0, lambda what, seconds: None)
         found, stalls = [], []
         for version in range(rounds + 2):
             for master in masters:

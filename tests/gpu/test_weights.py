@@ -69,7 +69,7 @@ def test_a_publication_from_the_card(device, start):
     publisher = Publisher(settings, maps=True, backend="gloo", bind=HOST, host=HOST, keys=None)
     publisher.start(LAYOUT)
     start(generate, publisher.endpoint)
-    publisher.wait_for(1, 60.0, lambda what, seconds: None)
+    publisher.wait_for(lambda: 1, 60.0, lambda what, seconds: None)
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
         tensors = [(i, torch.randn(i.shape, generator=generator).to(getattr(torch, i.dtype))) for i in LAYOUT]
