@@ -369,9 +369,11 @@ def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> Non
         )
     window = getattr(settings, "sliding_window", None)
     kinds = getattr(settings, "layer_types", None) or ["sliding_attention"]
-    if others := set(kinds) - {"full_attention", "sliding_attention"}:
+    others = set(kinds) - {"full_attention", "sliding_attention"}
+    if others or model._is_stateful:
         raise ConfigError(
-            f"model.path ({path}) has layers of {', '.join(sorted(others))}, in which packed completions would not be separate"
+            f"model.path ({path}) has layers of {', '.join(sorted(others)) or 'recurrence'}, in which packed completions would "
+            "not be separate"
         )
     if not model._supports_attention_backend:  # it would ignore `attention.install`, and completions see each other
         raise ConfigError(

@@ -18,6 +18,7 @@ from transformers import (
     PhiConfig,
     PhimoeConfig,
     Qwen3NextConfig,
+    RecurrentGemmaConfig,
 )
 
 from asyncgrpo.errors import ConfigError
@@ -69,6 +70,10 @@ REFUSED = {
     "linear attention": (
         Qwen3NextConfig(num_hidden_layers=4),
         "has layers of linear_attention, in which packed completions would not be separate",
+    ),
+    "recurrence": (
+        RecurrentGemmaConfig(**SHAPE, lru_width=32),
+        "has layers of recurrence, in which packed completions would not be separate",
     ),
     "other names on disk": (
         HrmTextConfig(**STACKS, vocab_size=40),
