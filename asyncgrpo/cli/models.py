@@ -13,6 +13,7 @@ import typer
 from asyncgrpo.cli import options
 from asyncgrpo.config.schema import Config, DataConfig
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError
+from asyncgrpo.learner.checkpoints import Checkpoints
 
 if TYPE_CHECKING:  # each imports numpy, torch or transformers
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +40,7 @@ def find_model(source: Path) -> Path:
     """
     if not source.is_dir():
         raise CheckpointError(f"folder {source} does not exist; name a run, such as runs/demo, or a checkpoint in it")
-    newest_first = sorted(source.glob("checkpoints/step_[0-9]*/hf"), reverse=True)
+    newest_first = (checkpoint / "hf" for checkpoint in reversed(Checkpoints(source, keep=1).all()))
     for folder in (source, source / "hf", source / "final", *newest_first):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             return folder

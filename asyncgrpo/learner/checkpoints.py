@@ -74,16 +74,18 @@ class Checkpoints:
             shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
-        for old in self._all()[: -self._keep]:
+        for old in self.all()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
         return final
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint. If a file of it is gone, reading it fails: an earlier one would undo steps silently."""
-        return max(self._all(), default=None)
+        return next(reversed(self.all()), None)
 
-    def _all(self) -> list[Path]:
-        return sorted(path for path in self._folder.glob("step_*") if path.is_dir())
+    def all(self) -> list[Path]:
+        """Return all checkpoints, the newest last."""
+        found = {path.name[5:]: path for path in self._folder.glob("step_*") if path.is_dir()}
+        return [found[step] for step in sorted(filter(str.isdecimal, found), key=int)]
 
 
 def _complete(folder: Path, state: RunState, wait: Callable[[], None]) -> None:

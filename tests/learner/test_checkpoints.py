@@ -30,6 +30,10 @@ def test_what_was_written_is_read_back_and_old_ones_go(tmp_path: Path):
         assert read_state(checkpoints.begin(state(step), fill)()) == state(step)
     assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step_000010", "step_000015"]
     assert checkpoints.latest() == tmp_path / "checkpoints" / "step_000015"
+    (tmp_path / "checkpoints" / "step_000015.old").mkdir()  # of a person
+    for step in (999_999, 1_000_000, 1_000_001):
+        checkpoints.begin(state(step), fill)()
+    assert [path.name for path in checkpoints.all()] == ["step_1000000", "step_1000001"]
 
 
 def test_a_checkpoint_that_was_not_finished_does_not_count(tmp_path: Path):
