@@ -314,7 +314,8 @@ class Batch(Message):
     """The groups of one step. The payload concatenates the payloads of the groups."""
 
     max_header_bytes: ClassVar[int] = 2**30
-    max_payload_bytes: ClassVar[int] = 2**30
+    max_payload_bytes: ClassVar[int] = 2**32 - 1
+    """As much as msgpack holds, in which rank 0 passes it on: 500 million tokens."""
 
     version: PolicyVersion
     """Of the request."""

@@ -24,7 +24,8 @@ from asyncgrpo.errors import ConfigError, WireError
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer, decode, encode
 
-MAX_MESSAGE_BYTES = 2**30
+MOST_TO_A_SERVER, MOST_TO_A_CLIENT = 2**30, 2**32
+"""Largest frame, bytes. A client receives batches."""
 LINGER_MS = 2_000
 SEND_TIMEOUT_MS = 5_000
 """Timeout of a send without a connection, as after a refused handshake. With a connection, sends do not block."""
@@ -65,8 +66,8 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _set_common_options(socket: zmq.Socket) -> None:
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+def _set_common_options(socket: zmq.Socket, most_bytes: int) -> None:
+    socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     # Deliberately unbounded: leases bound what peers may send, and a full ROUTER drops messages silently.
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -115,7 +116,7 @@ class Server:
         self._context = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._socket = self._context.socket(zmq.ROUTER)
-        _set_common_options(self._socket)
+        _set_common_options(self._socket, MOST_TO_A_SERVER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if keys is not None:
@@ -190,7 +191,7 @@ class _Dealer:
     def __init__(self, context: zmq.Context, endpoint: str, name: str, keys: Keys | None) -> None:
         self._context = context
         self._socket: Any = context.socket(zmq.DEALER)
-        _set_common_options(self._socket)
+        _set_common_options(self._socket, MOST_TO_A_CLIENT)
         self._socket.setsockopt(zmq.ROUTING_ID, name.encode())
         self._socket.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_MS)
         if keys is not None:

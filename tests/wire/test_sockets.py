@@ -67,6 +67,19 @@ async def test_what_is_sent_together_arrives_one_by_one(server):
     client.close()
 
 
+def test_a_client_takes_longer_messages_than_a_server(monkeypatch):
+    monkeypatch.setattr(sockets, "MOST_TO_A_SERVER", 2**20)
+    server = Server("127.0.0.1")
+    client, (message, _) = Client(server.endpoint, "a"), pack_group(make_group())
+    client.send(REGISTER)
+    assert server.receive(5.0) is not None
+    assert server.send("a", message, bytes(2**21)) and len(client.receive(5.0)[1]) == 2**21
+    client.send(message, bytes(2**21))
+    assert server.receive(0.5) is None
+    client.close()
+    server.close()
+
+
 def test_a_broken_message_does_not_hide_those_beside_it(server):
     client = Client(server.endpoint, "g")
     client.send(REGISTER)
