@@ -135,7 +135,10 @@ def _messages(value: Any) -> tuple[dict[str, str], ...]:
         )
     if (size := sum(len(one["content"]) for one in value)) > LONGEST_REPLY:
         raise EnvironmentFailed(f"an observation of {size:,} characters; the longest is {LONGEST_REPLY:,}")
-    return tuple({"role": one["role"], "content": one["content"]} for one in value)
+    # Half a surrogate pair, as of a file name that is not UTF-8, could be neither sent nor tokenized.
+    return tuple(
+        {"role": one["role"], "content": one["content"].encode(errors="backslashreplace").decode()} for one in value
+    )
 
 
 def _reward(value: Any) -> float | None:

@@ -174,6 +174,8 @@ async def _serve(made: Loaded, host: Host) -> None:
             case "close":
                 if (run := running.get((ask.episode, "run"))) is not None:
                     run.cancel()
+                if ask.episode not in games and (reset := running.get((ask.episode, "reset"))) is not None:
+                    await asyncio.wait({reset})  # which still makes the environment
                 if (close := getattr(games.pop(ask.episode, None), "close", None)) is not None:
                     await call(close)
                 return Answer()

@@ -153,7 +153,7 @@ def _call(block: str) -> ToolCall:
     if isinstance(arguments, str):  # some models write the arguments as JSON in a string
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
         return ToolCall("", {}, 'the "arguments" of a tool call are a JSON object')
@@ -205,9 +205,9 @@ class ToolBox:
         try:
             value = self._tools[call.name](**call.arguments)
             value = await value if inspect.isawaitable(value) else value
+            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except Exception as error:
             return f"error: {describe(error)}"
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def load_tools(specs: list[str]) -> dict[str, Callable[..., Any]]:

@@ -10,6 +10,7 @@ because models find the end of a sequence by the first padding.
 """
 
 import asyncio
+import math
 import os
 import re
 import sys
@@ -118,7 +119,7 @@ class JudgeReward(Reward):
         choices = reply.choices
         text = (choices[0].message.content if choices else None) or ""
         number = number_in(text, self._pattern)
-        if number is None:
+        if number is None or math.isnan(number):
             return failed("no_score", f"the judge's reply has no number: {_end_of(text)}")
         if abs(number) > self._scale:
             above = f"above reward.judge.scale ({self._scale:g})"

@@ -102,7 +102,7 @@ class Teacher:
             sampled = np.array([value for value, _ in some], np.float32)  # NaN for None
             if not (np.isfinite(sampled).all() and np.isfinite(likely).all()):
                 raise ValueError("a log-prob is not finite")
-        except (msgspec.MsgspecError, LookupError, TypeError, ValueError) as error:
+        except (msgspec.MsgspecError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise ServiceError(f"{self.url}: the reply has no log-probs of the request: {error!r}") from error
         metrics.teacher_seconds.observe(time.perf_counter() - asked_s)
         return TeacherLogprobs(sampled, likely[..., 1].astype(np.int32), likely[..., 0].astype(np.float32))

@@ -56,9 +56,27 @@ class Naughty:
                 return "x" * (1 << 21), 0, False
             case "deep":
                 return ["nothing", "a reader knows"], 0, False
+            case "name":
+                return "no \udcff.txt", 0, False
             case "print":
                 print("to stdout, which is no pipe of ours")
         return "fine", 0, False
+
+
+class SlowToMake:
+    """Takes half a second to make, and says how many there are."""
+
+    there = 0
+
+    def __init__(self):
+        SlowToMake.there += 1
+        time.sleep(0.5)
+
+    def close(self):
+        SlowToMake.there -= 1
+
+    def step(self, text):
+        return str(SlowToMake.there), 0, False
 
 
 class NoStep:

@@ -124,6 +124,24 @@ async def test_a_bad_reply_fails_its_episode_by_name_and_the_process_lives_on(tu
     assert await good.step("on") == Reply(messages=said("fine"), reward=0.0)
 
 
+async def test_a_text_with_half_a_pair_is_escaped(bad_and_good):
+    assert (await bad_and_good[0].step("name")).messages == said("no \\udcff.txt")
+
+
+async def test_an_environment_that_is_given_up_while_it_is_made_is_closed():
+    host = hosted("SlowToMake")
+    first, second = host.episode(task()), host.episode(task())
+    beginning = asyncio.ensure_future(first.reset())
+    while not host._processes:
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(0.2)  # it is being made
+    beginning.cancel()
+    await first.close()
+    await second.reset()
+    assert (await second.step("how many?")).messages == said("1")
+    await host.close()
+
+
 async def two_in(host: Hosted):
     """Two episodes that have begun, in one process."""
     episodes = host.episode(task()), host.episode(task())

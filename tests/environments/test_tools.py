@@ -40,6 +40,8 @@ async def test_calls_are_answered_in_order_and_a_turn_without_one_is_the_answer(
     assert "KeyError: 'no such word'" in errors[0] and "missing 1 required" in errors[1]
     assert errors[2] == "error: unknown tool 'fly'; there are calculator, lookup, later"
     assert "this tool call is not JSON" in errors[3]
+    (no_json,) = (await episode.step(call("lookup", word="pair"))).messages
+    assert "TypeError: keys must be str" in no_json["content"]
     assert await episode.step("It is 42.") == Reply(done=True)
     await episode.close()
     await environment.close()
@@ -120,6 +122,7 @@ def test_calls_are_read(text, turn):
         ("[1, 2]", 'a JSON object with "name"'),
         ('{"name": 3}', 'a JSON object with "name"'),
         ('{"name": "search", "arguments": "cats"}', "are a JSON object"),
+        (json.dumps({"name": "search", "arguments": "[" * 100_000}), "are a JSON object"),
     ],
 )
 def test_what_is_no_call_says_why(block, problem):

@@ -85,6 +85,8 @@ async def test_a_pattern_and_a_scale_of_the_user(judge):
     judge.answer = lambda _: chat("grade=A4, score: 1")
     assert (await judged(judge, pattern=r"grade=A(\d)", scale=5.0)).value == 0.8
     assert (await judged(judge, pattern=r"(?<=A)\d", scale=4.0)).value == 1.0
+    judge.answer = lambda _: chat("Score: NaN")
+    assert (await judged(judge, pattern=r"Score: (\S+)")).failure == "no_score"
 
 
 @pytest.mark.parametrize(

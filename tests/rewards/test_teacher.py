@@ -175,6 +175,13 @@ def test_a_reply_that_cannot_be_used_is_a_named_failure(model, reply, failure, d
     assert type(score) is Score
 
 
+def test_a_reply_of_vllm_without_log_probs_is_a_named_failure(model):
+    with TeacherServer(model, "vllm") as server:
+        server.replies = [(200, json.dumps({"choices": [{"prompt_logprobs": [None] * 6}]}))]
+        (score,) = scores(config_of(model, server.url), prompt(), completion([50, 51]))
+    assert score.failure == "teacher" and "the reply has no log-probs of the request" in score.detail
+
+
 def test_a_server_that_restarted_is_asked_again_for_a_prompt_that_failed(model):
     async def twice() -> list[Score]:
         with TeacherServer(model) as server:
