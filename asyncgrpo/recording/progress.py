@@ -209,6 +209,8 @@ class Progress:
     def _on_restart(self, event: Event) -> None:
         self.num_restarts += 1
         self.advice = None
+        if not event["actor"].startswith("generator"):  # the buffer is new, and says again whose rewards are paused
+            self.paused = {}
 
     def _on_fault(self, event: Event) -> None:
         self.num_faults += 1

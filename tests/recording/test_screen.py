@@ -98,6 +98,8 @@ def test_the_page_says_that_rewards_are_paused_and_when_they_are_tried_again():
     text = page([START, paused, again, resumed], now=112.0)
     assert "rewards work again at generator-0, after 11 s" in text
     assert Progress.of([START, paused, again, resumed]).paused == {}
+    assert Progress.of([START, paused, of("restart", actor="buffer", reason="signal 9")]).paused == {}
+    assert Progress.of([START, paused, of("restart", actor="generator-1", reason="signal 9")]).paused != {}
     text = page([START, of("lease_failed", reason="failed", detail="too long", count=10)])
     assert "group failed at generator-0 (failed), 10 so far: too long" in text
 
