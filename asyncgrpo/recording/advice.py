@@ -323,9 +323,10 @@ def _faster_learner(pace: Pace, config: Config, gpus: int | None) -> Advice | No
 def _weights(pace: Pace, config: Config, share: float) -> Advice:
     """Return advice to enlarge batches: a publication costs the same per step, whatever the size of the batch."""
     change = f"buffer.prompts_per_step={2 * config.buffer.prompts_per_step} would halve their share"
+    whose = "the generators' time" if pace.lacks_groups else "a step"
     return Advice(
         bottleneck="weights",
-        sentence=f"publications take {_percent(share)} of a step: {change}",
+        sentence=f"publications take {_percent(share)} of {whose}: {change}",
         evidence=f"{pace.publish_s:.2f} s of {pace.step_s:.2f} s, {_percent(pace.loading)} of the generators' time",
         gain=share / 2,
     )

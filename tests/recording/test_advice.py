@@ -69,6 +69,7 @@ READY = {"under_way": 60, "slots": 144, "max_lag": 2, "lags": {"0": 30, "1": 18}
 WAITS = READY | {"full": 0.2, "seconds": QUICK | {"wait_data": 0.4}}
 NO_SIGNAL = {"wait": 0.01, "full": 0.1, "there": 1, "zero_signal_groups": 6}
 PUBLISHES = {"wait": 0.02, "seconds": {"publish": 4.0, "forward_backward": 4.8}}
+LOADS = {"wait": 0.3, "full": 1.0, "generators": {"weights": 8.0}}
 
 
 def at_most(generators: int) -> dict[str, Any]:
@@ -116,7 +117,7 @@ CALCULATOR, OWN = ({"environment": schema.EnvironmentConfig(name=name)} for name
         (NO_SIGNAL, {}, "signal", None, 1 - 0.25 * 0.99, "would train no group without signal, now 75 %"),
         ({"full": 0.8, "filtered": {"all_equal_low": 24}}, FILTERING, "signal", None, None, ""),
         (PUBLISHES, {}, "weights", "", None, "40 % of a step: buffer.prompts_per_step=16 would halve their share"),
-        ({"wait": 0.3, "full": 1.0, "generators": {"weights": 8.0}}, {}, "weights", "", None, ""),
+        (LOADS, {}, "weights", "", None, "publications take 40 % of the generators' time: buffer.prompts_per_step=16"),
         ({"wait": 0.06, "full": 0.95}, {}, "none", "", 0, "balanced: nothing to gain"),
     ],
 )
