@@ -225,7 +225,7 @@ def _problem_of(result: _FusionResult) -> str:
 
 # -- which code --------------------------------------------------------------------------------------------------------
 
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^([ \t]*)```[ \t]*([\w+#-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
 _NAMES = "python cpp nodejs go java php csharp bash typescript rust lua perl ruby scala julia swift racket"
 _LANGUAGES = {name: name for name in _NAMES.split()} | {
     "py": "python", "python3": "python", "c++": "cpp", "cc": "cpp", "c#": "csharp", "cs": "csharp", "golang": "go",
@@ -235,8 +235,14 @@ _LANGUAGES = {name: name for name in _NAMES.split()} | {
 
 
 def code_of(completion_text: str) -> tuple[str, str]:
-    """The code of a completion, and its language. A block that does not end reaches to the end of the text."""
-    blocks = [(code, _LANGUAGES.get(tag.lower())) for tag, code in _FENCE.findall(completion_text)]
+    """The code of a completion, and its language. A block that does not end reaches to the end of the text.
+
+    A block that is indented, as in a list, has code that is.
+    """
+    blocks = [
+        (re.sub(f"^{indent}", "", code, flags=re.MULTILINE), _LANGUAGES.get(tag.lower()))
+        for indent, tag, code in _FENCE.findall(completion_text)
+    ]
     if named := [(code, language) for code, language in blocks if language is not None]:
         return named[-1]
     return (blocks[-1][0] if blocks else completion_text), "python"
@@ -279,16 +285,19 @@ from math import *
 from typing import *
 """
 """Imports that code written for a judge of functions expects."""
+_FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
+"""Imports that stand before all others."""
 
 
 def returns(function: str, arguments: list[Any], values: list[Any]) -> Test:
     """A Python function, or a method of `class Solution`, returns one of these values for these arguments."""
     mark = secrets.token_hex(8)
+    plain = "lambda one: one.tolist() if hasattr(one, 'tolist') else list(one)"  # of numpy; a set
     end = (
         "import json as _json, os as _os\n"
         f"_call = globals().get({function!r}) or getattr(globals()['Solution'](), {function!r})\n"
         f"_value = _call(*_json.loads({json.dumps(arguments)!r}))\n"
-        f"_os.write(1, ('\\n{mark}' + _json.dumps(_value, default=list) + '\\n').encode())\n"
+        f"_os.write(1, ('\\n{mark}' + _json.dumps(_value, default={plain}) + '\\n').encode())\n"
     )
 
     def has_passed(stdout: str) -> bool:
@@ -298,7 +307,10 @@ def returns(function: str, arguments: list[Any], values: list[Any]) -> Test:
         except (ValueError, RecursionError):  # a program printed it, as deep as it liked
             return False
 
-    return Test("", lambda code: f"{_PRELUDE}\n{code}\n\n{end}", has_passed)
+    def program(code: str) -> str:
+        return "".join([*_FUTURE.findall(code), _PRELUDE, "\n", _FUTURE.sub("", code), "\n\n", end])
+
+    return Test("", program, has_passed)
 
 
 def _lines(text: str) -> list[str]:

@@ -38,7 +38,7 @@ async def score(does, ground_truth, text="code", **settings) -> tuple[Score, lis
         ("```python\nprint(1)\n```\nIt prints\n```\n1\n```", ("print(1)\n", "python")),
         ("```python\nprint(1)", ("print(1)", "python")),
         ("```c++\nint main() {}\n```", ("int main() {}\n", "cpp")),
-        ("1. First\n   ```js\n   f()\n   ```", ("   f()\n", "nodejs")),
+        ("1. First\n   ```js\n   if (1)\n     f()\n   ```", ("if (1)\n  f()\n", "nodejs")),
         ("```output\n1\n```", ("1\n", "python")),
         ("", ("", "python")),
     ],

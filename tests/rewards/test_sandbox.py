@@ -50,7 +50,13 @@ PROGRAMS = [
     (SQUARES, GOOD, 1.0),
     (SQUARES, "from __future__ import annotations\nimport numpy as np\nprint(np.int64(input()) ** 2)\nexit()", 1.0),
     (SQUARES, "import multiprocessing as m\nwith m.Pool(2) as pool: print(pool.map(abs, [4, 9])[-2])", 0.5),
+    (SQUARES, "1. So:\n   ```python\n   n = int(input())\n   if n:\n       print(n * n)\n   ```", 1.0),
     (FUNCTION, METHOD, 1.0),
+    (
+        FUNCTION,
+        f"from __future__ import annotations\nimport numpy as np\n\n{METHOD.replace('[x + n', '[np.int64(x + n)')}",
+        1.0,
+    ),
     (FUNCTION, "def add(xs, n):\n    print('hello')\n    return tuple(x + n for x in xs)", 1.0),
     (["assert f(2) == 4", "assert f(3) == 9"], "def f(x):\n    return 4", 0.5),
     (["assert f(2) == 4"], "import sys\nsys.modules['os'] = sys\nf = lambda x: 4", 0.0),
