@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 
 import aiohttp
@@ -160,7 +161,7 @@ def text_field_at(url: str) -> str | None:
     try:
         with opener.open(f"{url.rstrip('/')}/schema", timeout=CHECK_S) as reply:
             fields = dict(json.loads(reply.read(_LARGEST))["action"]["properties"])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise ConfigError(
             f"environment.name: no OpenEnv server replies at {url}: {error}; start it before the run"
         ) from error

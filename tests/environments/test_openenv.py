@@ -15,7 +15,7 @@ from aiohttp import web
 from asyncgrpo.config.schema import EnvironmentConfig
 from asyncgrpo.environments.base import EnvironmentFailed, Reply, task_of
 from asyncgrpo.environments.build import build_environment
-from asyncgrpo.environments.openenv import OpenEnv
+from asyncgrpo.environments.openenv import OpenEnv, text_field_at
 from asyncgrpo.errors import ConfigError
 from tests.environments.test_environments import said
 from tests.rewards.conftest import prompt
@@ -158,3 +158,14 @@ async def test_a_server_that_goes_away_fails_its_episodes_by_name():
         await OpenEnv(environment.url, timeout_s=1.0, text_field="text").episode(TASK).reset()
     with pytest.raises(ConfigError, match=r"environment.name: http://127.0.0.1.* cannot be reached .*start the"):
         build_environment(EnvironmentConfig(name=f"openenv:{environment.url}"))
+
+
+async def test_a_server_that_speaks_no_http_is_refused_in_a_sentence():
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"no OpenEnv server replies at .*SSH"):
+            await asyncio.to_thread(text_field_at, url)
