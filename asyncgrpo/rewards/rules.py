@@ -128,10 +128,13 @@ def _last_line(text: str) -> str:
 
 
 def normalise(text: str) -> str:
-    """Normalise to lower case, composed characters, no punctuation, no English articles and single spaces."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    text = "".join(" " if unicodedata.category(character)[0] in "PC" else character for character in text)
-    return " ".join(word for word in text.split() if word not in ("a", "an", "the"))
+    """Normalise to lower case, composed characters, no punctuation, no English articles and single spaces.
+
+    The minus of a number stays. A text of nothing but articles or punctuation keeps them, such as the answer A.
+    """
+    text = re.sub(r"(?<!\w)-(?=\d)", "\N{MINUS SIGN}", unicodedata.normalize("NFKC", text).casefold())
+    words = "".join(" " if unicodedata.category(character)[0] in "PC" else character for character in text).split()
+    return " ".join(word for word in words if word not in ("a", "an", "the")) or " ".join(words) or text.strip()
 
 
 # -- the shape of a completion -----------------------------------------------------------------------------------------
