@@ -44,7 +44,7 @@ _HASH = re.compile(
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 _ANSWER_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _CHINESE = re.compile(r"[\u2e80-\u9fff\uf900-\ufaff\uff00-\uffef]+")
-_FULL_WIDTH = str.maketrans("０１２３４５６７８９％＋－−＝／．（）", "0123456789%+--=/.()")
+_SPELT = str.maketrans("０１２３４５６７８９％＋－−＝／．（）", "0123456789%+--=/.()") | {ord("°"): r"^\circ"}
 _SPACE = r"(?:\s|\\[ ,;:!])+"
 _THOUSANDS = re.compile(rf"(?<=\d){_SPACE}(?=\d{{3}}(?!\d))")
 _MIXED = re.compile(rf"(?<=\d){_SPACE}(\d+)/(\d+)(?!\d)")
@@ -169,8 +169,11 @@ def _tidy(text: str) -> str:
 
 
 def _spaced(text: str) -> str:
-    """Replace Chinese characters and stops by spaces, so that the numbers between them are words of their own."""
-    return _CHINESE.sub(" ", text.translate(_FULL_WIDTH).replace("答案", " answer "))
+    """Replace Chinese characters and stops by spaces, so that the numbers between them are words of their own.
+
+    Full-width characters and degrees are spelt as math-verify reads them.
+    """
+    return _CHINESE.sub(" ", text.translate(_SPELT).replace("答案", " answer "))
 
 
 # -- reasoning-gym -----------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ RIGHT = [
     ("In total 1,234 people.", "1234"),
     (r"\boxed{42 \text{ apples}}", "42"),
     (r"\boxed{5\text{ cm}^2}", "5"),
+    (r"\boxed{x = 45°}", "45"),
+    (r"\boxed{90}", "90°"),
     ("She pays $42.", "42"),
     (r"\boxed{−3}", "-3"),
     ("所以最终答案为：42个苹果，谢谢！", "42"),
