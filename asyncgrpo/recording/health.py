@@ -149,9 +149,9 @@ def _no_step(view: View, limit_s: float) -> Finding | None:
     late_s = max(limit_s, STARTING_S) if usual_s is None else max(limit_s, 3 * usual_s)
     if view.now - since <= late_s:
         return None
-    stall = next(view.newest("stall"), None)
+    last = next(view.newest("stall", "step", "start"), {"event": ""})
     usual = f", where one takes {usual_s:.1f} s" if usual_s is not None else ""
-    what = f"; the learner waits for {stall['what']}" if stall is not None else ""
+    what = f"; the learner waits for {last['what']}" if last["event"] == "stall" else ""
     return Finding(f"no optimizer step for {view.now - since:.0f} s{usual}{what}", since)
 
 

@@ -186,6 +186,7 @@ COMMAND = {"event": "command", "time": 5000.0, "by": "person", "command": "resum
     [
         ([RESTART] * 4, 1210.0, "generator-1 was restarted 4 times in 30 minutes (signal 9)"),
         ([STALL], 1300.0, "no optimizer step for 100 s, where one takes 10.0 s; the learner waits for batch"),
+        ([STALL, step(30)], 1400.0, "no optimizer step for 100 s, where one takes 10.0 s; tuning"),  # nor a wait since
         ([GOOD, BAD], None, "without generator-1"),
         ([PAUSED], None, "every reward call fails at generator-0: OSError: no"),
         (FAILING, None, "25% of the completions have no score: crash 20, timeout 60"),
