@@ -252,7 +252,9 @@ class _EnvironmentPlay(Play[TurnSampler]):
         reason: FinishReason = "abort"
         try:
             reply = await self._unless_aborted(episode.reset())
-            if reply is not None and self._observe(reply.messages):
+            if reply is not None:
+                if not self._observe(reply.messages):
+                    raise EnvironmentFailed("its first observation leaves no room for a turn in sampling.max_tokens")
                 reason = await self._play(episode)
         except (EnvironmentFailed, DataError) as error:  # DataError: the chat template
             failure = str(error)

@@ -68,6 +68,7 @@ class Echo:
     def __init__(self, turns: int = 2, *, fails_at: int | None = None, hangs_at: int | None = None) -> None:
         self.turns, self.fails_at, self.hangs_at = turns, fails_at, hangs_at
         self.scores, self.about = True, "echo"
+        self.opening: tuple[dict[str, str], ...] = ()
         self.tasks, self.closed = [], 0
 
     def episode(self, task):
@@ -83,7 +84,7 @@ class EchoEpisode:
         self.of, self.heard = of, []
 
     async def reset(self) -> Reply:
-        return await self._reply(0, Reply())
+        return await self._reply(0, Reply(messages=self.of.opening))
 
     async def step(self, text: str) -> Reply:
         self.heard.append(text)
@@ -107,7 +108,7 @@ def decode(token_ids: Sequence[int]) -> str:
 
 
 def say(messages, last) -> tuple[int, ...]:
-    assert last == END
+    assert last in (END, None)
     return tuple(ord(c) for m in messages for c in m["content"])
 
 
@@ -158,6 +159,14 @@ async def test_an_environment_that_fails_is_a_failure_by_name_of_its_completion(
     (one,) = await play(Scripted("a", "b", "c"), Echo(turns=3, fails_at=call))
     assert isinstance(one, Played) and one.score == Score(failure="environment", detail="it broke")
     assert all_of(one) == sampled and one.finish_reason == "abort"
+
+
+async def test_a_first_observation_without_room_is_a_failure_by_name():
+    environment = Echo()
+    environment.opening = ({"role": "user", "content": "0123456789"},)
+    (one,) = await play(Scripted("a"), environment, max_tokens=10)
+    assert isinstance(one, Played) and one.score is not None and one.score.failure == "environment"
+    assert "no room for a turn in sampling.max_tokens" in one.score.detail and all_of(one) == ""
 
 
 async def test_all_completions_of_a_prompt_meet_the_same_task():
