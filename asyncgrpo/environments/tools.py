@@ -220,6 +220,8 @@ def load_tools(specs: list[str]) -> dict[str, Callable[..., Any]]:
                 f"environment.tools: {spec} is not a tool; there are {', '.join(BUILTIN_TOOLS)}, and FILE.py:FUNCTION"
             )
         function = BUILTIN_TOOLS.get(spec) or find_in(run_file(path, "tools"), path, name, "function")
+        if not hasattr(function, "__name__"):
+            raise RewardError(f"{path}: {name} is a {type(function).__name__}, and a tool is a function")
         if function.__name__ in tools:
             raise RewardError(f"environment.tools names {function.__name__} twice")
         tools[function.__name__] = function

@@ -1,5 +1,7 @@
 """Tools as users write them."""
 
+import functools
+
 
 def lookup(word: str, times: int = 1) -> dict:
     """Look a word up.
@@ -24,3 +26,6 @@ async def later(word: str) -> str:
 
 def bare(word):
     return word
+
+
+twice = functools.partial(lookup, times=2)

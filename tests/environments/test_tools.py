@@ -77,6 +77,7 @@ def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path):
         (("hammer.py",), "hammer.py is not a tool; there are calculator, and FILE.py:FUNCTION"),
         ((f"{TOOLS}:missing",), "my_tools.py has no function missing"),
         (("calculator", "calculator"), "names calculator twice"),
+        ((f"{TOOLS}:twice",), "my_tools.py: twice is a partial, and a tool is a function"),
     ],
 )
 def test_what_is_no_tool_is_said_in_a_sentence(tools, why):
