@@ -135,7 +135,7 @@ def open_tensors(folder: Path) -> dict[str, Any]:
         WeightsError: the safetensors files are missing or cannot be opened.
     """
     try:
-        if (folder / INDEX).is_file():
+        if (folder / INDEX).is_file() and not (folder / SINGLE).is_file():  # as transformers does
             names: dict[str, str] = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         else:
             with safe_open(folder / SINGLE, framework="pt") as file:

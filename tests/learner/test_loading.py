@@ -1,5 +1,6 @@
 """Every rank reads the rows that it keeps, and holds bitwise what transformers would have loaded."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -152,6 +153,16 @@ def test_files_of_another_kind_are_loaded_whole_and_it_is_said(tmp_path, caplog,
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
     (said,) = [record.getMessage() for record in caplog.records if record.name == learner_model.__name__]
     assert said.startswith(f"model.path ({path}): every rank loads the full model, because") and reason in said
+
+
+def test_a_single_file_is_read_rather_than_the_shards_of_an_index(folder, tmp_path, monkeypatch):
+    """As transformers does. A folder has both if a model was saved into it twice."""
+    path = make_tiny_qwen3(tmp_path / "model")
+    stored = load_file(path / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in stored.items()}, path / "model-00001-of-00001.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(stored, "model-00001-of-00001.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_same(path, "full", 1, monkeypatch)
 
 
 def test_a_hub_id_is_downloaded_without_what_is_not_read(folder, monkeypatch):
