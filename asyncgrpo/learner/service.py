@@ -326,13 +326,14 @@ class LearnerService:
             final = str(self.run_dir / "final")
             self.team.broadcast(RankCommand(what="export", folder=final))
             self.learner.export(final, self.config.model.path)
-        self.team.broadcast(RankCommand(what="end"))
         if status != "failed":
             deadline = time.monotonic() + LAST_PUBLICATION_S
             while not self.publisher.is_idle and time.monotonic() < deadline:
                 time.sleep(0.01)
             with suppress(WeightsError):  # the run is over
                 self._record_publications()
+        self.team.broadcast(RankCommand(what="end"))  # not before, because these ranks send weights
+        if status != "failed":
             self.recorder.end(status, self.step)
         self.learner.snapshot.close()
         self.recorder.close()

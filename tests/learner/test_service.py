@@ -168,6 +168,22 @@ def test_a_run_that_is_to_end_has_a_checkpoint_of_its_last_step(tmp_path: Path, 
     assert not (tmp_path / "final").exists()
 
 
+def test_other_ranks_are_there_until_the_last_weights_have_landed(tmp_path: Path):
+    """They send a part of them."""
+    told: list[str] = []
+
+    class Landing(Publisher):
+        @property
+        def is_idle(self) -> bool:
+            told.append("landing" if "landing" not in told else "landed")
+            return told[-1] == "landed"
+
+    running = service(tmp_path, Inbox(), Landing(), last_step=STEPS)
+    running.team = SimpleNamespace(world=1, broadcast=lambda command: told.append(command.what))  # type: ignore[assignment]
+    assert running.run() == "done"
+    assert told[-3:] == ["landing", "landed", "end"]
+
+
 def test_weights_that_found_no_free_arena_are_offered_again_while_the_learner_waits(tmp_path: Path):
     publisher = Publisher()
 
