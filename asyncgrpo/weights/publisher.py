@@ -572,7 +572,8 @@ class Publisher:
     def _find_losses(self, name: str, member: Member, heartbeat: Alive) -> None:
         """Offer weights again if a broken connection lost the offer or the reply."""
         place, before_s = member.place, member.heard_s - liveness.SUSPECT_S
-        if heartbeat.is_idle and member.offered is not None and member.offered_s < before_s:
+        has_swapped = any(each is member for _, each, _ in self._early)
+        if heartbeat.is_idle and member.offered is not None and member.offered_s < before_s and not has_swapped:
             log.warning("weights %s are offered to %s again: a message was lost", member.offered, name)
             self._release(name, place)
             member.offered, member.is_late = None, False

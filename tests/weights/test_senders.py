@@ -3,6 +3,7 @@
 import math
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
@@ -258,6 +259,19 @@ def test_an_engine_may_swap_before_the_digests_of_all_ranks_are_known(ranks):
     wait_until(lambda: ranks.publisher.is_idle, "rest")
     (report,) = ranks.publisher.reports()
     assert report.generators == ("h",) and report.digest == add_digests([digest.digest(ranks.truth[version])])
+
+
+def test_an_engine_that_swapped_early_does_not_load_again_while_a_digest_is_awaited(ranks, monkeypatch):
+    monkeypatch.setattr(liveness, "SUSPECT_S", 1.0)
+    near, goes_on = ranks.add("h"), threading.Event()
+    loads, apply = [], near.apply
+    near.apply = lambda tensors, version: loads.append(version) or apply(tensors, version)
+    version = ranks.publish(0, late=lambda sender: sender == 1 and not goes_on.is_set())
+    wait_until(lambda: ranks.publisher._early, "the report of its swap")
+    time.sleep(2 * liveness.SUSPECT_S)
+    goes_on.set()
+    wait_until(lambda: ranks.publisher.is_idle, "rest")
+    assert loads == [version]
 
 
 @needs_namespaces
