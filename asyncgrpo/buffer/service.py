@@ -184,7 +184,8 @@ class BufferService:
         except DataError as error:
             self._failure = error
             self._drain(str(error), is_failure=True)
-        if self._finished:
+        if self._finished:  # after the last message, which may be a group
+            self._journal.close()
             for session in self._sessions.values():
                 self._server.send(session.peer, Shutdown())
 
@@ -317,7 +318,6 @@ class BufferService:
                     self._lose(name, reason, now_s)
             case Finished():
                 self._finished = True
-                self._journal.close()
 
     def _drain(self, reason: str, *, is_failure: bool) -> None:
         log.info("draining: %s", reason)

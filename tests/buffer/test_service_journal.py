@@ -1,6 +1,8 @@
 """The buffer's process says what the journal lets it say: no word too early, none lost, none twice."""
 
 import math
+from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -11,8 +13,10 @@ from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import (
     Ack,
     Batch,
+    Finished,
     Grant,
     Serving,
+    Shutdown,
     Snapshot,
     Take,
     TakeSnapshot,
@@ -76,3 +80,16 @@ def test_while_the_disk_is_full_nothing_is_acknowledged_leased_or_handed_over_an
     process.hear("learner", Trained(version=v(1)))
     process.hear("g", Serving(generator_id="g", version=v(1)))
     assert len(of(Grant, process.lines.sent)) == 2
+
+
+def test_a_group_that_arrives_with_the_end_of_the_learner_is_kept_and_its_generator_is_shut_down(
+    tmp_path: Path, monkeypatch
+):
+    process = Process(tmp_path / "j")
+    unread = deque([("learner", encode(Finished())), ("g", encode(deliver(process.leases[0], 0), PAYLOAD))])
+    lines = process.lines
+    monkeypatch.setattr(lines, "receive", lambda timeout_s: unread.popleft() if unread else None, raising=False)
+    monkeypatch.setattr(lines, "together", nullcontext, raising=False)
+    process.service.run()
+    assert len(of(Shutdown, lines.sent)) == 1
+    assert [found for found in read_history(tmp_path / "j").found if isinstance(found.record, Delivered)]
