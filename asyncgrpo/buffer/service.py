@@ -590,7 +590,9 @@ class BufferService:
             if self._buffer.exhausted and not self._evaluations.in_flight:
                 why = "exhausted"
         if why is not None:
-            self._reply(NoMore(why=why, counters=counters(self._buffer), evals=self._evaluations.take_finished()), ())
+            version = self._take.version if self._take is not None else None
+            evals = self._evaluations.take_finished()
+            self._reply(NoMore(why=why, version=version, counters=counters(self._buffer), evals=evals), ())
         elif now_s - self._waiting_sent_s >= liveness.WAITING_EVERY_S:
             self._waiting_sent_s = now_s
             what, hopeless = self._describe_wait(now_s), self._rewards.fatal_reason

@@ -195,7 +195,7 @@ class Inbox:
                 if received is not None:
                     heard = now
                     message, payload = received
-                    if isinstance(message, Batch) and message.version != getattr(request, "version", None):
+                    if isinstance(message, Batch | NoMore) and message.version != getattr(request, "version", None):
                         continue  # an earlier reply that was repeated, but not lost
                     for result in getattr(message, "evals", ()):
                         if result.step not in self._evaluated:

@@ -347,6 +347,8 @@ class NoMore(Message):
     max_header_bytes: ClassVar[int] = 2**24
 
     why: Literal["exhausted", "draining", "failing"]
+    version: PolicyVersion | None = None
+    """Of the request; None: it was `LastEvals`."""
     counters: dict[str, float] = msgspec.field(default_factory=dict)
     evals: tuple[EvalResult, ...] = ()
 

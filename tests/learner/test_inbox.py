@@ -6,7 +6,7 @@ from asyncgrpo.errors import RewardError, StalledError, WireError
 from asyncgrpo.learner.ranks import Inbox
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire import Message
-from asyncgrpo.wire.rollouts import Batch, EvalResult, NoMore, Snapshot, Take, TakeSnapshot, Waiting
+from asyncgrpo.wire.rollouts import Batch, EvalResult, LastEvals, NoMore, Snapshot, Take, TakeSnapshot, Waiting
 
 AT = PolicyVersion(1, 3)
 RESULT = EvalResult(
@@ -78,6 +78,26 @@ def test_a_lost_reply_is_asked_for_again_and_a_second_one_is_not_taken_for_the_n
     assert results == [RESULT], "what was evaluated is told once"
 
 
+class Exhausted(Lossy):
+    """A buffer without prompts."""
+
+    def reply(self, request: Message) -> Message:
+        if isinstance(request, LastEvals):
+            return NoMore(why="exhausted", evals=(RESULT,))
+        assert isinstance(request, Take)
+        return NoMore(why="exhausted", version=request.version)
+
+
+def test_a_second_word_that_the_prompts_are_exhausted_does_not_end_the_wait_for_the_last_evaluation():
+    line, results = Exhausted(), []
+    inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
+    inbox.on_eval = results.append
+    inbox.take(AT, {})
+    inbox.request_eval(3)
+    inbox.last_evals()
+    assert results == [RESULT]
+
+
 def test_a_lost_snapshot_is_asked_for_again_and_a_second_one_is_not_taken_for_the_next():
     line = Lossy()
     inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
@@ -119,7 +139,7 @@ def test_a_pause_may_last_as_long_as_a_person_wants():
 
 
 def test_a_batch_and_an_evaluation_that_come_while_a_snapshot_is_awaited_are_not_lost():
-    nothing = NoMore(why="draining", evals=(RESULT,))
+    nothing = NoMore(why="draining", version=AT, evals=(RESULT,))
     line, results = Line([Waiting(what="groups", evals=(RESULT,)), nothing, Snapshot(state={"done": 3})]), []
     inbox = Inbox(line, 1000.0, lambda: line.now_s / 10)  # type: ignore[arg-type]
     inbox.on_eval = results.append
