@@ -139,13 +139,14 @@ class Core:
             AsyncGRPOError: training failed for good.
         """
         done = [rank for rank, reference in enumerate(self._training) if has_ended(reference)]
+        statuses = []
         try:
-            statuses = [str(result(self._training[rank], f"learner-{rank}")) for rank in done]
+            statuses += [str(result(self._training[rank], f"learner-{rank}")) for rank in done]
         except ProcessLost as loss:
             if not loss.is_error:
                 raise
-            loss = self._cause()
-            raise loss from loss.__cause__
+        if len(statuses) < len(done):
+            raise self._cause()
         if len(done) == len(self._training):
             return statuses[0]
         if has_ended(self._serving):
