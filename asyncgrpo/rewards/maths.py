@@ -173,7 +173,7 @@ def _spaced(text: str) -> str:
 
     Full-width characters and degrees are spelt as math-verify reads them.
     """
-    return _CHINESE.sub(" ", text.translate(_SPELT).replace("答案", " answer "))
+    return _CHINESE.sub(" ", text.replace("^°", "°").translate(_SPELT).replace("答案", " answer "))
 
 
 # -- reasoning-gym -----------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ RIGHT = [
     (r"\boxed{42 \text{ apples}}", "42"),
     (r"\boxed{5\text{ cm}^2}", "5"),
     (r"\boxed{x = 45°}", "45"),
+    (r"\boxed{90^°}", "90"),
     (r"\boxed{90}", "90°"),
     ("She pays $42.", "42"),
     (r"\boxed{−3}", "-3"),
