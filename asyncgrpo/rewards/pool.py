@@ -209,7 +209,7 @@ class PoolReward(Reward):
                 await asyncio.wait({reply}, timeout=_GRACE_S)
             if not reply.done():
                 await guest.kill(with_stack=True)
-                detail = f"no score after {self._timeout_s:g} s; the log of this process shows where it was"
+                detail = f"no score after {self._timeout_s:g} s; the log of its process shows where it was"
                 return _all_failed(call, "timeout", detail, begun_s)
             scores = msgspec.msgpack.decode(reply.result(), type=list[Score])
             is_usable = True
