@@ -115,8 +115,8 @@ class BufferService:
         self._asked_s = self._held_back_s = 0.0  # time of that request, and how long the bound then made it wait
         self._may_take = False  # True if anything changed since `Buffer.take` last returned None
         self._batch: list[GroupEntry] | None = None  # taken, but not in the journal yet
-        # Version of the learner's last request (None: `LastEvals`), its reply and the groups in it, until it has trained them.
-        self._replied: tuple[PolicyVersion | None, Batch | NoMore, Sequence[GroupEntry]] | None = None
+        # The reply to the learner's last request and the groups in it, until the learner has trained them.
+        self._replied: tuple[Batch | NoMore, Sequence[GroupEntry]] | None = None
         self._waiting_sent_s = 0.0
         self._filtered_before = 0  # groups filtered up to the last batch
         self._last_evals = False
@@ -283,7 +283,7 @@ class BufferService:
                 if name in self._sessions:
                     self._rewards.failed(message)
             # Not compared as a whole: a NaN share differs from itself.
-            case Take() | LastEvals() if self._replied is not None and _version_of(message) == self._replied[0]:
+            case Take() | LastEvals() if self._replied is not None and _version_of(message) == self._replied[0].version:
                 log.info("the learner has not received the reply to its request, which is repeated")
                 self._send_reply(peer)
             case Take():
@@ -590,8 +590,7 @@ class BufferService:
             if self._buffer.exhausted and not self._evaluations.in_flight:
                 why = "exhausted"
         if why is not None:
-            version = self._take.version if self._take is not None else None
-            evals = self._evaluations.take_finished()
+            version, evals = _version_of(self._take), self._evaluations.take_finished()
             self._reply(NoMore(why=why, version=version, counters=counters(self._buffer), evals=evals), ())
         elif now_s - self._waiting_sent_s >= liveness.WAITING_EVERY_S:
             self._waiting_sent_s = now_s
@@ -615,13 +614,13 @@ class BufferService:
     def _reply(self, message: Batch | NoMore, entries: Sequence[GroupEntry]) -> None:
         """Reply to the request of the learner, and keep the reply in case it is lost."""
         assert self._learner is not None
-        self._replied = None if self._take is None else self._take.version, message, entries
+        self._replied = message, entries
         self._take, self._batch, self._last_evals = None, None, False
         self._send_reply(self._learner)
 
     def _send_reply(self, peer: str) -> None:
         assert self._replied is not None
-        _, message, entries = self._replied
+        message, entries = self._replied
         self._server.send(peer, message, b"".join(entry.payload for entry in entries))
 
     def _send_snapshot(self, now_s: float) -> None:
@@ -704,7 +703,8 @@ class BufferService:
             self._emit("lease_failed", actor=generator, reason=reason, detail=detail, count=count)
 
 
-def _version_of(request: Take | LastEvals) -> PolicyVersion | None:
+def _version_of(request: Take | LastEvals | None) -> PolicyVersion | None:
+    """Return the version by which a reply names its request; None: of `LastEvals`."""
     return request.version if isinstance(request, Take) else None
 
 
