@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,6 +83,8 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Ray would warn at every start that it requires a token.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    # With Ray's own handler, SIGTERM would wait until Ray has started, and end with the wrong exit code.
+    ray._private.utils.set_sigterm_handler = lambda handler: None
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
     try:
         if address is not None:
@@ -92,6 +95,8 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
             if is_loopback(bind):
                 _keep_on_loopback()
             _start_only_what_is_used()
+            # A signal to the process group of this command, as from `timeout`, is for the driver alone.
+            ray._private.services.ConsolePopen = partial(subprocess.Popen, process_group=0)
             _require_token()
             folder = str(scratch.folder())  # which a later start removes if this process is killed
             with _warned_if_late(folder):

@@ -53,6 +53,7 @@ with ray_session(None, True):
     titles = {word for p in processes for word in told(p.cmdline)[:1] if word.startswith("ray::")}
     assert titles == {"ray::DashboardAgent", "ray::IDLE", "ray::RuntimeEnvAgent"}, titles  # no monitors, no dashboard
     print(ask(), ask(("authorization", "Bearer " + "x" * 64)), ask(("authorization", "Bearer " + token.read_text())))
+    assert {os.getpgid(p.pid) for p in processes[1:]}.isdisjoint({os.getpgid(0)}), "a signal to our group would end Ray, too"
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(9)
 """
@@ -65,7 +66,7 @@ def test_a_request_without_the_token_is_refused_and_sigterm_ends_the_session_wit
     for own in ("RAY_AUTH_TOKEN", "RES_OPTIONS"):
         environment.pop(own, None)
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, "SIGTERM received" in done.stderr) == (signal.SIGTERM, False), done.stderr
+    assert (done.returncode, "SIGTERM received" in done.stderr) == (-signal.SIGTERM, False), done.stderr
     assert done.stdout.split() == ["UNAUTHENTICATED", "UNAUTHENTICATED", "True"]
 
 
