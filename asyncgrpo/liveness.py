@@ -2,7 +2,7 @@
 
     process ────── 1 s ──▶ driver        cluster.silent_timeout_s: replaced; 5 s if buffer or learner have lost it, too
     generator ──── 1 s ──▶ buffer        2 s: no lease; 5 s: others take over its leases; 60 s: its session ends
-    receiver ─── 0.5 s ──▶ publisher     5 s: left out of publications; 20 s: the buffer frees its leases
+    receiver ─── 0.5 s ──▶ publisher     5 s: left out of publications
     buffer ─────── 1 s ──▶ rank 0        15 s: rank 0 repeats its request; 60 s: the learner ends
     rank 0 ────── 30 s ──▶ other ranks   cluster.stall_timeout_s and 60 s more: the learner ends
 
@@ -32,11 +32,9 @@ QUIET_S = 2 * HEARTBEAT_S
 SUSPECT_S = 5 * HEARTBEAT_S
 """Silence after which the publisher drops a receiver, the buffer reassigns a generator's leases, and the driver drops a
 generator that buffer or learner have lost, too."""
-LOST_S = 4 * SUSPECT_S
-"""Silence of a receiver after which the buffer frees its generator's leases. An engine may hold the GIL for seconds."""
-SOCKET_TIMEOUT_MS = int(1000 * LOST_S)
+SOCKET_TIMEOUT_MS = int(4000 * SUSPECT_S)
 """Time without an answer to ZeroMQ's pings after which a connection is closed, milliseconds."""
-SESSION_S = 3 * LOST_S
+SESSION_S = 12 * SUSPECT_S
 """Silence after which the buffer ends a generator's session."""
 BUFFER_TIMEOUT_S = SESSION_S
 """Silence after which rank 0 gives up the buffer."""

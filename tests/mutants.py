@@ -142,8 +142,8 @@ an engine may keep its old weights
     member.loaded != loaded and -> False and
     weights/test_publication.py::test_an_engine_that_keeps_its_old_weights_is_found_out
 whoever is left out is not named
-    weights.publisher:Publisher._report_lost
-    self.on_left_out(name, member.incarnation, why) -> pass
+    weights.publisher:Publisher._drop
+    self._missing[name] = member -> pass
     weights/test_publication.py::test_a_generator_that_is_gone_is_left_out_and_named
 an arena is written while a generator reads it
     weights.publisher:Publisher._free_slot

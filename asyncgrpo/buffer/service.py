@@ -312,10 +312,10 @@ class BufferService:
                 self._learner, self._last_evals, self._buffer.draining = peer, True, True
             case Drain(reason=reason, is_failure=is_failure):
                 self._drain(reason, is_failure=is_failure)
-            case GeneratorLost(generator_id=name, incarnation=incarnation, reason=reason):
+            case GeneratorLost(generator_id=name, incarnation=incarnation):
                 session = self._sessions.get(name)
                 if session is not None and incarnation in ("", session.incarnation):
-                    self._lose(name, reason, now_s)
+                    self._lose(name, "its process ended", now_s)
             case Finished():
                 self._finished = True
 

@@ -570,10 +570,6 @@ class LearnerActor:
 
         config, setup = self._setup.config, self._setup
         assert self._publisher is not None, "start comes first"
-        notices = Client(buffer_endpoint, "publisher", setup.keys)  # the thread of the publisher uses it
-        self._publisher.on_left_out = lambda name, incarnation, why: notices.send(
-            GeneratorLost(generator_id=name, incarnation=incarnation, reason=why)
-        )
         check = SyncCheck(learner.check.sequences, GapLimit(config.model.dtype))
         snapshot = learner.snapshot
         self._publisher.start(learner.layout(), check, snapshot.streams, is_whole=snapshot.is_whole)

@@ -180,8 +180,6 @@ class Member:
     """Digest of the weights that its engine loaded last."""
     before: tuple[str, str] = "", ""
     """`loaded` and checksum at its last swap."""
-    is_reported: bool = False
-    """True if buffer and driver know that it is dropped."""
     failures: int = 0
     """Consecutive loads that failed or had the wrong checksum."""
 

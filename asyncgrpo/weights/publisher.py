@@ -61,7 +61,6 @@ ATTEMPTS = 3
 POLL_S = 0.2
 POLL_WHILE_SENDING_S = 0.02
 POLL_WHILE_WRITING_S = 0.005
-NOT_CONNECTED = "it is no longer connected"
 COMPARING, HASHING = "(deltas)", "(digest)"
 """Readers of an arena beside the generators: the thread that makes a delta, and the digest."""
 
@@ -115,8 +114,6 @@ class Publisher:
         self._wake: Client | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weights-publisher", daemon=True)
-        self.on_left_out: Callable[[str, str, str], None] = lambda name, incarnation, why: None
-        """Called in this thread for each lost generator: name, incarnation, reason."""
         self.endpoint = self._server.endpoint
 
     # -- what the learner's loop calls ---------------------------------------------------------------------------------
@@ -320,7 +317,7 @@ class Publisher:
         if (missing := self._missing.get(name)) is not None and missing.peer == peer:  # it is back
             del self._missing[name]
             self._members[name] = missing
-            missing.place, missing.is_reported = self._place(missing.machine), False
+            missing.place = self._place(missing.machine)
         member = self._members.get(name)
         if member is None or member.peer != peer:
             return
@@ -416,8 +413,7 @@ class Publisher:
             version, digest = state
             offer = Offer(version=version, digest=digest, file=slot.file, slot=slot.number, writes=slot.writes)
             if not self._server.send(member.peer, offer):
-                self._drop(name, NOT_CONNECTED)
-                self._report_lost(name, member, NOT_CONNECTED)
+                self._drop(name, "it is no longer connected")
 
     def _broadcast_newest(self) -> None:
         """Broadcast to other machines: all weights to those that need them, else deltas."""
@@ -665,10 +661,6 @@ class Publisher:
                 log.warning("%s is dropped from publications: %s", name, why)
                 self._stop_waiting(name)
                 self._release(name, member.place)
-                self._report_lost(name, member, why)
-        for name, member in self._missing.items():
-            if now_s - member.heard_s > liveness.LOST_S and not member.is_reported:
-                self._report_lost(name, member, f"no heartbeat from its weight receiver for {liveness.LOST_S:.0f} s")
 
     def _drop(self, name: str, why: str) -> None:
         """Drop a member until its next message."""
@@ -677,10 +669,6 @@ class Publisher:
         self._forget(name)
         member.offered, member.holds, member.is_late = None, None, False
         self._missing[name] = member
-
-    def _report_lost(self, name: str, member: Member, why: str) -> None:
-        member.is_reported = True
-        self.on_left_out(name, member.incarnation, why)
 
     def _forget(self, name: str) -> None:
         if (member := self._members.pop(name, None)) is not None:

@@ -88,16 +88,11 @@ class Drain(Message):
 
 
 class GeneratorLost(Message):
-    """Reports a lost generator, whose leases are freed.
-
-    The driver sends it to the buffer and to the learner's rank 0 when a process has ended. Rank 0 sends it to the buffer
-    when a publication left a generator out. That generator may be alive, and returns with another Register.
-    """
+    """Reports a generator whose process has ended, from the driver to the buffer, which frees its leases, and to rank 0."""
 
     generator_id: Name
     incarnation: Name = ""
     """The lost incarnation; empty: any."""
-    reason: str = "its process ended"
 
 
 ToDriver = Heartbeat

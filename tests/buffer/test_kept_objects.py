@@ -56,7 +56,7 @@ class EndlessRun(Served):
         if self.step % 10 == 0:
             self.hear("learner", RequestEval(step=self.step))
             self.hear("b", LeaseFailed(generator_id="b", lease_id=self.leases.pop(0).lease_id, reason="failed"))
-            self.hear("driver", GeneratorLost(generator_id="a", reason="test"))
+            self.hear("driver", GeneratorLost(generator_id="a"))
         while self.leases and self.service._take is not None:
             lease = self.leases.pop(0)
             scores = (1.0, 1.0) if lease.purpose == "train" and lease.prompt_index % 5 == 0 else (0.0, 1.0)

@@ -144,7 +144,7 @@ def test_the_only_generator_works_however_slow_it_is():
         says(served, "a", 0.1)
         says(served, "b", 1.0)
     assert served.buffer.held_by("b") == 0
-    served.hear("driver", GeneratorLost(generator_id="a", incarnation="0", reason="test"))
+    served.hear("driver", GeneratorLost(generator_id="a", incarnation="0"))
     assert served.buffer.held_by("b") == 2
 
 

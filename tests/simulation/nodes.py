@@ -239,7 +239,6 @@ class Publisher:
         if self.cut_until.get(host.name, 0.0) > world.now or not hasattr(host.service, "_client"):
             self._busy.discard(host.peer)
             del self._members[host.peer]
-            world.left_out(host)
             self.join_later(host)
             return
 

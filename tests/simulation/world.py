@@ -346,11 +346,6 @@ class World:
     def spend(self, seconds: float) -> None:
         self.loop.run_until(self.now + seconds)
 
-    def left_out(self, host: GeneratorHost) -> None:
-        """The publisher tells the buffer, from a thread of its own, that a generator did not swap."""
-        lost = GeneratorLost(generator_id=host.name, incarnation=host.incarnation, reason="it did not swap")
-        self._from_learner(lost, b"")
-
     def fate_of(self, completion: PendingCompletion) -> Fate | None:
         drawn = random.Random(f"{self.seed} {completion.request.prompt} {completion.seed}").random()
         for what in ("abort", "hang"):

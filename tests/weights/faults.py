@@ -234,7 +234,6 @@ def run(publications: int, seed: int, often: float = 1.0) -> Counter[str]:
     """
     others = {
         (liveness, "SUSPECT_S"): 0.7,
-        (liveness, "LOST_S"): 1.5,
         (publisher, "ATTEMPTS"): 10**9,  # of bytes that are wrong by design
         (arena, "BLOCK"): 4096,  # so that these few bytes have several parts
         (digests, "BLOCK"): 4096,

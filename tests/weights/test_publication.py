@@ -1,7 +1,6 @@
 """Weights reach real receiver threads over a real group, whatever happens to some of them on the way."""
 
 import asyncio
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -85,7 +84,6 @@ def plane(request) -> Iterator[Plane]:
 def impatient(monkeypatch):
     """For tests in which somebody says nothing; in all others a thread may wait for its turn."""
     monkeypatch.setattr(liveness, "SUSPECT_S", 1.5)
-    monkeypatch.setattr(liveness, "LOST_S", 2.0)
 
 
 def at(step: int) -> PolicyVersion:
@@ -121,8 +119,6 @@ def test_one_that_leaves_gets_no_more_weights_and_breaks_no_publication(plane):
 
 @pytest.mark.usefixtures("impatient")
 def test_a_generator_that_is_gone_is_left_out_and_named(plane):
-    told = []
-    plane.publisher.on_left_out = lambda *details: told.append(details)
     alive, dying = (plane.add(f"generator-{index}") for index in range(2))
     plane.publish(0)
     plane.receivers[1].stop()
@@ -130,27 +126,20 @@ def test_a_generator_that_is_gone_is_left_out_and_named(plane):
     publication = plane.publish(1)
     assert publication.generators == ("generator-0",)
     wait_until(lambda: plane.publisher.missing == ("generator-1-0",), "one that is missing")
-    wait_until(lambda: told, "the word of it")
-    assert told[0][:2] == ("generator-1", "0") and len(told) == 1
     assert plane.publish(2).dropped == ("generator-1",)
     assert (alive.newest, dying.newest) == (at(2), at(0))
     plane.check(alive)
 
 
 def test_whoever_does_not_swap_holds_up_nobody_and_comes_back_by_itself(plane):
-    told = []
-    plane.publisher.on_left_out = lambda *details: told.append((*details, plane.publisher.missing))
     quick, frozen = plane.add("generator-0"), plane.add("generator-1", incarnation="1.4")
     plane.publish(0)
-    assert not told and plane.publisher.missing == ()
+    assert plane.publisher.missing == ()
     frozen.may_go_on.clear()
     for step in (1, 2, 3):
         plane.offer(step)
         wait_until(lambda step=step: quick.newest == at(step), "a swap of the other one", 5.0)
-    wait_until(lambda: told, "the one that is left out")
-    name, incarnation, why, missing = told[0]
-    assert (name, incarnation, missing) == ("generator-1", "1.4", ("generator-1-1.4",))
-    assert re.search(r"did not swap to 1\.[123] within 3 s", why), "a broadcast is offered to it again"
+    wait_until(lambda: plane.publisher.missing == ("generator-1-1.4",), "the one that is left out")
     frozen.may_go_on.set()
     wait_until(lambda: plane.publisher.missing == () and frozen.newest == at(3), "its return")
     wait_until(lambda: plane.publisher.is_idle, "rest")
@@ -163,8 +152,6 @@ def test_whoever_is_given_up_is_not_waited_for(plane, monkeypatch):
     monkeypatch.setattr(
         plane.publisher, "_config", WeightsConfig(bucket_mb=1, timeout_s=600.0)
     )  # nobody would wait for this
-    told = []
-    plane.publisher.on_left_out = lambda *details: told.append(details)
     plane.add("generator-0")
     frozen = plane.add("generator-1", incarnation="1.4")
     plane.publish(0)
@@ -175,7 +162,7 @@ def test_whoever_is_given_up_is_not_waited_for(plane, monkeypatch):
     plane.publisher.give_up("generator-1", "1.4")
     publication = plane.publication(1)
     assert publication.generators == ("generator-0",) and publication.dropped == ("generator-1",)
-    assert plane.publisher.missing == () and not told, "who gave it up has told everyone"
+    assert plane.publisher.missing == (), "the driver knows of it"
     frozen.may_go_on.set()
 
 
