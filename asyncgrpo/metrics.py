@@ -32,6 +32,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import prometheus_client as prometheus
 import psutil
+from prometheus_client import Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import GaugeMetricFamily
@@ -68,16 +69,14 @@ Metric = TypeVar("Metric", bound=MetricWrapperBase)
 
 
 def _declare(
-    kind: type[Metric], name: str, text: str, /, *roles: Role, buckets: Sequence[float] = (), **labels: Sequence[str]
+    kind: Callable[..., Metric], roles: Sequence[Role], name: str, text: str, /, **labels: Sequence[str]
 ) -> Metric:
     """Declare a metric of some roles, and start each combination of its label values at 0.
 
     Args:
-        buckets: of a histogram.
         labels: values by label; () if they are not known here. Then the code that sets them bounds their number.
     """
-    more: dict[str, Any] = {"buckets": buckets} if buckets else {}
-    metric = kind(PREFIX + name, text, tuple(labels), registry=None, **more)
+    metric = kind(PREFIX + name, text, tuple(labels), registry=None)
     for role in roles:
         _metrics_by_role[role].append(metric)
     if labels:
@@ -86,148 +85,131 @@ def _declare(
     return metric
 
 
-_counter, _gauge = partial(_declare, prometheus.Counter), partial(_declare, prometheus.Gauge)
-_histogram, _info = partial(_declare, prometheus.Histogram), partial(_declare, prometheus.Info)
+def _of(*roles: Role) -> tuple["partial[Counter]", "partial[Gauge]", "partial[Histogram]"]:
+    """Return the functions that declare a counter, a gauge and a histogram of seconds for some roles."""
+    seconds = partial(Histogram, buckets=SECONDS)
+    return partial(_declare, Counter, roles), partial(_declare, Gauge, roles), partial(_declare, seconds, roles)
+
 
 # fmt: off
 # ---------------------------------------------------------------------------------------------------------- every role
 
-build_info = _info("build", "Version of asyncgrpo that runs in this process.", *ROLES)
+_counter, _gauge, _histogram = _of(*ROLES)
+build_info = _declare(Info, ROLES, "build", "Version of asyncgrpo that runs in this process.")
 
 WAITS = ("generators", "batch", "checkpoint", "engine", "reward")
 waiting_seconds = _gauge(
-    "waiting_seconds", "Duration of this process's current wait for the thing named, seconds; 0 without one.",
-    *ROLES, what=WAITS)
+    "waiting_seconds", "Duration of this process's current wait for the thing named, seconds; 0 without one.", what=WAITS)
 
-devices = _gauge(
-    "devices", "GPUs of this process; 1 for one that works on the CPU.", "generator", "learner", "rank", "teacher")
+devices = _declare(
+    Gauge, ("generator", "learner", "rank", "teacher"), "devices", "GPUs of this process; 1 for one that works on the CPU.")
 
 # -------------------------------------------------------------------------------------------------------------- buffer
 
-GROUP_OUTCOMES = ("leased", "accepted", "duplicate", "refused", "trained",
-                  "dropped_stale", "dropped_cancelled", "dropped_always_stale",
-                  "dropped_failed", "dropped_incomplete", "dropped_unscored", "dropped_lineage",
-                  "dropped_lease_timeout", "filtered_zero_signal", "requeued",
-                  "recovered", "dropped_superseded", "dropped_incompatible", "dropped_ahead",
-                  "dropped_damaged", "accepted_short", "dropped_poison", "dropped_quarantined",
-                  "dropped_too_long")
+_counter, _gauge, _histogram = _of("buffer")
+GROUP_OUTCOMES = (
+    "leased", "accepted", "duplicate", "refused", "trained", "dropped_stale", "dropped_cancelled",
+    "dropped_always_stale", "dropped_failed", "dropped_incomplete", "dropped_unscored", "dropped_lineage",
+    "dropped_lease_timeout", "filtered_zero_signal", "requeued", "recovered", "dropped_superseded",
+    "dropped_incompatible", "dropped_ahead", "dropped_damaged", "accepted_short", "dropped_poison",
+    "dropped_quarantined", "dropped_too_long")
 TOKEN_FATES = ("generated", "recovered", "trained", "filtered", "stale", "aborted", "failed", "duplicate", "unusable")
-groups_total = _counter(
-    "groups_total", "Groups by outcome; one group has several of these.", "buffer",
-    outcome=GROUP_OUTCOMES)
+groups_total = _counter("groups_total", "Groups by outcome; one group has several of these.", outcome=GROUP_OUTCOMES)
 buffer_groups = _gauge(
     "buffer_groups", "Groups that hold a slot: being generated (leased), waiting (ready), in the learner (taken).",
-    "buffer", state=("leased", "ready", "taken"))
-buffer_slots = _gauge("buffer_slots", "Groups that may hold a slot: (max_lag + 1) * prompts_per_step.", "buffer")
-groups_wanted = _gauge(
-    "groups_wanted", "Groups that admission wants under way, leased or ready.",
-    "buffer")
-generator_places = _gauge(
-    "generator_places", "Groups that the generators in touch with the buffer may work on at once.", "buffer")
+    state=("leased", "ready", "taken"))
+buffer_slots = _gauge("buffer_slots", "Groups that may hold a slot: (max_lag + 1) * prompts_per_step.")
+groups_wanted = _gauge("groups_wanted", "Groups that admission wants under way, leased or ready.")
+generator_places = _gauge("generator_places", "Groups that the generators in touch with the buffer may work on at once.")
 buffer_oldest_group_age_seconds = _gauge(
-    "buffer_oldest_group_age_seconds", "Age of the oldest group that holds a slot, since its first lease.", "buffer")
-group_lag_steps = _histogram(
-    "group_lag_steps", "Lag of a group when it is trained: optimizer steps since the weights of its oldest token.",
-    "buffer", buckets=LAGS)
-groups_at_bound_total = _counter(
-    "groups_at_bound_total", "Groups trained with a lag at their bound or above.", "buffer")
-group_ready_seconds = _histogram(
-    "group_ready_seconds", "Time that a group waits ready, until it goes to the learner.", "buffer", buckets=SECONDS)
-max_lag_steps = _gauge("max_lag_steps", "The bound on group_lag_steps that is in force.", "buffer")
+    "buffer_oldest_group_age_seconds", "Age of the oldest group that holds a slot, since its first lease.")
+group_lag_steps = _declare(
+    partial(Histogram, buckets=LAGS), ("buffer",), "group_lag_steps",
+    "Lag of a group when it is trained: optimizer steps since the weights of its oldest token.")
+groups_at_bound_total = _counter("groups_at_bound_total", "Groups trained with a lag at their bound or above.")
+group_ready_seconds = _histogram("group_ready_seconds", "Time that a group waits ready, until it goes to the learner.")
+max_lag_steps = _gauge("max_lag_steps", "The bound on group_lag_steps that is in force.")
 bias_distance = _gauge(
     "bias_distance", "Distance of trained from generated groups in one respect, 0 to 1; 0 before enough are settled.",
-    "buffer", of=("length", "reward"))
-bias_threshold = _gauge("bias_threshold", "Distance above which the buffer warns.", "buffer")
+    of=("length", "reward"))
+bias_threshold = _gauge("bias_threshold", "Distance above which the buffer warns.")
 rejected_frames_total = _counter(
-    "rejected_frames_total", "Messages that the buffer refused, by reason.", "buffer",
+    "rejected_frames_total", "Messages that the buffer refused, by reason.",
     reason=("size", "decode", "schema", "not_finite", "vocabulary", "version", "lease", "checksum", "sender"))
 tokens_total = _counter(
-    "tokens_total", "Sampled tokens by fate: generated + recovered = the other fates + those in flight.",
-    "buffer", fate=TOKEN_FATES)
-buffer_tokens = _gauge(
-    "buffer_tokens", "Sampled tokens in flight: of groups that wait for the learner or are in it.", "buffer")
-journal_blocked = _gauge(
-    "journal_blocked", "1 while the journal cannot be written: no group is acknowledged, no lease granted.", "buffer")
-paused = _gauge("paused", "1 while the run is paused by its operator: no lease is granted, no batch trained.", "buffer")
-journal_bytes_total = _counter("journal_bytes_total", "Bytes written to the journal of groups.", "buffer")
-journal_sync_seconds = _histogram(
-    "journal_sync_seconds", "Time to sync the journal to disk.", "buffer", buckets=SECONDS)
+    "tokens_total", "Sampled tokens by fate: generated + recovered = the other fates + those in flight.", fate=TOKEN_FATES)
+buffer_tokens = _gauge("buffer_tokens", "Sampled tokens in flight: of groups that wait for the learner or are in it.")
+journal_blocked = _gauge("journal_blocked", "1 while the journal cannot be written: no group is acknowledged, no lease granted.")
+paused = _gauge("paused", "1 while the run is paused by its operator: no lease is granted, no batch trained.")
+journal_bytes_total = _counter("journal_bytes_total", "Bytes written to the journal of groups.")
+journal_sync_seconds = _histogram("journal_sync_seconds", "Time to sync the journal to disk.")
 completions_discarded_total = _counter(
-    "completions_discarded_total", "Completions that are in no group, because they were cut at its deadline.",
-    "buffer", why=("censored",))
+    "completions_discarded_total", "Completions that are in no group, because they were cut at its deadline.", why=("censored",))
 lease_deadline_seconds = _gauge(
-    "lease_deadline_seconds", "Deadline of a lease granted now, unless it is the last attempt of its prompt.", "buffer")
+    "lease_deadline_seconds", "Deadline of a lease granted now, unless it is the last attempt of its prompt.")
 quarantined_prompts = _gauge(
-    "quarantined_prompts", "Prompts excluded from leasing, because generators ended or failed with them.", "buffer")
-prompts_done = _gauge("prompts_done", "Prompts that are trained, filtered or dropped for good, over all epochs.", "buffer")
+    "quarantined_prompts", "Prompts excluded from leasing, because generators ended or failed with them.")
+prompts_done = _gauge("prompts_done", "Prompts that are trained, filtered or dropped for good, over all epochs.")
 curriculum_prompts = _gauge(
-    "curriculum_prompts", "Prompts by how many completions were right in their last group, at the start of the epoch.", "buffer",
+    "curriculum_prompts", "Prompts by how many completions were right in their last group, at the start of the epoch.",
     kind=("unknown", "hopeless", "mixed", "solved"))
 curriculum_places = _gauge(
-    "curriculum_places", "Places of these prompts in the epoch.", "buffer",
-    kind=("unknown", "hopeless", "mixed", "solved"))
-epoch = _gauge("epoch", "Passes over the training file that are complete.", "buffer")
+    "curriculum_places", "Places of these prompts in the epoch.", kind=("unknown", "hopeless", "mixed", "solved"))
+epoch = _gauge("epoch", "Passes over the training file that are complete.")
 
 # ----------------------------------------------------------------------------------------------------------- generator
 
-generator_info = _info("generator", "Inference engine of this generator.", "generator")
+_counter, _gauge, _histogram = _of("generator")
+generator_info = _declare(Info, ("generator",), "generator", "Inference engine of this generator.")
 generator_policy_version = _gauge(
-    "generator_policy_version", "Policy version (optimizer steps) that samples the next token here.", "generator")
+    "generator_policy_version", "Policy version (optimizer steps) that samples the next token here.")
 generator_seconds_total = _counter(
     "generator_seconds_total",
     "Wall time of this generator: changes of weights, else at least one completion sampled, else only scored, else idle.",
-    "generator", activity=("generate", "reward", "weights", "idle"))
+    activity=("generate", "reward", "weights", "idle"))
 completion_seconds_total = _counter(
-    "completion_seconds_total", "Time of all completions sampled or scored here; its rate is how many at once.", "generator",
+    "completion_seconds_total", "Time of all completions sampled or scored here; its rate is how many at once.",
     activity=("generate", "reward"))
 engine_completions = _gauge(
     "engine_completions", "Completions in the engine: sampled now (running), or without a place or room for it (waiting).",
-    "generator", state=("running", "waiting"))
-engine_places = _gauge("engine_places", "Completions that the engine can sample at once.", "generator")
+    state=("running", "waiting"))
+engine_places = _gauge("engine_places", "Completions that the engine can sample at once.")
 kv_use_ratio = _gauge(
-    "kv_use_ratio", "Share of the engine's memory for keys and values that completions hold; NaN: it keeps none.", "generator")
-groups_in_flight = _gauge("groups_in_flight", "Groups that this generator works on now.", "generator")
-tokens_generated_total = _counter("tokens_generated_total", "Tokens sampled, whatever their fate.", "generator")
+    "kv_use_ratio", "Share of the engine's memory for keys and values that completions hold; NaN: it keeps none.")
+groups_in_flight = _gauge("groups_in_flight", "Groups that this generator works on now.")
+tokens_generated_total = _counter("tokens_generated_total", "Tokens sampled, whatever their fate.")
 completions_total = _counter(
-    "completions_total", "Completions completed, by finish reason.", "generator", finish_reason=("stop", "length", "abort"))
-completion_length_tokens = _histogram("completion_length_tokens", "Sampled tokens of a completion.", "generator", buckets=TOKENS)
-generate_seconds = _histogram(
-    "generate_seconds", "Time from a group's lease to its last completion.", "generator", buckets=SECONDS)
-reward_seconds = _histogram("reward_seconds", "Time to score one completion.", "generator", buckets=SECONDS)
+    "completions_total", "Completions completed, by finish reason.", finish_reason=("stop", "length", "abort"))
+completion_length_tokens = _declare(
+    partial(Histogram, buckets=TOKENS), ("generator",), "completion_length_tokens", "Sampled tokens of a completion.")
+generate_seconds = _histogram("generate_seconds", "Time from a group's lease to its last completion.")
+reward_seconds = _histogram("reward_seconds", "Time to score one completion.")
 reward_wait_seconds = _histogram(
-    "reward_wait_seconds", "Time that a completion waits for a reward worker, or for a place at a service, before it is scored.",
-    "generator", buckets=SECONDS)
-reward_workers = _gauge("reward_workers", "Reward worker processes of this generator.", "generator")
-rewards_paused = _gauge(
-    "rewards_paused", "1 while every reward call fails: only probes are made, and no lease is granted.",
-    "generator")
+    "reward_wait_seconds", "Time that a completion waits for a reward worker, or for a place at a service, before it is scored.")
+reward_workers = _gauge("reward_workers", "Reward worker processes of this generator.")
+rewards_paused = _gauge("rewards_paused", "1 while every reward call fails: only probes are made, and no lease is granted.")
 reward_failures_total = _counter(
     "reward_failures_total", "Reward calls without a score, and aborted completions, by failure.",
-    "generator",
     failure=("timeout", "crash", "exception", "not_finite", "too_large", "bad_type", "unknown_source",
         "not_applicable", "sandbox", "judge", "no_score", "model", "teacher", "aborted"))
-teacher_seconds = _histogram(
-    "teacher_seconds", "Time of a served teacher for one completion, the queue for its places included.",
-    "generator", buckets=SECONDS)
+teacher_seconds = _histogram("teacher_seconds", "Time of a served teacher for one completion, the queue for its places included.")
 teacher_tokens_total = _counter(
-    "teacher_tokens_total", "Sampled tokens sent to a served teacher, by outcome.", "generator", outcome=("scored", "failed"))
+    "teacher_tokens_total", "Sampled tokens sent to a served teacher, by outcome.", outcome=("scored", "failed"))
 
 # ------------------------------------------------------------------------------------------------------------- learner
 
-learner_policy_version = _gauge(
-    "learner_policy_version", "Policy version (optimizer steps) that the learner published last.", "learner")
+_counter, _gauge, _histogram = _of("learner")
+learner_policy_version = _gauge("learner_policy_version", "Policy version (optimizer steps) that the learner published last.")
 last_step_timestamp_seconds = _gauge(
-    "last_step_timestamp_seconds", "Unix time of the end of the last step; before the first, of the learner's start.",
-    "learner")
-step_seconds = _histogram("step_seconds", "Wall time of one step, waiting included.", "learner", buckets=SECONDS)
+    "last_step_timestamp_seconds", "Unix time of the end of the last step; before the first, of the learner's start.")
+step_seconds = _histogram("step_seconds", "Wall time of one step, waiting included.")
 LEARNER_ACTIVITIES = ("wait_data", "forward_backward", "optimizer", "publish", "checkpoint", "eval", "other")
 learner_seconds_total = _counter(
-    "learner_seconds_total", "Wall time of the learner's rank 0 by activity.", "learner",
-    activity=LEARNER_ACTIVITIES)
-tokens_trained_total = _counter("tokens_trained_total", "Sampled tokens that an optimizer step has used.", "learner")
+    "learner_seconds_total", "Wall time of the learner's rank 0 by activity.", activity=LEARNER_ACTIVITIES)
+tokens_trained_total = _counter("tokens_trained_total", "Sampled tokens that an optimizer step has used.")
 
 zero_signal_groups_total = _counter(
-    "zero_signal_groups_total", "Trained groups without signal: their completions all had one reward.", "learner")
+    "zero_signal_groups_total", "Trained groups without signal: their completions all had one reward.")
 
 _OF_STEPS = {
     "step": ("learner_step", "Optimizer steps taken in this run, those before a resume included."),
@@ -251,14 +233,14 @@ _OF_STEPS = {
     "kl_k3": ("behaviour_kl", "Mean KL of the behaviour to the proximal policy (k3), nats."),
     "rejected_dropped": ("rejected_ratio", "Share of trained tokens that corrections rejected, 0 to 1."),
 }
-STEP_GAUGES = {field: _gauge(name, text, "learner") for field, (name, text) in _OF_STEPS.items()}
+STEP_GAUGES = {field: _gauge(name, text) for field, (name, text) in _OF_STEPS.items()}
 """Gauges by the field of a step, or of its diagnostics."""
 MAX_REWARD_PARTS = 32
 _OF_PARTS = {
     "reward_parts": ("reward_part_mean", "Mean of each named part of the rewards in the last step that had it; at most 32."),
     "reward_parts_std": ("reward_part_std", "Standard deviation of each named part of the rewards in the last step that had it."),
 }
-PART_GAUGES = {field: _gauge(name, text, "learner", part=()) for field, (name, text) in _OF_PARTS.items()}
+PART_GAUGES = {field: _gauge(name, text, part=()) for field, (name, text) in _OF_PARTS.items()}
 """Gauges of the named parts of rewards by the field of a step."""
 MAX_SOURCES = 16
 _OF_SOURCES = {
@@ -267,50 +249,47 @@ _OF_SOURCES = {
     "zero_signal_share": ("source_zero_signal_ratio", "Share of the trained groups of each data_source without signal."),
     "completion_length_mean": ("source_completion_length_mean", "Mean sampled tokens of a completion of each data_source."),
 }
-SOURCE_GAUGES = {field: _gauge(name, text, "learner", source=()) for field, (name, text) in _OF_SOURCES.items()}
+SOURCE_GAUGES = {field: _gauge(name, text, source=()) for field, (name, text) in _OF_SOURCES.items()}
 """Gauges of a data_source by the field of its numbers in a step."""
 
-eval_reward_mean = _gauge("eval_reward_mean", "Mean reward of the last evaluation; NaN before the first.", "learner")
-eval_suite = _gauge(
-    "eval_suite", "Number of the last evaluation of a suite: reward, pass@k or maj@n.", "learner", suite=(), number=())
+eval_reward_mean = _gauge("eval_reward_mean", "Mean reward of the last evaluation; NaN before the first.")
+eval_suite = _gauge("eval_suite", "Number of the last evaluation of a suite: reward, pass@k or maj@n.", suite=(), number=())
 
 weight_sync_total = _counter(
     "weight_sync_total",
-    "Publications of weights: ok, after an attempt that failed (repeated), or without some generators (degraded).", "learner",
+    "Publications of weights: ok, after an attempt that failed (repeated), or without some generators (degraded).",
     outcome=("ok", "repeated", "degraded"))
-weight_sync_seconds = _histogram(
-    "weight_sync_seconds", "Time of one publication, until every generator has replied.", "learner", buckets=SECONDS)
+weight_sync_seconds = _histogram("weight_sync_seconds", "Time of one publication, until every generator has replied.")
 weight_sync_bytes_total = _counter(
-    "weight_sync_bytes_total", "Weights or deltas sent to machines, or read beside the learner, bytes.", "learner")
-generators_in_sync = _gauge(
-    "generators_in_sync", "Generators that proved, by checksum, to hold one of the last two versions.", "learner")
+    "weight_sync_bytes_total", "Weights or deltas sent to machines, or read beside the learner, bytes.")
+generators_in_sync = _gauge("generators_in_sync", "Generators that proved, by checksum, to hold one of the last two versions.")
 sync_gap_mean = _gauge(
     "sync_gap_mean",
-    "Mean |learner - engine| log-prob of the check sequences under the last version checked, nats; the worst engine.", "learner")
-sync_gap_max = _gauge("sync_gap_max", "The largest of these differences of one token, nats.", "learner")
-sync_gap_limit = _gauge("sync_gap_limit", "The mean gap above which an engine computes with other weights, nats.", "learner")
+    "Mean |learner - engine| log-prob of the check sequences under the last version checked, nats; the worst engine.")
+sync_gap_max = _gauge("sync_gap_max", "The largest of these differences of one token, nats.")
+sync_gap_limit = _gauge("sync_gap_limit", "The mean gap above which an engine computes with other weights, nats.")
 
-checkpoint_seconds = _histogram("checkpoint_seconds", "Time to write one checkpoint.", "learner", buckets=SECONDS)
+checkpoint_seconds = _histogram("checkpoint_seconds", "Time to write one checkpoint.")
 checkpoint_last_success_timestamp_seconds = _gauge(
     "checkpoint_last_success_timestamp_seconds",
-    "Unix time of the last complete checkpoint; before the first, of the learner's start.", "learner")
+    "Unix time of the last complete checkpoint; before the first, of the learner's start.")
 
 # -------------------------------------------------------------------------------------------------------------- driver
 
-generators_expected = _gauge("generators_expected", "Number of generators that the run should have: generators.count.", "driver")
-page_info = _info("page", "Address of the run's web page, without its token.", "driver")
+_counter, _gauge, _histogram = _of("driver")
+generators_expected = _gauge("generators_expected", "Number of generators that the run should have: generators.count.")
+page_info = _declare(Info, ("driver",), "page", "Address of the run's web page, without its token.")
 actor_restarts_total = _counter(
-    "actor_restarts_total", "Restarts of processes that ended or were killed, by role.", "driver",
+    "actor_restarts_total", "Restarts of processes that ended or were killed, by role.",
     actor=("buffer", "generator", "learner", "teacher"))
 restarts_spent_ratio = _gauge(
     "restarts_spent_ratio",
     "Share of the restarts of an hour that are spent; at 1 the next one ends the run. Of generators and teachers: the worst.",
-    "driver", of=("core", "generator", "teacher"))
+    of=("core", "generator", "teacher"))
 advice_gain_ratio = _gauge(
     "advice_gain_ratio", "Share by which a step would be shorter if the advice on this bottleneck were followed, 0 to 1.",
-    "driver", bottleneck=("health", "signal", "generators", "learner", "reward", "bound", "lengths", "weights", "cores", "none"))
-disk_free_bytes = _gauge(
-    "disk_free_bytes", "Bytes that this user may still write to the disk of the run folder.", "driver")
+    bottleneck=("health", "signal", "generators", "learner", "reward", "bound", "lengths", "weights", "cores", "none"))
+disk_free_bytes = _gauge("disk_free_bytes", "Bytes that this user may still write to the disk of the run folder.")
 # fmt: on
 
 
