@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.errors import ConfigError
 
 _COMMENT = re.compile(r"(?:^|\s)(?:#|echo\s).*", re.MULTILINE)
@@ -70,7 +69,7 @@ def misfit(output: str) -> str:
     """Return why the printed command does not load; empty if it does."""
     words = shlex.split(output.replace("\\\n", ""), comments=True)
     try:
-        check_algorithm(load_config(None, words[2:]))
+        load_config(None, words[2:])
     except ConfigError as error:
         return f"exit code 0, but {error}"
     return ""

@@ -49,10 +49,8 @@ def show(
     from asyncgrpo.cli.running import memory_table
     from asyncgrpo.config.explain import sizes_in_words
     from asyncgrpo.config.load import load_config, to_yaml
-    from asyncgrpo.config.rules import check_algorithm
 
     config = load_config(file, overrides or (), algorithm=algorithm)
-    check_algorithm(config)
     if as_json:
         options.print_json(msgspec.to_builtins(config))
         return
@@ -114,12 +112,11 @@ def from_trl(sources: SourcesArgument, as_yaml: YamlOption = False) -> None:
 def _translate(sources: list[str], keys: "KeyMap", as_yaml: bool) -> None:
     from asyncgrpo.config.foreign import assignments, read, report
     from asyncgrpo.config.load import load_config
-    from asyncgrpo.config.rules import check_algorithm
 
     found = read(sources, keys, sys.stdin.read() if "-" in sources else "")
     problem = ""
     try:
-        check_algorithm(load_config(None, assignments(found.ours)))
+        load_config(None, assignments(found.ours))
     except ConfigError as error:
         problem = str(error).removeprefix("command line: ")
     typer.echo(report(found, problem, as_yaml=as_yaml))

@@ -22,7 +22,7 @@ from asyncgrpo.config.explain import sizes_in_words
 from asyncgrpo.config.memory import Card, runs_on_gpu
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.reach import find_model
-from asyncgrpo.config.rules import check_algorithm, check_model, local_model
+from asyncgrpo.config.rules import check_model, local_model
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.data.loading import check, open_source, prompt_of
 from asyncgrpo.data.sources import read_rows
@@ -77,7 +77,6 @@ def check_settings(config: Config) -> None:
     """Check a configuration without its files and the GPUs of this machine. Raises ConfigError."""
     from asyncgrpo.wire.sockets import check_bind
 
-    check_algorithm(config)
     check_bind(config.cluster.bind)
     check_loggers(config.run.loggers)
 

@@ -1,7 +1,7 @@
 """Rules between two settings, between a setting and the model, and of the algorithm, which the structs cannot express.
 
-A rule is a sentence with keys and a fix; the message adds the values of the keys. `check` and `check_algorithm` read the
-configuration only; `check_model` also reads the model's folder. `load_config` calls `check`; the start of a run calls all three.
+A rule is a sentence with keys and a fix; the message adds the values of the keys. `check` reads the configuration only, and
+`load_config` calls it; `check_model` also reads the model's folder, and the start of a run calls it.
 """
 
 import ast
@@ -22,26 +22,15 @@ from asyncgrpo.config.explain import knobs, near, type_in_words, value_in_words
 from asyncgrpo.config.schema import CRITIC, PAIRWISE, AlgorithmConfig, Config, CorrectionConfig, TeacherConfig
 from asyncgrpo.errors import ConfigError
 
-Rule = Callable[[Config], Iterator[str]]
-
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for the first two settings that do not fit each other."""
-    _raise_first(_RULES, config)
+    """Raise ConfigError for the first settings that do not fit each other.
 
-
-def check_algorithm(config: Config) -> None:
-    """Raise ConfigError for the first problem of `algorithm`, or of `learner` with it.
-
-    These settings have no meaning, count something twice, or would be ignored.
+    They have no meaning together, count something twice, or would be ignored.
     """
-    _raise_first(_ALGORITHM_RULES, config)
-
-
-def _raise_first(rules: tuple[Rule, ...], config: Config) -> None:
-    problem = next((problem for rule in rules for problem in rule(config)), None)
+    problem = next((problem for rule in _RULES for problem in rule(config)), None)
     if problem is not None:
         raise ConfigError(_with_values(problem, config))
 
@@ -162,8 +151,6 @@ def refuse_images(config: Config) -> None:
     if why:
         raise ConfigError(f"{', '.join(config.data.sources)}: prompts have images, but {why}")
 
-
-_RULES: tuple[Rule, ...] = (_sizes, _data, _placement, _engine_and_environment)
 
 # -- the model ---------------------------------------------------------------------------------------------------------
 
@@ -491,4 +478,7 @@ def _served_teacher(config: Config) -> Iterator[str]:
         yield "teacher.top_k is for algorithm.kl_kind=full; the other kinds compare the sampled token only"
 
 
-_ALGORITHM_RULES: tuple[Rule, ...] = (_arguments, _corrections, _kl, _rewards, _estimators, _updates, _schedule)
+_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
+    *(_sizes, _data, _placement, _engine_and_environment),
+    *(_arguments, _corrections, _kl, _rewards, _estimators, _updates, _schedule),
+)

@@ -19,7 +19,6 @@ from torch.optim import AdamW
 from asyncgrpo.algorithms.critic import value_loss
 from asyncgrpo.algorithms.diagnostics import Sums, effective_sample_share, gap_sums, merge
 from asyncgrpo.algorithms.surrogates import TRAINS_ZERO_ADVANTAGE
-from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.images import Images
 from asyncgrpo.errors import TrainingError
@@ -73,9 +72,8 @@ class Learner:
             images: of the run, if the model reads any.
             has_stepped: True to compile in the first step already, as a process does that has made a step (replay).
         Raises:
-            ConfigError: the model cannot be loaded or trained here, or the algorithm's settings conflict.
+            ConfigError: the model cannot be loaded or trained here.
         """
-        check_algorithm(config)
         self.config, self.rank, self.world, self.device = config, rank, world, torch.device(device)
         self.steps = 0
         """Updates that warm-up and schedule count: updates made, and updates left out because their gradient was 0."""

@@ -1,4 +1,4 @@
-"""What `check_algorithm` refuses, and the sentence with which it does."""
+"""What the rules of the algorithm refuse, and the sentence with which they do."""
 
 import inspect
 import shlex
@@ -9,24 +9,23 @@ import pytest
 from asyncgrpo.algorithms.pairwise import PairKind, pairwise
 from asyncgrpo.algorithms.surrogates import SURROGATES, WITH_RATIO
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.rules import _has_ratio, check_algorithm, loss_arguments
+from asyncgrpo.config.rules import _has_ratio, loss_arguments
 from asyncgrpo.config.schema import AlgorithmConfig
 from asyncgrpo.errors import ConfigError
 from tests.config.test_verl import cases
-from tests.learner.helpers import config
 
 NEEDED = ("model.path=m", "data.train=t")
 
 
 def message_of(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_algorithm(load_config(None, [*NEEDED, *overrides]))
+        load_config(None, [*NEEDED, *overrides])
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def accepts(*overrides: str) -> None:
-    check_algorithm(load_config(None, [*NEEDED, *overrides]))
+    load_config(None, [*NEEDED, *overrides])
 
 
 @pytest.mark.parametrize("loss", AlgorithmConfig.__annotations__["loss"].__args__)
@@ -46,9 +45,8 @@ def test_every_loss_has_arguments_of_known_kinds(loss):
     required = [f"algorithm.loss_args.{name}=0.1" for name in ("beta",) if name in loss_arguments(loss)]
     accepts(f"algorithm.loss={loss}", *required)
     given = {name: p.default for name, p in loss_arguments(loss).items() if p.default is not msgspec.NODEFAULT}
-    check_algorithm(
-        config("m", algorithm={"loss": loss, "loss_args": given | dict.fromkeys(("beta",) if required else (), 0.1)})
-    )
+    given |= dict.fromkeys(("beta",) if required else (), 0.1)
+    load_config(None, NEEDED, base={"algorithm": {"loss": loss, "loss_args": given}})
 
 
 SHORT = {"LOSS": "algorithm.loss", "ARGS": "algorithm.loss_args", "CORRECTION": "algorithm.corrections"}
@@ -152,10 +150,3 @@ def test_a_ratio_is_never_counted_twice(loss):
     accepts(*behaviour, "algorithm.corrections=[{action: reject, high_ratio: 2}]")
     accepts("algorithm.anchor=behaviour", "algorithm.loss=reinforce")
     accepts("algorithm.anchor=interpolated", f"algorithm.loss={loss}")
-
-
-def test_a_learner_refuses_them_before_it_loads_a_model():
-    from asyncgrpo.learner.learner import Learner
-
-    with pytest.raises(ConfigError, match="not an argument of ppo_clip"):
-        Learner(config("nowhere", algorithm={"loss_args": {"beta": 1.0}}), rank=0, world=1, device="cpu")

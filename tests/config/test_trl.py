@@ -14,7 +14,6 @@ from asyncgrpo.config.foreign import assignments, flat, from_commands, read_scri
 from asyncgrpo.config.foreign import read as read_any
 from asyncgrpo.config.foreign_rules import TRL, merged
 from asyncgrpo.config.load import load_config
-from asyncgrpo.config.rules import check_algorithm
 from asyncgrpo.errors import ConfigError
 from tests.config.test_verl import cases, keys_of
 
@@ -150,7 +149,6 @@ def test_a_translation_is_a_configuration_that_a_run_takes(loss, mode):
          "lr_scheduler_type=cosine"]
     )  # fmt: skip
     config = load_config(None, assignments(found.ours))
-    check_algorithm(config)
     assert (config.buffer.prompts_per_step, config.run.steps, config.learner.ranks) == (32, 10, 4)
 
 
