@@ -37,12 +37,7 @@ def test_every_event_in_the_code_is_declared_with_its_fields():
 
 def test_every_declared_event_and_field_is_written_somewhere():
     assert KINDS.keys() == {kind for _, _, kind, _, _ in CALLS}
-    texts = {
-        node.value
-        for path, tree in TREES.items()
-        if path.stem != "event_kinds"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    }
-    names = texts | {name for *_, fields, _ in CALLS for name in fields}
+    nodes = [node for path, tree in TREES.items() if path.stem != "events" for node in ast.walk(tree)]
+    names = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    names |= {node.arg for node in nodes if isinstance(node, ast.keyword)}
     assert {(kind, name) for kind, declared in KINDS.items() for name in declared.fields if name not in names} == set()
