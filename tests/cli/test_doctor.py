@@ -107,9 +107,7 @@ def test_a_dns_server_that_does_not_reply_is_found_before_a_run_waits_for_it(mon
 def test_a_driver_that_is_older_than_cuda_needs_is_named(monkeypatch, tmp_path):
     import torch
 
-    (tmp_path / "version").write_text(
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC\n"
-    )
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\n")
     assert doctor.driver_version(tmp_path / "version") == (535, 104)
     monkeypatch.setattr(doctor, "driver_version", lambda: (535, 104))
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name)

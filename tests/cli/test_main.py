@@ -11,6 +11,7 @@ from rich.console import Console
 from asyncgrpo import __version__, cli
 from asyncgrpo.cli.running import Output
 from asyncgrpo.errors import DataError
+from tests.runs import command as command_line
 
 
 def commands(command=None, path: tuple[str, ...] = ("asyncgrpo",)):
@@ -87,9 +88,7 @@ class TestEnds:
 
 def test_output_on_a_full_disk_is_an_error_in_one_sentence():
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "asyncgrpo", "config", "explain"], stdout=full, stderr=subprocess.PIPE
-        )
+        ended = subprocess.run(command_line("config", "explain"), stdout=full, stderr=subprocess.PIPE)
     assert (ended.returncode, ended.stderr) == (1, b"error: the output cannot be written: No space left on device\n")
 
 

@@ -60,11 +60,9 @@ def test_a_resume_says_what_changed_and_a_dry_run_of_it_is_refused_as_the_run_wo
     first = asyncgrpo("train", "--model", "model1", *TRAIN).out
     assert "changed" not in first and first.count("sequences per step") == 1
     before = contents(files / "a run")
-    for wrong, named in (
-        (["--model", "model2"], "model.path"),
-        (["--model", "model1", "learner.betas=[1, 1]"], "betas"),
-    ):
-        refused, dry = asyncgrpo("train", *TRAIN, *wrong), preview(asyncgrpo, "train", *TRAIN, *wrong)
+    for wrong, named in (("--model=model2", "model.path"), ("--model=model1 learner.betas=[1,1]", "betas")):
+        typed = ["train", *TRAIN, *wrong.split()]
+        refused, dry = asyncgrpo(*typed), preview(asyncgrpo, *typed)
         assert (refused.code, refused.err) == (dry.code, dry.err) and dry.code == 1 and named in dry.err
     assert contents(files / "a run") == before and len(started) == 1
     typed = ["train", "--model", "model1", *TRAIN, "--lr", "2e-6", "--rollout-n", "4"]

@@ -11,17 +11,8 @@ from asyncgrpo.algorithms.surrogates import SURROGATES, WITH_RATIO
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.rules import _has_ratio, loss_arguments
 from asyncgrpo.config.schema import AlgorithmConfig
-from asyncgrpo.errors import ConfigError
+from tests.config.test_schema_and_loading import NEEDED, message_of
 from tests.config.test_verl import cases
-
-NEEDED = ("model.path=m", "data.train=t")
-
-
-def message_of(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [*NEEDED, *overrides])
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def accepts(*overrides: str) -> None:
@@ -121,7 +112,8 @@ SERVED 'teacher.url={a: http://t:1}' 'teacher.path={b: t}' -> name different dat
 
 @pytest.mark.parametrize(("overrides", "sentence"), cases(REFUSED))
 def test_what_does_not_fit_is_refused_in_a_sentence(overrides, sentence):
-    assert sentence in message_of(*words(overrides))
+    said = message_of(*words(overrides))
+    assert sentence in said and "\n" not in said
 
 
 ACCEPTED = """

@@ -34,9 +34,7 @@ CONFIGS = {
     "mistral": MistralConfig(**SMALL, head_dim=24),
     "qwen2": Qwen2Config(**SMALL),
     "qwen3": Qwen3Config(**SMALL, head_dim=24),
-    "qwen3 mixture, some layers dense": Qwen3MoeConfig(
-        **SMALL, **MIXTURE, head_dim=24, num_experts=6, decoder_sparse_step=2
-    ),
+    "qwen3 mixture": Qwen3MoeConfig(**SMALL, **MIXTURE, head_dim=24, num_experts=6, decoder_sparse_step=2),
     "deepseek": DeepseekV3Config(**SMALL | LATENT | MIXTURE, q_lora_rank=40),
     "deepseek, no layer dense": DeepseekV3Config(
         **SMALL | LATENT | MIXTURE | {"first_k_dense_replace": 0}, q_lora_rank=None, attention_bias=True

@@ -66,10 +66,8 @@ class TestReading:
 
     def test_a_tilde_is_the_home_folder(self, monkeypatch):
         monkeypatch.setenv("HOME", "/home/me")
-        config = load_config(
-            None, ["model.path=m", "data.train=[~/a.json, hf:b]", "data.eval={c: ~/c.json}", "run.out=~/r"]
-        )
-        assert (config.data.sources, config.data.suites) == (("/home/me/a.json", "hf:b"), {"c": "/home/me/c.json"})
+        config = load_config(None, ["model.path=m", "data.train=[~/a.json, hf:b]", "data.eval={c: ~/c}", "run.out=~/r"])
+        assert (config.data.sources, config.data.suites) == (("/home/me/a.json", "hf:b"), {"c": "/home/me/c"})
         assert config.run.out == "/home/me/r"
 
     def test_null_and_lists_and_free_keys_are_read_as_yaml(self, file, monkeypatch):
@@ -115,12 +113,14 @@ class TestReading:
 
 class TestArgumentsGoWithTheirLoss:
     FILE = (
-        "algorithm: {loss: ppo_clip, loss_args: {clip_low: 0.1, dual_ratio: 3.0}, critic: {lam: 0.5}, advantage: gae}\n"
+        "algorithm: {loss: ppo_clip, loss_args: {clip_low: 0.1, dual_ratio: 3.0}, critic: {lam: 0.5}, advantage: gae}"
     )
 
-    def test_another_loss_starts_afresh(self, file):
+    def test_another_loss_starts_afresh_and_a_critic_goes_with_its_advantage(self, file):
         file.write_text(file.read_text() + self.FILE)
-        assert load_config(file).algorithm.loss_args == {"clip_low": 0.1, "dual_ratio": 3.0}
+        before = load_config(file).algorithm
+        assert (before.loss_args, before.critic.lam) == ({"clip_low": 0.1, "dual_ratio": 3.0}, 0.5)
+        assert load_config(file, ["algorithm.advantage=rloo"]).algorithm.critic.lam == 0.95
         assert load_config(file, ["algorithm.loss=gspo"]).algorithm.loss_args == {}
         overrides = ["algorithm.loss_args.clip_high=0.3", "algorithm.loss=cispo"]
         assert load_config(file, overrides).algorithm.loss_args == {"clip_high": 0.3}
@@ -133,11 +133,6 @@ class TestArgumentsGoWithTheirLoss:
         assert load_config(file, ["algorithm.loss=gspo"]).algorithm.loss_args == {"clip_low": 0.1}
         (file.parent / "b.yaml").write_text("extends: [mine.yaml, algorithms/gspo]\nalgorithm: {loss: ppo_clip}\n")
         assert load_config(file.parent / "b.yaml").algorithm.loss_args == {}
-
-    def test_a_critic_goes_with_its_advantage(self, file):
-        file.write_text(file.read_text() + self.FILE)
-        assert load_config(file).algorithm.critic.lam == 0.5
-        assert load_config(file, ["algorithm.advantage=rloo"]).algorithm.critic.lam == 0.95
 
 
 MISTAKES = """

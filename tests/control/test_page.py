@@ -32,9 +32,7 @@ def sample(**fields: Any) -> dict[str, Any]:
 SAMPLES = [
     sample(),
     sample(prompt_id="train/2", completion=SCRIPT, reward=0.0, advantage=-0.5),
-    sample(
-        prompt_id="train/3", completion="a needle in the hay", reward=None, failure="timeout", observed="[[16, 19]]"
-    ),
+    sample(prompt_id="train/3", completion="a needle in hay", reward=None, failure="timeout", observed="[[12, 15]]"),
     *(sample(prompt_id=f"train/{n}") for n in range(10, 30)),
 ]
 

@@ -6,7 +6,6 @@ import pty
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from asyncgrpo.cli.look import panels
 from asyncgrpo.control.client import Address, Look, write_address
 from asyncgrpo.recording.events import EventLog
 from tests.control.operators import TOKEN, FakeOperator, make_run, served, step
-from tests.runs import environment
+from tests.runs import command, environment
 
 
 @pytest.fixture
@@ -47,10 +46,8 @@ def test_every_run_has_its_panel_and_on_a_terminal_of_80_columns_nothing_is_cut(
 
 def test_on_a_terminal_it_is_shown_until_ctrl_c(operators: list[FakeOperator]):
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "asyncgrpo", "top", str(operators[0].run_dir)]
-    process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment() | {"TERM": "xterm"}
-    )
+    of_terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "env": environment() | {"TERM": "xterm"}}
+    process = subprocess.Popen(command("top", operators[0].run_dir), **of_terminal)
     os.close(theirs)
     seen = ""
     while "training" not in seen:

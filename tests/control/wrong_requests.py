@@ -59,9 +59,7 @@ def wrong_requests(host: str) -> Iterator[bytes]:
     yield from (ask(f"GET {path}") for path in PATHS)
     yield from (ask(f"GET {path}?{name}={value}") for path in QUERIES for name in QUERIES[path] for value in VALUES)
     yield from (post(json.dumps(command).encode()) for command in COMMANDS)
-    yield from (
-        post(body) for body in (b"[" * LARGEST_BODY, rng.randbytes(500), b'{"command":"' + b"a" * 2**17 + b'"}')
-    )
+    yield from map(post, (b"[" * LARGEST_BODY, rng.randbytes(500), b'{"command":"' + b"a" * 2**17 + b'"}'))
     yield ask("POST /api/command", pause, Content_Type="text/plain")
     yield post(b"{", Content_Length=str(10**15))
     yield from (post(bad + b"0\r\n\r\n", Content_Length="", Transfer_Encoding="chunked") for bad in CHUNKS)

@@ -39,11 +39,9 @@ def some_prompts(count: int) -> tuple[Prompt, ...]:
     return tuple(Prompt(prompt_id=f"train/{i}", token_ids=(i, i + 1)) for i in range(count))
 
 
-def make(folder: Path | None, count=8, *, is_on=True, epochs=None, seed=0, shuffle=True, **mixture) -> PromptSource:
+def make(folder: Path | None, count=8, *, is_on=True, epochs=None, seed=0, shuffle=True, **more) -> PromptSource:
     curriculum = None if folder is None else Curriculum(folder, is_on=is_on, names=("one", "two", "three"))
-    return PromptSource(
-        some_prompts(count), seed=seed, shuffle=shuffle, epochs=epochs, curriculum=curriculum, **mixture
-    )
+    return PromptSource(some_prompts(count), seed=seed, shuffle=shuffle, epochs=epochs, curriculum=curriculum, **more)
 
 
 def run_epoch(source: PromptSource, rewards) -> list[str]:
@@ -74,6 +72,7 @@ def test_only_all_and_none_are_the_ends_of_a_share(rewards, expected):
     assert share(rewards, 1.0) == expected
 
 
+SEEDS = st.integers(0, 3)
 SHARES = st.lists(st.sampled_from([0, 1, 60, 127, 200, 253, ALL_RIGHT, UNKNOWN]), min_size=1, max_size=60)
 
 
@@ -137,9 +136,7 @@ GOLDEN_ORDER = [3, 7, 4, 2, 9, 3, 8, 1, 6, 5]
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.25, 1.0, 3.0])), min_size=1, max_size=3), st.integers(0, 3)
-)
+@given(st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.25, 1.0, 3.0])), min_size=1, max_size=3), SEEDS)
 def test_each_source_keeps_its_share_and_every_prompt_a_place_in_two_of_its_rounds(sources, seed):
     sizes, weights = zip(*sources, strict=True)
     total, shares = sum(sizes), places(sum(sizes), weights)

@@ -13,6 +13,7 @@ from PIL import Image
 
 from asyncgrpo.buffer.recovery import Reopened, Verdict, bring_back
 from asyncgrpo.config.load import load_config
+from asyncgrpo.config.schema import changed
 from asyncgrpo.data.demo import make_demo_model
 from asyncgrpo.data.images import Images, opened, preview, taken_from
 from asyncgrpo.data.loading import check, prepare, recognise
@@ -127,13 +128,11 @@ def test_paths_parts_and_urls_are_the_same_images(tmp_path, model):
     first, *others = prepare(config, tmp_path / "run").train
     assert all((one.token_ids, one.images) == (first.token_ids, first.images) for one in others)
     assert [file.name for file in (tmp_path / "run" / "images").iterdir()] == list(first.images)
-    (smaller, *_) = prepare(
-        settings(tmp_path, model, f"data.train={tmp_path / 'train.jsonl'}", "data.max_pixels=2048")
-    ).train
+    (smaller, *_) = prepare(changed(config, {"data.max_pixels": 2048})).train
     assert len(smaller.token_ids) < len(first.token_ids)
 
 
-PNG = written(COLOUR)
+PNG, LARGE = written(COLOUR), written(picture(1, 1024, 1024))
 REFUSED = {
     "too few": (verl([], "<image>?"), "0 images, but 1 <image> in its prompt"),
     "too many": (verl([of_bytes(PNG)] * 2), "2 images, but 1 <image> in its prompt"),
@@ -142,21 +141,12 @@ REFUSED = {
     "cut": (verl([of_bytes(written(COLOUR, "JPEG")[:700])]), "an image cannot be read: image file is truncated"),
     "empty": (verl([of_bytes(b"")]), "image 0 is missing"),
     "no file": (verl([{"bytes": None, "path": "b.png"}]), "b.png cannot be read: No such file or directory"),
-    "address": (
-        verl([{"bytes": None, "path": "https://example.com/a.png"}]),
-        "image 0 is the address https://example.com",
-    ),
-    "a number": (
-        verl([{"bytes": None, "path": None, "width": 3}]),
-        "image 0 is missing; expected a path, or an object",
-    ),
+    "address": (verl([{"path": "https://example.com/a.png"}]), "image 0 is the address https://example.com"),
+    "a number": (verl([{"path": None, "width": 3}]), "image 0 is missing; expected a path, or an object"),
     "a line": (verl([of_bytes(written(Image.new("RGB", (4, 1000))))]), "4 x 1000 pixels: absolute aspect ratio"),
     "floats": (verl([of_bytes(written(GREY.convert("F"), "TIFF"))]), "floating-point pixels"),
     "written placeholder": (verl([of_bytes(PNG)], "<image> <|image_pad|>?"), "has 2 image tokens as the chat template"),
-    "too long": (
-        verl([of_bytes(written(picture(1, 1024, 1024)))] * 4, "<image>" * 4),
-        "longer than data.max_prompt_tokens",
-    ),
+    "too long": (verl([of_bytes(LARGE)] * 4, "<image>" * 4), "longer than data.max_prompt_tokens"),
     "video": (
         verl([of_bytes(PNG)]) | {"prompt": [{"role": "user", "content": [{"type": "video", "text": "a"}]}]},
         "a part of a chat turn has type video; expected text or image",

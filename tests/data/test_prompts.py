@@ -70,9 +70,8 @@ def test_a_state_of_another_order_is_refused_by_name(other, said):
 
 
 def mixed(sizes, weights, *, seed=0, shuffle=True, epochs=None) -> PromptSource:
-    prompts = [
-        Prompt(prompt_id=f"{source}/{row}", token_ids=(row,)) for source, n in enumerate(sizes) for row in range(n)
-    ]
+    rows = [(source, row) for source, size in enumerate(sizes) for row in range(size)]
+    prompts = [Prompt(prompt_id=f"{source}/{row}", token_ids=(row,)) for source, row in rows]
     return PromptSource(prompts, seed=seed, shuffle=shuffle, epochs=epochs, weights=weights, sizes=sizes)
 
 

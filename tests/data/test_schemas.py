@@ -110,11 +110,7 @@ VERL = {"prompt": TURN, "reward_model": {"ground_truth": "4"}}
         (VERL, {**VERL, "extra_info": "{"}, "extra_info is text but not JSON"),
         (VERL, {**VERL, "prompt": []}, "prompt is an empty list; expected text or a list of chat turns"),
         (VERL, {**VERL, "prompt": ["2+2?"]}, "turn 0 of prompt is not an object with role and content"),
-        (
-            VERL,
-            {**VERL, "prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-            "image 0 is missing; expected a path",
-        ),
+        (VERL, {**VERL, "prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "image 0 is missing; expected"),
         ({"question": "a", "answer": "b"}, {"question": "a"}, "no answer; an answer is named"),
         (PLAIN, {**PLAIN, "prompt": " \n"}, "its prompt is empty"),
         (PLAIN, {**PLAIN, "prompt": "a\ud800"}, r"\ud800"),

@@ -97,10 +97,8 @@ class Scheduled:
     @property
     def lengths(self) -> Lengths:
         """Lengths of the completions that were trained."""
-        groups = itertools.chain(*self._groups)
-        return Lengths(
-            groups=tuple(tuple(float(len(r.completion.token_ids)) for r in group.rollouts) for group in groups)
-        )
+        groups = [[len(r.completion.token_ids) for r in group.rollouts] for batch in self._groups for group in batch]
+        return Lengths(groups=tuple(tuple(map(float, group)) for group in groups))
 
     # -- stand-ins for parts of the learner: the clock runs for as long as they take ------------------------------------
 
@@ -108,9 +106,8 @@ class Scheduled:
         self._begun_s.append(self._loop.time())
         self._groups.append(groups)
         self._lags.append(fmean(version.number - group.versions[0].number for group in groups))
-        tokens = self._profile.learner_tokens(
-            sum(g.num_tokens for g in groups) / (len(groups) * self._profile.group_size)
-        )
+        length = sum(g.num_tokens for g in groups) / (len(groups) * self._profile.group_size)
+        tokens = self._profile.learner_tokens(length)
         self._loop.run_until(self._loop.time() + self._profile.learner.at(tokens / self._split.ranks))
         return SimpleNamespace(seconds={}, shares_within={})
 

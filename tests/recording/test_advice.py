@@ -87,14 +87,7 @@ CALCULATOR, OWN = ({"environment": schema.EnvironmentConfig(name=name)} for name
 @pytest.mark.parametrize(
     ("how", "sections", "bottleneck", "command", "gain", "words"),
     [
-        (
-            STARVED,
-            {},
-            "generators",
-            "scale generators 4",
-            0.38,
-            "33 % shorter, 4 generators 38 %; more would gain nothing",
-        ),
+        (STARVED, {}, "generators", "scale generators 4", 0.38, "33 % shorter, 4 generators 38 %; more would"),
         (STARVED, at_most(3), "generators", "scale generators 3", 1 / 3, "3 generators would"),
         (STARVED, at_most(2), "generators", "", 0, "38 % shorter, but generators.max=2 allows no more"),
         (MANY, {}, "generators", "scale generators 2", 0, "2 of 4 generators would do: steps would be no longer"),

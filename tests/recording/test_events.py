@@ -29,12 +29,7 @@ def steps_in(path) -> list[int]:
 
 
 def test_numbers_of_numpy_and_torch_are_numbers_and_nan_is_null(path):
-    numbers = {
-        "loss": torch.tensor(0.5),
-        "grad_norm": np.float32(2),
-        "entropy": float("nan"),
-        "kl_reference": torch.inf,
-    }
+    numbers = {"loss": torch.tensor(0.5), "grad_norm": np.float32(2), "entropy": np.nan, "kl_reference": torch.inf}
     EventLog(path).write("step", **step(1, **numbers))
     (event,) = read_events(path)
     assert [event[name] for name in numbers] == [0.5, 2.0, None, None]

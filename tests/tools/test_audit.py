@@ -163,14 +163,10 @@ BREAKAGES: dict[str, Callable[[FakeRun], object]] = {
     "step 3 was given group 2.9.0, which was never delivered": lambda run: run.issue(3, "2.9.0"),
     "group 1.5.0: lag 7 in step 9, max_lag 4": lambda run: run.issue(9, "1.5.0"),
     "group 2.7.0 is of weights 5, newer than step 3": lambda run: too_new(run),
-    "step 3, which the newest checkpoint holds, has 0 manifests": lambda run: run.checkpoint(
-        3, prompts_at(5), lineage=2
-    ),
+    "step 3, which the newest checkpoint holds, has 0 ": lambda run: run.checkpoint(3, prompts_at(5), lineage=2),
     "group 1.6.0 was delivered twice": lambda run: run.deliver(6, version=2),
     "group 1.0.0 was trained, and dropped as stale": lambda run: run.drop("1.0.0", "stale", is_final=False),
-    "group 2.4.0 was neither trained nor dropped, and its prompt is done": lambda run: run.deliver(
-        4, lineage=2, version=2
-    ),
+    "group 2.4.0 was neither trained nor dropped, and": lambda run: run.deliver(4, lineage=2, version=2),
     "step 2: lags {'1': 2} in metrics.jsonl, {'0': 2} in the journal": other_lags,
     "step 2 is 0 times in metrics.jsonl": lambda run: run.events.resume_at(1),
     "damaged journal: ": damage,

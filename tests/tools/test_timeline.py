@@ -33,9 +33,8 @@ class FakeRun:
         self.step = parent.number if parent is not None else 0
         plain = msgspec.to_builtins(config(lr=self.lineage * 1e-6)) if values is None else values
         of_start = {"parent": parent, "config": plain}
-        self.journal = journal(
-            self.folder / "journal", self.lineage, "written", of_start, segment_bytes=400, **arguments
-        )
+        place = self.folder / "journal"
+        self.journal = journal(place, self.lineage, "written", of_start, segment_bytes=400, **arguments)
 
     def train(self, count: int = 1) -> None:
         for _ in range(count):
