@@ -74,19 +74,6 @@ def all_findings(out: Path) -> Iterator[Finding]:
     yield check_sglang()
 
 
-def broken(findings: list[Finding]) -> list[str]:
-    """Return the needed checks that failed. The torch engine needs nothing beyond them."""
-    return [finding.name for finding in findings if finding.needed and finding.status == "failed"]
-
-
-def version_of(package: str) -> str | None:
-    """Return the installed version of a package without importing it; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _enough(name: str, is_enough: bool, detail: str, need: str, fix: str = "") -> Finding:
     """Return `ok` or a warning with the need and its fix."""
     return Finding(name, "ok", detail) if is_enough else Finding(name, "warning", f"{detail}; {need}", fix)
@@ -153,13 +140,13 @@ def check_runs_folder(out: Path) -> Finding:
 
 def check_package(package: str, requirement: str, more: Callable[[Any], str] = lambda module: "") -> Finding:
     """Check that a package is installed and imports. `more` describes the imported module."""
-    if version_of(package) is None:
-        return Finding(package, "failed", "not installed", f"pip install '{requirement}'")
     try:
         module = importlib.import_module(package)
     except Exception as error:  # of a broken installation
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            return Finding(package, "failed", "not installed", f"pip install '{requirement}'")
         return Finding(package, "failed", f"import failed: {_one_line(error)}", f"pip install -U '{requirement}'")
-    return Finding(package, "ok", f"{version_of(package)}{more(module)}")
+    return Finding(package, "ok", f"{module.__version__}{more(module)}")
 
 
 def check_cuda() -> Finding:
@@ -218,7 +205,7 @@ def check_sglang() -> Finding:
     if why is not None:
         detail, _, fix = why.rpartition(": ")  # the message ends with the fix
         return Finding("sglang engine", "failed", detail, fix, needed=False)
-    return Finding("sglang engine", "ok", f"sglang {version_of('sglang')}")
+    return Finding("sglang engine", "ok", f"sglang {importlib.metadata.version('sglang')}")
 
 
 def _one_line(error: Exception) -> str:
@@ -243,7 +230,8 @@ def doctor(out: Annotated[Path, typer.Option("--out", help="Folder for the runs.
         typer.echo(f"{typer.style(sign, fg=colour)} {finding.name:14} {finding.detail}")
         if finding.fix:
             typer.echo(f"{'':17}fix: {finding.fix}")
-    if to_fix := broken(findings):
+    # The torch engine needs nothing beyond the needed checks.
+    if to_fix := [finding.name for finding in findings if finding.needed and finding.status == "failed"]:
         typer.echo(f"\nThis machine cannot train yet; fix {', '.join(to_fix)} first.")
         raise typer.Exit(1)
     has_sglang = any(finding.name == "sglang engine" and finding.status == "ok" for finding in findings)

@@ -284,11 +284,8 @@ def make_tasks(name: str, parameters: tuple[tuple[str, str], ...]) -> tuple[dict
 
 
 def gym_version() -> str:
-    """Return the installed release of reasoning-gym; empty if not installed."""
-    try:
-        return importlib.metadata.version("reasoning-gym")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    """Return the installed release of reasoning-gym."""
+    return importlib.metadata.version("reasoning-gym")
 
 
 def _json_or_text(text: str) -> Any:

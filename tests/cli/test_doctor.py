@@ -46,7 +46,7 @@ def test_a_runs_folder_that_cannot_be_made_and_too_few_open_files_are_found(tmp_
 
 
 def test_a_package_that_is_missing_or_broken_is_found(monkeypatch, tmp_path):
-    monkeypatch.setattr(doctor, "version_of", lambda package: None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     assert doctor.check_package("ray", "ray>=2.60,<2.61").fix == "pip install 'ray>=2.60,<2.61'"
     monkeypatch.undo()
     (tmp_path / "ray.py").write_text("raise OSError('libsomething.so is missing')")
