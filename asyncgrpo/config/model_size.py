@@ -140,12 +140,6 @@ def _downloaded(hub_id: str) -> Path | None:
         return None
 
 
-def _stored_bytes(settings: Mapping[str, Any]) -> int:
-    text = settings.get("text_config") or {}
-    dtypes = (part.get(key) for part in (text, settings) for key in ("dtype", "torch_dtype"))
-    return 4 if next(filter(None, dtypes), None) == "float32" else 2
-
-
 # -- counting ----------------------------------------------------------------------------------------------------------
 
 
@@ -169,8 +163,8 @@ def _counted(config_json: str) -> ModelSize:
         from torch import nn
         from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
-    settings = json.loads(config_json)
-    config = AutoConfig.for_model(**settings)
+    config = AutoConfig.for_model(**json.loads(config_json))
+    dtype = config.get_text_config().dtype or config.dtype  # before a model is made, which sets it
     AttentionInterface.register("counted", _flash())
     AttentionMaskInterface.register("counted", lambda *args, **named: None)
     with torch.device("meta"), torch.enable_grad():
@@ -203,7 +197,7 @@ def _counted(config_json: str) -> ModelSize:
         heads=config.num_attention_heads,
         cache_heads=cache_heads,
         cache_width=cache_width,
-        stored_bytes=_stored_bytes(settings),
+        stored_bytes=4 if dtype == torch.float32 else 2,
         **vision,
     )
 

@@ -9,7 +9,6 @@ import base64
 import binascii
 import contextlib
 import io
-import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -247,16 +246,12 @@ class Images:
 
 def has_vision(model_path: str) -> bool:
     """True if the model reads images."""
-    folder = find_model(model_path)
-    try:
-        if folder is None:
-            from transformers import PretrainedConfig
+    from transformers import PretrainedConfig
 
-            settings, _ = PretrainedConfig.get_config_dict(model_path)
-        else:
-            settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    try:
+        settings, _ = PretrainedConfig.get_config_dict(str(find_model(model_path) or model_path))
         return settings.get("model_type") in VISION_MODELS
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError):
         return False
 
 
