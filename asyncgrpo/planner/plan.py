@@ -247,7 +247,6 @@ class Profile(_Part, frozen=True, kw_only=True):
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(msgspec.json.format(msgspec.json.encode(profile)) + b"\n")
 
 

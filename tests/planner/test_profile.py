@@ -22,8 +22,8 @@ from tests.planner.profiles import SAME, long_tail, profile
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
     made = profile(lengths=long_tail(), decode=DecodeCurve.fit([(1.0, 0.1), (8.0, 0.2)]), kv_completions=7)
-    write_profile(made, tmp_path / "below" / "profile.json")
-    assert read_profile(tmp_path / "below" / "profile.json") == made
+    write_profile(made, tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == made
 
 
 def test_what_is_no_profile_is_refused_with_its_file_and_its_key(tmp_path):
