@@ -371,20 +371,20 @@ def report(found: Translation, problem: str, *, as_yaml: bool) -> str:
         problem: why the command does not run yet; empty where it does.
     """
     parts = [msgspec.yaml.encode(nested(found.ours)).decode().rstrip() if as_yaml else command(found.ours)]
-    by_hand = [row for row in found.left if row.by_hand]
-    absent = [row for row in found.left if not row.by_hand]
-    parts += _comment("Translated:", _translated(found.rows))
-    parts += _comment("No counterpart:", _reasons(absent))
-    parts += _comment("To be done by hand:", _reasons(by_hand))
-    parts += _comment("Not understood:", found.unread)
-    parts += _comment(
-        f"{found.system}'s defaults for keys that are not given; asyncgrpo's are in brackets:",
-        [
+    comments = {
+        "Translated:": _translated(found.rows),
+        "No counterpart:": _reasons(row for row in found.left if not row.by_hand),
+        "To be done by hand:": _reasons(row for row in found.left if row.by_hand),
+        "Not understood:": found.unread,
+        f"{found.system}'s defaults for keys that are not given; asyncgrpo's are in brackets:": [
             f"{key}={value_in_words(value)} ({default_in_words(key) or 'the default of algorithm.loss'})"
             for key, value in found.unwritten.items()
         ],
-    )
-    parts += _comment("It does not run yet:", [problem] if problem else [])
+        "It does not run yet:": problem.splitlines(),
+    }
+    for head, lines in comments.items():
+        if lines:
+            parts.append("\n".join([f"# {head}", *(f"#   {line}" for line in lines)]))
     return "\n\n".join(parts)
 
 
@@ -410,12 +410,6 @@ def _reasons(rows: Iterable[TranslatedKey]) -> list[str]:
 
 def _written(row: TranslatedKey) -> str:
     return f"{row.key}={value_in_words(row.value)}"
-
-
-def _comment(head: str, lines: Sequence[str]) -> list[str]:
-    if not lines:
-        return []
-    return ["\n".join([f"# {head}", *(f"#   {part}" for line in lines for part in line.splitlines())])]
 
 
 def command(ours: dict[str, Any]) -> str:
