@@ -114,9 +114,7 @@ class Loggers:
 
     def __init__(self, names: Iterable[str], run_dir: Path, run_name: str, config: Nested) -> None:
         """Start each logger. Raises ConfigError for a package that is not installed."""
-        self._loggers: dict[str, Logger] = {}
-        for name in names:
-            self._loggers[name] = _KINDS[name](run_dir, run_name, config)
+        self._loggers = {name: _KINDS[name](run_dir, run_name, config) for name in names}
 
     def log(self, step: int, values: Nested) -> None:
         """Send the finite numbers of `values` to each logger, nested keys joined with `/`.

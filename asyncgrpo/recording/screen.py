@@ -6,7 +6,7 @@ line per step if the output is a file or a pipe.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -376,7 +376,6 @@ def watch(
     stop: threading.Event | None = None,
     since: float = 0.0,
     poll_s: float = 0.25,
-    clock: Callable[[], float] = time.time,
 ) -> Progress:
     """Show the run that writes `path` until its `end` event or until `stop` is set.
 
@@ -389,7 +388,7 @@ def watch(
     console = console or Console()
     stop = stop or threading.Event()
     follower, progress = Follower(path), Progress()
-    live = Live(render(Progress(), clock()), console=console, auto_refresh=False) if console.is_terminal else None
+    live = Live(render(Progress(), time.time()), console=console, auto_refresh=False) if console.is_terminal else None
     newest = skip_until = since
     drawn = 0.0
     try:
@@ -409,8 +408,8 @@ def watch(
                     progress.warnings.clear()
                 if live is None and at > skip_until and (line := line_of(event, progress)) is not None:
                     console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
-            if live and (came or clock() >= drawn + 1):
-                live.update(render(progress, drawn := clock()), refresh=True)
+            if live and (came or time.time() >= drawn + 1):
+                live.update(render(progress, drawn := time.time()), refresh=True)
             if stopping or (progress.end and progress.end["time"] >= since):
                 return progress
             stop.wait(poll_s)
