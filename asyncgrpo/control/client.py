@@ -75,12 +75,11 @@ class ChangeSettings(_Command, frozen=True, tag="set"):
 Command = Pause | Resume | DrainRun | WriteCheckpoint | Evaluate | Scale | ChangeSettings
 
 
-CHANGEABLE = {
-    "learner.lr": "peak learning rate; the schedule goes on from where it is",
-    "buffer.max_lag": "bound on the lag, optimizer steps; for leases from now on",
-    "generators.groups_in_flight": "groups that one generator works on at once",
-}
-"""Settings that may change while a run goes on, and what they mean."""
+CHANGEABLE = ("learner.lr", "buffer.max_lag", "generators.groups_in_flight")
+"""Settings that may change while a run goes on.
+
+The schedule goes on with the new learning rate from where it is; the bound on the lag is that of leases from now on.
+"""
 
 # -- status of a run ---------------------------------------------------------------------------------------------------
 
