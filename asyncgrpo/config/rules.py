@@ -301,10 +301,8 @@ def _losses() -> dict[str, ast.FunctionDef]:
 
 def _has_ratio(loss: str) -> bool:
     """Return the argument `with_ratio` of `@surrogate`: the gradient of the loss contains policy / anchor."""
-    for call in _losses()[loss].decorator_list:
-        if isinstance(call, ast.Call) and ast.unparse(call.func) == "surrogate":
-            return {k.arg: ast.literal_eval(k.value) for k in call.keywords}.get("with_ratio", True)
-    return False
+    decorators = map(ast.unparse, _losses()[loss].decorator_list)
+    return any(one.startswith("surrogate(") and "with_ratio=False" not in one for one in decorators)
 
 
 def _arguments(config: Config) -> Iterator[str]:
