@@ -45,10 +45,7 @@ def test_a_usage_error_is_one_sentence_and_code_2_and_a_value_that_cannot_be_cod
         ("scale learners 3", 2, "generators", "'learners'"),
         ("audit", 2, "RUN", "asyncgrpo audit --help"),
         ("audit a b", 2, "b", "asyncgrpo audit --help"),
-        *(
-            (f"{command} {long}", 1, "File name too long\n")
-            for command in ("demo --engine torch --out", "audit", "serve")
-        ),
+        *((f"{command} {long}", 1, "name too long\n") for command in ("demo --engine torch --out", "audit", "serve")),
         *((f"{command} {__file__}", 1, "run folder") for command in ("status", "audit")),
         *((f"demo --engine torch --chaos {n}", 1, f"--chaos {n}: faults per hour") for n in ("0", "nan", "inf")),
     ):

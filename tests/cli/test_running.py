@@ -133,9 +133,7 @@ def test_the_command_to_go_on_goes_on_as_printed(asyncgrpo, started, files, type
     assert len(started) == 2 and started[0] == started[1]
 
 
-def test_the_demo_distils_from_a_teacher_that_solves_the_task_and_only_measures_the_reward(
-    asyncgrpo, started, tmp_path
-):
+def test_the_demo_distils_from_a_teacher_that_solves_the_task(asyncgrpo, started, tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

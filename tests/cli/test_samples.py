@@ -38,16 +38,13 @@ def shown(asyncgrpo, *arguments: object) -> str:
     return " ".join(asyncgrpo("samples", *arguments).out.split())
 
 
-def test_without_a_step_the_newest_is_shown_in_its_own_order(asyncgrpo, run):
+def test_the_newest_step_is_shown_in_its_own_order_or_as_asked(asyncgrpo, run):
     rows = listed(asyncgrpo, run)
     assert [r["prompt_id"] for r in rows] == [f"train/{index}" for index in range(5)]
     assert {r["step"] for r in rows} == {2}
     assert {r["step"] for r in listed(asyncgrpo, run, "--step", 1)} == {1}
     drawn = listed(asyncgrpo, run, "--random")
     assert drawn == listed(asyncgrpo, run, "--random") != rows
-
-
-def test_best_and_worst_order_by_reward_and_exclude_each_other(asyncgrpo, run):
     assert [r["reward"] for r in listed(asyncgrpo, run, "--best", "--limit", 2)] == [0.8, 0.6]
     assert [r["reward"] for r in listed(asyncgrpo, run, "--worst", "--limit", 2)] == [0.0, 0.1]
     assert asyncgrpo("samples", run, "--best", "--worst").code == 2

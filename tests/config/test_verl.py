@@ -187,8 +187,11 @@ class TestTranslation:
 
     def test_what_verl_does_unasked_is_told_where_ours_is_another(self):
         unasked = VERL.unwritten({"trainer.total_epochs": 3, f"{ACTOR}.clip_ratio": 0.1})
-        assert unasked["algorithm.corrections"] == []
+        assert (unasked["algorithm.corrections"], unasked["buffer.max_lag"]) == ([], 0)
         assert "run.epochs" not in unasked and "algorithm.loss_args.clip_low" not in unasked
+        assert "buffer.max_lag=0 (4)" in report(read(["data.seed=1"]), "", as_yaml=False)
+        given = read(["-"], stdin=ASYNC)
+        assert "buffer.max_lag" not in given.unwritten and given.ours["buffer.max_lag"] == 5
 
 
 ASYNC = """
@@ -242,13 +245,6 @@ class TestFullyAsynchronous:
         said = {row.key: row.words for row in VERL.translate(given) if not row.ours}
         for key in (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_is_threshold"):
             assert (key in said) == (anchor == "behaviour")
-
-    def test_a_synchronous_script_is_told_that_its_lag_is_0(self):
-        found = read(["data.seed=1"])
-        assert found.unwritten["buffer.max_lag"] == 0
-        assert "buffer.max_lag=0 (4)" in report(found, "", as_yaml=False)
-        given = read(["-"], stdin=ASYNC)
-        assert "buffer.max_lag" not in given.unwritten and given.ours["buffer.max_lag"] == 5
 
 
 class TestNothingIsLost:

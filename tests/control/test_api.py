@@ -55,9 +55,7 @@ def test_what_is_no_command_is_refused(url: str, operator: FakeOperator):
         assert code == 400 and why in reply["error"] and operator.commands == []
 
 
-def test_what_the_driver_refuses_is_a_conflict_and_a_driver_that_fails_is_no_bad_request(
-    url: str, operator: FakeOperator
-):
+def test_what_the_driver_refuses_is_a_conflict_and_its_failure_no_bad_request(url: str, operator: FakeOperator):
     operator.failure = CommandRefused("it is draining")
     assert ask(url, "/api/command", {"command": "pause"}) == (409, {"error": "it is draining"})
     operator.failure = RuntimeError("a bug, with a secret")

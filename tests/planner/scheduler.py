@@ -216,18 +216,14 @@ def main() -> None:
     """Print the step of each case, in the product and by the formulas."""
     cases = itertools.product((1, 2, 4, 8), (0.5, 1.0), (0.2, 3.0), (2, 4))
     for max_lag, sigma, base_s, generators in cases:
-        task, split = (
-            profile(learner=LearnerTimes(base_s=base_s, each_s=0.0005), pause_s=0.0),
-            Split(generators, 2, 8, max_lag),
-        )
+        task = profile(learner=LearnerTimes(base_s=base_s, each_s=0.0005), pause_s=0.0)
+        split = Split(generators, 2, 8, max_lag)
         run = Scheduled(task, split, sigma=sigma, steps=60)
         formula = predict(msgspec.structs.replace(task, lengths=run.lengths), split)
         case = f"max_lag {max_lag}  sigma {sigma}  learner {base_s:.1f} s + tokens  generators {generators}"
         step = f"step {run.step_s:5.2f} s {formula.step_s / run.step_s - 1:+4.0%}"
-        print(
-            f"{case}  {step}  lag {run.lag_mean:.2f} {formula.lag_mean - run.lag_mean:+.2f}  {formula.bottleneck}",
-            flush=True,
-        )
+        lag = f"lag {run.lag_mean:.2f} {formula.lag_mean - run.lag_mean:+.2f}"
+        print(f"{case}  {step}  {lag}  {formula.bottleneck}", flush=True)
 
 
 if __name__ == "__main__":

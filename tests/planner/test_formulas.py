@@ -78,9 +78,7 @@ def test_a_second_generator_helps_where_generators_decide_and_a_sixth_does_not()
         (Split(4, 2, 8, 8), 3.0, 1.0, 0.0, 0.12),  # all three decide, with a long tail
     ],
 )
-def test_formulas_agree_with_the_product_on_the_virtual_clock(
-    split: Split, base_s: float, sigma: float, filtered: float, within: float
-):
+def test_formulas_agree_with_the_product_on_the_virtual_clock(split, base_s, sigma, filtered, within):
     task = profile(learner=LearnerTimes(base_s=base_s, each_s=0.0005), pause_s=0.0, filtered=filtered)
     product = Scheduled(task, split, sigma=sigma, steps=40)
     formula = predict(msgspec.structs.replace(task, lengths=product.lengths), split)

@@ -104,12 +104,9 @@ def test_the_newest_files_are_kept_and_the_first_removal_is_said(tmp_path, caplo
         search(tmp_path, 1)
     (line,) = caplog.messages
     assert line.startswith("run.keep_samples is 3: from now on the oldest file is removed, first step_000001")
-
-
-def test_after_a_resume_what_was_written_last_outlives_later_steps_that_are_undone(tmp_path):
-    write(tmp_path, 1, 2, 3, 4, 5)
-    write(tmp_path, 3, 4, keep=3)
-    assert steps(tmp_path) == [3, 4, 5]
+    write(tmp_path / "resumed", 1, 2, 3, 4, 5)
+    write(tmp_path / "resumed", 3, 4, keep=3)
+    assert steps(tmp_path / "resumed") == [3, 4, 5], "what was written last outlives later steps that are undone"
 
 
 def test_without_limits_everything_is_kept_and_no_other_file_is_ever_removed(tmp_path):
