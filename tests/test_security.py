@@ -6,7 +6,6 @@ import pickle
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,20 +15,12 @@ import pytest
 
 from asyncgrpo.cli import train
 from asyncgrpo.cluster.folder import RunFolder
-from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.wiring import Setup
-from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, WeightsConfig
+from asyncgrpo.config.schema import Config, DataConfig, ModelConfig
 from asyncgrpo.data import demo as demo_data
-from asyncgrpo.errors import ConfigError, WireError
 from asyncgrpo.tools.replay import Replay
 from asyncgrpo.weights.group import serve_store
-from asyncgrpo.weights.publisher import Publisher
-from asyncgrpo.wire import sockets
-from asyncgrpo.wire.rollouts import Finished
-from asyncgrpo.wire.sockets import Client, Keys, Server
-from asyncgrpo.wire.supervision import Heartbeat
-from asyncgrpo.wire.weights import Join, WeightsLayout
-from tests.runs import wait_until
+from asyncgrpo.wire.sockets import Keys
 
 PACKAGE = Path(__file__).parent.parent / "asyncgrpo"
 
@@ -134,50 +125,6 @@ def test_every_end_of_the_wire_is_given_the_keys_of_the_run():
     served = list(calls_of("metrics.serve"))
     assert {file for file, _ in served} == {"cluster/run.py", "cluster/wiring.py"}
     assert [call for _, call in served if "host=host, token=" not in call] == [], "metrics need the token of the run"
-
-
-def test_another_user_of_this_machine_is_heard_by_no_process_of_a_run(monkeypatch):
-    """On loopback, where the keys are all that tells who speaks."""
-    monkeypatch.setattr(sockets, "LINGER_MS", 10)  # for what strangers sent in vain
-    with pytest.raises(ConfigError, match="no CURVE keys"):
-        publisher("0.0.0.0", None)
-    keys = Keys.make()
-    server = Server("127.0.0.1", keys)
-    watch = Watch("127.0.0.1", keys, host="127.0.0.1")
-    weights = publisher("127.0.0.1", keys)
-    beat = Heartbeat(name="buffer", incarnation="1", pid=1, waits={}, loop_age_s=None)
-    said = {
-        "learner": Finished(),
-        "buffer-1": beat,
-        "generator-0": Join(generator_id="generator-0", incarnation="a", machine="m", mark="k"),
-    }
-    with monkeypatch.context() as patch:
-        patch.setattr(sockets, "SEND_TIMEOUT_MS", 500)
-        without = [Client(end.endpoint, name) for end, name in zip((server, watch, weights), said, strict=True)]
-    for client, message in zip(without, said.values(), strict=True):
-        with suppress(WireError):  # once the handshake has failed there is nobody to send to
-            client.send(message)
-    assert server.receive(0.5) is None
-    watch.listen()
-    assert watch.heartbeat("buffer", "1") is None
-    weights._receive()
-    assert weights._members == {}
-    stranger, friend = (Client(weights.endpoint, f"weights-{i}", k) for i, k in enumerate((Keys.make(), keys)))
-    for number, client in enumerate((stranger, friend)):
-        client.send(Join(generator_id=f"generator-{number}", incarnation="a", machine="m", mark="k"))
-    wait_until(lambda: bool(weights._receive() or list(weights._members)), "the one with the keys", 10.0)
-    assert list(weights._members) == ["generator-1"]
-    learner = Client(server.endpoint, "learner", keys)
-    learner.send(Finished())
-    assert server.receive(5.0) is not None
-    for end in (learner, server, watch, weights, stranger, friend, *without):
-        end.close()
-
-
-def publisher(bind: str, keys: Keys | None) -> Publisher:
-    made = Publisher(WeightsConfig(), maps=False, backend="gloo", bind=bind, host="127.0.0.1", keys=keys)
-    made._layout_message = WeightsLayout(tensors=())  # its thread is not started: the test reads
-    return made
 
 
 def test_the_meeting_place_of_a_group_listens_at_its_address_alone():

@@ -131,10 +131,12 @@ def test_a_process_that_closes_nothing_still_ends():
     assert done.returncode == 3
 
 
-def test_only_a_client_with_the_run_s_keys_is_heard(monkeypatch):
+@pytest.mark.parametrize("bind", ["0.0.0.0", "127.0.0.1"])
+def test_only_a_client_with_the_run_s_keys_is_heard(monkeypatch, bind):
+    """On loopback too, where the keys are all that tells the run from another user of the machine."""
     monkeypatch.setattr(sockets, "LINGER_MS", 10)  # for what strangers sent in vain
     keys = Keys.make()
-    server = Server("0.0.0.0", keys, advertise="127.0.0.1")
+    server = Server(bind, keys, advertise="127.0.0.1")
     friend = Client(server.endpoint, "friend", keys)
     strangers = [Client(server.endpoint, "plain"), Client(server.endpoint, "other", Keys.make())]
     strangers.append(Client(server.endpoint, "own-pair", replace(Keys.make(), server_public=keys.server_public)))
