@@ -153,13 +153,13 @@ def test_a_generator_that_is_quiet_gets_no_lease_until_it_speaks():
     assert granted(served.hear("g-2", Serving(generator_id="g-2", version=v(0)))) == ["g-2"] * 2
 
 
-def two_at_work(leases_each: int = 1) -> Served:
-    """Two generators with leases, at 0 s; each may hold two."""
-    served = Served(per_step=2 * leases_each, max_lag=0)
+def two_at_work() -> Served:
+    """Two generators with a lease each, at 0 s; each may hold two."""
+    served = Served(per_step=2, max_lag=0)
     served.join("g-1")
     served.join("g-2")
     served.hear("learner", Trained(version=v(0)))
-    assert [served.buffer.held_by(name) for name in ("g-1", "g-2")] == [leases_each] * 2
+    assert [served.buffer.held_by(name) for name in ("g-1", "g-2")] == [1, 1]
     return served
 
 
