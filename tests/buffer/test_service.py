@@ -1,14 +1,21 @@
 """The buffer's process as its peers see it: what a generator and the learner are sent, turn by turn."""
 
 import math
+from collections import deque
+from contextlib import nullcontext
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from asyncgrpo.journal.history import Delivered, read_history
 from asyncgrpo.types import Lease
 from asyncgrpo.wire import Message
+from asyncgrpo.wire.codec import encode
 from asyncgrpo.wire.rollouts import (
+    Ack,
     Batch,
+    Finished,
     Grant,
     LastEvals,
     LeaseFailed,
@@ -16,13 +23,21 @@ from asyncgrpo.wire.rollouts import (
     RequestEval,
     Serving,
     Shutdown,
+    Snapshot,
     Take,
+    TakeSnapshot,
     Trained,
     Waiting,
 )
 from asyncgrpo.wire.supervision import Drain, Steer
 from tests.buffer.test_buffer import deliver, prompts, v
-from tests.buffer.test_incarnations import Served
+from tests.buffer.test_incarnations import PAYLOAD, Served
+from tests.journal.journals import Clock, failing_disk, journal
+from tests.wire.mutations import sealed
+
+
+def of(kind: type, sent: list[tuple[str, Message]]) -> list:
+    return [message for _, message in sent if isinstance(message, kind)]
 
 
 class Plane(Served):
@@ -37,7 +52,7 @@ class Plane(Served):
         return self.granted()
 
     def granted(self) -> list[Lease]:
-        return [message.lease for _, message in self.lines.sent if isinstance(message, Grant)]
+        return [grant.lease for grant in of(Grant, self.lines.sent)]
 
     def deliver(self, lease: Lease, *rewards: float) -> None:
         """The completions to a lease, which the buffer acknowledges."""
@@ -56,7 +71,7 @@ class Plane(Served):
 
     def waits(self) -> str:
         """What the learner is told that it waits for."""
-        return next(message.what for _, message in self.pass_time(1.5) if isinstance(message, Waiting))
+        return of(Waiting, self.pass_time(1.5))[0].what
 
     def steer(self, **asked) -> list[tuple[str, Message]]:
         """What is sent once something that a person asks for is in effect."""
@@ -133,7 +148,7 @@ def test_an_evaluation_is_told_again_until_a_batch_has_it():
     for lease in leases:
         if lease.purpose == "eval":
             plane.deliver(lease, 1.0)
-    told = [message for _, message in plane.pass_time(3.0) if isinstance(message, Waiting) and message.evals]
+    told = [message for message in of(Waiting, plane.pass_time(3.0)) if message.evals]
     assert len(told) > 1
     for lease in leases:
         if lease.purpose == "train":
@@ -141,7 +156,7 @@ def test_an_evaluation_is_told_again_until_a_batch_has_it():
     assert plane.told().evals == told[0].evals
     plane.train()
     plane.hear("learner", Take(version=v(1)))
-    assert not any(message.evals for _, message in plane.pass_time(1.5) if isinstance(message, Waiting))
+    assert not any(message.evals for message in of(Waiting, plane.pass_time(1.5)))
 
 
 @pytest.mark.parametrize("why", ["draining", "failing"])
@@ -165,7 +180,7 @@ def test_a_pause_stops_leases_and_batches_and_keeps_what_was_in_flight_and_no_dr
     sent = plane.pass_time(3.0)
     assert sent and {to for to, _ in sent} == {"learner"}
     assert all(isinstance(m, Waiting) and m.is_paused and m.what == "the end of the pause" for _, m in sent)
-    assert any(isinstance(message, Batch) for _, message in plane.steer())
+    assert of(Batch, plane.steer())
     plane.train()
     assert len(plane.granted()) == 2
     plane.steer(is_paused=True)
@@ -188,6 +203,70 @@ def test_the_groups_of_a_generator_and_the_bound_can_change():
     plane = Plane()
     plane.steer(groups_in_flight=1)
     (first,) = plane.start()
-    sent = plane.steer(groups_in_flight=4, max_lag=1)
-    leases = [message.lease for _, message in sent if isinstance(message, Grant)]
+    leases = [grant.lease for grant in of(Grant, plane.steer(groups_in_flight=4, max_lag=1))]
     assert {lease.prompt_index for lease in leases} == {1, 2, 3} and first.prompt_index == 0, "two slots more"
+
+
+# -- with a journal: no word too early, none lost, none twice -----------------------------------------------------------
+
+
+class Process(Served):
+    """A buffer with its journal on a disk that can fail, and a generator that has four leases."""
+
+    def __init__(self, folder: Path) -> None:
+        clock = Clock()
+        self.disk = failing_disk(folder, clock)
+        log = journal(folder, durability="fsync_interval", clock=clock, disk=self.disk)
+        super().__init__(clock=clock, shuffle=False, journal=log)
+        self.hear("learner", Trained(version=v(0)))
+        self.join("g", window=4)
+        self.leases = [grant.lease for grant in of(Grant, self.lines.sent)]
+
+
+def test_a_group_is_written_in_the_bytes_in_which_it_came(tmp_path: Path):
+    process = Process(tmp_path / "j")
+    message = deliver(process.leases[0], 0)
+    fields = msgspec.to_builtins(message)
+    del fields["discarded"]  # as a release without this field sends it
+    head, _ = frames = sealed(msgspec.msgpack.encode(fields), PAYLOAD)
+    process.service.turn(("g", frames), process.now_s)
+    process.pass_time(1.0)
+    history = read_history(tmp_path / "j")
+    (found,) = [item for item in history.found if isinstance(item.record, Delivered)]
+    assert found.record.head_bytes == len(head) < len(encode(message, PAYLOAD)[0])
+    assert head + PAYLOAD in history.segments[0].path.read_bytes()
+    assert history.group(found) == (message, PAYLOAD)
+
+
+def test_while_the_disk_is_full_nothing_is_acknowledged_leased_or_handed_over_and_then_everything_is(tmp_path: Path):
+    process = Process(tmp_path / "j")
+    assert len(process.leases) == 4
+    for lease in process.leases[:2]:
+        assert process.hear("g", deliver(lease, 0), PAYLOAD) == []
+    process.disk.full_until = math.inf
+    assert process.hear("g", deliver(process.leases[2], 0), PAYLOAD) == []
+    process.hear("learner", Take(version=v(0)))
+    process.hear("learner", TakeSnapshot())
+    sent = process.pass_time(5.0)
+    waiting = of(Waiting, sent)
+    assert waiting and "No space left on device" in waiting[-1].what and str(tmp_path) in waiting[-1].what
+    assert len(sent) == len(waiting)
+    process.disk.full_until = 0.0
+    sent = process.pass_time(2.0)
+    assert [len(of(kind, sent)) for kind in (Ack, Batch, Snapshot)] == [3, 1, 1]
+    process.hear("learner", Trained(version=v(1)))
+    process.hear("g", Serving(generator_id="g", version=v(1)))
+    assert len(of(Grant, process.lines.sent)) == 2
+
+
+def test_a_group_that_arrives_with_the_end_of_the_learner_is_kept_and_its_generator_is_shut_down(
+    tmp_path: Path, monkeypatch
+):
+    process = Process(tmp_path / "j")
+    unread = deque([("learner", encode(Finished())), ("g", encode(deliver(process.leases[0], 0), PAYLOAD))])
+    lines = process.lines
+    monkeypatch.setattr(lines, "receive", lambda timeout_s: unread.popleft() if unread else None, raising=False)
+    monkeypatch.setattr(lines, "together", nullcontext, raising=False)
+    process.service.run()
+    assert len(of(Shutdown, lines.sent)) == 1
+    assert [found for found in read_history(tmp_path / "j").found if isinstance(found.record, Delivered)]
