@@ -26,6 +26,7 @@ from asyncgrpo.learner import attention
 from asyncgrpo.learner import model as learner_model
 from asyncgrpo.learner.model import check_language_model, choose_kernel, load_language_model, recomputes
 from tests.learner.helpers import assert_same_gradient, config, learner, random_groups, step_and_gradient
+from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 
 SHAPE = {
     "hidden_size": 32,
@@ -88,6 +89,27 @@ def test_a_model_that_the_learner_would_get_wrong_is_refused_in_one_sentence(tmp
     settings.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"^model.path \({tmp_path}\) {message}$"):
         check_language_model(str(tmp_path), config(tmp_path, learner={"parallel": {"expert": 2}}), CPU)
+
+
+UNFIT = [
+    (make_tiny_qwen3, {"model": {"routing_replay": "rollout"}}, "has no experts to choose from"),
+    (make_tiny_qwen3, {"learner": {"ranks": 6, "parallel": {"expert": 2}}}, "is a qwen3, which has no experts"),
+    (
+        make_tiny_qwen3_moe,
+        {"learner": {"ranks": 6, "parallel": {"expert": 3}}},
+        "expert is 3, .* not divide the 5 experts",
+    ),
+    (make_tiny_qwen3, {"learner": {"ranks": 6, "parallel": {"context": 3}}}, "context is 3, .* the 4 attention heads"),
+    (make_tiny_deepseek_v3, {"algorithm": {"router_aux_coef": 0.1}}, "aux_coef is 0.1, but .* no router_aux_loss_coef"),
+    (make_tiny_qwen3_moe, {"algorithm": {"router_bias_rate": 0.1}}, "bias_rate is 0.1, but .* e_score_correction_bias"),
+]
+
+
+@pytest.mark.parametrize(("make", "sections", "message"), UNFIT)
+def test_a_model_that_a_setting_does_not_go_with_is_refused(tmp_path, make, sections, message):
+    path = make(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        check_language_model(str(path), config(path, **sections), CPU)
 
 
 def test_a_full_disk_is_no_fault_of_the_model(path, monkeypatch):

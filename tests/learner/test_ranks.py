@@ -17,9 +17,7 @@ from safetensors.torch import load_file
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from asyncgrpo.data.images import Images
-from asyncgrpo.errors import ConfigError
 from asyncgrpo.learner.learner import Learner
-from asyncgrpo.learner.model import check_language_model
 from asyncgrpo.learner.parallel import Row
 from asyncgrpo.learner.publishing import fill_parts
 from asyncgrpo.weights.arena import Layout
@@ -308,21 +306,6 @@ def test_a_checkpoint_of_four_ranks_goes_on_with_one_and_their_export_is_their_w
     learner.step(GROUPS, VERSION)
     for name, tensor in weights(learner).items():
         torch.testing.assert_close(tensor, later[name], rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("model", "sizes", "message"),
-    [
-        ("qwen3_moe", {"context": 3}, "learner.parallel.context is 3, which does not divide the 4 attention heads"),
-        ("qwen3_moe", {"expert": 3}, "learner.parallel.expert is 3, which does not divide the 8 experts"),
-        ("dense", {"expert": 2}, "is a qwen3, which has no experts"),
-    ],
-)
-def test_a_model_that_cannot_be_divided_is_refused(tmp_path, model, sizes, message):
-    path = MODELS[model](tmp_path / model)
-    settings = config(path, learner={"ranks": 6, "parallel": sizes})
-    with pytest.raises(ConfigError, match=message):
-        check_language_model(str(path), settings, torch.device("cpu"))
 
 
 def test_shares_of_a_row_are_those_of_chunk():

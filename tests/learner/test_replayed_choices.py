@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncgrpo.errors import ConfigError
-from asyncgrpo.learner.model import check_language_model
 from asyncgrpo.learner.routing import Routers
 from asyncgrpo.types import Completion, KeptTokens, Observation, PolicyVersion, VersionSpan
-from tests.learner.helpers import VERSION, config, learner, load, make_group, random_groups, step_and_gradient
+from tests.learner.helpers import VERSION, learner, load, make_group, random_groups, step_and_gradient
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 
 # -- kept tokens; their scores and gradients: `test_head` ---------------------------------------------------------------
@@ -148,10 +146,3 @@ def test_replayed_experts_have_the_gradients_of_their_choice(tmp_path):
     assert any(not plain[name].equal(replayed[name]) for name in plain)
     for name in replayed:
         torch.testing.assert_close(replayed[name], recomputed[name], rtol=1e-5, atol=1e-7)
-
-
-def test_a_dense_model_has_no_experts_to_replay(tmp_path):
-    path = make_tiny_qwen3(tmp_path / "dense")
-    settings = config(path, model={"routing_replay": "rollout"})
-    with pytest.raises(ConfigError, match="has no experts to choose from"):
-        check_language_model(str(path), settings, torch.device("cpu"))
