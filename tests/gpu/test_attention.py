@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.learner.test_attention import check, of_lengths, random_families
+from asyncgrpo.learner.attention import Family, Segments
+from tests.learner.test_attention import check, random_families
 
 ON = {"cuda": ("varlen", "flash_attention_2", "sdpa"), "cpu": ("cpu", "sdpa")}
 LENGTHS = {
@@ -16,6 +17,20 @@ LENGTHS = {
 }
 HEADS = [(4, 4, 64), (4, 2, 64), (16, 8, 128), (14, 2, 64), (4, 1, 32)]
 """Heads, those of keys, and their width."""
+
+
+def of_lengths(*groups: tuple[int, list[int]]) -> Segments:
+    """Prompts, each with the completions to it."""
+    families, end = [], 0
+    for prompt, completions in groups:
+        prefix = (end, end + prompt)
+        families.append(Family((end, end), prefix))
+        bounds = [end := end + prompt]
+        for completion in completions:
+            bounds.append(end := end + completion)
+        if completions:
+            families.append(Family(prefix, tuple(bounds)))
+    return Segments.of(families)
 
 
 @pytest.fixture(params=sorted({*ON["cuda"], *ON["cpu"]}))

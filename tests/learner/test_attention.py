@@ -40,22 +40,6 @@ def random_families(seed: int, *, groups: int, longest: int) -> Segments:
     return Segments.of(families)
 
 
-def of_lengths(*groups: tuple[int, list[int]]) -> Segments:
-    """Prompts, each with the completions to it."""
-    families, end = [], 0
-    for prompt, completions in groups:
-        prefix = (end, end + prompt)
-        families.append(Family((end, end), prefix))
-        end += prompt
-        bounds = [end]
-        for completion in completions:
-            bounds.append(bounds[-1] + completion)
-        if completions:
-            families.append(Family(prefix, tuple(bounds)))
-        end = bounds[-1]
-    return Segments.of(families)
-
-
 def visible(segments: Segments) -> Tensor:
     """[T, T] bool, token by token: whether the row's token sees the column's."""
     size = segments.families[-1].bounds[-1]
@@ -142,7 +126,7 @@ def test_blocks_of_any_size_do(monkeypatch):
 @pytest.mark.parametrize("kernel", ON_CPU)
 def test_scores_far_apart_are_no_trouble(kernel, dtype):
     """A future token that would score hundreds of nats more than all that is visible stays invisible."""
-    segments = of_lengths((12, [20, 9]), (5, []))
+    segments = random_families(3, groups=2, longest=20)
     query, key, value, grad_out = inputs(segments, scale=20.0)
     found = results(lambda q, k, v: KERNELS[kernel](q, k, v, segments, 1.0), [query, key, value, grad_out], dtype)
     exact = results(plain(visible(segments), 1.0), [query, key, value, grad_out], torch.float64)

@@ -24,23 +24,28 @@ RESULT = EvalResult(
 
 
 class Line:
-    """A buffer that sends a message every 40 s, whatever it is sent."""
+    """A buffer that sends a message every 40 s or so, whatever it is sent."""
 
-    def __init__(self, messages: list[Message]) -> None:
-        self.messages, self.now_s = messages, 0.0
+    def __init__(self, messages: list[Message], every_s: float = 40.0) -> None:
+        self.messages, self.every_s, self.now_s = messages, every_s, 0.0
 
     def send(self, message: Message) -> None:
         pass
 
     def receive(self, timeout_s: float) -> tuple[Message, memoryview]:
-        self.now_s += 40.0
+        self.now_s += self.every_s
         return self.messages.pop(0), memoryview(b"")
 
 
-def wait(messages: list[Message]) -> list[EvalResult]:
-    line, results = Line(messages), []
-    inbox = Inbox(line, 100.0, lambda: line.now_s)  # type: ignore[arg-type]
+def inbox_of(line: Line, limit_s: float = 1000.0) -> tuple[Inbox, list[EvalResult]]:
+    """An inbox, and the evaluations that it has told of."""
+    inbox, results = Inbox(line, limit_s, lambda: line.now_s), list[EvalResult]()  # type: ignore[arg-type]
     inbox.on_eval = results.append
+    return inbox, results
+
+
+def wait(messages: list[Message]) -> list[EvalResult]:
+    inbox, results = inbox_of(Line(messages), 100.0)
     inbox.last_evals()
     return results
 
@@ -69,9 +74,7 @@ class Lossy(Line):
 
 
 def test_a_lost_reply_is_asked_for_again_and_a_second_one_is_not_taken_for_the_next():
-    line, results = Lossy(), []
-    inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
-    inbox.on_eval = results.append
+    inbox, results = inbox_of(line := Lossy())
     for version in (AT, PolicyVersion(1, 4)):
         assert inbox.take(version, {})[0] == line.reply(Take(version=version))
     assert [message.version.number for message in line.sent] == [3, 3, 4, 4] and line.now_s < 40.0
@@ -89,9 +92,7 @@ class Exhausted(Lossy):
 
 
 def test_a_second_word_that_the_prompts_are_exhausted_does_not_end_the_wait_for_the_last_evaluation():
-    line, results = Exhausted(), []
-    inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
-    inbox.on_eval = results.append
+    inbox, results = inbox_of(Exhausted())
     inbox.take(AT, {})
     inbox.request_eval(3)
     inbox.last_evals()
@@ -99,8 +100,7 @@ def test_a_second_word_that_the_prompts_are_exhausted_does_not_end_the_wait_for_
 
 
 def test_a_lost_snapshot_is_asked_for_again_and_a_second_one_is_not_taken_for_the_next():
-    line = Lossy()
-    inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
+    inbox, _ = inbox_of(line := Lossy())
     for number in (3, 4):
         inbox.trained(PolicyVersion(1, number))
         assert inbox.snapshot().trained == PolicyVersion(1, number)
@@ -108,8 +108,7 @@ def test_a_lost_snapshot_is_asked_for_again_and_a_second_one_is_not_taken_for_th
 
 
 def test_a_request_for_an_evaluation_that_was_lost_is_in_the_requests_that_follow():
-    line = Lossy()
-    inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
+    inbox, _ = inbox_of(line := Lossy())
     inbox.request_eval(3)
     inbox.take(AT, {})
     assert line.sent[1:] == [Take(version=AT, evaluate=3)] * 2
@@ -140,23 +139,20 @@ def test_a_pause_may_last_as_long_as_a_person_wants():
 
 def test_a_batch_and_an_evaluation_that_come_while_a_snapshot_is_awaited_are_not_lost():
     nothing = NoMore(why="draining", version=AT, evals=(RESULT,))
-    line, results = Line([Waiting(what="groups", evals=(RESULT,)), nothing, Snapshot(state={"done": 3})]), []
-    inbox = Inbox(line, 1000.0, lambda: line.now_s / 10)  # type: ignore[arg-type]
-    inbox.on_eval = results.append
+    line = Line([Waiting(what="groups", evals=(RESULT,)), nothing, Snapshot(state={"done": 3})], every_s=4.0)
+    inbox, results = inbox_of(line)
     assert inbox.snapshot().state == {"done": 3}
     taken = inbox.take(AT, {})
     assert taken[0] == nothing and line.messages == [] and results == [RESULT]
 
 
 def test_a_snapshot_that_never_comes_is_not_awaited_because_the_buffer_talks_of_a_batch():
-    line = Line([Waiting(what="groups")] * 5)
-    inbox = Inbox(line, 1000.0, lambda: line.now_s)  # type: ignore[arg-type]
+    inbox, _ = inbox_of(Line([Waiting(what="groups")] * 5))
     with pytest.raises(WireError, match="did not reply to a snapshot request for 60 s"):
         inbox.snapshot()
 
 
 def test_a_snapshot_that_waits_for_the_journal_has_the_limit_of_a_stall():
-    line = Line([Waiting(what="the journal: no space", of_snapshot=True)] * 5)
-    inbox = Inbox(line, 100.0, lambda: line.now_s)  # type: ignore[arg-type]
+    inbox, _ = inbox_of(Line([Waiting(what="the journal: no space", of_snapshot=True)] * 5), 100.0)
     with pytest.raises(StalledError, match=r"no checkpoint for 100 s .*the journal"):
         inbox.snapshot()

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from tests.learner.helpers import (
     learner,
     load,
     make_group,
+    plain_logprobs,
     random_groups,
     step_and_gradient,
     weights,
@@ -32,6 +34,17 @@ def test_the_gap_to_a_generator_with_the_same_weights_is_rounding(path):
     assert report.importance_mean == pytest.approx(1.0, abs=1e-5)
     assert report.diagnostics["ess_token"] == pytest.approx(1.0)
     assert (report.importance_capped, report.clip_ratio) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("sections", [{}, {"sampling": {"temperature": 0.7}}])
+def test_the_check_sequences_are_scored_as_by_a_plain_forward_whatever_the_sampling(path, sections):
+    """The learner's half of the sync gap."""
+    ours = learner(path, **sections)
+    check = ours.check.sequences
+    expected = [plain_logprobs(path, seq[: check.start], seq[check.start :]) for seq in check.tokens]
+    np.testing.assert_allclose(ours.check.score(), np.concatenate(expected), atol=1e-5)
+    ours.step(GROUPS, VERSION)
+    assert not np.allclose(ours.check.score(), np.concatenate(expected), atol=1e-3), "of the weights that it has now"
 
 
 def test_a_step_without_usable_completions_is_a_step_of_zero_gradient(path):
