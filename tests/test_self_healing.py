@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from asyncgrpo.control.client import RunClient
 from tests.runs import assert_nothing_left, asyncgrpo, audited, command_of, events, marked, start, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -66,11 +67,15 @@ def restarts(run: Path) -> list[tuple[str, str]]:
     return [(event["actor"], event["reason"]) for event in events(run, "restart") if "count" in event]
 
 
-def test_a_frozen_generator_is_left_out_named_and_replaced_as_soon_as_a_publication_misses_it(tmp_path: Path):
-    """Long before it has been silent for `cluster.silent_timeout_s`: what the learner finds, buffer and driver know."""
+def test_a_frozen_generator_is_replaced_as_soon_as_a_publication_misses_it_and_a_run_that_gives_up_loses_no_step(
+    tmp_path: Path,
+):
+    """Long before it has been silent for `cluster.silent_timeout_s`: what the learner finds, buffer and driver know. When it
+    may not start again, there is no checkpoint yet: the learner writes one of all its steps."""
     run = tmp_path / "run"
-    limits = ["cluster.silent_timeout_s=500", "weights.timeout_s=4"]
-    process = start("demo", *QUICK, *SMALL[:2], *limits, "--max-lag", "1", "--steps", "10000", cwd=tmp_path)
+    limits = ["cluster.silent_timeout_s=500", "weights.timeout_s=4", "generators.restarts=1"]
+    limits += ["run.checkpoint_every=100000", "run.eval_every=100000"]
+    process = start("demo", *QUICK[:4], *SMALL[:2], *limits, "--max-lag", "1", "--steps", "10000", cwd=tmp_path)
     wait_until(lambda: steps(run) >= 3, "third step", 200.0)
     os.kill(actors(tmp_path, "GeneratorActor")[0].pid, signal.SIGSTOP)
     wait_until(lambda: bool(events(run, "restart")), "restart", 50.0)
@@ -83,9 +88,17 @@ def test_a_frozen_generator_is_left_out_named_and_replaced_as_soon_as_a_publicat
     wait_until(lambda: bool(reasons(run, frozen)), "word of it at the buffer", 10.0)
     (reason,) = reasons(run, frozen)
     assert not reason.startswith(("silent", "no heartbeat")), "the buffer was told, and did not find it out by itself"
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=200) == 0, (tmp_path / "output.txt").read_text()
-    assert f", without {frozen}" in (tmp_path / "output.txt").read_text()
+    (again,) = [one.pid for one in RunClient(run).status().processes if one.name == frozen]
+    os.kill(again, signal.SIGKILL)
+    assert process.wait(timeout=120) == 1
+    output, last = (tmp_path / "output.txt").read_text(), events(run, "step")[-1]["step"]
+    said = f"checkpoint of step {last} written; the same command goes on from there"
+    assert f", without {frozen}" in output and said in output
+    assert [event["step"] for event in events(run, "checkpoint")] == [last]
+    assert [event["step"] for event in events(run, "step")] == list(range(1, last + 1))
+    (end,) = events(run, "end")
+    assert end["status"] == "failed" and frozen in end["reason"] and said in end["reason"]
+    assert list((run / "logs").glob("learner-0.stacks"))
     assert len(events(run, "restart")) == 1 and not events(run, "stall")
     audited(run)
     assert_nothing_left(tmp_path)
@@ -99,28 +112,6 @@ def reasons(run: Path, generator: str) -> list[str]:
 def left_out(run: Path) -> set[str]:
     """Whom publications have missed. The learner writes it down after its step, the driver acts on it at once."""
     return {name for event in events(run, "sync") for name in event.get("left_out", ())}
-
-
-def test_a_run_that_gives_up_loses_no_step_of_a_learner_that_lives(tmp_path: Path):
-    """No generator may start again, and there is no checkpoint yet: the learner writes one of all its steps."""
-    run = tmp_path / "run"
-    settings = ["generators.restarts=0", "run.checkpoint_every=1000", "run.eval_every=1000"]
-    process = start("demo", *QUICK[:4], *SMALL, "--steps", "1000", *settings, cwd=tmp_path)
-    wait_until(lambda: steps(run) >= 3, "third step", 200.0)
-    for generator in actors(tmp_path, "GeneratorActor"):
-        generator.kill()
-    assert process.wait(timeout=120) == 1
-    last = events(run, "step")[-1]["step"]
-    assert [event["step"] for event in events(run, "checkpoint")] == [last]
-    said = f"checkpoint of step {last} written; the same command goes on from there"
-    assert said in (tmp_path / "output.txt").read_text()
-    (end,) = events(run, "end")
-    assert end["status"] == "failed" and "generator-" in end["reason"] and said in end["reason"]
-    assert not events(run, "restart")
-    assert list((run / "logs").glob("learner-0.stacks"))
-    assert [e["step"] for e in events(run, "step")] == list(range(1, last + 1))
-    audited(run)
-    assert_nothing_left(tmp_path)
 
 
 FAULTS = ["kill generator", "pause buffer", "partition network", "freeze learner", "full disk", "reset network"]
