@@ -1,8 +1,6 @@
-"""Code that runs in Sandbox Fusion: a small server that speaks its protocol and runs the code."""
+"""Code that runs in Sandbox Fusion: a small server that speaks its protocol. What code scores is in `test_code.py`."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,28 +17,15 @@ SQUARES = {"inputs": ["2\n", "3\n"], "outputs": ["4\n", "9\n"]}
 GOOD = "n = int(input())\nprint(n * n)"
 
 
-def run(asked: dict) -> Reply:
-    """Run Python as Sandbox Fusion does."""
-    try:
-        ended = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", asked["code"]],
-            input=asked["stdin"],
-            capture_output=True,
-            text=True,
-            timeout=asked["run_timeout"],
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        late = {"status": "Failed", "message": "", "run_result": {"status": "TimeLimitExceeded"}}
-        return 200, json.dumps(late)
-    result = {"status": "Finished", "return_code": ended.returncode, "stdout": ended.stdout, "stderr": ended.stderr}
-    run = {"status": "Failed" if ended.returncode else "Success", "compile_result": None, "run_result": result}
-    return 200, json.dumps(run)
+def ran(stdout: str = "", *, status: str = "Finished", code: int = 0, stderr: str = "", **others: object) -> Reply:
+    result = {"status": status, "return_code": code, "stdout": stdout, "stderr": stderr}
+    outcome = "Failed" if code or status != "Finished" else "Success"
+    return 200, json.dumps({"status": outcome, "message": "", "compile_result": None, "run_result": result} | others)
 
 
 @pytest.fixture
 def service() -> Iterator[Server]:
-    with Server(run) as server:
+    with Server(lambda asked: ran(str(int(asked["stdin"]) ** 2))) as server:
         yield server
 
 
@@ -62,26 +47,23 @@ async def test_code_is_run_in_the_service(service, path):
     }  # fmt: skip
 
 
+UNCOMPILED = {"status": "Finished", "return_code": 1, "stderr": "a.cpp:1\nno main"}
+
+
 @pytest.mark.parametrize(
-    ("text", "answer", "value", "detail"),
+    ("replies", "value", "detail"),
     [
-        ("print(4)", SQUARES, 0.5, "wrong output"),
-        ("while True: pass", SQUARES, 0.0, "test 1: timeout"),
-        ("def f(x): return x * x", {"inputs": [[3]], "outputs": [[9]], "fn_name": "f"}, 1.0, ""),
-        ("def f(x): return x * x", ["assert f(3) == 9", "assert f(3) == 8"], 0.5, "AssertionError"),
+        ([ran("4")] * 2, 0.5, "test 2: wrong output"),
+        ([ran("4"), ran("9", code=1, stderr="x.py:1\nValueError: y")], 0.5, "test 2: exit code 1: ValueError: y"),
+        ([ran(status="TimeLimitExceeded")], 0.0, "test 1: timeout"),
+        ([ran(compile_result=UNCOMPILED)] * 2, 0.0, "test 1: it does not compile: exit code 1: no main"),
     ],
 )
-async def test_what_the_code_does_is_its_score(service, text, answer, value, detail):
-    scored = await score(service.url, text, answer, timeout_s=1.0)
-    assert scored.value == value and detail in scored.detail
-
-
-async def test_code_that_does_not_compile_fails_its_tests(service):
-    compiled = {"status": "Finished", "return_code": 1, "stderr": "a.cpp:1\nno main"}
-    service.replies = [(200, json.dumps({"status": "Failed", "compile_result": compiled}))] * 2
+async def test_what_the_service_says_of_the_code_is_its_score(service, replies, value, detail):
+    service.replies = list(replies)
     scored = await score(service.url, "```cpp\n```")
-    assert (scored.value, scored.detail) == (0.0, "test 1: it does not compile: exit code 1: no main")
-    assert service.requests[0]["language"] == "cpp"
+    assert (scored.value, scored.detail) == (value, detail)
+    assert {asked["language"] for asked in service.requests} == {"cpp"}
 
 
 async def test_a_service_that_hangs_until_the_deadline_is_a_named_failure(service, monkeypatch):
