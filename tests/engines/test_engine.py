@@ -411,24 +411,26 @@ def test_a_prompt_that_cannot_be_sampled_is_refused_by_name(
     assert len(seeded_rig.run(seeded_rig.sample(PROMPT, 2, max_tokens=3))) == 2
 
 
-def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(seeded_rig: Rig) -> None:
+def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig) -> None:
+    """As when the engine was frozen, and the learner has written new weights over those that it reads."""
+
     async def break_midway() -> PolicyVersion:
-        overwritten = shared(seeded_rig.weights(1))
+        overwritten = shared(rig.weights(1))
         overwritten.arenas.begin(0, overwritten.writes + 1)
-        before = seeded_rig.engine.version
-        running = asyncio.create_task(seeded_rig.sample(PROMPT, 2, max_tokens=LONG))
-        await seeded_rig.sample(PROMPT, max_tokens=3)
+        before = rig.engine.version
+        running = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=LONG))
+        await rig.sample(PROMPT, max_tokens=3)
         with pytest.raises(EngineError, match="weights were overwritten"):
-            await seeded_rig.engine.load_weights(overwritten, PolicyVersion(0, 999_999))
+            await rig.engine.load_weights(overwritten, PolicyVersion(0, 999_999))
         with pytest.raises(EngineError, match="weights were overwritten"):
             await running
         with pytest.raises(EngineError, match="does not sample"):
-            await seeded_rig.sample(PROMPT)
-        assert seeded_rig.engine.version == before
-        return await seeded_rig.load(2)
+            await rig.sample(PROMPT)
+        assert rig.engine.version == before
+        return await rig.load(2)
 
-    version = seeded_rig.run(break_midway())
-    for completion in seeded_rig.run(seeded_rig.sample(PROMPT, 2, max_tokens=8)):
+    version = rig.run(break_midway())
+    for completion in rig.run(rig.sample(PROMPT, 2, max_tokens=8)):
         assert [span.version for span in completion.spans] == [version]
-        if seeded_rig.reference_model is not None:
-            seeded_rig.assert_logprobs(PROMPT, completion)
+        if rig.reference_model is not None:
+            rig.assert_logprobs(PROMPT, completion)

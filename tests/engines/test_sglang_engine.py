@@ -224,38 +224,6 @@ def test_a_log_prob_that_is_not_finite_is_an_error_that_names_the_request(rig: R
         rig.assert_logprobs(PROMPT, completion)  # whatever the broken weights left in the cache
 
 
-def test_after_a_failed_load_nothing_is_sampled_until_a_good_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the engine was frozen, and the learner has written new weights over those that it reads."""
-    from asyncgrpo.engines.sglang import weights
-    from asyncgrpo.weights.arena import SharedTensors
-
-    payloads = weights.payloads
-
-    def written_over(tensors: SharedTensors, num_schedulers: int) -> list[bytes]:
-        tensors.arenas.begin(0, tensors.writes + 1)
-        return payloads(tensors, num_schedulers)
-
-    async def fail() -> PolicyVersion:
-        before = rig.engine.version
-        running = asyncio.create_task(rig.sample(PROMPT, 2, max_tokens=LONG))
-        await rig.sample(PROMPT, max_tokens=3)
-        monkeypatch.setattr(weights, "payloads", written_over)
-        with pytest.raises(EngineError, match="weights were overwritten"):
-            await rig.engine.load_weights(shared(rig.weights(1)), PolicyVersion(0, 999_999))
-        with pytest.raises(EngineError, match="weights were overwritten"):
-            await running
-        with pytest.raises(EngineError, match="does not sample"):
-            await rig.sample(PROMPT)
-        monkeypatch.undo()
-        assert rig.engine.version == before
-        return await rig.load(2)
-
-    version = rig.run(fail())
-    (completion,) = rig.run(rig.sample(PROMPT, max_tokens=8))
-    assert [span.version for span in completion.spans] == [version]
-    rig.assert_logprobs(PROMPT, completion)
-
-
 def test_a_load_that_is_cancelled_is_a_failed_load(rig: Rig) -> None:
     async def cancel() -> None:
         loading = asyncio.create_task(rig.engine.load_weights(shared(rig.weights(1)), PolicyVersion(0, 999_999)))
