@@ -1,4 +1,4 @@
-"""Two nodes: learner ranks on both, and a whole run whose generators are on a node that is lost.
+"""A whole run on three nodes: a learner rank on each of two, and the generators on one that is lost.
 
 On an existing Ray cluster that asks for a token, with CURVE, from another working directory than Ray's.
 """
@@ -35,18 +35,17 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path) -> Iterator[Cluster]:
-    """Ray on two nodes. The last test loses the second one."""
+    """Ray on three nodes, of which the test loses the third."""
     made = Cluster(folder, RAY)
     try:
-        made.add(1)
-        made.add(2)
+        for number in (1, 2, 3):
+            made.add(number)
         token = folder / ".ray" / "auth_token"
         token.parent.mkdir()
         token.write_text(secrets.token_hex(32))
-        made.start_ray(1, '{"first": 4, "each": 1}')
-        made.wait_for_ray(1)
-        made.start_ray(2, '{"second": 4, "each": 1}')
-        made.wait_for_ray(2)
+        for number, resources in enumerate(('{"rank": 1}', '{"rank": 1}', '{"generator": 4}'), 1):
+            made.start_ray(number, resources)
+            made.wait_for_ray(number)
         yield made
     finally:
         made.close()
@@ -61,30 +60,8 @@ def work(folder: Path, tmp_path: Path) -> Path:
 
 
 DEMO = ["demo", "--engine", "torch", "--max-lag", "1", "--out", "run", "learner.ranks=2", "run.eval_every=100"]
-EACH = ["learner.ray_resources={each: 1}", "generators.ray_resources={second: 1}"]
-APART = ["learner.ray_resources={first: 1}", "generators.ray_resources={second: 1}"]
+APART = ["learner.ray_resources={rank: 1}", "generators.ray_resources={generator: 1}"]
 SOON = ["run.checkpoint_every=6", "weights.timeout_s=4", "cluster.silent_timeout_s=8"]
-
-
-def lose_the_generators(cluster: Cluster, work: Path, steps: int, *settings: str) -> None:
-    """Run the demo, and lose the second node at a third of its steps; then a third one joins. It ends well."""
-    run, output = work / "run", work / "output.txt"
-    arguments = [*DEMO, *APART, "--steps", str(steps), f"cluster.ray_address={cluster.ray_address}", *settings]
-    process = cluster.start(1, *command(*arguments, "cluster.bind=0.0.0.0"), output=output, cwd=work)
-    at = steps // 3  # what is left is for the second generator to be back before the last publication
-    wait_until(lambda: len(events(run, "step")) >= at or process.poll() is not None, f"step {at}", 200.0)
-    assert process.poll() is None, output.read_text()
-    assert_metrics_ask_for_the_token(cluster, work)
-    cluster.lose(2)
-    time.sleep(2.0)
-    cluster.add(3)
-    cluster.start_ray(3, '{"second": 4}')
-    assert process.wait(timeout=240) == 0, output.read_text()
-    assert [event["step"] for event in events(run, "step")] == list(range(1, steps + 1))
-    assert {event["actor"] for event in events(run, "restart")} == {"generator-0", "generator-1"}
-    assert all(event["checksum"] == "ok" for event in events(run, "sync")) and events(run, "sync")[-1]["engines"] == 2
-    audit = cluster.run(1, *command("audit", "run"), cwd=work)
-    assert audit.returncode == 0, audit.stdout
 
 
 SCRAPE = """
@@ -104,33 +81,40 @@ print({address: sorted(replies) for address, replies in sorted(found.items())})
 
 
 def assert_metrics_ask_for_the_token(cluster: Cluster, work: Path) -> None:
-    """The processes of both nodes are found and scraped from the first one."""
+    """The processes of all nodes are found and scraped from the first one."""
     scraped = cluster.run(1, sys.executable, "-c", SCRAPE, cwd=work)
-    expected = {cluster.address(node): [(0, 401), (1, 200)] for node in (1, 2)}
+    expected = {cluster.address(node): [(0, 401), (1, 200)] for node in (1, 2, 3)}
     assert scraped.stdout.strip() == str(expected), scraped.stdout + scraped.stderr
 
 
-def test_ranks_on_two_nodes_train_and_publish_together(cluster: Cluster, work: Path):
-    """Neither can map the other's memory, and the name of each leads to its own loopback."""
-    settings = [f"cluster.ray_address={cluster.ray_address}", "cluster.bind=0.0.0.0"]
-    output = work / "output.txt"
-    process = cluster.start(1, *command(*DEMO, *EACH, "--steps", "8", *settings), output=output, cwd=work)
-    assert process.wait(timeout=150) == 0, output.read_text()
-    run = work / "run"
-    assert [event["step"] for event in events(run, "step")] == list(range(1, 9))
+def test_ranks_on_two_nodes_train_and_publish_together_and_survive_the_node_of_all_generators(
+    cluster: Cluster, work: Path
+):
+    """No node can map the memory of another, and the name of each leads to its own loopback. The third node is lost at a
+    third of the steps, and a fourth one joins; what is left is for its generators to be there before the last publication."""
+    run, output, steps = work / "run", work / "output.txt", 24
+    demo = [*DEMO, *APART, f"cluster.ray_address={cluster.ray_address}"]
+    loopback = cluster.run(1, *command(*demo), cwd=work)
+    assert loopback.returncode == 1 and "set cluster.bind=0.0.0.0" in loopback.stdout + loopback.stderr
+    several = command(*demo, *SOON, "--steps", str(steps), "cluster.bind=0.0.0.0")
+    process = cluster.start(1, *several, output=output, cwd=work)
+    wait_until(lambda: len(events(run, "step")) >= steps // 3 or process.poll() is not None, "third of the run", 200.0)
+    assert process.poll() is None, output.read_text()
+    assert_metrics_ask_for_the_token(cluster, work)
+    cluster.lose(3)
+    time.sleep(2.0)
+    cluster.add(4)
+    cluster.start_ray(4, '{"generator": 4}')
+    assert process.wait(timeout=240) == 0, output.read_text()
+    assert [event["step"] for event in events(run, "step")] == list(range(1, steps + 1))
+    assert {event["actor"] for event in events(run, "restart")} == {"generator-0", "generator-1"}
     published = events(run, "sync")
-    assert {(event["checksum"], event["engines"]) for event in published} == {("ok", 2)}
-    assert published[-1]["version"] == "1.8" and not any(event.get("differing") for event in published)
-    said = (run / "logs" / "learner-0.log").read_text()
-    assert "learner ranks 0, 1 send the weights" in said
-    sent = [event["sent_bytes"] for event in published if "sent_bytes" in event]
-    assert sent and min(sent) > 0, "no generator maps the memory of a part of the weights"
+    assert all(event["checksum"] == "ok" and not event.get("differing") for event in published)
+    assert (published[-1]["version"], published[-1]["engines"]) == (f"1.{steps}", 2)
+    assert "learner ranks 0, 1 send the weights" in (run / "logs" / "learner-0.log").read_text()
+    before = published[: steps // 3]
+    assert all(event["sent_bytes"] > 0 for event in before if "sent_bytes" in event), (
+        "no generator maps the memory of a part of the weights"
+    )
     audit = cluster.run(1, *command("audit", "run"), cwd=work)
     assert audit.returncode == 0, audit.stdout
-
-
-def test_a_run_on_two_nodes_survives_the_one_with_all_generators(cluster: Cluster, work: Path):
-    elsewhere = ["learner.ray_resources={second: 1}", "generators.ray_resources={second: 1}"]
-    loopback = cluster.run(1, *command(*DEMO, *elsewhere, f"cluster.ray_address={cluster.ray_address}"), cwd=work)
-    assert loopback.returncode == 1 and "set cluster.bind=0.0.0.0" in loopback.stdout + loopback.stderr
-    lose_the_generators(cluster, work, 24, *SOON)
