@@ -78,19 +78,6 @@ async def test_an_agent_that_does_not_return_is_given_up_and_one_that_is_not_wan
     await host.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        (f"{AGENTS}:missing", "environment.agent: .*my_agents.py has no function missing; .* such as run"),
-        (f"{AGENTS}:alone", "alone takes no base_url, so it cannot reach the model that is trained"),
-        (f"{AGENTS}:odd", "odd takes weather; there are base_url, api_key, model, prompt"),
-    ],
-)
-def test_what_is_no_agent_is_said_in_a_sentence(name, why):
-    with pytest.raises(ConfigError, match=why):
-        build_agent(EnvironmentConfig(agent=name))
-
-
 def test_a_whole_call_has_the_time_of_twenty_steps_and_there_is_an_agent_or_an_environment():
     host = build_agent(EnvironmentConfig(agent=str(AGENTS), timeout_s=2.0))
     assert host is not None and host.timeout_s == 40.0

@@ -8,7 +8,7 @@ import pytest
 
 from asyncgrpo.config.schema import EnvironmentConfig
 from asyncgrpo.environments.base import EnvironmentFailed, Reply, Task, task_of
-from asyncgrpo.environments.build import build_environment
+from asyncgrpo.environments.build import build_agent, build_environment
 from asyncgrpo.environments.hosted import Hosted, check_environment
 from asyncgrpo.environments.tools import calculate
 from asyncgrpo.errors import ConfigError
@@ -200,16 +200,27 @@ async def test_episodes_are_spread_over_processes():
     await host.close()
 
 
+MINE = {what: GAMES.with_name(f"my_{what}.py") for what in ("agents", "tools")}
+
+
 @pytest.mark.parametrize(
-    ("name", "why"),
+    ("config", "why"),
     [
-        ("chess", "environment.name: unknown environment chess; there are calculator, guess, or a file"),
-        (f"{GAMES}:Missing", "games.py has no class Missing; name one with games.py:NAME, such as Environment, Async"),
-        (f"{GAMES}:NoStep", r"NoStep has no method step\(self, text\)"),
-        (f"{GAMES}:OddStep", r"OddStep.step cannot be called as step\(text\)"),
-        (f"{GAMES}:OddReset", "OddReset.reset takes weather; there are prompt, messages"),
+        ({"name": "chess"}, "environment.name: unknown environment chess; there are calculator, guess, or a file"),
+        ({"name": f"{GAMES}:Missing"}, "games.py has no class Missing; name one with games.py:NAME, such as Environment,"),
+        ({"name": f"{GAMES}:NoStep"}, r"NoStep has no method step\(self, text\)"),
+        ({"name": f"{GAMES}:OddStep"}, r"OddStep.step cannot be called as step\(text\)"),
+        ({"name": f"{GAMES}:OddReset"}, "OddReset.reset takes weather; there are prompt, messages"),
+        ({"name": "guess", "tools": ("calculator",)}, "environment.name and environment.tools are both given"),
+        ({"tools": ("hammer.py",)}, "environment.tools: hammer.py is not a tool; there are calculator, and FILE.py:FUNCTION"),
+        ({"tools": (f"{MINE['tools']}:missing",)}, "environment.tools: .*my_tools.py has no function missing"),
+        ({"tools": ("calculator", "calculator")}, "environment.tools: .*names calculator twice"),
+        ({"tools": (f"{MINE['tools']}:twice",)}, "my_tools.py: twice is a partial, and a tool is a function"),
+        ({"agent": f"{MINE['agents']}:missing"}, "environment.agent: .*my_agents.py has no function missing; .* such as run"),
+        ({"agent": f"{MINE['agents']}:alone"}, "alone takes no base_url, so it cannot reach the model that is trained"),
+        ({"agent": f"{MINE['agents']}:odd"}, "odd takes weather; there are base_url, api_key, model, prompt"),
     ],
-)
-def test_what_is_no_environment_is_said_in_a_sentence(name, why):
+)  # fmt: skip
+def test_what_cannot_be_an_environment_a_tool_or_an_agent_is_said_in_a_sentence(config, why):
     with pytest.raises(ConfigError, match=why):
-        build_environment(EnvironmentConfig(name=name))
+        build_environment(EnvironmentConfig(**config)) or build_agent(EnvironmentConfig(**config))

@@ -12,7 +12,7 @@ from asyncgrpo.data.tokenizer import load_tokenizer, render
 from asyncgrpo.environments.base import Reply, task_of
 from asyncgrpo.environments.build import build_environment, with_tools
 from asyncgrpo.environments.tools import ToolCall, Turn, read_turn, schemas_of
-from asyncgrpo.errors import ConfigError, RewardError
+from asyncgrpo.errors import RewardError
 from tests.environments.my_tools import bare, later
 from tests.rewards.conftest import prompt
 
@@ -71,25 +71,9 @@ def test_arguments_of_the_chat_template_reach_every_prompt(tmp_path):
     assert render(load_tokenizer(str(tmp_path / "model")), turns).text == "<user>7<assistant>"
 
 
-@pytest.mark.parametrize(
-    ("tools", "why"),
-    [
-        (("hammer.py",), "hammer.py is not a tool; there are calculator, and FILE.py:FUNCTION"),
-        ((f"{TOOLS}:missing",), "my_tools.py has no function missing"),
-        (("calculator", "calculator"), "names calculator twice"),
-        ((f"{TOOLS}:twice",), "my_tools.py: twice is a partial, and a tool is a function"),
-    ],
-)
-def test_what_is_no_tool_is_said_in_a_sentence(tools, why):
-    with pytest.raises(ConfigError, match=f"environment.tools: .*{why}"):
-        build_environment(EnvironmentConfig(tools=tools))
-
-
-def test_a_tool_that_cannot_be_described_is_refused_and_so_are_tools_beside_an_environment():
+def test_a_tool_that_cannot_be_described_is_refused():
     with pytest.raises(RewardError, match="the tool bare needs type hints and a docstring"):
         schemas_of({"later": later, "bare": bare})
-    with pytest.raises(ConfigError, match=r"environment.name and environment.tools are both given"):
-        build_environment(EnvironmentConfig(name="guess", tools=("calculator",)))
 
 
 CALL = ToolCall("search", {"query": "cats"})
