@@ -2,7 +2,7 @@
 
 import pytest
 
-from asyncgrpo.config.schema import RewardConfig
+from asyncgrpo.config.schema import JudgeConfig, RewardConfig
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import Sampled, failed, score_one
 from asyncgrpo.rewards.build import CombinedReward, Weighted, build_reward
@@ -107,6 +107,10 @@ async def test_functions_and_built_in_rewards_are_mixed_by_name(reward_file):
     await reward.close()
 
 
+def judge_with(**settings) -> RewardConfig:
+    return RewardConfig(function="judge", judge=JudgeConfig(**{"url": "http://h"} | settings))
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
@@ -117,9 +121,14 @@ async def test_functions_and_built_in_rewards_are_mixed_by_name(reward_file):
         (RewardConfig(function="qa", combine="gate"), "reward.combine=gate needs two rewards or more"),
         (RewardConfig(function="gsm8"), r"reward.function: gsm8 is not a built-in reward; there are .*gsm8k"),
         (RewardConfig(function="nowhere.py"), "reward file .*nowhere.py does not exist"),
+        (RewardConfig(function="model"), "reward.function names model, and reward.model.path is not set"),
+        (judge_with(url=None), "reward.function names judge, and reward.judge.url is not set"),
+        (judge_with(template="judge.txt"), "reward.judge.template: judge.txt cannot be read"),
+        (judge_with(pattern="("), r"reward.judge.pattern: \( is not a regular expression"),
+        (judge_with(api_key_env="NOT_SET"), "reward.judge.api_key_env names NOT_SET, which is not set"),
     ],
 )
-def test_what_is_wrong_with_a_list_is_one_sentence(config, sentence):
+def test_what_is_wrong_with_a_setting_is_one_sentence(config, sentence):
     with pytest.raises(RewardError, match=sentence):
         build_reward(config)
 
