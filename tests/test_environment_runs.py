@@ -56,8 +56,6 @@ def test_a_run_in_an_environment_goes_on_through_kills_and_every_group_is_accoun
     assert max(int(lag) for step in steps for lag in step["lags"]) <= 2
     assert events(run, "eval")[-1]["reward_mean"] is not None
     audited(run)
-    code, found = replay(tmp_path)
-    assert code == 0 and found["equal"]
     rows = pq.read_table(run / "samples").to_pylist()
     assert any("<user>ok<assistant>" in row["completion"] or "<user>no<assistant>" in row["completion"] for row in rows)
     assert {row["finish_reason"] for row in rows} <= {"stop", "length", "abort"}
