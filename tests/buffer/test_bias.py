@@ -7,8 +7,8 @@ import pytest
 
 from asyncgrpo.buffer.group_health import BIAS_WINDOW, MIN_SETTLED, BiasMonitor, ks_distance
 from asyncgrpo.wire.rollouts import Deliver
-from tests.buffer.test_buffer import deliver, v
-from tests.buffer.test_policies import balance, lease_all, make_buffer, spanning
+from tests.buffer.test_buffer import begun, deliver, lease_all, v
+from tests.buffer.test_policies import balance, spanning
 from tests.generators.test_rollout import make_lease
 
 
@@ -68,8 +68,7 @@ def test_length_is_of_a_completion_however_many_a_group_has_and_what_is_long_ago
 
 def test_a_lease_that_was_too_slow_counts_and_one_that_fails_does_not():
     for reason, distance in (("lease_timeout", 0.2), ("failed", 0.0)):
-        buffer = make_buffer(400, per_step=4, max_lag=0, max_attempts=1000)
-        buffer.trained(v(0))
+        buffer = begun(400, per_step=4, max_lag=0, max_attempts=1000)
         for version in range(20):
             leases = lease_all(buffer)
             buffer.fail(leases[0].lease_id, reason)
@@ -79,8 +78,7 @@ def test_a_lease_that_was_too_slow_counts_and_one_that_fails_does_not():
             buffer.trained(v(version + 1))
         assert buffer.bias.distances()["length"] == pytest.approx(distance)
     for policy in ("wait", "drop"):  # one prompt in four is given up for its age, under `drop`
-        buffer = make_buffer(400, per_step=3, max_lag=1, policy=policy)
-        buffer.trained(v(0))
+        buffer = begun(400, per_step=3, max_lag=1, policy=policy)
         for version in range(40):
             for lease in lease_all(buffer):
                 if policy == "wait" or lease.attempt or lease.prompt_index % 4:
@@ -92,8 +90,7 @@ def test_a_lease_that_was_too_slow_counts_and_one_that_fails_does_not():
 
 
 def test_what_has_no_signal_is_on_neither_side():
-    buffer = make_buffer(400, per_step=2, max_lag=0, filters=True)
-    buffer.trained(v(0))
+    buffer = begun(400, per_step=2, max_lag=0, filters=True)
     for version in range(100):
         for number, lease in enumerate(lease_all(buffer)):
             scores = (0.0, 1.0) if number else (1.0, 1.0)

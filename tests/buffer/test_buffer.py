@@ -58,6 +58,13 @@ def make_buffer(
     return (EagerBuffer if is_eager else Buffer)(config, objective, source, Sampling(), seed=0, lineage=1, **given)
 
 
+def begun(*args, **settings) -> Buffer:
+    """A buffer of `make_buffer` whose first weights are published."""
+    buffer = make_buffer(*args, **settings)
+    buffer.trained(v(0))
+    return buffer
+
+
 def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1, tokens=1) -> Deliver:
     span = (VersionSpan(PolicyVersion(lineage, version), 0, tokens),)
     return Deliver(
@@ -125,8 +132,7 @@ def test_a_prompt_without_tokens_was_too_long_and_is_dropped_for_good_when_it_is
     ],
 )
 def test_a_group_that_cannot_be_trained_is_refused_by_name(message, reason):
-    buffer = make_buffer()
-    buffer.trained(v(0))
+    buffer = begun()
     lease = buffer.lease("g", 0.0)
     assert lease is not None
     assert buffer.accept(message(lease), b"") == reason
@@ -148,8 +154,7 @@ def test_a_group_is_without_signal_only_if_its_rewards_are_exactly_equal(rewards
 
 
 def test_a_group_without_signal_is_kept_where_nobody_asked_for_the_filter():
-    buffer = make_buffer(per_step=1, max_lag=0)
-    buffer.trained(v(0))
+    buffer = begun(per_step=1, max_lag=0)
     (lease,) = lease_all(buffer)
     buffer.accept(deliver(lease, 0, (1.0, 1.0)), b"")
     assert len(buffer.take(v(0))) == 1 and not buffer.filtered
@@ -177,8 +182,7 @@ def with_indices(message: Deliver, *indices: int) -> Deliver:
 )
 def test_a_smaller_group_is_accepted_where_the_configuration_says_so(least, advantage, indices, refusal):
     algorithm = {"group_size": 3, "min_completions": least, "advantage": advantage}
-    buffer = make_buffer(per_step=1, max_lag=0, algorithm=algorithm)
-    buffer.trained(v(0))
+    buffer = begun(per_step=1, max_lag=0, algorithm=algorithm)
     lease = buffer.lease("g", 0.0)
     assert (lease.num_completions, lease.with_greedy) == (3, advantage == "remax")
     assert lease.min_completions == (least or 3) and lease.cut_after_s < BufferConfig().lease_timeout_s
@@ -188,8 +192,7 @@ def test_a_smaller_group_is_accepted_where_the_configuration_says_so(least, adva
 
 
 def test_completions_left_out_of_a_group_are_counted_and_their_tokens_are_aborted():
-    buffer = make_buffer()
-    buffer.trained(v(0))
+    buffer = begun()
     lease = buffer.lease("g", 0.0)
     discarded = Discarded(tokens=70, censored=4)
     message = msgspec.structs.replace(deliver(lease, 0), discarded=discarded)
@@ -226,8 +229,7 @@ def test_a_deadline_follows_the_median_between_a_floor_and_a_ceiling(durations, 
 
 
 def test_a_deadline_follows_what_groups_took_but_for_the_last_lease_of_a_prompt():
-    buffer = make_buffer(count=40, per_step=20, max_attempts=2, lease_timeout_s=1000.0, straggler_factor=3.0)
-    buffer.trained(v(0))
+    buffer = begun(count=40, per_step=20, max_attempts=2, lease_timeout_s=1000.0, straggler_factor=3.0)
     for _ in range(MIN_GROUPS):
         lease = buffer.lease("g", 0.0)
         assert lease.cut_after_s == 900.0, "nothing is known yet"
@@ -244,8 +246,7 @@ def test_a_deadline_follows_what_groups_took_but_for_the_last_lease_of_a_prompt(
 
 
 def test_leases_that_run_out_count_in_the_median():
-    buffer = make_buffer(count=60, per_step=40, max_attempts=9, lease_timeout_s=1000.0, straggler_factor=3.0)
-    buffer.trained(v(0))
+    buffer = begun(count=60, per_step=40, max_attempts=9, lease_timeout_s=1000.0, straggler_factor=3.0)
     for _ in range(MIN_GROUPS):
         message = deliver(buffer.lease("g", 0.0), 0)
         buffer.accept(msgspec.structs.replace(message, timings={"generate": 20.0}), b"")

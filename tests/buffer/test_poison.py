@@ -1,27 +1,23 @@
 """A prompt that ends generators is found, dropped and never leased again; those that were beside it lose nothing."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from asyncgrpo.buffer.buffer import Buffer
 from asyncgrpo.buffer.group_health import ISOLATE_AFTER, QUARANTINE_FILE, Case, Quarantine
 from asyncgrpo.errors import DataError
 from asyncgrpo.journal.history import Dropped, Interrupted, read_history
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.rollouts import Finished, LeaseFailed, NoMore, Snapshot, Take, TakeSnapshot, Trained
 from asyncgrpo.wire.supervision import GeneratorLost
-from tests.buffer.test_buffer import deliver, make_buffer, v
+from tests.buffer.test_buffer import begun, deliver, v
 from tests.buffer.test_incarnations import PAYLOAD, Served
 from tests.buffer.test_recovery import start
 
-
-def begun(**settings) -> Buffer:
-    """A buffer of prompts in order whose first weights are published, without a bound to wait for."""
-    buffer = make_buffer(count=8, per_step=8, max_lag=0, shuffle=False, **settings)
-    buffer.trained(v(0))
-    return buffer
+in_order = partial(begun, count=8, per_step=8, max_lag=0, shuffle=False)
+"""A buffer of prompts in order, without a bound to wait for."""
 
 
 def served_in_order(**settings) -> Served:
@@ -31,7 +27,7 @@ def served_in_order(**settings) -> Served:
 
 
 def test_a_prompt_that_is_to_blame_for_some_of_its_attempts_is_dropped_and_not_in_quarantine():
-    buffer = begun(max_attempts=2)
+    buffer = in_order(max_attempts=2)
     for reason in ("failed", "lease_timeout"):
         buffer.fail(buffer.lease("a", 0.0).lease_id, reason)
     assert buffer.outcomes["dropped_lease_timeout"] == 1 and not buffer.quarantine.cases
@@ -42,17 +38,17 @@ def test_a_prompt_that_is_to_blame_for_some_of_its_attempts_is_dropped_and_not_i
 
 def test_the_file_says_which_prompt_and_why_and_the_next_start_reads_it(tmp_path: Path):
     path = tmp_path / QUARANTINE_FILE
-    buffer = begun(max_attempts=2, quarantine=Quarantine(path))
+    buffer = in_order(max_attempts=2, quarantine=Quarantine(path))
     for _ in range(ISOLATE_AFTER + 2):
         assert buffer.lease("a", 0.0).prompt_index == 0
         buffer.release("a")
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"prompt_id": "train/0", "reason": "poison", "prompt_index": 0, "attempts": 2}
     ]
-    buffer = begun(quarantine=Quarantine(path))
+    buffer = in_order(quarantine=Quarantine(path))
     assert [buffer.lease("a", 0.0).prompt_index for _ in range(7)] == [1, 2, 3, 4, 5, 6, 7]
     path.write_text("")
-    buffer = begun(quarantine=Quarantine(path))
+    buffer = in_order(quarantine=Quarantine(path))
     assert buffer.lease("a", 0.0).prompt_index == 0, "whoever takes the line out has the prompt back"
 
 

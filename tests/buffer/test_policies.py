@@ -10,7 +10,7 @@ from asyncgrpo.buffer.buffer import Buffer, State
 from asyncgrpo.journal.history import Dropped
 from asyncgrpo.types import Lease, VersionSpan
 from asyncgrpo.wire.rollouts import Deliver
-from tests.buffer.test_buffer import Recording, deliver, lease_all, make_buffer, v
+from tests.buffer.test_buffer import Recording, begun, deliver, lease_all, v
 
 TOKENS = 4
 
@@ -25,8 +25,7 @@ def spanning(lease: Lease, *versions: int, scores: tuple[float | None, ...] = (0
 
 
 def started(policy: str, **settings) -> tuple[Buffer, list[Lease]]:
-    buffer = make_buffer(policy=policy, **({"count": 20, "per_step": 1, "max_lag": 1} | settings))
-    buffer.trained(v(0))
+    buffer = begun(policy=policy, **({"count": 20, "per_step": 1, "max_lag": 1} | settings))
     return buffer, lease_all(buffer)
 
 
@@ -63,7 +62,7 @@ def test_what_is_given_up_for_its_age_is_recorded_by_its_state_until_its_last_at
 SLOTS = 144
 
 
-def begun(in_flight: int = 96, ready: int = 48) -> JustInTime:
+def admission_after_a_step(in_flight: int = 96, ready: int = 48) -> JustInTime:
     """An admission of P = 48 after its first step of 1 s, without a wait."""
     admission = JustInTime(48)
     assert see_step(admission, 0, SLOTS, 0) == SLOTS, "no step was trained before the first request"
@@ -79,8 +78,7 @@ def see_step(admission: JustInTime, at_s: float, in_flight: int, ready: int, wai
 
 
 def test_a_start_takes_all_slots_and_then_no_less_than_a_batch():
-    buffer = make_buffer(count=200, per_step=4, max_lag=8, is_eager=False)
-    buffer.trained(v(0))
+    buffer = begun(count=200, per_step=4, max_lag=8, is_eager=False)
     leases = lease_all(buffer)
     assert len(leases) == 9 * 4, "nothing is measured yet"
     for version in range(40):  # whatever is leased is ready when the learner asks
@@ -92,7 +90,7 @@ def test_a_start_takes_all_slots_and_then_no_less_than_a_batch():
 
 
 def test_a_learner_that_starves_gets_all_slots():
-    admission = begun(0, 48)
+    admission = admission_after_a_step(0, 48)
     assert admission.wanted(SLOTS) == 48
     wanted = [see_step(admission, 10.0 * number, 48, 0, wait_s=5.0) for number in range(1, 8)]
     assert wanted[0] > 48 and sorted(wanted) == wanted and wanted[-1] == SLOTS
@@ -100,7 +98,7 @@ def test_a_learner_that_starves_gets_all_slots():
 
 
 def test_a_learner_that_seldom_waits_and_then_for_long_gets_all_slots():
-    admission, now_s = begun(), 1.0
+    admission, now_s = admission_after_a_step(), 1.0
     for number in range(48):  # seven steps find their batch ready, the eighth waits for one long completion
         wait_s = 4.0 if number % 8 == 7 else 0.0
         wanted = see_step(admission, now_s + 1.0, 48, 0 if wait_s else 96, wait_s)
@@ -111,7 +109,7 @@ def test_a_learner_that_seldom_waits_and_then_for_long_gets_all_slots():
 @pytest.mark.parametrize("needed", [60, 100])
 def test_the_learner_waits_for_a_twentieth_of_its_time_whatever_number_that_takes(needed):
     """Each group that is missing of `needed` makes it wait for 1/48 of a step. Any number in flight needs itself."""
-    admission, waited = begun(), []
+    admission, waited = admission_after_a_step(), []
     for second in range(2, 200):
         wanted = admission.wanted(SLOTS)
         waited.append(max(0, needed - wanted) / 48)
@@ -173,12 +171,10 @@ def test_one_outlier_and_steps_of_groups_of_an_earlier_bound_say_nothing():
 
 
 def test_whether_the_bound_made_the_learner_wait():
-    buffer = make_buffer(count=40, per_step=2, max_lag=1)
-    buffer.trained(v(0))
+    buffer = begun(count=40, per_step=2, max_lag=1)
     leases = lease_all(buffer)
     assert buffer.take(v(0)) is None and buffer.is_held_back, "all slots are taken"
-    buffer = make_buffer(count=40, per_step=2, max_lag=1)
-    buffer.trained(v(0))
+    buffer = begun(count=40, per_step=2, max_lag=1)
     leases = [buffer.lease("g", 0.0) for _ in range(3)]
     assert buffer.take(v(0)) is None and not buffer.is_held_back, "generators have not begun more"
     for lease in leases[1:]:
