@@ -77,7 +77,7 @@ every update has the learning rate of the first one's signal
 the sample share is that of the anchor
     learner.objective:MicrobatchObjective.report
     log_age = at_start - tokens.behaviour -> log_age = terms.log_rho
-    learner/test_minibatches.py::test_sample_shares_compare_the_weights_at_the_start_with_those_that_sampled
+    learner/test_learner.py::test_sample_shares_compare_the_weights_at_the_start_with_those_that_sampled
 a KL in the reward comes after the advantages
     learner.objective:precompute
     rollouts.advantages(settings.advantage, rewards) -> rollouts.advantages(settings.advantage)
@@ -114,11 +114,11 @@ two that share the best reward are both trained
 a group is solved whatever its reward
     algorithms.advantages:signal_of
     ~has_signal & (groups.min(scores) >= success) -> ~has_signal
-    algorithms/test_groups.py
+    algorithms/test_advantages.py::test_the_share_is_of_groups_that_are_solved_or_have_a_signal
 a completion that is right and too long is wrong
     learner.packing:pack
     signal_of(rollouts.scores, -> signal_of(rollouts.rewards,
-    learner/test_signal.py
+    learner/test_batching.py::test_one_completion_does_not_decide_what_46_groups_are
 # the bound of staleness
 one group more may remain than can be trained in time
     buffer.admission:deadlines_are_kept

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncgrpo.learner.packing import Shaping, pack
+from asyncgrpo.learner.packing import Shaping, StepBatch, pack
 from asyncgrpo.types import Completion, Group, KeptTokens, Observation, PolicyVersion, VersionSpan
 from asyncgrpo.wire.codec import pack_group, unpack_group
 from tests.algorithms import oracle_advantages
@@ -291,3 +291,45 @@ def test_a_batch_is_moved_whole():
         tensors += [away.segments.queries, away.segments.keys]
         tensors += [away.segments.key_positions] if share_prompts else []
         assert all(tensor.is_meta for tensor in tensors)
+
+
+# -- which groups count as solved and which as hopeless: by their own rewards, whatever else is in the batch -----------
+
+LONGEST, FULL = 8, Shaping(longest=8, overlong_buffer=4, overlong_factor=2.0)
+SHORT, LONG = 3, LONGEST
+FEW = math.sqrt(2 / 48)
+"""Factor of the learning rate where 2 of 48 groups have a signal and the others are solved."""
+
+
+def with_46_others(
+    others: float, *mixed: float, shaping: Shaping = FULL, long: int = 0, lengths: int = SHORT, **options
+) -> StepBatch:
+    """46 groups of one reward, one group of 1 and 0, and one of the rewards `mixed`, of which `long` are cut at the end."""
+    rewards = [[others] * 4] * 46 + [[1.0, 0.0, 0.0, 1.0], list(mixed)]
+    groups = []
+    for number, of_group in enumerate(rewards):
+        sizes = [LONG if number == 47 and index < long else lengths for index in range(4)]
+        groups.append(make_group(number, of_group, [range(size) for size in sizes]))
+    return pack(groups, None, rank=0, world=1, tokens_per_microbatch=4096, shaping=shaping, **options)
+
+
+SOLVED_OR_HOPELESS = {
+    "wrong": (lambda: with_46_others(0.0, 0, 1, 0, 1), 1.0, 2 / 48),
+    "wrong, one of -1e6": (lambda: with_46_others(0.0, -1e6, 1, 0, 1), 1.0, 2 / 48),
+    "wrong, one full overlong penalty": (lambda: with_46_others(0.0, 0, 1, 0, 1, long=1), 1.0, 2 / 48),
+    "wrong, all of one group cut": (lambda: with_46_others(0.0, 0, 1, 0, 1, long=4), 1.0, 2 / 48),
+    "wrong at 0.1": (lambda: with_46_others(0.1, 0, 1, 0, 1), 1.0, 2 / 48),
+    "right": (lambda: with_46_others(1.0, 0, 1, 0, 1), FEW, 1.0),
+    "right, one of 1e6": (lambda: with_46_others(1.0, 0, 1e6, 0, 1), FEW, 1.0),
+    "right, one full overlong penalty": (lambda: with_46_others(1.0, 0, 1, 0, 1, long=1), FEW, 1.0),
+    "right, and all are cut": (lambda: with_46_others(1.0, 0, 1, 0, 1, lengths=LONG), FEW, 1.0),
+    "right, and cut completions count 0": (lambda: with_46_others(1.0, 0, 1, 0, 1, shaping=Shaping("zero")), FEW, 1.0),
+}
+
+
+@pytest.mark.parametrize("case", SOLVED_OR_HOPELESS)
+def test_one_completion_does_not_decide_what_46_groups_are(case):
+    make, lr_factor, entropy_factor = SOLVED_OR_HOPELESS[case]
+    batch = make()
+    assert min(1.0, math.sqrt(batch.signal_share)) == pytest.approx(lr_factor)
+    assert batch.bonus_share == pytest.approx(entropy_factor)
