@@ -31,11 +31,12 @@ import asyncgrpo.cli.train
 import asyncgrpo.cluster.ray_session, asyncgrpo.cluster.run, asyncgrpo.recording.screen
 from asyncgrpo.cluster.wiring import uses_cuda
 from asyncgrpo.config.load import load_config
-from asyncgrpo.engines.build import why_sglang_cannot_run
+from asyncgrpo.config.schema import GeneratorConfig
+from asyncgrpo.engines.build import check_extra, why_sglang_cannot_run
 config = load_config(None, ["model.path=model", "data.train=y", "learner.device=cpu", "generators.gpus_each=0"])
 assert not uses_cuda(config)
 assert asyncgrpo.cli.running.memory_table(config) == ""
-why_sglang_cannot_run()
+why_sglang_cannot_run() or check_extra(GeneratorConfig(extra={"page_size": 1}))
 """
 
 SAY = """
