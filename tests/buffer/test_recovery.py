@@ -5,10 +5,19 @@ from pathlib import Path
 import pytest
 
 from asyncgrpo.buffer.buffer import Buffer, State
-from asyncgrpo.buffer.recovery import Reopened, bring_back, reopen
+from asyncgrpo.buffer.recovery import bring_back, earlier_failures, judge, reopen
 from asyncgrpo.config.schema import AlgorithmConfig, BufferConfig
 from asyncgrpo.data.prompts import PromptSource, PromptState
-from asyncgrpo.journal.history import Committed, Dropped, read_history, read_rest
+from asyncgrpo.journal.history import (
+    BatchIssued,
+    Committed,
+    Delivered,
+    Dropped,
+    History,
+    read_history,
+    read_rest,
+    surviving_path,
+)
 from asyncgrpo.journal.log import SEGMENT_BYTES
 from asyncgrpo.types import Lease, PolicyVersion, Sampling
 from tests.buffer.test_buffer import EagerBuffer, deliver, prompts
@@ -24,18 +33,24 @@ def source_of(count: int, checkpoint: Checkpoint | None) -> PromptSource:
     return source
 
 
-def buffer_of(
-    reopened: Reopened, source: PromptSource, config: BufferConfig, *, lineage: int, max_attempts: int, kind=EagerBuffer
-) -> Buffer:
-    known = {"seed": 0, "lineage": lineage, "journal": reopened.journal, "last_max_lag": reopened.max_lag}
-    return kind(config, AlgorithmConfig(group_size=2), source, Sampling(), max_attempts=max_attempts, **known)
+def untrained(whole: History, checkpoint: PolicyVersion | None) -> History:
+    """A history without the groups that were dropped, or trained on the path to the checkpoint."""
+    path, settled = surviving_path(whole.starts, checkpoint), set[str]()
+    for record in (found.record for found in whole.found):
+        if isinstance(record, Dropped):
+            settled.add(record.lease_id)
+        elif isinstance(record, BatchIssued) and record.step <= path.get(record.version.lineage, -1):
+            settled.update(record.lease_ids)
+    left = [f for f in whole.found if not isinstance(f.record, Delivered) or f.record.lease_id not in settled]
+    return History(whole.folder, whole.segments, left)
 
 
 def start(
     folder: Path, lineage: int, *, checkpoint: Checkpoint | None = None, count=12, segment_bytes=SEGMENT_BYTES,
     compatibility_key=None, max_attempts=100, **config,
 ) -> tuple[Buffer, dict[str, int]]:  # fmt: skip
-    """A start of a run with prompts 0 to count - 1, and what it got from the earlier ones."""
+    """A start of a run with prompts 0 to count - 1, and what it got from the earlier ones: by the rest of the journal that it
+    reads as by all of it."""
     settings_ = BufferConfig(**{"prompts_per_step": 2, "max_lag": 1, "durability": "written"} | config)
     source = source_of(count, checkpoint)
     run_started = began(
@@ -45,8 +60,16 @@ def start(
         max_lag=settings_.largest_max_lag,
         prompts=source.state(),
     )
+    whole = read_history(folder)
     reopened = reopen(folder, run_started, source, settings_, segment_bytes=segment_bytes)
-    buffer = buffer_of(reopened, source, settings_, lineage=lineage, max_attempts=max_attempts)
+    assert reopened.failures == earlier_failures(whole, source)
+    by_all = judge(untrained(whole, run_started.parent), source, run_started, settings_)
+    assert [(v.record, v.reason, v.max_lag) for v in reopened.verdicts] == [
+        (v.record, v.reason, v.max_lag) for v in by_all
+    ]
+    known = {"lineage": lineage, "journal": reopened.journal, "last_max_lag": reopened.max_lag}
+    objective = AlgorithmConfig(group_size=2)
+    buffer = EagerBuffer(settings_, objective, source, Sampling(), seed=0, max_attempts=max_attempts, **known)
     return buffer, bring_back(buffer, reopened)
 
 
