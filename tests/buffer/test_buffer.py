@@ -65,28 +65,19 @@ def begun(*args, **settings) -> Buffer:
     return buffer
 
 
-def deliver(lease: Lease, version: int, scores=(0.0, 1.0), lineage=1, tokens=1) -> Deliver:
-    span = (VersionSpan(PolicyVersion(lineage, version), 0, tokens),)
-    return Deliver(
-        group_id=lease.group_id,
-        lease_id=lease.lease_id,
-        attempt=lease.attempt,
-        prompt_index=lease.prompt_index,
-        purpose="train",
-        prompt=lease.prompt,
-        rollouts=tuple(
-            RolloutHeader(
-                index=i,
-                num_tokens=tokens,
-                spans=span,
-                finish_reason="stop",
-                score=Score(failure="timeout") if score is None else Score(value=score),
-            )
-            for i, score in enumerate(scores)
-        ),
-        generator_id="g",
-        timings={},
-    )
+def deliver(
+    lease: Lease, version: int, scores=(0.0, 1.0), lineage=1, tokens=1, texts: Sequence[str] = (), purpose="train"
+) -> Deliver:
+    """A completion for each score, which is a number, None for a failure, or a `Score`."""
+    spans = (VersionSpan(PolicyVersion(lineage, version), 0, tokens),)
+    same = {name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "prompt_index", "prompt")}
+    rollouts = []
+    for index, score in enumerate(scores):
+        if not isinstance(score, Score):
+            score = Score(failure="timeout") if score is None else Score(value=score)
+        known = {"index": index, "num_tokens": tokens, "spans": spans, "finish_reason": "stop"}
+        rollouts.append(RolloutHeader(**known, score=score, text=texts[index] if texts else ""))
+    return Deliver(**same, purpose=purpose, rollouts=tuple(rollouts), generator_id="g", timings={})
 
 
 def v(version: int) -> PolicyVersion:

@@ -14,8 +14,9 @@ from asyncgrpo.buffer.evaluation import (
     powers_up_to,
     share_of,
 )
-from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score, VersionSpan
-from asyncgrpo.wire.rollouts import Deliver, RolloutHeader
+from asyncgrpo.types import Lease, PolicyVersion, Prompt, Sampling, Score
+from asyncgrpo.wire.rollouts import Deliver
+from tests.buffer.test_buffer import deliver
 
 PROMPTS = tuple(Prompt(prompt_id=f"eval/{i}", token_ids=(i + 1,)) for i in range(3))
 
@@ -30,17 +31,8 @@ def delivery_of(lease: Lease, value: float | None, version: int = 4) -> Deliver:
 
 def answered(lease: Lease, *texts: str, right: str = "", value: float = 1.0, version: int = 4) -> Deliver:
     """Completions with these texts. Those that contain `right` have a reward of `value`, and the empty ones none."""
-    spans = (VersionSpan(PolicyVersion(1, version), 0, 2),)
-    scores = (
-        Score(value=value * (right in text), parts={"short": 0.5}) if text else Score(failure="timeout")
-        for text in texts
-    )
-    rollouts = tuple(
-        RolloutHeader(index=index, num_tokens=2, spans=spans, finish_reason="stop", score=score, text=text)
-        for index, (text, score) in enumerate(zip(texts, scores, strict=True))
-    )
-    same = {name: getattr(lease, name) for name in ("group_id", "lease_id", "attempt", "prompt_index", "prompt")}
-    return Deliver(**same, purpose="eval", rollouts=rollouts, generator_id="g", timings={})
+    scores = [Score(value=value * (right in text), parts={"short": 0.5}) if text else None for text in texts]
+    return deliver(lease, version, scores, tokens=2, texts=texts, purpose="eval")
 
 
 def test_the_result_counts_every_prompt_and_names_the_versions():

@@ -56,7 +56,7 @@ class Plane(Served):
 
     def deliver(self, lease: Lease, *rewards: float) -> None:
         """The completions to a lease, which the buffer acknowledges."""
-        message = msgspec.structs.replace(deliver(lease, 0, rewards), purpose=lease.purpose)
+        message = deliver(lease, 0, rewards, purpose=lease.purpose)
         assert ("g-0", "Ack") in self.hear("g-0", message, bytes(8 * len(rewards)))
 
     def train(self) -> None:

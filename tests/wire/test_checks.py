@@ -233,7 +233,7 @@ def test_an_evaluation_that_is_not_believed_is_asked_for_again():
     served.join("a", window=1)
     lease = served.service._evaluations.lease_of("eval.1.0.0.0")
     assert lease is not None
-    message = msgspec.structs.replace(deliver(lease, 9, scores=(1.0,)), purpose="eval")
+    message = deliver(lease, 9, scores=(1.0,), purpose="eval")
     sent = hear_raw(served, "a", encode(message, bytes(8)))
     assert sent[0][1].reason == "version"
     assert served.service._evaluations.lease_of("eval.1.0.0.1") is not None
