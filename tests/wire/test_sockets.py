@@ -21,20 +21,22 @@ REGISTER = Register(generator_id="g", incarnation="a", window=1)
 
 
 @pytest.fixture
-def server():
-    server = Server("127.0.0.1")
-    yield server
-    server.close()
+def opened():
+    """Closes what it is given at the end of the test."""
+    with contextlib.ExitStack() as ends:
+        yield lambda end: ends.enter_context(contextlib.closing(end))
 
 
-def test_peers_are_told_the_address_that_was_bound():
+@pytest.fixture
+def server(opened):
+    return opened(Server("127.0.0.1"))
+
+
+def test_peers_are_told_the_address_that_was_bound(opened):
     """Another than the host is known by: what is bound to one address does not hear what is sent to another."""
-    server = Server("127.0.0.2", advertise="127.0.0.1")
-    client = Client(server.endpoint, "g")
-    client.send(REGISTER)
+    server = opened(Server("127.0.0.2", advertise="127.0.0.1"))
+    opened(Client(server.endpoint, "g")).send(REGISTER)
     assert server.receive(5.0) is not None
-    client.close()
-    server.close()
 
 
 def test_an_address_of_another_machine_is_refused_and_one_that_others_can_reach_needs_keys():
@@ -48,8 +50,8 @@ def test_an_address_of_another_machine_is_refused_and_one_that_others_can_reach_
     assert not is_loopback("10.0.0.1") and not is_loopback("some.host")
 
 
-async def test_what_is_sent_together_arrives_one_by_one(server):
-    waiting, client = AsyncClient(server.endpoint, "a"), Client(server.endpoint, "b")
+async def test_what_is_sent_together_arrives_one_by_one(server, opened):
+    waiting, client = opened(AsyncClient(server.endpoint, "a")), opened(Client(server.endpoint, "b"))
     message, payload = pack_group(make_group())
     await waiting.send(message, payload)
     client.send(REGISTER)
@@ -63,25 +65,21 @@ async def test_what_is_sent_together_arrives_one_by_one(server):
     assert [client.receive(5.0)[0].reason for _ in range(5)] == list("01234")
     assert [(await waiting.receive())[0].reason for _ in range(5)] == list("01234")
     assert not server.send("nobody", Welcome()), "and alone it goes at once"
-    waiting.close()
-    client.close()
 
 
-def test_a_client_takes_longer_messages_than_a_server(monkeypatch):
+def test_a_client_takes_longer_messages_than_a_server(monkeypatch, opened):
     monkeypatch.setattr(sockets, "MOST_TO_A_SERVER", 2**20)
-    server = Server("127.0.0.1")
-    client, (message, _) = Client(server.endpoint, "a"), pack_group(make_group())
+    server = opened(Server("127.0.0.1"))
+    client, (message, _) = opened(Client(server.endpoint, "a")), pack_group(make_group())
     client.send(REGISTER)
     assert server.receive(5.0) is not None
     assert server.send("a", message, bytes(2**21)) and len(client.receive(5.0)[1]) == 2**21
     client.send(message, bytes(2**21))
     assert server.receive(0.5) is None
-    client.close()
-    server.close()
 
 
-def test_a_broken_message_does_not_hide_those_beside_it(server):
-    client = Client(server.endpoint, "g")
+def test_a_broken_message_does_not_hide_those_beside_it(server, opened):
+    client = opened(Client(server.endpoint, "g"))
     client.send(REGISTER)
     server.receive(5.0)
     good, broken = encode(Welcome()), encode(Reregister())
@@ -94,15 +92,14 @@ def test_a_broken_message_does_not_hide_those_beside_it(server):
         with contextlib.nullcontext() if is_good else pytest.raises(WireError):
             assert client.receive(5.0)[0] == Welcome()
     assert client.receive(0.01) is None
-    client.close()
 
 
-async def test_a_client_that_was_refused_says_so(monkeypatch):
+async def test_a_client_that_was_refused_says_so(monkeypatch, opened):
     monkeypatch.setattr(sockets, "SEND_TIMEOUT_MS", 200)
     keys = Keys.make()
-    server = Server("0.0.0.0", keys, advertise="127.0.0.1")
+    server = opened(Server("0.0.0.0", keys, advertise="127.0.0.1"))
     theirs = replace(Keys.make(), server_public=keys.server_public)
-    stranger, waiting = Client(server.endpoint, "a", theirs), AsyncClient(server.endpoint, "b", theirs)
+    stranger, waiting = (opened(kind(server.endpoint, "a", theirs)) for kind in (Client, AsyncClient))
     with pytest.raises(WireError, match="refused the keys"):
         for _ in range(200):
             stranger.send(REGISTER)
@@ -111,8 +108,6 @@ async def test_a_client_that_was_refused_says_so(monkeypatch):
         for _ in range(200):
             await waiting.send(REGISTER)
             await asyncio.sleep(0.05)
-    for end in (stranger, waiting, server):
-        end.close()
 
 
 def test_a_process_that_closes_nothing_still_ends():
@@ -132,16 +127,14 @@ def test_a_process_that_closes_nothing_still_ends():
 
 
 @pytest.mark.parametrize("bind", ["0.0.0.0", "127.0.0.1"])
-def test_only_a_client_with_the_run_s_keys_is_heard(monkeypatch, bind):
+def test_only_a_client_with_the_run_s_keys_is_heard(monkeypatch, opened, bind):
     """On loopback too, where the keys are all that tells the run from another user of the machine."""
     monkeypatch.setattr(sockets, "LINGER_MS", 10)  # for what strangers sent in vain
     keys = Keys.make()
-    server = Server(bind, keys, advertise="127.0.0.1")
-    friend = Client(server.endpoint, "friend", keys)
-    strangers = [Client(server.endpoint, "plain"), Client(server.endpoint, "other", Keys.make())]
-    strangers.append(Client(server.endpoint, "own-pair", replace(Keys.make(), server_public=keys.server_public)))
-    friend.send(REGISTER)
-    for stranger in strangers:
+    server = opened(Server(bind, keys, advertise="127.0.0.1"))
+    opened(Client(server.endpoint, "friend", keys)).send(REGISTER)
+    for wrong in (None, Keys.make(), replace(Keys.make(), server_public=keys.server_public)):
+        stranger = opened(Client(server.endpoint, "stranger", wrong))
         # Before the handshake failed a message is queued, after it there is nobody to queue it for.
         with contextlib.suppress(WireError):
             stranger.send(REGISTER)
@@ -149,6 +142,3 @@ def test_only_a_client_with_the_run_s_keys_is_heard(monkeypatch, bind):
     assert received is not None and received[0] == "friend"
     assert server.receive(0.3) is None
     assert not any(repr(key) in repr(keys) for key in vars(keys).values())
-    for client in [*strangers, friend]:
-        client.close()
-    server.close()
