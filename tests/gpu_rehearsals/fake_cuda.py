@@ -38,7 +38,7 @@ def fake_gpu(world: int) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in _CUDA.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(torch, "Event", _Event))
+        stack.enter_context(mock.patch.object(torch, "Event", _Quiet))
         stack.enter_context(mock.patch.object(model, "fully_shard", _moved_and_sharded))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         stack.callback(dist.destroy_process_group)
@@ -137,27 +137,13 @@ _WITHOUT_GUARD: dict[Any, Callable[..., Any]] = {
 }
 
 
-class _Event:
+class _Quiet:
+    """An event, or a stream: takes every call, and does nothing."""
+
     def __init__(self, *ignored: Any, **also_ignored: Any) -> None: ...
 
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class _Stream:
-    def __init__(self, *ignored: Any, **also_ignored: Any) -> None: ...
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self, event: Any = None) -> _Event:
-        return _Event()
-
-    def synchronize(self) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *ignored, **also_ignored: _Quiet()
 
 
 _CUDA: dict[str, Callable[..., Any] | type] = {
@@ -169,9 +155,9 @@ _CUDA: dict[str, Callable[..., Any] | type] = {
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_properties": lambda device=None: SimpleNamespace(total_memory=2**20),  # too little to keep activations
     "synchronize": lambda device=None: None,
-    "current_stream": lambda device=None: _Stream(),
+    "current_stream": lambda device=None: _Quiet(),
     "stream": lambda stream: nullcontext(),
-    "Stream": _Stream,
-    "Event": _Event,
+    "Stream": _Quiet,
+    "Event": _Quiet,
     "_lazy_init": lambda: None,
 }
