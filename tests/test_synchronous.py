@@ -21,8 +21,9 @@ from asyncgrpo.generators.rollout import GroupInFlight
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.report import StepReport
 from asyncgrpo.rewards.build import build_reward
-from asyncgrpo.types import Group, Lease, PolicyVersion, Prompt
+from asyncgrpo.types import Group, PolicyVersion, Prompt
 from tests.engines.shared import shared
+from tests.generators.test_rollout import make_lease
 from tests.runs import asyncgrpo, events
 
 STEPS = 3
@@ -64,18 +65,8 @@ async def train(config: Config) -> list[Step]:
     sampling = sampling_of(config, stops, evaluation=False)
 
     async def sample(number: int, prompt: Prompt) -> Group:
-        lease = Lease(
-            lease_id=f"train.{number}.0",
-            group_id=f"train.{number}",
-            attempt=0,
-            prompt_index=number,
-            purpose="train",
-            prompt=prompt,
-            num_completions=config.algorithm.group_size,
-            with_greedy=config.algorithm.advantage == "remax",
-            sampling=sampling,
-            seed=group_seed(config.run.seed, number, 0),
-        )
+        how = {"group_id": f"train.{number}", "sampling": sampling, "seed": group_seed(config.run.seed, number, 0)}
+        lease = make_lease(config.algorithm.group_size, prompt_index=number, prompt=prompt, **how)
         return await GroupInFlight(lease, engine, reward, decode).generate("one")
 
     steps: list[Step] = []
