@@ -24,6 +24,12 @@ TEMPLATE = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }};{% end
 TEXTS = ["yes", "no, it is a much longer completion than the others", "", "it is 42"]
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch) -> None:
+    """A scorer takes every core for its process, which is that of all later tests here: they would be ten times slower."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+
+
 def make_reward_model(path: Path, *, outputs: int = 1, template: str | None = TEMPLATE) -> Path:
     """Save a tiny random Llama with a value head, whose tokens are bytes; the padding token is one that ends sequences."""
     torch.manual_seed(0)
