@@ -99,7 +99,7 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
             ray._private.services.ConsolePopen = partial(subprocess.Popen, process_group=0)
             _require_token()
             folder = str(scratch.folder())  # which a later start removes if this process is killed
-            with _warned_if_late(folder):
+            with _warned_if_late(folder), _interrupt_held_back():
                 ray.init(
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
@@ -147,6 +147,27 @@ def _warned_if_late(folder: str) -> Iterator[None]:
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@contextmanager
+def _interrupt_held_back() -> Iterator[None]:
+    """Hold back a first Ctrl-C until the block ends. In the middle of Ray's start it ends in a segmentation fault."""
+    handler, num_held = signal.getsignal(signal.SIGINT), 0
+
+    def hold(*_: object) -> None:
+        nonlocal num_held
+        num_held += 1
+        if num_held > 1:
+            raise KeyboardInterrupt
+
+    if callable(handler):  # else it is ignored
+        signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if num_held:
+        raise KeyboardInterrupt
 
 
 def _is_explained(error: Exception) -> bool:

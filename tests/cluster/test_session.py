@@ -177,3 +177,26 @@ def test_work_is_done_while_the_session_starts_and_if_it_fails_the_session_ends(
     with pytest.raises(ConfigError, match="no place for a model"), session_beside(fail, None):  # type: ignore[arg-type]
         seen.append("inside")
     assert seen[3:] == ["up", "down"]
+
+
+@pytest.mark.parametrize(("num_signals", "done"), [(1, [1, 2]), (2, [1])])
+def test_an_interrupt_waits_until_ray_has_started(monkeypatch, num_signals, done):
+    """Raised in the middle of Ray's start it ended the run with a segmentation fault. A second one does not wait."""
+    ended, before = [], signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def start(**_):
+        for number in 1, 2:
+            if number <= num_signals:
+                signal.raise_signal(signal.SIGINT)
+            ended.append(number)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", start)
+    monkeypatch.setattr(ray_session_module, "_require_token", lambda: None)
+    try:
+        with pytest.raises(KeyboardInterrupt), ray_session(None, True):
+            raise AssertionError("it goes on")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == done
