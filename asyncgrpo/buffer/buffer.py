@@ -364,8 +364,10 @@ class Buffer:
             return "no_such_lease"
         if not self._is_complete(message):
             return self._refuse(message, "incomplete")
-        if not message.versions or any(version.lineage != self.lineage for version in message.versions):
+        if any(version.lineage != self.lineage for version in message.versions):
             return self._refuse(message, "lineage")
+        if not message.versions:  # every completion failed before its first token
+            return self._refuse(message, "unscored")
         self._isolated.clear(entry.prompt_index)
         self.deadlines.observe(sum(message.timings.values()))
         self.discarded["censored"] += message.discarded.censored

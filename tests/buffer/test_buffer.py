@@ -113,11 +113,18 @@ def test_a_prompt_without_tokens_was_too_long_and_is_dropped_for_good_when_it_is
     assert {record.prompt_index for record in dropped} | set(trained) == set(range(24))
 
 
+def without_tokens(message: Deliver) -> Deliver:
+    """The same, if its environment or agent had failed before the first token."""
+    rollouts = [msgspec.structs.replace(rollout, num_tokens=0, spans=()) for rollout in message.rollouts]
+    return msgspec.structs.replace(message, rollouts=tuple(rollouts))
+
+
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
         (lambda lease: deliver(lease, 0, scores=(1.0,)), "incomplete"),
         (lambda lease: deliver(lease, 0, scores=(1.0, None)), "unscored"),
+        (lambda lease: without_tokens(deliver(lease, 0, scores=(None, None))), "unscored"),
         (lambda lease: deliver(lease, 0, lineage=7), "lineage"),
         (lambda lease: msgspec.structs.replace(deliver(lease, 0), group_id="1.999"), "no_such_lease"),
     ],
