@@ -191,7 +191,7 @@ rewards_paused = _gauge("rewards_paused", "1 while every reward call fails: only
 reward_failures_total = _counter(
     "reward_failures_total", "Reward calls without a score, and aborted completions, by failure.",
     failure=("timeout", "crash", "exception", "not_finite", "too_large", "bad_type", "unknown_source",
-        "not_applicable", "sandbox", "judge", "no_score", "model", "teacher", "aborted"))
+        "not_applicable", "sandbox", "judge", "no_score", "model", "teacher", "environment", "aborted"))
 teacher_seconds = _histogram("teacher_seconds", "Time of a served teacher for one completion, the queue for its places included.")
 teacher_tokens_total = _counter(
     "teacher_tokens_total", "Sampled tokens sent to a served teacher, by outcome.", outcome=("scored", "failed"))

@@ -17,6 +17,7 @@ from prometheus_client import Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncgrpo import metrics
+from asyncgrpo.generators.rollout import FAILURE
 from asyncgrpo.metrics import targets_path, write_targets
 
 DECLARED = {
@@ -41,6 +42,11 @@ def test_promtool_finds_nothing_to_mend(role):
         ["promtool", "check", "metrics"], input=metrics.exposition(role), capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_the_first_failure_of_an_environment_is_an_increase():
+    """A series that begins at 1 has no rate, so that the alert RewardFailures would wait for the second."""
+    assert value("reward_failures_total", failure=FAILURE) >= 0
 
 
 def test_every_metric_is_exported_by_its_name_with_a_sentence_of_help_by_its_own_roles_only():
