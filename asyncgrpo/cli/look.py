@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import random
 import sys
 import time
@@ -180,13 +181,8 @@ def change(
     """
     from asyncgrpo.control.client import ChangeSettings
 
-    settings: dict[str, float | int] = {}
-    for text in (text for text in arguments if "=" in text):
-        key, _, value = text.partition("=")
-        try:
-            settings[key] = msgspec.convert(value, type=int | float, strict=False)
-        except msgspec.ValidationError:
-            raise ConfigError(f"{text}: {value!r} is not a number") from None
+    given = dict(text.split("=", 1) for text in arguments if "=" in text)
+    settings = {key: _number(value) for key, value in given.items()}
     runs = [Path(text) for text in arguments if "=" not in text]
     if not settings or len(runs) > 1:
         raise typer.BadParameter("give one or more KEY=VALUE and at most one run folder")
@@ -194,7 +190,18 @@ def change(
         command = ChangeSettings(settings=settings)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    for key, value in given.items():
+        if not math.isfinite(settings[key]):
+            raise ConfigError(f"{key}={value}: {value!r} is not a number")
     _send(runs[0] if runs else None, command)
+
+
+def _number(text: str) -> float | int:
+    """Return the number in a text; NaN if there is none."""
+    try:
+        return msgspec.convert(text, type=int | float, strict=False)
+    except msgspec.ValidationError:
+        return math.nan
 
 
 def _send(run: Path | None, command: "Command") -> None:

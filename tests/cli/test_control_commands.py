@@ -85,6 +85,8 @@ def test_a_command_reaches_the_driver(asyncgrpo, operator, typed, command):
     ("typed", "why"),
     [
         (["set", "run.steps=3"], "run.steps cannot change while a run goes on; learner.lr, buffer.max_lag"),
+        (["set", "model.path=elsewhere"], "model.path cannot change while a run goes on"),
+        (["set", "learner.lr=nan"], "learner.lr=nan: 'nan' is not a number"),
         (["set", "learner.lr=fast"], "learner.lr=fast: 'fast' is not a number"),
         (["status", "runs/none"], "run folder runs/none does not exist"),
         (["pause", "."], ". is not a run folder: it has no metrics.jsonl"),

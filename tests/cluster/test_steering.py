@@ -159,6 +159,13 @@ def test_a_generator_may_end_once_the_learner_publishes_to_it_no_more(run: Run):
     assert run.watch.sent["buffer"].ending == ("generator-2-1.0",)
 
 
+def test_an_evaluation_waits_for_the_end_of_a_pause(tmp_path: Path):
+    run = Run(tmp_path, "data.eval=rows.jsonl")
+    assert run.ask(client.Evaluate()) == "an evaluation begins after the current step"
+    run.ask(client.Pause())
+    assert run.ask(client.Evaluate()) == "an evaluation begins after the pause"
+
+
 def test_what_cannot_be_done_is_refused(tmp_path: Path, run: Run):
     with pytest.raises(CommandRefused, match=r"data\.eval is not set"):
         run.ask(client.Evaluate())
