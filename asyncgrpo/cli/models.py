@@ -87,6 +87,7 @@ def evaluate(
         f"sampling.eval_temperature={temperature}",
         f"sampling.eval_completions={rollout_n}",
         f"reward.success={success}",
+        "buffer.prompts_per_step=1",  # there is no step, for which rows could be too few
     ]
     if not torch.cuda.is_available():
         settings += ["generators.gpus_each=0", "model.dtype=float32"]
