@@ -219,10 +219,15 @@ class BufferService:
             self._emit("curriculum", **fields)
 
     def _apply_steering(self) -> None:
-        """Apply the operator's request. A new bound waits for the first weights, because its record names a version."""
+        """Apply the operator's request. A new bound waits for the first weights, because its record names a version.
+
+        Its revision counts as applied only then. The rest does not wait: a restart does not interrupt a pause.
+        """
         asked = self._steer_asked
-        if asked.revision > self._steer.revision and not (asked.max_lag is not None and self._buffer.version is None):
-            if asked.max_lag is not None:
+        if asked.revision > self._steer.revision:
+            if asked.max_lag is not None and self._buffer.version is None:
+                asked = msgspec.structs.replace(asked, revision=self._steer.revision)
+            elif asked.max_lag is not None:
                 self._buffer.change_max_lag(asked.max_lag)
             for session in self._sessions.values():
                 session.window = asked.groups_in_flight or session.window

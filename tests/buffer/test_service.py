@@ -189,6 +189,15 @@ def test_a_pause_stops_leases_and_batches_and_keeps_what_was_in_flight_and_no_dr
     assert plane.told().why == "draining"
 
 
+def test_a_pause_holds_from_the_first_weights_of_a_restarted_buffer_on_though_a_new_bound_waits_for_them():
+    plane = Plane()
+    plane.steer(is_paused=True, max_lag=1)
+    assert plane.service.steered == 0 and plane.start() == [], "it is paused already"
+    plane.pass_time(1.0, "g")
+    assert plane.service.steered == 1 and plane.granted() == []
+    assert len([message for _, message in plane.steer(max_lag=1) if isinstance(message, Grant)]) == 4
+
+
 def test_a_generator_that_leaves_gets_no_lease_and_ends_once_its_groups_are_kept():
     plane = Plane()
     first, second = plane.start()
