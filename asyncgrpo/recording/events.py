@@ -236,7 +236,7 @@ KINDS: dict[str, Kind] = {
     }),
     "reward_failed": Kind("Rewards failed: written for the first, about the tenth, the hundredth... failure of a kind.", {
         "actor": _must(str, "the generator"),
-        "failure": _must(str, "kind of failure, as in `failures` of a step"),
+        "failure": _must(str, "its name in `failures` of a step, and the place and type of an exception"),
         "detail": _must(str, "location and message"),
         "count": _must(int, "failures of this kind so far"),
     }),
