@@ -27,7 +27,7 @@ from asyncgrpo.learner.report import StepReport, lag_of, step_fields
 from asyncgrpo.recording.events import Event, EventLog, is_undone, read_events
 from asyncgrpo.recording.health import limit_of
 from asyncgrpo.recording.loggers import Loggers
-from asyncgrpo.recording.samples import SampleWriter, samples_of
+from asyncgrpo.recording.samples import EVALS, TRAINED, SampleWriter, paths_in, samples_of
 from asyncgrpo.types import Group, PolicyVersion
 from asyncgrpo.weights.publication import Publication
 from asyncgrpo.wire.rollouts import OF_ONE_BATCH, EvalResult
@@ -262,7 +262,7 @@ class Recorder:
         return msgspec.to_builtins(Recorded(num_bytes=num_bytes, reported=self._reported, watched=self._watch))
 
     def resume(self, step: int, totals: dict[str, float], record: Mapping[str, Any] | None = None) -> None:
-        """Resume after `step`: drop later events, continue the counters from `totals`.
+        """Resume after `step`: drop later events and samples, continue the counters from `totals`.
 
         Args:
             record: `state` at the checkpoint; None: unknown, so every event is read.
@@ -282,6 +282,10 @@ class Recorder:
                     self._reported.update({prefix + name: n for name, n in (event.get(field) or {}).items()})
         self.undone = {"generated": seen, "undone_steps": undone}
         self.events.resume_at(step, before.num_bytes)
+        for folder in TRAINED, EVALS:
+            for later, path in paths_in(self.events.path.with_name(folder)).items():
+                if later > step:
+                    path.unlink(missing_ok=True)
         self._ledger = Ledger(totals, seen)
 
     def step(

@@ -1,6 +1,7 @@
 """What became of every token adds up, however often the run was killed between two checkpoints."""
 
 import errno
+import itertools
 import random
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +16,7 @@ from asyncgrpo.learner.record import DROPPED, KEPT, Ledger, Recorder
 from asyncgrpo.recording import events
 from asyncgrpo.recording.events import read_events
 from asyncgrpo.recording.progress import Progress
+from asyncgrpo.recording.samples import EVALS, TRAINED, path_of, paths_in
 from asyncgrpo.recording.screen import summary
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.publication import Publication
@@ -107,6 +109,16 @@ def test_the_totals_of_a_killed_run_agree_with_each_other(recorder, tmp_path):
     text = summary(Progress.of(events))
     assert "140 generated = 110 trained + 30 dropped (stale 10, unusable 20)" in text
     assert "3 groups: ahead 2, stale 1" in text and "2 steps after the last checkpoint before a crash" in text
+
+
+def test_a_resume_removes_the_samples_of_undone_steps(recorder, tmp_path):
+    """The newest samples are of a step that the run has."""
+    first = recorder()
+    for folder, step in itertools.product((TRAINED, EVALS), (0, 10, 11, 1000)):
+        path_of(tmp_path / folder, step).parent.mkdir(parents=True, exist_ok=True)
+        path_of(tmp_path / folder, step).touch()
+    first.resume(10, {})
+    assert [list(paths_in(tmp_path / folder)) for folder in (TRAINED, EVALS)] == [[0, 10]] * 2
 
 
 def test_a_resume_reads_the_events_after_its_checkpoint_and_knows_what_all_of_them_say(recorder, tmp_path, monkeypatch):
