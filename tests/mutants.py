@@ -222,14 +222,14 @@ a position in the wrong block
     weights.delta:_compare
     start + block * BLOCK * size -> start
     weights/test_delta.py::test_positions_far_apart
-a chain that leads to some states only
-    weights.delta:Chain.since
-    min(begins -> max(begins
-    weights/test_delta.py::test_a_chain_leads_from_any_of_its_states_to_the_newest_and_forgets_its_oldest
+a delta is lost before all have it
+    weights.publisher:Publisher._compare_newest
+    any(self._deltas.leads_from(place.state) for place in far) or -> any(()) or
+    weights/test_far.py::test_what_is_published_while_a_newcomer_receives_all_weights_reaches_the_others_by_deltas
 deltas on a network that is faster
     weights.lane:Deltas.poll
     seconds > broadcast_s -> False
-    weights/test_far.py::test_comparisons_that_take_longer_than_a_broadcast_or_find_too_much_end_the_chain
+    weights/test_far.py::test_comparisons_that_take_longer_than_a_broadcast_or_find_too_much_make_no_delta
 """
 """Under each mistake its place, what reads otherwise, and the tests."""
 

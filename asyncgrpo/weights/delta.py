@@ -7,9 +7,8 @@ the result is compared with the learner's.
 """
 
 import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -178,32 +177,3 @@ class Packed(NamedTuple):
     before: State
     after: State
     payload: bytes
-
-
-class Chain:
-    """The latest deltas, kept for generators that missed some of them."""
-
-    def __init__(self, tip: State, max_deltas: int, max_bytes: int) -> None:
-        """
-        Args:
-            tip: the newest weights, so far without deltas that lead to them.
-            max_deltas: largest number of deltas.
-            max_bytes: largest total size of their payloads.
-        """
-        self.tip = tip
-        self._max_deltas, self._max_bytes = max_deltas, max_bytes
-        self._deltas: deque[Packed] = deque()
-
-    def add(self, delta: Packed) -> None:
-        """Append the newest delta, whose base is the tip."""
-        self.tip = delta.after
-        self._deltas.append(delta)
-        while len(self._deltas) > self._max_deltas or sum(len(d.payload) for d in self._deltas) > self._max_bytes:
-            self._deltas.popleft()
-
-    def since(self, states: Iterable[State | None]) -> list[Packed] | None:
-        """Return the deltas that lead from each of these states to the newest weights, in order; None: some are not kept."""
-        deltas = list(self._deltas)
-        known: dict[Any, int] = {delta.before: index for index, delta in enumerate(deltas)} | {self.tip: len(deltas)}
-        begins = [known.get(state) for state in states]
-        return None if None in begins else deltas[min(begins, default=len(deltas)) :]  # type: ignore[type-var]

@@ -1,4 +1,4 @@
-"""Transport to generators that cannot map the learner's memory: broadcasts of all weights, or of deltas.
+"""Transport to generators that cannot map the learner's memory: broadcasts of all weights, or of a delta.
 
 Several learner ranks send side by side, each its part of the weights, in a group of its own with one generator of each
 machine. A broadcast is collective, so a member that dies blocks the rest. It runs in a thread of its own. When a member is lost
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from asyncgrpo import liveness
 from asyncgrpo.weights.arena import Bucket, IsWritten, Layout, Place, Slot, Stream
-from asyncgrpo.weights.delta import LEAST_SAVING, Chain, Delta, Packed, Piece, State, follow, to_bytes
+from asyncgrpo.weights.delta import LEAST_SAVING, Delta, Packed, Piece, State, follow, to_bytes
 from asyncgrpo.weights.group import Backend, WeightGroup, form_group, serve_store, visit_store
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.sockets import Client, Keys
@@ -218,15 +218,13 @@ class GroupLane(Broadcaster):
             send(sender, offer(slot=slot))
         self.broadcast(flat, self._piece_bytes)
 
-    def offer_deltas(self, deltas: list[Packed], places: Sequence[Place], send: Send) -> None:
-        """Start to broadcast deltas. The publisher alone sends them."""
-        payload = torch.frombuffer(bytearray().join(delta.payload for delta in deltas), dtype=torch.uint8)
-        self._offer(deltas[-1].after, places, send, tuple(len(delta.payload) for delta in deltas))
+    def offer_delta(self, delta: Packed, places: Sequence[Place], send: Send) -> None:
+        """Start to broadcast a delta. The publisher alone sends it."""
+        payload = torch.frombuffer(bytearray(delta.payload), dtype=torch.uint8)
+        self._offer(delta.after, places, send, len(payload))
         self.broadcast(payload, self._piece_bytes, Stream([(0, len(payload))]))
 
-    def _offer(
-        self, state: State, places: Sequence[Place], send: Send, delta_bytes: tuple[int, ...] = ()
-    ) -> Callable[..., Offer]:
+    def _offer(self, state: State, places: Sequence[Place], send: Send, delta_bytes: int = 0) -> Callable[..., Offer]:
         """Send an offer to each receiver that is awaited. Returns the function that makes them."""
         offer = partial(
             Offer,
@@ -356,17 +354,15 @@ class Sender:
 
 # -- deltas ------------------------------------------------------------------------------------------------------------
 
-MAX_DELTAS = 8
-"""Deltas kept for generators that missed some."""
 SKIPPED, MOST_SKIPPED = 4, 256
 """Number of versions that skip the comparison after one that did not pay, at first and at most: twice as many each time."""
 
 
 class Deltas:
-    """Deltas that lead to the newest publications. The publisher's thread uses it.
+    """The delta to a publication from the one that generators hold. The publisher's thread uses it.
 
-    A thread compares each publication with the one before, of which this class keeps the bytes: the learner may overwrite
-    its arena at any moment. So skipped publications leave no gap in the chain.
+    A thread makes it. This class keeps the bytes of the earlier publication: the learner may overwrite its arena at any
+    moment.
     """
 
     def __init__(self) -> None:
@@ -375,10 +371,12 @@ class Deltas:
         self._is_void = False
         """True if the delta under way is obsolete."""
         self._following: State | None = None
-        self._chain: Chain | None = None
-        """Leads to the newest publication that was followed; None: there is none."""
+        self.newest: Packed | None = None
+        """The last one; None: there is none."""
+        self._tip: State | None = None
+        """The publication to which it leads."""
         self._mirror: Tensor | None = None
-        """Its bytes."""
+        """The bytes of that publication."""
         self._skips_left, self._next_skips = 0, SKIPPED
 
     @property
@@ -432,26 +430,24 @@ class Deltas:
             self.clear()
             return True
         assert self._following is not None
-        if self._chain is None:
-            self._chain = Chain(self._following, MAX_DELTAS, len(mirror) // LEAST_SAVING)
-        else:
-            delta = Delta(self._chain.tip, self._following, pieces)
-            self._chain.add(Packed(delta.before, delta.after, to_bytes(delta)))
+        if self._tip is not None:
+            delta = Delta(self._tip, self._following, pieces)
+            self.newest = Packed(delta.before, delta.after, to_bytes(delta))
             self._next_skips = SKIPPED
-        self._mirror = mirror
+        self._tip, self._mirror = self._following, mirror
         return True
 
-    def path(self, states: Iterable[State | None]) -> list[Packed] | None:
-        """Return the deltas that bring generators up to date; None: one of them needs all weights.
+    def leads_from(self, state: State | None) -> bool:
+        """True if these weights are those before the newest delta."""
+        return self.newest is not None and state == self.newest.before
 
-        Args:
-            states: weights that each generator is known to hold in its memory.
-        """
-        return None if self._chain is None else self._chain.since(states)
+    def follows(self, state: State | None) -> bool:
+        """True if these weights need no broadcast of all: the newest delta, or the next one, leads from them."""
+        return self.leads_from(state) or (state is not None and state == self._tip)
 
     def clear(self) -> None:
-        """Forget all deltas and start a new chain."""
-        self._chain, self._mirror = None, None
+        """Forget the delta and the bytes."""
+        self.newest, self._tip, self._mirror = None, None, None
         self._is_void = True
 
     def close(self) -> None:

@@ -416,7 +416,7 @@ class Publisher:
                 self._drop(name, "it is no longer connected")
 
     def _broadcast_newest(self) -> None:
-        """Broadcast to other machines: all weights to those that need them, else deltas."""
+        """Broadcast to other machines: the delta to those that it leads from, all weights to those that no delta does."""
         trouble = self._lane.poll()
         if trouble is not None:
             self._drop_group(trouble)
@@ -427,25 +427,26 @@ class Publisher:
             self._drop_group("a member is gone")
         if not far or self._lane.state in ("forming", "sending"):
             return
-        if whole := [place for place in far if self._deltas.path([place.state]) is None]:
-            self._broadcast(whole, [])
-        elif deltas := self._deltas.path(place.state for place in far):
-            self._broadcast(list(far), deltas)
+        following = [place for place in far if self._deltas.follows(place.state)]
+        if any(self._deltas.leads_from(place.state) for place in following):
+            self._broadcast(following, self._deltas.newest)
+        if len(following) < len(far) and self._lane.state not in ("forming", "sending"):
+            self._broadcast([place for place in far if place not in following], None)
 
-    def _broadcast(self, places: list[Place], deltas: list[Packed]) -> None:
-        """Send deltas or, without any, all weights to these places; form a group first if their set has changed."""
+    def _broadcast(self, places: list[Place], delta: Packed | None) -> None:
+        """Send a delta or, without one, all weights to these places; form a group first if their set has changed."""
         if any(place.receiving is not None for place in places):
             return
         into = [slot for place in places if (slot := place.writable()) is not None]
         names = {name for place in places for name in place.receivers}
         with self._lock:
             newest = self._home.newest
-            if newest is None or not newest.digest or (state := deltas[-1].after if deltas else newest.state) is None:
+            if newest is None or not newest.digest or (state := delta.after if delta else newest.state) is None:
                 return
             if len(into) < len(places) or all(place.state == state for place in places):
                 return
             is_ready = self._lane.state == "ready" and self._lane.names == names and all(p.receivers for p in places)
-            if is_ready and not deltas:
+            if is_ready and delta is None:
                 newest.readers |= names
         if not is_ready:
             self._form_group(places)
@@ -453,11 +454,11 @@ class Publisher:
         round_ = self._round(
             state, {n for n, m in self._members.items() if m.holds != state.version and m.place in places}
         )
-        round_.sent_bytes += len(places) * (sum(len(delta.payload) for delta in deltas) or self._layout.num_bytes)
+        round_.sent_bytes += len(places) * (len(delta.payload) if delta else self._layout.num_bytes)
         for place, slot in zip(places, into, strict=True):
-            place.receive(slot, state, place.receivers[:1] if deltas else place.receivers)
-        if deltas:
-            self._lane.offer_deltas(deltas, places, self._send)
+            place.receive(slot, state, place.receivers[:1] if delta else place.receivers)
+        if delta is not None:
+            self._lane.offer_delta(delta, places, self._send)
         else:
             flat = self._arenas.arena(self._layout, newest.number)
             self._lane.offer(state, newest.number, flat, places, self._send)
@@ -473,14 +474,16 @@ class Publisher:
         self._lane.form_with(places, self._send)
 
     def _compare_newest(self) -> None:
-        """Start the comparison of the newest version with the one before, if any generator can use the delta."""
+        """Start the comparison of the newest version with the one that is compared last, once all have the delta to that."""
         far = self._far()
         if not far or not self._can_delta:
             self._deltas.clear()
             return
         with self._lock:
             slot = self._home.newest
-            if slot is None or not slot.digest or (state := slot.state) is None or not self._deltas.wants(state):
+            if slot is None or not slot.digest or (state := slot.state) is None:
+                return
+            if any(self._deltas.leads_from(place.state) for place in far) or not self._deltas.wants(state):
                 return
             slot.readers.add(COMPARING)
         self._deltas.follow(self._layout, self._arenas.arena(self._layout, slot.number))

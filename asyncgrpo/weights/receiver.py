@@ -239,27 +239,21 @@ class Receiver:
         self._client.send(SyncFailed(generator_id=self._generator_id, reason=str(error)[:300], writes=writes))
 
     def _update(self, layout: Layout, offer: Offer, staging: Arenas) -> str:
-        """Receive deltas and apply those that follow the weights in `offer.base`: in place, if these are in `staging`."""
-        if not 0 < (size := sum(offer.delta_bytes)) <= layout.num_bytes:
-            raise WeightsError(f"deltas of {size} bytes were offered for weights of {layout.num_bytes}")
+        """Receive a delta and apply it to the weights in `offer.base`: in place, if these are in `staging`."""
+        if not 0 < (size := offer.delta_bytes) <= layout.num_bytes:
+            raise WeightsError(f"a delta of {size} bytes was offered for weights of {layout.num_bytes}")
         payload = torch.empty(size, dtype=torch.uint8)
         for _ in receive(self._groups[0], payload, Stream([(0, size)]).buckets(offer.piece_bytes)):
             pass
-        parts = payload.split(list(offer.delta_bytes))
-        deltas = {delta.before: delta for delta in (from_bytes(part.numpy().data) for part in parts)}
-        base, last = self._stagings.get(offer.base), State(offer.version, offer.digest)
-        state = None if base is None else base.state
-        if base is None or state is None or (state != last and state not in deltas):
+        delta, base = from_bytes(payload.numpy().data), self._stagings.get(offer.base)
+        if base is None or (state := base.state) not in (delta.before, delta.after):
             raise WeightsError(f"received no delta to {offer.version} from weights that are held here")
         flat = staging.arena(layout)
         staging.begin(0, offer.writes)
         if staging is not base:
             flat.copy_(base.arena(layout))
-        while state != last:
-            if (delta := deltas.pop(state, None)) is None:
-                raise WeightsError(f"received deltas to {state.version}, not to {offer.version}")
+        if state == delta.before:
             delta.apply(flat)
-            state = delta.after
         return Stream([(0, layout.num_bytes)]).digest(flat)
 
     def _broadcast(self, layout: Layout, offer: Offer, staging: Arenas) -> str:

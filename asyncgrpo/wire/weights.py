@@ -95,7 +95,7 @@ class Offer(Message):
     The engine loads them out of arena `slot` of `file`, which was written `writes` times. With a `group_number` they are
     broadcast in buckets of `piece_bytes`: this generator receives what its senders send into `file`, as write number
     `writes`, for all generators of its machine. The senders get this offer, too, and send their arena `slot`. With
-    `delta_bytes`, the bytes that are broadcast are deltas, which lead to them from the weights in the file `base`.
+    `delta_bytes`, so many bytes are broadcast: a delta that leads to them from the weights in the file `base`.
     """
 
     version: PolicyVersion
@@ -106,8 +106,7 @@ class Offer(Message):
     group_number: int = 0
     piece_bytes: int = 0
     base: str = ""
-    delta_bytes: tuple[int, ...] = ()
-    """Payload bytes of each delta, in the order of application."""
+    delta_bytes: int = 0
 
 
 class Staged(Message):

@@ -14,9 +14,7 @@ from asyncgrpo.weights.arena import Layout
 from asyncgrpo.weights.delta import (
     AT_ONCE,
     BLOCK,
-    Chain,
     Delta,
-    Packed,
     Piece,
     State,
     follow,
@@ -72,18 +70,13 @@ def assert_makes(payload: bytes | memoryview, base: torch.Tensor, new: torch.Ten
 )
 @settings(max_examples=60, deadline=None)
 def test_any_sequence_of_updates(seed, shares):
-    """Two generators follow: one takes every delta, one comes back after all of them."""
     random, newest = np.random.default_rng(seed), drawn(seed)
-    follows, rejoins, chain = newest.clone(), newest.clone(), Chain(state(0), max_deltas=8, max_bytes=2**30)
+    follows = newest.clone()
     for number, share in enumerate(shares, 1):
         base, newest = newest, newest.clone()
         change(newest, share, random, lambda below: int(random.integers(0, below)))
-        payload = sent(newest, base, LAYOUT, number)
-        from_bytes(payload).apply(follows)
-        chain.add(Packed(state(number - 1), state(number), payload))
-    for delta in chain.since([state(0)]) or []:
-        from_bytes(delta.payload).apply(rejoins)
-    assert torch.equal(follows, newest) and torch.equal(rejoins, newest)
+        from_bytes(sent(newest, base, LAYOUT, number)).apply(follows)
+        assert torch.equal(follows, newest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.int64])
@@ -147,25 +140,6 @@ def test_a_delta_can_be_applied_again():
     for _ in range(2):
         delta.apply(target)
         assert torch.equal(target, new)
-
-
-def test_a_chain_leads_from_any_of_its_states_to_the_newest_and_forgets_its_oldest():
-    links = [Packed(state(number), state(number + 1), bytes(100)) for number in range(4)]
-
-    def chain(max_deltas: int = 100, max_bytes: int = 1000) -> Chain:
-        made = Chain(state(0), max_deltas, max_bytes)
-        for link in links:
-            made.add(link)
-        return made
-
-    for number in range(4):
-        assert chain().since([state(number)]) == chain().since([state(4), state(number)]) == links[number:]
-    assert chain().since([state(4)]) == []
-    assert chain().since([state(2), state(5)]) is None and chain().since([None, state(4)]) is None
-    assert chain().since([state(1)._replace(digest="f" * 16)]) is None
-    for short in (chain(max_deltas=3), chain(max_bytes=399)):
-        assert short.since([state(0)]) is None and short.since([state(1)]) == links[1:]
-    assert chain(max_bytes=10).since([state(3)]) is None
 
 
 # -- payloads that are none --------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_a_small_change_is_sent_as_a_delta_in_the_same_group(fleet):
     assert all(len(engine.held) == 7 for engine in engines)
 
 
-def test_a_slow_one_holds_up_nobody_and_follows_by_the_chain(fleet):
+def test_a_slow_one_holds_up_nobody_and_follows_by_deltas(fleet):
     quick, slow = fleet.add("generator-0"), fleet.add("generator-1")
     fleet.publish(0, 1.0)
     fleet.publish(1, 0.01)
@@ -109,6 +109,33 @@ def test_a_newcomer_gets_all_weights_alone_and_deltas_with_the_others(fleet):
     wait_until(lambda: fleet.publisher.is_idle, "rest")
     assert fleet.publish(2, 0.01) < 2 * WHOLE / 10
     assert fleet.publisher._lane.names == {"generator-0", "generator-1"} and len(first.held) == 3
+    fleet.check(first, second)
+
+
+def test_what_is_published_while_a_newcomer_receives_all_weights_reaches_the_others_by_deltas(fleet, monkeypatch):
+    first = fleet.add("generator-0")
+    fleet.publish(0, 1.0)
+    began, goes_on, send = threading.Event(), threading.Event(), lanes.send
+
+    def slow(group, flat, buckets):
+        if len(flat) == WHOLE:
+            began.set()
+            goes_on.wait(10.0)
+        send(group, flat, buckets)
+
+    monkeypatch.setattr(lanes, "send", slow)
+    second = fleet.add("generator-1")
+    assert began.wait(10.0)
+    deltas = fleet.publisher._deltas
+    fleet.offer(1, 0.01)
+    wait_until(lambda: deltas.newest is not None, "the comparison")
+    for number in (2, 3):
+        fleet.offer(number, 0.01)
+        wait_until(lambda: not deltas.is_busy and fleet.publisher._preparing is None, "the next version")
+    goes_on.set()
+    wait_until(lambda: fleet.publisher.is_idle and second.newest == PolicyVersion(1, 3), "the last version")
+    sent = {report.version.number: report.sent_bytes for report in fleet.publisher.reports()}
+    assert sum(sent.values()) < 2.5 * WHOLE and PolicyVersion(1, 1) in first.held, sent
     fleet.check(first, second)
 
 
@@ -202,7 +229,7 @@ def test_whoever_wants_no_deltas_gets_none(fleet):
     fleet.check(engine)
 
 
-def test_comparisons_that_take_longer_than_a_broadcast_or_find_too_much_end_the_chain():
+def test_comparisons_that_take_longer_than_a_broadcast_or_find_too_much_make_no_delta():
     flat = torch.zeros(LAYOUT.num_bytes, dtype=torch.uint8)
 
     def compare(deltas: Deltas, number: int, share: float, broadcast_s: float) -> State:
@@ -217,8 +244,7 @@ def test_comparisons_that_take_longer_than_a_broadcast_or_find_too_much_end_the_
         deltas = Deltas()
         first = compare(deltas, 0, 1.0, math.inf)
         newest = compare(deltas, 1, share, broadcast_s)
-        path = deltas.path([first])
-        assert [delta.after for delta in path] == [newest] if path else not pays
+        assert deltas.leads_from(first) == deltas.follows(first) == deltas.follows(newest) == pays
         assert not deltas.wants(newest) and deltas.wants(State(PolicyVersion(1, 2), "")) == pays
         deltas.close()
 

@@ -263,7 +263,7 @@ class Readers:
             weights.WeightsLayout(tensors=_LAYOUT, check=((1, 2, 3),), check_start=1),
             weights.Offer(version=version, digest="d", file="f", slot=1, writes=2),
             weights.Offer(version=version, digest="d", group_number=1, piece_bytes=64),
-            weights.Offer(version=version, digest="d", group_number=1, base="f", delta_bytes=(10, 20)),
+            weights.Offer(version=version, digest="d", group_number=1, base="f", delta_bytes=10),
         ]  # fmt: skip
         self._sealed_only_by_us: list[Message] = [
             rollouts.Grant(lease=msgspec.convert(_LEASE, Lease)),
