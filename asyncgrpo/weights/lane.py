@@ -354,8 +354,8 @@ class Sender:
 
 # -- deltas ------------------------------------------------------------------------------------------------------------
 
-SKIPPED, MOST_SKIPPED = 4, 256
-"""Number of versions that skip the comparison after one that did not pay, at first and at most: twice as many each time."""
+SKIPPED = 32
+"""Versions that are not compared after a comparison that did not pay."""
 
 
 class Deltas:
@@ -377,7 +377,7 @@ class Deltas:
         """The publication to which it leads."""
         self._mirror: Tensor | None = None
         """The bytes of that publication."""
-        self._skips_left, self._next_skips = 0, SKIPPED
+        self._skips_left = 0
 
     @property
     def is_busy(self) -> bool:
@@ -426,14 +426,13 @@ class Deltas:
             log.warning("no delta was made: %r", error)
             pieces = None
         if pieces is None or seconds > broadcast_s:
-            self._skips_left, self._next_skips = self._next_skips, min(2 * self._next_skips, MOST_SKIPPED)
+            self._skips_left = SKIPPED
             self.clear()
             return True
         assert self._following is not None
         if self._tip is not None:
             delta = Delta(self._tip, self._following, pieces)
             self.newest = Packed(delta.before, delta.after, to_bytes(delta))
-            self._next_skips = SKIPPED
         self._tip, self._mirror = self._following, mirror
         return True
 
