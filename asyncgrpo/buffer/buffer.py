@@ -148,6 +148,12 @@ class Buffer:
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
+    @property
+    def may_lease(self) -> bool:
+        """False if `lease` would return None for every generator, whatever it serves."""
+        is_open = not self.draining and self.version is not None and self.journal.is_blocked is None
+        return is_open and self._has_slot() and (self._is_wanted or self.prompts.next_isolated_index is not None)
+
     def lease(self, holder: str, now_s: float, serves: PolicyVersion | None = None) -> Lease | None:
         """Lease a prompt to `holder`.
 
@@ -204,8 +210,7 @@ class Buffer:
             holder, self._held[holder], is_waiting=prompts.next_isolated_index is not None
         )
         while self.journal.is_blocked is None:  # a blocked journal could not record the outcome of a lease
-            is_wanted = self._in_state[State.LEASED] + self._in_state[State.READY] < self.wanted
-            if not self._has_slot(behind) or not (may_be_alone or (may_join and is_wanted)):
+            if not self._has_slot(behind) or not (may_be_alone or (may_join and self._is_wanted)):
                 return None
             issued = prompts.next_isolated() if may_be_alone else prompts.next()
             if issued is None:
@@ -534,6 +539,11 @@ class Buffer:
     def _has_slot(self, behind: int = 0) -> bool:
         """Return True if a group may begin on weights `behind` steps behind the learner's (`admission.py`)."""
         return len(self._entries) < (self.max_lag - behind + 1) * self.config.prompts_per_step
+
+    @property
+    def _is_wanted(self) -> bool:
+        """True if admission wants one more group under way."""
+        return self._in_state[State.LEASED] + self._in_state[State.READY] < self.wanted
 
     @property
     def _lacks_a_batch(self) -> bool:

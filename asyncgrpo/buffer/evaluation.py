@@ -216,6 +216,7 @@ class Evaluations:
         self._requested = -1  # the newest step
         self._queue: deque[Lease] = deque()
         self._leased: dict[str, tuple[Lease, str, float]] = {}  # by lease id: lease, holder, time
+        self._held: defaultdict[str, list[str]] = defaultdict(list)  # lease ids by holder
         self._scored: set[str] = set()  # leases for which only scores are missing
         self.finished: tuple[EvalResult, ...] = ()
         """Those since the last `take_finished`."""
@@ -239,12 +240,18 @@ class Evaluations:
         self._running[step] = _Evaluation(step, now_s, len(self.prompts), suites, Suite(self.success))
         self._queue.extend(self._lease(step, index, 0) for index in range(len(self.prompts)))
 
+    @property
+    def may_lease(self) -> bool:
+        """False if `lease` would return None for every generator."""
+        return bool(self._queue)
+
     def lease(self, holder: str, now_s: float, serves: PolicyVersion | None = None) -> Lease | None:
         """Lease the next queued prompt; None if the queue is empty or `serves` is older than the step to evaluate."""
         if not self._queue or (serves is not None and serves.number < _step_of(self._queue[0])):
             return None
         lease = self._queue.popleft()
         self._leased[lease.lease_id] = (lease, holder, now_s)
+        self._held[holder].append(lease.lease_id)
         return lease
 
     def lease_of(self, lease_id: str) -> Lease | None:
@@ -254,11 +261,11 @@ class Evaluations:
 
     def held_by(self, holder: str) -> int:
         """Return the number of leases that `holder` works on."""
-        return sum(h == holder for _, h, _ in self._leased.values())
+        return len(self._held[holder])
 
     def sampled_by(self, holder: str) -> int:
         """Return the number of leases of `holder` whose completions are still being sampled."""
-        return sum(h == holder and lease_id not in self._scored for lease_id, (_, h, _) in self._leased.items())
+        return sum(lease_id not in self._scored for lease_id in self._held[holder])
 
     def awaits_scores(self, holder: str, lease_id: str) -> None:
         """Note that only scores are missing for a lease of `holder`."""
@@ -267,12 +274,12 @@ class Evaluations:
 
     def release(self, holder: str, now_s: float) -> None:
         """Fail the leases of a lost generator."""
-        for lease_id in [lease_id for lease_id, (_, h, _) in self._leased.items() if h == holder]:
+        for lease_id in tuple(self._held[holder]):
             self.fail(lease_id, "generator_lost", now_s)
 
     def free_unknown(self, holder: str, known: Collection[str], before_s: float) -> list[str]:
         """Requeue the leases that were granted before `before_s`, but that their generator does not know. Returns their ids."""
-        lost = [i for i, (_, h, since) in self._leased.items() if h == holder and since < before_s and i not in known]
+        lost = [i for i in self._held[holder] if i not in known and self._leased[i][2] < before_s]
         for lease_id in lost:
             self.give_back(lease_id)
         return lost
@@ -291,8 +298,12 @@ class Evaluations:
         self._count_down(evaluation, now_s)
 
     def _end(self, lease_id: str) -> Lease | None:
+        if lease_id not in self._leased:
+            return None
         self._scored.discard(lease_id)
-        return self._leased.pop(lease_id, (None,))[0]
+        lease, holder, _ = self._leased.pop(lease_id)
+        self._held[holder].remove(lease_id)
+        return lease
 
     def give_back(self, lease_id: str) -> None:
         """Requeue the prompt of this lease at no cost: it did not cause the lease to end."""

@@ -4,7 +4,6 @@ Times are arguments: nothing here reads a clock.
 """
 
 import math
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,12 +92,14 @@ class Speeds:
         speed.token_s, speed.running = token_s, running
         unloaded_s = token_s / (1 + load)
         speed.unloaded_s = (speed.unloaded_s + unloaded_s) / 2 if speed.unloaded_s else unloaded_s
-        others = [
-            other.token_s * max(1.0, running / max(other.running, 1))
-            for name, other in self._speeds.items()
-            if name != generator and other.token_s
-        ]
-        is_slow = bool(others) and token_s > max(SHORTEST_S, SLOW * statistics.median_low(others))
+        others = [other for name, other in self._speeds.items() if name != generator and other.token_s]
+        # Above the lower median: above at least half of the others. The first comparison is cheap and decides mostly.
+        num_quicker = sum(
+            token_s > SLOW * other.token_s
+            and token_s > SLOW * other.token_s * max(1.0, running / max(other.running, 1))
+            for other in others
+        )
+        is_slow = token_s > SHORTEST_S and 0 < len(others) <= 2 * num_quicker
         speed.num_slow = speed.num_slow + 1 if is_slow else 0
         if speed.num_slow < CONFIRMED_BY:
             return False
@@ -113,11 +114,19 @@ class Speeds:
         """Return True if it gets no lease while another generator may get one."""
         return now_s < self._speeds[generator].bench_ends_s
 
-    def seconds_per_token(self, generator: str, load: float) -> float:
-        """Return the time of a token at `generator` at this load; comparable across generators."""
-        fastest = min((speed.unloaded_s for speed in self._speeds.values() if speed.unloaded_s), default=1.0)
+    @property
+    def fastest_s(self) -> float:
+        """Time of a token at an empty window of the fastest generator, seconds."""
+        return min((speed.unloaded_s for speed in self._speeds.values() if speed.unloaded_s), default=1.0)
+
+    def seconds_per_token(self, generator: str, load: float, fastest_s: float) -> float:
+        """Return the time of a token at `generator` at this load; comparable across generators.
+
+        Args:
+            fastest_s: the present `fastest_s`, which a caller with many generators reads once.
+        """
         speed = self._speeds[generator]
-        return max(fastest, speed.unloaded_s / TOLERANCE) * (1 + load) * (LATE if speed.is_late else 1.0)
+        return max(fastest_s, speed.unloaded_s / TOLERANCE) * (1 + load) * (LATE if speed.is_late else 1.0)
 
     def forget(self, generator: str) -> None:
         """Forget a lost generator. The next one of this name may run elsewhere."""

@@ -3,8 +3,11 @@
 `BufferService` turns messages into calls of `Buffer` and `Evaluations`, and their results into messages.
 """
 
+import heapq
 import logging
+import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -349,7 +352,9 @@ class BufferService:
         name = message.generator_id
         session = self._sessions.get(name)
         if session is not None and session.peer == peer:
-            session.version = message.version
+            session.version, current = message.version, self._buffer.version
+            if session.version is not None and current is not None and session.version.lineage == current.lineage:
+                self._note_served(session.version.number, now_s)
             if session.seconds is not None:
                 self._load.spent(session.seconds, message.seconds)
             session.seconds = message.seconds
@@ -423,23 +428,36 @@ class BufferService:
         current = self._buffer.version
         if current is None or self._steer.is_paused:
             return
+        owners: tuple[Evaluations | Buffer, ...] = self._evaluations, self._buffer
+        if not any(owner.may_lease for owner in owners):
+            return
         able = self._eligible(current, now_s)
         self._buffer.set_eligible(able)
-        owners: tuple[Evaluations | Buffer, ...] = self._evaluations, self._buffer
         for owner in owners:
-            held = {name: owner.sampled_by(name) for name in able}
-            room = {name: self._room(able[name], now_s) for name in able}
-            pace = {n: self._pace(n, held[n]) for n in able if held[n] < room[n]}
-            while pace:
-                name = min(pace, key=lambda n: (pace[n], n))
-                lease = owner.lease(name, now_s, able[name].version)
-                if lease is not None:
-                    self._server.send(able[name].peer, Grant(lease=lease))
-                    held[name] += 1
-                if lease is None or held[name] == room[name]:  # no lease for it, or it is full
-                    del pace[name]
-                else:
-                    pace[name] = self._pace(name, held[name])
+            if owner.may_lease:
+                self._grant_of(owner, able, now_s)
+
+    def _grant_of(self, owner: Evaluations | Buffer, able: Mapping[str, Session], now_s: float) -> None:
+        """Grant the leases of one owner to these generators."""
+        share, fastest_s = self._share(now_s), self._speeds.fastest_s
+        held = {name: owner.sampled_by(name) for name in able}
+
+        def pace(name: str) -> float:
+            return self._speeds.seconds_per_token(name, (held[name] + 1) / able[name].window, fastest_s)
+
+        room = {name: min(session.window, share) for name, session in able.items()}
+        queue = [(pace(name), name) for name in able if held[name] < room[name]]
+        heapq.heapify(queue)
+        while queue and owner.may_lease:
+            _, name = queue[0]
+            lease = owner.lease(name, now_s, able[name].version)
+            if lease is not None:
+                self._server.send(able[name].peer, Grant(lease=lease))
+                held[name] += 1
+            if lease is None or held[name] == room[name]:  # no lease for it, or it is full
+                heapq.heappop(queue)
+            else:
+                heapq.heapreplace(queue, (pace(name), name))
 
     def _eligible(self, current: PolicyVersion, now_s: float) -> dict[str, Session]:
         """Return the generators that may get a lease: live ones at the newest served version, or nearly at it."""
@@ -449,8 +467,7 @@ class BufferService:
             if session.version is not None and session.version.lineage == current.lineage
         }
         newest = max(served.values(), default=-1)
-        if newest > self._served:
-            self._served, self._served_s = newest, now_s
+        self._note_served(newest, now_s)
         able = {
             name: self._sessions[name]
             for name, number in served.items()
@@ -460,19 +477,20 @@ class BufferService:
         }
         return {name: session for name, session in able.items() if not self._speeds.is_benched(name, now_s)} or able
 
+    def _note_served(self, newest: int, now_s: float) -> None:
+        if newest > self._served:
+            self._served, self._served_s = newest, now_s
+
     def _is_live(self, session: Session, now_s: float) -> bool:
         """Return True if its last message is recent and it may get leases."""
         return now_s - session.heard_s <= liveness.QUIET_S and session.peer not in self._steer.leaving
 
-    def _room(self, session: Session, now_s: float) -> int:
-        """Return the number of leases that a generator may sample for."""
+    def _share(self, now_s: float) -> float:
+        """Return the most leases that a generator may sample for, whatever its window."""
         if now_s - self._served_s > EVENLY_S:
-            return session.window
-        num_live = sum(self._is_live(other, now_s) for other in self._sessions.values())
-        return min(session.window, -(-self._buffer.num_slots // num_live))
-
-    def _pace(self, name: str, held: int) -> float:
-        return self._speeds.seconds_per_token(name, (held + 1) / self._sessions[name].window)
+            return math.inf
+        num_live = sum(self._is_live(session, now_s) for session in self._sessions.values())
+        return -(-self._buffer.num_slots // max(num_live, 1))
 
     def _lease_failed(self, message: LeaseFailed, now_s: float) -> None:
         self._buffer.count_aborted(message.tokens)
@@ -514,10 +532,11 @@ class BufferService:
     def _cancel_late(self) -> None:
         """Send Cancel for the leases that the buffer gave up for their age."""
         late = self._buffer.cancelled()
-        for name, session in self._sessions.items():
-            lease_ids = tuple(entry.lease.lease_id for entry in late if entry.holder == name)
-            if lease_ids:
-                self._server.send(session.peer, Cancel(lease_ids=lease_ids, reason="stale"))
+        lease_ids = defaultdict[str, list[str]](list)  # by holder
+        for entry in late:
+            lease_ids[entry.holder].append(entry.lease.lease_id)
+        for name in filter(self._sessions.__contains__, lease_ids):
+            self._server.send(self._sessions[name].peer, Cancel(lease_ids=tuple(lease_ids[name]), reason="stale"))
         if late:
             log.info("cancelled %d leases whose groups would exceed the bound on lag", len(late))
 

@@ -163,7 +163,7 @@ def test_a_lease_that_was_cut_with_too_few_completions_makes_its_generator_count
     assert outcomes["dropped_lease_timeout"] == outcomes["dropped_failed"] == 1
     assert list(served.buffer.quarantine.cases) == ["train/1"], "one that is only slow is not in quarantine"
     speeds = served.service._speeds
-    assert speeds.seconds_per_token("a", 0.0) > speeds.seconds_per_token("b", 1.0)
+    assert speeds.seconds_per_token("a", 0.0, speeds.fastest_s) > speeds.seconds_per_token("b", 1.0, speeds.fastest_s)
 
 
 def test_a_run_whose_every_prompt_is_in_quarantine_ends_once_the_learner_has_saved():
