@@ -429,24 +429,26 @@ class BufferService:
         if current is None or self._steer.is_paused:
             return
         owners: tuple[Evaluations | Buffer, ...] = self._evaluations, self._buffer
-        if not any(owner.may_lease for owner in owners):
-            return
-        able = self._eligible(current, now_s)
-        self._buffer.set_eligible(able)
-        for owner in owners:
-            if owner.may_lease:
+        if owners := tuple(filter(self._has_room, owners)):
+            able = self._eligible(current, now_s)
+            self._buffer.set_eligible(able)
+            for owner in owners:
                 self._grant_of(owner, able, now_s)
+
+    def _has_room(self, owner: Evaluations | Buffer) -> bool:
+        """Return True if the owner may grant a lease and a generator's window is not full."""
+        return owner.may_lease and any(owner.sampled_by(n) < session.window for n, session in self._sessions.items())
 
     def _grant_of(self, owner: Evaluations | Buffer, able: Mapping[str, Session], now_s: float) -> None:
         """Grant the leases of one owner to these generators."""
         share, fastest_s = self._share(now_s), self._speeds.fastest_s
-        held = {name: owner.sampled_by(name) for name in able}
+        room = {name: min(session.window, share) for name, session in able.items()}
+        held = {name: count for name in able if (count := owner.sampled_by(name)) < room[name]}
 
         def pace(name: str) -> float:
             return self._speeds.seconds_per_token(name, (held[name] + 1) / able[name].window, fastest_s)
 
-        room = {name: min(session.window, share) for name, session in able.items()}
-        queue = [(pace(name), name) for name in able if held[name] < room[name]]
+        queue = [(pace(name), name) for name in held]
         heapq.heapify(queue)
         while queue and owner.may_lease:
             _, name = queue[0]
