@@ -122,11 +122,11 @@ a completion that is right and too long is wrong
 # the bound of staleness
 one group more may remain than can be trained in time
     buffer.admission:deadlines_are_kept
-    position < max -> position <= max
+    * groups_per_step -> * groups_per_step + 1
     buffer/test_staleness.py::test_any_order_of_arrival_keeps_the_bound_and_never_stands_still
 a take waits although all that remains can be trained in time
     buffer.admission:deadlines_are_kept
-    position < max(0, k) -> position < max(0, k - 1)
+    max(0, deadline - version) -> max(0, deadline - version - 1)
     buffer/test_staleness.py::test_any_order_of_arrival_keeps_the_bound_and_never_stands_still
 # publisher and receiver
 nobody compares the digests

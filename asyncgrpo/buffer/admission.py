@@ -29,19 +29,23 @@ deadline.
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 
-def deadlines_are_kept(remaining: Iterable[int], version: int, groups_per_step: int) -> bool:
+def deadlines_are_kept(remaining: Mapping[int, int], version: int, groups_per_step: int) -> bool:
     """Return True if every group that a take at `version` leaves behind can still be trained in time.
 
     Args:
-        remaining: deadline of each remaining group, in flight or ready.
+        remaining: number of remaining groups, in flight or ready, by deadline.
         version: the learner's policy version, optimizer steps.
         groups_per_step: P.
     """
-    slack = sorted(deadline - version for deadline in remaining)
-    return all(position < max(0, k) * groups_per_step for position, k in enumerate(slack))
+    due = 0
+    for deadline, count in sorted(remaining.items()):
+        due += count
+        if count and due > max(0, deadline - version) * groups_per_step:
+            return False
+    return True
 
 
 # -- admission: how many groups are under way --------------------------------------------------------------------------

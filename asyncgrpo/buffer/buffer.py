@@ -15,7 +15,7 @@ Time is an argument and nothing is random: equal calls give equal replies.
 """
 
 import enum
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -128,7 +128,10 @@ class Buffer:
         self._entries: dict[str, GroupEntry] = {}  # by group id, in order of first lease
         # Aggregates over the entries, updated by `_enter`, `_set_state` and `_leave`: no message scans all entries.
         self._in_state: Counter[State] = Counter()
-        self._held: Counter[str] = Counter()  # leases by holder
+        self._due: dict[State, Counter[int]] = {state: Counter() for state in State}  # by deadline
+        self._held: defaultdict[str, dict[str, GroupEntry]] = defaultdict(dict)  # leases by holder, then by group id
+        self.tokens_in_flight = 0
+        """Sampled tokens of the ready and taken groups."""
         self._scored: Counter[str] = Counter()  # the leases among them for which only scores are missing
         self._attempts: Counter[int] = Counter()  # failed attempts by prompt index
         self._blamed: Counter[int] = Counter()  # the failed attempts among them that the prompt caused
@@ -207,7 +210,7 @@ class Buffer:
         """
         prompts, num_dropped = self.prompts, 0
         may_join, may_be_alone = self._isolated.may_lease(
-            holder, self._held[holder], is_waiting=prompts.next_isolated_index is not None
+            holder, self.held_by(holder), is_waiting=prompts.next_isolated_index is not None
         )
         while self.journal.is_blocked is None:  # a blocked journal could not record the outcome of a lease
             if not self._has_slot(behind) or not (may_be_alone or (may_join and self._is_wanted)):
@@ -242,11 +245,11 @@ class Buffer:
 
     def held_by(self, holder: str) -> int:
         """Return the number of leases that `holder` works on."""
-        return self._held[holder]
+        return len(self._held[holder])
 
     def sampled_by(self, holder: str) -> int:
         """Return the number of leases of `holder` whose completions are still being sampled."""
-        return self._held[holder] - self._scored[holder]
+        return len(self._held[holder]) - self._scored[holder]
 
     @property
     def num_sampled(self) -> int:
@@ -282,7 +285,7 @@ class Buffer:
 
         A silence counts as an end of the generator. An isolated prompt stays leased: it may be what stopped it.
         """
-        return self._free(holder, self._leases_of(holder), is_interrupted=is_silent)
+        return self._free(holder, list(self._held[holder].values()), is_interrupted=is_silent)
 
     def _free(self, holder: str, entries: list[GroupEntry], *, is_interrupted: bool) -> list[str]:
         freed = [e for e in entries if not self._isolated.is_alone(e.prompt_index)]
@@ -297,7 +300,7 @@ class Buffer:
 
         As in a silence, it may have ended meanwhile.
         """
-        lost = [e for e in self._leases_of(holder) if e.leased_at_s < before_s and e.lease.lease_id not in known]
+        lost = [e for e in self._held[holder].values() if e.leased_at_s < before_s and e.lease.lease_id not in known]
         return self._free(holder, lost, is_interrupted=True)
 
     def release(self, holder: str) -> list[str]:
@@ -308,7 +311,7 @@ class Buffer:
         A group of such a lease may still arrive, with older weights than the lease that replaced it. The bound on lag
         counted the old lease by its own version (`admission.py`), so the group is refused.
         """
-        lost = self._leases_of(holder)
+        lost = list(self._held[holder].values())
         self._interrupted(holder, lost)
         for entry in lost:
             if self._isolated.is_alone(entry.prompt_index):
@@ -382,8 +385,7 @@ class Buffer:
             return None
         if len(rewards) < 2:
             return self._refuse(message, "unscored")
-        self._set_state(entry, State.READY)
-        entry.arrived(message, payload, now_s)
+        self._arrive(entry, message, payload, now_s)
         self.outcomes["accepted"] += 1
         self.outcomes["accepted_short"] += len(message.rollouts) < self._group_size + self._with_greedy
         self.journal.append(*delivered(message, payload, entry.max_lag, head))
@@ -478,9 +480,8 @@ class Buffer:
             seed=0,  # unused: the group is complete
         )
         entry = GroupEntry(lease, "", 0.0, message.versions[0], max_lag)
-        entry.arrived(message, payload)
         self._enter(entry)
-        self._set_state(entry, State.READY)
+        self._arrive(entry, message, payload)
         self.outcomes["recovered"] += 1
         self.tokens["recovered"] += entry.num_tokens
 
@@ -519,11 +520,6 @@ class Buffer:
         return self._in_state[state]
 
     @property
-    def tokens_in_flight(self) -> int:
-        """Sampled tokens of the ready and taken groups."""
-        return sum(e.num_tokens for e in self._entries.values())
-
-    @property
     def blocked_by(self) -> str | None:
         """The file that cannot be written, so that nothing may be leased; a phrase for messages."""
         if self.journal.is_blocked is not None:
@@ -559,22 +555,24 @@ class Buffer:
         if self._lacks_a_batch:
             return []
         per_step = self.config.prompts_per_step
-        waiting = [e for e in self._entries.values() if e.state is not State.TAKEN]
-        waiting.sort(key=lambda e: (e.state is State.LEASED, e.deadline, e.prompt_index))
-        batch, remaining = waiting[:per_step], waiting[per_step:]
-        if self.config.policy == "wait" and not deadlines_are_kept(
-            (e.deadline for e in remaining), version.number, per_step
-        ):
+        if self.config.policy == "wait" and not deadlines_are_kept(self._left_behind(), version.number, per_step):
             return []
-        return batch
+        ready = [e for e in self._entries.values() if e.state is State.READY]
+        ready.sort(key=lambda e: (e.deadline, e.prompt_index))
+        return ready[:per_step]
+
+    def _left_behind(self) -> Counter[int]:
+        """Return the number of groups, by deadline, that a batch of the ready groups with the earliest ones would leave."""
+        remaining, places = self._due[State.LEASED] + self._due[State.READY], self.config.prompts_per_step
+        for deadline, count in sorted(self._due[State.READY].items()):
+            remaining[deadline] -= min(count, places)
+            places -= min(count, places)
+        return remaining
 
     @property
     def _is_bound_to_wait(self) -> bool:
         """True if a larger bound would give the learner a batch sooner: by taking one, or by beginning more groups."""
         return self._in_state[State.READY] >= self.config.prompts_per_step or not self._has_slot()
-
-    def _leases_of(self, holder: str) -> list[GroupEntry]:
-        return [e for e in self._entries.values() if e.state is State.LEASED and e.holder == holder]
 
     def _leased(self, lease_id: str) -> GroupEntry | None:
         entry = self._entries.get(lease_id.rpartition(".")[0])
@@ -590,25 +588,43 @@ class Buffer:
 
     def _enter(self, entry: GroupEntry) -> None:
         self._entries[entry.lease.group_id] = entry
-        self._in_state[entry.state] += 1
-        self._held[entry.holder] += 1
+        self._count(entry, 1)
+        self._held[entry.holder][entry.lease.group_id] = entry
+
+    def _arrive(
+        self, entry: GroupEntry, message: Deliver, payload: bytes | memoryview, now_s: float | None = None
+    ) -> None:
+        """Make a lease a ready group."""
+        self._count(entry, -1)
+        entry.arrived(message, payload, now_s)
+        self._count(entry, 1)
+        self.tokens_in_flight += entry.num_tokens
+        self._set_state(entry, State.READY)
+
+    def _count(self, entry: GroupEntry, by: int) -> None:
+        self._in_state[entry.state] += by
+        due = self._due[entry.state]
+        due[entry.deadline] += by
+        if not due[entry.deadline]:
+            del due[entry.deadline]
 
     def _set_state(self, entry: GroupEntry, state: State) -> None:
         if entry.state is State.LEASED:
             self._end_lease(entry)
-        self._in_state[entry.state] -= 1
-        self._in_state[state] += 1
+        self._count(entry, -1)
         entry.state = state
+        self._count(entry, 1)
 
     def _leave(self, entry: GroupEntry) -> None:
         del self._entries[entry.lease.group_id]
         self._ended[entry.prompt_index] = entry.lease.attempt + 1
-        self._in_state[entry.state] -= 1
+        self.tokens_in_flight -= entry.num_tokens
+        self._count(entry, -1)
         if entry.state is State.LEASED:
             self._end_lease(entry)
 
     def _end_lease(self, entry: GroupEntry) -> None:
-        self._held[entry.holder] -= 1
+        del self._held[entry.holder][entry.lease.group_id]
         self._scored[entry.holder] -= entry.is_sampled
         self._isolated.lease_ended(entry.prompt_index)
 
@@ -626,7 +642,8 @@ class Buffer:
         Under `wait` no lease leads to one. It is a second check there, against a generator that sampled with older weights
         than it reported.
         """
-        if self.config.policy == "train":
+        due = self._due[State.LEASED].keys() | self._due[State.READY].keys()
+        if self.config.policy == "train" or min(due, default=version.number) >= version.number:
             return
         for entry in [e for e in self._entries.values() if e.state is not State.TAKEN and e.deadline < version.number]:
             if entry.state is State.READY:

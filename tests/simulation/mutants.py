@@ -153,8 +153,7 @@ def forget_dedup(accept, self: Buffer, message: Deliver, payload: bytes, *rest: 
     oldest = min(span.version for rollout in message.rollouts for span in rollout.spans)
     entry = GroupEntry(lease, "", 0.0, oldest, self.max_lag)
     self._enter(entry)
-    self._set_state(entry, State.READY)
-    entry.arrived(message, payload)
+    self._arrive(entry, message, payload)
     self.outcomes["leased"] += 1
     return None
 
