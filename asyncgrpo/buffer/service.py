@@ -528,7 +528,7 @@ class BufferService:
             reason = REWARDS_PAUSED if is_paused(holder) else "lease_timeout"
             if reason == "lease_timeout":
                 self._emit_failure(holder, reason, f"prompt {lease.prompt.prompt_id} was not completed in time")
-            for session in self._sessions.values():
+            if (session := self._sessions.get(holder)) is not None:
                 self._server.send(session.peer, Cancel(lease_ids=(lease.lease_id,), reason=reason))
 
     def _cancel_late(self) -> None:

@@ -177,6 +177,15 @@ def test_what_a_silent_generator_works_on_goes_to_one_that_speaks_and_one_of_the
     assert served.buffer.tokens == {"generated": 4, "aborted": 2}
 
 
+def test_a_lease_that_expired_is_cancelled_at_its_holder():
+    """Each was cancelled at every generator: a million messages where 1,024 leases expired together."""
+    served = two_at_work()
+    entry = next(entry for entry in served.buffer._entries.values() if entry.holder == "g-2")
+    entry.limit_s = 1.0
+    sent = served.pass_time(1.5, "g-1", "g-2")
+    assert [(to, m.lease_ids) for to, m in sent if isinstance(m, Cancel)] == [("g-2", (entry.lease.lease_id,))]
+
+
 @pytest.mark.parametrize("why", ["nobody speaks", "paused", "failing"])
 def test_a_silent_generator_keeps_its_leases_where_nobody_speaks_or_may_lease(why: str):
     served = two_at_work()
