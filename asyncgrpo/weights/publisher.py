@@ -288,18 +288,22 @@ class Publisher:
             self._deltas.close()
 
     def _receive(self) -> None:
-        """Handle all messages that have arrived, or wait for one."""
+        """Handle all messages that have arrived, or wait for one. Heartbeats alone do not end the wait."""
         is_sending = self._lane.state in ("forming", "sending") or self._deltas.is_busy
         timeout_s = POLL_WHILE_SENDING_S if is_sending else POLL_S
         timeout_s = POLL_WHILE_WRITING_S if self._preparing is not None else timeout_s
+        waits_until_s = time.monotonic() + timeout_s
         received = self._server.receive(timeout_s)
         while received is not None:
             peer, frames = received
             try:
-                self._handle(peer, cast(ToPublisher, decode(frames, READ)[0]))
+                message = cast(ToPublisher, decode(frames, READ)[0])
+                self._handle(peer, message)
+                if not isinstance(message, Alive) or not message.generator_id:
+                    waits_until_s = 0.0
             except WireError as error:
                 log.warning("refused a message of %s: %s", peer, error)
-            received = self._server.receive(0.0)
+            received = self._server.receive(max(0.0, waits_until_s - time.monotonic()))
 
     def _handle(self, peer: str, message: ToPublisher) -> None:
         if isinstance(message, PartWritten):
