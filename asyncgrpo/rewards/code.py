@@ -11,6 +11,7 @@ that a program that ends early passes nothing. Code that reads its own source ca
 (`guests.Host`).
 """
 
+import ast
 import asyncio
 import contextlib
 import itertools
@@ -23,6 +24,7 @@ import signal
 import sys
 import sysconfig
 import time
+import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -345,7 +347,12 @@ def read_tests(ground_truth: Any) -> list[Test]:
     if not expected or len(inputs) != len(expected):
         raise RewardError(f"the ground truth has {len(inputs)} inputs for {len(expected)} outputs or assert statements")
     if cases is not None:
-        return [asserts(text, _joined(stdin)) for text, stdin in zip(cases, inputs, strict=True)]
+        tests = [asserts(text, _joined(stdin)) for text, stdin in zip(cases, inputs, strict=True) if _may_fail(text)]
+        if not tests:
+            raise RewardError(
+                f"the ground truth of code tests nothing, it asserts and calls nothing: {cases[0][:80]!r}"
+            )
+        return tests
     function = given.fn_name
     if not function:
         return [prints(_joined(stdin), _joined(wanted)) for stdin, wanted in zip(inputs, expected, strict=True)]
@@ -366,6 +373,22 @@ def _parsed(ground_truth: Any) -> Any:
             raise RewardError(f"the ground truth looks like JSON but does not parse: {error}") from error
     lines = [line for line in text.splitlines() if line.strip()]
     return lines if all(line.startswith("assert ") for line in lines) else [text]
+
+
+def _may_fail(statements: str) -> bool:
+    """Return False for Python that asserts, calls and raises nothing when it runs, such as a plain answer."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            waiting = list[ast.AST](ast.parse(statements).body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Assert | ast.Call | ast.Raise):
+            return True
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)
+    return False
 
 
 def _joined(value: Any) -> str:

@@ -64,6 +64,7 @@ FORMS = [
 def test_each_form_of_tests_is_one_test_and_lines_of_asserts_are_a_test_each():
     assert [len(read_tests(ground_truth)) for ground_truth in FORMS] == [1] * len(FORMS)
     assert len(read_tests("assert f(1)\n\nassert f(2)\n")) == 2
+    assert len(read_tests(["", "import math", "for x in 1, 2:\n  assert f(x)", "f(2) ==", "if f(3):\n  raise f"])) == 3
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,10 @@ def test_each_form_of_tests_is_one_test_and_lines_of_asserts_are_a_test_each():
         ([{"input": "1"}], "must be tests"),
         ({"inputs": ["1 2"], "outputs": ["3"], "fn_name": "f"}, "an input that is not JSON"),
         ({"inputs": ["1"], "outputs": ["3"], "fn_name": "f(1)"}, "fn_name is not the name of a function"),
+        ("42", "tests nothing, it asserts and calls nothing: '42'"),
+        ('"hello"', "tests nothing"),
+        ({"assert_case": ["", "# f(2) == 4", "x = 1 / 2"]}, "tests nothing"),
+        ("def check(f):\n    assert f(2) == 4", "tests nothing"),
     ],
 )
 def test_tests_that_cannot_be_read_are_refused_by_what_is_wrong(ground_truth, why):
