@@ -17,8 +17,8 @@ from prometheus_client import Counter, Gauge, Histogram, Info
 from prometheus_client.parser import text_string_to_metric_families
 
 from asyncgrpo import metrics
-from asyncgrpo.generators.rollout import FAILURE
 from asyncgrpo.metrics import targets_path, write_targets
+from asyncgrpo.rewards.base import IN_ENVIRONMENT
 
 DECLARED = {
     name: value for name, value in vars(metrics).items() if isinstance(value, (Counter, Gauge, Histogram, Info))
@@ -46,7 +46,7 @@ def test_promtool_finds_nothing_to_mend(role):
 
 def test_the_first_failure_of_an_environment_is_an_increase():
     """A series that begins at 1 has no rate, so that the alert RewardFailures would wait for the second."""
-    assert value("reward_failures_total", failure=FAILURE) >= 0
+    assert value("reward_failures_total", failure=IN_ENVIRONMENT) >= 0
 
 
 def test_every_metric_is_exported_by_its_name_with_a_sentence_of_help_by_its_own_roles_only():

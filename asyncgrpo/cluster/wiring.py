@@ -369,9 +369,11 @@ def _reward_name(config: Config) -> str:
     """Return the name of the reward in messages about its failures."""
     names = [os.path.basename(spec) for spec in config.reward.functions]
     taught = " or the teacher" if config.teacher.is_on else ""
+    has_environment = config.environment.name or config.environment.tools
+    played = "the agent or " if config.environment.agent else "the environment or " if has_environment else ""
     if config.reward.files:
-        return f"reward function {', '.join(names)}{taught}"
-    return ("the judge" if "judge" in names else "the rules of rewards") + taught
+        return f"{played}reward function {', '.join(names)}{taught}"
+    return played + ("the judge" if "judge" in names else "the rules of rewards") + taught
 
 
 # -- a generator -------------------------------------------------------------------------------------------------------

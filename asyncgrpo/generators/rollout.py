@@ -23,7 +23,7 @@ from asyncgrpo import metrics
 from asyncgrpo.engines.base import Engine
 from asyncgrpo.errors import RequestError
 from asyncgrpo.host import CoreClock
-from asyncgrpo.rewards.base import Reward, Sampled
+from asyncgrpo.rewards.base import IN_ENVIRONMENT, Reward, Sampled
 from asyncgrpo.rewards.breaker import RewardsPaused
 from asyncgrpo.rewards.teacher import TaughtScore
 from asyncgrpo.types import Completion, Discarded, GeneratorSeconds, Group, Lease, Observation, Rollout, Score
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from asyncgrpo.generators.turns import Turns
 
 # -- completions of one or several turns -------------------------------------------------------------------------------
-
-FAILURE = "environment"
-"""Failure of a completion whose environment did not reply as specified."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,7 @@ Decode = Callable[[Sequence[int]], str]
 
 ABORT_WITHIN_S = 5.0
 """Deadline for an engine to hand over the tokens of aborted completions. Later ones are not counted."""
-PERMANENT = frozenset({"unknown_source", "not_applicable", "aborted", FAILURE})
+PERMANENT = frozenset({"unknown_source", "not_applicable", "aborted", IN_ENVIRONMENT})
 """Failures that another call of the reward would not change."""
 
 

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 from asyncgrpo import liveness, metrics
 from asyncgrpo.engines.base import Engine, EngineOccupancy
 from asyncgrpo.errors import EngineError, RequestError, WeightsError, WireError
-from asyncgrpo.generators.rollout import FAILURE, Activities, Decode, GivenUp, GroupInFlight, TooFewCompletions
+from asyncgrpo.generators.rollout import Activities, Decode, GivenUp, GroupInFlight, Played, TooFewCompletions
 from asyncgrpo.host import CoreClock
 from asyncgrpo.metrics import LoopProgress
+from asyncgrpo.rewards.base import IN_ENVIRONMENT
 from asyncgrpo.rewards.breaker import Breaker, RewardsPaused
 from asyncgrpo.types import Group, Lease, PolicyVersion
 from asyncgrpo.weights.arena import SharedTensors
@@ -271,10 +272,21 @@ class GeneratorService:
         else:
             self._num_failed = 0
             observe_group(group)
+            self._note_play(lease, group)
         finally:
             notifying.cancel()
             self._working.pop(lease.lease_id, None)
             metrics.groups_in_flight.set(len(self._working))
+
+    def _note_play(self, lease: Lease, group: Group) -> None:
+        """Tell the breaker what the environment or agent made of a group.
+
+        One that failed is evidence only if all older groups are done: failures are fast, and what works may take minutes.
+        """
+        given = [one.completion.score for one in group.rollouts if isinstance(one.completion, Played)]
+        scores = [score for score in given if score is not None]
+        is_oldest = next(iter(self._working)) == lease.lease_id
+        self.reward.played(scores, is_call=is_oldest and len(scores) == len(group.rollouts))
 
     async def _notify_when_sampled(self, lease: Lease, group_in_flight: GroupInFlight) -> None:
         await group_in_flight.is_sampled.wait()
@@ -429,5 +441,5 @@ def observe_group(group: Group) -> None:
         metrics.reward_seconds.observe(rollout.score.seconds)
         metrics.reward_wait_seconds.observe(rollout.score.waited)
         # Failures of the reward are counted where it is called.
-        if (failure := rollout.score.failure) in ("aborted", FAILURE):
+        if (failure := rollout.score.failure) in ("aborted", IN_ENVIRONMENT):
             metrics.reward_failures_total.labels(failure=failure).inc()

@@ -88,6 +88,8 @@ async def score_one(reward: Reward, prompt: Prompt, completion_text: str) -> Sco
 # -- from what a function returned or raised to a score ----------------------------------------------------------------
 
 
+IN_ENVIRONMENT = "environment"
+"""Failure of a completion whose environment or agent did not reply as specified."""
 MAX_DETAIL = 500
 """The most characters of `Score.detail`."""
 MAX_PARTS = 32
@@ -199,7 +201,7 @@ def describe(error: BaseException) -> str:
 
 def kind_of(score: Score) -> str:
     """The kind of a failure: its name, and for an exception its type and place, but never its text."""
-    origin = _ORIGIN.match(score.detail) if score.failure == "exception" else None
+    origin = _ORIGIN.match(score.detail) if score.failure in ("exception", IN_ENVIRONMENT) else None
     return f"{score.failure} {origin[0]}" if origin else str(score.failure)
 
 

@@ -112,6 +112,22 @@ class Breaker(Reward):
             await self._until_closed()
         return was_closed and num_opened == self._num_opened
 
+    def played(self, scores: Sequence[Score], *, is_call: bool) -> None:
+        """Note scores that the environment or agent of a group gave. No probe can be made: the circuit stays as it is.
+
+        Args:
+            is_call: failures alone count as a failed call.
+        """
+        failures = [score for score in scores if score.failure is not None]
+        for score in failures:
+            self._tell(score)
+        if len(failures) < len(scores):
+            if not self.teaches:  # whose call is the one that counts
+                self._worked += 1
+                self._failing_since_s = None
+        elif failures and is_call:
+            self._note_failed(failures[-1])
+
     async def close(self) -> None:
         """End every worker process."""
         if self._check is not None:
@@ -154,25 +170,39 @@ class Breaker(Reward):
             self._good = call
             self._close_circuit()
         elif (last := next((s for s in reversed(failures) if s.failure not in OF_THE_PROMPT), None)) is not None:
-            now_s = asyncio.get_running_loop().time()
-            self._failed += 1
             self._streak += 1
-            self._last = f"{last.failure}: {last.detail}"
-            if self._failing_since_s is None:
-                self._failing_since_s = now_s
+            failing_s = self._note_failed(last)
             self._keep(call)
-            if self._streak >= STREAK or (self._streak >= SLOW_STREAK and now_s - self._failing_since_s >= SLOW_S):
+            if self._streak >= STREAK or (self._streak >= SLOW_STREAK and failing_s >= SLOW_S):
                 self._begin_check()
         return scores
 
+    def _note_failed(self, last: Score) -> float:
+        """Count a failed call. Returns the seconds since the first one after the last that worked."""
+        now_s = asyncio.get_running_loop().time()
+        self._failed += 1
+        self._last = f"{last.failure}: {last.detail}"
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+        return now_s - self._failing_since_s
+
     def _report(self, call: _Call, score: Score) -> None:
         metrics.reward_failures_total.labels(failure=score.failure).inc()
-        if (count := self._tally.add(kind := kind_of(score))) is not None:
+        if (count := self._tell(score)) is not None:
             log.warning(
-                "reward failed (%s, %d so far), prompt %s: %s", kind, count, call.prompt.prompt_id, score.detail
+                "reward failed (%s, %d so far), prompt %s: %s",
+                kind_of(score),
+                count,
+                call.prompt.prompt_id,
+                score.detail,
             )
+
+    def _tell(self, score: Score) -> int | None:
+        """Count a failure. Returns their number if it is news, else None."""
+        if (count := self._tally.add(kind := kind_of(score))) is not None:
             self._news.append(News(kind, score.detail, count))
             self.changed.set()
+        return count
 
     def _keep(self, call: _Call) -> None:
         if self.teaches and not is_training(call.prompt):

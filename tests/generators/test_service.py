@@ -9,11 +9,11 @@ import pytest
 
 from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.errors import EngineError
-from asyncgrpo.generators.rollout import Activities
+from asyncgrpo.generators.rollout import Activities, Played
 from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService, TokenTime
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.breaker import Breaker
-from asyncgrpo.types import GeneratorSeconds, Lease, PolicyVersion, Prompt, Sampling, Score
+from asyncgrpo.types import GeneratorSeconds, Lease, PolicyVersion, Prompt, RewardHealth, Sampling, Score
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import encode
@@ -284,6 +284,57 @@ def test_a_group_that_is_due_in_an_outage_is_not_cut_down_to_what_failed():
         assert (news.failure, news.count) == ("exception my_reward.py:12: OSError", 1)
         assert all(rollout.score.value == 1.0 for rollout in rig.of(Deliver)[0].rollouts)
         rig.hear(ACK)
+
+
+class Environment:
+    """Plays the completions that an engine samples. Those of prompt 0 take the longest."""
+
+    def __init__(self, engine: FaultyEngine, scores: list[list[Score | None]]) -> None:
+        self.engine, self.scores = engine, scores
+
+    def of(self, prompt: Prompt, activities: Activities) -> "Environment":
+        return self
+
+    async def generate(self, request_id: str, token_ids: tuple[int, ...], *request: Any) -> Any:
+        (number,) = token_ids
+        async for one in self.engine.generate(request_id, token_ids, *request):
+            await asyncio.sleep(0.0 if number else 20.0)
+            given = self.scores[number][one.index]
+            yield one if given is None else Played(**vars(one) | {"score": given})
+
+    async def abort(self, request_id: str) -> None:
+        await self.engine.abort(request_id)
+
+    async def close(self) -> None:
+        """Nothing runs."""
+
+
+BOOM = Score(failure="environment", detail="my_game.py:3: ValueError: boom")
+
+
+@pytest.mark.parametrize(
+    ("last", "worked", "failed"),
+    [([BOOM, BOOM], 0, 3), ([BOOM, Score(value=0.0)], 1, 2), ([BOOM, None], 1, 2)],
+)
+def test_failures_of_an_environment_are_told_and_count_once_older_groups_are_done(last, worked: int, failed: int):
+    """They end a run whose environment never works, as those of a reward do, but not before its slow ones are done."""
+    leases = [numbered(n, prompt=Prompt(prompt_id=f"train/{n}", token_ids=(n,))) for n in range(7)]
+    with Rig() as rig:
+        rig.generator.turns = Environment(rig.generator.engine, [last] + 6 * [[BOOM, BOOM]])
+        for lease in leases[:5]:
+            rig.hear(Grant(lease=lease))
+        rig.until(15.0)
+        assert len(rig.of(Deliver)) == 4 and rig.of(Serving)[-1].rewards == RewardHealth()
+        news = rig.of(RewardFailed)[0]
+        assert (news.failure, news.detail, news.count) == ("environment my_game.py:3: ValueError", BOOM.detail, 1)
+        for lease in leases[1:5]:
+            rig.hear(Ack(lease_id=lease.lease_id))
+        rig.until(60.0)
+        rig.hear(ACK)
+        hear_leases(rig, *leases[5:])
+        health = rig.of(Serving)[-1].rewards
+        assert (health.worked, health.failed, health.probe_in_s) == (worked, failed, None)
+        assert health.failing_s >= 9.0 and health.last == f"environment: {BOOM.detail}"
 
 
 @pytest.mark.parametrize(("scoring_s", "is_told"), [(0.01, False), (2.0, True)])

@@ -209,6 +209,26 @@ def test_the_first_failure_of_a_kind_is_news_at_once_and_then_the_tenth(caplog: 
     ]
 
 
+def test_what_an_environment_scores_proves_nothing_of_a_teacher_and_leaves_the_circuit_as_it_is():
+    rig, teacher = Rig(), Rig()
+    teacher.breaker.teaches = True
+    for one in (rig, teacher):
+        one.loop.create_task(play(one.breaker))
+        one.wait(20.0)
+    assert (rig.health.worked, rig.health.failed, rig.health.failing_s) == (1, 2 * STREAK, 0.0)
+    assert (teacher.health.worked, teacher.health.failed, teacher.health.failing_s) == (0, 2 * STREAK, 20.0)
+    assert not rig.breaker.is_paused and rig.judge.calls == []
+
+
+async def play(breaker: Breaker) -> None:
+    boom = Score(failure="environment", detail="my_game.py:3: ValueError: boom")
+    for _ in range(2 * STREAK):
+        breaker.played([boom, boom], is_call=True)
+        breaker.played([boom, boom], is_call=False)
+    breaker.played([], is_call=False)
+    breaker.played([boom, Score(value=0.0)], is_call=True)
+
+
 def test_a_tally_tells_of_powers_of_ten_and_keeps_few_kinds():
     tally = Tally()
     assert [n for n in range(1, 1001) if tally.add("a") is not None] == [1, 10, 100, 1000]
