@@ -4,14 +4,16 @@ import asyncio
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import replace
 
 from asyncgrpo.cli import options
-from asyncgrpo.config.schema import Config, DataConfig
+from asyncgrpo.config.schema import Config, DataConfig, RewardConfig, changed
 from asyncgrpo.errors import AsyncGRPOError, CheckpointError
 from asyncgrpo.learner.checkpoints import Checkpoints
 
@@ -50,6 +52,39 @@ def find_model(source: Path) -> Path:
     )
 
 
+_OF_DATA = [
+    "columns",
+    "image_column",
+    "image_root",
+    "max_pixels",
+    "max_prompt_tokens",
+    "system_prompt",
+    "chat_template_kwargs",
+]
+_OF_A_RUN = *(f"data.{name}" for name in _OF_DATA), "sampling", "reward", "environment"
+"""Settings of a run with which its models are evaluated."""
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """Return the settings with which a run evaluates the models in its folder, by key; empty if no run made this one.
+
+    Args:
+        folder: as `find_model` returns it.
+    Raises:
+        ConfigError: the file of the run cannot be read.
+    """
+    from asyncgrpo.config.load import read_plain, recorded
+
+    above = folder.absolute().parent
+    run = above if folder.name == "final" else above.parent.parent
+    if folder.name not in ("final", "hf") or not (run / "metrics.jsonl").is_file():
+        return {}
+    config = recorded(read_plain(run / "config.yaml"), str(run / "config.yaml"))
+    of_it = {key: attrgetter(key)(config) for key in _OF_A_RUN}
+    code = replace(config.reward.code, unsafe=False)  # which is asked for each time
+    return of_it | {"reward": replace(config.reward, code=code)}
+
+
 @app.command("eval", epilog=options.example("eval runs/demo --data runs/demo/data/eval.jsonl --max-tokens 4"))
 def evaluate(
     checkpoint: Annotated[
@@ -59,45 +94,58 @@ def evaluate(
     reward_func: options.RewardFuncOption = None,
     unsafe_rewards: options.UnsafeRewardsOption = False,
     engine: Annotated[str, typer.Option(help="Inference engine: sglang or torch.")] = "torch",
-    rollout_n: Annotated[int, typer.Option("--rollout-n", help="Completions per prompt.")] = 1,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Maximum tokens per completion.")] = 1024,
-    success: Annotated[float, typer.Option(help="Minimum reward of a correct completion, for pass@k and maj@n.")] = 1.0,
+    rollout_n: Annotated[int | None, typer.Option("--rollout-n", help="Completions per prompt. Default: 1.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature; 0, the default, is greedy.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", help="Maximum tokens per completion. Default: 1024.")
+    ] = None,
+    success: Annotated[
+        float | None, typer.Option(help="Minimum reward of a correct completion, for pass@k and maj@n. Default: 1.")
+    ] = None,
     as_json: options.JsonOption = False,
     overrides: options.SettingsArgument = None,
 ) -> None:
     """Evaluate a model on held-out prompts.
 
     Each file is a suite with its own metrics, each with a 95 % confidence interval. With --rollout-n above 1 and
-    --temperature above 0, the metrics include pass@k and maj@n.
+    --temperature above 0, the metrics include pass@k and maj@n. For a run or its checkpoint, the defaults are the settings of
+    the run: sampling, prompts, reward and environment.
     """
     import torch
 
     from asyncgrpo.cli.running import check_inputs
-    from asyncgrpo.config.load import load_config
+    from asyncgrpo.config.load import load_config, with_overrides
     from asyncgrpo.config.rules import read_model
     from asyncgrpo.environments.build import with_tools
 
     folder = find_model(checkpoint)
+    base = load_config(None, [f"model.path={folder}", f"data.train={data[0]}"], is_complete=False)
+    base = changed(base, settings_of(folder))
+    explicit = overrides or []
+    if reward_func or any(one.partition("=")[0].strip() == "reward.function" for one in explicit):
+        of_others = {key: getattr(RewardConfig(), key) for key in ("weights", "combine", "kwargs")}
+        base = changed(base, {"reward": replace(base.reward, **of_others)})
+    flags = {
+        "sampling.max_tokens": max_tokens,
+        "sampling.eval_temperature": temperature,
+        "sampling.eval_completions": rollout_n,
+        "reward.success": success,
+    }
     settings = [
-        f"model.path={folder}",
-        f"data.train={data[0]}",
         f"data.eval={options.one_or_all(data)}",
-        f"sampling.max_tokens={max_tokens}",
-        f"sampling.eval_temperature={temperature}",
-        f"sampling.eval_completions={rollout_n}",
-        f"reward.success={success}",
         "buffer.prompts_per_step=1",  # there is no step, for which rows could be too few
+        *(f"{key}={value}" for key, value in flags.items() if value is not None),
     ]
     if not torch.cuda.is_available():
         settings += ["generators.gpus_each=0", "model.dtype=float32"]
     _, context, _ = read_model(folder)
-    if isinstance(context, int) and max_tokens < context < DataConfig(train="").max_prompt_tokens + max_tokens:
+    max_tokens = base.sampling.max_tokens if max_tokens is None else max_tokens
+    if isinstance(context, int) and max_tokens < context < base.data.max_prompt_tokens + max_tokens:
         settings.append(f"data.max_prompt_tokens={context - max_tokens}")
     settings += options.train_overrides(
-        engine=engine, reward_func=reward_func, unsafe_rewards=unsafe_rewards, explicit=overrides or ()
+        engine=engine, reward_func=reward_func, unsafe_rewards=unsafe_rewards, explicit=explicit
     )
-    config = with_tools(load_config(None, settings))
+    config = with_tools(with_overrides(base, settings))
     check_inputs(config)
     report = asyncio.run(_evaluate(config))
     if as_json:

@@ -1,11 +1,13 @@
 """`asyncgrpo eval`: suites of several files, pass@k and parts of rewards, as a table and as JSON."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from asyncgrpo.cli.models import find_model
+from asyncgrpo.cli.models import find_model, settings_of
+from asyncgrpo.config.load import load_config, to_yaml
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
 from asyncgrpo.errors import CheckpointError
 
@@ -58,6 +60,51 @@ def test_the_table_has_a_row_for_each_file(asyncgrpo, files, caplog):
     assert any("parts of easy: length" in line for line in rest)
     ended = evaluate(asyncgrpo, files, "--rollout-n", "4")
     assert ended.code == 1 and "sampling.eval_temperature (0.0)" in ended.err, "all greedy completions would be alike"
+
+
+def test_a_model_of_a_run_is_evaluated_as_the_run_does_unless_a_flag_says_otherwise(asyncgrpo, files, tmp_path):
+    run, checkpoint = tmp_path, tmp_path / "checkpoints" / "step_000002" / "hf"
+    settings = [
+        "sampling.max_tokens=2",
+        "sampling.eval_completions=4",
+        "sampling.eval_temperature=1",
+        "reward.success=-1",
+    ]
+    settings += [f"reward.function={files / 'reward.py'}", "reward.weights=[0.5]", "reward.code.unsafe=true"]
+    settings += [
+        "data.system_prompt='say \\${x}'",
+        "data.max_prompt_tokens=90",
+        "data.eval_rows=1",
+        "data.eval=t.jsonl",
+    ]
+    config = load_config(None, [f"model.path={files / 'model'}", "data.train=t.jsonl", "run.steps=7", *settings])
+    (run / "config.yaml").write_text(to_yaml(config))
+    shutil.copytree(files / "model", run / "final")
+    shutil.copytree(files / "model", checkpoint)
+    assert settings_of(run / "final") == {}, "no run made it"
+    (run / "metrics.jsonl").touch()
+    for folder in (run / "final", checkpoint):
+        found = settings_of(folder)
+        assert (
+            found["data.system_prompt"] == config.data.system_prompt == "say ${x}"
+            and found["sampling"] == config.sampling
+        )
+        assert not found["reward"].code.unsafe, "which needs its flag each time"
+        assert not [key for key in found if key.startswith(("model", "run", "data.eval"))]
+
+    def report(*arguments: str) -> dict:
+        ended = asyncgrpo("eval", str(run), "--data", str(files / "easy.jsonl"), "--json", *arguments)
+        assert ended.code == 0, ended.err
+        return json.loads(ended.out)
+
+    whole = report()
+    assert whole["completions"] == 4 * ROWS and whole["reward_mean"] <= 0.5
+    numbers, parts = (whole["suites"]["eval"][name] for name in ("numbers", "parts"))
+    assert numbers["pass@4"][0] == 1.0 and 1.0 <= parts["compute_score/length"] <= 2.0
+    (files / "other.py").write_text(REWARD.replace("float(has_digit)", "7.0"))
+    other = report("--reward-func", str(files / "other.py"), "--rollout-n", "1", "--success", "8", "--max-tokens", "1")
+    assert (other["completions"], other["reward_mean"]) == (ROWS, 7.0), "the weights are of the other function"
+    assert other["suites"]["eval"]["numbers"]["pass@1"][0] == 0.0 and other["suites"]["eval"]["parts"]["length"] <= 1.0
 
 
 def test_of_a_run_the_final_model_counts_then_the_newest_whole_checkpoint(tmp_path):
