@@ -4,9 +4,11 @@ An environment is asked for an episode for each completion. It may begin with a 
 the model, and answers until it is done. `build.Environment` has the classes of environments.
 """
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -85,6 +87,25 @@ def names_of(function: Callable[..., Any], given: Sequence[str], where: str, *, 
     if unknown := [one.name for one in named if one.name not in given and one.default is one.empty]:
         raise RewardError(f"{where} takes {', '.join(unknown)}; there are {', '.join(given)}")
     return tuple(one.name for one in named if one.name in given)
+
+
+# -- how it is called --------------------------------------------------------------------------------------------------
+
+AT_ONCE = 256
+"""Methods, tools and agents that are not coroutines and run at the same time in one process."""
+_THREADS = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="environment")
+
+
+async def in_thread(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """Call a function of a user that is not a coroutine, in a thread. What it raises is raised."""
+
+    def call() -> Any:
+        try:
+            return function(*arguments, **named)
+        except StopIteration as error:  # which a future would never hand over
+            raise RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__) from None
+
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
 
 
 # -- from what a class returned to a reply -----------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Literal
 
@@ -27,6 +26,7 @@ from asyncgrpo.environments.base import (
     EnvironmentFailed,
     Reply,
     Task,
+    in_thread,
     names_of,
     reply_of_reset,
     reply_of_step,
@@ -34,7 +34,7 @@ from asyncgrpo.environments.base import (
 from asyncgrpo.environments.tools import BUILTIN, SPEC, ToolBox, load_tools, schemas_of
 from asyncgrpo.errors import AsyncGRPOError, RewardError
 from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded, Host, run_apart
-from asyncgrpo.rewards.base import describe, score_of_value
+from asyncgrpo.rewards.base import MAX_DETAIL, describe, score_of_value
 from asyncgrpo.rewards.user import find_in, run_file, split_spec
 from asyncgrpo.types import Score
 
@@ -42,8 +42,6 @@ AGENT = "agent:"
 """Prefix of the specification of an agent, among those of environments."""
 GIVEN = ("base_url", "api_key", "model")
 """Names that an agent may take, beside those of a row."""
-AT_ONCE = 256
-"""Methods and agents that are not coroutines and run at the same time in one process."""
 
 # -- messages ----------------------------------------------------------------------------------------------------------
 
@@ -156,15 +154,14 @@ def main(boot: dict[str, Any]) -> None:
 
 
 async def _serve(made: Loaded, host: Host) -> None:
-    loop, games = asyncio.get_running_loop(), dict[int, Any]()
+    games = dict[int, Any]()
     running = dict[tuple[int, str], asyncio.Task[None]]()  # by episode and method
-    threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="environment")
     decoder = msgspec.msgpack.Decoder(Ask)
 
     async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if inspect.iscoroutinefunction(function):
             return await function(*arguments, **named)
-        value = await loop.run_in_executor(threads, lambda: function(*arguments, **named))
+        value = await in_thread(function, *arguments, **named)
         return await value if inspect.isawaitable(value) else value
 
     async def answer_to(ask: Ask) -> Answer:
@@ -194,7 +191,7 @@ async def _serve(made: Loaded, host: Host) -> None:
         except EnvironmentFailed as error:
             found = Answer(error=str(error))
         except BaseException as error:
-            found = Answer(error=describe(error))
+            found = Answer(error=describe(error)[:MAX_DETAIL])
         host.reply(number, found)
 
     while (asked := await asyncio.to_thread(host.next_call)) is not None:

@@ -18,8 +18,10 @@ import operator
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+from asyncgrpo.environments.base import in_thread
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import describe
 from asyncgrpo.rewards.user import find_in, run_file, split_spec
@@ -203,7 +205,8 @@ class ToolBox:
         if call.name not in self._tools:
             return f"error: unknown tool {call.name[:80]!r}; there are {', '.join(self._tools)}"
         try:
-            value = self._tools[call.name](**call.arguments)
+            tool = self._tools[call.name]
+            value = await (tool if inspect.iscoroutinefunction(tool) else partial(in_thread, tool))(**call.arguments)
             value = await value if inspect.isawaitable(value) else value
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except Exception as error:

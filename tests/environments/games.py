@@ -44,6 +44,10 @@ class Naughty:
         match text:
             case "raise":
                 raise ValueError("no such place")
+            case "next":
+                return next(iter([]))
+            case "long":
+                raise ValueError("x" * (1 << 24))
             case "exit":
                 os._exit(3)
             case "hang":

@@ -1,6 +1,9 @@
 """Tools as users write them."""
 
 import functools
+import threading
+
+_all_there = threading.Barrier(8)
 
 
 def lookup(word: str, times: int = 1) -> dict:
@@ -22,6 +25,16 @@ async def later(word: str) -> str:
         word: what to say
     """
     return word + "!"
+
+
+def wait(function: str) -> str:
+    """Wait until eight calls run at once.
+
+    Args:
+        function: what to say then
+    """
+    _all_there.wait(10.0)
+    return function
 
 
 def bare(word):

@@ -111,6 +111,8 @@ async def test_classes_of_users_reply_in_every_form_there_is():
     ("turn", "why"),
     [
         ("raise", r"games.py:\d+: ValueError: no such place"),
+        ("next", r"games.py:\d+: RuntimeError: StopIteration"),
+        ("long", r"games.py:\d+: ValueError: x+$"),
         ("nan", "the reward nan is not a finite number"),
         ("string", r"step returned str 'only a text'; it must return \(observation, reward, done\)"),
         ("huge", "an observation of 2,097,152 characters"),

@@ -1,5 +1,6 @@
 """The model is told of its tools, calls them in the forms that open models write, and reads results or what was wrong."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -44,6 +45,16 @@ async def test_calls_are_answered_in_order_and_a_turn_without_one_is_the_answer(
     assert "TypeError: keys must be str" in no_json["content"]
     assert await episode.step("It is 42.") == Reply(done=True)
     await episode.close()
+    await environment.close()
+
+
+async def test_tools_that_are_not_async_run_at_the_same_time():
+    """Each would otherwise wait for those of all other completions, until it is late."""
+    environment = build_environment(EnvironmentConfig(tools=(f"{TOOLS}:wait",)))
+    episodes = [environment.episode(task_of(prompt(), 0)) for _ in range(8)]
+    await asyncio.gather(*(one.reset() for one in episodes))
+    replies = await asyncio.gather(*(one.step(call("wait", function="all")) for one in episodes))
+    assert [one["content"] for reply in replies for one in reply.messages] == ["all"] * 8
     await environment.close()
 
 
