@@ -129,8 +129,9 @@ class JudgeReward(Reward):
 
 def number_in(reply: str, pattern: re.Pattern[str]) -> float | None:
     """The last number that `pattern` finds behind the thoughts of a reply: its first group that took part, or all of it."""
-    matches = list(pattern.finditer(reply.rpartition("</think>")[2]))
-    if not matches:
+    _, are_over, text = reply.rpartition("</think>")
+    matches = list(pattern.finditer(text))
+    if not matches or (reply.lstrip().startswith("<think>") and not are_over):  # thoughts that were cut
         return None
     text = next((group for group in matches[-1].groups() if group is not None), matches[-1][0])
     try:

@@ -74,6 +74,8 @@ async def test_the_key_comes_from_the_environment_and_fields_of_the_request_are_
         ("Score: 2? No.\nScore: 5", 5.0),
         ("<think>Score: 2</think>\nScore: 5", 5.0),
         ("<think>Score: 2</think>\nI cannot say.", None),
+        ("<think>It may be Score: 2, or", None),
+        ("Its <think> block is right. Score: 2", 2.0),
         ("There are 3 mistakes in it.", None),
     ],
 )
