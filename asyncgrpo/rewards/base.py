@@ -186,7 +186,12 @@ def _number(value: Any) -> float | None:
 
 
 def describe(error: BaseException) -> str:
-    """Return the text of an AsyncGRPOError; of any other error type, text and the user's line that it came from."""
+    """Return the text of an AsyncGRPOError; of any other error type, text and the user's line that it came from.
+
+    Of a group, as a TaskGroup raises it, it is that of the first error: its own names nothing.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     try:
         text = visible(str(error))  # half a surrogate pair, as of an unreadable file name, cannot be sent
     except Exception:

@@ -118,6 +118,12 @@ async def raises_later():
     raise ValueError("later")
 
 
+async def raises_in_a_task():
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(raises_later())
+        tasks.create_task(slow())
+
+
 def noisy():
     print("\x00\x00\x00\x05hello")
     sys.stdout.write("no newline")

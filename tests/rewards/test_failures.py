@@ -64,6 +64,7 @@ async def test_named_numbers_beside_the_score_become_parts(reward):
         ("dict_with_text_score", "bad_type", "'high'"),
         ("raises", "exception", f"behaviours.py:{LINE_THAT_RAISES}: KeyError: 'no such column'"),
         ("raises_later", "exception", "ValueError: later"),
+        ("raises_in_a_task", "exception", "ValueError: later"),
         ("leaves", "exception", "SystemExit: 3"),
         ("unprintable", "exception", "Unprintable"),
         ("raises_half_a_pair", "exception", "FileNotFoundError: \\udcff"),
