@@ -1,6 +1,7 @@
 """Use models and data without a run: `eval` and `data check`."""
 
 import asyncio
+import logging
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # each imports numpy, torch or transformers
     from asyncgrpo.types import Prompt, Rollout, Score
 
 
+log = logging.getLogger(__name__)
 app = typer.Typer()
 data_app = typer.Typer(no_args_is_help=True)
 app.add_typer(data_app, name="data", help="Check data files.", epilog=options.example("data check train.parquet"))
@@ -194,10 +196,11 @@ async def _evaluate(config: Config) -> dict[str, Any]:
         prompts_of = held_out(config, tokenizer, images)
         every = [one for prompts in prompts_of.values() for one in prompts]
         rollouts = iter(await _rollouts(config, tokenizer, every, images))
-    suites = {name: Suite(config.reward.success) for name in prompts_of}
+    suites, told = {name: Suite(config.reward.success) for name in prompts_of}, set[str]()
     for name, prompts in prompts_of.items():
         for prompt in prompts:
             group = next(rollouts)
+            _warn_of_failures(prompt, group, told)
             suites[name].add(prompt.source, [Scored(r.score, r.text, len(r.completion.token_ids)) for r in group])
     values = [value for suite in suites.values() for value in suite.rewards]
     results = {name: suite.result() for name, suite in suites.items()}
@@ -208,6 +211,16 @@ async def _evaluate(config: Config) -> dict[str, Any]:
         "failures": dict(sum((Counter(suite.failures) for suite in results.values()), Counter())),
         "suites": {name: suite.fields() for name, suite in results.items()},
     }
+
+
+def _warn_of_failures(prompt: "Prompt", rollouts: "Sequence[Rollout]", told: set[str]) -> None:
+    """Warn of the first failure of each kind, but those of an environment, which are logged where they happen."""
+    from asyncgrpo.rewards.base import IN_ENVIRONMENT, kind_of
+
+    for score in (one.score for one in rollouts):
+        if score.failure not in (None, IN_ENVIRONMENT) and (kind := kind_of(score)) not in told:
+            told.add(kind)
+            log.warning("reward failed (%s), prompt %s: %s", kind, prompt.prompt_id, score.detail)
 
 
 async def _rollouts(

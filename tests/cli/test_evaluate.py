@@ -107,6 +107,14 @@ def test_a_model_of_a_run_is_evaluated_as_the_run_does_unless_a_flag_says_otherw
     assert other["suites"]["eval"]["numbers"]["pass@1"][0] == 0.0 and other["suites"]["eval"]["parts"]["length"] <= 1.0
 
 
+def test_why_completions_have_no_score_is_told_once_of_each_kind(asyncgrpo, files, caplog):
+    (files / "bad.py").write_text(REWARD.replace("has_digit =", "raise OSError('no judge')  #"))
+    ended = evaluate(asyncgrpo, files, "--reward-func", str(files / "bad.py"))
+    assert ended.code == 0 and "without a score (exception): 6" in ended.out, ended.err
+    (told,) = [one for one in caplog.messages if one.startswith("reward failed")]
+    assert told.startswith("reward failed (exception ") and told.endswith("bad.py:3: OSError: no judge")
+
+
 def test_of_a_run_the_final_model_counts_then_the_newest_whole_checkpoint(tmp_path):
     for folder in ("checkpoints/step_000020/hf", "checkpoints/step_000100/hf", "final"):
         (tmp_path / folder).mkdir(parents=True)
