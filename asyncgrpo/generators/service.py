@@ -285,7 +285,7 @@ class GeneratorService:
         """
         given = [one.completion.score for one in group.rollouts if isinstance(one.completion, Played)]
         scores = [score for score in given if score is not None]
-        is_oldest = next(iter(self._working)) == lease.lease_id
+        is_oldest = next(iter(self._working), None) == lease.lease_id
         self.reward.played(scores, is_call=is_oldest and len(scores) == len(group.rollouts))
 
     async def _notify_when_sampled(self, lease: Lease, group_in_flight: GroupInFlight) -> None:
