@@ -135,7 +135,7 @@ def evaluate(
     }
     settings = [
         f"data.eval={options.one_or_all(data)}",
-        "buffer.prompts_per_step=1",  # there is no step, for which rows could be too few
+        "buffer.prompts_per_step=1",  # an evaluation takes no step, for which rows could be too few
         *(f"{key}={value}" for key, value in flags.items() if value is not None),
     ]
     if not torch.cuda.is_available():
@@ -196,11 +196,11 @@ async def _evaluate(config: Config) -> dict[str, Any]:
         prompts_of = held_out(config, tokenizer, images)
         every = [one for prompts in prompts_of.values() for one in prompts]
         rollouts = iter(await _rollouts(config, tokenizer, every, images))
-    suites, told = {name: Suite(config.reward.success) for name in prompts_of}, set[str]()
+    suites, warned = {name: Suite(config.reward.success) for name in prompts_of}, set[str]()
     for name, prompts in prompts_of.items():
         for prompt in prompts:
             group = next(rollouts)
-            _warn_of_failures(prompt, group, told)
+            _warn_of_failures(prompt, group, warned)
             suites[name].add(prompt.source, [Scored(r.score, r.text, len(r.completion.token_ids)) for r in group])
     values = [value for suite in suites.values() for value in suite.rewards]
     results = {name: suite.result() for name, suite in suites.items()}
@@ -213,13 +213,13 @@ async def _evaluate(config: Config) -> dict[str, Any]:
     }
 
 
-def _warn_of_failures(prompt: "Prompt", rollouts: "Sequence[Rollout]", told: set[str]) -> None:
+def _warn_of_failures(prompt: "Prompt", rollouts: "Sequence[Rollout]", warned: set[str]) -> None:
     """Warn of the first failure of each kind, but those of an environment, which are logged where they happen."""
     from asyncgrpo.rewards.base import IN_ENVIRONMENT, kind_of
 
     for score in (one.score for one in rollouts):
-        if score.failure not in (None, IN_ENVIRONMENT) and (kind := kind_of(score)) not in told:
-            told.add(kind)
+        if score.failure not in (None, IN_ENVIRONMENT) and (kind := kind_of(score)) not in warned:
+            warned.add(kind)
             log.warning("reward failed (%s), prompt %s: %s", kind, prompt.prompt_id, score.detail)
 
 

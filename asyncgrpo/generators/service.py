@@ -279,7 +279,7 @@ class GeneratorService:
             metrics.groups_in_flight.set(len(self._working))
 
     def _note_play(self, lease: Lease, group: Group) -> None:
-        """Tell the breaker what the environment or agent made of a group.
+        """Report to the breaker what the environment or agent made of a group.
 
         One that failed is evidence only if all older groups are done: failures are fast, and what works may take minutes.
         """

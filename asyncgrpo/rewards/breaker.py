@@ -120,7 +120,7 @@ class Breaker(Reward):
         """
         failures = [score for score in scores if score.failure is not None]
         for score in failures:
-            self._tell(score)
+            self._count(score)
         if len(failures) < len(scores):
             if not self.teaches:  # whose call is the one that counts
                 self._worked += 1
@@ -188,7 +188,7 @@ class Breaker(Reward):
 
     def _report(self, call: _Call, score: Score) -> None:
         metrics.reward_failures_total.labels(failure=score.failure).inc()
-        if (count := self._tell(score)) is not None:
+        if (count := self._count(score)) is not None:
             log.warning(
                 "reward failed (%s, %d so far), prompt %s: %s",
                 kind_of(score),
@@ -197,7 +197,7 @@ class Breaker(Reward):
                 score.detail,
             )
 
-    def _tell(self, score: Score) -> int | None:
+    def _count(self, score: Score) -> int | None:
         """Count a failure. Returns their number if it is news, else None."""
         if (count := self._tally.add(kind := kind_of(score))) is not None:
             self._news.append(News(kind, score.detail, count))
