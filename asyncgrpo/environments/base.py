@@ -96,16 +96,19 @@ AT_ONCE = 256
 _THREADS = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="environment")
 
 
-async def in_thread(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    """Call a function of a user that is not a coroutine, in a thread. What it raises is raised."""
+async def call_function(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """Call a function of a user, and return or raise what it does. One that is not a coroutine runs in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **named)
 
-    def call() -> Any:
+    def work() -> Any:
         try:
             return function(*arguments, **named)
         except StopIteration as error:  # which a future would never hand over
             raise RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__) from None
 
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
+    value = await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+    return await value if inspect.isawaitable(value) else value
 
 
 # -- from what a class returned to a reply -----------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from asyncgrpo.environments.base import (
     EnvironmentFailed,
     Reply,
     Task,
-    in_thread,
+    call_function,
     names_of,
     reply_of_reset,
     reply_of_step,
@@ -158,32 +158,30 @@ async def _serve(made: Loaded, host: Host) -> None:
     running = dict[tuple[int, str], asyncio.Task[None]]()  # by episode and method
     decoder = msgspec.msgpack.Decoder(Ask)
 
-    async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        if inspect.iscoroutinefunction(function):
-            return await function(*arguments, **named)
-        value = await in_thread(function, *arguments, **named)
-        return await value if inspect.isawaitable(value) else value
-
     async def answer_to(ask: Ask) -> Answer:
         match ask.method:
             case "step":
-                return Answer(reply=reply_of_step(await call(games[ask.episode].step, ask.text)))
+                return Answer(reply=reply_of_step(await call_function(games[ask.episode].step, ask.text)))
             case "close":
                 if (run := running.get((ask.episode, "run"))) is not None:
                     run.cancel()
                 if ask.episode not in games and (reset := running.get((ask.episode, "reset"))) is not None:
                     await asyncio.wait({reset})  # which still makes the environment
                 if (close := getattr(games.pop(ask.episode, None), "close", None)) is not None:
-                    await call(close)
+                    await call_function(close)
                 return Answer()
         assert ask.task is not None
         known = ask.task if ask.access is None else ask.task | msgspec.structs.asdict(ask.access)
         arguments = {name: known[name] for name in made.takes or ()}
         if ask.method == "run":
-            value = await call(made.make, **arguments)
+            value = await call_function(made.make, **arguments)
             return Answer(score=None if value is None else score_of_value(value))
-        game = games[ask.episode] = await call(made.make)
-        return Answer() if made.takes is None else Answer(reply=reply_of_reset(await call(game.reset, **arguments)))
+        game = games[ask.episode] = await call_function(made.make)
+        return (
+            Answer()
+            if made.takes is None
+            else Answer(reply=reply_of_reset(await call_function(game.reset, **arguments)))
+        )
 
     async def answer(number: int, ask: Ask) -> None:
         try:

@@ -12,16 +12,14 @@ models are trained to write:
 """
 
 import ast
-import inspect
 import json
 import operator
 import random
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
-from asyncgrpo.environments.base import in_thread
+from asyncgrpo.environments.base import call_function
 from asyncgrpo.errors import RewardError
 from asyncgrpo.rewards.base import describe
 from asyncgrpo.rewards.user import find_in, run_file, split_spec
@@ -205,9 +203,7 @@ class ToolBox:
         if call.name not in self._tools:
             return f"error: unknown tool {call.name[:80]!r}; there are {', '.join(self._tools)}"
         try:
-            tool = self._tools[call.name]
-            value = await (tool if inspect.iscoroutinefunction(tool) else partial(in_thread, tool))(**call.arguments)
-            value = await value if inspect.isawaitable(value) else value
+            value = await call_function(self._tools[call.name], **call.arguments)
             return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
         except Exception as error:
             return f"error: {describe(error)}"
