@@ -126,7 +126,7 @@ class Buffer:
         self._min_completions = algorithm.min_completions or algorithm.group_size
         self._filters = algorithm.filter_zero_signal
         self._entries: dict[str, GroupEntry] = {}  # by group id, in order of first lease
-        # Aggregates over the entries, updated by `_enter`, `_set_state` and `_leave`: no message scans all entries.
+        # Aggregates over the entries, updated by `_enter`, `_arrive`, `_set_state` and `_leave`: no message scans all entries.
         self._in_state: Counter[State] = Counter()
         self._due: dict[State, Counter[int]] = {state: Counter() for state in State}  # by deadline
         self._held: defaultdict[str, dict[str, GroupEntry]] = defaultdict(dict)  # leases by holder, then by group id
@@ -594,12 +594,13 @@ class Buffer:
     def _arrive(
         self, entry: GroupEntry, message: Deliver, payload: bytes | memoryview, now_s: float | None = None
     ) -> None:
-        """Make a lease a ready group."""
+        """Make a lease a ready group, with the deadline of its oldest token."""
+        self._end_lease(entry)
         self._count(entry, -1)
         entry.arrived(message, payload, now_s)
+        entry.state = State.READY
         self._count(entry, 1)
         self.tokens_in_flight += entry.num_tokens
-        self._set_state(entry, State.READY)
 
     def _count(self, entry: GroupEntry, by: int) -> None:
         self._in_state[entry.state] += by
@@ -609,8 +610,7 @@ class Buffer:
             del due[entry.deadline]
 
     def _set_state(self, entry: GroupEntry, state: State) -> None:
-        if entry.state is State.LEASED:
-            self._end_lease(entry)
+        """Set the state of a group that is not leased."""
         self._count(entry, -1)
         entry.state = state
         self._count(entry, 1)
