@@ -209,7 +209,7 @@ class Progress:
     def _on_restart(self, event: Event) -> None:
         self.num_restarts += 1
         self.advice = None
-        if not event["actor"].startswith("generator"):  # the buffer is new, and says again whose rewards are paused
+        if not event["actor"].startswith("generator"):  # the buffer is new, and reports again whose rewards are paused
             self.paused = {}
 
     def _on_fault(self, event: Event) -> None:
