@@ -75,7 +75,9 @@ class Progress:
     updated: float | None = None
     """Unix time of the last event."""
     steps: list[Event] = field(default_factory=list)
-    """The newest, `RECENT` and one more."""
+    """The newest of this start, `RECENT` and one more."""
+    generated_before: int = 0
+    """Tokens generated before this start."""
     rewards: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MOST_REWARDS))
     """Steps and their mean rewards, the newest."""
     first_rewards: list[float] = field(default_factory=list)
@@ -153,17 +155,17 @@ class Progress:
         self.run, self.sizes = event.get("run", ""), event.get("sizes", "")
         self.total_steps, self.total_prompts = event.get("steps"), event.get("prompts")
         self.undone_steps += event.get("undone_steps") or 0
+        self.generated_before = event.get("generated") or 0
         self.end = self.advice = None
         self.paused, self.is_paused = {}, False
         self.resumed = True
 
     def _on_step(self, event: Event) -> None:
-        while self.steps and self.steps[-1]["step"] >= event["step"]:
-            self.steps.pop()
-        if self.steps and not self.resumed:
-            self.training_seconds += max(0.0, event["time"] - self.steps[-1]["time"])
-        else:
+        if self.resumed:
             self.training_seconds += seconds_of(event)
+            self.steps.clear()
+        else:
+            self.training_seconds += max(0.0, event["time"] - self.steps[-1]["time"])
         self.resumed = False
         _keep(self.steps, event, RECENT + 1)
         self.tokens = event.get("tokens") or self.tokens
@@ -278,7 +280,8 @@ class Progress:
         """Return tokens generated and trained per second, over the last steps."""
         if (elapsed := self.elapsed_s) == 0:
             seconds = seconds_of(self.last)
-            first = (self.last.get("tokens_generated") or 0, self.last.get("tokens_trained") or 0)
+            generated = (self.last.get("tokens_generated") or 0) - self.generated_before
+            first = (generated, self.last.get("tokens_trained") or 0)
             return (first[0] / seconds, first[1] / seconds) if seconds > 0 else (0.0, 0.0)
         generated = (self.last.get("tokens_generated") or 0) - (self.steps[0].get("tokens_generated") or 0)
         trained = sum(step.get("tokens_trained") or 0 for step in self.steps[1:])

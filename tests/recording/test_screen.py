@@ -161,6 +161,10 @@ def test_progress_counts_prompts_where_steps_have_no_end_and_goes_back_with_the_
     assert list(again.rewards) == [(1, 0.05), (2, 0.9)] and again.step == 2
     resumed = [START, step(1), step(2), {**START, "time": 9000.0}, step(3, time=9002.0), step(4, time=9004.0)]
     assert Progress.of(resumed).training_seconds == pytest.approx(8), "without the time between stop and resume"
+    start, first = {**START, "generated": 10_000}, step(3, time=9002.0, tokens_generated=10_400, tokens_trained=200)
+    assert Progress.of([*resumed[:3], start, first]).tokens_per_second() == (200, 100), "of this start alone"
+    second = step(4, time=9004.0, tokens_generated=11_000, tokens_trained=200)
+    assert Progress.of([*resumed[:3], start, first, second]).tokens_per_second() == (300, 100)
 
 
 def test_a_file_gets_one_tidy_line_a_step(tmp_path):
