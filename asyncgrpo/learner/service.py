@@ -10,7 +10,7 @@ collective that rank 0 commands.
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
@@ -18,13 +18,14 @@ from pathlib import Path
 
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
-from asyncgrpo.errors import AsyncGRPOError, CheckpointError, TrainingError, WeightsError, WireError
+from asyncgrpo.errors import AsyncGRPOError, CheckpointError, DataError, TrainingError, WeightsError, WireError
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, read_state
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.ranks import Inbox, RankCommand, Team
 from asyncgrpo.learner.record import Recorder
 from asyncgrpo.learner.report import PhaseClock
 from asyncgrpo.metrics import LoopProgress
+from asyncgrpo.recording.progress import counts_in_words
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights.arena import Arenas, IsWritten
 from asyncgrpo.weights.publisher import Publisher
@@ -154,6 +155,8 @@ class LearnerService:
             groups = unpack_batch(message, payload) if isinstance(message, Batch) else []
         if isinstance(message, NoMore):
             self.recorder.last(message.counters)
+            if message.why == "exhausted" and not self.step:
+                raise DataError(f"no group of data.train could be trained: {_untrained(message.counters)}")
             return message.why
         with self._clock("forward_backward"):
             if self.team.world > 1:
@@ -226,6 +229,8 @@ class LearnerService:
 
     def _save_before_failing(self, error: AsyncGRPOError) -> None:
         """Save the steps since the last checkpoint before the run fails. Failures here are logged, not raised."""
+        if not self.step:
+            return  # a checkpoint would only say that prompts which were tried are done
         if isinstance(error, WireError):
             log.error("no last checkpoint: the buffer, which knows the finished prompts, does not respond")
         elif self.learner.steps != self._updates:
@@ -367,6 +372,12 @@ class LearnerService:
             self.recorder.events.write("stall", what=what, seconds=seconds)
         elif seconds < self._stall_reported_s:
             self._stall_reported_s = 0.0
+
+
+def _untrained(counters: Mapping[str, float]) -> str:
+    """Return a phrase for messages: the groups that were not trained, by outcome."""
+    totals = {name.removeprefix("groups_"): int(count) for name, count in counters.items() if count}
+    return counts_in_words({name: totals[name] for name in totals if name.startswith(("dropped_", "filtered_zero"))})
 
 
 def follow(learner: Learner, team: Team) -> None:

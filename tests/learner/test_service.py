@@ -11,7 +11,15 @@ import torch.distributed as dist
 
 from asyncgrpo import liveness
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, RunConfig
-from asyncgrpo.errors import AsyncGRPOError, CheckpointError, StalledError, TrainingError, WeightsError, WireError
+from asyncgrpo.errors import (
+    AsyncGRPOError,
+    CheckpointError,
+    DataError,
+    StalledError,
+    TrainingError,
+    WeightsError,
+    WireError,
+)
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.learner.ranks import Team
 from asyncgrpo.learner.service import LearnerService
@@ -215,6 +223,17 @@ def test_a_learner_that_cannot_go_on_saves_what_it_has_done_and_raises_why(tmp_p
     with pytest.raises(type(error), match=str(error)):
         service(tmp_path, inbox, publisher, learner).run()
     assert saved(tmp_path) == (step, step) and inbox.is_draining, "nothing is leased for weights that are not proven"
+
+
+def test_a_run_of_which_no_group_could_be_trained_fails_and_can_begin_again(tmp_path: Path):
+    class Untrainable(Inbox):
+        def take(self, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
+            counters = {"groups_leased": 40.0, "groups_dropped_unscored": 39.0, "groups_filtered_zero_signal": 1.0}
+            return NoMore(why="exhausted", counters=counters | {"filtered_all_wrong": 1.0}), NOTHING
+
+    with pytest.raises(DataError, match=r"could be trained: dropped_unscored 39, filtered_zero_signal 1$"):
+        service(tmp_path, Untrainable()).run()
+    assert not list(tmp_path.glob("checkpoints/step_*")), "a checkpoint would say that all prompts are done"
 
 
 def test_weights_between_two_steps_are_not_saved(tmp_path: Path, caplog):
