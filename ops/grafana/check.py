@@ -28,7 +28,10 @@ def ask(url: str, path: str, **params: Any) -> Any:
         with urllib.request.urlopen(f"{url.rstrip('/')}/api/v1/{path}?{query}", timeout=30) as reply:
             return json.load(reply)["data"]
     except urllib.error.HTTPError as error:
-        raise RuntimeError(json.load(error).get("error", str(error))) from error
+        text = error.read().decode(errors="replace").strip()  # plain while Prometheus starts
+        raise RuntimeError((json.loads(text).get("error") if text.startswith("{") else text) or str(error)) from error
+    except (ValueError, KeyError) as error:
+        raise RuntimeError("this is not Prometheus") from error
 
 
 def queries(folder: Path) -> list[tuple[str, str, str]]:

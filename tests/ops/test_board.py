@@ -1,5 +1,6 @@
 """The Grafana boards: generated, whole, and asking only for what we export or record."""
 
+import io
 import json
 import os
 import re
@@ -8,8 +9,10 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import pytest
 import yaml
@@ -163,7 +166,7 @@ def watched(tmp_path):
 
 def wait_for(url: str, query: str) -> None:
     def has_result() -> bool:
-        with suppress(OSError):  # it is not ready
+        with suppress(OSError, RuntimeError):  # it is not ready
             return bool(check.ask(url, "query", query=query)["result"])
         return False
 
@@ -172,6 +175,17 @@ def wait_for(url: str, query: str) -> None:
 
 def wait_for_steps(url: str, count: int) -> None:
     wait_for(url, f"count_over_time(asyncgrpo_learner_step[5m]) >= {count}")
+
+
+@pytest.mark.parametrize(("body", "said"), [("Service Unavailable", "Service Unavailable"), ('{"error": "no"}', "no")])
+def test_a_refusal_is_one_sentence_also_while_prometheus_starts(monkeypatch, capsys, body, said):
+    def refuse(url: str, timeout: float) -> None:
+        raise HTTPError(url, 503, "Service Unavailable", Message(), io.BytesIO(body.encode()))
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    monkeypatch.setattr(sys, "argv", ["check.py", "http://here"])
+    assert check.main() == 1
+    assert capsys.readouterr().err == f"http://here: {said}\n"
 
 
 @pytest.mark.slow
