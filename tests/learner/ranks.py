@@ -22,7 +22,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def run_on_ranks(
-    function: Callable[[int, int, str], None], argument: str, *worlds: int, timeout_s: float = 240
+    function: Callable[[int, int, str], None], argument: str, *worlds: int, timeout_s: float = 600
 ) -> None:
     """Call `function(rank, world, argument)` on every rank of each world, one world after the other.
 
