@@ -127,7 +127,6 @@ class Buffer:
         self._filters = algorithm.filter_zero_signal
         self._entries: dict[str, GroupEntry] = {}  # by group id, in order of first lease
         # Aggregates over the entries, updated by `_enter`, `_arrive`, `_set_state` and `_leave`: no message scans all entries.
-        self._in_state: Counter[State] = Counter()
         self._due: dict[State, Counter[int]] = {state: Counter() for state in State}  # by deadline
         self._held: defaultdict[str, dict[str, GroupEntry]] = defaultdict(dict)  # leases by holder, then by group id
         self.tokens_in_flight = 0
@@ -254,7 +253,7 @@ class Buffer:
     @property
     def num_sampled(self) -> int:
         """Number of groups whose completions are still being sampled."""
-        return self._in_state[State.LEASED] - self._scored.total()
+        return self.count(State.LEASED) - self._scored.total()
 
     def awaits_scores(self, holder: str, lease_id: str) -> None:
         """Note that only scores are missing for a lease of `holder`. The group keeps its slot."""
@@ -407,7 +406,7 @@ class Buffer:
             self._evict_stale(version)
         if is_new:
             self._asked_at, self.is_held_back = version, False
-            leased, ready = self._in_state[State.LEASED], self._in_state[State.READY]
+            leased, ready = self.count(State.LEASED), self.count(State.READY)
             self._admission.batch_requested(leased, ready, now_s)
         batch = self._choose(version)
         if not batch:
@@ -517,7 +516,7 @@ class Buffer:
 
     def count(self, state: State) -> int:
         """Return the number of groups in `state`."""
-        return self._in_state[state]
+        return self._due[state].total()
 
     @property
     def blocked_by(self) -> str | None:
@@ -539,13 +538,13 @@ class Buffer:
     @property
     def _is_wanted(self) -> bool:
         """True if admission wants one more group under way."""
-        return self._in_state[State.LEASED] + self._in_state[State.READY] < self.wanted
+        return self.count(State.LEASED) + self.count(State.READY) < self.wanted
 
     @property
     def _lacks_a_batch(self) -> bool:
         """True if too few groups are ready. Most arrivals end here, without a scan over the entries."""
-        is_last = not self._in_state[State.LEASED] and self.prompts.next_prompt_index is None
-        return self._in_state[State.READY] < self.config.prompts_per_step and not is_last
+        is_last = not self.count(State.LEASED) and self.prompts.next_prompt_index is None
+        return self.count(State.READY) < self.config.prompts_per_step and not is_last
 
     def _choose(self, version: PolicyVersion) -> list[GroupEntry]:
         """Return the ready groups with the earliest deadlines for the step that starts at `version`; empty: none yet.
@@ -572,7 +571,7 @@ class Buffer:
     @property
     def _is_bound_to_wait(self) -> bool:
         """True if a larger bound would give the learner a batch sooner: by taking one, or by beginning more groups."""
-        return self._in_state[State.READY] >= self.config.prompts_per_step or not self._has_slot()
+        return self.count(State.READY) >= self.config.prompts_per_step or not self._has_slot()
 
     def _leased(self, lease_id: str) -> GroupEntry | None:
         entry = self._entries.get(lease_id.rpartition(".")[0])
@@ -603,7 +602,6 @@ class Buffer:
         self.tokens_in_flight += entry.num_tokens
 
     def _count(self, entry: GroupEntry, by: int) -> None:
-        self._in_state[entry.state] += by
         due = self._due[entry.state]
         due[entry.deadline] += by
         if not due[entry.deadline]:
