@@ -5,7 +5,6 @@ included. Every process inherits a mark in the environment, so that those that s
 """
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
@@ -17,13 +16,12 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from types import MappingProxyType
 from typing import IO
 
 import psutil
 
-from asyncgrpo.recording.events import read_events, read_tail
+from asyncgrpo.recording.events import read_events
 from benchmarks.measuring import ROOT
 
 MARK = "ASYNCGRPO_TRIAL"
@@ -31,8 +29,6 @@ SHM = Path("/dev/shm")
 EXPECTED = ("session_", "ray", ".ray", ".cache", ".config", "torchinductor_")
 """How the names of folders begin that Ray, torch and matplotlib keep, and of Ray's sessions (counted apart)."""
 NONE: Mapping[str, str] = MappingProxyType({})
-ENDS = 5
-"""Steps averaged for the first and the last reward."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +135,8 @@ class Fence:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
-    def left(self, within_s: float = 15.0, *, clear: bool = True) -> dict[str, list[str]]:
-        """What the commands so far left: processes (given so long to end), Ray sessions, shared memory, other files.
-
-        Args:
-            clear: end and remove what is found, so that the next look finds only what is new.
-        """
+    def left(self, within_s: float = 15.0) -> dict[str, list[str]]:
+        """End and remove what the commands left: processes (given so long to end), Ray sessions, shared memory, files."""
         deadline = time.monotonic() + within_s
         while ((processes := self.processes()) or self._is_tidied()) and time.monotonic() < deadline:
             time.sleep(0.3)
@@ -152,9 +144,8 @@ class Fence:
         found["sessions"] = [path.name for path in sorted((self.root / "tmp").glob("**/session_2*")) if path.is_dir()]
         found["shm"] = sorted(name for name in self._shared if (SHM / name).exists())
         found["files"] = self._files()
-        if clear:
-            self.kill_all()
-            self._clear(found["shm"])
+        self.kill_all()
+        self._clear(found["shm"])
         return found
 
     def _is_tidied(self) -> bool:
@@ -200,28 +191,6 @@ def _command_lines(processes: Iterable[psutil.Process]) -> list[str]:
     return lines
 
 
-def audited(fence: Fence, run: Path) -> dict[str, object]:
-    """The result of `asyncgrpo audit` on a run's folder."""
-    ended = fence.run("audit", str(run), "--json")
-    try:
-        found = json.loads(ended.out)
-    except json.JSONDecodeError:
-        return {"differences": [ended.text.strip()[-300:]]}
-    return {"differences": found["differences"], "groups": found["groups"], "prompts_done": found["prompts_done"]}
-
-
-def rewards(run: Path) -> list[float]:
-    """The mean rewards of the first and of the last steps."""
-    found = [e["reward_mean"] for e in events(run) if e["event"] == "step" and e["reward_mean"] is not None]
-    return [round(fmean(found[:ENDS]), 3), round(fmean(found[-ENDS:]), 3)] if found else []
-
-
 def events(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     return list(read_events(path)) if path.exists() else []
-
-
-def last_step(run: Path) -> int:
-    """The newest step in the events of the run; 0 before the first."""
-    events = read_tail(run / "metrics.jsonl", -(2**18)).events
-    return next((event["step"] for event in reversed(events) if event["event"] == "step"), 0)
