@@ -167,14 +167,16 @@ _OF_NOW = ("tokens_in_flight", "tokens_recovered", "prompts_done")
 class Ledger:
     """The counters of a run, from the counters of this start's buffer."""
 
-    def __init__(self, before: Mapping[str, float] | None = None, seen: float = 0.0) -> None:
+    def __init__(self, before: Mapping[str, float] | None = None, seen: Mapping[str, float] | None = None) -> None:
         """
         Args:
             before: `totals` of the checkpoint that this start resumes from.
-            seen: tokens generated according to the last event of the previous start.
+            seen: `tokens` of the last event of the previous start.
         """
         self._before: Mapping[str, float] = defaultdict(float, before or {})
-        self._seen = max(seen, self._before["tokens_generated"])
+        self._seen = max((seen or {}).get("generated", 0.0), self._before["tokens_generated"])
+        fates = ("filtered", *DROPPED, "undone")  # the journal restores none of these
+        self._lost = sum((seen or {}).get(fate, 0.0) - self._before[_PREFIX + fate] for fate in fates)
 
     def totals(self, counters: Mapping[str, float]) -> dict[str, float]:
         """Return the counters of the run so far, for the next checkpoint.
@@ -187,12 +189,13 @@ class Ledger:
         for name, count in counters.items():
             if name not in _OF_NOW and not name.startswith(("bias_", OF_ONE_BATCH)):
                 totals[name] += count
-        left = sum(before[_PREFIX + fate] for fate in (*KEPT, *DROPPED, "undone"))
-        waited = before["tokens_generated"] - left
-        gone = self._seen - before["tokens_generated"] + waited - counters.get("tokens_recovered", 0.0)
-        # Restored tokens beyond the last event were generated after it by a start that was killed.
-        totals["tokens_generated"] = self._seen + max(0.0, -gone) + counters.get("tokens_generated", 0.0)
-        totals["tokens_undone"] = before["tokens_undone"] + max(0.0, gone)
+        there = sum(before[_PREFIX + fate] for fate in (*KEPT, *DROPPED, "undone")) + counters.get(
+            "tokens_recovered", 0.0
+        )
+        # Restored tokens may be newer than the last event, so they do not account for those that were lost before it.
+        undone = max(0.0, self._lost, self._seen - there)
+        totals["tokens_generated"] = there + undone + counters.get("tokens_generated", 0.0)
+        totals["tokens_undone"] = before["tokens_undone"] + undone
         return totals
 
     def tokens(self, counters: Mapping[str, float]) -> dict[str, int]:
@@ -270,17 +273,19 @@ class Recorder:
         before = Recorded(num_bytes=0, reported={}, watched=TrainingWatch())
         if record:
             before = msgspec.convert(record, Recorded)
-        self._reported, self._watch, seen, undone = Counter(before.reported), before.watched, 0, 0
+        self._reported, self._watch, undone = Counter(before.reported), before.watched, 0
+        seen: dict[str, int] = {"generated": 0}
         for event in read_events(self.events.path, before.num_bytes):
             # Tokens of the run so far; not every event has them, and those of older releases had one number.
-            seen = max(seen, int((event.get("tokens") or event).get("generated") or event.get("tokens_generated") or 0))
+            tokens = event.get("tokens") or {"generated": event.get("generated") or event.get("tokens_generated") or 0}
+            seen = max(seen, tokens, key=lambda tokens: tokens["generated"])
             if is_undone(event, step):
                 undone += event["event"] == "step"
             else:
                 self._watch.see(event)
                 for prefix, field in _REPORTED.items():
                     self._reported.update({prefix + name: n for name, n in (event.get(field) or {}).items()})
-        self.undone = {"generated": seen, "undone_steps": undone}
+        self.undone = {"generated": int(seen["generated"]), "undone_steps": undone}
         self.events.resume_at(step, before.num_bytes)
         for folder in TRAINED, EVALS:
             for later, path in paths_in(self.events.path.with_name(folder)).items():

@@ -49,22 +49,29 @@ def assert_balanced(tokens: dict[str, int]) -> None:
 
 
 def test_any_history_of_crashes_adds_up():
+    """A journal that is whole restores what waits and what was trained since the checkpoint, however new: all is counted."""
     rng = random.Random(0)
-    for _ in range(200):
+    for is_whole in (True, False) * 100:
         saved: dict[str, float] = {}
-        buffer, ledger = Tokens(), Ledger()
+        seen: dict[str, int] = {}
+        buffer, ledger, generated, trained = Tokens(), Ledger(), 0, 0
         for _ in range(rng.randint(1, 30)):
             match rng.choice(["generate", "settle", "settle", "checkpoint", "kill"]):
                 case "generate":
-                    buffer.generate(rng.randint(0, 50))
+                    buffer.generate(count := rng.randint(0, 50))
+                    generated += count
                 case "settle":
-                    buffer.settle(rng.choice((*KEPT, *DROPPED)), rng.randint(0, 50))
+                    buffer.settle(fate := rng.choice((*KEPT, *DROPPED)), rng.randint(0, 50))
+                    seen = seen if fate == "trained" else ledger.tokens(buffer.counters())
                 case "checkpoint":
-                    saved = ledger.totals(buffer.counters())
+                    saved, trained = ledger.totals(buffer.counters()), buffer.counts.get("tokens_trained", 0)
                 case "kill":
-                    seen = ledger.tokens(buffer.counters())["generated"] - rng.choice((0, 10))
-                    buffer, ledger = Tokens(recovered=rng.randint(0, 100)), Ledger(saved, seen)
-            assert_balanced(ledger.tokens(buffer.counters()))
+                    recovered = buffer.waiting + buffer.counts.get("tokens_trained", 0) - trained
+                    recovered = recovered if is_whole else rng.randint(0, 100)
+                    buffer, ledger, trained = Tokens(recovered), Ledger(saved, seen), 0
+            tokens = ledger.tokens(buffer.counters())
+            assert_balanced(tokens)
+            assert tokens["generated"] == generated or not is_whole
 
 
 @pytest.fixture
