@@ -184,7 +184,11 @@ def judge(history: History, prompts: PromptSource, run_started: RunStarted, conf
         start, index = history.starts.get(one.found.lineage), one.record.prompt_index
         if not prompts.is_wanted(index):
             one.reason = "superseded"
-        elif start is None or start.compatibility_key != run_started.compatibility_key:
+        elif (
+            start is None
+            or start.compatibility_key != run_started.compatibility_key
+            or start.prompts.order != run_started.prompts.order  # its index is another prompt now
+        ):
             one.reason = "incompatible"
         elif not all(is_on(path, version) for version in one.record.versions):
             one.reason = "ahead"

@@ -41,6 +41,11 @@ class PromptState(Frozen):
     """`Curriculum.state`; empty without a curriculum."""
 
     @property
+    def order(self) -> tuple[int, bool, tuple[float, ...]]:
+        """What the order of prompts depends on, beside the prompts."""
+        return self.seed, self.shuffle, self.weights
+
+    @property
     def without_shares(self) -> "PromptState":
         """The state without the shares, which are large."""
         return msgspec.structs.replace(self, shares=b"")

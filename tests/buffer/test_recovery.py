@@ -26,8 +26,8 @@ from tests.journal.journals import began
 Checkpoint = tuple[PolicyVersion, PromptState]
 
 
-def source_of(count: int, checkpoint: Checkpoint | None) -> PromptSource:
-    source = PromptSource(prompts(count), seed=0, shuffle=True, epochs=1)
+def source_of(count: int, checkpoint: Checkpoint | None, seed: int = 0) -> PromptSource:
+    source = PromptSource(prompts(count), seed=seed, shuffle=True, epochs=1)
     if checkpoint is not None:
         source.restore(checkpoint[1])
     return source
@@ -47,12 +47,12 @@ def untrained(whole: History, checkpoint: PolicyVersion | None) -> History:
 
 def start(
     folder: Path, lineage: int, *, checkpoint: Checkpoint | None = None, count=12, segment_bytes=SEGMENT_BYTES,
-    compatibility_key=None, max_attempts=100, **config,
+    compatibility_key=None, max_attempts=100, seed=0, **config,
 ) -> tuple[Buffer, dict[str, int]]:  # fmt: skip
     """A start of a run with prompts 0 to count - 1, and what it got from the earlier ones: by the rest of the journal that it
     reads as by all of it."""
     settings_ = BufferConfig(**{"prompts_per_step": 2, "max_lag": 1, "durability": "written"} | config)
-    source = source_of(count, checkpoint)
+    source = source_of(count, checkpoint, seed)
     run_started = began(
         lineage,
         checkpoint and checkpoint[0],
@@ -112,6 +112,12 @@ def test_under_other_settings_no_group_is_kept(one_step_done):
     assert [lease(buffer).prompt_index for _ in range(4)] == [2, 3, 4, 5]
     drops = [f.record for f in read_history(folder).found if isinstance(f.record, Dropped)]
     assert {(d.prompt_index, d.reason, d.is_final) for d in drops} == {(o, "incompatible", False) for o in (2, 3, 4, 5)}
+
+
+def test_in_another_order_an_index_is_another_prompt(one_step_done):
+    """Before the first checkpoint the seed may change."""
+    folder, _, _ = one_step_done
+    assert start(folder, 2, seed=1)[1] == {"incompatible": 6}
 
 
 @pytest.mark.parametrize(
