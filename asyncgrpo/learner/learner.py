@@ -131,6 +131,9 @@ class Learner:
             live = self._live_gap(packed[0].trained[0], version)
             ahead = [self._precompute(batch) for batch in packed]
         batches = [batch for batch, _ in ahead]
+        total, steps = None, self.config.run.steps
+        if steps is not None:  # earlier starts may have made more updates a step, or fewer
+            total = self.steps + (steps - version.number) * self.config.learner.updates_per_step
         for number in self._order(len(ahead), version):
             batch, precomputed = ahead[number]
             with clock("forward_backward"):
@@ -138,7 +141,7 @@ class Learner:
             with clock("report"):
                 sums = self._reduce(sums)
             with clock("optimizer"):
-                lr = learning_rate(self.steps, self.config, signal_share=batch.signal_share)
+                lr = learning_rate(self.steps, self.config, total=total, signal_share=batch.signal_share)
                 updates.append(self._update(lr, sums))
                 load = self.model.routers.end_update(is_made=updates[-1].skipped is None)
                 loads += [] if load is None else [load]

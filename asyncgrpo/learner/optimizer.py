@@ -37,7 +37,7 @@ def make_optimizer(model: torch.nn.Module, config: Config) -> AdamW:
     return AdamW(groups, lr=learner.lr, betas=learner.betas, weight_decay=learner.weight_decay, fused=True)
 
 
-def learning_rate(updates: int, config: Config, *, signal_share: float = 1.0) -> float:
+def learning_rate(updates: int, config: Config, *, total: int | None = None, signal_share: float = 1.0) -> float:
     """Return the learning rate of the update after `updates` updates: warm-up, schedule, and share of informative groups.
 
         lr        = learner.lr  warm-up  schedule  min(1, sqrt(signal_share / full_lr_signal))
@@ -54,6 +54,7 @@ def learning_rate(updates: int, config: Config, *, signal_share: float = 1.0) ->
     number of informative groups.
 
     Args:
+        total: updates of the whole run; None: every step makes as many as now.
         signal_share: share of groups with a signal among groups that are solved or have a signal.
     Source:
         Square-root scaling of adaptive methods by batch size: Malladi et al. 2022, arXiv:2205.10287. Effect and
@@ -63,8 +64,8 @@ def learning_rate(updates: int, config: Config, *, signal_share: float = 1.0) ->
     lr = learner.lr * min(1.0, (updates + 1) / (learner.warmup_steps + 1))
     if learner.lr_schedule != "constant":
         assert config.run.steps is not None, "checked with the configuration"
-        total = config.run.steps * learner.updates_per_step
-        progress = min(max((updates - learner.warmup_steps) / (total - learner.warmup_steps), 0.0), 1.0)
+        total = total or config.run.steps * learner.updates_per_step
+        progress = min(max((updates - learner.warmup_steps) / max(total - learner.warmup_steps, 1), 0.0), 1.0)
         left = 1 - progress if learner.lr_schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
         lr *= learner.lr_min_ratio + (1 - learner.lr_min_ratio) * left
     if learner.full_lr_signal:

@@ -77,6 +77,22 @@ def test_the_learning_rate_warms_up_and_falls_over_the_updates_of_the_run(path, 
     assert expected[4] == 0.1 and expected[20] == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize(("before", "now", "left"), [(4, 1, [0.2, 0.1]), (1, 4, [0.5, 0.1])])
+def test_a_resume_with_other_minibatches_reaches_the_end_of_the_schedule_in_the_last_step(
+    path, tmp_path, before, now, left
+):
+    """Four steps in all; the rate is that of the last update of each."""
+    run, settings = {"steps": 4}, {"lr": 1e-3, "lr_schedule": "linear", "full_lr_signal": 0.0}
+    first = learner(path, learner=settings | {"minibatches": before}, run=run)
+    for number in (0, 1):
+        first.step(GROUPS, PolicyVersion(1, number))
+    first.save(str(tmp_path / "checkpoint"))
+    resumed = learner(path, learner=settings | {"minibatches": now}, run=run)
+    resumed.load(str(tmp_path / "checkpoint"))
+    rates = [resumed.step(GROUPS, PolicyVersion(2, number)).lr for number in (2, 3)]
+    assert rates == pytest.approx([1e-3 * share for share in left])
+
+
 def test_diagnostics_are_of_the_ratios_to_the_generator(path):
     """Behaviour log-probs that are all off by the same amount: every number is known. Tokens that are rejected count too."""
     groups = with_true_logprobs(path, GROUPS)
