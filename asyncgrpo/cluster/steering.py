@@ -173,9 +173,9 @@ class Steering:
     # -- advice --------------------------------------------------------------------------------------------------------
 
     def _advise(self) -> None:
-        """Compute the advice every `LOOK_S`, and let the autopilot act on it."""
-        now = self._clock()
-        if now - self._advised_s < LOOK_S or self._steer.is_paused or self._is_draining:
+        """Compute the advice every `LOOK_S` from the first heartbeat of the learner on, and let the autopilot act on it."""
+        now, has_begun = self._clock(), self._core is not None and self._core.steps_done is not None
+        if now - self._advised_s < LOOK_S or self._steer.is_paused or self._is_draining or not has_begun:
             return
         self._advised_s, self._adviser.config = now, self.config
         self._advice = self._adviser.look(time.time())

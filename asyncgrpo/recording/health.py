@@ -145,6 +145,7 @@ def _no_step(view: View, limit_s: float) -> Finding | None:
         return None
     moves = (e["time"] for e in view.newest("step", "start", "command") if e["event"] != "command" or is_command(e))
     since = next(moves, view.started)
+    since = max(since, view.started) if view.started < view.now else since  # an earlier start made that step
     usual_s = median(map(seconds_of, view.steps)) if len(view.steps) >= FEWEST else None
     late_s = max(limit_s, STARTING_S) if usual_s is None else max(limit_s, 3 * usual_s)
     if view.now - since <= late_s:

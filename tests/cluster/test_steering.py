@@ -241,6 +241,9 @@ def test_advice_expires_when_something_changes(run: Run):
             run.ask(client.Resume())
             assert advice() == []
         train(run, range(1, 20))
+        core, run.core = run.core, SimpleNamespace(incarnation="2", steps_done=None, first_step=3)
+        assert advice() == [], "its learner is starting"
+        run.core = core
         assert advice() == ["generators"]
         change()
         run.turn()

@@ -16,7 +16,7 @@ NOW = 10_000.0
 
 
 def status(**fields: Any) -> Status:
-    return msgspec.structs.replace(FakeOperator(Path("demo")).status(), started=NOW - 600, **fields)
+    return msgspec.structs.replace(FakeOperator(Path("demo")).status(), **{"started": NOW - 5000} | fields)
 
 
 def events(*more: dict[str, Any], last: float = NOW - 5, **fields: Any) -> list[dict[str, Any]]:
@@ -76,6 +76,9 @@ def test_a_run_that_starts_waits_without_a_problem_for_ten_minutes():
     assert names([*start, stall], status(state="training")) == ["Waiting"]
     start[0]["time"] = NOW - 700
     assert names([*start, stall], status(state="starting")) == ["NoProgress"]
+    assert names(events(last=NOW - 700), status(state="starting", started=NOW - 100)) == [], (
+        "it was killed, and resumes"
+    )
 
 
 def test_a_run_that_saves_nothing_is_told():
