@@ -257,7 +257,7 @@ class BufferActor:
             metrics_address=metrics_address,
             prompts=len(train),
             schema=train.schema,
-            steps=_steps_at_most(config, len(train)),
+            steps=steps_at_most(config, buffer.prompts, read_state(at).step if (at := setup.checkpoint) else 0),
             recovered=recovered,
         )
 
@@ -317,11 +317,16 @@ def _recovered_buffer(
     return buffer, bring_back(buffer, reopened, images)
 
 
-def _steps_at_most(config: Config, prompts: int) -> int | None:
-    """Return the optimizer steps until every epoch or `run.steps` is done; None: unlimited."""
+def steps_at_most(config: Config, prompts: PromptSource, step: int) -> int | None:
+    """Return the optimizer steps until every epoch or `run.steps` is done; None: unlimited.
+
+    Args:
+        prompts: of a start that goes on after `step`. Earlier steps may have had more or fewer groups.
+    """
     if config.run.epochs is None:
         return config.run.steps
-    steps = -(-prompts * config.run.epochs // config.buffer.prompts_per_step)
+    left = max(0, len(prompts.prompts) * config.run.epochs - prompts.num_done)
+    steps = step + -(-left // config.buffer.prompts_per_step)
     return steps if config.run.steps is None else min(steps, config.run.steps)
 
 
@@ -350,6 +355,7 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
     more = f" {reward.judge}" if "judge" in reward.functions else ""
     more += f" {reward.model.path}" if "model" in reward.functions else ""
     more += f" {reward.kwargs}" if reward.kwargs else ""
+    more += "" if reward.code.score == "share" else f" {reward.code.score}"
     more += f" {config.teacher.path or config.teacher.url} {config.teacher.top_k}" if config.teacher.is_on else ""
     more += "" if reward.combine == "sum" else f" {reward.combine}"
     completions = f"{algorithm.group_size}, {algorithm.advantage == 'remax'}"

@@ -12,7 +12,7 @@ from asyncgrpo import metrics
 from asyncgrpo.cluster import run as run_module
 from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.cluster.run import Run
-from asyncgrpo.cluster.wiring import Setup, compatibility_key_of
+from asyncgrpo.cluster.wiring import Setup, compatibility_key_of, steps_at_most
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import ClusterConfig, Config, DataConfig, ModelConfig
 from asyncgrpo.errors import AsyncGRPOError, ProcessLost
@@ -174,7 +174,15 @@ def test_every_run_has_keys_a_metric_of_its_disk_and_metrics_leave_loopback_with
     assert "asyncgrpo_disk_free_bytes 7.0\n" in metrics.exposition("driver"), "as it is at each scrape"
 
 
-def test_groups_of_another_size_or_teacher_are_not_trained_and_those_of_the_same_at_another_url_are():
+def test_the_number_of_steps_follows_from_the_prompts_that_are_left():
+    """20 prompts in 2 epochs; 12 were done in 3 steps of 4, before `prompts_per_step` was 8."""
+    prompts = SimpleNamespace(prompts=range(20), num_done=12)
+    for settings, expected in ((), 7), (["run.epochs=1"], 4), (["run.steps=5"], 5), (["run.epochs=null"], None):
+        needed = ["model.path=m", "data.train=t", "run.epochs=2", "buffer.prompts_per_step=8", *settings]
+        assert steps_at_most(load_config(None, needed), prompts, 3) == expected  # type: ignore[arg-type]
+
+
+def test_groups_of_another_size_score_or_teacher_are_not_trained_and_those_of_the_same_at_another_url_are():
     def key(*settings: str) -> dict[str, str]:
         needed = ["model.path=m", "data.train=t", "algorithm.kl_coef=1", *settings]
         return compatibility_key_of(load_config(None, needed, is_complete=False), Sampling(), "prompts")
@@ -182,5 +190,6 @@ def test_groups_of_another_size_or_teacher_are_not_trained_and_those_of_the_same
     here = key("teacher.url=http://a:1", "teacher.path=t")
     assert here == key("teacher.url=http://b:2", "teacher.path=t")
     same = ("teacher.url=http://a:1", "teacher.path=t")
-    others = [key(*same, "teacher.path=u"), key(*same, "teacher.top_k=8"), key(*same, "algorithm.group_size=4"), key()]
+    more = ("teacher.path=u", "teacher.top_k=8", "algorithm.group_size=4", "reward.code.score=all")
+    others = [key(), *(key(*same, one) for one in more)]
     assert here not in others and "t" not in key()["reward"].split()
