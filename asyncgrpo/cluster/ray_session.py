@@ -33,6 +33,7 @@ from asyncgrpo.errors import (
     DataError,
     ProcessLost,
     RewardError,
+    StalledError,
     WeightsError,
     WireError,
 )
@@ -73,6 +74,7 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
         bind: `cluster.bind`. On loopback a Ray that is started here listens on loopback alone.
     Raises:
         ConfigError: no cluster replies at `address`, or its token is missing.
+        StalledError: Ray did not start here.
     """
     if ray.is_initialized():
         yield
@@ -108,7 +110,13 @@ def ray_session(address: str | None, cpu_only: bool, *, bind: str = "127.0.0.1")
                     namespace="asyncgrpo",
                     **quiet,
                 )
-    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+    except Exception as error:
+        if address is None and not isinstance(error, AsyncGRPOError):  # a bare Exception where its node is late
+            scratch.keep()
+            text = " ".join(str(error).split())
+            raise StalledError(f"Ray did not start: {text} Its logs are in {scratch.folder()}") from error
+        if not isinstance(error, ConnectionError | ray.exceptions.AuthenticationError):
+            raise
         raise ConfigError(
             f"cluster.ray_address {address}: no Ray cluster accepts the connection; if it requires a token, set "
             "RAY_AUTH_MODE=token, and give the token in ~/.ray/auth_token or in the file that RAY_AUTH_TOKEN_PATH names"

@@ -14,7 +14,7 @@ from ray.exceptions import RayTaskError
 
 from asyncgrpo.cluster import ray_session as ray_session_module
 from asyncgrpo.cluster.ray_session import check_ray, ray_session, result, session_beside
-from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, RewardError
+from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, RewardError, StalledError
 
 PROGRAM = """
 import contextlib, os, pathlib, signal, stat, time
@@ -105,6 +105,19 @@ def test_a_cluster_that_does_not_let_us_in_is_said_with_the_way_to_its_token(mon
         ray_session("auto", False),
     ):
         raise AssertionError("it let us in")
+
+
+def test_a_ray_that_does_not_start_here_is_said_with_its_logs(monkeypatch):
+    late = Exception("The current node timed out\nduring startup.")
+    monkeypatch.setattr(ray, "init", Mock(side_effect=late))
+    monkeypatch.setattr(ray_session_module, "_require_token", lambda: None)
+    monkeypatch.setattr(ray_session_module.scratch, "keep", kept := Mock())
+    with (
+        pytest.raises(StalledError, match=r"^Ray did not start: The .* out during startup\. Its logs are in /"),
+        ray_session(None, True),
+    ):
+        raise AssertionError("it started")
+    kept.assert_called_once()
 
 
 TEXT = """\x1b[36mray::A.__init__()\x1b[39m (pid=7, ip=10.0.0.7, actor_id=bc64)
