@@ -48,6 +48,14 @@ def importing() -> Iterator[None]:
             gc.enable()
 
 
+def entries(folder: Path) -> list[Path]:
+    """Return the entries of a folder; none if it does not exist. Raises OSError where `Path.glob` finds nothing."""
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+
+
 def sync(path: Path) -> None:
     """Sync a file or a folder to disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

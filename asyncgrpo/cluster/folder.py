@@ -28,7 +28,7 @@ from asyncgrpo.config.load import by_key, read_plain, to_yaml
 from asyncgrpo.config.rules import file_of, local_model
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import CheckpointError, ConfigError
-from asyncgrpo.host import replace_file
+from asyncgrpo.host import entries, replace_file
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
 from asyncgrpo.recording.events import EventLog, read_events
 from asyncgrpo.scratch import is_unheld
@@ -350,7 +350,7 @@ def _read_last(run: Path) -> tuple[Settings | None, str]:
         CheckpointError: its `files.json` cannot be read.
         ConfigError: its `config.yaml` cannot be read.
     """
-    files = max((run / "starts").glob("[0-9]*/files.json"), default=None)
+    files = max((file for place in entries(run / "starts") if (file := place / "files.json").is_file()), default=None)
     if files is not None:
         try:
             sources = msgspec.json.decode(files.read_bytes(), type=dict[str, Source])

@@ -30,6 +30,7 @@ import msgspec
 
 from asyncgrpo.data.prompts import PromptState
 from asyncgrpo.errors import JournalError, WireError
+from asyncgrpo.host import entries
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.wire.codec import DIGEST_BYTES, Buffer, decode, digest_of, encode
 from asyncgrpo.wire.rollouts import Deliver
@@ -405,7 +406,7 @@ def _starts_in(paths: Iterable[Path]) -> dict[int, RunStarted]:
 
 
 def _paths(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
+    return sorted(path for path in entries(folder) if path.suffix == SUFFIX and path.stem.isdigit())
 
 
 def read_segments(folder: Path) -> Iterator[Segment]:

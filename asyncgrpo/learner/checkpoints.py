@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from asyncgrpo.errors import CheckpointError
-from asyncgrpo.host import sync
+from asyncgrpo.host import entries, sync
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +83,11 @@ class Checkpoints:
         return next(reversed(self.all()), None)
 
     def all(self) -> list[Path]:
-        """Return all checkpoints, the newest last."""
-        found = {path.name[5:]: path for path in self._folder.glob("step_*") if path.is_dir()}
+        """Return all checkpoints, the newest last. Raises CheckpointError."""
+        try:
+            found = {path.name[5:]: path for path in entries(self._folder) if path.match("step_*") and path.is_dir()}
+        except OSError as error:
+            raise CheckpointError(f"{self._folder} cannot be read: {error.strerror}") from error
         return [found[step] for step in sorted(filter(str.isdecimal, found), key=int)]
 
 

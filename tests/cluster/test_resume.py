@@ -191,6 +191,13 @@ def test_before_the_first_checkpoint_everything_may_change_and_a_run_without_rec
 
 def test_a_record_that_cannot_be_written_or_read_is_named(files: Path):
     begin(configured(files))
+    for name in ("checkpoints", "starts"):  # as of another user, in which `Path.glob` finds nothing
+        (files / "run" / name).rename(files / "aside")
+        (files / "run" / name).touch()
+        with pytest.raises((CheckpointError, NotADirectoryError), match=name):
+            look(configured(files), RunFolder(files / "run"))
+        (files / "run" / name).unlink()
+        (files / "aside").rename(files / "run" / name)
     (files / "run" / "starts" / "0001" / "files.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"starts/0001/files\.json"):
         look(configured(files), RunFolder(files / "run"))
