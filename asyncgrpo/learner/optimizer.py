@@ -47,7 +47,7 @@ def learning_rate(updates: int, config: Config, *, total: int | None = None, sig
                   cosine     lr_min_ratio + (1 - lr_min_ratio) (1 + cos(pi p)) / 2
         p         = (updates - warmup_steps) / (updates of the whole run - warmup_steps), at least 0 and at most 1
 
-    A resume with another `run.steps` continues on the curve of the new length, at the same update.
+    A resume with another `run.steps` or other minibatches continues on the curve of the new length, at the same update.
 
     AdamW divides a gradient by its own recent size. If nearly all prompts are solved, a single remaining group, or an entropy
     bonus alone, would be scaled up to a full step, and a trained run unlearns. So the rate falls with the square root of the
