@@ -18,7 +18,15 @@ from pathlib import Path
 
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
-from asyncgrpo.errors import AsyncGRPOError, CheckpointError, DataError, TrainingError, WeightsError, WireError
+from asyncgrpo.errors import (
+    AsyncGRPOError,
+    CheckpointError,
+    DataError,
+    StalledError,
+    TrainingError,
+    WeightsError,
+    WireError,
+)
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState, check_owner, read_state
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.ranks import Inbox, RankCommand, Team
@@ -338,11 +346,13 @@ class LearnerService:
             with suppress(WeightsError):  # the run is over
                 self._record_publications()
         self.team.broadcast(RankCommand(what="end"))  # not before, because these ranks send weights
-        if status != "failed":
-            self.recorder.end(status, self.step)
         self.learner.snapshot.close()
         self.recorder.close()
         self.publisher.close()
+        if status != "failed":
+            with suppress(StalledError, WireError):  # groups arrived while the checkpoint was written
+                self.recorder.last(self.inbox.snapshot(SNAPSHOT_WITHIN_S).counters)
+            self.recorder.end(status, self.step)
         self.inbox.finish()
         return status
 

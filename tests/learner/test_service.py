@@ -49,6 +49,7 @@ class Inbox(Quiet):
         self.is_draining = self.is_failing = self.is_forward_only = False
         self.version: PolicyVersion | None = None
         self.trained_in_snapshot: int | None = None
+        self.snapshots = 0
 
     def take(self, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
         if version.number < STEPS:
@@ -69,7 +70,9 @@ class Inbox(Quiet):
     def snapshot(self, within_s: float = 0.0) -> Snapshot:
         if self.is_forward_only:
             raise WireError("the buffer did not respond for 60 s")
+        self.snapshots += 1
         return Snapshot(
+            counters={"tokens_generated": self.snapshots},
             state={"done": self.version.number if self.version else 0},
             draining=self.is_draining,
             failing=self.is_failing,
@@ -136,9 +139,11 @@ class Recorder(Quiet):
 
     def __init__(self) -> None:
         self.ends: list[str] = []
+        self.left: dict[str, float] = {}
         self.events = SimpleNamespace(write=lambda *arguments, **named: None)
 
     def last(self, counters: dict[str, float]) -> dict[str, float]:
+        self.left = counters
         return counters
 
     def end(self, status: str, step: int) -> None:
@@ -177,6 +182,9 @@ def test_a_run_that_is_to_end_has_a_checkpoint_of_its_last_step(tmp_path: Path, 
     assert learner.run() == {"draining": "drained", "failing": "failed"}[why]
     assert saved(tmp_path) == (3, 3)
     assert learner.recorder.ends == (["drained"] if why == "draining" else []), "who gives it up says that it failed"
+    assert learner.recorder.left == {"tokens_generated": 3 if why == "draining" else 2}, (
+        "also after its two checkpoints"
+    )
     assert not (tmp_path / "final").exists()
 
 
