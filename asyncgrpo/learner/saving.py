@@ -107,7 +107,9 @@ def load(folder: str, model: TokenScorer, optimizer: AdamW, guard: Tensor) -> tu
             del state[name]
         dcp.load(state, checkpoint_id=folder)
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"checkpoint {folder} does not fit model and configuration: {_cause(error)}") from error
+        raise CheckpointError(
+            f"checkpoint {folder} is damaged, or does not fit model and configuration: {_cause(error)}"
+        ) from error
     steps = int(state["steps"])
     for moments in optimizer.state.values():
         moments["step"].fill_(state.get("made", steps))

@@ -139,7 +139,7 @@ def test_an_unfinished_or_foreign_checkpoint_is_refused_by_name(path, tmp_path):
     ours.save(str(tmp_path / "torn"))
     for file in (tmp_path / "torn").glob("*.distcp"):
         os.truncate(file, 0)
-    with pytest.raises(CheckpointError, match=r"does not fit .*: rank 0: EOFError$"):
+    with pytest.raises(CheckpointError, match=r"is damaged, or does not fit .*: rank 0: EOFError$"):
         ours.load(str(tmp_path / "torn"))
     ours.save(str(tmp_path / "plain"))
     with pytest.raises(CheckpointError, match=r"does not fit .*value_head"):
