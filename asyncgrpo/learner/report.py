@@ -157,14 +157,15 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time a block as `phase`."""
-        started = time.monotonic()
+        """Time a block as `phase`, without the phases inside it."""
+        started = time.monotonic() - sum(self.seconds.values())
         try:
             yield
         finally:
             if self._device is not None and self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
+            spent = time.monotonic() - sum(self.seconds.values()) - started
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + spent
 
     def lap(self, inside: Mapping[str, float] | None = None) -> dict[str, float]:
         """Return seconds by phase since the last lap; `other` is the time outside of all phases.

@@ -1,11 +1,13 @@
 """What a step's event says of each data_source, and the parts of its rewards."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from msgspec import structs
 
-from asyncgrpo.learner.report import by_source, parts_of
+from asyncgrpo.learner.report import PhaseClock, by_source, parts_of
 from asyncgrpo.types import Completion, Group, Rollout, Score
 from tests.learner.helpers import changed, make_group
 
@@ -62,3 +64,13 @@ def test_a_part_is_over_the_completions_that_have_it():
 def test_of_too_many_parts_those_are_kept_that_most_completions_have():
     parts = parts_of(rollouts(*[{"format": 0.5, f"of_{i}": 1.0} for i in range(100)]))
     assert len(parts) == 32 and len(parts["format"]) == 100
+
+
+def test_the_time_of_a_phase_inside_another_counts_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("asyncgrpo.learner.report.time", SimpleNamespace(monotonic=iter(range(20)).__next__))
+    clock = PhaseClock()  # at 0 s, and each call takes a second
+    with clock("wait_data"), clock("publish"), clock("checkpoint"):
+        pass
+    assert {name: spent for name, spent in clock.lap().items() if spent} == {
+        "checkpoint": 1, "publish": 2, "wait_data": 2, "other": 2,
+    }  # fmt: skip
