@@ -423,6 +423,10 @@ class Buffer:
         self._evict_stale(PolicyVersion(version.lineage, version.number + 1))
         return batch
 
+    def forget_request(self) -> None:
+        """Count the learner's wait for its batch from the next `take` on."""
+        self._asked_at = None
+
     def trained(self, version: PolicyVersion) -> None:
         """Record that the learner has made `version`: the taken groups are trained, and their slots are free.
 

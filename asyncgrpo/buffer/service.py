@@ -203,7 +203,7 @@ class BufferService:
     def _tick(self, now_s: float) -> None:
         """Do the periodic work: acknowledge durable groups, expire sessions and leases, update metrics."""
         self._journal.tick()
-        self._apply_steering()
+        self._apply_steering(now_s)
         self._acknowledge()
         self._send_snapshot(now_s)
         for name, session in list(self._sessions.items()):
@@ -221,7 +221,7 @@ class BufferService:
         for fields in self._buffer.prompts.rounds_begun():
             self._emit("curriculum", **fields)
 
-    def _apply_steering(self) -> None:
+    def _apply_steering(self, now_s: float) -> None:
         """Apply the operator's request. A new bound waits for the first weights, because its record names a version.
 
         Its revision counts as applied only then. The rest does not wait: a restart does not interrupt a pause.
@@ -235,6 +235,9 @@ class BufferService:
             for session in self._sessions.values():
                 session.window = asked.groups_in_flight or session.window
             metrics.paused.set(asked.is_paused)
+            if self._steer.is_paused and not asked.is_paused:  # the learner did not wait for groups meanwhile
+                self._asked_s = now_s
+                self._buffer.forget_request()
             self._steer, self._may_take = asked, True
         for name, session in self._sessions.items():
             if session.peer in self._steer.ending:

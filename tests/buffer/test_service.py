@@ -189,6 +189,24 @@ def test_a_pause_stops_leases_and_batches_and_keeps_what_was_in_flight_and_no_dr
     assert plane.told().why == "draining"
 
 
+def test_a_pause_that_begins_while_the_learner_waits_is_no_part_of_its_wait():
+    plane = Served(per_step=2, max_lag=0)
+    plane.join("g", window=8)
+    for number in range(3):
+        plane.hear("learner", Trained(version=v(number)))
+        plane.hear("g", Serving(generator_id="g", version=v(number)))
+        plane.hear("learner", Take(version=v(number)))
+        if number == 2:
+            plane.service.steer(Steer(revision=1, is_paused=True))
+            plane.pass_time(20.0)
+            plane.service.steer(Steer(revision=2))
+        plane.pass_time(1.0)
+        for _ in range(2):
+            plane.hear("g", deliver(plane.oldest_lease(), number), PAYLOAD)
+    waits = [waited_s for waited_s, _ in plane.buffer._admission._seconds]
+    assert [*waits, plane.service._held_back_s] == pytest.approx([1.0, 1.0, 1.0], abs=0.3)
+
+
 def test_a_pause_holds_from_the_first_weights_of_a_restarted_buffer_on_though_a_new_bound_waits_for_them():
     plane = Plane()
     plane.steer(is_paused=True, max_lag=1)
