@@ -22,6 +22,8 @@ SHOWN_S = 3600.0
 """Age up to which a warning of the learner or the buffer is shown."""
 RESTARTS_WITHIN_S = 1800.0
 SYNCS_WITHIN_S = 600.0
+STALL_EVENTS_S = 45.0
+"""Age of a report of a wait, of which there is one every 30 s, from which the wait is over."""
 STARTING_S = 600.0
 """Time to the first steps that does not count as a stall: engines load."""
 
@@ -150,20 +152,24 @@ def _no_step(view: View, limit_s: float) -> Finding | None:
     late_s = max(limit_s, STARTING_S) if usual_s is None else max(limit_s, 3 * usual_s)
     if view.now - since <= late_s:
         return None
-    last = next(view.newest("stall", "step", "start"), {"event": ""})
     usual = f", where one takes {usual_s:.1f} s" if usual_s is not None else ""
-    what = f"; the learner waits for {last['what']}" if last["event"] == "stall" else ""
+    what = f"; the learner waits for {stall['what']}" if (stall := _stall(view)) is not None else ""
     return Finding(f"no optimizer step for {view.now - since:.0f} s{usual}{what}", since)
 
 
+def _stall(view: View) -> Event | None:
+    """Return the newest report of the wait that goes on; None: the learner does not wait, or not for long yet."""
+    last = next(view.newest("stall", "step", "start", within_s=STALL_EVENTS_S), {"event": ""})
+    return last if last["event"] == "stall" else None
+
+
 def _waits(view: View, limit_s: float) -> Finding | None:
-    last = next(view.newest("stall", "step", "start"), None)
-    if not view.is_running or view.state == "starting" or last is None or last["event"] != "stall":
+    if not view.is_running or view.state == "starting" or (stall := _stall(view)) is None:
         return None
-    since = last["time"] - last["seconds"]
+    since = stall["time"] - stall["seconds"]
     if (waited_s := view.now - since) <= limit_s:
         return None
-    return Finding(f"the learner has waited for {last['what']} for {waited_s:.0f} s", since)
+    return Finding(f"the learner has waited for {stall['what']} for {waited_s:.0f} s", since)
 
 
 def _paused(view: View, limit_s: float) -> Finding | None:

@@ -106,4 +106,5 @@ def test_what_is_over_is_no_problem():
     later = {"event": "step", "time": NOW - 1, **step(13)}
     assert names(events(PAUSED, resumed)) == []
     assert names(events(at("stall", what="a batch", seconds=90.0), later)) == []
+    assert names(events(at("stall", 300.0, what="a batch", seconds=30.0), last=NOW - 330)) == [], "a long step since"
     assert names(events(*[at("restart", 3000.0, actor="generator-0", reason="x")] * 9)) == []
