@@ -169,7 +169,8 @@ class Progress:
         self.resumed = False
         _keep(self.steps, event, RECENT + 1)
         self.tokens = event.get("tokens") or self.tokens
-        self.tokens_trained += event.get("tokens_trained") or 0
+        # Its `tokens` are of the time before the step. A view that follows the end of a long file has not seen all steps.
+        self.tokens_trained = self.tokens.get("trained", self.tokens_trained) + (event.get("tokens_trained") or 0)
         self.totals.add(event)
         self._count_untrained(event)
         if (gap := event.get("logprob_gap_max")) is not None:
@@ -273,8 +274,8 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds from the end of the oldest step in `steps` to that of the newest; 0 before the second step."""
-        return max(0.0, self.steps[-1]["time"] - self.steps[0]["time"]) if self.steps else 0.0
+        """Seconds of all steps in `steps` but the oldest, without the time between a stop and a resume."""
+        return sum(map(seconds_of, self.steps[1:]))
 
     def tokens_per_second(self) -> tuple[float, float]:
         """Return tokens generated and trained per second, over the last steps."""

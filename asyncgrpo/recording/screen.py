@@ -130,10 +130,10 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def thousands(value: float) -> str:
-    """Format `value` with three significant digits: "870", "1.7k", "29.4k", "3.1M"."""
+    """Format `value` with three significant digits: "0.25", "870", "1.7k", "29.4k", "3.1M"."""
     for unit in ("", "k", "M"):
         if abs(value) < 999.5:
-            return f"{value:.0f}{unit}" if not unit else f"{value:.3g}{unit}"
+            return f"{value:.3g}{unit}"
         value /= 1000
     return f"{value:.3g}G"
 

@@ -69,7 +69,7 @@ def page(tab: Page, url: str) -> Iterator[Page]:
 def test_it_shows_how_the_run_is(page: Page, operator: FakeOperator):
     assert page.text("#run") == "demo" and TOKEN not in page.value("location.href")
     assert page.text("#state") == "training"
-    assert "step 12 of 60, reward 0.12, 1.8k steps/h" in page.text("#step")
+    assert "step 12 of 60, reward 0.12, 4.5k steps/h" in page.text("#step")
     assert "2 / 2" in page.text("#flow") and "v12" in page.text("#flow")
     assert page.value("document.querySelectorAll('#curves canvas').length") == 6
     assert "wait for data 13 %" in page.text("#shares")

@@ -20,7 +20,7 @@ def step(n: int, **more) -> Event:
     return {
         "event": "step", "time": 1000.0 + 2 * n, "step": n, "version": f"1.{n}", "reward_mean": n / 20, "loss": -0.0125,
         "lags": {"0": 2, "2": 6}, "completions": 64, "tokens_trained": 100, "tokens_generated": 120 * n,
-        "tokens": {"generated": 120 * n, "trained": 100 * n, "filtered": 0, "stale": 5, "failed": 2, "waiting": 20 * n - 7},
+        "tokens": {"generated": 120 * n, "trained": 100 * n - 100, "stale": 5, "failed": 2, "waiting": 20 * n + 93},
         "tokens_dropped": 7, "logprob_gap_max": n * 1e-6, "completion_length_mean": 9.5, "failures": {}, "dropped": {},
         "seconds": {"wait_data": 0.5, "forward_backward": 1.0, "optimizer": 0.4, "publish": 0.1}, **more,
     }  # fmt: skip
@@ -165,6 +165,9 @@ def test_progress_counts_prompts_where_steps_have_no_end_and_goes_back_with_the_
     assert Progress.of([*resumed[:3], start, first]).tokens_per_second() == (200, 100), "of this start alone"
     second = step(4, time=9004.0, tokens_generated=11_000, tokens_trained=200)
     assert Progress.of([*resumed[:3], start, first, second]).tokens_per_second() == (300, 100)
+    assert "1.8k steps/h, 60 tok/s generated, 50 trained; so far 480 and 400 tokens" in page(resumed, 120)
+    assert "so far 480 and 400 tokens" in page(resumed[-1:], 120), "of a long file only the end is read"
+    assert "0.25 steps/h" in page([step(1), step(2, seconds={"train": 14400.0})], 120)
 
 
 def test_a_file_gets_one_tidy_line_a_step(tmp_path):
@@ -252,7 +255,7 @@ def test_the_summary_says_what_the_run_did():
     assert rows["run"] == "demo: done at step 20 of 20, 40.0 s of training"
     assert rows["reward"] == "0.150 -> 0.900 (means of 5 first and last steps)"
     assert rows["eval"] == "0.450"
-    assert rows["tokens"] == "2,400 generated = 2,000 trained + 7 dropped (failed 2, stale 5) + 393 waiting"
+    assert rows["tokens"] == "2,400 generated = 1,900 trained + 7 dropped (failed 2, stale 5) + 493 waiting"
     assert rows["lag"] == "mean 1.50, p50 2, p90 2, max 2 steps"
     assert rows["weight syncs"] == "20 of 20 proved by checksum"
     assert rows["log-prob gap"] == "max 2e-05 nats between learner and engine"

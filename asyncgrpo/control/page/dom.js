@@ -28,7 +28,7 @@ export function figure(value, digits = 3) {
 export function thousands(value) {
   if (value == null) return "–";
   for (const unit of ["", "k", "M"]) {
-    if (Math.abs(value) < 999.5) return `${unit ? +value.toPrecision(3) : Math.round(value)}${unit}`;
+    if (Math.abs(value) < 999.5) return `${+value.toPrecision(3)}${unit}`;
     value /= 1000;
   }
   return `${+value.toPrecision(3)}G`;

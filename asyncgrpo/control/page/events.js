@@ -77,9 +77,8 @@ export class Events {
 
   /** Optimizer steps an hour, over the last ones. */
   get stepsPerHour() {
-    const steps = this.steps.slice(-RECENT - 1);
-    const seconds = steps.length > 1 ? steps.at(-1).time - steps[0].time : 0;
-    return seconds > 0 ? (3600 * (steps.length - 1)) / seconds : null;
+    const seconds = this.recent.flatMap((step) => Object.values(step.seconds ?? {})).reduce((sum, value) => sum + value, 0);
+    return seconds > 0 ? (3600 * this.recent.length) / seconds : null;
   }
 }
 

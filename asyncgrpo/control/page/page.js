@@ -3,7 +3,7 @@
 import {get} from "/api.js";
 import {drawControls, drawProcesses, drawSettings} from "/controls.js";
 import {drawCurves} from "/curves.js";
-import {byId, duration, figure, say} from "/dom.js";
+import {byId, duration, figure, say, thousands} from "/dom.js";
 import {Events} from "/events.js";
 import {drawFlow} from "/flow.js";
 import {drawNotes} from "/notes.js";
@@ -37,7 +37,7 @@ function drawHead(status) {
   byId("state").className = `chip ${status.state}`;
   const rate = events.stepsPerHour;
   say("step", status.state === "starting" ? `waits for ${status.waits_for}` : `step ${status.step}${status.steps ? ` of ${status.steps}` : ""}, reward ${figure(events.last.reward_mean)}`
-    + (rate == null ? "" : `, ${figure(rate, 0)} steps/h`));
+    + (rate == null ? "" : `, ${thousands(rate)} steps/h`));
   byId("done").hidden = !status.steps;
   byId("done").value = status.steps ? status.step / status.steps : 0;
   say("clock", duration(Date.now() / 1000 - status.started));
