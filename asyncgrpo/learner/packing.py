@@ -375,7 +375,8 @@ class StepBatch:
     num_groups: int
     """Groups with a trained token."""
     zero_signal_groups: int
-    """Groups with equal rewards on all usable completions, or with fewer than two; 0 with a teacher."""
+    """Groups with equal rewards on all usable completions, or with fewer than two, and no advantage; 0 with a critic or a
+    teacher."""
     signal_share: float
     """Share of groups with a signal among groups that are solved or have a signal (`advantages.Signal`); 1 with a critic or
     a teacher."""
@@ -437,7 +438,7 @@ def pack(
     has_tokens = rollouts.lengths > 0
     is_skipped = (advantages == 0) & skip_zero_advantage
     dealt = rows.deal(has_tokens & ~is_skipped, world, tokens_per_microbatch, pair_cost)
-    with_signal = groups_with_signal(rollouts.rewards, rollouts.groups)
+    with_signal = groups_with_signal(rollouts.rewards, rollouts.groups) | (advantages != 0)
     teaches = (advantages != 0) & rollouts.is_trained & has_tokens
     has_other_signal = has_teacher or advantage == CRITIC
     signal = signal_of(rollouts.scores, rollouts.groups, teaches, success=success)
@@ -448,7 +449,7 @@ def pack(
         num_tokens=int(in_group.sum()),
         num_completions=int(rollouts.is_trained.sum()),
         num_groups=int((in_group > 0).sum()),
-        zero_signal_groups=0 if has_teacher else len(groups) - rollouts.groups[with_signal].unique().numel(),
+        zero_signal_groups=0 if has_other_signal else len(groups) - rollouts.groups[with_signal].unique().numel(),
         signal_share=1.0 if has_other_signal else signal.share,
         bonus_share=1.0 if has_other_signal else signal.not_hopeless,
         advantages=advantages,

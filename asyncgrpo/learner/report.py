@@ -75,7 +75,8 @@ class StepReport:
     malformed_logprobs: int
     """Completions left out for a behaviour log-prob that is not finite, above 0 or below -10,000 nats."""
     zero_signal_groups: int
-    """Groups with one reward, after shaping, for all completions, or with fewer than two; 0 with a teacher."""
+    """Groups with one reward, after shaping, for all completions, greedy ones included, or with fewer than two; 0 with a
+    teacher or a critic."""
     signal_share: float
     """Share of groups with a signal among groups that are solved or have a signal; mean over the minibatches."""
     advantages: dict[RolloutKey, float]

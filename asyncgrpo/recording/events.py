@@ -117,7 +117,7 @@ _STEP = {
     "cores": _may(_Numbers, "core-seconds of the learner's machine since the previous step: available (cores), of these idle "
         "(spare) and used by rank 0 (cpu); measured once a second"),
     "completions": _may(int, "completions in the trained groups"),
-    "zero_signal_groups": _may(int, "trained groups with one reward for all completions, or fewer than two; 0 with a teacher"),
+    "zero_signal_groups": _may(int, "trained groups with one reward, or fewer than two; 0 with a teacher or a critic"),
     "signal_share": _may(float, "share of groups with a signal among those solved or with a signal; it scales the learning rate"),
     "completion_length_mean": _may(float, "tokens"),
     "turns_mean": _may(float, "turns of a completion, where an [environment](environments.md) replies"),
@@ -127,7 +127,7 @@ _STEP = {
     "malformed_logprobs": _may(int, "completions left out because a behaviour log-prob is impossible"),
     "tokens_trained": _must(int, "of this step"),
     "tokens_generated": _may(int, "of the run so far, counted by the buffer"),
-    "tokens_dropped": _may(int, "of the run so far, in groups dropped for their age"),
+    "tokens_dropped": _may(int, "of the run so far, sampled and neither trained nor filtered, for whatever reason"),
     "tokens_filtered": _may(int, "of the run so far, in groups without signal that were replaced"),
     "tokens": _may(_Counts, "sampled tokens of the run so far: `generated`, and its parts by fate"),
     "prompts_done": _may(int, "of the run so far: trained, filtered or dropped for good"),

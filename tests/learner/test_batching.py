@@ -223,6 +223,8 @@ def test_long_completions_lose_reward_over_the_overlong_buffer():
     expected = oracle_advantages.estimate("grpo", [1.0, 0.9, 0.7, 0.5], [0] * 4, [4, 6, 8, 11], [math.nan] * 4)
     assert step.advantages.tolist() == pytest.approx(expected)
     assert packed([group]).zero_signal_groups == 1
+    assert packed([group], advantage="gae").zero_signal_groups == 0
+    assert packed([make_group(0, [1.0, 1.0, 0.0], [[1]] * 3)], group_size=2, advantage="remax").zero_signal_groups == 0
 
 
 def test_what_was_read_between_turns_counts_towards_the_length_at_which_a_completion_is_cut():
