@@ -147,8 +147,9 @@ def _reward(pace: Pace, config: Config) -> Advice | None:
 
 def _more_generators(pace: Pace, config: Config, gpus: int | None) -> Advice | None:
     there = pace.generators
+    most = config.generators.max or MOST_GENERATORS
     limits = {
-        f"generators.max={config.generators.max} allows": (config.generators.max or MOST_GENERATORS) - there,
+        f"generators.max={most} allows": most - there,
         "the free GPUs allow": free_gpus(config, gpus) // max(1, config.generators.gpus_each),
         "the free cores allow": pace.more_generators,
     }

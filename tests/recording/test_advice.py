@@ -90,6 +90,7 @@ CALCULATOR, OWN = ({"environment": schema.EnvironmentConfig(name=name)} for name
         (STARVED, {}, "generators", "scale generators 4", 0.38, "33 % shorter, 4 generators 38 %; more would"),
         (STARVED, at_most(3), "generators", "scale generators 3", 1 / 3, "3 generators would"),
         (STARVED, at_most(2), "generators", "", 0, "38 % shorter, but generators.max=2 allows no more"),
+        (STARVED | {"there": 64, "slots": 999}, {}, "generators", "", 0, "but generators.max=64 allows no more"),
         (MANY, {}, "generators", "scale generators 2", 0, "2 of 4 generators would do: steps would be no longer"),
         (MANY, {"generators": schema.GeneratorConfig(min=3)}, "generators", "scale generators 3", 0, "3 of 4"),
         (SLOW_LEARNER, {}, "learner", "", 0.2, "learner.ranks=2 would make steps 20 % shorter"),
