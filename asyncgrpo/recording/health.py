@@ -233,10 +233,12 @@ def _missed_weights(view: View, limit: float) -> Finding | None:
 
 
 def _no_signal(view: View, limit: float) -> Finding | None:
-    without, trained = sum(step.get("zero_signal_groups") or 0 for step in view.steps), _trained(view)
-    if len(view.steps) < RECENT or without <= limit * trained:
+    filtered = _counted(view.steps, "filtered").total()
+    without = filtered + sum(step.get("zero_signal_groups") or 0 for step in view.steps)
+    groups = filtered + _trained(view)
+    if len(view.steps) < RECENT or without <= limit * groups:
         return None
-    return Finding(f"{without} of the last {trained} groups have one reward for all completions")
+    return Finding(f"{without} of the last {groups} groups have one reward for all completions")
 
 
 def _little_signal(view: View, limit: float) -> Finding | None:

@@ -57,6 +57,7 @@ PAUSED = at("rewards_paused", actor="generator-0", reason="the judge is down", p
         (events(BAD_SYNC), None, 1e12, "WeightSyncFailing"),
         (events(OTHER), None, 1e12, "WeightsDiffer"),
         (events(zero_signal_groups=8), None, 1e12, "NoSignal"),
+        (events(filtered={"all_equal_low": 200}), None, 1e12, "NoSignal"),
         (events(dropped={"stale": 4}), None, 1e12, "GroupsDropped"),
         (events(logprob_gap_mean=0.4), None, 1e12, "LogprobGap"),
         (events(zero_signal_groups=7), None, 1e12, "LittleSignal"),
