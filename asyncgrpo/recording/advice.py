@@ -21,7 +21,7 @@ from msgspec import Struct
 from asyncgrpo import metrics
 from asyncgrpo.config.schema import Config
 from asyncgrpo.recording.events import NEWEST_BYTES, Event, EventLog, Follower
-from asyncgrpo.recording.health import View, limit_of, stops_tuning
+from asyncgrpo.recording.health import View, limit_of, problems_in, stops_tuning
 from asyncgrpo.recording.pace import EVENTS, FULL, HALF, UNLIMITED, Cores, Pace, pace_of, scoring_setting
 
 Bottleneck = Literal[
@@ -72,19 +72,22 @@ def advise(
     if not events:
         return ()
     now = events[-1].get("time", 0.0) if now is None else now
-    if trouble := stops_tuning(View(events=events, now=now)):
+    view = View(events=events, now=now)
+    if trouble := stops_tuning(view):
         sentence = f"{trouble.text}; tuning can wait until this is over"
         return (Advice(bottleneck="health", sentence=sentence, evidence=f"see {trouble.runbook}"),)
     pace = pace_of(events, config)
     if pace is None:
         return ()
-    if found := tuple(one for one in (_signal(pace, config), *_of_the_pace(pace, config, gpus)) if one is not None):
+    is_far = any(problem.name == "Steps" for problem in problems_in(view))
+    of_pace = _of_the_pace(pace, config, gpus, is_far)
+    if found := tuple(one for one in (_signal(pace, config), *of_pace) if one is not None):
         return found
     sentence = "nothing to change: more groups are about to begin" if pace.lacks_groups else "balanced: nothing to gain"
     return (Advice(bottleneck="none", sentence=sentence, evidence=_waiting(pace)),)
 
 
-def _of_the_pace(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice | None, ...]:
+def _of_the_pace(pace: Pace, config: Config, gpus: int | None, is_far: bool) -> tuple[Advice | None, ...]:
     publishing = pace.loading if pace.lacks_groups else pace.publish_s / pace.step_s
     if publishing > PUBLISHES and pace.limit != "reward":
         return (_weights(pace, config, publishing),)
@@ -92,7 +95,7 @@ def _of_the_pace(pace: Pace, config: Config, gpus: int | None) -> tuple[Advice |
         case "reward":
             return (_reward(pace, config),)
         case "bound" | "lengths":
-            return (_bound(pace, config),)
+            return (_bound(pace, config, is_far),)
         case "generators":
             return (_more_generators(pace, config, gpus),)
         case "learner":
@@ -262,8 +265,12 @@ def _other_split(pace: Pace, config: Config, gpus: int | None) -> Advice | None:
     )
 
 
-def _bound(pace: Pace, config: Config) -> Advice | None:
-    """Return advice on the bound: slots are full or ready groups wait for stragglers, so only a larger bound starts more."""
+def _bound(pace: Pace, config: Config, is_far: bool) -> Advice | None:
+    """Return advice on the bound: slots are full or ready groups wait for stragglers, so only a larger bound starts more.
+
+    Args:
+        is_far: True if a warning asks for a smaller bound, since updates are large.
+    """
     wider = [2**power for power in range(12) if 2**power > pace.max_lag]
     allowed = [lag for lag in wider if lag <= max(1, 4 * pace.max_lag)] or wider[:1]
     wanted, gain = _smallest(pace, {lag: pace.predict(max_lag=lag)[0] for lag in allowed})
@@ -275,12 +282,14 @@ def _bound(pace: Pace, config: Config) -> Advice | None:
     change = f"buffer.max_lag={wanted} would make steps {_percent(gain)} shorter"
     if is_auto := config.buffer.max_lag == "auto":
         change = f"buffer.max_lag=auto holds the bound at {pace.max_lag}, as the importance ratios allow"
+    elif is_far:
+        change = f"buffer.max_lag={pace.max_lag} should not grow, since the updates are large"
     return Advice(
         bottleneck="lengths" if pace.limit == "lengths" else "bound",
         sentence=f"{why}: {change}",
         evidence=f"{pace.ready:.1f} groups ready and {pace.in_flight:.1f} in flight of {pace.slots:.0f} slots; {_waiting(pace)}",
-        gain=0.0 if is_auto else gain,
-        command="" if is_auto else f"set buffer.max_lag={wanted}",
+        gain=0.0 if is_auto or is_far else gain,
+        command="" if is_auto or is_far else f"set buffer.max_lag={wanted}",
     )
 
 

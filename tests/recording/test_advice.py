@@ -123,6 +123,13 @@ def test_what_holds_a_run_back_and_what_would_help(how, sections, bottleneck, co
     assert gain is None or found.gain == pytest.approx(gain, abs=0.005)
 
 
+def test_no_advice_asks_for_a_larger_bound_beside_the_warning_that_asks_for_a_smaller_one():
+    warning = {"event": "warning", "time": 1200.0, "about": "steps", "text": "the updates are large"}
+    found = first([*run(**TIGHT), warning])
+    assert (found.bottleneck, found.command, found.gain) == ("bound", "", 0.0)
+    assert "buffer.max_lag=1 should not grow, since the updates are large" in found.sentence
+
+
 def test_the_evidence_and_what_stands_beside_the_most_urgent():
     assert "the learner waits 38 % of 10.00 s" in first(run(**STARVED)).evidence
     assert "90 % of their time in scoring, 45.0 at once with reward.workers=1" in first(run(**SLOW_REWARD)).evidence
