@@ -122,7 +122,7 @@ buffer_slots = _gauge("buffer_slots", "Groups that may hold a slot: (max_lag + 1
 groups_wanted = _gauge("groups_wanted", "Groups that admission wants under way, leased or ready.")
 generator_places = _gauge("generator_places", "Groups that the generators in touch with the buffer may work on at once.")
 buffer_oldest_group_age_seconds = _gauge(
-    "buffer_oldest_group_age_seconds", "Age of the oldest group that holds a slot, since its first lease.")
+    "buffer_oldest_group_age_seconds", "Age of the group that has been in flight longest, since its present lease.")
 group_lag_steps = _declare(
     partial(Histogram, buckets=LAGS), ("buffer",), "group_lag_steps",
     "Lag of a group when it is trained: optimizer steps since the weights of its oldest token.")

@@ -356,7 +356,7 @@ ROLLOUTS = Board(
             ),
             Panel(
                 "Age of the oldest group",
-                "Since its first lease, beside what a lease granted now is given.",
+                "Of those in flight, since its present lease, beside what a lease granted now is given.",
                 "Growing without end: one prompt hangs; its lease expires after buffer.lease_timeout_s, or at the deadline of "
                 "buffer.straggler_factor.",
                 "s",
