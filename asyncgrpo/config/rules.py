@@ -148,6 +148,8 @@ def refuse_images(config: Config) -> None:
         why = "environments and agents give text alone (environment.*); leave them out"
     elif config.learner.parallel.context > 1:
         why = "learner.parallel.context above 1 divides rows of text alone; use 1"
+    elif config.teacher.is_on:
+        why = f"a served teacher ({_name_of_teacher(config)}) reads text alone; use algorithm.teacher"
     if why:
         raise ConfigError(f"{', '.join(config.data.sources)}: prompts have images, but {why}")
 

@@ -175,6 +175,7 @@ def test_the_images_of_every_row_are_read_before_the_run(tmp_path, model):
     [
         (["environment.tools=[calculator]"], "environments and agents give text alone"),
         (["learner.parallel.context=2", "learner.ranks=2"], "learner.parallel.context"),
+        (["teacher.path=m", "algorithm.kl_coef=1"], r"a served teacher \(teacher.path\) reads text alone"),
         (["data.max_pixels=100"], "data.max_pixels is 100, but the processor"),
     ],
 )
