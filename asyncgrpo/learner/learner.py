@@ -312,7 +312,9 @@ class Learner:
 
     @torch.no_grad()
     def _score_reference(self, batch: PackedBatch) -> Scored:
-        """Score a micro-batch under the initial model."""
+        """Score a micro-batch under the initial model, or under a teacher, whose experts are not those that were recorded."""
+        if self.config.algorithm.teacher is not None:
+            batch = dataclasses.replace(batch, routes=None)
         if self._reference is not None:
             return self._reference(batch)
         with without_adapters(self.model):

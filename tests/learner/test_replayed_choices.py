@@ -8,7 +8,15 @@ import torch
 
 from asyncgrpo.learner.routing import Routers
 from asyncgrpo.types import Completion, KeptTokens, Observation, PolicyVersion, VersionSpan
-from tests.learner.helpers import VERSION, learner, load, make_group, random_groups, step_and_gradient
+from tests.learner.helpers import (
+    VERSION,
+    learner,
+    load,
+    make_group,
+    plain_logprobs,
+    random_groups,
+    step_and_gradient,
+)
 from tests.models import make_tiny_deepseek_v3, make_tiny_qwen3, make_tiny_qwen3_moe
 
 # -- kept tokens; their scores and gradients: `test_head` ---------------------------------------------------------------
@@ -47,7 +55,10 @@ def test_a_policy_of_kept_tokens_has_ratio_one_at_lag_zero(tmp_path):
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
-MIXTURES = {"qwen3_moe": lambda path: make_tiny_qwen3_moe(path, experts=8), "deepseek_v3": make_tiny_deepseek_v3}
+MIXTURES = {
+    "qwen3_moe": lambda path, **shape: make_tiny_qwen3_moe(path, experts=8, **shape),
+    "deepseek_v3": make_tiny_deepseek_v3,
+}
 
 
 @torch.no_grad()
@@ -146,3 +157,13 @@ def test_replayed_experts_have_the_gradients_of_their_choice(tmp_path):
     assert any(not plain[name].equal(replayed[name]) for name in plain)
     for name in replayed:
         torch.testing.assert_close(replayed[name], recomputed[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_teacher_takes_experts_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("asyncgrpo.learner.learner.refuse_other_tokens", lambda *paths: None)
+    path, teacher = (MIXTURES["qwen3_moe"](tmp_path / str(seed), seed=seed) for seed in (0, 1))
+    groups = as_sampled(path, random_groups(3, 2, answer=(3, 30)))
+    algorithm = {"kl_coef": 1.0, "kl_kind": "k1+", "teacher": str(teacher)}
+    sampled = [(group.prompt.token_ids, r.completion) for group in groups for r in group.rollouts]
+    expected = np.concatenate([c.logprobs - plain_logprobs(teacher, prompt, c) for prompt, c in sampled]).mean()
+    assert learner(path, algorithm=algorithm).step(groups, VERSION).kl_reference == pytest.approx(expected, abs=1e-4)
