@@ -58,6 +58,8 @@ def check_run(config: Config) -> str:
         ConfigError, DataError, RewardError: the run would fail.
     """
     find_model(config.model.path)  # before imports that take seconds
+    if config.algorithm.teacher is not None:
+        find_model(config.algorithm.teacher, "algorithm.teacher")
     import torch
 
     from asyncgrpo.cluster.ray_session import check_gpus
@@ -189,10 +191,13 @@ def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
     """Check the model as the learner loads it, and the disk space for a checkpoint. Skip a model to be downloaded."""
     import torch
 
-    from asyncgrpo.learner.model import check_language_model
+    from asyncgrpo.learner.model import check_language_model, refuse_other_tokens
 
     if (folder := local_model(config.model.path)) is None:
         return
+    teacher = config.algorithm.teacher
+    if teacher is not None and (there := local_model(teacher)) is not None:
+        refuse_other_tokens(str(folder), str(there))
     model = check_language_model(str(folder), config, torch.device("cuda" if learner_on_gpu else "cpu"))
     exported = sum(p.numel() for p in model.parameters()) * getattr(torch, config.model.dtype).itemsize
     resumed = 3 * sum(4 * p.numel() for p in model.parameters() if p.requires_grad)  # weights and AdamW's two moments

@@ -333,7 +333,7 @@ def check_language_model(path: str, config: Config, device: torch.device) -> Pre
 
 def refuse_other_tokens(path: str, teacher: str) -> None:
     """Raise ConfigError if the teacher's token ids mean other tokens than the model's, or its vocabulary has another size."""
-    with _loading(teacher):
+    with _loading(teacher, "algorithm.teacher"):
         configs = [AutoConfig.from_pretrained(one) for one in (path, teacher)]
         sizes = [one.get_text_config().vocab_size for one in configs]
         tokens = [AutoTokenizer.from_pretrained(one).get_vocab() for one in (path, teacher)]
@@ -349,14 +349,14 @@ def refuse_other_tokens(path: str, teacher: str) -> None:
 
 
 @contextlib.contextmanager
-def _loading(path: str) -> Iterator[None]:
+def _loading(path: str, key: str = "model.path") -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of many kinds, from broken files
         if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
             raise  # the model is intact, and the next start may have space
         reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"model.path ({path}) cannot be loaded as a causal language model: {reason}") from error
+        raise ConfigError(f"{key} ({path}) cannot be loaded as a causal language model: {reason}") from error
 
 
 def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> None:

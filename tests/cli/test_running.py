@@ -89,6 +89,15 @@ def test_a_dry_run_says_what_a_run_would_do_and_need(asyncgrpo, started, files):
     assert "1 generator (torch, on CPU) + 1 learner rank" in ended.out and "new, starts at" in ended.out
 
 
+def test_a_dry_run_refuses_a_teacher_that_is_missing_or_has_other_tokens(asyncgrpo, started, files):
+    tokenizer = files / "model2" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"<user>"', '"<you>"'))
+    for teacher, why in {"./model3": "algorithm.teacher: the folder ./model3", "model2": "has other tokens"}.items():
+        typed = ["algorithm.kl_coef=1", f"algorithm.teacher={teacher}"]
+        refused = preview(asyncgrpo, "train", "--model", "model1", *TRAIN, *typed)
+        assert refused.code == 1 and why in refused.err, refused
+
+
 def test_a_dry_run_for_gpus_says_what_they_would_hold(asyncgrpo, started, files, monkeypatch):
     card = SimpleNamespace(name="Card", total_memory=79 * 2**30)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
