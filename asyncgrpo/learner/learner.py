@@ -317,7 +317,7 @@ class Learner:
             batch = dataclasses.replace(batch, routes=None)
         if self._reference is not None:
             return self._reference(batch)
-        with without_adapters(self.model):
+        with without_adapters(self.model), self.model.routers.with_initial_biases():
             scored: Scored = self.model(batch)
         if not self._keeps_gathered:
             reshard(self.model)

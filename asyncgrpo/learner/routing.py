@@ -10,6 +10,7 @@ all layers; the bias moves as in DeepSeek-V3 (arXiv:2412.19437).
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +78,7 @@ class Routers:
         self._before = torch.zeros_like(self._loads)
         """[routers, E], of all ranks in the update before."""
         self._biases = [router.get_buffer(BIAS) for _, router in routers if BIAS in router._buffers]
+        self._initial = [bias.clone() for bias in self._biases]
         for number, (layer, router) in enumerate(routers):
             router.forward = self._replaying(number, layer, router.forward)
 
@@ -109,6 +111,16 @@ class Routers:
         for bias, load in zip(self._biases, loads, strict=False):
             bias += is_made * self._balance.bias * (load.double().mean() - load).sign()
         return loads
+
+    @contextmanager
+    def with_initial_biases(self) -> Iterator[None]:
+        """Use the biases of the model's files inside the block."""
+        moved = [bias.clone() for bias in self._biases]
+        for bias, initial in zip(self._biases, self._initial, strict=True):
+            bias.copy_(initial)
+        yield
+        for bias, own in zip(self._biases, moved, strict=True):
+            bias.copy_(own)
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors that a resume needs, by name. Loading in place restores them."""

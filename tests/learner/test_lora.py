@@ -99,6 +99,14 @@ def test_the_reference_is_the_model_without_its_adapters(path):
     assert ours.step(GROUPS, VERSION).kl_reference > 1e-4
 
 
+def test_the_reference_has_the_biases_of_the_initial_routers(tmp_path):
+    ours = learner(make_tiny_deepseek_v3(tmp_path), algorithm={"kl_coef": 0.1, "router_bias_rate": 1.0})
+    (batch,) = ours._pack(GROUPS, VERSION).trained
+    before = ours._score_reference(batch).scores.logprobs
+    ours.step(GROUPS, VERSION)
+    assert ours._score_reference(batch).scores.logprobs.equal(before)
+
+
 def test_the_gradient_is_that_of_the_merged_weights(path):
     """For W + s B A, the gradient of B is s (dL/dW) Aᵀ."""
     ours, full = learner(path, targets=("down_proj",)), learner(path, rank=0)

@@ -1,6 +1,7 @@
 """What the generator chose is replayed: experts by routers, and the tokens that top-p and top-k left."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -55,10 +56,7 @@ def test_a_policy_of_kept_tokens_has_ratio_one_at_lag_zero(tmp_path):
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 
-MIXTURES = {
-    "qwen3_moe": lambda path, **shape: make_tiny_qwen3_moe(path, experts=8, **shape),
-    "deepseek_v3": make_tiny_deepseek_v3,
-}
+MIXTURES = {"qwen3_moe": partial(make_tiny_qwen3_moe, experts=8), "deepseek_v3": make_tiny_deepseek_v3}
 
 
 @torch.no_grad()
