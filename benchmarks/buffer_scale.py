@@ -87,6 +87,7 @@ class Peer(Client):
     """A client that shares the threads of the others."""
 
     context = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, 10_000)  # before the first one
 
     def __init__(self, endpoint: str, name: str, keys: Keys) -> None:
         _Dealer.__init__(self, self.context, endpoint, name, keys)
@@ -122,10 +123,9 @@ def group(lease: Lease, name: str, version: PolicyVersion) -> Deliver:
 def trial(count: int, per_step: int, steps: int) -> float:
     """Return CPU milliseconds a group, of all threads of the buffer's process."""
     keys, (ours, theirs) = Keys.make(), multiprocessing.Pipe()
-    Peer.context.set(zmq.MAX_SOCKETS, count + 8)
     with tempfile.TemporaryDirectory() as folder:
         arguments = (theirs, keys, Path(folder), per_step)
-        process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments)
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
         process.start()
         endpoint = ours.recv()
         learner, version = Peer(endpoint, "learner-0", keys), PolicyVersion(1, 0)
