@@ -39,7 +39,7 @@ from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size
 from asyncgrpo.host import CoreClock, has_gpu, importing
 from asyncgrpo.journal.history import FORMAT, RunStarted
-from asyncgrpo.learner.checkpoints import read_state
+from asyncgrpo.learner.checkpoints import RunState, read_state
 from asyncgrpo.metrics import LoopProgress
 from asyncgrpo.recording.events import EventLog
 from asyncgrpo.rewards.breaker import Breaker
@@ -231,7 +231,8 @@ class BufferActor:
         prompts = prepare(config, setup.run_dir)
         train, stops = prompts.train, prompts.stop_token_ids
         sampling = sampling_of(config, stops, evaluation=False)
-        buffer, recovered = _recovered_buffer(setup, train, sampling, prompts.images)
+        state = read_state(setup.checkpoint) if setup.checkpoint is not None else None
+        buffer, recovered = _recovered_buffer(setup, state, train, sampling, prompts.images)
         evaluations = Evaluations(
             prompts.held_out,
             sampling_of(config, stops, evaluation=True),
@@ -257,7 +258,7 @@ class BufferActor:
             metrics_address=metrics_address,
             prompts=len(train),
             schema=train.schema,
-            steps=steps_at_most(config, buffer.prompts, read_state(at).step if (at := setup.checkpoint) else 0),
+            steps=steps_at_most(config, buffer.prompts, 0 if state is None else state.step),
             recovered=recovered,
         )
 
@@ -270,10 +271,10 @@ class BufferActor:
 
 
 def _recovered_buffer(
-    setup: Setup, prompts: Prompts, sampling: Sampling, images: Images | None
+    setup: Setup, state: RunState | None, prompts: Prompts, sampling: Sampling, images: Images | None
 ) -> tuple[Buffer, dict[str, int]]:
     """Restore the buffer from checkpoint and journal; return it with the counts of recovered groups (`BufferReady`)."""
-    config, state = setup.config, read_state(setup.checkpoint) if setup.checkpoint is not None else None
+    config = setup.config
     source = PromptSource(
         prompts,
         seed=config.run.seed,

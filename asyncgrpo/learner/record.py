@@ -189,9 +189,8 @@ class Ledger:
         for name, count in counters.items():
             if name not in _OF_NOW and not name.startswith(("bias_", OF_ONE_BATCH)):
                 totals[name] += count
-        there = sum(before[_PREFIX + fate] for fate in (*KEPT, *DROPPED, "undone")) + counters.get(
-            "tokens_recovered", 0.0
-        )
+        there = sum(before[_PREFIX + fate] for fate in (*KEPT, *DROPPED, "undone"))
+        there += counters.get("tokens_recovered", 0.0)
         # Restored tokens may be newer than the last event, so they do not account for those that were lost before it.
         undone = max(0.0, self._lost, self._seen - there)
         totals["tokens_generated"] = there + undone + counters.get("tokens_generated", 0.0)
