@@ -4,6 +4,7 @@ Times are arguments: nothing here reads a clock.
 """
 
 import math
+from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class Speeds:
 
     def __init__(self) -> None:
         self._speeds: defaultdict[str, _Speed] = defaultdict(_Speed)  # by generator
+        self._sorted_s: list[float] = []  # all that is known of `token_s`
 
     def heard(self, generator: str, token_s: float | None, running: int, load: float, now_s: float) -> bool:
         """Note a heartbeat. Return True if it benches the generator.
@@ -88,23 +90,35 @@ class Speeds:
         """
         if not token_s or self.is_benched(generator, now_s):
             return False
-        speed = self._speeds[generator]
-        speed.token_s, speed.running = token_s, running
+        speed = self._set(generator, token_s)
+        speed.running = running
         unloaded_s = token_s / (1 + load)
         speed.unloaded_s = (speed.unloaded_s + unloaded_s) / 2 if speed.unloaded_s else unloaded_s
-        others = [other for name, other in self._speeds.items() if name != generator and other.token_s]
-        # Above the lower median: above at least half of the others. The first comparison is cheap and decides mostly.
-        num_quicker = sum(
-            token_s > SLOW * other.token_s
-            and token_s > SLOW * other.token_s * max(1.0, running / max(other.running, 1))
-            for other in others
-        )
-        is_slow = token_s > SHORTEST_S and 0 < len(others) <= 2 * num_quicker
+        # Above the lower median: above at least half of the others. With as many completions the search decides.
+        num_others = len(self._sorted_s) - 1
+        is_slow = token_s > SHORTEST_S and 0 < num_others <= 2 * bisect_left(self._sorted_s, token_s / SLOW)
+        if is_slow:
+            num_quicker = sum(
+                token_s > SLOW * other.token_s * max(1.0, running / max(other.running, 1))
+                for name, other in self._speeds.items()
+                if name != generator and other.token_s
+            )
+            is_slow = num_others <= 2 * num_quicker
         speed.num_slow = speed.num_slow + 1 if is_slow else 0
         if speed.num_slow < CONFIRMED_BY:
             return False
-        self._speeds[generator] = _Speed(bench_ends_s=now_s + BENCH_S)
+        self.forget(generator)
+        self._speeds[generator].bench_ends_s = now_s + BENCH_S
         return True
+
+    def _set(self, generator: str, token_s: float) -> _Speed:
+        speed = self._speeds[generator]
+        if speed.token_s:
+            self._sorted_s.pop(bisect_left(self._sorted_s, speed.token_s))
+        if token_s:
+            insort(self._sorted_s, token_s)
+        speed.token_s = token_s
+        return speed
 
     def note(self, generator: str, *, is_late: bool) -> None:
         """Note that a lease of this generator expired, or that it delivered a group."""
@@ -130,7 +144,8 @@ class Speeds:
 
     def forget(self, generator: str) -> None:
         """Forget a lost generator. The next one of this name may run elsewhere."""
-        self._speeds.pop(generator, None)
+        self._set(generator, 0.0)
+        del self._speeds[generator]
 
 
 # -- load --------------------------------------------------------------------------------------------------------------

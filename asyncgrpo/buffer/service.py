@@ -105,7 +105,7 @@ class BufferService:
         # Generators.
         self._sessions: dict[str, Session] = {}
         self._speeds = Speeds()
-        self._listened_s = 0.0
+        self._listened_s = self._caught_up_s = 0.0  # when messages were read last, and when none was left unread
         self._served, self._served_s = -1, 0.0  # newest version that a generator serves, and when it was first served
         self._newest: dict[str, str] = {}  # by generator: the peer of its newest incarnation
         self._speaks_for: dict[str, str] = {}  # by peer: the generator that it registered as
@@ -169,10 +169,15 @@ class BufferService:
             self.turn(received, now_s)
 
     def turn(self, received: tuple[str, Sequence[Frame]] | None, now_s: float) -> None:
-        """Handle the message received at `now_s`, if any, and act on it and on the time."""
+        """Handle the message received at `now_s`, or None if all are read, and act on it and on the time.
+
+        A generator is judged by its messages up to the time at which all were read: those that queue up are no silence.
+        """
         self._note_reading(now_s)
         if received is not None:
             self._receive(*received, now_s)
+        else:
+            self._caught_up_s = now_s
         if now_s - self._ticked_s >= TICK_S:
             self._ticked_s = now_s
             self._tick(now_s)
@@ -207,9 +212,9 @@ class BufferService:
         self._acknowledge()
         self._send_snapshot(now_s)
         for name, session in list(self._sessions.items()):
-            if now_s - session.heard_s > liveness.SESSION_S:
+            if self._caught_up_s - session.heard_s > liveness.SESSION_S:
                 self._lose(name, f"silent for {liveness.SESSION_S:.0f} s", now_s)
-        self._expire_leases(now_s)
+        self._expire_leases(self._caught_up_s)
         self._reassign_leases_of_silent(now_s)
         self._show_metrics(now_s)
         self._load.note(
@@ -368,7 +373,7 @@ class BufferService:
                 log.warning("generator %s is slow: %.3g s per token, far above the others", name, message.token_s)
                 self._reassign_leases(name, "slow")
             if message.leases is not None:
-                self._free_unknown(name, frozenset(message.leases), now_s)
+                self._free_unknown(name, frozenset(message.leases))
         elif self._is_replaced(name, peer):
             self._server.send(peer, Shutdown())
         else:  # its Register was lost, or it exceeded the liveness timeout
@@ -398,7 +403,8 @@ class BufferService:
 
         They are not lost yet. Work that a returning generator did in vain costs less than a waiting learner.
         """
-        silent = [name for name, session in self._sessions.items() if now_s - session.heard_s > liveness.SUSPECT_S]
+        before_s = self._caught_up_s - liveness.SUSPECT_S
+        silent = [name for name, session in self._sessions.items() if session.heard_s < before_s]
         if any(map(self._buffer.held_by, silent)) and self._others_may_lease(silent, now_s):
             for name in silent:
                 self._reassign_leases(name, "silent")
@@ -409,9 +415,9 @@ class BufferService:
             return False
         return bool(self._eligible(version, now_s).keys() - set(names))
 
-    def _free_unknown(self, name: str, known: frozenset[str], now_s: float) -> None:
+    def _free_unknown(self, name: str, known: frozenset[str]) -> None:
         """Free the leases that a generator should have and does not know: a broken connection loses messages."""
-        before_s = now_s - liveness.SUSPECT_S
+        before_s = self._caught_up_s - liveness.SUSPECT_S
         lost = self._evaluations.free_unknown(name, known, before_s)
         if self._buffer.held_by(name) > len(known):  # the next line reads all groups
             lost += self._buffer.free_unknown(name, known, before_s)
@@ -476,9 +482,7 @@ class BufferService:
         able = {
             name: self._sessions[name]
             for name, number in served.items()
-            if number >= newest - BEHIND
-            and self._is_live(self._sessions[name], now_s)
-            and not self._rewards.is_paused(name)
+            if number >= newest - BEHIND and self._is_live(self._sessions[name]) and not self._rewards.is_paused(name)
         }
         return {name: session for name, session in able.items() if not self._speeds.is_benched(name, now_s)} or able
 
@@ -486,15 +490,15 @@ class BufferService:
         if newest > self._served:
             self._served, self._served_s = newest, now_s
 
-    def _is_live(self, session: Session, now_s: float) -> bool:
+    def _is_live(self, session: Session) -> bool:
         """Return True if its last message is recent and it may get leases."""
-        return now_s - session.heard_s <= liveness.QUIET_S and session.peer not in self._steer.leaving
+        return self._caught_up_s - session.heard_s <= liveness.QUIET_S and session.peer not in self._steer.leaving
 
     def _share(self, now_s: float) -> float:
         """Return the most leases that a generator may sample for, whatever its window."""
         if now_s - self._served_s > EVENLY_S:
             return math.inf
-        num_live = sum(self._is_live(session, now_s) for session in self._sessions.values())
+        num_live = sum(self._is_live(session) for session in self._sessions.values())
         return -(-self._buffer.num_slots // max(num_live, 1))
 
     def _lease_failed(self, message: LeaseFailed, now_s: float) -> None:

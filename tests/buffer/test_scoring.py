@@ -65,7 +65,7 @@ def test_an_outage_costs_a_prompt_or_an_evaluation_no_attempt(how: str):
         if how == "given back":
             give_back(served, "g", lease.lease_id)
         else:
-            served.now_s += 11.0
+            served.pass_time(11.0)
             report(served, "g", PAUSED)
         assert served.buffer.oldest_lease() is None
         report(served, "g", WELL)
@@ -164,7 +164,7 @@ def test_events_wait_for_the_learner_which_may_be_rewriting_their_file():
     assert served.events == []
     served.hear("learner", Take(version=v(0)))
     for _ in range(12):
-        served.now_s += 11.0
+        served.pass_time(11.0)
         report(served, "g", WELL)
     told = [(event, fields["reason"], fields["count"]) for event, fields in served.events]
     assert told == [("lease_failed", *one) for one in (("failed", 1), ("lease_timeout", 1), ("lease_timeout", 10))]

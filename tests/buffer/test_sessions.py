@@ -197,6 +197,18 @@ def test_leases_that_a_generator_has_not_received_are_granted_again_and_those_th
     assert holds(served, "a", first, again) == []
 
 
+def test_messages_that_queue_up_are_no_silence():
+    served = two(window=4)
+    before = [served.buffer.held_by(name) for name in "ab"]
+    for _ in range(20):
+        served.now_s += 0.5
+        old = Serving(generator_id="b", version=v(0), leases=())  # sent before the leases arrived
+        assert served.hear("b", old) == []
+    assert [served.buffer.held_by(name) for name in "ab"] == before and all(before)
+    served.pass_time(0.2)
+    assert [served.buffer.held_by(name) for name in "ab"] == [0, 4], "nothing of a was unread"
+
+
 def test_evaluation_leases_that_a_generator_has_not_received_are_granted_again():
     served = Served(held_out=prompts(1))
     served.join("a", window=2)
