@@ -150,11 +150,12 @@ class Buffer:
 
     # -- leases --------------------------------------------------------------------------------------------------------
 
-    @property
-    def may_lease(self) -> bool:
-        """False if `lease` would return None for every generator, whatever it serves."""
-        is_open = not self.draining and self.version is not None and self.journal.is_blocked is None
-        return is_open and self._has_slot() and (self._is_wanted or self.prompts.next_isolated_index is not None)
+    def may_lease(self, serves: PolicyVersion | None = None) -> bool:
+        """Return False if `lease` would return None for every generator that serves this version; None: any version."""
+        if self.draining or self.version is None or self.journal.is_blocked is not None:
+            return False
+        is_wanted = self._is_wanted or self.prompts.next_isolated_index is not None
+        return is_wanted and self._has_slot(self._behind(serves or self.version))
 
     def lease(self, holder: str, now_s: float, serves: PolicyVersion | None = None) -> Lease | None:
         """Lease a prompt to `holder`.
@@ -168,8 +169,7 @@ class Buffer:
         if self.draining or self.version is None:
             return None
         serves = serves or self.version
-        behind = max(0, self.version.number - serves.number)
-        issued = self._issue(holder, behind) if behind <= self.max_lag else None
+        issued = self._issue(holder, self._behind(serves))
         if issued is None:
             return None
         prompt_index, prompt = issued
@@ -534,6 +534,9 @@ class Buffer:
         return next((e for e in self._entries.values() if e.state is State.LEASED), None)
 
     # -- private -------------------------------------------------------------------------------------------------------
+
+    def _behind(self, serves: PolicyVersion) -> int:
+        return max(0, self.version.number - serves.number) if self.version is not None else 0
 
     def _has_slot(self, behind: int = 0) -> bool:
         """Return True if a group may begin on weights `behind` steps behind the learner's (`admission.py`)."""

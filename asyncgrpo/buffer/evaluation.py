@@ -240,14 +240,13 @@ class Evaluations:
         self._running[step] = _Evaluation(step, now_s, len(self.prompts), suites, Suite(self.success))
         self._queue.extend(self._lease(step, index, 0) for index in range(len(self.prompts)))
 
-    @property
-    def may_lease(self) -> bool:
-        """False if `lease` would return None for every generator."""
-        return bool(self._queue)
+    def may_lease(self, serves: PolicyVersion | None = None) -> bool:
+        """Return False if the queue is empty or `serves` is older than the step to evaluate."""
+        return bool(self._queue) and (serves is None or serves.number >= _step_of(self._queue[0]))
 
     def lease(self, holder: str, now_s: float, serves: PolicyVersion | None = None) -> Lease | None:
-        """Lease the next queued prompt; None if the queue is empty or `serves` is older than the step to evaluate."""
-        if not self._queue or (serves is not None and serves.number < _step_of(self._queue[0])):
+        """Lease the next queued prompt, if `may_lease`."""
+        if not self.may_lease(serves):
             return None
         lease = self._queue.popleft()
         self._leased[lease.lease_id] = (lease, holder, now_s)

@@ -446,10 +446,12 @@ class BufferService:
 
     def _has_room(self, owner: Evaluations | Buffer) -> bool:
         """Return True if the owner may grant a lease and a generator's window is not full."""
-        return owner.may_lease and any(owner.sampled_by(n) < session.window for n, session in self._sessions.items())
+        return owner.may_lease() and any(owner.sampled_by(n) < session.window for n, session in self._sessions.items())
 
     def _grant_of(self, owner: Evaluations | Buffer, able: Mapping[str, Session], now_s: float) -> None:
-        """Grant the leases of one owner to these generators."""
+        """Grant the leases of one owner to these generators, less those whose version may get none."""
+        is_open = {version: owner.may_lease(version) for version in {session.version for session in able.values()}}
+        able = {name: session for name, session in able.items() if is_open[session.version]}
         share, fastest_s = self._share(now_s), self._speeds.fastest_s
         room = {name: min(session.window, share) for name, session in able.items()}
         held = {name: count for name in able if (count := owner.sampled_by(name)) < room[name]}
@@ -459,7 +461,7 @@ class BufferService:
 
         queue = [(pace(name), name) for name in held]
         heapq.heapify(queue)
-        while queue and owner.may_lease:
+        while queue and owner.may_lease():
             _, name = queue[0]
             lease = owner.lease(name, now_s, able[name].version)
             if lease is not None:
