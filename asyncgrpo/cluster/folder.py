@@ -303,6 +303,11 @@ def look(config: Config, folder: RunFolder) -> Standing:
         )
     before, unknown = _read_last(folder.path)
     found = changes(before, settings) if before is not None else []
+    if status == "done" and before is not None and not found:
+        raise ConfigError(
+            f"run.out {config.run.out} holds a run that has trained every prompt run.epochs times ({step} steps); "
+            "raise run.epochs to resume, or choose another folder"
+        )
     if checkpoint is None:  # no trained step of the previous start is left
         found = [replace(change, refusal="") for change in found]
     if refused := [f"{change} ({change.refusal})" for change in found if change.refusal]:

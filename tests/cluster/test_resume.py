@@ -141,6 +141,18 @@ def test_a_run_that_ended_after_its_last_step_but_not_in_order_goes_on_to_its_en
     assert look(configured(files, "run.steps=5"), RunFolder(files / "run")).step == 4
 
 
+def test_a_run_that_has_trained_all_its_prompts_is_finished_until_something_changes(files: Path):
+    begin(configured(files))
+    EventLog(files / "run" / "metrics.jsonl").write("end", status="done", step=4)
+    with pytest.raises(ConfigError, match=r"every prompt run\.epochs times \(4 steps\); raise run\.epochs"):
+        look(configured(files), RunFolder(files / "run"))
+    for change in ("run.epochs=2", "learner.lr=0.1"):
+        assert look(configured(files, change), RunFolder(files / "run")).step == 4
+    (files / "train.jsonl").write_text(ROW * 2)
+    with pytest.raises(ConfigError, match=r"resume cannot change data\.train"):
+        look(configured(files), RunFolder(files / "run"))
+
+
 def test_other_contents_in_the_same_place_are_refused(files: Path):
     begin(configured(files))
     (files / "train.jsonl").write_text('{"prompt": "2", "answer": "2"}\n')
