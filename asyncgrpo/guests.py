@@ -16,6 +16,7 @@ import struct
 import sys
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import msgspec
@@ -184,6 +185,13 @@ def _fail(reply: asyncio.Future[bytes], ending: str) -> None:
     if not reply.done():
         reply.set_exception(GuestEnded(ending))
         reply.exception()  # a reply that nothing awaits is not reported
+
+
+def split_spec(spec: str, default: str = "compute_score") -> tuple[Path, str]:
+    """Split `my_reward.py:name` into an absolute path and a name, which is `default` if there is none."""
+    head, colon, tail = spec.rpartition(":")
+    path, name = (head, tail) if colon and tail.isidentifier() else (spec, default)
+    return Path(path).expanduser().absolute(), name
 
 
 def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -25,9 +25,10 @@ import xxhash
 
 from asyncgrpo.config.explain import knobs, value_in_words
 from asyncgrpo.config.load import by_key, read_plain, to_yaml
-from asyncgrpo.config.rules import file_of, local_model
+from asyncgrpo.config.rules import local_model
 from asyncgrpo.config.schema import Config, is_file
 from asyncgrpo.errors import CheckpointError, ConfigError
+from asyncgrpo.guests import split_spec
 from asyncgrpo.host import entries, replace_file
 from asyncgrpo.learner.checkpoints import Checkpoints, read_state
 from asyncgrpo.recording.events import EventLog, read_events
@@ -375,7 +376,7 @@ def settings_of(config: Config) -> Settings:
     found = {"model.path": Source(path=path, digest=_digest(_files_of_model(path), is_model=True))}
     if files:
         places = [os.path.realpath(spec) if spec in files else spec for spec in specs]
-        found["reward.function"] = Source(path=", ".join(places), digest=_digest(map(file_of, files)))
+        found["reward.function"] = Source(path=", ".join(places), digest=_digest(split_spec(spec)[0] for spec in files))
     for key, sources in ("data.train", config.data.sources), ("data.eval", tuple(config.data.suites.values())):
         if sources:
             places = [os.path.realpath(source) if is_file(source) else source for source in sources]

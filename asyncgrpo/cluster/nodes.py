@@ -5,16 +5,15 @@ variables that libraries read travel with the run, and each process reports whic
 """
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import ray
 
-from asyncgrpo.config.rules import file_of
+from asyncgrpo.config.load import each
 from asyncgrpo.config.schema import Config, changed, is_file
 from asyncgrpo.errors import ConfigError
+from asyncgrpo.guests import split_spec
 from asyncgrpo.metrics import Role
 from asyncgrpo.wire.sockets import is_loopback
 
@@ -113,26 +112,17 @@ def with_absolute_paths(config: Config) -> Config:
         {
             "run.out": absolute(config.run.out),
             "model.path": folder(config.model.path),
-            "data.train": _each(source, config.data.train),
-            "data.eval": _each(source, held_out) if isinstance(held_out, str | None) else several,
-            "reward.function": _each(spec, reward.function),
-            "reward.judge.template": _each(absolute, reward.judge.file) or reward.judge.template,
-            "reward.model.path": _each(folder, reward.model.path),
-            "teacher.path": _each(folder, config.teacher.path),
-            "environment.name": _each(spec, environment.name),
-            "environment.tools": _each(spec, environment.tools),
-            "environment.agent": _each(spec, environment.agent),
+            "data.train": each(source, config.data.train),
+            "data.eval": each(source, held_out) if isinstance(held_out, str | None) else several,
+            "reward.function": each(spec, reward.function),
+            "reward.judge.template": each(absolute, reward.judge.file) or reward.judge.template,
+            "reward.model.path": each(folder, reward.model.path),
+            "teacher.path": each(folder, config.teacher.path),
+            "environment.name": each(spec, environment.name),
+            "environment.tools": each(spec, environment.tools),
+            "environment.agent": each(spec, environment.agent),
         },
     )
-
-
-def _each(function: Callable[[str], str], value: Any) -> Any:
-    """Apply `function` to a text, each of several, or each value of a mapping; None stays None."""
-    if isinstance(value, tuple):
-        return tuple(map(function, value))
-    if isinstance(value, dict):
-        return {name: function(one) for name, one in value.items()}
-    return None if value is None else function(value)
 
 
 def check_files(config: Config, role: Role, run_dir: Path, address: str) -> None:
@@ -156,7 +146,7 @@ def check_files(config: Config, role: Role, run_dir: Path, address: str) -> None
             "reward.model.path": (reward.model.path,),
         }
     for key, path in ((key, path) for key, paths in needed.items() for path in paths):
-        if path is not None and os.path.isabs(path) and not file_of(path).exists():
+        if path is not None and os.path.isabs(path) and not split_spec(path)[0].exists():
             place = run_dir if key == "run.out" else path
             raise ConfigError(
                 f"{key}: {place} does not exist on the node {address}, where a {role} runs; it must be on storage that "

@@ -30,13 +30,13 @@ from asyncgrpo.cluster.nodes import check_files, host_of, network_environment, s
 from asyncgrpo.cluster.ray_session import stderr_file
 from asyncgrpo.config.memory import Card, learner_share
 from asyncgrpo.config.placement import TEACHER_MEMORY
-from asyncgrpo.config.rules import file_of
 from asyncgrpo.config.schema import Config
 from asyncgrpo.data.images import Images
 from asyncgrpo.data.loading import Prompts, prepare
 from asyncgrpo.data.order import Curriculum
 from asyncgrpo.data.prompts import PromptSource, PromptState
 from asyncgrpo.data.tokenizer import decoder, load_tokenizer, vocabulary_size
+from asyncgrpo.guests import split_spec
 from asyncgrpo.host import CoreClock, has_gpu, importing
 from asyncgrpo.journal.history import FORMAT, RunStarted
 from asyncgrpo.learner.checkpoints import RunState, read_state
@@ -351,7 +351,7 @@ def compatibility_key_of(config: Config, sampling: Sampling, prompts: str) -> di
     """
     reward, algorithm, environment = config.reward, config.algorithm, config.environment
     specs = [*reward.files, *environment.files, *([reward.judge.file] if reward.judge.file else [])]
-    files = [file for spec in specs if (file := file_of(spec)).is_file()]
+    files = [file for spec in specs if (file := split_spec(spec)[0]).is_file()]
     digests = [xxhash.xxh3_64_hexdigest(file.read_bytes()) for file in files]
     more = f" {reward.judge}" if "judge" in reward.functions else ""
     more += f" {reward.model.path}" if "model" in reward.functions else ""

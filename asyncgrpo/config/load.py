@@ -13,7 +13,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -249,7 +249,9 @@ def load_config(
     layers, where = _under_presets(_known(written)), str(path) if path is not None else COMMAND_LINE
     defaults = {key: msgspec.to_builtins(knob.default) for key, knob in knobs().items() if not knob.required}
     values = _merge([Layer("defaults", defaults), *layers], where)
-    config = _convert(values | {key: _without_tilde(values[key]) for key in _PATHS & values.keys()}, layers, where)
+    config = _convert(
+        values | {key: each(os.path.expanduser, values[key]) for key in _PATHS & values.keys()}, layers, where
+    )
     try:
         if is_complete:
             rules.check(config)
@@ -374,13 +376,13 @@ def _over(below: Any, above: Any) -> Any:
     return above
 
 
-def _without_tilde(value: Any) -> Any:
-    """Return a path, or each of a list or a mapping, with the home folder for `~`."""
-    if isinstance(value, list):
-        return [_without_tilde(one) for one in value]
+def each(function: Callable[[str], str], value: Any) -> Any:
+    """Apply `function` to a text, each of several, or each value of a mapping; any other value stays."""
+    if isinstance(value, list | tuple):
+        return type(value)(each(function, one) for one in value)
     if isinstance(value, dict):
-        return {name: _without_tilde(one) for name, one in value.items()}
-    return os.path.expanduser(value) if isinstance(value, str) else value
+        return {name: each(function, one) for name, one in value.items()}
+    return function(value) if isinstance(value, str) else value
 
 
 def is_part_of_a_preset(key: str) -> bool:

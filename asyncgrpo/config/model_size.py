@@ -188,7 +188,7 @@ def _counted(config_json: str) -> ModelSize:
             layers.append(kinds[kind])
     vision = _vision_of(model, config)
     config = config.get_text_config()
-    cache_heads, cache_width = _cache_of(config)
+    cache_heads, cache_width = cache_of(config)
     return ModelSize(
         root_parameters=parameters - sum(layer.parameters for layer in layers),
         layers=tuple(layers),
@@ -296,7 +296,7 @@ def _with_adapters(layer: "nn.Module", linears: "Iterable[nn.Linear]") -> "nn.Mo
     return layer
 
 
-def _cache_of(config: Any) -> tuple[int, int]:
+def cache_of(config: Any) -> tuple[int, int]:
     """Heads of the KV cache and numbers of each for a token: keys and values, or the latent vector that all heads share."""
     if latent := getattr(config, "kv_lora_rank", None):
         return 1, latent + config.qk_rope_head_dim

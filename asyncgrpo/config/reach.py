@@ -4,10 +4,12 @@ Without the probe, a library retries an unreachable hub for half a minute, and a
 a score.
 """
 
+import http.client
 import logging
 import os
 import socket
 import threading
+import urllib.request
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -83,6 +85,32 @@ def check_service(url: str, key: str) -> None:
 
     if (why := _why_not(connect)) is not None:
         raise ConfigError(f"{key}: {url} cannot be reached ({why}); start the service before the run")
+
+
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def fetch(url: str, *, token: str | None = None, body: bytes | None = None, timeout_s: float) -> bytes:
+    """Return the body of the reply to one request over HTTP.
+
+    It ignores any proxy of the environment: the server is on this machine, or on one beside it.
+
+    Args:
+        token: sent as `Authorization: Bearer`.
+        body: JSON to be posted; None: the page is read.
+    Raises:
+        OSError: there was no reply over HTTP; `urllib.error.HTTPError`, which is one, if the reply is an error.
+    """
+    request = urllib.request.Request(url, data=body)
+    if body is not None:
+        request.add_header("Content-Type", "application/json")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        with _direct.open(request, timeout=timeout_s) as reply:
+            return reply.read()
+    except http.client.HTTPException as problem:
+        raise OSError(f"another server is there, or the reply was cut off ({problem!r})") from problem
 
 
 def _why_not(ask: Callable[[], object]) -> str | None:

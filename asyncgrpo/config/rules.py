@@ -212,12 +212,6 @@ def read_model(folder: Path) -> tuple[Any, Any, Any]:
         ) from error
 
 
-def file_of(spec: str) -> Path:
-    """Return the file of `FILE` or `FILE:NAME`."""
-    head, colon, _ = spec.rpartition(":")
-    return Path(head if colon and not Path(spec).is_file() else spec)
-
-
 def local_model(path: str, key: str = "model.path") -> Path | None:
     """Return the folder of a model; None for a hub id that is not cached. Raises ConfigError, which names `key`."""
     folder = Path(path).expanduser()

@@ -5,11 +5,9 @@
 """
 
 import contextlib
-import http.client
 import os
 import platform
 import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ import msgspec
 import psutil
 from msgspec import Meta, Struct, field
 
+from asyncgrpo.config.reach import fetch
 from asyncgrpo.errors import AsyncGRPOError, CommandRefused, RunNotAlive
 from asyncgrpo.host import replace_file
 from asyncgrpo.recording.advice import Advice
@@ -206,31 +205,6 @@ def not_alive(run_dir: Path, why: str = "") -> str:
 
 
 # -- its API -----------------------------------------------------------------------------------------------------------
-
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-def fetch(url: str, *, token: str | None = None, body: bytes | None = None, timeout_s: float) -> bytes:
-    """Return the body of the reply to one request over HTTP.
-
-    It ignores any proxy of the environment: the server is on this machine, or on one beside it.
-
-    Args:
-        token: sent as `Authorization: Bearer`.
-        body: JSON to be posted; None: the page is read.
-    Raises:
-        OSError: there was no reply over HTTP; `urllib.error.HTTPError`, which is one, if the reply is an error.
-    """
-    request = urllib.request.Request(url, data=body)
-    if body is not None:
-        request.add_header("Content-Type", "application/json")
-    if token is not None:
-        request.add_header("Authorization", f"Bearer {token}")
-    try:
-        with _direct.open(request, timeout=timeout_s) as reply:
-            return reply.read()
-    except http.client.HTTPException as problem:
-        raise OSError(f"another server is there, or the reply was cut off ({problem!r})") from problem
 
 
 class RunClient:

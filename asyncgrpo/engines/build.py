@@ -1,7 +1,6 @@
 """Checks that the configured engine can run here, and builds it. Only that engine is imported, and torch only to build it."""
 
 import ast
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 # -- whether SGLang can run here, found without importing it -----------------------------------------------------------
 
-OLDEST_PYTHON = (3, 11)
 NAMES_OF_ARGUMENTS = "srt/arg_groups/field_order.py"
 """The file of SGLang 0.5.23 that lists all arguments of its engine in one tuple."""
 
@@ -30,9 +28,6 @@ def why_sglang_cannot_run() -> str | None:
     It does not check the model or the GPU driver, which the start of the engine does.
     """
     on_gpu = has_gpu()
-    if sys.version_info[:2] < OLDEST_PYTHON:
-        python = ".".join(map(str, sys.version_info[:2]))
-        return f"the engine sglang needs Python 3.11 or later, and this is {python}: python3.11 -m venv VENV"
     if find_spec("sglang") is None:
         # SGLang requires the CUDA build of torch and its kernels, which a machine without a GPU does not need.
         fix = "pip install 'asyncgrpo[sglang]'" if on_gpu else "./setup.sh in a checkout of asyncgrpo"
@@ -51,8 +46,6 @@ def check_extra(generators: GeneratorConfig) -> None:
     if generators.engine != "sglang" or package is None or not package.submodule_search_locations:
         return
     file = Path(package.submodule_search_locations[0]) / NAMES_OF_ARGUMENTS
-    if not file.exists():  # another release, whose engine checks its arguments
-        return
     (names,) = (
         ast.literal_eval(node.value) for node in ast.parse(file.read_text()).body if isinstance(node, ast.Assign)
     )

@@ -33,9 +33,9 @@ from asyncgrpo.environments.base import (
 )
 from asyncgrpo.environments.tools import BUILTIN, SPEC, ToolBox, load_tools, schemas_of
 from asyncgrpo.errors import AsyncGRPOError, RewardError
-from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded, Host, run_apart
+from asyncgrpo.guests import START_TIMEOUT_S, Guest, GuestEnded, Host, run_apart, split_spec
 from asyncgrpo.rewards.base import MAX_DETAIL, describe, score_of_value
-from asyncgrpo.rewards.user import find_in, run_file, split_spec
+from asyncgrpo.rewards.user import find_in, run_file
 from asyncgrpo.types import Score
 
 AGENT = "agent:"

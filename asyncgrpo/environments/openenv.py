@@ -8,14 +8,12 @@ the action as a JSON object. The model reads why the server rejects an action.
 import asyncio
 import contextlib
 import json
-import urllib.request
-from http.client import HTTPException
 from typing import Any
 
 import aiohttp
 import msgspec
 
-from asyncgrpo.config.reach import check_service
+from asyncgrpo.config.reach import check_service, fetch
 from asyncgrpo.environments.base import EnvironmentFailed, Reply, Task, reply_of_step
 from asyncgrpo.errors import ConfigError
 
@@ -157,11 +155,9 @@ def text_field_at(url: str) -> str | None:
         ConfigError: the server does not reply, or is not OpenEnv; one sentence.
     """
     check_service(url, "environment.name")
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(f"{url.rstrip('/')}/schema", timeout=CHECK_S) as reply:
-            fields = dict(json.loads(reply.read(_LARGEST))["action"]["properties"])
-    except (OSError, ValueError, HTTPException) as error:
+        fields = dict(json.loads(fetch(f"{url.rstrip('/')}/schema", timeout_s=CHECK_S))["action"]["properties"])
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"environment.name: no OpenEnv server replies at {url}: {error}; start it before the run"
         ) from error

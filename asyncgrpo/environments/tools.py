@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 from asyncgrpo.environments.base import call_function
 from asyncgrpo.errors import RewardError
+from asyncgrpo.guests import split_spec
 from asyncgrpo.rewards.base import describe
-from asyncgrpo.rewards.user import find_in, run_file, split_spec
+from asyncgrpo.rewards.user import find_in, run_file
 
 # -- built-in environments ---------------------------------------------------------------------------------------------
 

@@ -14,12 +14,12 @@ import msgspec
 
 from asyncgrpo.config.schema import RewardConfig
 from asyncgrpo.errors import RewardError
-from asyncgrpo.guests import START_TIMEOUT_S
+from asyncgrpo.guests import START_TIMEOUT_S, split_spec
 from asyncgrpo.rewards.base import MAX_DETAIL, MAX_PARTS, Reward, Sampled, failed, score_of_value
 from asyncgrpo.rewards.model import JudgeReward, ModelReward, ServedModelReward
 from asyncgrpo.rewards.pool import PoolReward
 from asyncgrpo.rewards.rules import RuleReward
-from asyncgrpo.rewards.user import LOAD, check_user_function, split_spec
+from asyncgrpo.rewards.user import LOAD, check_user_function
 from asyncgrpo.types import Prompt, Score
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from asyncgrpo.errors import RewardError
-from asyncgrpo.guests import GuestEnded, run_apart
+from asyncgrpo.guests import GuestEnded, run_apart, split_spec
 from asyncgrpo.rewards.base import Sampled, describe, last_text
 from asyncgrpo.rewards.pool import NOTHING, Call, WorkerReady, call_of, start_worker
 from asyncgrpo.rewards.rules import reference_of
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEFAULT_NAME = "compute_score"
 LOAD = f"{__name__}:load_user_function"
 """Target of a worker with a user's function."""
 
@@ -106,13 +105,6 @@ def load_user_function(spec: str, kwargs: Mapping[str, Any] = NOTHING) -> Functi
     path, name = split_spec(spec)
     function = find_in(run_file(path), path, name, "function")
     return recognise(function, path, name, kwargs)
-
-
-def split_spec(spec: str, default: str = DEFAULT_NAME) -> tuple[Path, str]:
-    """Split `my_reward.py:name` into an absolute path and a name, which is `default` if there is none."""
-    head, colon, tail = spec.rpartition(":")
-    path, name = (head, tail) if colon and tail.isidentifier() else (spec, default)
-    return Path(path).expanduser().absolute(), name
 
 
 def run_file(path: Path, what: str = "reward") -> ModuleType:

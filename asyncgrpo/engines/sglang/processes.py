@@ -10,7 +10,6 @@ detokenizer, is not launched, because only token ids are exchanged.
 import asyncio
 import atexit
 import contextlib
-import http.client
 import logging
 import multiprocessing
 import os
@@ -18,7 +17,6 @@ import signal
 import tempfile
 import threading
 import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Collection
 from types import SimpleNamespace
@@ -27,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from asyncgrpo import liveness, scratch, warm
+from asyncgrpo.config.model_size import cache_of
+from asyncgrpo.config.reach import fetch
 from asyncgrpo.engines.sglang.proof import PLAN, Held
 from asyncgrpo.errors import EngineError, WeightsError
 from asyncgrpo.host import importing, last_error, stderr_size
@@ -293,10 +293,8 @@ def arguments(options: "SGLangOptions") -> dict[str, Any]:
     if options.device != "cpu":
         # Logits are float32 sums of the head's products, as in the learner; SGLang would round them to `dtype` first.
         return common | {"mem_fraction_static": options.memory_fraction, "enable_fp32_lm_head": True}
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    of_token = 2 * config.num_hidden_layers * heads * head_dim * options.dtype.itemsize  # keys and values of all layers
-    room = CACHE_BYTES_ON_CPU // of_token
+    heads, width = cache_of(config)
+    room = CACHE_BYTES_ON_CPU // (config.num_hidden_layers * heads * width * options.dtype.itemsize)
     return common | {
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
@@ -326,8 +324,8 @@ def serve(options: "SGLangOptions", address: tuple[str, int], key: str, on_healt
 
     def probe() -> None:
         while True:
-            with contextlib.suppress(OSError, http.client.HTTPException):  # an error status is an OSError, too
-                urllib.request.urlopen(f"http://{host}:{port}/health_generate", timeout=60).close()
+            with contextlib.suppress(OSError):
+                fetch(f"http://{host}:{port}/health_generate", timeout_s=60.0)
                 on_health()
             time.sleep(liveness.PROBE_EVERY_S)
 
