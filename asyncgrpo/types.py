@@ -252,7 +252,7 @@ class Rollout:
     """In an evaluation the completion without special tokens; else empty, because the learner decodes tokens itself."""
 
 
-class Discarded(Frozen, forbid_unknown_fields=False):  # journals of older releases have further counts
+class Discarded(Frozen):
     """Completions that were sampled for a group and left out of it."""
 
     tokens: Count = 0

@@ -71,9 +71,9 @@ def serve(connection: Connection, keys: Keys, folder: Path, per_step: int) -> No
     prompts = PromptSource(
         [Prompt(prompt_id=f"train/{n}", token_ids=(1,) * 100) for n in range(10_000)], seed=0, shuffle=True, epochs=None
     )
-    start = RunStarted(
-        format=FORMAT, lineage=1, parent=None, compatibility_key={}, max_lag=3, prompts=prompts.state().without_shares
-    )
+    state = prompts.state().without_shares
+    same = {"compatibility_key": {}, "config": {}, "policy": config.policy}
+    start = RunStarted(format=FORMAT, lineage=1, parent=None, max_lag=3, prompts=state, **same)
     journal = reopen(folder, start, prompts, config).journal
     algorithm = AlgorithmConfig(group_size=SIZE)
     buffer = Buffer(config, algorithm, prompts, Sampling(), seed=0, lineage=1, journal=journal)

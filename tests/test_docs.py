@@ -1,6 +1,6 @@
 """The pages name only what exists: commands, files, links, settings, messages, names in code; and their tables are today's.
 
-`python -m tests.test_docs` writes the tables of `docs/configuration.md`, `docs/metrics-file.md` and `docs/removed.md` anew.
+`python -m tests.test_docs` writes the tables of `docs/configuration.md` and `docs/metrics-file.md` anew.
 A strict build by mkdocs is one of the tests where mkdocs is installed; without it the others say nearly the same.
 """
 
@@ -21,7 +21,7 @@ from msgspec import inspect
 
 from asyncgrpo import metrics
 from asyncgrpo.cli import app
-from asyncgrpo.config.explain import knobs, removed, sections, type_in_words, value_in_words
+from asyncgrpo.config.explain import knobs, sections, type_in_words, value_in_words
 from asyncgrpo.config.foreign_rules import VERL
 from asyncgrpo.recording.events import KINDS, Kind
 from asyncgrpo.wire import codec
@@ -38,7 +38,6 @@ PAGES = [
 ]
 CONFIGURATION = DOCS / "configuration.md"
 EVENTS = DOCS / "metrics-file.md"
-REMOVED = DOCS / "removed.md"
 LONGEST_README = 160
 MOST_FIELDS_OF_A_SMALL_EVENT = 4
 FIRST = "<!-- TABLE: written by `python -m tests.test_docs`; do not edit by hand -->\n"
@@ -109,15 +108,7 @@ def fields_in_words(kind: Kind) -> list[str]:
     ]
 
 
-def removed_table() -> str:
-    lines: list[str] = []
-    for what, rows in (("key", removed().keys), ("feature", removed().features)):
-        lines += ["", f"| {what} | instead |", "|---|---|"]
-        lines += [f"| {f'`{name}`' if what == 'key' else name} | {instead} |" for name, instead in sorted(rows.items())]
-    return "\n".join(lines) + "\n\n"
-
-
-TABLES = {CONFIGURATION: keys_table, EVENTS: events_table, REMOVED: removed_table}
+TABLES = {CONFIGURATION: keys_table, EVENTS: events_table}
 
 
 def with_table(path: Path) -> str:
@@ -267,8 +258,7 @@ def test_the_table_of_a_page_is_todays(path: Path):
 def test_a_page_names_only_what_exists(page: Path):
     text = _PAST.sub("", page.read_text(encoding="utf-8"))
     assert unknown_commands(text) + refused_commands(text) + missing_files(text) + wrong_links(text, page) == []
-    past = removed().keys if page in (REMOVED, ROOT / "CHANGELOG.md") else ()
-    assert [key for key in unknown_settings(text) if key not in past] == []
+    assert page.name == "CHANGELOG.md" or unknown_settings(text) == []
     assert unknown_names(text) + unknown_metrics(text) + wrong_translations(text) == []
 
 

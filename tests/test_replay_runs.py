@@ -1,6 +1,5 @@
 """The demo learns; trained again from its journal it is bitwise identical, or different where it must be."""
 
-import re
 import shutil
 import statistics
 from pathlib import Path
@@ -44,8 +43,6 @@ def test_it_learns_and_leaves_what_it_promises(demo: Demo):
     for path in ("curves.png", "config.yaml", "final/model.safetensors", "samples", "checkpoints"):
         assert (run / path).exists(), path
     assert "checksum" in demo.output and "samples" in demo.output
-    phases = re.findall(r"start: (.+) took [\d.]+ s", (run / "logs" / "driver.log").read_text())
-    assert phases[:2] == ["checks and files", "Ray"] and phases[-1] == "first step" and len(phases) == 5
 
 
 def test_every_step_of_a_demo_is_bitwise_identical(demo: Demo):
@@ -93,7 +90,7 @@ def change_one_reward(run: Path, step: int) -> None:
         first, *others = message.rollouts
         score = msgspec.structs.replace(first.score, value=first.score.value + 1.0)
         changed = (msgspec.structs.replace(first, score=score), *others)
-        return history.delivered(msgspec.structs.replace(message, rollouts=changed), payload)
+        return history.delivered(msgspec.structs.replace(message, rollouts=changed), payload, record.max_lag)
 
     rewrite(run / "journal", change)
 

@@ -149,7 +149,7 @@ def bound_in_force(history: History, checkpoint: PolicyVersion | None) -> int | 
     return max_lag
 
 
-def bound_of(lease_id: str, max_lag: int | None, start: RunStarted) -> int:
+def bound_of(lease_id: str, max_lag: int, start: RunStarted) -> int:
     """Return the bound that applies to a group: that of its lease, capped by a fixed bound of a later start.
 
     Args:
@@ -157,8 +157,6 @@ def bound_of(lease_id: str, max_lag: int | None, start: RunStarted) -> int:
         start: the start that trains it.
     """
     is_its_own = int(lease_id.partition(".")[0]) == start.lineage
-    if max_lag is None:
-        return start.max_lag
     return max_lag if start.max_lag_is_auto or is_its_own else min(max_lag, start.max_lag)
 
 

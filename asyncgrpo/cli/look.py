@@ -241,7 +241,7 @@ def samples(
             print_json(row, indent=None)
             continue
         texts = {"prompt": row["prompt"], "completion": _marked(row), "ground truth": row["ground_truth"]}
-        if files := json.loads(row.get("images") or "[]"):  # older releases wrote none
+        if files := json.loads(row["images"]):
             texts |= {"images": " ".join(str(run / file) for file in files)}
         typer.secho(visible(_headline(row)), fg=_colour(row), bold=True)
         for name, text in texts.items():
@@ -264,7 +264,7 @@ def samples(
 
 def _distinct(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge rows with the same prompt, completion and reward; `count` is how many there were."""
-    keys = [(row["prompt"], row.get("images"), row["completion"], row["reward"]) for row in rows]
+    keys = [(row["prompt"], row["images"], row["completion"], row["reward"]) for row in rows]
     counts = Counter(keys)
     return [row | {"count": counts.pop(key)} for key, row in zip(keys, rows, strict=True) if key in counts]
 
@@ -272,7 +272,7 @@ def _distinct(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _marked(row: dict[str, Any]) -> str:
     """Return the completion with each reply of an environment as `[environment: reply]`."""
     text = str(row["completion"])
-    for start, end in reversed(json.loads(row.get("observed") or "[]")):  # older releases wrote none
+    for start, end in reversed(json.loads(row["observed"])):
         text = f"{text[:start]}[environment: {text[start:end]}]{text[end:]}"
     return text
 

@@ -24,7 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import psutil
 import ray
 
 from asyncgrpo import liveness, logs, metrics
@@ -80,8 +79,6 @@ class Run:
         self._chaos: Chaos | None = None
         self._targets: dict[str, tuple[str, int]] = {}
         self._events = EventLog(folder.path / "metrics.jsonl")
-        self._phases: set[str] = set()
-        self._phase_began = psutil.Process().create_time()
 
     def execute(self, report: Callable[[str], None] = lambda text: None) -> str:
         """Run to the end. Returns `done` or `drained`.
@@ -93,11 +90,9 @@ class Run:
         """
         self._report = report
         logs.setup("driver", None, self._folder.path)
-        self._end_phase("checks and files")
         retire_targets_beside(self._folder.path, is_abandoned)
         config, before = self._config, self._folder.checkpoint()
         with ray_session_of(config):
-            self._end_phase("Ray")
             self._config = config = decide_device(config)
             # It may wait for GPUs: a signal ends it at once.
             placement = self._placement = Placement(config, learner_on_gpu=uses_cuda(config))
@@ -234,11 +229,6 @@ class Run:
             watch.listen()
             fleet.reconcile(may_restart=not self._asked_to_stop)
             self._teachers.reconcile(may_restart=not self._asked_to_stop)
-            has_trained = (core.steps_done or 0) > core.first_step
-            if fleet.is_up or has_trained:  # the heartbeat of the step may come before the engine's
-                self._end_phase("first engine")
-            if has_trained:
-                self._end_phase("first step")
             self._steering.reconcile(core if core.is_training else None, self._teachers.processes())
 
         def while_starting() -> None:
@@ -247,7 +237,6 @@ class Run:
                 raise KeyboardInterrupt
 
         ready = core.start(while_starting)
-        self._end_phase("buffer and learner")
         while not self._teachers.all_serve:
             while_starting()
             time.sleep(POLL_S)
@@ -278,9 +267,6 @@ class Run:
                 core.drain("asked to stop")
                 self._events.write("drain", reason="asked to stop")
             time.sleep(POLL_S)
-        if status == "done":
-            self._end_phase("first engine")
-            self._end_phase("first step")  # it was the last one, too
         self._steering.has_trained()
         fleet.shut_down(SHUTDOWN_S)
         core.shut_down(SHUTDOWN_S)
@@ -321,16 +307,6 @@ class Run:
         else:
             self._targets[name] = address
         write_targets(self._folder.path, self._targets)
-
-    def _end_phase(self, name: str) -> None:
-        """Log the duration of a phase of the start, once."""
-        if name in self._phases:
-            return
-        began, now = self._phase_began, time.time()
-        self._phases.add(name)
-        self._phase_began = now
-        since_command = now - psutil.Process().create_time()
-        log.info("start: %s took %.1f s (%.1f s since the command)", name, now - began, since_command)
 
     def _step_so_far(self) -> int:
         checkpoint = self._folder.checkpoint()

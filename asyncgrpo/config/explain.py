@@ -250,24 +250,9 @@ def _lag_in_words(config: Config) -> str:
 # -- hints for unknown keys --------------------------------------------------------------------------------------------
 
 
-class Removed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Keys and features of earlier releases, each with the advice for its users."""
-
-    keys: dict[str, str]
-    features: dict[str, str]
-
-
-@cache
-def removed() -> Removed:
-    """Return the table of `removed.yaml`."""
-    return msgspec.yaml.decode(Path(__file__).with_name("removed.yaml").read_bytes(), type=Removed)
-
-
 def suggest(key: str) -> str:
     """Return a hint of one clause for a key that does not exist; empty when no key is near."""
     key = bare(key)
-    if instead := removed().keys.get(key):
-        return f"it was removed; {instead}"
     if key in knobs():
         return f"write it as `{key}`"
     if (pattern := VERL.pattern_of(key)) is not None:

@@ -29,7 +29,6 @@ from asyncgrpo.config.explain import (
     bounds_in_words,
     knobs,
     near,
-    removed,
     sections,
     suggest,
     type_in_words,
@@ -266,15 +265,14 @@ def with_overrides(config: Config, overrides: Sequence[str], *, algorithm: str |
 
 
 def recorded(values: dict[str, Any], where: str) -> Config:
-    """Return the configuration that a run of any release recorded as plain values. Keys removed since are ignored.
+    """Return the configuration that a run recorded as plain values.
 
     Args:
         where: the place of the values, for messages.
     Raises:
         ConfigError: a value or a key is unknown to this release.
     """
-    kept = {key: value for key, value in by_key(values).items() if key not in removed().keys}
-    layers = _known([Layer(where, kept)])
+    layers = _known([Layer(where, by_key(values))])
     return _convert(layers[0].values, layers, where)
 
 

@@ -61,9 +61,9 @@ class RunStarted(_RecordBase, frozen=True):
     max_lag: int
     """Bound in force at its beginning."""
     prompts: PromptState
-    config: dict[str, Any] = {}
-    """The whole configuration as plain values, for a replay; empty in journals of older releases."""
-    policy: str = "wait"
+    config: dict[str, Any]
+    """The whole configuration as plain values, for a replay."""
+    policy: str
     """`buffer.policy`: it decides which lag `max_lag` bounds."""
     max_lag_is_auto: bool = False
     """True if the run changes `max_lag` (`BoundChanged`), and groups of earlier starts keep the bound of their lease."""
@@ -80,8 +80,8 @@ class Delivered(_RecordBase, frozen=True):
     """All versions that sampled in it, sorted, oldest first."""
     head_bytes: int
     """Bytes of the first frame in the body; the rest is the payload."""
-    max_lag: int | None = None
-    """Bound in force at its lease; None: that of the start that wrote the record."""
+    max_lag: int
+    """Bound in force at its lease."""
 
 
 class BatchIssued(_RecordBase, frozen=True):
@@ -134,7 +134,7 @@ _decoder: msgspec.msgpack.Decoder[JournalRecord] = msgspec.msgpack.Decoder(Journ
 
 
 def delivered(
-    message: Deliver, payload: Buffer, max_lag: int | None = None, head: Buffer | None = None
+    message: Deliver, payload: Buffer, max_lag: int, head: Buffer | None = None
 ) -> tuple[Delivered, list[Buffer]]:
     """Return the record of a delivered group and its body in two parts.
 

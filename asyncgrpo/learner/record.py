@@ -214,7 +214,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
     num_bytes: int
     """Size of the file of events at the checkpoint."""
-    reported: dict[str, int] = msgspec.field(name="told")
+    reported: dict[str, int]
     """Groups and completions reported so far, by counter."""
     watched: TrainingWatch
 

@@ -6,7 +6,6 @@ fields of `Sample`. Files beyond `run.keep_samples` are removed, the oldest firs
 
 import contextlib
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -24,8 +23,6 @@ from asyncgrpo.wire.rollouts import Deliver
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ class SampleWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         for left_over in self.folder.rglob(".step_*.tmp"):
             left_over.unlink()
-        self._keep, self._has_removed = keep, False
+        self._keep = keep
         files = paths_in(self.folder) if keep is not None else {}
         self._steps = dict.fromkeys(sorted(files, key=lambda step: (files[step].stat().st_mtime, step)))
         """Steps with a file, in the order of writing."""
@@ -201,11 +198,6 @@ class SampleWriter:
         while self._keep is not None and len(self._steps) > self._keep:
             oldest = path_of(self.folder, next(iter(self._steps)))
             del self._steps[next(iter(self._steps))]
-            if not self._has_removed:
-                log.info(
-                    "run.keep_samples is %d: from now on the oldest file is removed, first %s", self._keep, oldest.name
-                )
-            self._has_removed = True
             oldest.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # the folder has other files
                 oldest.parent.rmdir()

@@ -65,7 +65,7 @@ class _Group(msgspec.Struct, gc=False):
     tokens: int
     oldest: PolicyVersion
     newest: PolicyVersion
-    max_lag: int | None
+    max_lag: int
 
 
 class _Manifest(msgspec.Struct):
@@ -183,10 +183,9 @@ class _Auditor:
             start = self._starts.get(manifest.version.lineage)
             for group in manifest.groups:
                 if start is not None and start.policy != "train":  # which has no bound
-                    decisive = group.newest if start.policy == "mask" else group.oldest  # `mask`: of an older release
-                    lag = manifest.version.number - decisive.number
+                    lag = manifest.version.number - group.oldest.number
                     most = bound_of(group.lease_id, group.max_lag, start)
-                    if most is not None and lag > most:
+                    if lag > most:
                         self._differ(f"group {group.lease_id}: lag {lag} in step {manifest.step}, max_lag {most}")
                 if (newest := group.newest.number) > manifest.version.number:
                     self._differ(f"group {group.lease_id} is of weights {newest}, newer than step {manifest.step}")
@@ -197,7 +196,7 @@ class _Auditor:
         """Check that the bound in a group's record was in force before its oldest token was sampled."""
         for group in self._delivered.values():
             start = self._starts.get(_lineage(group.lease_id))
-            if start is None or group.max_lag in (None, start.max_lag):
+            if start is None or group.max_lag == start.max_lag:
                 continue
             known = {max_lag for since, max_lag in self._bounds[start.lineage] if since <= group.oldest.number}
             if group.max_lag not in known:

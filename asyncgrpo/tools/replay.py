@@ -196,8 +196,6 @@ def _legs(
 
 
 def _config(run: Path, run_started: RunStarted) -> Config:
-    if not run_started.config:
-        raise JournalError(f"the journal of {run} is of an older release, which did not store the configuration")
     try:
         return recorded(run_started.config, f"the journal of {run}")
     except ConfigError as error:

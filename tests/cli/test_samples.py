@@ -13,6 +13,7 @@ from tests.recording.test_sample_files import FIELDS
 def row(index: int, step: int, **changes: object) -> dict[str, object]:
     own = {"version_oldest": "1.3", "version_newest": "1.4", "lag": 2, "group_id": f"g{index // 2}", "num_tokens": 5}
     own |= {"prompt_id": f"train/{index}", "prompt": f"question {index}", "completion": f"answer {index}"}
+    own |= {"images": "[]", "observed": "[]"}
     return FIELDS | own | {"step": step, "reward": index / 10, "advantage": index - 3.0} | changes
 
 

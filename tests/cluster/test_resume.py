@@ -1,6 +1,5 @@
 """A start goes on with the run in its folder: it refuses or applies each changed setting, and names it."""
 
-import functools
 import os
 import shutil
 from pathlib import Path
@@ -19,8 +18,8 @@ from asyncgrpo.cluster.folder import (
     record,
     values_of,
 )
-from asyncgrpo.config.explain import knobs, removed
-from asyncgrpo.config.load import by_key, load_config, recorded
+from asyncgrpo.config.explain import knobs
+from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import Config
 from asyncgrpo.errors import CheckpointError, ConfigError
 from asyncgrpo.learner.checkpoints import Checkpoints, RunState
@@ -59,16 +58,6 @@ def test_a_model_is_known_by_what_it_holds():
     assert effects(settings(), settings("model.path=/models/b")) == {"model.path": "applied"}, "it has only moved"
     assert effects(settings(model=""), settings("model.path=/models/b")) == {"model.path": "refused"}
     assert effects(settings(model="", data=""), settings()) == {}, "an older release did not look"
-
-
-def test_removed_keys_in_the_settings_of_an_older_start_are_no_change():
-    written = msgspec.json.decode(msgspec.json.encode(load_config(None, NEEDED)))
-    for key in removed().keys:
-        *above, name = key.split(".")
-        functools.reduce(lambda node, step: node.setdefault(step, {}), above, written)[name] = "anything"
-    before = Settings(values=by_key(written), sources=settings().sources)
-    assert changes(before, settings()) == []
-    assert recorded(written, "config.yaml") == load_config(None, NEEDED)
 
 
 def test_a_knob_that_an_older_release_did_not_know_had_its_default():

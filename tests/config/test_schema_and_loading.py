@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncgrpo.config.explain import explain, knobs, removed, sizes_in_words
+from asyncgrpo.config.explain import explain, knobs, sizes_in_words
 from asyncgrpo.config.load import load_config, shipped, shipped_names, to_yaml
 from asyncgrpo.config.rules import check_model
 from asyncgrpo.config.schema import Config, DataConfig, ModelConfig, SamplingConfig
@@ -152,7 +152,6 @@ data.truncation=error -> that is verl's: longer prompts are dropped, never cut
 learner.lr -> `learner.lr` is not of the form key=value, for example learner.lr=1e-6
 learner.betas=[[ -> the value of learner.betas, `[[`, is not valid YAML
 algorithm=grpo -> `algorithm` is a section; set one of its keys
-algorithm.clip_low=0.1 -> it was removed; use algorithm.loss_args.clip_low, an argument of algorithm.loss
 algorithm.loss=gpso -> topr, vespo; it is gpso: did you mean `gspo`?
 algorithm.loss_args.clip_low=[1] -> algorithm.loss_args must be a mapping, each value a number or text
 'algorithm.corrections=[{high_ratio: 2}, {kidn: veto}]' -> corrections[1]: Object contains unknown field `kidn`
@@ -195,10 +194,6 @@ class TestMistakes:
     def test_an_engine_of_one_group_may_say_so_and_ranks_need_not_share_a_step_equally(self):
         engine = "generators.extra={dp_size: 1, pp_size: 1, enable_dp_attention: false}"
         load_config(None, [*NEEDED, "learner.ranks=5", engine])
-
-    @pytest.mark.parametrize("key", removed().keys)
-    def test_a_removed_key_is_refused_with_what_to_do_instead(self, key):
-        assert key not in knobs() and message_of(f"{key}=1").endswith(f"it was removed; {removed().keys[key]}")
 
     @pytest.mark.parametrize(
         ("content", "message"),

@@ -17,14 +17,13 @@ from asyncgrpo.journal.history import (
     Damage,
     Delivered,
     Dropped,
-    delivered,
     pack,
     read_history,
     repair,
 )
 from asyncgrpo.journal.log import Disk
 from asyncgrpo.types import PolicyVersion
-from tests.journal.journals import Clock, began, failing_disk, group, groups_in, journal
+from tests.journal.journals import Clock, began, delivered, failing_disk, group, groups_in, journal
 
 
 def records():

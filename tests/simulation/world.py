@@ -248,6 +248,8 @@ class World:
             lineage=self._lineage,
             parent=None if state is None else PolicyVersion(state.lineage, state.step),
             compatibility_key={},
+            config={},
+            policy=self.config.buffer.policy,
             max_lag=self.config.buffer.largest_max_lag,
             max_lag_is_auto=self.max_lag == "auto",
             prompts=source.state(),

@@ -153,7 +153,6 @@ ANOTHER = msgspec.to_builtins(config()) | {"gears": {"count": 3}}
         (None, without_manifest, "has no manifest of step 2"),
         (None, handed_twice, "or two of step 2"),
         (None, lambda run: run.hand("1.7.0"), r"step 1 cannot be trained again: its group 1\.7\.0"),
-        ({}, FakeRun.train, "older release"),
         (ANOTHER, FakeRun.train, "another release: .*gears"),
     ],
 )
