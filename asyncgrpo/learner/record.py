@@ -39,7 +39,8 @@ WINDOW = 20
 LITTLE, ENOUGH = 1 - limit_of("LittleSignal"), 0.5
 """Mean shares of groups with a signal: the warning starts below the first and ends above the second."""
 FALL = 0.05
-"""Share of the best evaluation's gain over the first: two consecutive evaluations that lost more than this are a fall."""
+"""Share of the best evaluation's gain over the first: two consecutive evaluations that lost more than this, and more than the
+interval of the mean of a suite, are a fall."""
 NARROW = 0.05
 """Share of the first step's entropy below which the policy hardly explores."""
 SHORT = 0.1
@@ -79,7 +80,7 @@ class TrainingWatch(msgspec.Struct, kw_only=True):
             watched = {"signal": self._signal, "entropy": self._entropy, "steps": self._far}
             return next(filter(None, (self._new(about, look) for about, look in watched.items())), None)
         if event["event"] == "eval" and event.get("reward_mean") is not None:
-            return self._new("evaluation", lambda: self._fall(event["step"], event["reward_mean"]))
+            return self._new("evaluation", lambda: self._fall(event))
         return None
 
     def _new(self, about: str, look: Callable[[], str | bool]) -> tuple[str, str] | None:
@@ -142,12 +143,15 @@ class TrainingWatch(msgspec.Struct, kw_only=True):
         found = [step.get(name) for step in self.steps]
         return [] if None in found else [number for number in found if number is not None]
 
-    def _fall(self, step: int, reward: float) -> str | bool:
+    def _fall(self, event: Event) -> str | bool:
+        step, reward = event["step"], event["reward_mean"]
+        numbers = [suite["numbers"] for suite in event.get("suites", {}).values()]
+        chance = min((some["reward"][0] - some["reward"][1] for some in numbers if some), default=0.0)
         self.first = reward if self.first is None else self.first
         newest, before = (step, reward), self.before or (0, -math.inf)
         best_step, best = max(self.best or newest, newest, key=lambda seen: seen[1])
         self.best, self.before = (best_step, best), newest
-        if max(before[1], reward) >= best - FALL * (best - self.first):
+        if max(before[1], reward) >= best - max(FALL * (best - self.first), chance):
             return False
         return (
             f"the evaluation has fallen to {reward:.4g} at step {step}, from {best:.4g} at step {best_step}: "

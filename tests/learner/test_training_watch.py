@@ -15,8 +15,12 @@ def step(share: float) -> dict:
     }
 
 
-def evaluation(step: int, reward: float | None) -> dict:
-    return {"event": "eval", "step": step, "reward_mean": reward}
+def evaluation(step: int, reward: float | None, chance: float = 0.0) -> dict:
+    suites = {"wide": {"numbers": {}}}
+    if reward is not None:
+        suites["eval"] = {"numbers": {"reward": [reward, reward - chance, reward + chance]}}
+        suites["wide"] = {"numbers": {"reward": [reward, reward - 2 * chance, reward + 2 * chance]}}
+    return {"event": "eval", "step": step, "reward_mean": reward, "suites": suites}
 
 
 def told(watch: TrainingWatch, events: list[dict]) -> list[tuple[int, str]]:
@@ -40,6 +44,9 @@ def test_little_signal_is_said_once_and_again_after_it_was_enough():
 def test_an_evaluation_that_fell_twice_in_a_row_is_said_once():
     dips = [evaluation(n, value) for n, value in enumerate((0.1, 1.0, 0.97, 0.96, None, 0.98))]
     assert told(TrainingWatch(), dips) == [], "small ones, and one without a score"
+    for chance, said in ((0.02, []), (0.005, [(2, "evaluation")])):
+        below = [evaluation(n, value, chance) for n, value in enumerate((0.75, 0.74, 0.74))]
+        assert told(TrainingWatch(), below) == said, "the first one may be the best by chance"
     watch = TrainingWatch()
     rising = [evaluation(n, value) for n, value in enumerate((0.1, 0.5, 1.0))]
     assert told(watch, [*rising, evaluation(3, 0.9), evaluation(4, 1.0)]) == [], "one may be chance"
