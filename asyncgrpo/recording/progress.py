@@ -234,6 +234,8 @@ class Progress:
 
     def _on_rewards_resumed(self, event: Event) -> None:
         self.paused.pop(event["actor"], None)
+        if self.advice is not None and self.advice["bottleneck"] == "health" and not self.paused:
+            self.advice = None
 
     def _on_end(self, event: Event) -> None:
         self.end = event

@@ -98,6 +98,9 @@ def test_the_page_says_that_rewards_are_paused_and_when_they_are_tried_again():
     text = page([START, paused, again, resumed], now=112.0)
     assert "rewards work again at generator-0, after 11 s" in text
     assert Progress.of([START, paused, again, resumed]).paused == {}
+    for bottleneck, is_shown in (("health", False), ("reward", True)):
+        advice = of("advice", bottleneck=bottleneck, sentence="every call fails", evidence="")
+        assert (Progress.of([START, paused, advice, resumed]).advice is not None) == is_shown
     assert Progress.of([START, paused, of("restart", actor="buffer", reason="signal 9")]).paused == {}
     assert Progress.of([START, paused, of("restart", actor="generator-1", reason="signal 9")]).paused != {}
     text = page([START, of("lease_failed", reason="failed", detail="too long", count=10)])
