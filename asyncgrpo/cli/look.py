@@ -256,7 +256,7 @@ def samples(
         f"{shown} of the {len(rows)} completions of step {rows[0]['step'] if rows else '?'}{different}", dim=True
     )
     rewards = {row["reward"] for row in rows if row["reward"] is not None}
-    if len(rewards) == 1:
+    if len(rewards) == 1 and not evals:
         typer.secho(
             f"all completions of this step have reward {rewards.pop():g}: they give no training signal", dim=True
         )

@@ -78,6 +78,9 @@ def test_the_same_completion_is_shown_once_with_its_count_and_what_an_environmen
     assert "train/0 x4 reward 0" in out
     assert "4 of the 5 completions of step 1 (1 different)" in out
     assert "all completions of this step have reward 0" in out
+    (tmp_path / "samples").rename(tmp_path / "evals")
+    assert "training signal" not in shown(asyncgrpo, tmp_path, "--evals")
+    (tmp_path / "evals").rename(tmp_path / "samples")
     counts = {r["prompt_id"]: r["count"] for r in listed(asyncgrpo, tmp_path, "--best")}
     assert counts == {"train/0": 4, "train/1": 1}
 
