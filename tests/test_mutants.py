@@ -29,6 +29,8 @@ def run_tests(which: str) -> int:
     path = Path(__file__).parent / file
     chosen = [f"{path}::{name}" if name else str(path)]
     # A run inside a run: the alarm of the outer one counts for both, and what the inner one says is nobody's.
-    options = ["-x", "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider", "-p", "no:timeout", "-p", "no:xdist"]
+    options = ["-x", "-q", "--tb=no", "--no-header"]
+    # At its end the last one would collect garbage several times, which takes longer than the tests.
+    options += [f"-pno:{name}" for name in ("cacheprovider", "timeout", "xdist", "unraisableexception")]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return pytest.main([*chosen, *options])
