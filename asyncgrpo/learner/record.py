@@ -218,7 +218,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
 
     num_bytes: int
     """Size of the file of events at the checkpoint."""
-    reported: dict[str, int]
+    reported: dict[str, int] = msgspec.field(name="told")
     """Groups and completions reported so far, by counter."""
     watched: TrainingWatch
 
