@@ -5,6 +5,7 @@ of its own, and is dealt alone. The longest go first, so that no worker is still
 """
 
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1")
 """As in every process of a run: a lost reply of a DNS server must not take up the deadline of a test."""
 os.environ["OMP_NUM_THREADS"] = "1"
 """Two threads of each worker on two cores wait for one another at every operation: tiny models take 100 times as long."""
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A script that starts the tests in the background has Ctrl-C ignored, for them and for all that they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ALONE = {
     "tests/simulation/test_simulation.py",

@@ -15,7 +15,6 @@ from tests.runs import environment
 
 PROCESS = """
 import signal, subprocess, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs tests in the background has it ignored
 from asyncgrpo import scratch
 
 folder = scratch.folder()

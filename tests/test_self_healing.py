@@ -88,8 +88,8 @@ def test_a_frozen_generator_is_replaced_as_soon_as_a_publication_misses_it_and_a
     wait_until(lambda: bool(reasons(run, frozen)), "word of it at the buffer", 10.0)
     (reason,) = reasons(run, frozen)
     assert not reason.startswith(("silent", "no heartbeat")), "the buffer was told, and did not find it out by itself"
-    (again,) = [one.pid for one in RunClient(run).status().processes if one.name == frozen]
-    os.kill(again, signal.SIGKILL)
+    wait_until(lambda: pid_of(run, frozen) is not None, "its first heartbeat at the driver", 10.0)
+    os.kill(pid_of(run, frozen), signal.SIGKILL)
     assert process.wait(timeout=120) == 1
     output, last = (tmp_path / "output.txt").read_text(), events(run, "step")[-1]["step"]
     said = f"checkpoint of step {last} written; the same command goes on from there"
@@ -102,6 +102,11 @@ def test_a_frozen_generator_is_replaced_as_soon_as_a_publication_misses_it_and_a
     assert len(events(run, "restart")) == 1 and not events(run, "stall")
     audited(run)
     assert_nothing_left(tmp_path)
+
+
+def pid_of(run: Path, actor: str) -> int | None:
+    (pid,) = [process.pid for process in RunClient(run).status().processes if process.name == actor]
+    return pid
 
 
 def reasons(run: Path, generator: str) -> list[str]:
