@@ -90,7 +90,9 @@ def check_service(url: str, key: str) -> None:
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def fetch(url: str, *, token: str | None = None, body: bytes | None = None, timeout_s: float) -> bytes:
+def fetch(
+    url: str, *, token: str | None = None, body: bytes | None = None, timeout_s: float, limit: int | None = None
+) -> bytes:
     """Return the body of the reply to one request over HTTP.
 
     It ignores any proxy of the environment: the server is on this machine, or on one beside it.
@@ -98,6 +100,7 @@ def fetch(url: str, *, token: str | None = None, body: bytes | None = None, time
     Args:
         token: sent as `Authorization: Bearer`.
         body: JSON to be posted; None: the page is read.
+        limit: bytes after which the reply is cut off; None: no limit.
     Raises:
         OSError: there was no reply over HTTP; `urllib.error.HTTPError`, which is one, if the reply is an error.
     """
@@ -108,7 +111,7 @@ def fetch(url: str, *, token: str | None = None, body: bytes | None = None, time
         request.add_header("Authorization", f"Bearer {token}")
     try:
         with _direct.open(request, timeout=timeout_s) as reply:
-            return reply.read()
+            return reply.read(limit)
     except http.client.HTTPException as problem:
         raise OSError(f"another server is there, or the reply was cut off ({problem!r})") from problem
 

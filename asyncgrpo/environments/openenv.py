@@ -156,7 +156,8 @@ def text_field_at(url: str) -> str | None:
     """
     check_service(url, "environment.name")
     try:
-        fields = dict(json.loads(fetch(f"{url.rstrip('/')}/schema", timeout_s=CHECK_S))["action"]["properties"])
+        schema = fetch(f"{url.rstrip('/')}/schema", timeout_s=CHECK_S, limit=_LARGEST)
+        fields = dict(json.loads(schema)["action"]["properties"])
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"environment.name: no OpenEnv server replies at {url}: {error}; start it before the run"
