@@ -27,7 +27,7 @@ import ray
 from asyncgrpo import liveness, metrics
 from asyncgrpo.cluster.heartbeat import Watch
 from asyncgrpo.cluster.nodes import environment_to_share
-from asyncgrpo.cluster.ray_session import NO_PLACE_S, Actor, Placement, Reference, has_ended, result, results
+from asyncgrpo.cluster.ray_session import NO_PLACE_S, Actor, Placement, Reference, ended_of, result, results
 from asyncgrpo.cluster.wiring import (
     BufferActor,
     BufferReady,
@@ -138,7 +138,8 @@ class Core:
             StalledError: no step was trained for too long.
             AsyncGRPOError: training failed for good.
         """
-        done = [rank for rank, reference in enumerate(self._training) if has_ended(reference)]
+        ended = ended_of([*self._training, self._serving])
+        done = [rank for rank, reference in enumerate(self._training) if reference in ended]
         statuses = []
         try:
             statuses += [str(result(self._training[rank], f"learner-{rank}")) for rank in done]
@@ -149,7 +150,7 @@ class Core:
             raise self._cause()
         if len(done) == len(self._training):
             return statuses[0]
-        if has_ended(self._serving):
+        if self._serving in ended:
             result(self._serving, "buffer")
             if not ray.wait(self._training, timeout=END_S)[0]:
                 raise ProcessLost("buffer: it ended before the learner")
@@ -208,7 +209,7 @@ class Core:
     @property
     def can_save(self) -> bool:
         """True if all learner ranks and the buffer run: a checkpoint needs each of them."""
-        return self.is_training and not any(map(has_ended, [*self._training, self._serving]))
+        return self.is_training and not ended_of([*self._training, self._serving])
 
     def drain(self, reason: str, *, is_failure: bool = False) -> None:
         """Ask buffer and learner to finish the current step, write a checkpoint and exit.
@@ -311,17 +312,22 @@ class Started:
     address: Reference
     """Result of `start`. None once `start` has ended."""
     running: Reference
-    """Result of `run`, when it ends."""
+    """Result of `run`, when it ends. After a failed `start` it has none."""
     requested_s: float
     """Time of the request to Ray."""
-    failure: str = ""
-    """Reason why `start` failed; empty: it did not."""
+    end: str = ""
+    """Reason why `start` or `run` ended; empty: it serves, or starts."""
     is_late: bool = False
     """True once a late start was logged."""
     is_leaving: bool = False
     """True once it was asked to leave."""
     missed_s: float | None = None
     """Time since which another process has lost it; None: it is not lost."""
+
+    @property
+    def awaited(self) -> Reference:
+        """Result that comes next."""
+        return self.running if self.address is None else self.address
 
 
 class Supervised:
@@ -390,8 +396,12 @@ class Supervised:
         Raises:
             AsyncGRPOError: one has ended too often, or cannot be replaced.
         """
+        ended = ended_of(process.awaited for process in self._running.values())
         for index, process in list(self._running.items()):
-            self._follow_start(index, process)
+            if process.awaited in ended:
+                self._take(index, process)
+            elif process.address is not None:
+                self._report_late(index, process)
             if reason := self._unhealthy_reason(index, process):
                 self._ended(index, process, reason, may_restart)
         if may_restart and self._may_start:
@@ -405,35 +415,32 @@ class Supervised:
         process = self._running.get(index)
         return process is not None and self._watch.has_begun(self._name(index), process.incarnation)
 
-    def _follow_start(self, index: int, process: Started) -> None:
-        """Take in the result of `start`, or the reason why it failed. Log once if Ray has no resources for it."""
-        name = self._name(index)
-        if process.address is None:
-            return
-        if has_ended(process.address):
-            try:
-                found = result(process.address, name)
-            except AsyncGRPOError as error:
-                process.failure = in_a_line(error, name)
-            else:
+    def _take(self, index: int, process: Started) -> None:
+        """Take in the result of `start` or `run`, or the reason why it failed."""
+        is_start = process.address is not None
+        try:
+            found = result(process.awaited, self._name(index))
+        except AsyncGRPOError as error:
+            process.end = in_a_line(error, self._name(index))
+        else:
+            if is_start:
                 self._has_started(index, found)
-            process.address = None
-        elif not process.is_late and time.monotonic() - process.requested_s > NO_PLACE_S:
+            else:
+                process.end = EXITED
+        process.address = None
+
+    def _report_late(self, index: int, process: Started) -> None:
+        """Log once if Ray has no resources for a process."""
+        if not process.is_late and time.monotonic() - process.requested_s > NO_PLACE_S:
             process.is_late = True
-            log.warning("%s; the others go on", self._placement.waits(name, NO_PLACE_S))
+            log.warning("%s; the others go on", self._placement.waits(self._name(index), NO_PLACE_S))
 
     def _unhealthy_reason(self, index: int, process: Started) -> str | None:
         """Return the reason to replace a process; None if it is healthy. Raises AsyncGRPOError if none can replace it."""
-        name, limit_s = self._name(index), self._setup.config.cluster.silent_timeout_s
-        if process.failure:
-            return process.failure
-        if process.address is None and has_ended(process.running):  # after a failed start `run` has no result
-            try:
-                result(process.running, name)
-            except AsyncGRPOError as error:
-                return in_a_line(error, name)
-            return EXITED
-        return self._watch.unhealthy_reason(name, process.incarnation, silent_s=limit_s, still_s=limit_s)
+        limit_s = self._setup.config.cluster.silent_timeout_s
+        return process.end or self._watch.unhealthy_reason(
+            self._name(index), process.incarnation, silent_s=limit_s, still_s=limit_s
+        )
 
     def _start_due(self) -> None:
         for index in [index for index, due in self._due.items() if time.monotonic() >= due]:

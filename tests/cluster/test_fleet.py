@@ -1,6 +1,5 @@
 """The processes of a run without Ray: which generators the fleet ends, tells and starts again, and the start of a core."""
 
-import itertools
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -78,7 +77,7 @@ class Watch:
 def plane(monkeypatch):
     """A fleet of two generators, its watch, its core, and the events that it has written."""
     monkeypatch.setattr(module, "ray", Ray())
-    monkeypatch.setattr(module, "has_ended", lambda reference: False)
+    monkeypatch.setattr(module, "ended_of", lambda references: [])
     monkeypatch.setattr(liveness, "BACKOFF_S", (0.0,) * liveness.FAILED_STARTS)
     config = Config(
         model=ModelConfig(path="m"), data=DataConfig(train="t"), generators=GeneratorConfig(count=2, restarts=1)
@@ -153,7 +152,7 @@ def test_one_that_ray_finds_no_place_for_is_said_once_and_the_others_go_on(plane
     watch.silent_s = {"generator-1 1.0": 500.0}  # its node is lost, and what replaces it has no place
     now_s, ray = [time.monotonic()], module.ray
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
-    monkeypatch.setattr(module, "has_ended", lambda reference: reference is ray.started[0])
+    monkeypatch.setattr(module, "ended_of", lambda references: [one for one in references if one is ray.started[0]])
     monkeypatch.setattr(module, "result", lambda reference, name: ("127.0.0.1", 1))
     fleet.reconcile()
     assert len(ray.started) == 3 and "waits since" not in caplog.text
@@ -164,24 +163,18 @@ def test_one_that_ray_finds_no_place_for_is_said_once_and_the_others_go_on(plane
     assert len(ray.started) == 3 and core.lost == [("generator-1", "1.0")], "it is not given up"
 
 
-def test_one_that_cannot_start_ends_by_its_own_reason_and_one_whose_start_returns_between_two_looks_does_not(
-    plane, monkeypatch
-):
+def test_one_that_cannot_start_ends_by_its_own_reason(plane, monkeypatch):
     fleet, _, core, written = plane
-    started, failed = module.ray.started
-    looks = itertools.count()
-    monkeypatch.setattr(module, "has_ended", lambda of: of is failed or (of is started and next(looks) > 0))
+    _, failed = module.ray.started
     why = "model.path: /models/a does not exist on the node 10.0.0.7"
 
-    def result(reference: object, name: str) -> tuple[str, int]:
-        if reference is failed:
-            raise ConfigError(why)
-        return "127.0.0.1", 1
+    def result(reference: object, name: str) -> None:
+        raise ConfigError(why)
 
+    monkeypatch.setattr(module, "ended_of", lambda references: [one for one in references if one is failed])
     monkeypatch.setattr(module, "result", result)
-    for _ in range(3):
-        fleet.reconcile()
-    assert core.lost == [("generator-1", "1.0")] and written[-1]["reason"] == why and next(looks) > 1
+    fleet.reconcile()
+    assert core.lost == [("generator-1", "1.0")] and written[-1]["reason"] == why
 
 
 def test_a_run_may_lose_a_generator_that_serves_or_whose_start_may_fail_once_more(plane):
@@ -231,9 +224,10 @@ def test_one_that_is_too_many_leaves_when_it_ends_by_itself_and_costs_no_restart
 def test_one_that_exits_restarts_unless_it_ends_with_the_run(plane, monkeypatch, is_over):
     """A generator with a small engine is gone before the learner's ranks are. The run may go on with another core."""
     fleet, _, core, written = plane
-    monkeypatch.setattr(module, "has_ended", lambda reference: True)
+    monkeypatch.setattr(module, "ended_of", list)
     monkeypatch.setattr(module, "result", lambda reference, name: ("host", 1))
     core.is_over = lambda: is_over
+    fleet.reconcile()  # takes the results of their starts
     fleet.reconcile()
     restarts = [("generator-0", "it exited"), ("generator-1", "it exited")]
     assert [(one["actor"], one["reason"]) for one in written] == ([] if is_over else restarts)
@@ -241,7 +235,7 @@ def test_one_that_exits_restarts_unless_it_ends_with_the_run(plane, monkeypatch,
         fleet.reconcile()
         assert len(core.lost) == 2 and not fleet.is_up and len(module.ray.started) == 2
         fleet.leave()
-        monkeypatch.setattr(module, "has_ended", lambda reference: False)
+        monkeypatch.setattr(module, "ended_of", lambda references: [])
         fleet.work_for(core, ENDPOINTS)
         fleet.reconcile()
         assert len(module.ray.started) == 4 and written == []
@@ -342,8 +336,8 @@ def test_the_rank_that_was_lost_is_named_and_not_one_that_lost_its_peer(monkeypa
 
     monkeypatch.setattr(module, "ray", SimpleNamespace(wait=wait))
     monkeypatch.setattr(module, "result", result)
-    monkeypatch.setattr(module, "has_ended", lambda reference: reference in ended)
-    core: Any = SimpleNamespace(_training=["learner-0", "learner-1"])
+    monkeypatch.setattr(module, "ended_of", lambda references: [one for one in references if one in ended])
+    core: Any = SimpleNamespace(_training=["learner-0", "learner-1"], _serving="buffer")
     core._cause = lambda: Core._cause(core)
     with pytest.raises(ProcessLost, match=f"^learner-1: {rank_1}$") as loss:
         Core.status(core)
