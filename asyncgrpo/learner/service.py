@@ -228,10 +228,11 @@ class LearnerService:
             self.inbox.request_eval(self.step)
 
     def _try_checkpoint(self) -> None:
-        """Write a checkpoint. If the disk refuses it, training continues and the previous checkpoint stays."""
+        """Write a checkpoint unless this step has one. If the disk refuses it, training continues and the previous one stays."""
         check_owner(self.run_dir, self.version.lineage)
         try:
-            self._checkpoint()
+            if not self._is_saved():
+                self._checkpoint()
         except CheckpointError as error:
             log.error("%s; training continues", error)
 
@@ -256,22 +257,25 @@ class LearnerService:
         The step counts even if no generator received its weights: no later group can be sampled from them.
         """
         check_owner(self.run_dir, self.version.lineage)
-        self._try_finish_checkpoint(waits=True)
-        latest = self._checkpoints.latest()
-        if latest is None or read_state(latest).step != self.step:
+        if not self._is_saved():
             self.inbox.trained(self.version)
             self._checkpoint(within_s)
             self._finish_checkpoint(waits=True)
 
+    def _is_saved(self) -> bool:
+        """Return True if this step has a checkpoint, after any in progress is complete. Raises CheckpointError."""
+        self._try_finish_checkpoint(waits=True)
+        latest = self._checkpoints.latest()
+        return latest is not None and read_state(latest).step == self.step
+
     def _checkpoint(self, within_s: float = math.inf) -> None:
-        """Begin a checkpoint from a copy of the state, after the previous one is complete.
+        """Begin a checkpoint from a copy of the state.
 
         Args:
             within_s: deadline for the buffer's part, the finished prompts.
         Raises:
             CheckpointError: the disk refused.
         """
-        self._try_finish_checkpoint(waits=True)
         snapshot = self.inbox.snapshot(within_s)
         state = RunState(
             step=self.step,

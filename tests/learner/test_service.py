@@ -286,29 +286,26 @@ def test_a_run_that_is_made_smaller_while_it_starts_waits_for_no_generator_that_
 class Asking(Inbox):
     """A buffer to whose learner a person speaks while it waits for the second batch."""
 
-    def __init__(self, asked: Steer) -> None:
-        super().__init__()
-        self.asked = asked
-        self.learner: LearnerService | None = None
+    learner: LearnerService | None = None
 
     def take(self, version: PolicyVersion, shares_within: dict[int, float]) -> Taken:
         if version.number == 1 and self.learner is not None:
-            self.learner.steer(self.asked)
-            for _ in range(2):
+            for times in (1, 2):
+                self.learner.steer(Steer(revision=times, lr=1e-5, checkpoints=times))
                 self.while_waiting("the end of the pause", 1.0)
         return super().take(version, shares_within)
 
 
 def test_a_learner_that_waits_does_what_a_person_asks_for_once(tmp_path: Path):
-    inbox, learner = Asking(Steer(revision=1, lr=1e-5, checkpoints=1)), Learner()
+    inbox, learner = Asking(), Learner()
     running = service(tmp_path, inbox, learner=learner)
     inbox.learner = running
     written = []
     running.recorder.events.write = lambda event, **fields: written.append((event, fields))
-    assert running.run() == "done" and running.steered == 1
+    assert running.run() == "done" and running.steered == 2
     assert learner.rates == [1e-3, 1e-5, 1e-5]
     assert [fields for event, fields in written if event == "lr_changed"] == [{"version": "1.1", "lr": 1e-5}]
-    assert [fields["step"] for event, fields in written if event == "checkpoint"] == [1, 2, 3]
+    assert [fields["step"] for event, fields in written if event == "checkpoint"] == [1, 2, 3], "not twice"
 
 
 class SlowDisk(Learner):
