@@ -27,10 +27,11 @@ from torch import Tensor
 
 from asyncgrpo import liveness
 from asyncgrpo.config.schema import WeightsConfig
+from asyncgrpo.errors import WeightsError
 from asyncgrpo.types import PolicyVersion
 from asyncgrpo.weights import arena, lane, publisher, receiver
 from asyncgrpo.weights import digest as digests
-from asyncgrpo.weights.arena import Arenas, Stream
+from asyncgrpo.weights.arena import Arenas, SharedTensors, Stream
 from asyncgrpo.weights.delta import Delta
 from asyncgrpo.weights.digest import add_digests, digest
 from asyncgrpo.weights.lane import Sender, Written
@@ -61,13 +62,17 @@ class Engine:
         self.version: PolicyVersion | None = None
         self.slow_s = 0.0
 
-    def apply(self, tensors: Any, version: PolicyVersion) -> str:
-        tensors = list(tensors)
+    def apply(self, tensors: SharedTensors, version: PolicyVersion) -> str:
         before = self._digest(tensors)
         pause_s, self.slow_s = self.slow_s, 0.0
         time.sleep(pause_s)
         after = self._digest(tensors)
         self._found["loads"] += 1
+        try:
+            tensors.require_intact()
+        except WeightsError:  # on a busy machine it was given up meanwhile; engines refuse such a load, too
+            self._found["loads refused"] += 1
+            return after
         self._found["torn"] += before != after
         self._found["not what was published"] += self._truth[version] not in (before, after) or before != after
         self.version = version
