@@ -18,8 +18,9 @@ import math
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -488,6 +489,8 @@ class Fleet(Supervised):
     role = "generator"
     _core: Core | None = None
     _endpoints = NOWHERE
+    _missing: Mapping[str, str] = MappingProxyType({})
+    """Generators that another process has lost, with its name."""
 
     def scale(self, count: int) -> None:
         """Run `count` generators, those with the lowest numbers."""
@@ -536,6 +539,7 @@ class Fleet(Supervised):
         Raises:
             AsyncGRPOError: a generator has ended too often.
         """
+        self._missing = self._watch.missing()
         super().reconcile(may_restart=may_restart)
         if self._core is None:
             return
@@ -565,7 +569,7 @@ class Fleet(Supervised):
         if reason := super()._unhealthy_reason(index, generator):
             return reason
         name, limit_s = self._name(index), self._setup.config.cluster.silent_timeout_s
-        witness = self._watch.missing().get(f"{name}-{generator.incarnation}")
+        witness = self._missing.get(f"{name}-{generator.incarnation}")
         if witness is None:
             generator.missed_s = None
             return None
