@@ -417,6 +417,8 @@ def _estimators(config: Config) -> Iterator[str]:
         yield "algorithm.critic.* is set, but algorithm.advantage has no critic; only gae has"
     if a.loss == PAIRWISE and a.advantage == CRITIC:
         yield "algorithm.advantage=gae trains a critic for advantages that algorithm.loss=pairwise does not use"
+    if a.loss == PAIRWISE and a.advantage == "remax":
+        yield "algorithm.advantage=remax samples a baseline for advantages that algorithm.loss=pairwise does not use; use grpo"
     if a.filter_zero_signal and a.advantage == CRITIC:
         yield "algorithm.filter_zero_signal hides prompts that are always or never solved, and algorithm.advantage=gae needs them"
 

@@ -79,6 +79,7 @@ LOSS=pairwise 'ARGS={beta: 1, reference_logprobs: true}' -> not an argument of p
 KL_kind=k1 KL_coef=1 -> kl_kind=k1 has no gradient in expectation
 KL_kind=full KL_coef=1 KL_in=reward -> kl_kind=full
 LOSS=pairwise ARGS.beta=1 KL_coef=1 KL_in=reward -> no part in algorithm.loss=pairwise
+LOSS=pairwise ARGS.beta=1 algorithm.advantage=remax -> samples a baseline for advantages that algorithm.loss=pairwise
 algorithm.overlong_buffer=1025 -> overlong_buffer (1025) is more than sampling.max_tokens (1024)
 algorithm.overlong_buffer=9 algorithm.truncated=zero -> rewards a cut completion above one
 algorithm.overlong_buffer=9 algorithm.advantage=max_rl -> algorithm.overlong_buffer (9)
