@@ -71,7 +71,7 @@ def check_run(config: Config) -> str:
         check_gpus(config, torch.cuda.device_count(), learner_on_gpu=learner_on_gpu)
     reward = check_inputs(config)
     check_fit(config)
-    _check_training(config, learner_on_gpu=learner_on_gpu)
+    _check_training(config)
     return reward
 
 
@@ -187,7 +187,7 @@ def _is_on_gpu(config: Config) -> bool:
     return runs_on_gpu(config) or config.generators.gpus_each > 0
 
 
-def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
+def _check_training(config: Config) -> None:
     """Check the model as the learner loads it, and the disk space for a checkpoint. Skip a model to be downloaded."""
     import torch
 
@@ -198,7 +198,8 @@ def _check_training(config: Config, *, learner_on_gpu: bool) -> None:
     teacher = config.algorithm.teacher
     if teacher is not None and (there := local_model(teacher)) is not None:
         refuse_other_tokens(str(folder), str(there))
-    model = check_language_model(str(folder), config, torch.device("cuda" if learner_on_gpu else "cpu"))
+        check_language_model(str(there), config, "algorithm.teacher")
+    model = check_language_model(str(folder), config)
     exported = sum(p.numel() for p in model.parameters()) * getattr(torch, config.model.dtype).itemsize
     resumed = 3 * sum(4 * p.numel() for p in model.parameters() if p.requires_grad)  # weights and AdamW's two moments
     disk = Path(config.run.out).absolute()

@@ -195,10 +195,10 @@ def build_model(
         ConfigError: the model cannot be loaded or trained here.
     """
     kernel = choose_kernel(device, dtype)
-    language_model, reader = unread_language_model(
-        path, longest=config.data.max_prompt_tokens + config.sampling.max_tokens
-    )
-    refuse_layout(language_model, path, config.learner.parallel)
+    key = "model.path" if path == config.model.path else "algorithm.teacher"
+    longest = config.data.max_prompt_tokens + config.sampling.max_tokens
+    language_model, reader = unread_language_model(path, longest=longest, key=key)
+    refuse_layout(language_model, path, config.learner.parallel, key)
     attention.install(language_model, kernel, ranks.row)
     if (tower := tower_of(language_model)) is not None:
         tower.requires_grad_(False)
@@ -219,7 +219,7 @@ def build_model(
         images=images,
     )
     scorer.offloads = trainable and config.learner.activation_checkpointing == "offload"
-    scorer.layers = _layers(language_model, path)
+    scorer.layers = _layers(language_model, path, key)
     experts = distribute_experts(language_model, ranks.experts["expert"]) if ranks.experts else []
     offload = not trainable and config.learner.offload_reference and device.type == "cuda"
     if reader:
@@ -239,19 +239,21 @@ def build_model(
     return scorer
 
 
-def unread_language_model(path: str, *, longest: int) -> tuple[PreTrainedModel, ShardReader | None]:
+def unread_language_model(
+    path: str, *, longest: int, key: str = "model.path"
+) -> tuple[PreTrainedModel, ShardReader | None]:
     """Return the model on `meta` and the reader of its files, or the full model and None if only transformers can read it.
 
     Raises ConfigError.
     """
-    with _loading(path):
+    with _loading(path, key):
         model = loading.without_memory(path)
     try:
         reader = ShardReader(model, path)
     except WeightsError as error:
-        log.warning("model.path (%s): every rank loads the full model, because %s", path, error)
-        return load_language_model(path, longest=longest), None
-    _refuse_what_differs(model, path, longest)
+        log.warning("%s (%s): every rank loads the full model, because %s", key, path, error)
+        return load_language_model(path, longest=longest, key=key), None
+    _refuse_what_differs(model, path, longest, key)
     return model, reader
 
 
@@ -296,35 +298,37 @@ def choose_kernel(device: torch.device, dtype: torch.dtype) -> str:
     return "varlen" if attention.flash_function() is None else "flash_attention_2"
 
 
-def load_language_model(path: str, *, longest: int) -> PreTrainedModel:
+def load_language_model(path: str, *, longest: int, key: str = "model.path") -> PreTrainedModel:
     """Load the model in float32 on the CPU, in evaluation mode, for sequences of up to `longest` tokens.
 
     Raises ConfigError.
     """
-    with _loading(path):
+    with _loading(path, key):
         model = model_class(AutoConfig.from_pretrained(path)).from_pretrained(path, dtype=torch.float32)
-    _refuse_what_differs(model, path, longest)
+    _refuse_what_differs(model, path, longest, key)
     return model.eval()
 
 
-def check_language_model(path: str, config: Config, device: torch.device) -> PreTrainedModel:
+def check_language_model(path: str, config: Config, key: str = "model.path") -> PreTrainedModel:
     """Refuse what `build_model` would refuse, without reading the weights.
 
     Args:
         path: folder of the model. The hub is not contacted.
-        device: of the learner.
+        key: of the model to train, or `algorithm.teacher`.
     Returns:
         The model on `meta`, with its adapters.
     Raises:
-        ConfigError: the model cannot be trained as configured.
+        ConfigError: the model cannot be trained, or teach, as configured.
     """
     with torch.device("meta"):
-        with _loading(path):
+        with _loading(path, key):
             settings = AutoConfig.from_pretrained(path)
             model = model_class(settings).from_config(settings)
-        _refuse_what_differs(model, path, config.data.max_prompt_tokens + config.sampling.max_tokens)
-        _layers(model, path)
-        refuse_layout(model, path, config.learner.parallel)
+        _refuse_what_differs(model, path, config.data.max_prompt_tokens + config.sampling.max_tokens, key)
+        _layers(model, path, key)
+        refuse_layout(model, path, config.learner.parallel, key)
+        if key == "algorithm.teacher":
+            return model
         Balance.of(model, path, config.algorithm)
         if config.model.routing_replay == "rollout" and not any(True for _ in routers_of(model)):
             raise ConfigError(f"model.routing_replay is rollout, but model.path ({path}) has no experts to choose from")
@@ -359,42 +363,42 @@ def _loading(path: str, key: str = "model.path") -> Iterator[None]:
         raise ConfigError(f"{key} ({path}) cannot be loaded as a causal language model: {reason}") from error
 
 
-def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int) -> None:
+def _refuse_what_differs(model: PreTrainedModel, path: str, longest: int, key: str) -> None:
     """Raise ConfigError for a model whose attention or head the learner does not support, or that cannot be published."""
     settings = model.config.get_text_config()
     has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
     if has_sinks or getattr(settings, "attn_logit_softcapping", None):
         raise ConfigError(
-            f"model.path ({path}) is a {settings.model_type}, whose attention{' sinks' * has_sinks} the learner does not support"
+            f"{key} ({path}) is a {settings.model_type}, whose attention{' sinks' * has_sinks} the learner does not support"
         )
     window = getattr(settings, "sliding_window", None)
     kinds = getattr(settings, "layer_types", None) or ["sliding_attention"]
     others = set(kinds) - {"full_attention", "sliding_attention"}
     if others or model._is_stateful:
         raise ConfigError(
-            f"model.path ({path}) has layers of {', '.join(sorted(others)) or 'recurrence'}, in which packed completions would "
+            f"{key} ({path}) has layers of {', '.join(sorted(others)) or 'recurrence'}, in which packed completions would "
             "not be separate"
         )
     if not model._supports_attention_backend:  # it would ignore `attention.install`, and completions see each other
         raise ConfigError(
-            f"model.path ({path}) is a {settings.model_type}, whose attention transformers does not let the learner replace"
+            f"{key} ({path}) is a {settings.model_type}, whose attention transformers does not let the learner replace"
         )
     slides = getattr(settings, "use_sliding_window", True) and "sliding_attention" in kinds
     if window is not None and slides and window < longest:
         raise ConfigError(
-            f"model.path ({path}) attends to {window} tokens in some layers, but prompt and completion may have "
+            f"{key} ({path}) attends to {window} tokens in some layers, but prompt and completion may have "
             f"{longest} (data.max_prompt_tokens + sampling.max_tokens), and the learner does not support sliding windows"
         )
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise ConfigError(f"model.path ({path}) has a head with a bias, which the learner does not support")
+        raise ConfigError(f"{key} ({path}) has a head with a bias, which the learner does not support")
     for field in LOGIT_TRANSFORMS:
         if getattr(settings, field, None) not in (None, 1, 1.0):
-            raise ConfigError(f"model.path ({path}) sets {field}, which the learner's log-probs do not apply")
+            raise ConfigError(f"{key} ({path}) sets {field}, which the learner's log-probs do not apply")
     try:
         disk_tensors(model)
     except ValueError as error:
         raise ConfigError(
-            f"model.path ({path}) is a {settings.model_type}, which can be trained but not published: {error}"
+            f"{key} ({path}) is a {settings.model_type}, which can be trained but not published: {error}"
         ) from error
 
 
@@ -446,12 +450,12 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def _layers(model: PreTrainedModel, path: str) -> list[nn.Module]:
+def _layers(model: PreTrainedModel, path: str, key: str) -> list[nn.Module]:
     """Return the decoder layers, by the class names in `_no_split_modules`."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.get_decoder().modules() if type(module).__name__ in names]
     if not layers:
-        raise ConfigError(f"model.path ({path}): {type(model).__name__} does not name its decoder layers to shard")
+        raise ConfigError(f"{key} ({path}): {type(model).__name__} does not name its decoder layers to shard")
     return layers
 
 

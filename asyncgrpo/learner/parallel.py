@@ -159,17 +159,17 @@ class Ranks:
         return cls(init_device_mesh(device_type, (world,)), experts, row)
 
 
-def refuse_layout(model: PreTrainedModel, path: str, sizes: ParallelConfig) -> None:
-    """Raise ConfigError if the model's heads or experts cannot be divided as configured."""
+def refuse_layout(model: PreTrainedModel, path: str, sizes: ParallelConfig, key: str = "model.path") -> None:
+    """Raise ConfigError if the model's heads or experts cannot be divided as configured. A teacher needs no experts."""
     settings = model.config.get_text_config()
     if settings.num_attention_heads % sizes.context:
         raise ConfigError(
             f"learner.parallel.context is {sizes.context}, which does not divide the {settings.num_attention_heads} "
-            f"attention heads of model.path ({path})"
+            f"attention heads of {key} ({path})"
         )
-    if sizes.expert == 1:
+    if sizes.expert == 1 or (key == "algorithm.teacher" and not has_experts(model)):
         return
-    if DISPATCH not in (model.ep_plan or {}).values():
+    if not has_experts(model):
         raise ConfigError(
             f"learner.parallel.expert is {sizes.expert}, but model.path ({path}) is a {settings.model_type}, which has no "
             "experts that can be distributed"
@@ -177,15 +177,22 @@ def refuse_layout(model: PreTrainedModel, path: str, sizes: ParallelConfig) -> N
     experts = next(count for name in EXPERTS if (count := getattr(settings, name, None)))
     if experts % sizes.expert:
         raise ConfigError(
-            f"learner.parallel.expert is {sizes.expert}, which does not divide the {experts} experts of model.path ({path})"
+            f"learner.parallel.expert is {sizes.expert}, which does not divide the {experts} experts of {key} ({path})"
         )
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """True if the experts of the model can be distributed."""
+    return DISPATCH in (model.ep_plan or {}).values()
 
 
 def distribute_experts(model: PreTrainedModel, mesh: DeviceMesh) -> list[nn.Module]:
     """Assign each rank of a mesh of one dimension its experts of a model on `meta`, before the model is sharded.
 
-    Returns the modules that hold experts.
+    Returns the modules that hold experts; none of a dense teacher.
     """
+    if not has_experts(model):
+        return []
     # New in transformers 5.19. Other runs do with the least one of pyproject.toml.
     from transformers.distributed.tensor_parallel import apply_expert_parallelism, replace_layer_number_by_wildcard
 

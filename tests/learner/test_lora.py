@@ -88,7 +88,7 @@ def test_only_adapters_are_trained_and_only_where_asked(path):
 def test_a_router_that_is_a_linear_layer_gets_no_adapter(tmp_path):
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     PhimoeConfig(**shape, num_key_value_heads=2, num_local_experts=4, vocab_size=60).save_pretrained(tmp_path)
-    adapted = check_language_model(str(tmp_path), config(tmp_path, model={"lora": {"rank": 2}}), torch.device("cpu"))
+    adapted = check_language_model(str(tmp_path), config(tmp_path, model={"lora": {"rank": 2}}))
     names = [name for name, _ in adapted.named_parameters() if ".lora_A." in name]
     assert len(names) == 4 and not [name for name in names if "_proj." not in name]
 

@@ -88,7 +88,7 @@ def test_a_model_that_the_learner_would_get_wrong_is_refused_in_one_sentence(tmp
     settings, message = REFUSED[case]
     settings.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=rf"^model.path \({tmp_path}\) {message}$"):
-        check_language_model(str(tmp_path), config(tmp_path, learner={"parallel": {"expert": 2}}), CPU)
+        check_language_model(str(tmp_path), config(tmp_path, learner={"parallel": {"expert": 2}}))
 
 
 UNFIT = [
@@ -109,7 +109,16 @@ UNFIT = [
 def test_a_model_that_a_setting_does_not_go_with_is_refused(tmp_path, make, sections, message):
     path = make(tmp_path)
     with pytest.raises(ConfigError, match=message):
-        check_language_model(str(path), config(path, **sections), CPU)
+        check_language_model(str(path), config(path, **sections))
+
+
+def test_a_teacher_that_the_learner_cannot_run_is_refused_by_its_key(tmp_path):
+    student, teacher = make_tiny_qwen3_moe(tmp_path / "student", experts=8), make_tiny_qwen3(tmp_path / "teacher")
+    settings = config(student, learner={"ranks": 2, "parallel": {"expert": 2}}, algorithm={"router_aux_coef": 0.1})
+    check_language_model(str(teacher), settings, "algorithm.teacher")  # without experts, and a loss to balance them
+    MistralConfig(**SHAPE, sliding_window=24).save_pretrained(teacher)
+    with pytest.raises(ConfigError, match=r"^algorithm.teacher \(.*teacher\) attends to 24 tokens in some layers"):
+        check_language_model(str(teacher), settings, "algorithm.teacher")
 
 
 def test_a_full_disk_is_no_fault_of_the_model(path, monkeypatch):

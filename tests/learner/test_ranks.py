@@ -16,6 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from asyncgrpo.data.demo import _byte_tokenizer
 from asyncgrpo.data.images import Images
 from asyncgrpo.learner.learner import Learner
 from asyncgrpo.learner.parallel import Row
@@ -99,6 +100,7 @@ SCENARIOS: dict[str, tuple[str, dict, list | Callable[[Learner], list]]] = {
         {"algorithm": KL | {"kl_coef": 1.0}, "teacher": {"url": "http://unused", "top_k": 3}},
         with_teacher(GROUPS, top_k=3),
     ),
+    "dense teacher": ("qwen3_moe", {"algorithm": {"kl_coef": 1.0, "kl_kind": "k1+", "teacher": "dense"}}, GROUPS),
     "lora": ("qwen3_moe", {"model": {"lora": {"rank": 4}}, "algorithm": KL}, GROUPS),
     "rate by the sample share": ("qwen3_moe", {"learner": {"ess_lr": True}}, GROUPS),
     "minibatches": ("dense", {"learner": {"minibatches": 3, "ppo_epochs": 2, "tokens_per_microbatch": 60}}, GROUPS),
@@ -128,7 +130,7 @@ ROUNDED = {
         *("kl k3 in the reward, rloo", "kl full, seq-mean-token-mean"),
     ],
     BOTH: [
-        *("glm4_moe", "no shared prompts", "served teacher", "lora", "rate by the sample share"),
+        *("glm4_moe", "no shared prompts", "served teacher", "dense teacher", "lora", "rate by the sample share"),
         *objectives.STEP_WIDE,
     ],
 }
@@ -148,7 +150,10 @@ def learner_of(name: str, folder: Path, rank: int, layout: tuple[int, int, int])
     model, sections, _ = SCENARIOS[name]
     ours = {"tokens_per_microbatch": 4096 // context} | sections.get("learner", {})
     ours |= {"parallel": {"expert": expert, "context": context}}
-    settings = config(folder / model, **sections | {"learner": ours})
+    algorithm = dict(sections.get("algorithm", {}))
+    if "teacher" in algorithm:
+        algorithm["teacher"] = str(folder / algorithm["teacher"])
+    settings = config(folder / model, **sections | {"learner": ours, "algorithm": algorithm})
     return Learner(settings, rank=rank, world=world, device="cpu", images=Images.of(settings, folder))
 
 
@@ -239,6 +244,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     for name, make in MODELS.items():
         make(folder / name)
+        _byte_tokenizer().save_pretrained(folder / name)  # a teacher must have that of its student
     for name in {SCENARIOS[case][0] for case in EXACT}:
         load(folder / name).double().save_pretrained(folder / "float64" / name)
     run_on_ranks(on_a_rank, str(folder), 2, 3, 4)

@@ -120,8 +120,8 @@ def test_what_a_vision_tower_does_not_take_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"generators.engine is torch, which has no vision towers"):
         check_model(config(path, generators={"engine": "torch"}))
     with pytest.raises(ConfigError, match="qkv, which is no linear layer of the decoder"):
-        check_language_model(str(path), config(path, model={"lora": {"rank": 2, "targets": ["qkv"]}}), "cpu")
-    adapted = check_language_model(str(path), config(path, model={"lora": {"rank": 2}}), "cpu")
+        check_language_model(str(path), config(path, model={"lora": {"rank": 2, "targets": ["qkv"]}}))
+    adapted = check_language_model(str(path), config(path, model={"lora": {"rank": 2}}))
     assert not [n for n, p in adapted.named_parameters() if ".visual." in n and ".lora_" in n]
     make_tiny_qwen3(text, vocab=size_at(str(path)).vocabulary)
     AutoTokenizer.from_pretrained(path).save_pretrained(text)
