@@ -213,4 +213,7 @@ def _warnings(made: "Plan") -> list[str]:
         found.append(f"the decode curve misses a measured point by {decode.residual:.0%}")
     if learner.residual > 0.15:
         found.append(f"the learner's line misses a measured point by {learner.residual:.0%}")
+    environment = made.profile.config.get("environment", {})
+    if any(environment.get(key) for key in ("name", "tools", "agent")):
+        found.append("no time of the environment or agent is in the formulas; `plan --from RUN` is of measured steps")
     return found

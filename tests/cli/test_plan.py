@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 
+from asyncgrpo.config.load import load_config
 from asyncgrpo.planner.plan import pace_of_run, write_profile
 from asyncgrpo.recording.advice import advise
 from asyncgrpo.recording.events import read_events
+from tests.config.test_schema_and_loading import NEEDED
 from tests.planner.profiles import long_tail, profile
 from tests.planner.test_tune import CONFIG
 from tests.recording.test_advice import run
@@ -27,6 +30,14 @@ def test_a_plan_names_the_settings_to_use(measured, asyncgrpo):
     made = json.loads(asyncgrpo("plan", "--gpus", "4", "--max-lag", "3", "--json").out)
     assert [one["split"]["max_lag"] for one in made["options"]] == [3, 3, 3]
     assert made["options"][0]["step_s"] == min(one["step_s"] for one in made["options"])
+
+
+@pytest.mark.parametrize("setting", ["name=game.py", "tools=[calculator]", "agent=agent.py"])
+def test_a_plan_says_that_it_knows_no_environment(measured, asyncgrpo, setting):
+    played = to_builtins(load_config(None, [*NEEDED, f"environment.{setting}"]))
+    for made, is_said in ((profile(), False), (profile(config=played), True)):
+        write_profile(made, Path("profile.json"))
+        assert ("note: no time of the environment or agent" in asyncgrpo("plan", "--gpus", "4").out) == is_said
 
 
 @pytest.mark.parametrize(
