@@ -617,6 +617,9 @@ def ranks_timeout_s(config: Config) -> float:
 def joined_ranks(store: "Store", rank: int, world: int, device: str, timeout_s: float) -> Iterator[None]:
     """Initialize the default process group of the learner's ranks for the duration of the block.
 
+    A block that raises leaves the group to the end of the process: NCCL would wait in its end for the other ranks, which wait
+    in a collective, and the error would not reach the driver before their timeout.
+
     Args:
         device: `cuda` adds NCCL. Control messages between ranks always use gloo.
     """
@@ -624,10 +627,8 @@ def joined_ranks(store: "Store", rank: int, world: int, device: str, timeout_s: 
 
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
 
 
 def _weights_backend(config: Config) -> "Backend":

@@ -104,3 +104,18 @@ def test_a_rank_waits_longer_for_the_others_than_rank_0_for_a_batch(monkeypatch:
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     with joined_ranks(dist.HashStore(), 0, 1, "cpu", timeout_s):
         assert told["timeout"].total_seconds() == timeout_s
+
+
+def test_a_rank_that_fails_does_not_wait_for_the_others_in_the_end_of_its_group(monkeypatch: pytest.MonkeyPatch):
+    """NCCL ends a group when all of its ranks do. The others wait in a collective, for more than `cluster.stall_timeout_s`."""
+    import torch.distributed as dist
+
+    ended: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **settings: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append("all ranks"))
+    with joined_ranks(dist.HashStore(), 0, 2, "cuda", 300.0):
+        pass
+    assert ended == ["all ranks"]
+    with pytest.raises(MemoryError), joined_ranks(dist.HashStore(), 0, 2, "cuda", 300.0):
+        raise MemoryError("CUDA out of memory")
+    assert ended == ["all ranks"]
