@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -177,6 +178,11 @@ class NcclGroup(WeightGroup):
 
     def cancel(self) -> None:
         self._is_cancelled = True
+
+    def close(self) -> None:
+        # In a thread: NCCL waits in it for the members on this machine, which are told after this one.
+        threading.Thread(target=self._group.abort, name="weights-abort", daemon=True).start()
+        del self._group
 
 
 def _from_rank_0(timeout: timedelta) -> dist.BroadcastOptions:

@@ -271,4 +271,14 @@ def test_a_broadcast_returns_when_it_is_done(nccl, monkeypatch):
     group = nccl_group()
     group.broadcast(torch.zeros(8, dtype=torch.uint8))
     group.close()
-    assert nccl.made[0].calls == ["connect cuda:0", "broadcast", "abort"]
+    wait_until(lambda: nccl.made[0].calls == ["connect cuda:0", "broadcast", "abort"], "the end of the communicator")
+
+
+def test_the_end_of_a_group_does_not_wait_for_a_member_on_this_machine(nccl, monkeypatch):
+    """NCCL ends a communicator when all members of a machine do. The publisher tells the others after it has ended its own."""
+    others_have_ended = threading.Event()
+    monkeypatch.setattr(nccl, "abort", lambda group: others_have_ended.wait(10.0))
+    started = time.monotonic()
+    nccl_group().close()
+    assert time.monotonic() - started < 5.0
+    others_have_ended.set()
