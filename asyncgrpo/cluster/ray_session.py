@@ -295,8 +295,9 @@ def result(reference: Reference, name: str) -> Any:
             cause = cause.exceptions[0]
         if isinstance(cause, AsyncGRPOError) and not isinstance(cause, (WireError, WeightsError)):
             raise cause from None
-        reason = str(cause).strip() or repr(cause)
-        loss = ProcessLost(f"{name}: {reason.splitlines()[-1][:300]}")
+        lines = (str(cause).strip() or repr(cause)).splitlines()
+        reason = lines[0] if lines[0].startswith("CUDA error") else lines[-1]  # torch's advice on debugging follows
+        loss = ProcessLost(f"{name}: {reason[:300]}")
         loss.is_error = True
         raise loss from error
     except ray.exceptions.RayActorError as error:

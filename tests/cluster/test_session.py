@@ -148,6 +148,24 @@ def test_a_process_that_was_killed_may_be_replaced_and_one_without_our_package_i
         assert loss.value.is_error is is_error
 
 
+ON_A_CARD = """CUDA error: uncorrectable ECC error encountered
+CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect.
+For debugging consider passing CUDA_LAUNCH_BLOCKING=1
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+"""What torch says of an error of a card."""
+BETWEEN_CARDS = "NCCL error in: NCCLUtils.cpp:94, unhandled system error\nLast error:\nConnect to 10.0.0.7<4321> failed"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(ON_A_CARD, "uncorrectable ECC"), (BETWEEN_CARDS, "Connect to 10.0.0.7<43")]
+)
+def test_the_line_of_an_error_with_the_cause_is_shown(monkeypatch, text, said):
+    monkeypatch.setattr(ray, "get", Mock(side_effect=RayTaskError("run", text, RuntimeError(text))))
+    with pytest.raises(ProcessLost, match=f"^learner-1: .*{said}"):
+        result(object(), "learner-1")
+
+
 LOST, NO_REWARD = AsyncGRPOError("checkpoint of step 0 written"), AsyncGRPOError("checkpoint of step 0 written")
 LOST.__cause__, NO_REWARD.__cause__ = ProcessLost("learner-0: its process died"), RewardError("it never worked")
 
