@@ -93,13 +93,14 @@ DELIVERED_S = 5.0
 """Longest wait for output that is on its way to `stderr_file`."""
 
 
-def last_error(since: int) -> str:
+def last_error(since: int, after: str = "") -> str:
     """Return the last exception in `stderr_file`; empty if there is none. A library may only report that its child failed.
 
     Ray copies stderr through a pipe into the file, in a thread. So this writes a line to stderr and waits until it is there.
 
     Args:
         since: size of the file before the library was called.
+        after: text that must come before the exception.
     """
     if stderr_file is None or not stderr_file.is_file():
         return ""
@@ -110,6 +111,8 @@ def last_error(since: int) -> str:
             file.seek(max(since, stderr_size() - 2**16))
             text = file.read().decode(errors="replace")
         if end in text or time.monotonic() > deadline:
+            if after:
+                text = text.rpartition(after)[2] if after in text else ""
             found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception): .*$", text, re.MULTILINE)
             return found[-1][:300] if found else ""
         time.sleep(0.01)

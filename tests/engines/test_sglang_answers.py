@@ -1,11 +1,22 @@
 """SGLang's output in our words; the outputs are shaped like those of SGLang 0.5.23."""
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from asyncgrpo.engines.sglang.engine import MOST_KEPT, completion_of, keeps_some, sampling_params
+from asyncgrpo import host
+from asyncgrpo.engines.sglang.engine import (
+    MOST_KEPT,
+    SGLangEngine,
+    SGLangOptions,
+    completion_of,
+    keeps_some,
+    sampling_params,
+)
 from asyncgrpo.errors import EngineError
 from asyncgrpo.types import PolicyVersion, Sampling, VersionSpan
 
@@ -77,3 +88,22 @@ def test_a_completion_is_no_longer_than_its_room() -> None:
 def test_tokens_are_recorded_where_some_are_left_out(sampling, is_kept, top_k):
     given = Sampling(**sampling)
     assert keeps_some(given) == is_kept and sampling_params(given, room=10)["top_k"] == top_k
+
+
+OTHER = "Traceback (most recent call last):\nValueError: of a reward function\n"
+OUT = "[TP0] Scheduler hit an exception: Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory.\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [(OTHER + OUT, "torch.OutOfMemoryError: CUDA out of memory."), (OTHER, "one of its processes died")],
+)
+async def test_the_end_of_a_scheduler_is_reported_with_its_reason(tmp_path, monkeypatch, written, said) -> None:
+    """The output itself is in a folder of Ray, which is removed with the run."""
+    (tmp_path / "stderr").write_text(written)
+    monkeypatch.setattr(host, "stderr_file", tmp_path / "stderr")
+    monkeypatch.setattr(host, "DELIVERED_S", 0.0)
+    engine = SGLangEngine(SGLangOptions(model_path="m", dtype=torch.float32, max_context=8, device="cuda"))
+    engine._engine, engine._death = SimpleNamespace(), asyncio.get_running_loop().create_future()
+    engine._die("one of its processes died")
+    assert str(engine._failure) == f"SGLang ended: {said}"

@@ -39,6 +39,9 @@ from asyncgrpo.weights.arena import SharedTensors
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+OF_A_SCHEDULER = "Scheduler hit an exception"
+"""What SGLang writes before the exception that ends a scheduler."""
+
 
 class SGLangRequest(Request):
     """A request, its tasks, and SGLang's ids of its completions."""
@@ -387,8 +390,9 @@ class SGLangEngine(Engine[SGLangRequest]):
     def _die(self, what: str) -> None:
         """Fail all pending calls and requests after the death of SGLang."""
         if not self._death.done() and self._engine is not None:
-            log.error("SGLang ended: %s", what)
-            self._fail(EngineError(f"SGLang ended: {what}"))
+            failure = EngineError(f"SGLang ended: {last_error(0, after=OF_A_SCHEDULER) or what}")
+            log.error("%s", failure)
+            self._fail(failure)
             self._death.set_result(None)
 
     def _fail(self, failure: EngineError) -> None:
