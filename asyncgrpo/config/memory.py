@@ -29,7 +29,7 @@ PROCESS = 3 * GIB
 CPU_PROCESS = 2**27
 """Of one without CUDA, at least: torch alone takes it."""
 ENGINE_WORK = 2 * GIB
-"""Of an engine that shares its GPU, beside weights and KV cache: workspace of attention (384 MiB), graphs of up to 48
+"""Of an engine that shares its GPU, beside weights and KV cache: workspace of attention (384 MiB), graphs of about 100
 sequences (2 MiB each, as SGLang reckons), a prefill of 4,096 tokens, and what SGLang keeps for itself (512 MiB)."""
 
 STREAMED_MOMENTS = GIB

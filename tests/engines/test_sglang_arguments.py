@@ -62,12 +62,13 @@ def resolved(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolved
         yield resolve
 
 
-@pytest.mark.parametrize(("tensor_parallel", "gpu_gib"), [(1, 24), (8, 80), (8, 141)])
+@pytest.mark.parametrize(("tensor_parallel", "gpu_gib"), [(1, 24), (1, 48), (8, 80), (8, 141)])
+@pytest.mark.parametrize("at_once", [40, 256])
 def test_sglang_takes_the_arguments_of_a_gpu_as_they_are(
-    resolved: Resolved, tensor_parallel: int, gpu_gib: int
+    resolved: Resolved, tensor_parallel: int, gpu_gib: int, at_once: int
 ) -> None:
     arguments = resolved(
-        gpu_gib=gpu_gib, tensor_parallel=tensor_parallel, max_completions=40, memory_fraction=0.7, random_seed=5
+        gpu_gib=gpu_gib, tensor_parallel=tensor_parallel, max_completions=at_once, memory_fraction=0.7, random_seed=5
     )
     expected = {
         "device": "cuda",
@@ -76,7 +77,7 @@ def test_sglang_takes_the_arguments_of_a_gpu_as_they_are(
         "pp_size": 1,
         "dtype": "bfloat16",
         "context_length": 1007,
-        "max_running_requests": 40 + NUM_SEQUENCES,
+        "max_running_requests": at_once + NUM_SEQUENCES,
         "mem_fraction_static": 0.7,
         "random_seed": 5,
         "weight_version": "1.7",
@@ -86,7 +87,7 @@ def test_sglang_takes_the_arguments_of_a_gpu_as_they_are(
     }
     assert {name: arguments[name] for name in expected} == expected
     # A batch larger than the largest captured one runs without a graph, several times slower.
-    assert arguments["cuda_graph_config"]["decode"]["max_bs"] == 40 + NUM_SEQUENCES
+    assert arguments["cuda_graph_config"]["decode"]["max_bs"] == at_once + NUM_SEQUENCES
 
 
 def test_log_probs_are_of_float32_logits_and_of_no_other_distribution(resolved: Resolved) -> None:

@@ -9,7 +9,7 @@ from asyncgrpo.config.memory import GIB, Card, engine_gpu, learner_rank
 from asyncgrpo.config.model_size import size_at
 from asyncgrpo.config.placement import changed, share_one_gpu
 from asyncgrpo.config.schema import Config
-from asyncgrpo.engines.build import SHARED_FRACTION, build_engine, check_extra
+from asyncgrpo.engines.build import SHARED_FRACTION, SHARED_PREFILL, build_engine, check_extra
 from benchmarks.memory_table import PUBLISHED
 
 
@@ -35,6 +35,7 @@ def test_its_size_is_given_in_tokens(shared):
     extra = build_engine(shared, seed=0).options.extra
     fit = engine_gpu(size_at(shared.model.path), shared, Card.of(shared))
     assert extra["max_total_tokens"] == fit.tokens >= fit.wanted * fit.longest
+    assert extra["chunked_prefill_size"] == SHARED_PREFILL, "whatever the card"
     check_extra(changed(shared, {"generators.extra": extra}).generators)
     assert build_engine(changed(shared, {"cluster.share_gpu": False}), seed=0).options.extra == {}
     own = changed(shared, {"generators.extra": {"max_total_tokens": 5000}})

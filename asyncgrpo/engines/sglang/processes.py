@@ -62,6 +62,8 @@ CONTEXT_RESERVE = 7
 """Tokens by which SGLang's context must exceed the longest prompt plus completion: SGLang reserves them."""
 CACHE_BYTES_ON_CPU = 1 << 30
 """Largest cache of keys and values without a GPU."""
+MOST_IN_A_GRAPH = 512
+"""Most completions of a decode step for which a CUDA graph is captured: the most that SGLang has by default on any card."""
 
 
 mapped = Mapped()
@@ -291,8 +293,13 @@ def arguments(options: "SGLangOptions") -> dict[str, Any]:
         "enable_return_routed_experts": options.records_routes,
     }
     if options.device != "cpu":
-        # Logits are float32 sums of the head's products, as in the learner; SGLang would round them to `dtype` first.
-        return common | {"mem_fraction_static": options.memory_fraction, "enable_fp32_lm_head": True}
+        return common | {
+            "mem_fraction_static": options.memory_fraction,
+            # Logits are float32 sums of the head's products, as in the learner; SGLang would round them to `dtype` first.
+            "enable_fp32_lm_head": True,
+            # On a card below 60 GB SGLang has CUDA graphs for up to 32 or 48 completions. Larger batches run without, slower.
+            "cuda_graph_max_bs_decode": min(options.max_completions + NUM_SEQUENCES, MOST_IN_A_GRAPH),
+        }
     heads, width = cache_of(config)
     room = CACHE_BYTES_ON_CPU // (config.num_hidden_layers * heads * width * options.dtype.itemsize)
     return common | {
