@@ -26,7 +26,7 @@ of words change, 2^-33, because their bits are multiples of 2^31. Neither digest
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import Any, TypeVar
@@ -153,7 +153,28 @@ def box_digest(values: Tensor, tensor: str, shape: tuple[int, ...], start: tuple
     return total & _MASK
 
 
-def _columns(seed: int, size: int, first: int, count: int) -> tuple[int, NDArray[np.uint64]]:
+def box_digests(values: Tensor, tensors: Sequence[str], start: tuple[int, int]) -> list[int]:
+    """Return the digests of boxes of several matrices, computed together, so that a GPU runs few kernels for many small boxes.
+
+    Args:
+        values: [n, rows, columns] elements of the boxes, of any strides.
+        tensors: names of the n matrices.
+        start: indices of the first element of each box in its matrix.
+    """
+    seeds = np.array([[xxhash.xxh3_64_intdigest(name.encode())] for name in tensors], np.uint64)
+    width, columns = _columns(seeds ^ np.uint64(_MASK), values.element_size(), start[1], values.shape[2])
+    rows = _factors(seeds, np.arange(start[0], start[0] + values.shape[1]))
+    of_columns, of_rows = (torch.from_numpy(each.view(np.int64)).to(values.device) for each in (columns, rows))
+    totals, step = [], max(1, _AT_ONCE_ON_DEVICE // (rows.shape[1] * columns.shape[1]))
+    for first in range(0, len(values), step):
+        some = slice(first, first + step)
+        part = values[some].detach().contiguous()
+        bits = _bits(part.flatten(0, 1), width).to(torch.int64).view(*part.shape[:2], -1)
+        totals.append(((bits * of_columns[some, None]).sum(2) * of_rows[some]).sum(1))
+    return [total & _MASK for total in torch.cat(totals).tolist()]
+
+
+def _columns(seed: Any, size: int, first: int, count: int) -> tuple[int, NDArray[np.uint64]]:
     """Return the bytes to read as one integer, and the factor of each: of whole words, else of elements of this size."""
     each = max(1, _WORD // size)
     if first % each == count % each == 0:
@@ -162,10 +183,14 @@ def _columns(seed: int, size: int, first: int, count: int) -> tuple[int, NDArray
     return size, _factors(seed, column // each) << (column % each * (8 * size))
 
 
-def _factors(seed: int, indices: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return an odd number for each index (splitmix64: Steele, Lea and Flood 2014)."""
+def _factors(seed: Any, indices: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return an odd number for each index (splitmix64: Steele, Lea and Flood 2014).
+
+    Args:
+        seed: a number, or [n, 1] uint64 for a row of the result each.
+    """
     with np.errstate(over="ignore"):
-        x = indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed)
+        x = indices.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.asarray(seed, np.uint64)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return (x ^ (x >> np.uint64(31))) | np.uint64(1)

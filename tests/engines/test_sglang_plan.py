@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from asyncgrpo.engines.sglang import proof as proof_module
 from asyncgrpo.engines.sglang.proof import PLAN, Box, Held, Proof, left_by, question, rest, trace
 
 Weights = dict[str, Tensor]
@@ -217,3 +218,43 @@ def test_copies_by_the_plan_are_those_of_the_loader():
         part.of(parameters[part.parameter]).copy_(part.box.of(given[part.box.tensor]))
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameters[name], parameter), name
+
+
+class Experts(nn.Module):
+    """Two layers of three experts, whose halves are fused, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(3, 8, 6) for _ in range(2))
+        self.norm = nn.Parameter(torch.zeros(6))
+
+    def load_weights(self, given: Iterable[tuple[str, Tensor]]) -> None:
+        with torch.no_grad():
+            for name, tensor in given:
+                if name == "norm":
+                    self.norm.copy_(tensor)
+                else:
+                    layer, expert, half = map(int, name.split("."))
+                    self.layers[layer][expert, 4 * half : 4 * half + 4].copy_(tensor)
+
+
+def test_experts_are_digested_together_and_alike(monkeypatch):
+    """One by one, a GPU would start ten kernels for each of 18,432 in Qwen3-30B-A3B, while its engine is paused."""
+    noise, alone = torch.Generator().manual_seed(0), list[str]()
+    given = {f"{n // 6}.{n // 2 % 3}.{n % 2}": torch.randn(4, 6, generator=noise) for n in range(12)}
+    given["norm"] = torch.randn(6, generator=noise)
+    model, held = Experts(), Held()
+    proof = Proof(list(given.items()), [held.plan(model, question(list(given.items())).removeprefix(PLAN))])
+    model.load_weights(given.items())
+    proof.published(given.items())
+    one_by_one = held.checksum(model, ())
+    monkeypatch.setattr(proof_module, "STACKED_ON", ("cpu",))
+    of_box = proof_module.box_digest
+    monkeypatch.setattr(
+        proof_module, "box_digest", lambda values, name, *where: alone.append(name) or of_box(values, name, *where)
+    )
+    assert held.checksum(model, ()) == one_by_one and proof.differing([one_by_one]) == []
+    assert alone == ["norm"]
+    with torch.no_grad():
+        model.layers[1][2, 5, 0] += 1
+    assert proof.differing([held.checksum(model, ())]) == ["layers.1"]

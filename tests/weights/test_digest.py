@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncgrpo.weights import digest as module
-from asyncgrpo.weights.digest import BLOCK, add_digests, box_digest, digest
+from asyncgrpo.weights.digest import BLOCK, add_digests, box_digest, box_digests, digest
 
 MASK = 2**64 - 1
 NEAR = BLOCK - 8 * 8
@@ -132,6 +132,16 @@ def test_a_card_computes_the_same(dtype, monkeypatch):
         width, columns = module._columns(1, tensor.element_size(), first, 24)
         one, other = (compute(tensor, width, rows, columns) for compute in (module._on_device, module._of_matrix))
         assert one & MASK == other & MASK
+
+
+@dtypes
+@pytest.mark.parametrize("columns", [slice(0, 24), slice(1, 24), slice(4, 9)])
+def test_boxes_of_several_tensors_have_the_digests_of_each(dtype, columns, monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE_ON_DEVICE", 600)
+    tensor, names = drawn_as(7, 9, 24, dtype=dtype), [f"expert {number}" for number in range(7)]
+    boxes, start = tensor[:, 2:8, columns], (2, columns.start)
+    expected = [box_digest(box, name, (9, 24), start) for box, name in zip(boxes, names, strict=True)]
+    assert box_digests(boxes, names, start) == expected
 
 
 def changes(bits: torch.Tensor, rng: random.Random):

@@ -16,6 +16,7 @@ import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from asyncgrpo.weights.digest import box_digest, spread
+from asyncgrpo.weights.digest import box_digest, box_digests, spread
 
 # -- the plan: traced in the model's own loader ------------------------------------------------------------------------
 
@@ -88,6 +89,26 @@ def trace(model: nn.Module, published: Iterable[Published]) -> tuple[list[Part],
 def state(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a model by name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+STACKED_ON = ("cuda",)
+"""Devices on which boxes of one size are digested together. On a CPU a box fits in its cache."""
+MOST_STACKED = 2**24
+"""Elements of the largest box for which that pays."""
+
+
+def stacks(parts: Sequence[Part]) -> list[list[int]]:
+    """Return the numbers of all parts, those together that are one view: as the experts of a layer, evenly spaced matrices."""
+    alike: dict[Any, list[int]] = {}
+    for number, part in enumerate(parts):
+        alone = number if len(part.box.size) != 2 or prod(part.box.size) > MOST_STACKED else None
+        alike.setdefault((part.parameter, part.box.start, part.box.size, part.strides, alone), []).append(number)
+    found = []
+    for numbers in alike.values():
+        numbers.sort(key=lambda number: parts[number].offset)
+        steps = {parts[after].offset - parts[number].offset for number, after in pairwise(numbers)}
+        found += [numbers] if len(steps) <= 1 else [[number] for number in numbers]
+    return found
 
 
 Left = dict[str, Tensor | None]
@@ -295,6 +316,7 @@ class Held:
 
     def __init__(self) -> None:
         self._parts: list[Part] = []
+        self._stacks: list[list[int]] = []
         self._left: Left | None = None
         """Elements outside all parts; None until computed."""
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -304,7 +326,7 @@ class Held:
         published: list[Published] = [(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(asked)]
         self._shapes = {name: shape for name, _, shape in published}
         self._parts, untraced = trace(model, published)
-        self._left = left_by(model, self._parts)
+        self._left, self._stacks = left_by(model, self._parts), stacks(self._parts)
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state(model).items()}
         made = [
             (part.box.tensor, part.box.start, part.box.size, part.parameter, dtypes[part.parameter])
@@ -319,11 +341,18 @@ class Held:
     def checksum(self, model: nn.Module, skipped: Iterable[str]) -> dict[str, str]:
         """Return a digest of each part, and of the elements of each parameter and buffer outside all parts."""
         tensors, leave_out = state(model), set(skipped)
-        digests = {}
-        for number, part in enumerate(self._parts):
-            box = part.box
-            values = part.of(tensors[part.parameter])
-            digests[str(number)] = f"{box_digest(values, box.tensor, self._shapes[box.tensor], box.start):016x}"
+        digests: dict[str, str] = {}
+        for numbers in self._stacks:
+            some = [self._parts[number] for number in numbers]
+            box, parameter = some[0].box, tensors[some[0].parameter].detach()
+            if len(some) > 1 and parameter.device.type in STACKED_ON:
+                strides = (some[1].offset - some[0].offset, *some[0].strides)
+                values = parameter.as_strided((len(some), *box.size), strides, some[0].offset)
+                found = box_digests(values, [part.box.tensor for part in some], (box.start[0], box.start[1]))
+            else:
+                boxes = [(part.of(parameter), part.box) for part in some]
+                found = [box_digest(v, b.tensor, self._shapes[b.tensor], b.start) for v, b in boxes]
+            digests |= {str(number): f"{digest:016x}" for number, digest in zip(numbers, found, strict=True)}
         if self._left is None:
             self._left = left_by(model, [])
         for name, values in rest(model, {n: at for n, at in self._left.items() if n not in leave_out}).items():
