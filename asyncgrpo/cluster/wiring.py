@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -192,12 +193,19 @@ def prepare_environment(config: Config) -> None:
 
 
 def prepare_allocator(config: Config) -> None:
-    """Enable expandable segments in torch's allocator for a learner on a GPU, unless the user configured the allocator.
+    """Configure torch's allocator for a learner on a GPU, unless the user did. Call it before torch is imported.
 
-    The lengths of packed rows change every step, so blocks of fixed sizes fragment. Call it before torch is imported.
+    The lengths of packed rows change every step, so blocks of fixed sizes fragment on the GPU. Of pinned host memory torch
+    rounds up each block to a power of two, a third more for weights and moments. Only offloaded activations need that, because
+    their lengths change and torch keeps the blocks.
     """
-    if uses_cuda(config) and "PYTORCH_ALLOC_CONF" not in os.environ:
-        set_environment({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    if not uses_cuda(config) or "PYTORCH_ALLOC_CONF" in os.environ:
+        return
+    settings = ["expandable_segments:True"]
+    knows_threshold = tuple(map(int, version("torch").split(".")[:2])) >= (2, 13)  # others refuse what they do not know
+    if knows_threshold and config.learner.activation_checkpointing != "offload":
+        settings.append("pinned_max_round_threshold_mb:1")
+    set_environment({"PYTORCH_CUDA_ALLOC_CONF": ",".join(settings)})
 
 
 # -- the buffer --------------------------------------------------------------------------------------------------------

@@ -138,24 +138,38 @@ def test_both_sides_of_nccl_get_the_same_settings_and_a_persons_own_stay(monkeyp
 OWN, OWN_FOR_CUDA = ({name: "max_split_size_mb:64"} for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
 
 
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+EXACT = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
+
+
 @pytest.mark.parametrize(
-    ("device", "given", "expected"),
+    ("installed", "settings", "given", "expected"),
     [
-        ("cuda", {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
-        ("cpu", {}, {}),
-        ("cuda", OWN_FOR_CUDA, OWN_FOR_CUDA),
-        ("cuda", OWN, OWN),
+        ("2.14.1+cu130", ["learner.device=cuda"], {}, EXACT),
+        ("2.12.1", ["learner.device=cuda"], {}, EXPANDABLE),  # refuses a setting that it does not know
+        ("2.13.0", ["learner.device=cuda", "learner.activation_checkpointing=offload"], {}, EXPANDABLE),
+        ("2.13.0", ["learner.device=cpu"], {}, {}),
+        ("2.13.0", ["learner.device=cuda"], OWN_FOR_CUDA, OWN_FOR_CUDA),
+        ("2.13.0", ["learner.device=cuda"], OWN, OWN),
     ],
 )
-def test_a_learner_on_a_gpu_has_expandable_segments_unless_its_allocator_is_configured(
-    monkeypatch, device, given, expected
+def test_the_allocator_of_a_learner_on_a_gpu_is_configured_unless_the_user_did(
+    monkeypatch, installed, settings, given, expected
 ):
     given = dict(given)
     monkeypatch.setattr(os, "environ", given)
+    monkeypatch.setattr(wiring, "version", lambda package: installed)
     monkeypatch.setattr(wiring, "begin", lambda *of, **more: ("127.0.0.1", 0))
-    config = load_config(None, ["model.path=m", "data.train=d", f"learner.device={device}", "learner.ranks=2"])
+    config = load_config(None, ["model.path=m", "data.train=d", "learner.ranks=2", *settings])
     LearnerActor({}, rank=1).start(Setup(config, Path(), 1, None, Keys.make(), "", 1))
     assert {name: text for name, text in given.items() if "ALLOC" in name} == expected
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_accelerator_setAllocatorSettings"), reason="torch is older than the setting"
+)
+def test_torch_accepts_the_settings_of_its_allocator():
+    torch._C._accelerator_setAllocatorSettings(EXACT["PYTORCH_CUDA_ALLOC_CONF"])
 
 
 def test_a_cluster_that_is_not_connected_yet_is_taken_to_have_gpus(monkeypatch):
