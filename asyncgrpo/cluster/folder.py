@@ -288,10 +288,13 @@ def look(config: Config, folder: RunFolder) -> Standing:
     """Compare `config` with the run in `folder`, without writing anything.
 
     Raises:
-        ConfigError: the run is finished, or a changed setting cannot be changed by a resume.
+        ConfigError: the run is finished, a changed setting cannot be changed by a resume, or a file cannot be read.
         CheckpointError: the files of the previous start cannot be read.
     """
-    settings = settings_of(config)
+    try:
+        settings = settings_of(config)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from error
     checkpoint, status = folder.checkpoint(), folder.status()
     if checkpoint is None and status == "new":
         return Standing(None, 0, True, (), settings)
@@ -369,7 +372,7 @@ def _read_last(run: Path) -> tuple[Settings | None, str]:
 def settings_of(config: Config) -> Settings:
     """Return the settings of a start, with digests of the present files that it names.
 
-    Relative paths start from the working directory.
+    Relative paths start from the working directory. Raises OSError for a file that cannot be read.
     """
     model, specs, files = Path(config.model.path).expanduser(), config.reward.functions, config.reward.files
     path = os.path.realpath(model) if model.is_dir() else config.model.path

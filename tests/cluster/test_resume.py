@@ -153,6 +153,13 @@ def test_other_contents_in_the_same_place_are_refused(files: Path):
         look(configured(files), RunFolder(files / "run"))
 
 
+@pytest.mark.parametrize("key", ["data.train", "data.eval", "reward.function"])
+def test_a_file_that_is_gone_is_named(files: Path, key: str):
+    begin(configured(files))
+    with pytest.raises(ConfigError, match=r"gone\.jsonl cannot be read: No such file or directory"):
+        look(configured(files, f"{key}={files / 'gone.jsonl'}"), RunFolder(files / "run"))
+
+
 def test_files_that_moved_are_the_same_files_and_a_reward_may_be_edited(files: Path):
     begin(configured(files))
     (files / "model1").rename(files / "moved")
