@@ -234,7 +234,7 @@ class LearnerService:
             if not self._is_saved():
                 self._checkpoint()
         except CheckpointError as error:
-            log.error("%s; training continues", error)
+            self._report_refusal(error)
 
     def _save_before_failing(self, error: AsyncGRPOError) -> None:
         """Save the steps since the last checkpoint before the run fails. Failures here are logged, not raised."""
@@ -318,7 +318,12 @@ class LearnerService:
         try:
             self._finish_checkpoint(waits=waits)
         except CheckpointError as error:
-            log.error("%s; training continues", error)
+            self._report_refusal(error)
+
+    def _report_refusal(self, error: CheckpointError) -> None:
+        text = f"{error}; training continues"
+        log.error("%s", text)
+        self.recorder.events.write("warning", about="checkpoint", text=text)
 
     def _fill(self, folder: Path) -> Callable[[], None]:
         self.team.broadcast(RankCommand(what="save", folder=str(folder / "resume")))

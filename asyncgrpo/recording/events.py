@@ -226,8 +226,8 @@ KINDS: dict[str, Kind] = {
     "drain": Kind("The run drains: the buffer stops granting leases.", {
         "reason": _must(str, "why"),
     }),
-    "warning": Kind("The curves of the run need attention.", {
-        "about": _must(str, "`signal`, `entropy`, `steps` (their size) or `evaluation`"),
+    "warning": Kind("The curves of the run need attention, or the disk refused a checkpoint.", {
+        "about": _must(str, "`signal`, `entropy`, `steps` (their size), `evaluation` or `checkpoint`"),
         "text": _must(str, "the warning, in a sentence"),
     }),
     "stall": Kind("The learner has waited unusually long.", {

@@ -342,9 +342,12 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it
 
 
 def test_a_disk_that_refuses_beside_training_is_said_and_training_goes_on(tmp_path: Path, caplog):
-    learner = SlowDisk(until=STEPS, error=CheckpointError("no space"))
-    assert service(tmp_path, Inbox(), learner=learner).run() == "done"
+    running = service(tmp_path, Inbox(), learner=SlowDisk(until=STEPS, error=CheckpointError("no space")))
+    written = []
+    running.recorder.events.write = lambda event, **fields: written.append((event, fields.get("text")))
+    assert running.run() == "done"
     assert "no space; training continues" in caplog.text
+    assert [text for event, text in written if event == "warning"] == ["no space; training continues"]
     assert saved(tmp_path) == (STEPS, STEPS)
 
 
