@@ -57,6 +57,8 @@ _QUIET = QUIET | {
     # At a connection to one of torch's stores both sides ask DNS for the name of the other's address. By default a lost reply
     # costs 5 s and a dead server 10 s, for all members of a group. glibc reads this once, so workers must start with it.
     "RES_OPTIONS": "timeout:1",
+    # Without it the titles of Ray's agents overwrite their environment, by which the janitor finds them.
+    "SPT_NOENV": "1",
 }
 OBJECT_STORE_BYTES = 100 * 2**20
 """Size of Ray's object store. Only addresses and configurations go through it."""

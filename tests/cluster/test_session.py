@@ -19,6 +19,7 @@ from asyncgrpo.errors import AsyncGRPOError, ConfigError, ProcessLost, RewardErr
 PROGRAM = """
 import contextlib, os, pathlib, signal, stat, time
 import grpc, psutil, ray
+from asyncgrpo import scratch
 from asyncgrpo.cluster.ray_session import ray_session
 
 with ray_session(None, True):
@@ -52,6 +53,8 @@ with ray_session(None, True):
     assert stat.S_IMODE(session.stat().st_mode) == 0o700, oct(session.stat().st_mode)
     titles = {word for p in processes for word in told(p.cmdline)[:1] if word.startswith("ray::")}
     assert titles == {"ray::DashboardAgent", "ray::IDLE", "ray::RuntimeEnvAgent"}, titles  # no monitors, no dashboard
+    unowned = {word for p in processes[1:] for word in told(p.cmdline)[:1] if scratch.OWNER not in told(p.environ)}
+    assert not unowned, f"the janitor does not find {unowned}"
     print(ask(), ask(("authorization", "Bearer " + "x" * 64)), ask(("authorization", "Bearer " + token.read_text())))
     assert {os.getpgid(p.pid) for p in processes[1:]}.isdisjoint({os.getpgid(0)}), "a signal to our group would end Ray, too"
     os.kill(os.getpid(), signal.SIGTERM)
