@@ -208,8 +208,9 @@ def _check_training(config: Config) -> None:
     free, needed = shutil.disk_usage(disk).free, exported + resumed
     if free < needed + _OTHER_FILES_BYTES:
         raise ConfigError(
-            f"run.out {config.run.out}: a checkpoint takes about {size_in_words(needed)}, and the disk has "
-            f"{size_in_words(free)} left; free some space or choose a folder on another disk"
+            f"run.out {config.run.out}: a checkpoint takes about {size_in_words(needed)} and the other files "
+            f"{size_in_words(_OTHER_FILES_BYTES)}, and the disk has {size_in_words(free)} left; free some space or choose a "
+            "folder on another disk"
         )
 
 

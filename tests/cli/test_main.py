@@ -42,7 +42,7 @@ def test_a_usage_error_is_one_sentence_and_code_2_and_a_value_that_cannot_be_cod
         ("train --lr fast", 2, "--lr", "'fast'"),
         ("train --rollout_n five", 2, "--rollout-n", "'five'"),
         ("train --n-gpus -1", 2, "--n-gpus", "'-1'"),
-        ("scale learners 3", 2, "generators", "'learners'"),
+        ("scale learners 3", 2, "value for 'generators': 'learners' is not one of 'generators'; see"),
         ("audit", 2, "RUN", "asyncgrpo audit --help"),
         ("audit a b", 2, "b", "asyncgrpo audit --help"),
         *((f"{command} {long}", 1, "name too long\n") for command in ("demo --engine torch --out", "audit", "serve")),
