@@ -260,7 +260,7 @@ background, the number of words and the words, each ended by a null byte."""
 _UNSET = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?\?[^}]*)?\})")
 """A variable without a default: `$NAME`, `${NAME}`, `${NAME:?message}`."""
 _ASSIGNS = r"for|read|select|local|declare|mapfile|readarray|getopts|-v"
-_ASSIGNED = rf"(?<![\w$]){{0}}(?:\[[^]]*\])?\+?=|\b(?:{_ASSIGNS})\b[^\n;]*\b{{0}}\b"
+_ASSIGNED = rf"(?<![\w$]){{0}}(?:\[[^]]*\])?[+:]?=|\b(?:{_ASSIGNS})\b[^\n;]*\b{{0}}\b"
 _BLOCKED = re.compile(
     r"line \d+: (\S+): (?:No such file or directory|Read-only file system|Permission denied|Is a directory)"
 )

@@ -31,6 +31,7 @@ def commands(text: str, **environment: str) -> list[str]:
         ("cat <<'END' > f\nIt's no command\nEND\nrun a", ["run a"]),
         ("HERE=$(cd \"$(dirname \"${BASH_SOURCE[0]}\")\" && pwd); run $HERE $0", ["run / /script.sh"]),
         ("run $M ${M:?set it} ${M:-no} a$M", ["run $M $M $M a$M"]),
+        (': "${M:=4}" ${K=2}; run $(($M * $K))', ["run 8"]),
     ],
 )  # fmt: skip
 def test_bash_runs_the_script_and_the_commands_that_it_starts_are_recorded(text, expected, tmp_path, monkeypatch):
