@@ -381,7 +381,7 @@ def watch(
 
     Args:
         since: Unix time of this start of the run. Earlier events print no line and show no warning, and an earlier `end`
-            does not end the watch.
+            does not end the watch. Events that come while it watches are new, whatever their time: a clock may be set back.
     Returns:
         The progress of the run at the end.
     """
@@ -390,7 +390,7 @@ def watch(
     follower, progress = Follower(path), Progress()
     live = Live(render(Progress(), time.time()), console=console, auto_refresh=False) if console.is_terminal else None
     newest = skip_until = since
-    drawn = 0.0
+    drawn, repeats = 0.0, True
     try:
         if live:
             live.start()
@@ -401,13 +401,14 @@ def watch(
                 came = True
                 progress.update(event)
                 if event["event"] == "rewound":
-                    skip_until = newest  # the follower repeats some; print only what is new
+                    skip_until, repeats = newest, True  # the follower repeats some; print only what is new
                 at = event.get("time", 0.0)
                 newest = max(newest, at)
-                if at < since:
+                if repeats and at < since:
                     progress.warnings.clear()
-                if live is None and at > skip_until and (line := line_of(event, progress)) is not None:
+                if live is None and (at > skip_until or not repeats) and (line := line_of(event, progress)) is not None:
                     console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
+            repeats = False
             if live and (came or time.time() >= drawn + 1):
                 live.update(render(progress, drawn := time.time()), refresh=True)
             if stopping or (progress.end and progress.end["time"] >= since):

@@ -228,6 +228,23 @@ def test_a_resumed_run_neither_ends_with_its_old_end_nor_shows_its_past_again(tm
     assert text == "" and progress.end["time"] == 2000.0
 
 
+def test_a_clock_that_is_set_back_hides_no_line(tmp_path):
+    path, now = tmp_path / "metrics.jsonl", [2000.0]
+    log = EventLog(path, clock=lambda: now[0])
+    log.write("restart", actor="buffer", reason="signal 9")
+
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            now[0] = 1000.0
+            log.write("stall", what="groups", seconds=31.0)
+            self.set()
+            return False
+
+    text, progress = watched(path, since=2500.0, stop=Stop())
+    assert text.splitlines() == ["warning: waiting for groups for 31 s"]
+    assert list(progress.warnings) == ["waiting for groups for 31 s"]
+
+
 def test_lines_are_not_told_again_when_a_resume_replaces_the_file(tmp_path):
     path, now = tmp_path / "metrics.jsonl", [1000.0]
     log = EventLog(path, clock=lambda: now[0])
