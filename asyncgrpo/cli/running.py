@@ -357,10 +357,13 @@ def _check(config: Config, make: Callable[[], None] | None) -> tuple[str, str]:
 @contextmanager
 def _screen(events: Path, console: "Console") -> Iterator[None]:
     """Show the progress of the run from its events."""
+    from asyncgrpo.recording.events import Follower
     from asyncgrpo.recording.screen import watch
 
     stop = threading.Event()
-    arguments = {"console": console, "stop": stop, "since": time.time()}
+    newest = max((event.get("time", 0.0) for event in Follower(events, 2**16).poll()), default=0.0)
+    since = max(time.time(), newest + 1.0)  # the clock may have been set back since the previous start
+    arguments = {"console": console, "stop": stop, "since": since}
     screen = threading.Thread(target=watch, args=(events,), kwargs=arguments, daemon=True)
     screen.start()
     try:

@@ -1,14 +1,20 @@
 """What `demo`, `train` and `serve` do before and after a run. A fake replaces the run itself."""
 
+import io
 import json
 import shlex
+import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
+from asyncgrpo.cli.running import _screen
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
+from asyncgrpo.recording.events import EventLog, Follower
 
 
 @pytest.fixture
@@ -157,3 +163,19 @@ def test_the_demo_distils_from_a_teacher_that_solves_the_task(asyncgrpo, started
     tokens = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
     answers = teacher.generate(torch.tensor(tokens), max_new_tokens=4, do_sample=False)[:, 5:]
     assert tokenizer.batch_decode(answers, skip_special_tokens=True) == ["846", "000", "129"]
+
+
+def test_a_clock_that_was_set_back_since_the_previous_start_shows_this_start_alone(tmp_path: Path, monkeypatch):
+    path, output, polled = tmp_path / "metrics.jsonl", io.StringIO(), threading.Event()
+
+    class Polled(Follower):
+        def poll(self):
+            yield from super().poll()
+            polled.set()
+
+    monkeypatch.setattr("asyncgrpo.recording.screen.Follower", Polled)
+    EventLog(path, clock=lambda: time.time() + 3600.0).write("end", status="drained", step=1)
+    with _screen(path, Console(file=output)):
+        assert polled.wait(30.0)
+        EventLog(path).write("end", status="done", step=2)
+    assert output.getvalue().split() == ["end", "done", "at", "step", "2"]
