@@ -146,9 +146,13 @@ class Inbox:
         """Stop the buffer from granting leases before the last checkpoint of a failed run."""
         self._client.send(Drain(reason=reason, is_failure=True))
 
-    def snapshot(self, within_s: float = math.inf) -> Snapshot:
+    def snapshot(
+        self, within_s: float = math.inf, while_waiting: Callable[[str, float], object] = lambda what, seconds: None
+    ) -> Snapshot:
         """Return the buffer's part of a checkpoint and its drain state.
 
+        Args:
+            while_waiting: called about once a second while the journal cannot be written, as `self.while_waiting`.
         Raises:
             StalledError: the journal could not be written for `stall_timeout_s`, or `within_s` if that is less.
             WireError: the buffer does not respond.
@@ -165,6 +169,7 @@ class Inbox:
                 self._early = received
             if isinstance(message, Waiting) and message.of_snapshot:
                 heard = now
+                while_waiting(message.what, now - started)
                 if now - started > limit_s:
                     why = " (cluster.stall_timeout_s)" if limit_s == self._stall_timeout_s else ""
                     raise StalledError(f"no checkpoint for {limit_s:.0f} s{why}: waited for {message.what}")

@@ -276,7 +276,7 @@ class LearnerService:
         Raises:
             CheckpointError: the disk refused.
         """
-        snapshot = self.inbox.snapshot(within_s)
+        snapshot = self.inbox.snapshot(within_s, self._report_waiting)
         state = RunState(
             step=self.step,
             lineage=self.version.lineage,

@@ -154,5 +154,7 @@ def test_a_snapshot_that_never_comes_is_not_awaited_because_the_buffer_talks_of_
 
 def test_a_snapshot_that_waits_for_the_journal_has_the_limit_of_a_stall():
     inbox, _ = inbox_of(Line([Waiting(what="the journal: no space", of_snapshot=True)] * 5), 100.0)
+    waits = []
     with pytest.raises(StalledError, match=r"no checkpoint for 100 s .*the journal"):
-        inbox.snapshot()
+        inbox.snapshot(while_waiting=lambda what, seconds: waits.append((what, seconds)))
+    assert waits[0][0] == "the journal: no space" and waits[-1][1] > 100.0

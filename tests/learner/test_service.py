@@ -67,7 +67,7 @@ class Inbox(Quiet):
     def give_up(self, reason: str) -> None:
         self.is_draining = self.is_failing = True
 
-    def snapshot(self, within_s: float = 0.0) -> Snapshot:
+    def snapshot(self, within_s: float = 0.0, while_waiting: Callable[[str, float], object] = print) -> Snapshot:
         if self.is_forward_only:
             raise WireError("the buffer did not respond for 60 s")
         self.snapshots += 1
@@ -349,6 +349,21 @@ def test_a_disk_that_refuses_beside_training_is_said_and_training_goes_on(tmp_pa
     assert "no space; training continues" in caplog.text
     assert [text for event, text in written if event == "warning"] == ["no space; training continues"]
     assert saved(tmp_path) == (STEPS, STEPS)
+
+
+class Blocked(Inbox):
+    """The journal cannot be written when a checkpoint is due."""
+
+    def snapshot(self, within_s: float = 0.0, while_waiting: Callable[[str, float], object] = print) -> Snapshot:
+        while_waiting("the journal: no space", 31.0)
+        return super().snapshot()
+
+
+def test_a_checkpoint_that_waits_for_the_journal_is_reported(tmp_path: Path):
+    running, written = service(tmp_path, Blocked()), []
+    running.recorder.events.write = lambda event, **fields: written.append((event, fields.get("what")))
+    assert running.run() == "done"
+    assert ("stall", "the journal: no space") in written
 
 
 # -- while rank 0 waits for the buffer, as it does for days where a run is paused, the other ranks wait with it ------------
