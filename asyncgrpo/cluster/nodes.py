@@ -93,7 +93,8 @@ def with_absolute_paths(config: Config) -> Config:
     files = {*reward.files, *environment.files}
 
     def absolute(path: str) -> str:
-        return str(Path(path).expanduser().absolute())
+        full = Path(path).expanduser().absolute()
+        return str(full.resolve() if ".." in full.parts else full)  # a resume may be typed in another folder
 
     def folder(path: str) -> str:
         return absolute(path) if Path(path).expanduser().is_dir() else path

@@ -46,6 +46,7 @@ def test_processes_are_told_absolute_paths(files: Path):
     assert told.data.eval == {name: str(files / path) for name, path in named.items()}
     assert told.reward.function == str(files / "reward.py:judge")
     assert told.run.out == str(files / "run")
+    assert with_absolute_paths(configured(f"model.path=../{files.name}/model")).model.path == str(files / "model")
     told = with_absolute_paths(configured("model.path=Qwen/Qwen3-8B"))
     assert told.model.path == "Qwen/Qwen3-8B" and told.data.eval is None and told.reward.function is None
     check_files(told, "learner", files / "run", "10.0.0.7")
