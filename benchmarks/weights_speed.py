@@ -6,7 +6,8 @@ The learner's side is the real learner, whose float32 weights are cast to bfloat
 process with the real receiver, whose swap copies every tensor into its place and takes a checksum of all of them. Beside it, in
 turns, gloo broadcasts a flat buffer of as many bytes to as many processes, with nothing else done. CPU seconds are those of all
 processes. `mapped`: engines on the learner's machine load out of its memory; `broadcast`: gloo brings the bytes; `delta`: 1 % of
-the elements change from one version to the next, and only they are sent. The stall is that of rank 0 against a copy of its rows.
+the elements change from one version to the next, and only they are sent. The stall is that of rank 0 against a copy of its rows,
+made alone and while the other rank copies its own.
 """
 
 import argparse
@@ -77,6 +78,9 @@ def follow(path: str, port: int, lane: str) -> None:
         learner.snapshot.connect(told(), HOST, None)
         while True:
             place = told()
+            if place is None:
+                one_copy(masters)
+                continue
             for master in masters:
                 change(master, lane)
             learner.snapshot.join(*place)
@@ -119,11 +123,13 @@ def measure(learner: Learner, ranks: list[psutil.Process], engines: int, lane: s
             began, at = cpu_s(processes), time.perf_counter()
             publication = land(publisher, PolicyVersion(1, version), fill)
             seconds, ours = time.perf_counter() - at, cpu_s(processes) - began
-            found.append((ours, seconds, stalls.pop(), one_copy(masters, num_bytes), *raw()))
+            alone_s = one_copy(masters)
+            told()
+            found.append((ours, seconds, stalls.pop(), alone_s, one_copy(masters), *raw()))
         pause = max(statistics.median(engine[2:]) for engine in pauses)
     publisher.close()
     # The first ones make what is made once.
-    ours, seconds, stall, copy, theirs, their_s = np.array(found[2:]).T
+    ours, seconds, stall, copy, together, theirs, their_s = np.array(found[2:]).T
     return {
         "parameters_m": round(sum(master.numel() for master in masters) / 1e6),
         "engines": engines,
@@ -138,6 +144,7 @@ def measure(learner: Learner, ranks: list[psutil.Process], engines: int, lane: s
         "seconds": middle(seconds, 4),
         "broadcast_s": middle(their_s, 4),
         "stall_to_copy": middle(stall / copy),
+        "stall_to_copies": middle(stall / together),
         "stall_s": middle(stall, 4),
         "pause_s": round(pause, 4),
         "pause_to_copy": middle(pause / copy),
@@ -164,9 +171,10 @@ def local(parameter: Tensor) -> Tensor:
     return own.to_local() if isinstance(own, DTensor) else own
 
 
-def one_copy(masters: list[Tensor], num_bytes: int) -> float:
-    """Seconds of one copy of the learner's weights into memory that is there: what a stall cannot be below."""
-    target = one_copy.__dict__.setdefault(num_bytes, torch.zeros(num_bytes, dtype=torch.uint8)).view(torch.bfloat16)
+def one_copy(masters: list[Tensor]) -> float:
+    """Seconds of one copy of this rank's weights into memory that is there: what a stall cannot be below."""
+    size = sum(master.numel() for master in masters)
+    target = one_copy.__dict__.setdefault(size, torch.zeros(size, dtype=torch.bfloat16))
     started, at = time.perf_counter(), 0
     for master in masters:
         target[at : at + master.numel()].copy_(master.view(-1))
