@@ -105,7 +105,7 @@ def make_learner(cell: Cell, shape: Shape, *, group_size: int) -> Learner:
         },
     }
 
-    def draw(path: str, *, longest: int) -> tuple[PreTrainedModel, None]:
+    def draw(path: str, *, longest: int, key: str) -> tuple[PreTrainedModel, None]:
         torch.manual_seed(cell["seed"])
         with torch.device(cell["device"]):
             drawn: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
