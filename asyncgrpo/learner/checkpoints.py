@@ -63,12 +63,15 @@ class Checkpoints:
         return partial(self._finish, state, temporary, fill(temporary))
 
     def _finish(self, state: RunState, temporary: Path, wait: Callable[[], None]) -> Path:
-        final = self._folder / f"step_{state.step:06d}"
+        final, replaced = self._folder / f"step_{state.step:06d}", temporary.with_suffix(".old")
         try:
             _complete(temporary, state, wait)
             check_owner(self._folder.parent, state.lineage)
+            if final.exists():  # an earlier attempt at the same step
+                os.rename(final, replaced)
             os.rename(temporary, final)
             sync(self._folder)
+            shutil.rmtree(replaced, ignore_errors=True)
         except OSError as error:
             raise CheckpointError(f"cannot write checkpoint {final}: {error}") from error
         for old in self.all()[: -self._keep]:

@@ -95,6 +95,7 @@ class LearnerService:
         self._evaluated = -1
         self._writer: Executor = ThreadPoolExecutor(1)
         self._saving: _Saving | None = None
+        self._saved_step: int | None = None  # of the checkpoint that this start resumed from or wrote last
         self.version = PolicyVersion(self.lineage, 0)
         self._shares_within: dict[int, float] = {}  # of the last step
         self._updates = self.learner.steps  # updates contained in the weights of `version`
@@ -180,7 +181,7 @@ class LearnerService:
     def resume(self, checkpoint: Path) -> None:
         """Restore step, totals and record from `checkpoint`. `Learner.load` restores model and optimizer."""
         state = read_state(checkpoint)
-        self.version = PolicyVersion(self.version.lineage, state.step)
+        self.version, self._saved_step = PolicyVersion(self.version.lineage, state.step), state.step
         self.recorder.resume(state.step, state.totals, state.record)
 
     def _apply_steering(self) -> None:
@@ -263,8 +264,13 @@ class LearnerService:
             self._finish_checkpoint(waits=True)
 
     def _is_saved(self) -> bool:
-        """Return True if this step has a checkpoint, after any in progress is complete. Raises CheckpointError."""
+        """Return True if this start wrote or resumed from a checkpoint of this step. One in progress is completed first.
+
+        Raises CheckpointError: its state cannot be read.
+        """
         self._try_finish_checkpoint(waits=True)
+        if self._saved_step != self.step:
+            return False
         latest = self._checkpoints.latest()
         return latest is not None and read_state(latest).step == self.step
 
@@ -307,7 +313,7 @@ class LearnerService:
             path = saving.path.result()
             with suppress(WeightsError):  # the loop raises it again
                 self._record_publications()  # a resume drops events after the checkpoint event
-        seconds = time.monotonic() - saving.started
+        self._saved_step, seconds = saving.step, time.monotonic() - saving.started
         self.inbox.saved(saving.step)
         metrics.checkpoint_seconds.observe(seconds)
         metrics.checkpoint_last_success_timestamp_seconds.set_to_current_time()

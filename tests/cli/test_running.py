@@ -30,9 +30,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list:
         started.append(self._config)
         lineage = self._folder.next_lineage()
         self._events.write("start", run="run", lineage=lineage, version=f"{lineage}.0", step=0, sizes=self._sizes)
-        if self._folder.checkpoint() is None:
-            state = RunState(step=2, lineage=lineage, prompts={})
-            Checkpoints(self._folder.path, 2).begin(state, lambda place: lambda: None)()
+        state = RunState(step=2, lineage=lineage, prompts={})
+        Checkpoints(self._folder.path, 2).begin(state, lambda place: lambda: None)()
         self._events.write("end", status="drained", step=2)
         return "drained"
 

@@ -1,10 +1,12 @@
 """A checkpoint is whole or not there, and the newest whole one is where a run goes on."""
 
 import errno
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
+import msgspec
 import pytest
 
 from asyncgrpo.errors import CheckpointError
@@ -63,6 +65,24 @@ def test_a_checkpoint_that_is_being_written_does_not_count_and_an_earlier_start_
     assert checkpoints.latest() == whole != finish() == checkpoints.latest()
 
 
+def test_a_second_checkpoint_of_a_step_is_there_before_the_first_is_removed(tmp_path: Path, monkeypatch):
+    """A person may ask for several while a run is paused, and a large one takes seconds to remove."""
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.begin(state(5), fill)()
+    finish, remove = checkpoints.begin(msgspec.structs.replace(state(5), totals={"of": 2.0}), fill), shutil.rmtree
+
+    def die(path: Path, **how: bool) -> None:
+        if path.exists():
+            raise KeyboardInterrupt
+        remove(path, **how)
+
+    monkeypatch.setattr(shutil, "rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        finish()
+    latest = checkpoints.latest()
+    assert latest is not None and read_state(latest).totals == {"of": 2.0}
+
+
 def test_a_checkpoint_whose_state_is_gone_is_not_passed_over(tmp_path: Path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.begin(state(5), fill)()
@@ -71,6 +91,8 @@ def test_a_checkpoint_whose_state_is_gone_is_not_passed_over(tmp_path: Path):
     assert checkpoints.latest() == newest
     with pytest.raises(CheckpointError, match=r"step_000010/state\.json .*; remove .*step_000010 to resume"):
         read_state(newest)
+    assert read_state(checkpoints.begin(state(10), fill)()).step == 10
+    assert [p.name for p in sorted((tmp_path / "checkpoints").iterdir())] == ["step_000005", "step_000010"]
 
 
 def test_a_disk_that_refuses_is_said_so(tmp_path: Path):

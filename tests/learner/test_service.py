@@ -20,7 +20,7 @@ from asyncgrpo.errors import (
     WeightsError,
     WireError,
 )
-from asyncgrpo.learner.checkpoints import read_state
+from asyncgrpo.learner.checkpoints import Checkpoints, RunState, read_state
 from asyncgrpo.learner.ranks import Team
 from asyncgrpo.learner.service import LearnerService
 from asyncgrpo.types import PolicyVersion
@@ -306,6 +306,15 @@ def test_a_learner_that_waits_does_what_a_person_asks_for_once(tmp_path: Path):
     assert learner.rates == [1e-3, 1e-5, 1e-5]
     assert [fields for event, fields in written if event == "lr_changed"] == [{"version": "1.1", "lr": 1e-5}]
     assert [fields["step"] for event, fields in written if event == "checkpoint"] == [1, 2, 3], "not twice"
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_checkpoint_of_another_start_that_ended_meanwhile_is_replaced(tmp_path: Path, is_damaged: bool):
+    other = Checkpoints(tmp_path, 9).begin(RunState(step=2, lineage=0, prompts={}), lambda folder: lambda: None)()
+    if is_damaged:
+        (other / "state.json").unlink()
+    assert service(tmp_path, Inbox()).run() == "done"
+    assert read_state(other).lineage == 1 and saved(tmp_path) == (STEPS, STEPS)
 
 
 class SlowDisk(Learner):

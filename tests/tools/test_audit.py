@@ -1,7 +1,6 @@
 """The audit finds no difference in a run that kept its promises, and names each one that was broken."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,7 +49,6 @@ class FakeRun:
 
     def checkpoint(self, step: int, prompts: PromptState, lineage: int = 1) -> None:
         saved = RunState(step=step, lineage=lineage, prompts=msgspec.to_builtins(prompts))
-        shutil.rmtree(self.folder / "checkpoints", ignore_errors=True)
         Checkpoints(self.folder, keep=3).begin(saved, lambda folder: lambda: None)()
         self.journal.append(Committed(step=step, prompts=prompts))
 
