@@ -46,7 +46,13 @@ STALL_MARGIN_S = 2 * RANK_HEARTBEAT_S
 RESEND_AFTER_S = 15 * HEARTBEAT_S
 """Silence of the buffer after which a generator sends its group again, and rank 0 its request."""
 READ_BYTES_PER_S = 100e6
-"""Minimum transfer rate. It sets the deadline of a receiver, or of a learner rank, that sends no heartbeat while it transfers."""
+"""Minimum rate of every copy of weights."""
+
+
+def copy_s(num_bytes: int) -> float:
+    """Return the time allowed for a copy of weights, beside the deadline of a wait, seconds."""
+    return num_bytes / READ_BYTES_PER_S
+
 
 # -- restarts ----------------------------------------------------------------------------------------------------------
 

@@ -374,10 +374,11 @@ class GeneratorService:
     def _apply_weights(self, tensors: SharedTensors, version: PolicyVersion) -> str:
         """Swap weights on the event loop and wait for the result. Called by the receiver's thread."""
         future = asyncio.run_coroutine_threadsafe(self._swap(tensors, version), self._loop)
+        within_s = self.load_timeout_s + liveness.copy_s(sum(tensor.nbytes for _, tensor in tensors))
         try:
-            return future.result(self.load_timeout_s)
+            return future.result(within_s)
         except concurrent.futures.TimeoutError as error:
-            raise EngineError(f"the engine did not load {version} within {self.load_timeout_s:.0f} s") from error
+            raise EngineError(f"the engine did not load {version} within {within_s:.0f} s") from error
 
     def _score(self, sequences: Sequence[Sequence[int]], start: int) -> list[float]:
         """Score sequences under the present weights. Called by the receiver's thread, between two swaps."""

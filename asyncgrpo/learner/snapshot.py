@@ -60,7 +60,7 @@ class Snapshot:
         self._writes: Counter[int] = Counter()
         """Of each arena."""
         self._layout = Layout(sent.layout())
-        self._timeout_s = config.timeout_s + self._layout.num_bytes / liveness.READ_BYTES_PER_S
+        self._timeout_s = config.timeout_s + liveness.copy_s(self._layout.num_bytes)
         self._mapped: Arenas | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         machines = _gather(same_machine(), world)

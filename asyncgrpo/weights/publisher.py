@@ -654,6 +654,7 @@ class Publisher:
                     self._forget(name)
                     self._missing.pop(name, None)
         now_s, timeout_s = time.monotonic(), self._config.timeout_s
+        swap_s = timeout_s + self._read_s
         for name, member in list(self._members.items()):
             is_receiving = name in member.place.awaited
             patience_s = liveness.SUSPECT_S + (self._read_s if is_receiving else 0.0)
@@ -662,9 +663,9 @@ class Publisher:
                 self._forget(name)
             elif now_s - member.heard_s > max(patience_s, timeout_s if in_group else 0.0):
                 self._drop(name, f"no heartbeat for {patience_s:.0f} s")
-            elif member.offered is not None and not member.is_late and now_s > member.offered_s + timeout_s:
+            elif member.offered is not None and not member.is_late and now_s > member.offered_s + swap_s:
                 member.is_late = True
-                why = f"it did not swap to {member.offered} within {timeout_s:.0f} s"
+                why = f"it did not swap to {member.offered} within {swap_s:.0f} s"
                 log.warning("%s is dropped from publications: %s", name, why)
                 self._stop_waiting(name)
                 self._release(name, member.place)
@@ -715,4 +716,4 @@ class Publisher:
     @property
     def _read_s(self) -> float:
         """Time allowed for reading or writing a publication."""
-        return self._layout.num_bytes / liveness.READ_BYTES_PER_S
+        return liveness.copy_s(self._layout.num_bytes)

@@ -2,11 +2,15 @@
 
 import asyncio
 import math
+from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+from asyncgrpo import liveness
 from asyncgrpo.engines.base import EngineOccupancy
 from asyncgrpo.errors import EngineError
 from asyncgrpo.generators.rollout import Activities, Played
@@ -14,6 +18,7 @@ from asyncgrpo.generators.service import MAX_FAILED_LEASES, GeneratorService, To
 from asyncgrpo.rewards.base import Reward
 from asyncgrpo.rewards.breaker import Breaker
 from asyncgrpo.types import GeneratorSeconds, Lease, PolicyVersion, Prompt, RewardHealth, Sampling, Score
+from asyncgrpo.weights.arena import SharedTensors
 from asyncgrpo.wire import Message
 from asyncgrpo.wire.codec import Buffer as Frame
 from asyncgrpo.wire.codec import encode
@@ -216,6 +221,22 @@ def test_an_engine_that_hangs_ends_its_generator():
     with pytest.raises(ExceptionGroup) as raised:
         rig.task.result()
     assert raised.group_contains(EngineError, match="has not replied for 10 s")
+
+
+def test_a_load_has_the_time_of_a_copy_beside_the_deadline(monkeypatch):
+    def result(within_s: float) -> str:
+        raise TimeoutError
+
+    def started(work: Coroutine[Any, Any, str], loop: object) -> Any:
+        work.close()
+        return SimpleNamespace(result=result)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", started)
+    monkeypatch.setattr(liveness, "READ_BYTES_PER_S", 2.0)
+    with Rig() as rig:
+        weights = SharedTensors([("embed", torch.zeros(5))], SimpleNamespace(flags=[0]), 0, 0)  # type: ignore[arg-type]
+        with pytest.raises(EngineError, match=r"did not load .* within 11 s"):
+            rig.generator._apply_weights(weights, PolicyVersion(1, 1))
 
 
 @pytest.mark.parametrize(("purpose", "tokens"), [("train", 4), ("eval", 0)])

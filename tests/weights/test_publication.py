@@ -151,6 +151,24 @@ def test_whoever_does_not_swap_holds_up_nobody_and_comes_back_by_itself(plane):
     plane.check(frozen)
 
 
+def test_a_swap_has_the_time_of_a_copy_beside_the_deadline(plane, monkeypatch):
+    slow = plane.add("generator-0")
+    plane.publish(0)
+    slow.may_go_on.clear()
+    plane.offer(1)
+    member = plane.publisher._members["generator-0"]
+    wait_until(lambda: member.offered == at(1), "offer to it")
+    monkeypatch.setattr(liveness, "copy_s", lambda num_bytes: 500.0 if num_bytes == LAYOUT.num_bytes else 0.0)
+    member.offered_s -= 400.0
+    heard_s = member.heard_s
+    wait_until(lambda: member.heard_s > heard_s + 1.0, "heartbeats")
+    assert not member.is_late
+    member.offered_s -= 200.0
+    wait_until(lambda: member.is_late, "the end of its time")
+    slow.may_go_on.set()
+    wait_until(lambda: slow.newest == at(1) and not member.is_late, "its return")
+
+
 def test_whoever_is_given_up_is_not_waited_for(plane, monkeypatch):
     monkeypatch.setattr(
         plane.publisher, "_config", WeightsConfig(bucket_mb=1, timeout_s=600.0)
