@@ -7,16 +7,15 @@ copy to the host, digest, broadcast, upload, digest of the live parameters. A ge
 while the next one arrives. As many processes of a machine send or receive as it has engines, each over a link of its own.
 """
 
+from asyncgrpo.config.memory import PCIE_BYTES_PER_S as PCIE
+from asyncgrpo.config.memory import pause_seconds
+
 GB = 1e9
 MODELS = {"8B": (8.19e9, 1, (8, 16, 64)), "32B": (32.8e9, 2, (16, 64)), "70B": (70.6e9, 4, (64,))}
 """Parameters, GPUs of one engine, and fleets whose learner GPUs hold 16 bytes for each parameter."""
 GPUS_OF_A_MACHINE = 8
-PCIE = 55 * GB
-"""Between a GPU and pinned memory, as measured on an H200; the GPUs of an engine copy side by side."""
 NICS = {"8 x 400 Gb/s": (50 * GB, 8), "400 Gb/s": (50 * GB, 1), "25 GbE": (3.125 * GB, 1)}
 """Bytes that a link of a machine carries in a second, and its links."""
-PROOF = 109 * GB
-"""Bytes of live parameters that a GPU digests in a second, as measured on an H200. An engine samples nothing meanwhile."""
 CORES, DIGEST = 8, 8.4 * GB
 """Cores of a process that digests, and the bytes that each digests in a second, as measured beside an H200."""
 MEMORY = 200 * GB
@@ -29,7 +28,7 @@ def stages(parameters: float, tensor_parallel: int, gpus: int, nic: tuple[float,
     """Return the seconds of each stage of one publication in bfloat16."""
     size, learners, is_one = 2 * parameters, gpus // 2, gpus <= GPUS_OF_A_MACHINE
     machines, processes = max(1, learners // GPUS_OF_A_MACHINE), GPUS_OF_A_MACHINE // tensor_parallel
-    local = {"stall": size / learners / PCIE, "pause": size / tensor_parallel * (1 / PCIE + 1 / PROOF)}
+    local = {"stall": size / learners / PCIE, "pause": pause_seconds(int(size), tensor_parallel)}
     if is_one:
         return local
     digest = size / min(processes * CORES * DIGEST, MEMORY)

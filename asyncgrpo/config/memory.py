@@ -44,6 +44,10 @@ ARENAS = 2
 """Publications that the learner keeps in host memory (`weights.arena.SLOTS`); one more where deltas may be sent."""
 PCIE_BYTES_PER_S = 55e9
 """Rate at which one GPU reads pinned memory over PCIe 5 x16, measured on an H200 (docs/gpu.md)."""
+PROVED_BYTES_PER_S = 109e9
+"""Rate at which one GPU digests its live parameters, measured on an H200 (docs/gpu.md)."""
+WHOLE_SHARE = 0.35
+"""Share of a model in matrices of which each GPU of an engine holds columns (`o_proj`, `down_proj`): it uploads them whole."""
 COPIED_BYTES_PER_S = 12e9
 """Rate at which one core copies (docs/weights.md)."""
 SHOWN_OF_NOMINAL = 0.985
@@ -271,8 +275,15 @@ def published_bytes(size: ModelSize, config: Config) -> int:
 
 def publication_seconds(size: ModelSize, config: Config) -> float:
     """Longest pause of an engine for one publication."""
-    gpus = config.generators.gpus_each
-    return published_bytes(size, config) / (gpus * PCIE_BYTES_PER_S if gpus else COPIED_BYTES_PER_S)
+    return pause_seconds(published_bytes(size, config), config.generators.gpus_each)
+
+
+def pause_seconds(num_bytes: int, gpus: int) -> float:
+    """Time of an engine of so many GPUs to upload weights, and to digest its live parameters; with 0, to copy them on a core."""
+    if not gpus:
+        return num_bytes / COPIED_BYTES_PER_S
+    uploaded = num_bytes * (WHOLE_SHARE + (1 - WHOLE_SHARE) / gpus)
+    return uploaded / PCIE_BYTES_PER_S + num_bytes / gpus / PROVED_BYTES_PER_S
 
 
 def fullest_host(size: ModelSize, config: Config) -> Holding:

@@ -178,6 +178,9 @@ def test_what_a_loader_skips_changes_or_reads_is_named_and_the_rest_is_proved():
     assert proof.summary() == "each version is proved in 3 parameters of the model, not of norm"
 
 
+ODD = {"a": (8, 6), "e": (2, 8, 6), "h": (12, 5), "f": (4, 10), "x": (3, 6), "y": (4, 6), "n": ()}
+
+
 class Odd(nn.Module):
     """Its loader works in threads, transposes, splits and merges dimensions, and joins tensors."""
 
@@ -207,10 +210,9 @@ class Odd(nn.Module):
 
 
 def test_copies_by_the_plan_are_those_of_the_loader():
-    shapes = {"a": (8, 6), "e": (2, 8, 6), "h": (12, 5), "f": (4, 10), "x": (3, 6), "y": (4, 6), "n": ()}
-    given = {name: torch.randn(shape) for name, shape in shapes.items()}
+    given = {name: torch.randn(shape) for name, shape in ODD.items()}
     loaded, copied = Odd(), Odd()
-    parts, untraced = trace(copied, [(name, "float32", shape) for name, shape in shapes.items()])
+    parts, untraced = trace(copied, [(name, "float32", shape) for name, shape in ODD.items()])
     assert not untraced and len(parts) == 8
     loaded.load_weights(given.items())
     parameters = dict(copied.named_parameters())
@@ -218,6 +220,14 @@ def test_copies_by_the_plan_are_those_of_the_loader():
         part.of(parameters[part.parameter]).copy_(part.box.of(given[part.box.tensor]))
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameters[name], parameter), name
+
+
+def test_tensors_whose_columns_are_copied_or_that_are_transposed_are_named():
+    """A GPU gets them whole: torch would gather a view on one core, and upload it out of pages that are not pinned."""
+    for model, given in ((Rank(1), weights()), (Odd(), {name: torch.empty(shape) for name, shape in ODD.items()})):
+        held = Held()
+        held.plan(model, question(list(given.items())).removeprefix(PLAN))
+        assert held.scattered == {"out" if isinstance(model, Rank) else "e"}
 
 
 class Experts(nn.Module):

@@ -124,7 +124,7 @@ class OurWeightUpdater(WeightUpdater):
     def _update_weights_from_flattened_bucket(self, flattened_tensor_bucket_dict: dict[str, Any]) -> tuple[bool, str]:
         try:
             tensors = mapped.tensors(flattened_tensor_bucket_dict)
-            self.get_model().load_weights(tensors)
+            self.get_model().load_weights(mapped.placed(tensors))
             current_platform.synchronize()  # the GPU has then finished reading the tensors
             tensors.require_intact()
         except WeightsError as error:
@@ -143,7 +143,10 @@ class OurWeightChecker(WeightChecker):
         current_platform.synchronize()  # several threads write some models
         if not action.startswith(PLAN):
             return super().handle(action, *args, role=role, **kwargs)
-        return self._reply(self._held.plan(self._get_model(), action.removeprefix(PLAN)), role)
+        model = self._get_model()
+        content = self._held.plan(model, action.removeprefix(PLAN))
+        mapped.scattered, mapped.device = self._held.scattered, next(model.parameters()).device
+        return self._reply(content, role)
 
     def _compute_checksum(self, skip_tensor_list: list[str] | None = None, *, role: str) -> dict[str, Any]:
         return self._reply(self._held.checksum(self._get_model(), self._skip_compare_names(skip_tensor_list)), role)

@@ -63,6 +63,15 @@ class Part:
         """Return its elements in the shape of the box."""
         return parameter.detach().as_strided(self.box.size, self.strides, self.offset)
 
+    def is_one_copy(self, shape: Shape) -> bool:
+        """Return True if its bytes lie one after the other in the published tensor, of this shape, and in the parameter."""
+        length = step = 1
+        for wide, size, stride in zip(reversed(shape), reversed(self.box.size), reversed(self.strides), strict=True):
+            if size > 1 and (step != length or stride != length):
+                return False
+            length, step = length * size, step * wide
+        return True
+
 
 class Untraceable(Exception):
     """The loader needs elements of a tensor, or takes a selection that is not a rectangle."""
@@ -320,6 +329,8 @@ class Held:
         self._left: Left | None = None
         """Elements outside all parts; None until computed."""
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self.scattered: set[str] = set()
+        """Published tensors of which a box is copied in many pieces, as columns or transposed."""
 
     def plan(self, model: nn.Module, asked: str) -> dict[str, str]:
         """Trace the loader. Returns the parts, untraced tensors, and parameters with other elements, as JSON."""
@@ -327,6 +338,8 @@ class Held:
         self._shapes = {name: shape for name, _, shape in published}
         self._parts, untraced = trace(model, published)
         self._left, self._stacks = left_by(model, self._parts), stacks(self._parts)
+        shapes = ((part, self._shapes[part.box.tensor]) for part in self._parts)
+        self.scattered = {part.box.tensor for part, shape in shapes if not part.is_one_copy(shape)}
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state(model).items()}
         made = [
             (part.box.tensor, part.box.start, part.box.size, part.parameter, dtypes[part.parameter])

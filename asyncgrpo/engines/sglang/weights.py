@@ -6,6 +6,8 @@ The weights are not copied here: the message holds the file in shared memory and
 
 import asyncio
 import pickle
+import weakref
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -83,12 +85,19 @@ def payloads(tensors: SharedTensors, num_schedulers: int) -> list[bytes]:
 
 # -- in a scheduler ----------------------------------------------------------------------------------------------------
 
+MOST_UPLOADED = 2**30
+"""Bytes of whole tensors on a GPU at once. Some loaders hold all tensors until the last one."""
+
 
 class Mapped:
     """The shared-memory files that one scheduler has mapped."""
 
     def __init__(self) -> None:
         self._files = Mappings()
+        self.scattered: Collection[str] = ()
+        """Names of tensors to upload whole, to this device: the loader takes columns of them, or a transposed view. torch gathers
+        such a view on one core and uploads it out of pages that are not pinned, at a twelfth of the rate."""
+        self.device = torch.device("cpu")
 
     def tensors(self, where: dict[str, Any]) -> SharedTensors:
         """Return the tensors of a message of `payloads`. Raises WeightsError if they are missing or were overwritten."""
@@ -98,3 +107,13 @@ class Mapped:
             like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             views.append((name, arenas.memory[start : start + like.nbytes].view(like.dtype).view(like.shape)))
         return SharedTensors(views, arenas, where["slot"], where["writes"])
+
+    def placed(self, tensors: SharedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors where the loader copies them from: in shared memory, or on the GPU until the loader drops them."""
+        uploaded: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        for name, tensor in tensors:
+            uploaded = [(held, size) for held, size in uploaded if held() is not None]
+            if name in self.scattered and tensor.nbytes + sum(size for _, size in uploaded) <= MOST_UPLOADED:
+                tensor = tensor.to(self.device)
+                uploaded.append((weakref.ref(tensor), tensor.nbytes))
+            yield name, tensor
