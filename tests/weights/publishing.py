@@ -1,5 +1,6 @@
 """Publishers with their receivers, and publications from the offer to the proof, for tests and benchmarks."""
 
+import atexit
 import contextlib
 import os
 import queue
@@ -48,6 +49,7 @@ class Plane:
         )
         receiver.machine = machine or receiver.machine
         receiver.start()
+        atexit.register(receiver._thread.join, 1.0)  # a thread that outlives ZeroMQ crashes the process
         self.receivers.append(receiver)
         return receiver
 
