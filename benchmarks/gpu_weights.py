@@ -87,13 +87,24 @@ def copies(device: str, size: int) -> None:
         if device == "cuda" and register(shared):
             show_rate("card to /dev/shm, registered", size, device, lambda: shared.copy_(on_card))
             show_rate("/dev/shm, registered, to card", size, device, lambda: on_card.copy_(shared))
+            columns(device, on_card, shared)
             torch.cuda.cudart().cudaHostUnregister(shared.data_ptr())
+        elif device == "cpu":
+            columns(device, on_card, shared)
     matrix = on_card.view(torch.bfloat16).view(-1, 4096)
     where = "card" if device == "cuda" else "CPU"
     show_rate(f"box digest on the {where}", size, device, lambda: box_digest(matrix, "w", tuple(matrix.shape), (0, 0)))
     few = pageable[: size // 8]
     show_rate("digest on the host", len(few), device, lambda: digest(few))
     from_pages_of_another_process(device, on_card)
+
+
+def columns(device: str, on_card: Tensor, shared: Tensor) -> None:
+    """GB/s of half of a matrix's columns: as torch copies them, and by way of the whole matrix, as an engine of several GPUs."""
+    matrix, target = shared.view(-1, 8192), on_card[: len(on_card) // 2].view(-1, 4096)
+    show_rate("half of the columns, registered, to card", target.nbytes, device, lambda: target.copy_(matrix[:, :4096]))
+    whole = "half of the columns, by way of the whole, to card"
+    show_rate(whole, target.nbytes, device, lambda: target.copy_(matrix.to(device)[:, :4096]))
 
 
 def from_pages_of_another_process(device: str, on_card: Tensor) -> None:
