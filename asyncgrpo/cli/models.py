@@ -300,6 +300,7 @@ def check(
     functions = {"function": options.one_or_all(reward_func)}
     base = {"model": {"path": model or ""}, "data": {"train": file}, "reward": functions}
     config = load_config(None, overrides or (), base=base)
+    model = config.model.path or None
     reward = build_reward(config.reward, import_timeout_s=REWARD_IMPORT_S)
     schema, records = _records(file, model, config.data)
     first, lengths, sources, missing, pictures = None, list[int](), Counter[str](), list[int](), Counter[int]()

@@ -218,8 +218,9 @@ _KEPT = frozenset(
 )
 
 
-_PATHS = {"run.out", "data.train", "data.eval", "data.image_root"}
-"""Keys in which `~` is the home folder; models and functions are looked up so where they are used."""
+_MODELS = {"model.path", "algorithm.teacher", "teacher.path", "reward.model.path"}
+_PATHS = {"run.out", "data.train", "data.eval", "data.image_root", *_MODELS}
+"""Keys in which `~` is the home folder; functions are looked up so where they are used."""
 
 
 def load_config(

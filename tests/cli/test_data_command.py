@@ -34,11 +34,12 @@ def test_a_person_sees_schema_lengths_one_prompt_and_one_score(asyncgrpo, file, 
     assert "characters: p50 14" in ended.out
 
 
-def test_with_a_model_lengths_are_tokens_of_the_rendered_prompt(asyncgrpo, file, reward, tmp_path):
+def test_with_a_model_lengths_are_tokens_of_the_rendered_prompt(asyncgrpo, file, reward, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     make_demo_model(tmp_path / "model", seed=0)
     rows = [{"prompt": "1" * n, "ground_truth": n, "data_source": "odd" if n % 2 else "even"} for n in range(1, 101)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    typed = ("data", "check", file, "--reward-func", reward, "--model", tmp_path / "model", "data.system_prompt=Hm")
+    typed = ("data", "check", file, "--reward-func", reward, "--model=~/model", "data.system_prompt=Hm")
     lines = asyncgrpo(*typed, "data.max_prompt_tokens=90").out.splitlines()
     # n digits, two letters and three special tokens
     assert "prompt lengths   tokens: p50 56, p90 96, p99 105, max 105; a run drops 15 above 90" in lines
