@@ -92,6 +92,7 @@ def _usage_problem(error: Any) -> str:
         typer.echo(message, err=True)
         sys.exit(2)
     if hasattr(error.__cause__, "errors"):  # pydantic, with which typer converts values
-        message, value = message.replace("Value error, ", ""), f"{error.__cause__.errors()[0]['input']!r}"
+        message = message.replace("Value error, ", "").partition(", unable to parse")[0]
+        value = f"{error.__cause__.errors()[0]['input']!r}"
         message += f", not {value}" if value not in message else ""
     return f"{' '.join(message.split()).rstrip('.')}; see `{'asyncgrpo' if ctx is None else ctx.command_path} --help`"

@@ -120,7 +120,8 @@ def type_in_words(kind: inspect.Type) -> str:
     bounds = bounds_in_words(kind)
     match kind:
         case inspect.UnionType():
-            members = [type_in_words(m) for m in kind.types if not isinstance(m, inspect.NoneType)]
+            taken = (m for m in kind.types if not isinstance(m, inspect.NoneType))
+            members = [type_in_words(m) for m in sorted(taken, key=lambda m: bounds_in_words(m) != "")]  # bounds end it
             return " or ".join(members) + " (or null)" * (len(members) < len(kind.types))
         case inspect.IntType():
             return "a whole number" + (f", {bounds}" if bounds else "")
@@ -131,7 +132,7 @@ def type_in_words(kind: inspect.Type) -> str:
         case inspect.StrType():
             return "text"
         case inspect.LiteralType():
-            return "one of " + ", ".join(map(str, kind.values))
+            return "one of " * (len(kind.values) > 1) + ", ".join(map(str, kind.values))
         case inspect.VarTupleType():
             return f"a list, each {type_in_words(kind.item_type)}"
         case inspect.TupleType():

@@ -68,7 +68,7 @@ class ChangeSettings(_Command, frozen=True, tag="set"):
     def __post_init__(self) -> None:
         """Raises ValueError: a key may not change."""
         if fixed := [key for key in self.settings if key not in CHANGEABLE]:
-            raise ValueError(f"{fixed[0]} cannot change while a run goes on; {', '.join(CHANGEABLE)} can")
+            raise ValueError(f"{fixed[0]} cannot change during a run; {', '.join(CHANGEABLE)} can")
 
 
 Command = Pause | Resume | DrainRun | WriteCheckpoint | Evaluate | Scale | ChangeSettings
@@ -200,8 +200,8 @@ def not_alive(run_dir: Path, why: str = "") -> str:
         return f"run folder {run_dir} does not exist"
     if not (run_dir / "metrics.jsonl").exists():
         return f"{run_dir} is not a run folder: it has no metrics.jsonl"
-    why = why or f"it has no {FILE}, which a run has while it goes on (unless control.port is null)"
-    return f"{run_dir} is not going on: {why}; start it again with the command that started it"
+    why = why or f"it has no {FILE}, which an active run has (unless control.port is null)"
+    return f"{run_dir} is not active: {why}; start it again with the command that started it"
 
 
 # -- its API -----------------------------------------------------------------------------------------------------------
@@ -290,9 +290,9 @@ def one_run(given: Path | None, folder: Path) -> Path:
         case [only]:
             return only
         case []:
-            raise RunNotAlive(f"no run in {folder}/ is going on; give the folder of one")
+            raise RunNotAlive(f"no run in {folder}/ is active; give the folder of one")
         case several:
-            raise RunNotAlive(f"several runs are going on, give one: {', '.join(map(str, several))}")
+            raise RunNotAlive(f"several runs are active, give one: {', '.join(map(str, several))}")
 
 
 # -- its state ---------------------------------------------------------------------------------------------------------

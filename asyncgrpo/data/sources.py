@@ -161,7 +161,10 @@ def _read_jsonl(path: Path) -> Rows:
                     raise ValueError(f"expected a JSON object, got {kind(value)}")
             except (ValueError, RecursionError) as error:
                 number = data.count(b"\n", 0, begins[row]) + 1
-                raise DataError(f"{path}, line {number}: {one_line(error)}") from error
+                hint = (
+                    " (one list of objects? then name the file .json)" if row == 0 and line.lstrip()[:1] == b"[" else ""
+                )
+                raise DataError(f"{path}, line {number}: {one_line(error)}{hint}") from error
             yield value
 
     return Rows(len(begins) - 1, read)

@@ -55,7 +55,7 @@ def test_several_runs_are_told_of(asyncgrpo, operator):
         ended = asyncgrpo("status")
         assert ended.out.index("demo: training") < ended.out.index("other: training")
         refused = asyncgrpo("pause")
-        assert "several runs are going on, give one: runs/demo, runs/other" in refused.err
+        assert "several runs are active, give one: runs/demo, runs/other" in refused.err
         assert asyncgrpo("pause", "runs/other").code == 0
     assert (operator.commands, other.commands) == ([], [client.Pause()])
 
@@ -84,8 +84,8 @@ def test_a_command_reaches_the_driver(asyncgrpo, operator, typed, command):
 @pytest.mark.parametrize(
     ("typed", "why"),
     [
-        (["set", "run.steps=3"], "run.steps cannot change while a run goes on; learner.lr, buffer.max_lag"),
-        (["set", "model.path=elsewhere"], "model.path cannot change while a run goes on"),
+        (["set", "run.steps=3"], "run.steps cannot change during a run; learner.lr, buffer.max_lag"),
+        (["set", "model.path=elsewhere"], "model.path cannot change during a run"),
         (["set", "learner.lr=nan"], "learner.lr=nan: 'nan' is not a number"),
         (["set", "learner.lr=fast"], "learner.lr=fast: 'fast' is not a number"),
         (["status", "runs/none"], "run folder runs/none does not exist"),
@@ -108,7 +108,7 @@ def test_a_run_that_has_ended_is_said_to_have(asyncgrpo, operator):
     (operator.run_dir / "control.json").unlink()
     for typed in (["status", "runs/demo"], ["pause", "runs/demo"], ["page", "runs/demo"], ["top", "runs/demo"]):
         ended = asyncgrpo(*typed)
-        assert "runs/demo is not going on" in ended.err + ended.out
+        assert "runs/demo is not active" in ended.err + ended.out
         assert "start it again with the command that started it" in ended.err + ended.out
     ended = asyncgrpo("status")
     assert ended.code == 1 and ended.err.startswith("error: no run in runs/")

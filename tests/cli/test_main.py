@@ -39,7 +39,7 @@ def test_a_usage_error_is_one_sentence_and_code_2_and_a_value_that_cannot_be_cod
     for typed, code, *names in (
         ("trian", 2, "trian", "train"),
         ("doctor --nonsense", 2, "--nonsense", "asyncgrpo doctor --help"),
-        ("train --lr fast", 2, "--lr", "'fast'"),
+        ("train --lr fast", 2, "--lr': Input should be a valid number, not 'fast'; see"),
         ("train --rollout_n five", 2, "--rollout-n", "'five'"),
         ("train --n-gpus -1", 2, "--n-gpus", "'-1'"),
         ("scale learners 3", 2, "value for 'generators': 'learners' is not one of 'generators'; see"),

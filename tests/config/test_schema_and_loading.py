@@ -154,6 +154,7 @@ learner.betas=[0.9] -> learner.betas must be a list of 2, each a number, at leas
 learner.lr=nan -> learner.lr must be above 0; it is nan
 reward.timeout_s=.inf -> reward.timeout_s must be finite; it is inf
 reward.timeout_s=1e10 -> reward.timeout_s must be at most 1000000000; it is 10000000000.0
+buffer.max_lag=often -> buffer.max_lag must be auto or a whole number, at least 0; it is often
 run.seed=9007199254740993 -> run.seed must be at most 9007199254740992; it is 9007199254740993
 data.truncation=error -> that is verl's: longer prompts are dropped, never cut
 learner.lr -> `learner.lr` is not of the form key=value, for example learner.lr=1e-6

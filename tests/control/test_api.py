@@ -182,7 +182,7 @@ def test_the_address_is_there_while_it_serves_and_only_for_its_user(operator: Fa
         assert (run / "control.json").stat().st_mode & 0o777 == 0o600
         assert address.url == url
         assert ask(address.url, "/api/status", token=address.token)[0] == 200
-    with pytest.raises(RunNotAlive, match=r"is not going on: it has no control\.json"):
+    with pytest.raises(RunNotAlive, match=r"is not active: it has no control\.json"):
         read_address(run)
     with pytest.raises(urllib.error.URLError, match="refused"):
         fetch(f"{url}/healthz", timeout_s=2.0)

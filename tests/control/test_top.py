@@ -71,4 +71,4 @@ def test_it_follows_the_events_and_a_run_that_ends_stays_on_the_page(operators: 
     assert look.progress.step == 4, "a resume replaced the file"
     (operators[0].run_dir / "control.json").unlink()
     page = shown([look])
-    assert "one  step 12/60  no reply" in page and "is not going on" in page
+    assert "one  step 12/60  no reply" in page and "is not active" in page

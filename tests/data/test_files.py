@@ -105,6 +105,11 @@ def test_parquet_values_become_what_json_can_hold(tmp_path):
         ("a.jsonl", '{"prompt": "a"}\n{"prompt": }\n', ", line 2: Expecting value"),
         ("a.jsonl", '{"prompt": "a"}\n[1]\n', ", line 2: expected a JSON object, got a list"),
         ("a.json", '{"prompt": "a"}\n{"prompt": "b"}', "name the file .jsonl"),
+        (
+            "a.jsonl",
+            '[\n {"prompt": "a"}\n]',
+            "line 2 column 1 (char 2) (one list of objects? then name the",
+        ),
         ("a.json", '{"rows": []}', 'expected a list of objects or {"data": [...]}'),
         ("a.json", "[]", "holds no rows"),
         ("a.jsonl", b'{"prompt": "\xff"}', "line 1: 'utf-8' codec can't decode byte 0xff"),
