@@ -403,7 +403,7 @@ ROLLOUTS = Board(
             TOKENS_BY_FATE,
             Panel(
                 "Bias",
-                "Distance of trained from generated groups, 0 to 1. Age itself is the share that was given up.",
+                "Distance of trained from generated groups in length and reward, 0 to 1.",
                 "Above the threshold groups are given up for their age that are not like the others: raise buffer.max_lag or "
                 "take buffer.policy=wait.",
                 "percentunit",
