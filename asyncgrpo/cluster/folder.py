@@ -62,6 +62,18 @@ class RunFolder:
     def _held(self) -> str:
         return f"run.out {self.path} belongs to a run that is still active; stop it or choose another folder"
 
+    @property
+    def is_held(self) -> bool:
+        """False if the folder was removed or moved since `claim`."""
+        try:
+            return self._descriptor is None or os.path.samestat(
+                os.stat(self.path / ".lock"), os.fstat(self._descriptor)
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:  # a file system that does not reply for a while
+            return True
+
     def release(self) -> None:
         """Release the lock."""
         if self._descriptor is not None:

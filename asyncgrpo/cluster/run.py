@@ -43,7 +43,7 @@ from asyncgrpo.cluster.steering import Steering
 from asyncgrpo.cluster.wiring import Setup, prepare_environment, uses_cuda
 from asyncgrpo.config.schema import Config
 from asyncgrpo.control.api import serving
-from asyncgrpo.errors import AsyncGRPOError, ProcessLost, StalledError
+from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ProcessLost, StalledError
 from asyncgrpo.learner.checkpoints import read_state
 from asyncgrpo.metrics import MISSED, retire_targets_beside, token_beside, write_targets
 from asyncgrpo.recording.events import EventLog
@@ -122,7 +122,7 @@ class Run:
             self._events.write("end", status=status, step=self._step_so_far())
         except AsyncGRPOError as error:
             reason, step = str(error), self._step_so_far()
-            if self._folder.checkpoint() != before:
+            if self._folder.checkpoint() not in (before, None):
                 reason += f"; checkpoint of step {step} written; the same command goes on from there"
             self._events.write("end", status="failed", step=step, reason=reason)
             raise AsyncGRPOError(reason) from error
@@ -226,6 +226,8 @@ class Run:
         fleet, watch, chaos = self._fleet, self._watch, self._chaos
 
         def poll_processes() -> None:
+            if not self._folder.is_held:
+                raise CheckpointError(f"run.out {self._folder.path} was removed or moved while the run was active")
             watch.listen()
             fleet.reconcile(may_restart=not self._asked_to_stop)
             self._teachers.reconcile(may_restart=not self._asked_to_stop)
@@ -276,7 +278,7 @@ class Run:
 
     def _save_last_steps(self, core: Core, reason: str) -> None:
         """Save the steps since the last checkpoint before the run fails, within `LAST_CHECKPOINT_S`. Failures are logged."""
-        if not core.can_save:
+        if not (core.can_save and self._folder.is_held):
             return
         log.warning("run failed (%s): the learner finishes its step and writes a checkpoint", reason)
         core.drain(reason, is_failure=True)

@@ -1,6 +1,7 @@
 """The driver's own part of a run: what it makes before it starts a process, and what it waits for when it gives up."""
 
 import json
+import shutil
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from asyncgrpo.cluster.run import Run
 from asyncgrpo.cluster.wiring import Setup, compatibility_key_of, steps_at_most
 from asyncgrpo.config.load import load_config
 from asyncgrpo.config.schema import ClusterConfig, Config, DataConfig, ModelConfig
-from asyncgrpo.errors import AsyncGRPOError, ProcessLost
+from asyncgrpo.errors import AsyncGRPOError, CheckpointError, ProcessLost
 from asyncgrpo.liveness import FAILED_STARTS
 from asyncgrpo.metrics import targets_path
 from asyncgrpo.recording.events import read_events
@@ -40,11 +41,11 @@ class Core:
         return status
 
 
-def give_up(core: Core, folder: Path) -> list[bool]:
+def give_up(core: Core, folder: Path, *, is_held: bool = True) -> list[bool]:
     """Returns for each look at the generators whether one might be started again."""
     config = Config(model=ModelConfig(path="m"), data=DataConfig(train="t"), cluster=ClusterConfig(stall_timeout_s=0.7))
     looks: list[bool] = []
-    run: Any = Run(config, SimpleNamespace(path=folder), "")  # type: ignore[arg-type]
+    run: Any = Run(config, SimpleNamespace(path=folder, is_held=is_held), "")  # type: ignore[arg-type]
     run._fleet = SimpleNamespace(reconcile=lambda *, may_restart: looks.append(may_restart))
     run._watch = SimpleNamespace(listen=lambda: None)
     run._save_last_steps(core, "generator-1 ended too often")
@@ -59,6 +60,33 @@ def test_neither_its_end_nor_its_silence_holds_up_the_end_of_the_run(tmp_path: P
     give_up(Core(None), tmp_path)
     assert "no last checkpoint: the learner did not end within 1 s" in caplog.text
     assert give_up(Core(None, can_save=False), tmp_path) == [], "no learner lives"
+    assert give_up(core := Core(None), tmp_path, is_held=False) == core.asked == [], "its folder is gone"
+
+
+@pytest.mark.parametrize("how", ["removed", "moved", "made again"])
+def test_a_run_whose_folder_is_gone_ends_with_its_name(tmp_path: Path, how: str):
+    folder = RunFolder(tmp_path / "run")
+    folder.claim()
+    run: Any = Run(Config(model=ModelConfig(path="m"), data=DataConfig(train="t")), folder, "")
+    looks: list[str] = []
+
+    def start(while_starting: Any) -> None:
+        while_starting()
+        folder.path.rename(tmp_path / "moved")
+        if how == "removed":
+            shutil.rmtree(tmp_path / "moved")
+        if how == "made again":
+            RunFolder(folder.path).claim()
+        while_starting()
+
+    def look(*_: Any, **__: Any) -> None:
+        looks.append("look")
+
+    run._watch, run._fleet = SimpleNamespace(listen=look), SimpleNamespace(reconcile=look)
+    run._teachers, run._steering = SimpleNamespace(reconcile=look, processes=tuple), SimpleNamespace(reconcile=look)
+    with pytest.raises(CheckpointError, match=rf"run.out {folder.path} was removed or moved while the run was active"):
+        run._train(SimpleNamespace(start=start, is_training=False))
+    assert len(looks) == 4, "before that, it looked at every process"
 
 
 @pytest.mark.parametrize(
