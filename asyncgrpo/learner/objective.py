@@ -151,7 +151,9 @@ class MicrobatchObjective:
         correction = self._correction(tokens, log_rho)
         surrogate = self._surrogate(tokens, policy, anchor)
         weight = correction.weight * correction.keep
-        gradient, value = -weight * surrogate.objective_gradient, -weight * surrogate.value
+        gradient = -weight * surrogate.objective_gradient
+        # The objective of a pair stands on one token, which may be rejected.
+        value = -surrogate.value if settings.loss == PAIRWISE else -weight * surrogate.value
         kl = None
         if precomputed.reference is not None and settings.kl_kind != "full":
             penalty = kl_penalty(

@@ -85,6 +85,14 @@ CASES: dict[str, dict] = {
         "corrections": (),
     },
     "pairwise, reference": {"loss": "pairwise", "loss_args": {"beta": 0.5, "reference": True}, "corrections": ()},
+    "pairwise, corrected": {
+        "loss": "pairwise",
+        "loss_args": {"beta": 0.5},
+        "corrections": (
+            {"high_ratio": 1.1},
+            {"kind": "importance", "action": "reject", "low_ratio": 0.8, "high_ratio": 1.2},
+        ),
+    },
     "pairwise, penalties": {"loss": "pairwise", "loss_args": {"beta": 0.5}, "corrections": (), "entropy_coef": 0.2}
     | KL,
     "gae": {"advantage": "gae"},

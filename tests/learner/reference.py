@@ -212,19 +212,25 @@ class _Update:
     def _surrogate(self) -> tuple[list[float], list[float]]:
         """Derivative of the unweighted loss by each log-prob, and the loss."""
         anchor, advantages = self._anchor(), self._advantages()
-        numerator = self.policy if self.settings.anchor == "behaviour" else anchor
-        log_rho = [n - b for n, b in zip(numerator, self.behaviour, strict=True)]
-        verdicts = oracle_losses.combine(
-            [[(1.0, m) for m in self.mask], *(self._correct(c, log_rho, advantages) for c in self.settings.corrections)]
-        )
         points = oracle_losses.surrogate(
             self.settings.loss, self.policy, anchor, advantages, self.mask, self.sequences, **self.settings.loss_args
         )
         gradients, values = [], []
-        for (weight, keep), (coefficient, value, _) in zip(verdicts, points, strict=True):
+        for (weight, keep), (coefficient, value, _) in zip(self._verdicts(), points, strict=True):
             gradients.append(-weight * keep * coefficient)
             values.append(-weight * keep * value)
         return gradients, values
+
+    def _verdicts(self) -> list:
+        """Weight of each token by the corrections, and whether it is kept."""
+        numerator, advantages = (
+            self.policy if self.settings.anchor == "behaviour" else self._anchor(),
+            self._advantages(),
+        )
+        log_rho = [n - b for n, b in zip(numerator, self.behaviour, strict=True)]
+        return oracle_losses.combine(
+            [[(1.0, m) for m in self.mask], *(self._correct(c, log_rho, advantages) for c in self.settings.corrections)]
+        )
 
     def _correct(self, one: CorrectionConfig, log_rho: list[float], advantages: list[float]) -> list:
         if one.kind == "m2po":
@@ -263,7 +269,7 @@ class _Update:
         return coef * (weights * gradients * logp).sum(), coef * value
 
     def _pairs(self) -> tuple[Tensor, float]:
-        """-mean log sigmoid(beta z), by autograd."""
+        """-mean log sigmoid(beta z), by autograd. Corrections weigh its gradient."""
         arguments = dict(self.settings.loss_args)
         usable = [i for i in range(len(self.rewards)) if self.trained[i] and self.lengths[i]]
         chosen = oracle_advantages.pairs([self.rewards[i] for i in usable], [self.groups[i] for i in usable])
@@ -279,7 +285,10 @@ class _Update:
 
         z = torch.stack([relative(w) - relative(x) for w, x in sorted(chosen)])
         root = -torch.nn.functional.logsigmoid(arguments["beta"] * z).mean()
-        return root, root.item()
+        logprobs = [a.logprobs for a in self.now]
+        found = torch.autograd.grad(root, logprobs, retain_graph=True, materialize_grads=True)
+        weights = torch.tensor([weight * keep for weight, keep in self._verdicts()], dtype=torch.float64)
+        return (weights * torch.cat(found) * torch.cat(logprobs)).sum(), root.item()
 
     def _extremes(self, chosen: set[tuple[int, int]], group: int) -> tuple[int, int]:
         """Best and worst of a group, each the first of its kind."""
