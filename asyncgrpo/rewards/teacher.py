@@ -242,8 +242,13 @@ class TaughtReward(Reward):
 
     teaches = True
 
-    def __init__(self, reward: Reward, teachers: dict[str, Teacher]) -> None:
+    def __init__(self, reward: Reward, teachers: dict[str, Teacher], group_size: int) -> None:
+        """
+        Args:
+            group_size: completions from this index on are greedy baselines, which are not taught.
+        """
         self._reward, self._teachers, self.takes_groups = reward, teachers, reward.takes_groups
+        self._group_size = group_size
 
     async def score(self, prompt: Prompt, completions: Sequence[Sampled]) -> list[Score]:
         """Score completions. See `rewards.base.Reward`."""
@@ -268,9 +273,11 @@ class TaughtReward(Reward):
         for teacher in self._teachers.values():
             await teacher.close()
 
-    async def _teach(self, prompt: Prompt, completion: Completion | None) -> TeacherLogprobs | Score:
-        """Return the teacher's log-probs, or a failure."""
+    async def _teach(self, prompt: Prompt, completion: Completion | None) -> TeacherLogprobs | Score | None:
+        """Return the teacher's log-probs, or a failure; None for a greedy baseline."""
         assert completion is not None
+        if completion.index >= self._group_size:
+            return None
         teacher = self._teachers.get(prompt.source) or self._teachers[""]
         opening = getattr(completion, "opening", ()) or prompt.token_ids
         found: TeacherLogprobs | Score

@@ -7,6 +7,7 @@ import asyncio
 import json
 import socket
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.rewards.stubs import OneByOne
 from tests.rewards.teachers import LOG_Q, VOCABULARY, TeacherServer, top_of
 
 TOP_K = 3
+GROUP = 8
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,7 @@ def scores(config, asked: Prompt, *completions: Completion, texts=None) -> list[
     """As a generator gets them."""
 
     async def score() -> list[Score]:
-        reward = TaughtReward(Constant(), build_teachers(config))
+        reward = TaughtReward(Constant(), build_teachers(config), GROUP)
         given = [
             Sampled(text, (), one) for text, one in zip(texts or [""] * len(completions), completions, strict=True)
         ]
@@ -113,6 +115,15 @@ def test_evaluations_are_not_taught_and_scores_of_an_environment_are(model):
         )
     assert (good.value, bad.failure, scored.value) == (1.0, "exception", 0.25)
     assert isinstance(good, TaughtScore) and isinstance(scored, TaughtScore) and not isinstance(bad, TaughtScore)
+
+
+def test_the_greedy_baseline_is_not_taught(model):
+    with TeacherServer(model) as server:
+        greedy = replace(completion([51]), index=GROUP)
+        taught, baseline = scores(config_of(model, server.url), prompt(), completion([50]), greedy)
+        assert len(server.requests) == 1
+    assert taught.teacher is not None and baseline.teacher is None
+    assert baseline.plain == Score(value=1.0, parts={"a": 2.0})
 
 
 def test_an_agents_own_prompt_is_the_one_that_the_teacher_reads(model):
@@ -185,7 +196,7 @@ def test_a_reply_of_vllm_without_log_probs_is_a_named_failure(model):
 def test_a_server_that_restarted_is_asked_again_for_a_prompt_that_failed(model):
     async def twice() -> list[Score]:
         with TeacherServer(model) as server:
-            reward = TaughtReward(Constant(), build_teachers(config_of(model, server.url)))
+            reward = TaughtReward(Constant(), build_teachers(config_of(model, server.url)), GROUP)
             server.answer, works = (lambda asked: (400, "starting")), server.answer
             given = [Sampled("", (), completion([50]))]
             found = await reward.score(prompt(LONG_PROMPT), given)
