@@ -56,10 +56,11 @@ def train(
     overrides: options.SettingsArgument = None,
 ) -> None:
     """Train a model on a file of prompts. Repeat the command to resume an interrupted run."""
-    from asyncgrpo.config.load import load_config
+    from asyncgrpo.config.load import find, load_config, read
 
-    folder = _choose_folder("runs/train", out)
-    settings = options.train_overrides(**ctx.params | {"out": str(folder)}, explicit=overrides or ())
+    of_file = config is not None and any("run.out" in layer.values for layer in read(find(config)))
+    folder = None if of_file and out is None else _choose_folder("runs/train", out)
+    settings = options.train_overrides(**ctx.params | {"out": folder}, explicit=overrides or ())
     if n_gpus is not None:
         without_place = load_config(config, settings, algorithm=algorithm, is_complete=False)
         settings += options.placed(without_place, n_gpus, overrides or ())

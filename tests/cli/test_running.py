@@ -118,6 +118,14 @@ def test_a_dry_run_for_gpus_says_what_they_would_hold(asyncgrpo, started, files,
     assert asyncgrpo("train", "--model", "model1", *gpus).out.count("learner rank  ") == 1 and len(started) == 1
 
 
+def test_the_run_folder_is_that_of_the_flag_or_else_of_the_file(asyncgrpo, started, files):
+    (files / "mine.yaml").write_text("run: {out: mine}")
+    typed = [word for word in TRAIN if word not in ("--out", "a run")]
+    for config, out, folder in (("mine.yaml", [], "mine"), ("mine.yaml", ["--out", "o"], "o")):
+        ended = preview(asyncgrpo, "train", "--model", "model1", *typed, "--config", config, *out)
+        assert ended.code == 0 and f"folder: {files / folder}\n" in ended.out, ended
+
+
 def test_a_dry_run_of_serve_finds_too_few_gpus_and_a_folder_that_is_taken(asyncgrpo, started, files):
     typed = ["serve", *SERVED, "run.out=served"]
     assert preview(asyncgrpo, *typed).code == 0
