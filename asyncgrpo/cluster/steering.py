@@ -217,7 +217,8 @@ class Steering:
                 if self.config.data.eval is None:
                     raise CommandRefused("the run has no held-out prompts: data.eval is not set")
                 self._change(evaluations=self._steer.evaluations + 1)
-                return f"an evaluation begins after the {'pause' if self._steer.is_paused else 'current step'}"
+                when = "pause" if self._steer.is_paused else "current step"
+                return f"an evaluation begins after the {when}, unless its step had one"
             case Scale(generators=count):
                 return self._scale(count)
             case ChangeSettings(settings=settings):

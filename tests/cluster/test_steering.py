@@ -161,9 +161,9 @@ def test_a_generator_may_end_once_the_learner_publishes_to_it_no_more(run: Run):
 
 def test_an_evaluation_waits_for_the_end_of_a_pause(tmp_path: Path):
     run = Run(tmp_path, "data.eval=rows.jsonl")
-    assert run.ask(client.Evaluate()) == "an evaluation begins after the current step"
+    assert run.ask(client.Evaluate()) == "an evaluation begins after the current step, unless its step had one"
     run.ask(client.Pause())
-    assert run.ask(client.Evaluate()) == "an evaluation begins after the pause"
+    assert run.ask(client.Evaluate()) == "an evaluation begins after the pause, unless its step had one"
 
 
 def test_what_cannot_be_done_is_refused(tmp_path: Path, run: Run):
