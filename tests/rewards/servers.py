@@ -6,7 +6,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Reply = tuple[int, str] | None
-"""A status and a body. None hangs up."""
+"""A status and a body; of a redirect, where it leads. None hangs up."""
 
 
 class Server(ThreadingHTTPServer):
@@ -81,5 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
             server.running -= 1
         if reply is not None:
             self.send_response(reply[0])
+            if 300 <= reply[0] < 400:
+                self.send_header("Location", reply[1])
             self.end_headers()
             self.wfile.write(reply[1].encode(errors="surrogateescape"))

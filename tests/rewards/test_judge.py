@@ -111,6 +111,14 @@ async def test_a_reply_without_a_score_is_a_named_failure_and_final(judge, reply
     assert len(judge.requests) == 1
 
 
+async def test_a_redirect_keeps_the_method_or_is_refused(judge):
+    judge.replies = [(308, "/v2")]
+    assert (await judged(judge)).value == 0.7 and judge.paths == ["/v1/chat/completions", "/v2"]
+    judge.replies = [(301, "/v3")]  # a client makes a GET of it
+    score = await judged(judge)
+    assert score.failure == "judge" and f"HTTP 301 moves it to {judge.url}/v3; name that URL" in score.detail
+
+
 @pytest.mark.parametrize("reply", [None, (503, ""), (429, "slow down")])
 async def test_a_judge_that_is_busy_or_fails_is_asked_again(judge, reply):
     judge.replies = [reply] * 4
