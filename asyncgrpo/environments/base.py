@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from asyncgrpo.errors import AsyncGRPOError, RewardError
-from asyncgrpo.rewards.base import LARGEST, last_text
+from asyncgrpo.rewards.base import LARGEST, clip, last_text, number_of
 from asyncgrpo.types import Prompt
 
 LONGEST_REPLY = 1 << 20
@@ -128,20 +128,20 @@ def reply_of_step(value: Any) -> Reply:
     reward, terminated, truncated, info)`, or None: the episode is over.
 
     Raises:
-        EnvironmentFailed: it is something else, or the reward is not a finite number.
+        EnvironmentFailed: it is something else, or the reward is not a finite number, or `done` is neither true nor false.
     """
     match value:
         case None:
             return Reply(done=True)
         case (observation, reward, terminated, truncated, Mapping()):
-            done = bool(terminated) or bool(truncated)
-        case (observation, reward, done, Mapping()) | (observation, reward, done):
-            pass
+            done = _flag(terminated) or _flag(truncated)
+        case (observation, reward, given, Mapping()) | (observation, reward, given):
+            done = _flag(given)
         case _:
             raise EnvironmentFailed(
                 f"step returned {type(value).__name__} {str(value)[:80]!r}; it must return (observation, reward, done)"
             )
-    return Reply(messages=_messages(observation), reward=_reward(reward), done=bool(done))
+    return Reply(messages=_messages(observation), reward=_reward(reward), done=done)
 
 
 def _messages(value: Any) -> tuple[dict[str, str], ...]:
@@ -165,13 +165,17 @@ def _messages(value: Any) -> tuple[dict[str, str], ...]:
     )
 
 
+def _flag(value: Any) -> bool:
+    if value is not None and number_of(value) is None:  # a text is true, even "False"
+        raise EnvironmentFailed(f"done must be true or false, not {clip(value)}")
+    return bool(value)
+
+
 def _reward(value: Any) -> float | None:
     if value is None:
         return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise EnvironmentFailed(f"a reward must be a number, not {type(value).__name__}") from None
+    if (number := number_of(value)) is None:
+        raise EnvironmentFailed(f"a reward must be a number, not {clip(value)}")
     if not math.isfinite(number) or abs(number) > LARGEST:
         raise EnvironmentFailed(f"the reward {number:g} is not a finite number within {LARGEST:g}")
     return number

@@ -124,12 +124,17 @@ def _environment(cls: Any, where: str, about: str) -> Loaded:
     if not callable(getattr(cls, "step", None)):
         raise RewardError(f"{where} has no method step(self, text), which answers a turn of the model")
     try:
-        inspect.signature(cls.step).bind(None, "text")
+        inspect.signature(cls.step).bind(*[None] * _num_bound(cls, "step"), "text")
     except TypeError as error:
         raise RewardError(f"{where}.step cannot be called as step(text): {error}") from None
     reset = getattr(cls, "reset", None)
-    takes = None if reset is None else names_of(reset, TASK_NAMES, f"{where}.reset", skip=1)
+    takes = None if reset is None else names_of(reset, TASK_NAMES, f"{where}.reset", skip=_num_bound(cls, "reset"))
     return Loaded(about=f"environment {about}", make=cls, takes=takes, scores=bool(getattr(cls, "scores", True)))
+
+
+def _num_bound(cls: Any, name: str) -> int:
+    """Return the number of parameters that an instance adds to those of `getattr(cls, name)`: 1, its `self`, or 0."""
+    return int(not isinstance(inspect.getattr_static(cls, name), staticmethod | classmethod))
 
 
 # -- the process -------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class _Session:
             raise EnvironmentFailed(f"{self._of.url} does not follow the protocol of OpenEnv: {error}") from error
         data = answer.data
         if answer.type == "observation":
-            return reply_of_step((_text_of(data.get("observation")), data.get("reward"), bool(data.get("done"))))
+            return reply_of_step((_text_of(data.get("observation")), data.get("reward"), data.get("done")))
         text, code = str(data.get("message", ""))[:500], data.get("code")
         if code == "CAPACITY_REACHED":
             raise _Full(text)

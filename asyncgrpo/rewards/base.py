@@ -134,7 +134,7 @@ def scores_of_values(values: Any, count: int) -> list[Score]:
     """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple):
-        return [failed("bad_type", f"a list of {count} rewards was expected, not {_clip(values)}")] * count
+        return [failed("bad_type", f"a list of {count} rewards was expected, not {clip(values)}")] * count
     if len(values) != count:
         return [failed("bad_type", f"a list of {len(values)} was returned for {count} completions")] * count
     nothing = failed(
@@ -154,7 +154,7 @@ def score_of_value(value: Any) -> Score:
     score = _score_of_number(value["score"], "the reward's 'score'")
     if score.failure is not None:
         return score
-    numbers = {visible(str(name)): _number(part) for name, part in value.items() if name != "score"}
+    numbers = {visible(str(name)): number_of(part) for name, part in value.items() if name != "score"}
     good = [(name, number) for name, number in numbers.items() if number is not None and abs(number) <= LARGEST]
     parts = dict(good[:MAX_PARTS])
     left_out = ", ".join(name for name in numbers if name not in parts)
@@ -163,9 +163,9 @@ def score_of_value(value: Any) -> Score:
 
 
 def _score_of_number(value: Any, what: str) -> Score:
-    number = _number(value)
+    number = number_of(value)
     if number is None:
-        return failed("bad_type", f"{what} must be a number or a dict with 'score', not {_clip(value)}")
+        return failed("bad_type", f"{what} must be a number or a dict with 'score', not {clip(value)}")
     if not math.isfinite(number):
         return failed("not_finite", f"{what} is {number}")
     if abs(number) > LARGEST:
@@ -173,7 +173,7 @@ def _score_of_number(value: Any, what: str) -> Score:
     return Score(value=number)
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
     """`value` as a float; None if it is not a real number. Takes bool, int, float and scalars of numpy or torch."""
     if not isinstance(value, Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()
@@ -210,6 +210,7 @@ def kind_of(score: Score) -> str:
     return f"{score.failure} {origin[0]}" if origin else str(score.failure)
 
 
-def _clip(value: Any) -> str:
+def clip(value: Any) -> str:
+    """Return the type and the beginning of a value, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text[:80]}{'…' if len(text) > 80 else ''}"

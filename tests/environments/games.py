@@ -54,6 +54,10 @@ class Naughty:
                 time.sleep(1000)
             case "nan":
                 return "", float("nan"), False
+            case "done":
+                return "", 0, "False"
+            case "text":
+                return "", "0.5", False
             case "string":
                 return "only a text"
             case "huge":
@@ -92,6 +96,25 @@ class OddReset:
     def reset(self, weather):
         return weather
 
+    def step(self, text):
+        return None
+
+
+class Bound:
+    made = 0
+
+    @classmethod
+    def reset(cls, answer):
+        cls.made += 1
+        return f"{answer} {cls.made}"
+
+    @staticmethod
+    def step(text):
+        return None
+
+
+class OddStatic:
+    @staticmethod
     def step(self, text):
         return None
 

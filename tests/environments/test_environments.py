@@ -95,7 +95,11 @@ async def test_classes_of_users_reply_in_every_form_there_is():
         return replies
 
     found = await asyncio.gather(
-        play("Environment", "a", "b"), play("Async", "abc"), play("Gymnasium", "on", "end"), play("Naughty", "print")
+        play("Environment", "a", "b"),
+        play("Async", "abc"),
+        play("Gymnasium", "on", "end"),
+        play("Naughty", "print"),
+        play("Bound", "a"),
     )
     assert found[0] == [
         Reply(messages=said("go 7?")),
@@ -105,6 +109,7 @@ async def test_classes_of_users_reply_in_every_form_there_is():
     assert found[1] == [Reply(messages=said("go", "tool")), Reply(messages=said("ABC"), reward=1.0, done=True)]
     assert found[2] == [Reply(messages=said("11")), Reply(reward=1.5), Reply(reward=1.5, done=True)]
     assert found[3] == [Reply(), Reply(messages=said("fine"), reward=0.0)]
+    assert found[4] == [Reply(messages=said("7 1")), Reply(done=True)]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +119,8 @@ async def test_classes_of_users_reply_in_every_form_there_is():
         ("next", r"games.py:\d+: RuntimeError: StopIteration"),
         ("long", r"games.py:\d+: ValueError: x+$"),
         ("nan", "the reward nan is not a finite number"),
+        ("done", "done must be true or false, not str 'False'"),
+        ("text", "a reward must be a number, not str '0.5'"),
         ("string", r"step returned str 'only a text'; it must return \(observation, reward, done\)"),
         ("huge", "an observation of 2,097,152 characters"),
         ("deep", "an observation must be a text or a list of messages"),
@@ -212,6 +219,7 @@ MINE = {what: GAMES.with_name(f"my_{what}.py") for what in ("agents", "tools")}
         ({"name": f"{GAMES}:Missing"}, "games.py has no class Missing; name one with games.py:NAME, such as Environment,"),
         ({"name": f"{GAMES}:NoStep"}, r"NoStep has no method step\(self, text\)"),
         ({"name": f"{GAMES}:OddStep"}, r"OddStep.step cannot be called as step\(text\)"),
+        ({"name": f"{GAMES}:OddStatic"}, r"OddStatic.step cannot be called as step\(text\): missing a required argument"),
         ({"name": f"{GAMES}:OddReset"}, "OddReset.reset takes weather; there are prompt, messages"),
         ({"name": "guess", "tools": ("calculator",)}, "environment.name and environment.tools are both given"),
         ({"tools": ("hammer.py",)}, "environment.tools: hammer.py is not a tool; there are calculator, and FILE.py:FUNCTION"),
