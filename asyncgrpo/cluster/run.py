@@ -5,7 +5,7 @@
 Until the learner is done, the driver restarts generators that exit or hang. It restarts a lost core from the last checkpoint
 and the buffer's journal; the generators live on and connect to the new core.
 
-The driver holds no data. On SIGTERM or Ctrl-C it drains the run: leases stop, the learner finishes its step and writes a
+The driver holds no data. On SIGTERM, Ctrl-C or SIGHUP it drains the run: leases stop, the learner finishes its step and writes a
 checkpoint, engines close.
 
 `in_generator` runs work in one process, placed as the first generator of a run would be, so that the work can be measured.
@@ -98,7 +98,7 @@ class Run:
             placement = self._placement = Placement(config, learner_on_gpu=uses_cuda(config))
             try:
                 # Ray sets a SIGTERM handler of its own when it starts, so ours comes after.
-                with _on_signals(self._stop):
+                with _on_signals(self._stop, self._ask_to_stop):
                     return self._supervise(before)
             finally:
                 placement.release()
@@ -315,7 +315,7 @@ class Run:
         return read_state(checkpoint).step if checkpoint is not None else 0
 
     def _ask_to_stop(self) -> None:
-        """Drain the run by a command. Repeated commands change nothing."""
+        """Drain the run by a command, or as its terminal closes. Repeated ones change nothing: shell and kernel send SIGHUP."""
         self._asked_to_stop = max(1, self._asked_to_stop)
 
     def _stop(self) -> None:
@@ -326,9 +326,12 @@ class Run:
 
 
 @contextmanager
-def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on SIGINT and SIGTERM inside the block."""
-    before = {number: signal.signal(number, lambda *_: stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+def _on_signals(stop: Callable[[], None], hang_up: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on SIGINT and SIGTERM inside the block, and `hang_up` on SIGHUP unless it is ignored, as under nohup."""
+    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        handlers[signal.SIGHUP] = hang_up
+    before = {number: signal.signal(number, lambda *_, call=call: call()) for number, call in handlers.items()}
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,6 +166,25 @@ def test_a_run_that_gives_up_is_still_listed_so_that_monitoring_misses_it(tmp_pa
     if how is give_it_up:
         (entry,) = json.loads(targets_path(tmp_path / "run").read_text())
         assert (entry["targets"], entry["labels"]["role"]) == (["127.0.0.1:0"], "driver")
+
+
+def test_a_closed_terminal_drains_the_run_however_often_it_is_told_unless_nohup_ignores_it(tmp_path: Path):
+    run: Any = Run(Config(model=ModelConfig(path="m"), data=DataConfig(train="t")), RunFolder(tmp_path), "")
+    on_signals, before = run_module._on_signals, signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with on_signals(run._stop, run._ask_to_stop):
+            signal.raise_signal(signal.SIGHUP)
+        assert run._asked_to_stop == 0, "nohup"
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with on_signals(run._stop, run._ask_to_stop):
+            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+            assert run._asked_to_stop == 1
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 class NoFurther(Exception):
