@@ -12,6 +12,7 @@ gathered one by one. Adapters are merged, so the folder loads with plain transfo
 import contextlib
 import copy
 import shutil
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -87,7 +88,19 @@ def _write(folder: str, state: dict[str, Tensor], group: dist.ProcessGroup) -> N
     try:
         dcp.save(state, checkpoint_id=folder, process_group=group)
     except (Exception, CheckpointException) as error:
-        raise CheckpointError(f"checkpoint {folder} cannot be written: {_cause(error)}") from error
+        why = _refusal(folder) or _cause(error)
+        raise CheckpointError(f"checkpoint {folder} cannot be written: {why}") from error
+
+
+def _refusal(folder: str) -> str:
+    """Return why the disk refuses a write; empty if it does not. torch says only that it is at another position of its file."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(2**20))
+            file.flush()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def load(folder: str, model: TokenScorer, optimizer: AdamW, guard: Tensor) -> tuple[int, Tensor]:

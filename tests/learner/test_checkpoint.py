@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import threading
 
 import pytest
@@ -112,6 +113,18 @@ def test_what_cannot_be_written_is_an_error_to_who_waits_and_the_next_checkpoint
         wait()
     with pytest.raises(CheckpointError, match="cannot be written"):
         first.export(str(tmp_path / "file"))
+
+
+def test_a_disk_that_refuses_a_checkpoint_is_named_with_its_reason(path, tmp_path):
+    first, before = learner(path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (2**12, before[1])
+    )  # of a larger tensor torch says: unexpected pos 704 vs 598
+    try:
+        with pytest.raises(CheckpointError, match=rf"checkpoint {tmp_path}/full cannot be written: File too large$"):
+            first.save(str(tmp_path / "full"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_checkpoint_of_an_earlier_release_knows_of_no_gradients_and_is_read(tmp_path, monkeypatch):
