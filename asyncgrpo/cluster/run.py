@@ -19,7 +19,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -57,6 +57,8 @@ LAST_CHECKPOINT_S = 600.0
 """Time for the last step and checkpoint of a run that fails."""
 STACKS_S = 1.5
 """Time for processes to write their stacks before they are killed."""
+FULL_BYTES, SPACE_BYTES = 2**20, 2**26
+"""Free bytes of a disk that counts as full, and of one that no longer does."""
 
 
 class Run:
@@ -75,6 +77,7 @@ class Run:
         self._folder = folder
         self._sizes = sizes
         self._asked_to_stop = 0
+        self._is_full = False
         self._report: Callable[[str], None] = lambda text: None
         self._chaos: Chaos | None = None
         self._targets: dict[str, tuple[str, int]] = {}
@@ -228,6 +231,7 @@ class Run:
         def poll_processes() -> None:
             if not self._folder.is_held:
                 raise CheckpointError(f"run.out {self._folder.path} was removed or moved while the run was active")
+            self._report_full_disk()
             watch.listen()
             fleet.reconcile(may_restart=not self._asked_to_stop)
             self._teachers.reconcile(may_restart=not self._asked_to_stop)
@@ -275,6 +279,14 @@ class Run:
         if status == "failed":
             raise ProcessLost("buffer: the process exited without reporting an error")
         return status
+
+    def _report_full_disk(self) -> None:
+        """Report that the disk of the run folder is full, once until space is free again. No event can be written then."""
+        with suppress(OSError):
+            free = shutil.disk_usage(self._folder.path).free
+            was_full, self._is_full = self._is_full, free < (SPACE_BYTES if self._is_full else FULL_BYTES)
+            if self._is_full and not was_full:
+                self._report(f"the disk of {self._folder.path} is full: events, groups and checkpoints wait for space")
 
     def _save_last_steps(self, core: Core, reason: str) -> None:
         """Save the steps since the last checkpoint before the run fails, within `LAST_CHECKPOINT_S`. Failures are logged."""

@@ -187,6 +187,16 @@ def test_a_closed_terminal_drains_the_run_however_often_it_is_told_unless_nohup_
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_full_disk_is_reported_once_until_it_has_space_again(tmp_path: Path, monkeypatch):
+    run: Any = Run(Config(model=ModelConfig(path="m"), data=DataConfig(train="t")), RunFolder(tmp_path), "")
+    told: list[str] = []
+    run._report = told.append
+    for free in (2**30, 0, 2**20, 0, 2**30, 2**20, 0):
+        monkeypatch.setattr(run_module.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        run._report_full_disk()
+    assert told == [f"the disk of {tmp_path} is full: events, groups and checkpoints wait for space"] * 2
+
+
 class NoFurther(Exception):
     pass
 
