@@ -158,6 +158,7 @@ class Progress:
         self.generated_before = event.get("generated") or 0
         self.end = self.advice = None
         self.paused, self.is_paused = {}, False
+        self.syncs.clear()  # this start has not landed their versions
         self.resumed = True
 
     def _on_step(self, event: Event) -> None:
