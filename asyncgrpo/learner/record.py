@@ -279,8 +279,8 @@ class Recorder:
         self._reported, self._watch, undone = Counter(before.reported), before.watched, 0
         seen: dict[str, int] = {"generated": 0}
         for event in read_events(self.events.path, before.num_bytes):
-            # Tokens of the run so far; not every event has them, and those of older releases had one number.
-            tokens = event.get("tokens") or {"generated": event.get("generated") or event.get("tokens_generated") or 0}
+            # Tokens of the run so far; not every event has them.
+            tokens = event.get("tokens") or {"generated": event.get("generated") or 0}
             seen = max(seen, tokens, key=lambda tokens: tokens["generated"])
             if is_undone(event, step):
                 undone += event["event"] == "step"
