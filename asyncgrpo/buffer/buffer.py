@@ -410,7 +410,8 @@ class Buffer:
             self._admission.batch_requested(leased, ready, now_s)
         batch = self._choose(version)
         if not batch:
-            self.is_held_back = self._is_bound_to_wait
+            # A larger bound would give a batch sooner: by taking one, or by beginning more groups.
+            self.is_held_back = self.count(State.READY) >= self.config.prompts_per_step or not self._has_slot()
             return None
         self._admission.batch_taken(now_s, self.num_slots)
         for entry in batch:
@@ -574,11 +575,6 @@ class Buffer:
             remaining[deadline] -= min(count, places)
             places -= min(count, places)
         return remaining
-
-    @property
-    def _is_bound_to_wait(self) -> bool:
-        """True if a larger bound would give the learner a batch sooner: by taking one, or by beginning more groups."""
-        return self.count(State.READY) >= self.config.prompts_per_step or not self._has_slot()
 
     def _leased(self, lease_id: str) -> GroupEntry | None:
         entry = self._entries.get(lease_id.rpartition(".")[0])
