@@ -65,12 +65,12 @@ class RunFolder:
     @property
     def is_held(self) -> bool:
         """False if the folder was removed or moved since `claim`."""
+        lock, own = self.path / ".lock", self._descriptor
         try:
-            return self._descriptor is None or os.path.samestat(
-                os.stat(self.path / ".lock"), os.fstat(self._descriptor)
-            )
+            return own is None or os.path.samestat(os.stat(lock), os.fstat(own))
         except (FileNotFoundError, NotADirectoryError):
-            return False
+            # Its processes make other files again, but not its configuration.
+            return (self.path / "config.yaml").is_file()
         except OSError:  # a file system that does not reply for a while
             return True
 

@@ -455,10 +455,8 @@ class GeneratorActor:
         _limit_gpu_memory(config, is_learner=False)
         reward, at_once = build_reward(config.reward), config.reward.at_once
         if teachers := build_teachers(config, self._setup.teacher_urls, self._setup.teacher_key):
-            reward, at_once = (
-                TaughtReward(reward, teachers, config.algorithm.group_size),
-                max(at_once, config.teacher.max_concurrent),
-            )
+            reward = TaughtReward(reward, teachers, config.algorithm.group_size)
+            at_once = max(at_once, config.teacher.max_concurrent)
         service = self._service = GeneratorService(
             f"generator-{self._index}",
             self._incarnation,

@@ -73,6 +73,9 @@ def test_a_run_whose_folder_is_gone_ends_with_its_name(tmp_path: Path, how: str)
 
     def start(while_starting: Any) -> None:
         while_starting()
+        (folder.path / "config.yaml").touch()
+        (folder.path / ".lock").unlink()
+        while_starting()
         folder.path.rename(tmp_path / "moved")
         if how == "removed":
             shutil.rmtree(tmp_path / "moved")
@@ -87,7 +90,7 @@ def test_a_run_whose_folder_is_gone_ends_with_its_name(tmp_path: Path, how: str)
     run._teachers, run._steering = SimpleNamespace(reconcile=look, processes=tuple), SimpleNamespace(reconcile=look)
     with pytest.raises(CheckpointError, match=rf"run.out {folder.path} was removed or moved while the run was active"):
         run._train(SimpleNamespace(start=start, is_training=False))
-    assert len(looks) == 4, "before that, it looked at every process"
+    assert len(looks) == 8, "before that, and without its lock alone, it looked at every process"
 
 
 @pytest.mark.parametrize(
