@@ -58,9 +58,10 @@ def train(
     """Train a model on a file of prompts. Repeat the command to resume an interrupted run."""
     from asyncgrpo.config.load import find, load_config, read
 
-    of_file = config is not None and any("run.out" in layer.values for layer in read(find(config)))
-    folder = None if of_file and out is None else _choose_folder("runs/train", out)
-    settings = options.train_overrides(**ctx.params | {"out": folder}, explicit=overrides or ())
+    layers = read(find(config)) if config is not None else []
+    of_files = [str(layer.values["run.out"]) for layer in layers if layer.values.get("run.out")]
+    folder = _choose_folder(["runs/train", *of_files][-1], out)
+    settings = options.train_overrides(**ctx.params | {"out": str(folder)}, explicit=overrides or ())
     if n_gpus is not None:
         without_place = load_config(config, settings, algorithm=algorithm, is_complete=False)
         settings += options.placed(without_place, n_gpus, overrides or ())
@@ -103,7 +104,7 @@ def _choose_folder(default: str, explicit: str | None) -> Path:
 
     if explicit is not None and not explicit.strip():
         raise ConfigError("--out is empty; name a folder")
-    return Path(explicit) if explicit is not None else unused(Path(default))
+    return Path(explicit) if explicit is not None else unused(Path(default).expanduser())
 
 
 def _print_next(status: str, out: str, folder: Path | None) -> None:

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from asyncgrpo.cli.running import _screen
+from asyncgrpo.cluster.folder import RunFolder
 from asyncgrpo.data.demo import make_demo_model, write_demo_task
 from asyncgrpo.recording.events import EventLog, Follower
 
@@ -118,10 +119,15 @@ def test_a_dry_run_for_gpus_says_what_they_would_hold(asyncgrpo, started, files,
     assert asyncgrpo("train", "--model", "model1", *gpus).out.count("learner rank  ") == 1 and len(started) == 1
 
 
-def test_the_run_folder_is_that_of_the_flag_or_else_of_the_file(asyncgrpo, started, files):
+def test_the_run_folder_is_that_of_the_flag_or_else_of_the_file(asyncgrpo, started, files, monkeypatch):
     (files / "mine.yaml").write_text("run: {out: mine}")
     typed = [word for word in TRAIN if word not in ("--out", "a run")]
-    for config, out, folder in (("mine.yaml", [], "mine"), ("mine.yaml", ["--out", "o"], "o")):
+    (files / "other.yaml").write_text("{extends: mine.yaml, run: {out: '~/theirs'}}")
+    (files / "plain.yaml").write_text("run: {seed: 3}")
+    monkeypatch.setenv("HOME", str(files))
+    monkeypatch.setattr(RunFolder, "status", lambda folder: "done" if folder.path.name == "theirs" else None)
+    cases = [("mine.yaml", [], "mine"), ("mine.yaml", ["--out", "o"], "o"), ("mine.yaml", ["run.out=o"], "o")]
+    for config, out, folder in [*cases, ("other.yaml", [], "theirs-2"), ("plain.yaml", [], "runs/train")]:
         ended = preview(asyncgrpo, "train", "--model", "model1", *typed, "--config", config, *out)
         assert ended.code == 0 and f"folder: {files / folder}\n" in ended.out, ended
 
