@@ -94,6 +94,10 @@ def copies(device: str, size: int) -> None:
     matrix = on_card.view(torch.bfloat16).view(-1, 4096)
     where = "card" if device == "cuda" else "CPU"
     show_rate(f"box digest on the {where}", size, device, lambda: box_digest(matrix, "w", tuple(matrix.shape), (0, 0)))
+    # An integer of 8 bytes is the sum of 8 products of bytes, for which a card has units: what would they read?
+    factors = random_bytes(8 * 8192, device).view(torch.int8).view(8, 8192).t()
+    product = lambda: torch._int_mm(matrix.view(torch.int8), factors)  # noqa: E731
+    show_rate(f"sums of a box digest as an int8 product on the {where}", size, device, product)
     few = pageable[: size // 8]
     show_rate("digest on the host", len(few), device, lambda: digest(few))
     from_pages_of_another_process(device, on_card)
